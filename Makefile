@@ -1,0 +1,43 @@
+# make train   set up .venv and train the embedded default to its target
+# make test    the whole CPU suite
+# make lint    ruff and pyright
+.PHONY: train test lint format clean
+PYTHON ?= python3
+BIN := .venv/bin
+# The pin must hold for build isolation too, hence the variable and not only the flag.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+train: .venv/installed
+	$(BIN)/hyperbatch train $(ARGS)
+
+test: .venv/tested
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/linted
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: .venv/linted
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv build *.egg-info
+
+# Stamp files: set-up runs again only when what it installs changes.
+$(BIN)/python:
+	$(PYTHON) -m venv .venv
+
+.venv/installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/pip install --quiet --editable .
+	touch $@
+
+.venv/tested: .venv/installed
+	$(BIN)/pip install --quiet --editable '.[test]'
+	touch $@
+
+.venv/linted: .venv/installed
+	$(BIN)/pip install --quiet --editable '.[test,lint]'
+	touch $@

@@ -1,0 +1,5 @@
+"""python -m hyperbatch: the same as the hyperbatch command, for torchrun -m."""
+
+from hyperbatch.cli import main
+
+raise SystemExit(main())

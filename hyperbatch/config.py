@@ -1,0 +1,363 @@
+"""The dataclasses a recipe fills in. No torch here: a config can be read, printed and checked anywhere.
+
+A config is a tree of sections, but every field name is unique in the whole tree, so a command line flag
+(`--label-smoothing 0.1`), an override (`config.override(label_smoothing=0.1)`) and an error message name it by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+
+from hyperbatch.errors import InputError, nearest
+
+
+class BatchPhase(NamedTuple):
+    """From this epoch on, this many samples a step over all ranks (Sony's batch-size control)."""
+
+    from_epoch: float
+    global_batch: int
+
+
+class SizePhase(NamedTuple):
+    """From this epoch on, training images of this many pixels a side (progressive resizing)."""
+
+    from_epoch: float
+    image_size: int
+
+
+def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
+    """A field with the help text its command line flag shows and, for names, the values it may take."""
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    model: str = option("resnet50", "a built-in name, timm/NAME, or package.module:callable (given the class count)")
+    zero_init_last_gamma: bool = option(False, "start the last norm scale of each residual block at 0 (Goyal et al.)")
+    bn_momentum: float = option(0.1, "weight of the new batch in the running batch-norm statistics")
+    bn_group_ranks: int = option(1, "ranks that share batch-norm statistics; 1: each rank its own")
+    init_from: str | None = option(None, "start from the weights in this file (.safetensors, .pt, or a checkpoint)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    dataset: str = option(
+        "images",
+        "images (folder tree, tars or packed shards under --data), digits, cifar10, synthetic, or package.module:callable",
+    )
+    data: str | None = option(None, "folder of the data set")
+    train_samples: int = option(1_281_167, "training samples the recipe was written for; the data's own count wins")
+    eval_samples: int = option(50_000, "validation samples the recipe was written for; the data's own count wins")
+    classes: int = option(1000, "classes the recipe was written for; the data's own count wins")
+    image_size: int = option(224, "training image side in pixels")
+    size_phases: tuple[SizePhase, ...] = option((), "progressive resizing, as EPOCH:PIXELS,EPOCH:PIXELS")
+    eval_size: int = option(224, "evaluation crop side in pixels")
+    eval_resize: int = option(256, "shorter side before the evaluation crop, in pixels")
+    augment: str = option(
+        "random_resized_crop",
+        "how a training view is cut from an image",
+        ("none", "shift", "random_resized_crop", "scale_jitter", "fixed_resize_crop"),
+    )
+    crop_area: tuple[float, float] = option((0.08, 1.0), "area range of random_resized_crop, as LOW,HIGH")
+    crop_aspect: tuple[float, float] = option((3 / 4, 4 / 3), "aspect range of random_resized_crop, as LOW,HIGH")
+    full_crop_from_epoch: float | None = option(None, "near-full crops from this epoch on (Fujitsu); none: never")
+    jitter_sides: tuple[int, int] = option((256, 480), "range of the shorter side for scale_jitter, as LOW,HIGH")
+    shift_pixels: int = option(0, "largest shift of the `shift` augmentation, in pixels")
+    flip: bool = option(True, "mirror half of the training views")
+    color_noise: float = option(0.0, "standard deviation of PCA colour noise (AlexNet); 0: none")
+    decoder: str = option("auto", "JPEG decoder", ("auto", "pillow", "simplejpeg", "nvjpeg"))
+    data_threads: int = option(0, "decoding threads per rank; 0: chosen from the cores")
+    max_bad_samples: int = option(100, "unreadable training samples to replace before the run is stopped")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    optimizer: str = option("lars", "update rule", ("lars", "lamb", "sgd"))
+    momentum: float = option(0.9, "momentum, in [0, 1)")
+    weight_decay: float = option(5e-5, "weight decay")
+    trust_coefficient: float = option(0.001, "LARS trust coefficient")
+    lars_eps: float = option(0.0, "added to the denominator of the trust ratio")
+    nesterov: bool = option(False, "Nesterov momentum")
+    trust_clip: bool = option(False, "LARC: never exceed the plain learning rate")
+    momentum_rule: str = option("lr_inside", "where the rate enters", ("lr_inside", "lr_outside", "rescaled"))
+    decoupled_weight_decay: bool = option(False, "decay apart from the gradient, with its own schedule (Fujitsu)")
+    decay_norm_bias: bool = option(False, "apply weight decay to norm parameters and biases too")
+    adapt_norm_bias: bool = option(False, "apply the trust ratio to norm parameters and biases too")
+    label_smoothing: float = option(0.1, "label smoothing, in [0, 1)")
+    precision: str = option("fp32", "forward and backward precision", ("fp16", "bf16", "fp32", "fp64"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    epochs: float = option(90.0, "passes over the training set")
+    batch_phases: tuple[BatchPhase, ...] = option(
+        (BatchPhase(0, 256),), "global batch over time, as EPOCH:SAMPLES,EPOCH:SAMPLES"
+    )
+    lr: float = option(0.1, "peak learning rate at a global batch of lr_batch")
+    lr_batch: int = option(0, "global batch the learning rate is given for; 0: the first phase's")
+    lr_scaling: str = option("linear", "how the rate follows another global batch", ("none", "linear", "sqrt"))
+    lr_follows_phases: bool = option(False, "scale the rate when the batch changes between phases, too")
+    warmup: str = option("linear", "shape of the warm-up", ("linear", "goyal", "slow_start"))
+    warmup_epochs: float = option(5.0, "length of the warm-up")
+    warmup_lr: float = option(0.0, "learning rate at the first step")
+    decay: str = option("polynomial", "shape after the warm-up", ("constant", "polynomial", "step", "cosine"))
+    decay_epochs: float | None = option(None, "length of the decay after warm-up; none: to the last epoch")
+    decay_power: float = option(2.0, "power of the polynomial")
+    end_lr: float = option(1e-4, "learning rate at the end of a polynomial or cosine decay")
+    milestones: tuple[float, ...] = option((30.0, 60.0, 80.0), "epochs at which `step` decays")
+    decay_factor: float = option(0.1, "factor of each `step` decay")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommConfig:
+    grid: str | None = option(None, "ranks as ROWSxCOLUMNS; a row is one node. none: hosts x ranks per host")
+    algorithm: str = option("flat", "all-reduce", ("flat", "hierarchical", "torus", "hybrid"))
+    hybrid_switch_bytes: int = option(1 << 20, "hybrid: hierarchical up to this message size, flat above")
+    wire_dtype: str | None = option(None, "precision on the wire; none: the gradient's own", ("fp16", "bf16", "fp32"))
+    grouping: str = option(
+        "cubic",
+        "how gradients are grouped",
+        ("single", "per_layer", "threshold", "equal", "cubic", "optimal"),
+    )
+    group_count: int = option(4, "groups of the `equal` strategy")
+    group_threshold_bytes: int = option(16 << 20, "fusion threshold of the `threshold` strategy")
+    group_base: int = option(3, "tensors in the first group of the `cubic` strategy (boundaries at base * k^3)")
+    sharded_update: bool = option(False, "each rank updates its shard of the weights (Google)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    target_top1: float | None = option(None, "accuracy the run is timed to, in [0, 1]; none: just train")
+    stop_at_target: bool = option(True, "stop at the first evaluation that reaches the target")
+    eval_every_epochs: float = option(4.0, "epochs between evaluations")
+    eval_offset_epochs: float = option(0.0, "shift of the evaluation grid, in epochs (MLPerf: 0 to 3)")
+    eval_batch_per_rank: int = option(0, "samples per rank and evaluation step; 0: as in training")
+    seed: int = option(0, "seed of weights, sample order and augmentation")
+    deterministic: bool = option(False, "bit-exact kernels on GPUs too (CPU runs always are)")
+    device: str = option("auto", "where to run", ("auto", "cpu", "cuda"))
+    nproc: int = option(0, "processes on this host; 0: one per GPU, or two on a CPU")
+    accumulate: int = option(0, "micro-steps per step; 0: as many as the memory needs")
+    max_steps: int = option(0, "stop after this many steps; 0: run all epochs")
+    checkpoint_every_epochs: float = option(0.0, "epochs between checkpoints; 0: only at the end")
+    keep_checkpoints: int = option(2, "newest checkpoints to keep")
+    log_every_steps: int = option(1, "steps between metric lines")
+    timeout_s: float = option(300.0, "seconds after which a silent rank fails the run")
+    out: str | None = option(None, "folder of the run; none: runs/<recipe>-<time>")
+    resume: bool = option(False, "continue the run in --out from its newest checkpoint")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Everything a run needs. `recipe` is only a label; the sections hold the values."""
+
+    recipe: str = "custom"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of the first step over all ranks."""
+        return self.schedule.batch_phases[0].global_batch
+
+    def override(self, **values: Any) -> Self:
+        """A copy with fields replaced by their unique names. `global_batch=N` scales every batch phase."""
+        global_batch = values.pop("global_batch", None)
+        by_section: dict[str, dict[str, Any]] = {}
+        known = {spec.name: spec for spec in fields()}
+        for name, value in values.items():
+            if name not in known:
+                raise InputError(f"unknown config field {name!r}{nearest(name, [*known, 'global_batch'])}")
+            by_section.setdefault(known[name].section, {})[name] = value
+        config = dataclasses.replace(
+            self,
+            **{name: dataclasses.replace(getattr(self, name), **part) for name, part in by_section.items()},
+        )
+        return config if global_batch is None else config._rescaled(int(global_batch))
+
+    def _rescaled(self, global_batch: int) -> Self:
+        first = self.global_batch
+        phases = []
+        for phase in self.schedule.batch_phases:
+            scaled, rest = divmod(phase.global_batch * global_batch, first)
+            if rest:
+                raise InputError(
+                    f"global batch {global_batch} does not scale the batch phases "
+                    f"{format_value(self.schedule.batch_phases)} to whole numbers; give --batch-phases instead"
+                )
+            phases.append(BatchPhase(phase.from_epoch, scaled))
+        # The rate stays the recipe's at the recipe's batch: linear scaling then finds the new one.
+        lr_batch = self.schedule.lr_batch or first
+        schedule = dataclasses.replace(self.schedule, batch_phases=tuple(phases), lr_batch=lr_batch)
+        return dataclasses.replace(self, schedule=schedule)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        flat = {name: value for part in values.values() if isinstance(part, Mapping) for name, value in part.items()}
+        specs = {spec.name: spec for spec in fields()}
+        known = {name: specs[name].coerce(value) if name in specs else value for name, value in flat.items()}
+        return cls(recipe=values.get("recipe", "custom")).override(**known)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSpec:
+    """One config field as the command line sees it."""
+
+    name: str
+    section: str
+    type: Any
+    default: Any
+    help: str
+    choices: tuple[str, ...]
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    def parse(self, text: str) -> Any:
+        """The value a command line text stands for; InputError names the field and what it expects."""
+        try:
+            return self.coerce(_parse(self.type, text))
+        except ValueError as error:
+            raise InputError(f"{self.flag}: {text!r} is not {_describe(self.type)}") from error
+
+    def coerce(self, value: Any) -> Any:
+        """JSON lists become the tuples the field declares."""
+        item = _tuple_item(self.type)
+        if item is None or value is None:
+            return value
+        return tuple(item(*v) if hasattr(item, "_fields") else v for v in value)
+
+
+def fields() -> Iterator[FieldSpec]:
+    """Every field of every section, in declaration order."""
+    for section in dataclasses.fields(Config):
+        if section.name == "recipe":
+            continue
+        cls = SECTIONS[section.name]
+        hints = typing.get_type_hints(cls)
+        for f in dataclasses.fields(cls):
+            yield FieldSpec(
+                f.name, section.name, hints[f.name], f.default, f.metadata["help"], f.metadata.get("choices", ())
+            )
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "schedule": ScheduleConfig,
+    "comm": CommConfig,
+    "run": RunConfig,
+}
+
+
+def format_value(value: Any) -> str:
+    """The text `FieldSpec.parse` reads back."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return ",".join(
+            ":".join(format_value(v) for v in item) if isinstance(item, tuple) else format_value(item) for item in value
+        )
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _tuple_item(hint: Any) -> Any:
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
+
+
+def _parse(hint: Any, text: str) -> Any:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        if text.lower() == "none":
+            return None
+        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    if hint is bool:
+        if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
+            raise ValueError(text)
+        return text.lower() in ("true", "1", "yes")
+    item = _tuple_item(hint)
+    if item is None:
+        return hint(text)
+    parts = [part for part in text.split(",") if part]
+    if hasattr(item, "_fields"):
+        kinds = list(typing.get_type_hints(item).values())
+        rows = [part.split(":") for part in parts]
+        if any(len(row) != len(kinds) for row in rows):
+            raise ValueError(text)
+        return tuple(tuple(kind(v) for kind, v in zip(kinds, row, strict=True)) for row in rows)
+    args = typing.get_args(hint)
+    if args[-1] is not Ellipsis and len(parts) != len(args):
+        raise ValueError(text)
+    return tuple(item(part) for part in parts)
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " or ".join("none" if arg is type(None) else _describe(arg) for arg in typing.get_args(hint))
+    if hint is bool:
+        return "true or false"
+    item = _tuple_item(hint)
+    if item is None:
+        return {int: "a whole number", float: "a number", str: "a text"}[hint]
+    if hasattr(item, "_fields"):
+        return "a list EPOCH:VALUE,EPOCH:VALUE"
+    args = typing.get_args(hint)
+    return "a list of numbers" if args[-1] is Ellipsis else f"{len(args)} numbers LOW,HIGH"
+
+
+def check(config: Config) -> None:
+    """Raises InputError for a value no run could use; names the flag and the range."""
+    for spec in fields():
+        value = getattr(getattr(config, spec.section), spec.name)
+        if spec.choices and value is not None and value not in spec.choices:
+            raise InputError(f"{spec.flag}: {value!r} is not one of {', '.join(spec.choices)}")
+
+    def need(ok: bool, name: str, what: str) -> None:
+        if not ok:
+            section = next(spec.section for spec in fields() if spec.name == name)
+            value = format_value(getattr(getattr(config, section), name))
+            raise InputError(f"--{name.replace('_', '-')} {value}: {what}")
+
+    o, s, d, c, r = config.optim, config.schedule, config.data, config.comm, config.run
+    need(0 <= o.momentum < 1, "momentum", "must be in [0, 1)")
+    need(0 <= o.label_smoothing < 1, "label_smoothing", "must be in [0, 1)")
+    need(o.weight_decay >= 0, "weight_decay", "must not be negative")
+    need(o.trust_coefficient > 0, "trust_coefficient", "must be positive")
+    need(s.lr > 0, "lr", "must be positive")
+    need(s.epochs > 0, "epochs", "must be positive")
+    need(0 <= s.warmup_epochs <= s.epochs, "warmup_epochs", f"must be between 0 and the {s.epochs:g} epochs")
+    need(bool(s.batch_phases) and s.batch_phases[0].from_epoch == 0, "batch_phases", "must start at epoch 0")
+    need(all(p.global_batch > 0 for p in s.batch_phases), "batch_phases", "every global batch must be positive")
+    starts = [p.from_epoch for p in s.batch_phases]
+    need(starts == sorted(set(starts)), "batch_phases", "epochs must increase")
+    need(d.image_size > 0, "image_size", "must be positive")
+    need(0 < d.crop_area[0] <= d.crop_area[1] <= 1, "crop_area", "must be LOW,HIGH with 0 < LOW <= HIGH <= 1")
+    need(0 < d.crop_aspect[0] <= d.crop_aspect[1], "crop_aspect", "must be LOW,HIGH with 0 < LOW <= HIGH")
+    need(c.group_count > 0, "group_count", "must be positive")
+    need(c.group_base > 0, "group_base", "must be positive")
+    need(c.group_threshold_bytes > 0, "group_threshold_bytes", "must be positive")
+    need(r.target_top1 is None or 0 < r.target_top1 <= 1, "target_top1", "must be in (0, 1], e.g. 0.759")
+    need(r.eval_every_epochs > 0, "eval_every_epochs", "must be positive")
+    need(r.timeout_s > 0, "timeout_s", "must be positive")
+    need(r.log_every_steps > 0, "log_every_steps", "must be positive")
+    for name in ("nproc", "accumulate", "max_steps", "checkpoint_every_epochs", "eval_batch_per_rank"):
+        need(getattr(r, name) >= 0, name, "must not be negative")
+    need(r.keep_checkpoints > 0, "keep_checkpoints", "must be positive")
+    need(config.model.bn_group_ranks > 0, "bn_group_ranks", "must be positive")

@@ -1,0 +1,1 @@
+"""Bytes to batches: sources, the sample stream, decoding, augmentation, loading."""

@@ -1,0 +1,1 @@
+"""The train loop, evaluation, clock, faults."""

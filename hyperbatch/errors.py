@@ -1,0 +1,31 @@
+"""The one exception that means "the user's input was wrong", and how names in that input are looked up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class InputError(ValueError):
+    """What is wrong, where, and what to do, in one line. The command line prints it and exits with 2."""
+
+
+def nearest(name: str, known: list[str] | tuple[str, ...]) -> str:
+    """`; did you mean 'x'?` for a misspelt name, or the list of known ones when nothing is close."""
+    import difflib
+
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+
+
+def load_object(path: str, what: str) -> Any:
+    """The object named `package.module:name`; the current folder is searched first, as python -m does."""
+    import importlib
+    import sys
+
+    module_name, _, name = path.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"{what} {path!r}: {error}; give package.module:callable") from error

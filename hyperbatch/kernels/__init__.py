@@ -1,0 +1,1 @@
+"""The fused GPU kernels, each naming the readable reference it must agree with."""

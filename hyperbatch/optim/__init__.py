@@ -1,0 +1,7 @@
+"""LARS, LAMB, precision and loss scaling, sharded update."""
+
+from hyperbatch.optim.lamb import LAMB
+from hyperbatch.optim.lars import LARS
+from hyperbatch.optim.params import param_groups
+
+__all__ = ["LAMB", "LARS", "param_groups"]

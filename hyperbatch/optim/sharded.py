@@ -1,0 +1,1 @@
+"""Weight-update sharding (Google): each rank updates its shard after the reduce-scatter."""

@@ -1,0 +1,1 @@
+"""Group plans and what they cost, without torch."""

@@ -1,0 +1,162 @@
+"""The values that planner, simulator, runner and report share. Frozen data, no torch.
+
+TensorSpec   one parameter, as the arena lays it out
+RankGrid     rows x columns of ranks; a row is the fast direction, the ranks of one node
+GroupPlan    which gradients travel together, in the order in which they leave
+StepTiming   one step, predicted or measured: the same columns for both
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+from hyperbatch.errors import InputError
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """One trainable parameter. `kind` is "weight", "bias" or "norm": the optimizer treats the last two apart."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str = "weight"
+    dtype: str = "float32"
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class RankGrid:
+    """rows x columns ranks, e.g. 4 nodes of 8 GPUs.
+
+    columns ->        row = one node (fast links)
+    0  1  2  3
+    4  5  6  7        rank = row * columns + column
+    """
+
+    rows: int
+    columns: int
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.columns < 1:
+            raise InputError(f"grid {self.rows}x{self.columns}: rows and columns must be positive")
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.columns
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        rows, cross, columns = text.lower().partition("x")
+        if not (cross and rows.isdigit() and columns.isdigit()):
+            raise InputError(f"grid {text!r} is not ROWSxCOLUMNS, e.g. 4x8 for 4 nodes of 8 GPUs")
+        return cls(int(rows), int(columns))
+
+    def check_world(self, world_size: int) -> None:
+        if self.size != world_size:
+            raise InputError(
+                f"grid {self} holds {self.size} ranks, but there are {world_size}; "
+                f"choose ROWSxCOLUMNS with a product of {world_size}"
+            )
+
+    def row_ranks(self, row: int) -> list[int]:
+        return [row * self.columns + column for column in range(self.columns)]
+
+    def column_ranks(self, column: int) -> list[int]:
+        return [row * self.columns + column for row in range(self.rows)]
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradGroup:
+    """Gradients that travel in one all-reduce: neighbours in one dtype's arena."""
+
+    index: int
+    parameters: tuple[str, ...]
+    bytes: int
+    dtype: str
+    algorithm: str | None = None  # None: whatever the run uses
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupPlan:
+    """The groups of one step, in the order in which they are launched on every rank."""
+
+    strategy: str
+    groups: tuple[GradGroup, ...]
+
+    def check_covers(self, params: Sequence[TensorSpec]) -> None:
+        """Raises ValueError unless each parameter is in exactly one group."""
+        planned = [name for group in self.groups for name in group.parameters]
+        known = [spec.name for spec in params]
+        twice = (
+            sorted({name for name in planned if planned.count(name) > 1}) if len(set(planned)) < len(planned) else []
+        )
+        missing = sorted(set(known) - set(planned))
+        foreign = sorted(set(planned) - set(known))
+        if twice or missing or foreign:
+            raise ValueError(f"group plan {self.strategy!r}: twice {twice}, missing {missing}, unknown {foreign}")
+
+    @property
+    def hash(self) -> str:
+        """The same on two ranks if and only if they would exchange the same groups."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def bytes(self) -> int:
+        return sum(group.bytes for group in self.groups)
+
+    def with_algorithms(self, algorithms: Sequence[str]) -> Self:
+        pairs = zip(self.groups, algorithms, strict=True)
+        return replace(self, groups=tuple(replace(group, algorithm=name) for group, name in pairs))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        groups = tuple(GradGroup(**{**g, "parameters": tuple(g["parameters"])}) for g in values["groups"])
+        return cls(strategy=values["strategy"], groups=groups)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupTiming:
+    """One group's all-reduce within a step; times count from the start of the step."""
+
+    index: int
+    algorithm: str
+    bytes: int
+    ready_s: float
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTiming:
+    """Where one step's time went. `exposed_comm_s` is what backward did not hide."""
+
+    step_s: float
+    forward_s: float
+    backward_s: float
+    exposed_comm_s: float
+    update_s: float
+    data_wait_s: float = 0.0
+    groups: tuple[GroupTiming, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,97 @@
+"""What to run. A recipe is a function that returns a full config and states its claim, source and command.
+
+One file per published system; `everyday.py` for the rest. `recipe` registers a function under its own name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hyperbatch.config import Config
+from hyperbatch.errors import InputError, nearest
+
+DEFAULT = "digits"
+
+# Listing order: everyday ones first, then published systems by year.
+MODULES = (
+    "everyday",
+    "krizhevsky",
+    "amazon",
+    "facebook",
+    "pfn",
+    "you",
+    "tencent",
+    "sony",
+    "nvidia",
+    "google",
+    "fujitsu",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """A recipe's claim and its sources. `chosen` lists what the source does not give and what stands instead."""
+
+    name: str
+    claim: str
+    source: str
+    chosen: tuple[str, ...]
+    ranks: int
+    cluster: str
+    build: Callable[..., Config]
+
+    @property
+    def command(self) -> str:
+        return f"hyperbatch train {self.name}" + ("" if self.name == DEFAULT else " --data DIR")
+
+    @property
+    def notes(self) -> str:
+        return inspect.getdoc(self.build) or ""
+
+    def config(self, global_batch: int | None = None) -> Config:
+        """The full config; a recipe whose values hang on the batch (MLPerf's table) is told it."""
+        if global_batch is None:
+            return self.build()
+        if "global_batch" in inspect.signature(self.build).parameters:
+            return self.build(global_batch=global_batch)
+        return self.build().override(global_batch=global_batch)
+
+
+_registry: dict[str, Recipe] = {}
+
+
+def recipe(
+    *, claim: str, source: str, chosen: tuple[str, ...] = (), ranks: int = 1, cluster: str = "local"
+) -> Callable[[Callable[..., Config]], Callable[..., Config]]:
+    """Registers the function below it; `ranks` and `cluster` are where the claim was made."""
+
+    def register(build: Callable[..., Config]) -> Callable[..., Config]:
+        name = build.__name__
+        _registry[name] = Recipe(
+            name=name, claim=claim, source=source, chosen=chosen, ranks=ranks, cluster=cluster, build=build
+        )
+        return build
+
+    return register
+
+
+def all_recipes() -> dict[str, Recipe]:
+    for module in MODULES:
+        importlib.import_module(f"hyperbatch.recipes.{module}")
+    return dict(_registry)
+
+
+def get_recipe(name: str) -> Recipe:
+    """A built-in recipe by name, or your own as package.module:function."""
+    if ":" in name:
+        from hyperbatch.errors import load_object
+
+        build = load_object(name, "recipe")
+        return Recipe(name=name, claim="", source="", chosen=(), ranks=1, cluster="local", build=build)
+    known = all_recipes()
+    if name not in known:
+        raise InputError(f"unknown recipe {name!r}{nearest(name, list(known))}")
+    return known[name]

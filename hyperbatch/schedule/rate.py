@@ -1,0 +1,63 @@
+"""Learning rate against epochs done. Pure functions: resuming, plotting and planning need no state.
+
+      peak  ___
+          /     \\            warm-up: linear, goyal, slow_start
+         /        \\_         decay: polynomial, cosine, step, constant
+start   /            \\____  end
+        0   warmup_epochs   epochs
+"""
+
+from __future__ import annotations
+
+import math
+
+from hyperbatch.config import ScheduleConfig
+
+
+def learning_rate(schedule: ScheduleConfig, epoch: float, global_batch: int) -> float:
+    """The rate of a step that starts after `epoch` epochs and takes `global_batch` samples."""
+    return peak(schedule, global_batch) * shape(schedule, epoch, peak(schedule, global_batch))
+
+
+def peak(schedule: ScheduleConfig, global_batch: int) -> float:
+    """The recipe's rate, carried from the batch it was given for to this run's (You et al.: linear scaling)."""
+    first = schedule.batch_phases[0].global_batch
+    reference = schedule.lr_batch or first
+    batch = global_batch if schedule.lr_follows_phases else first
+    power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[schedule.lr_scaling]
+    return schedule.lr * (batch / reference) ** power
+
+
+def shape(schedule: ScheduleConfig, epoch: float, peak_lr: float) -> float:
+    """The rate as a fraction of its peak."""
+    if epoch < schedule.warmup_epochs:
+        start = schedule.warmup_lr / peak_lr
+        return _warmup(schedule, epoch / schedule.warmup_epochs, start, peak_lr)
+    return _decay(schedule, epoch, schedule.end_lr / peak_lr)
+
+
+def _warmup(schedule: ScheduleConfig, t: float, start: float, peak_lr: float) -> float:
+    if schedule.warmup == "goyal":
+        # Goyal et al. start at the rate of a single unscaled worker group and ramp linearly to the scaled one.
+        start = min(1.0, schedule.lr / peak_lr)
+    if schedule.warmup == "slow_start":
+        # PFN's idea: half the usual slope over the first half, then the rest of the way.
+        return start + (1 - start) * (t / 2 if t < 0.5 else 0.25 + 1.5 * (t - 0.5))
+    return start + (1 - start) * t
+
+
+def _decay(schedule: ScheduleConfig, epoch: float, end: float) -> float:
+    if schedule.decay == "constant":
+        return 1.0
+    if schedule.decay == "step":
+        return schedule.decay_factor ** sum(epoch >= milestone for milestone in schedule.milestones)
+    length = schedule.decay_epochs or (schedule.epochs - schedule.warmup_epochs)
+    t = 1.0 if length <= 0 else min(1.0, (epoch - schedule.warmup_epochs) / length)
+    if schedule.decay == "cosine":
+        return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * t))
+    return end + (1 - end) * (1 - t) ** schedule.decay_power
+
+
+def weight_decay_scale(schedule: ScheduleConfig, epoch: float, global_batch: int) -> float:
+    """Factor of a decoupled weight decay: it warms up and decays as the rate does, but does not follow its height."""
+    return learning_rate(schedule, epoch, global_batch) / peak(schedule, global_batch)

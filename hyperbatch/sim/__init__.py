@@ -1,0 +1,1 @@
+"""Predictions without torch: clusters, convergence, sweeps."""
