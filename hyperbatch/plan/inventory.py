@@ -1,10 +1,23 @@
-"""Tensor tables of the known models, in backward order, tested against the models themselves."""
+"""Tensor tables of the known models, computed from their architecture and tested against the models themselves.
+
+A model is written down once, as the layers of its forward pass; sizes, multiply-adds, the order in which backward
+finishes its parameters and the memory of a step all follow from that.
+
+    forward    conv1 bn1 maxpool  layer1.0.conv1 ... layer1.0.bn3 layer1.0.downsample.0/.1  ...  avgpool fc
+    backward   fc  ...  layer1.0.downsample.1/.0 layer1.0.bn3 ... layer1.0.conv1  bn1 conv1
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
-from hyperbatch.plan.types import TensorSpec
+from hyperbatch.errors import InputError, nearest
+from hyperbatch.plan.types import DTYPE_BYTES, TensorSpec
+
+PRECISION_DTYPE = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,18 +25,239 @@ class Layer:
     """One layer as the timeline sees it: its parameters, forward multiply-adds and output elements per image."""
 
     name: str
+    kind: str  # "conv", "norm", "pool" or "linear"; a ReLU, add or dropout counts with the layer before it
     tensors: tuple[TensorSpec, ...]
     macs: int
     activations: int
+    inputs: int  # input elements per image
+    saved: int  # output elements per image kept for backward
 
 
+def model_names() -> list[str]:
+    """The models with a table here."""
+    return sorted(_MODELS)
+
+
+@cache
 def layers(model: str, *, classes: int = 1000, image_size: int = 224, in_channels: int = 3) -> tuple[Layer, ...]:
     """In forward order. InputError for a model it has no table of."""
-    raise NotImplementedError
+    if model not in _MODELS:
+        raise InputError(f"no tensor table of model {model!r}{nearest(model, list(_MODELS))}")
+    return tuple(_MODELS[model](classes, image_size, in_channels))
 
 
+@cache
 def tensors(
     model: str, *, classes: int = 1000, image_size: int = 224, in_channels: int = 3, dtype: str = "float32"
 ) -> tuple[TensorSpec, ...]:
-    """In the order in which backward finishes them; norm parameters stay float32 in 16-bit runs and come last."""
-    raise NotImplementedError
+    """In the order in which backward finishes them.
+
+    In a 16-bit run norm parameters and biases stay float32. They keep their place in this order; the arena and the
+    grouping strategies put each dtype into a buffer of its own.
+    """
+    table = layers(model, classes=classes, image_size=image_size, in_channels=in_channels)
+    small = dtype if DTYPE_BYTES[dtype] >= 4 else "float32"
+    return tuple(
+        replace(spec, dtype=dtype if spec.kind == "weight" else small)
+        for layer in reversed(table)
+        for spec in _finish_order(layer)
+    )
+
+
+def memory_bytes(
+    model: str,
+    batch_per_rank: int,
+    precision: str = "fp32",
+    image_size: int = 224,
+    classes: int = 1000,
+    *,
+    in_channels: int = 3,
+) -> dict[str, int]:
+    """What one rank holds at the peak of a step, by role, with its `total`; workspaces of libraries not counted."""
+    dtype = PRECISION_DTYPE[precision]
+    specs = tensors(model, classes=classes, image_size=image_size, in_channels=in_channels, dtype=dtype)
+    table = layers(model, classes=classes, image_size=image_size, in_channels=in_channels)
+    state_item = max(4, DTYPE_BYTES[dtype])  # optimizer state and masters are never below fp32
+    saved = sum(layer.saved for layer in table) + image_size * image_size * in_channels
+    # torch keeps an int64 index for each output of a max pool
+    indices = sum(layer.activations for layer in table if layer.kind == "pool" and "max" in layer.name) * 8
+    parts = {
+        "weights": sum(spec.nbytes for spec in specs),
+        "masters": sum(spec.numel * 4 for spec in specs if DTYPE_BYTES[spec.dtype] < 4),
+        "gradients": sum(spec.nbytes for spec in specs),
+        "momentum": sum(spec.numel * state_item for spec in specs),
+        "activations": batch_per_rank * (saved * DTYPE_BYTES[dtype] + indices),
+    }
+    return {**parts, "total": sum(parts.values())}
+
+
+def _finish_order(layer: Layer) -> tuple[TensorSpec, ...]:
+    # A linear layer's weight gradient passes through the transpose, one node later than the bias'.
+    return layer.tensors[::-1] if layer.kind == "linear" else layer.tensors
+
+
+class _Builder:
+    """Collects layers while following one image's shape through the network."""
+
+    def __init__(self, image_size: int, channels: int) -> None:
+        self.side, self.channels = image_size, channels
+        self.layers: list[Layer] = []
+
+    @property
+    def elements(self) -> int:
+        return self.channels * self.side * self.side
+
+    def _append(self, name: str, kind: str, specs: tuple[TensorSpec, ...], macs: int, inputs: int, keep: bool) -> None:
+        self.layers.append(
+            Layer(
+                name=name,
+                kind=kind,
+                tensors=specs,
+                macs=macs,
+                activations=self.elements,
+                inputs=inputs,
+                saved=self.elements if keep else 0,
+            )
+        )
+
+    def conv(self, name: str, out: int, kernel: int, stride: int = 1, padding: int | None = None) -> None:
+        """A convolution without bias; its output is the norm's input and is kept for its backward."""
+        padding = kernel // 2 if padding is None else padding
+        inputs, fan_in = self.elements, self.channels * kernel * kernel
+        weight = TensorSpec(name=f"{name}.weight", shape=(out, self.channels, kernel, kernel))
+        self.side = _out_side(name, self.side, kernel, stride, padding)
+        self.channels = out
+        self._append(name, "conv", (weight,), fan_in * self.elements, inputs, True)
+
+    def norm(self, name: str, *, keep: bool = True) -> None:
+        """Batch norm and the ReLU or add after it. keep=False: nothing after it needs its output for backward."""
+        specs = tuple(
+            TensorSpec(name=f"{name}.{part}", shape=(self.channels,), kind="norm") for part in ("weight", "bias")
+        )
+        self._append(name, "norm", specs, 0, self.elements, keep)
+
+    def pool(self, name: str, kernel: int, stride: int, padding: int = 0) -> None:
+        inputs = self.elements
+        self.side = _out_side(name, self.side, kernel, stride, padding)
+        self._append(name, "pool", (), 0, inputs, True)
+
+    def global_pool(self, name: str, side: int = 1) -> None:
+        inputs = self.elements
+        self.side = side
+        self._append(name, "pool", (), 0, inputs, True)
+
+    def linear(self, name: str, out: int) -> None:
+        inputs = self.elements
+        weight = TensorSpec(name=f"{name}.weight", shape=(out, inputs))
+        bias = TensorSpec(name=f"{name}.bias", shape=(out,), kind="bias")
+        self.channels, self.side = out, 1
+        self._append(name, "linear", (weight, bias), inputs * out, inputs, True)
+
+
+def _out_side(name: str, side: int, kernel: int, stride: int, padding: int) -> int:
+    out = (side + 2 * padding - kernel) // stride + 1
+    if out < 1:
+        raise InputError(f"image size too small: {name} has nothing left to work on; use a larger --image-size")
+    return out
+
+
+def _residual_block(b: _Builder, prefix: str, planes: int, out: int, stride: int, bottleneck: bool) -> None:
+    side, channels = b.side, b.channels
+    if bottleneck:
+        b.conv(f"{prefix}.conv1", planes, 1)
+        b.norm(f"{prefix}.bn1")
+        b.conv(f"{prefix}.conv2", planes, 3, stride)  # v1.5: the stride sits in the 3x3
+        b.norm(f"{prefix}.bn2")
+        b.conv(f"{prefix}.conv3", out, 1)
+        b.norm(f"{prefix}.bn3")
+    else:
+        b.conv(f"{prefix}.conv1", planes, 3, stride)
+        b.norm(f"{prefix}.bn1")
+        b.conv(f"{prefix}.conv2", out, 3)
+        b.norm(f"{prefix}.bn2")
+    if stride != 1 or channels != out:
+        b.side, b.channels = side, channels
+        b.conv(f"{prefix}.downsample.0", out, 1, stride)
+        b.norm(f"{prefix}.downsample.1", keep=False)
+
+
+def _resnet(
+    classes: int,
+    image_size: int,
+    in_channels: int,
+    *,
+    blocks: tuple[int, ...],
+    width: int,
+    bottleneck: bool,
+    small_images: bool,
+) -> list[Layer]:
+    b = _Builder(image_size, in_channels)
+    if small_images:
+        b.conv("conv1", width, 3)
+        b.norm("bn1")
+    else:
+        b.conv("conv1", width, 7, 2)
+        b.norm("bn1")
+        b.pool("maxpool", 3, 2, 1)
+    for stage, count in enumerate(blocks):
+        planes = width << stage
+        for i in range(count):
+            stride = 2 if stage > 0 and i == 0 else 1
+            _residual_block(b, f"layer{stage + 1}.{i}", planes, planes * (4 if bottleneck else 1), stride, bottleneck)
+    b.global_pool("avgpool")
+    b.linear("fc", classes)
+    return b.layers
+
+
+def _alexnet(classes: int, image_size: int, in_channels: int, *, norm_after_pool5: bool) -> list[Layer]:
+    b = _Builder(image_size, in_channels)
+    index = 0
+    for out, kernel, stride, padding, pooled in (
+        (64, 11, 4, 2, True),
+        (192, 5, 1, 2, True),
+        (384, 3, 1, 1, False),
+        (256, 3, 1, 1, False),
+        (256, 3, 1, 1, True),
+    ):
+        b.conv(f"features.{index}", out, kernel, stride, padding)
+        b.norm(f"features.{index + 1}")
+        index += 3  # the ReLU has an entry of its own
+        if pooled:
+            b.pool(f"features.{index}.maxpool", 3, 2)
+            index += 1
+    if norm_after_pool5:
+        b.norm(f"features.{index}")
+    b.global_pool("avgpool", side=6)
+    for index, out in ((1, 4096), (4, 4096), (6, classes)):
+        b.linear(f"classifier.{index}", out)
+    return b.layers
+
+
+def _families() -> dict[str, Callable[[int, int, int], list[Layer]]]:
+    known: dict[str, Callable[[int, int, int], list[Layer]]] = {}
+    for depth, blocks, bottleneck in (
+        (18, (2, 2, 2, 2), False),
+        (34, (3, 4, 6, 3), False),
+        (50, (3, 4, 6, 3), True),
+        (101, (3, 4, 23, 3), True),
+        (152, (3, 8, 36, 3), True),
+    ):
+        known[f"resnet{depth}"] = partial(_resnet, blocks=blocks, width=64, bottleneck=bottleneck, small_images=False)
+    for depth in (8, 20, 32, 44, 56):
+        count = (depth - 2) // 6
+        known[f"resnet{depth}"] = partial(_resnet, blocks=(count,) * 3, width=16, bottleneck=False, small_images=True)
+    known["alexnet_bn"] = partial(_alexnet, norm_after_pool5=False)
+    known["alexnet_bn_pool5"] = partial(_alexnet, norm_after_pool5=True)
+    return known
+
+
+_MODELS = _families()
+
+
+def training_flops(model: str, *, classes: int = 1000, image_size: int = 224, in_channels: int = 3) -> float:
+    """Operations of one training step per image, a multiply-add counted as two: forward, and backward twice that.
+
+    The first layer needs no gradient of its input.
+    """
+    table = layers(model, classes=classes, image_size=image_size, in_channels=in_channels)
+    return 2.0 * (3 * math.fsum(layer.macs for layer in table) - table[0].macs)
