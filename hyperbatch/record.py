@@ -1,14 +1,19 @@
 """What a run writes while it runs: record.json, metrics.jsonl, mllog.txt, trace.json, tensorboard/.
 
-`RunRecord` is the run's summary and the contract with the report; `RunWriter` appends to the folder as the run goes.
-Neither imports torch, so a report can be drawn on any machine.
+`RunRecord` is the run's summary and the contract with the report; `RunWriter` appends to the folder as the run goes,
+so that a run killed at any moment leaves files that can be read. No torch here: a report can be drawn on any machine.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +21,8 @@ from typing import Any, Self
 from hyperbatch.errors import InputError
 
 SCHEMA = 1
+MAX_SPANS = 100_000  # about 12 MB of trace.json: what Perfetto opens without a pause
+TENSORBOARD_INTERVAL_S = 0.05  # a point costs 50 us (the CRC is Python); no eye needs more than 20 a second
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,6 +58,7 @@ class RunRecord:
     clock: dict[str, float] = field(default_factory=dict)  # init_s, train_s, eval_s, pause_s
     timing: dict[str, Any] = field(default_factory=dict)  # StepTiming.to_dict() of a typical step
     folder: str = ""
+    error: str = ""  # why the run ended early, in one line; empty when it did not
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -58,7 +66,7 @@ class RunRecord:
     def save(self, folder: Path) -> None:
         """Writes record.json in one atomic move, so a reader never sees half of it."""
         partial = folder / "record.json.partial"
-        partial.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        partial.write_text(_json(self.to_dict(), indent=1) + "\n")
         os.replace(partial, folder / "record.json")
 
     @classmethod
@@ -68,22 +76,65 @@ class RunRecord:
             values = json.loads(path.read_text())
         except FileNotFoundError:
             raise InputError(f"{folder} is not a run folder: it has no record.json") from None
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise InputError(f"{path} is not valid JSON ({error}); the run that wrote it was damaged") from None
-        if values.get("schema") != SCHEMA:
-            raise InputError(f"{path}: schema {values.get('schema')} is not {SCHEMA}; use the version that wrote it")
-        known = {f.name for f in dataclasses.fields(cls)}
-        values = {name: value for name, value in values.items() if name in known}
-        values["result"] = Result(**values["result"])
-        return cls(**values)
+        if not isinstance(values, dict) or values.get("schema") != SCHEMA:
+            schema = values.get("schema") if isinstance(values, dict) else None
+            raise InputError(f"{path}: schema {schema} is not {SCHEMA}; use the version that wrote it")
+        try:
+            return cls(**{**_known(cls, values), "result": Result(**_known(Result, values["result"]))})
+        except (KeyError, TypeError) as error:
+            raise InputError(f"{path} lacks a field of a run's record ({error})") from None
+
+
+def _known(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values this version knows: a newer one may have written more."""
+    names = {f.name for f in dataclasses.fields(cls)}
+    return {name: value for name, value in values.items() if name in names}
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that are whole; a torn last line and foreign lines are left out."""
+    try:
+        text = (folder / "metrics.jsonl").read_text(errors="replace")
+    except FileNotFoundError:
+        return []
+    return [line for line in map(_parse_line, text.splitlines()) if line is not None]
+
+
+def _parse_line(text: str) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) and "event" in line else None
 
 
 class RunWriter:
-    """Appends to a run's folder. Made on rank 0 only; the others have none."""
+    """Appends to a run's folder. Made on rank 0 only; the others have none.
 
-    def __init__(self, folder: Path, *, resume_from_step: int | None = None) -> None:
+    metrics.jsonl, mllog.txt    one write per line: a killed run loses nothing but a line being written
+    trace.json                  valid JSON after every flush, at most a second behind
+    tensorboard/                flushed every two seconds; `warnings` says so when it cannot be written
+    """
+
+    def __init__(self, folder: Path, *, resume_from_step: int | None = None, tensorboard: bool = True) -> None:
         """resume_from_step: drop metric lines of steps at or after it, which the resumed run will write again."""
-        raise NotImplementedError
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.warnings: list[str] = []
+        fresh = resume_from_step is None
+        if fresh:
+            # What an earlier run left here would be taken for this one's.
+            for old in [folder / "record.json", folder / "report.html", *(folder / "tensorboard").glob("events.out.*")]:
+                old.unlink(missing_ok=True)
+        else:
+            kept = [line for line in read_metrics(folder) if line["step"] < resume_from_step]
+            _replace(folder / "metrics.jsonl", "".join(_json(line) + "\n" for line in kept))
+        self._metrics = open(folder / "metrics.jsonl", "w" if fresh else "a", buffering=1)  # noqa: SIM115
+        self._mllog = open(folder / "mllog.txt", "w" if fresh else "a", buffering=1)  # noqa: SIM115
+        self._trace = _Trace(folder / "trace.json", resume_from_step)
+        self._board = _Tensorboard(folder / "tensorboard", resume_from_step, self.warnings) if tensorboard else None
 
     def step(
         self,
@@ -97,18 +148,229 @@ class RunWriter:
         images_per_s: float,
         **extra: Any,
     ) -> None:
-        raise NotImplementedError
+        scalars = {"loss": loss, "lr": lr, "global_batch": global_batch, "images_per_s": images_per_s}
+        line = {"event": "step", "step": step, "epoch": epoch, "time_s": time_s, **scalars, **extra}
+        self._metrics.write(_json(line) + "\n")
+        if self._board:
+            self._board.add("train", step, scalars)
 
     def eval(self, *, step: int, epoch: float, time_s: float, top1: float, samples: int, **extra: Any) -> None:
-        raise NotImplementedError
+        line = {"event": "eval", "step": step, "epoch": epoch, "time_s": time_s, "top1": top1, "samples": samples}
+        self._metrics.write(_json({**line, **extra}) + "\n")
+        if self._board:
+            self._board.add("eval", step, {"top1": top1}, always=True)
 
     def mlperf(self, key: str, value: Any = None, *, kind: str = "POINT_IN_TIME", **metadata: Any) -> None:
         """One line of mllog.txt (MLPerf's key, value and metadata such as epoch_num)."""
-        raise NotImplementedError
+        frame = sys._getframe(1)
+        while frame.f_back and frame.f_globals["__name__"] in (__name__, "hyperbatch.mllog"):
+            frame = frame.f_back
+        place = {"file": "/".join(Path(frame.f_code.co_filename).parts[-3:]), "lineno": frame.f_lineno}
+        line = {
+            "namespace": "",
+            "time_ms": time.time_ns() // 1_000_000,
+            "event_type": kind,
+            "key": key,
+            "value": value,
+            "metadata": {**place, **metadata},
+        }
+        self._mllog.write(f":::MLLOG {_json(line)}\n")
 
     def span(self, name: str, start_s: float, duration_s: float, *, track: str = "engine", **args: Any) -> None:
-        """One slice of trace.json (Chrome trace format, opens in Perfetto); seconds since the run began."""
-        raise NotImplementedError
+        """One slice of trace.json (Chrome trace format, opens in Perfetto); seconds since the run began.
+
+        The first MAX_SPANS are kept; the file and `warnings` say when there were more.
+        """
+        self._trace.span(name, start_s, duration_s, track, args)
 
     def close(self) -> None:
-        raise NotImplementedError
+        self._metrics.close()
+        self._mllog.close()
+        if self._trace.close():
+            self.warnings.append(
+                f"trace.json keeps the first {MAX_SPANS:,} spans; {self._trace.dropped:,} were left out"
+            )
+        if self._board:
+            self._board.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Trace:
+    """trace.json, grown at its end: each flush writes over the closing brackets, so the file is JSON all the time."""
+
+    TAIL = b"\n]}\n"
+
+    def __init__(self, path: Path, resume_from_step: int | None) -> None:
+        self.dropped = 0
+        self._pending: list[bytes] = []
+        self._tracks: dict[str, int] = {}
+        self._flush_at = time.monotonic() + 1
+        self._spans, self._process = 0, 1
+        old = path.read_bytes() if resume_from_step is not None and path.exists() else b""
+        if old.endswith(self.TAIL):
+            # The attempt before this one keeps its spans; this one is drawn as a process of its own beside it.
+            self._spans = old.count(b'"ph":"X"')
+            self._process = 1 + old.count(b'"process_name"')
+            self._file = open(path, "r+b", buffering=0)  # noqa: SIM115
+            self._end = len(old) - len(self.TAIL)
+            lead = b",\n"
+        else:
+            self._file = open(path, "wb", buffering=0)  # noqa: SIM115
+            self._end = self._file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+            lead = b""
+        name = "rank 0" if resume_from_step is None else f"rank 0, resumed at step {resume_from_step}"
+        self._put(lead + self._meta("process_name", name))
+
+    def span(self, name: str, start_s: float, duration_s: float, track: str, args: Mapping[str, Any]) -> None:
+        if self._spans >= MAX_SPANS:
+            self.dropped += 1
+            return
+        self._spans += 1
+        if track not in self._tracks:
+            self._tracks[track] = len(self._tracks)
+            self._pending.append(self._meta("thread_name", track, self._tracks[track]))
+        event = {
+            "name": name,
+            "ph": "X",
+            "ts": round(start_s * 1e6, 1),
+            "dur": round(duration_s * 1e6, 1),
+            "pid": self._process,
+            "tid": self._tracks[track],
+        }
+        self._pending.append(_json({**event, "args": args} if args else event).encode())
+        if len(self._pending) >= 512 or time.monotonic() >= self._flush_at:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._pending:
+            self._put(b"".join(b",\n" + event for event in self._pending))
+            self._pending.clear()
+        self._flush_at = time.monotonic() + 1
+
+    def close(self) -> bool:
+        """True when spans were left out."""
+        if self.dropped:
+            self._pending.append(self._meta("process_labels", f"{self.dropped} later spans left out"))
+        self.flush()
+        self._file.close()
+        return self.dropped > 0
+
+    def _meta(self, kind: str, text: str, thread: int = 0) -> bytes:
+        args = {"labels" if kind == "process_labels" else "name": text}
+        return _json({"name": kind, "ph": "M", "pid": self._process, "tid": thread, "args": args}).encode()
+
+    def _put(self, events: bytes) -> None:
+        self._file.seek(self._end)
+        self._file.write(events + self.TAIL)
+        self._end += len(events)
+
+
+class _Tensorboard:
+    """Scalar curves in an event file, through tensorboard's own record format; needs neither torch nor tensorflow.
+
+    Importing tensorboard takes 0.2 s, so a thread does it while the run sets itself up; points wait until it is there.
+    """
+
+    def __init__(self, folder: Path, resume_from_step: int | None, warnings: list[str]) -> None:
+        self._folder, self._resume_from_step, self._warnings = folder, resume_from_step, warnings
+        self._waiting: list[tuple[float, int, dict[str, float]]] = []
+        self._next_point = self._flush_at = 0.0
+        self._write: Callable[[bytes], None] | None = None
+        self._failed: Exception | None = None
+        self._loader = threading.Thread(target=self._load, name="tensorboard import", daemon=True)
+        self._loader.start()
+
+    def _load(self) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+            from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except Exception as error:  # a broken installation fails in many ways, and curves must not stop a run
+            self._failed = error
+            return
+        self._event, self._summary, self._records = Event, Summary, RecordWriter
+
+    def add(self, prefix: str, step: int, scalars: Mapping[str, float], *, always: bool = False) -> None:
+        now = time.monotonic()
+        if self._failed or (now < self._next_point and not always):
+            return
+        self._next_point = now + TENSORBOARD_INTERVAL_S
+        self._waiting.append((time.time(), step, {f"{prefix}/{name}": value for name, value in scalars.items()}))
+        if not self._loader.is_alive():
+            self._drain()
+            if now >= self._flush_at and self._write:
+                self._file.flush()
+                self._flush_at = now + 2
+
+    def _drain(self) -> None:
+        try:
+            if self._failed:
+                raise self._failed
+            if self._write is None:
+                self._open()
+            for wall_time, step, scalars in self._waiting:
+                values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+                self._put(wall_time=wall_time, step=step, summary=self._summary(value=values))
+        except Exception as error:  # a full disk or a foreign tensorboard: the other files still tell the story
+            self._failed = error
+            warning = f"tensorboard/ is missing or ends early: {error}"
+            if warning not in self._warnings:
+                self._warnings.append(warning)
+        self._waiting.clear()
+
+    def _open(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._file = open(self._folder / f"events.out.tfevents.{time.time_ns()}.{os.getpid()}", "wb")  # noqa: SIM115
+        self._write = self._records(self._file).write
+        self._put(wall_time=time.time(), file_version="brain.Event:2")
+        if self._resume_from_step is not None:
+            # A session start makes tensorboard forget what an earlier attempt wrote for this step and later ones.
+            self._put(wall_time=time.time(), step=self._resume_from_step, session_log={"status": 1})
+
+    def _put(self, **fields: Any) -> None:
+        assert self._write is not None
+        self._write(self._event(**fields).SerializeToString())
+
+    def close(self) -> None:
+        self._loader.join()
+        self._drain()
+        if self._write:
+            self._file.close()
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    """Strict JSON: NaN and infinities, which other readers refuse, become null."""
+    try:
+        return json.dumps(
+            value, allow_nan=False, default=_scalar, indent=indent, separators=None if indent else (",", ":")
+        )
+    except ValueError:
+        return json.dumps(_finite(value), default=_scalar, indent=indent, separators=None if indent else (",", ":"))
+
+
+def _scalar(value: Any) -> Any:
+    """What numpy's and torch's scalars stand for, or the text of anything else."""
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    value = _scalar(value) if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
