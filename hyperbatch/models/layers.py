@@ -1,0 +1,76 @@
+"""Layers that take 16-bit inputs and weights beside fp32 norm parameters and biases, as the arena keeps them.
+
+    16 bit  -> conv / linear (weight 16 bit, bias fp32) -> 16 bit -> norm (scale, shift, statistics fp32) -> 16 bit
+
+Each is its torch namesake, same parameter names and maths, when all dtypes are equal.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hyperbatch.models.norm import BatchNorm2d
+
+
+def _as(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)
+
+
+class Linear(nn.Linear):
+    """Computes in the weight's dtype. A wider bias is rounded on the way in: its sum is formed before rounding."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        dtype = self.weight.dtype
+        return F.linear(input.to(dtype), self.weight, _as(self.bias, dtype))
+
+
+class Conv2d(nn.Conv2d):
+    """Computes in the weight's dtype, as `Linear` does."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        dtype = self.weight.dtype
+        return self._conv_forward(input.to(dtype), self.weight, _as(self.bias, dtype))
+
+
+class LayerNorm(nn.LayerNorm):
+    """Computes in the dtype of its parameters and returns the input's."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        dtype = input.dtype if self.weight is None else self.weight.dtype
+        return F.layer_norm(input.to(dtype), self.normalized_shape, self.weight, self.bias, self.eps).to(input.dtype)
+
+
+class GroupNorm(nn.GroupNorm):
+    """Computes in the dtype of its parameters and returns the input's."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        dtype = input.dtype if self.weight is None else self.weight.dtype
+        return F.group_norm(input.to(dtype), self.num_groups, self.weight, self.bias, self.eps).to(input.dtype)
+
+
+def to_logits(output: Tensor) -> Tensor:
+    """Logits leave a model in fp32, or in fp64 when it runs in fp64."""
+    return output if output.dtype == torch.float64 else output.float()
+
+
+_OURS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: Linear,
+    nn.Conv2d: Conv2d,
+    nn.LayerNorm: LayerNorm,
+    nn.GroupNorm: GroupNorm,
+    nn.BatchNorm2d: BatchNorm2d,
+}
+
+
+def adopt(model: nn.Module) -> nn.Module:
+    """Turns plain torch layers of a foreign model into ours, in place; subclasses keep their own forward.
+
+    Ours add no state, so a change of class keeps parameters, buffers, hooks and names as they are.
+    """
+    for module in model.modules():
+        ours = _OURS.get(type(module))
+        if ours is not None:
+            module.__class__ = ours
+    return model

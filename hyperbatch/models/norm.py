@@ -1,0 +1,206 @@
+"""Batch norm whose statistics may span a group of ranks, and how per-rank statistics are merged for evaluation.
+
+    rank 0  x0 -> count, mean, sum of squared deviations --+                 +-> normalise x0
+    rank 1  x1 -> count, mean, sum of squared deviations --+-- all-gather ---+-> normalise x1
+
+Every sum is taken in fp32 (fp64 for fp64) about a mean, never as E[x^2] - E[x]^2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hyperbatch.errors import InputError
+
+
+class _Group:
+    """Holds a process group so that a deep copy of the model shares it instead of failing on it."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group = process_group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Group:
+        return self
+
+
+class BatchNorm2d(nn.BatchNorm2d):
+    """torch's BatchNorm2d, same names and maths; handed a process group, its training statistics span those ranks.
+
+    Inputs may be 16 bit with fp32 parameters. Parameter gradients stay those of this rank's samples.
+    """
+
+    # A class attribute, so that a torch layer turned into this one (see `layers.adopt`) starts without a group.
+    norm_group: _Group | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.norm_group is None:
+            return super().forward(input)
+        self._check_input_dim(input)
+        output, mean, var, count = _SharedBatchNorm.apply(
+            input, self.weight, self.bias, self.eps, self.norm_group.process_group
+        )
+        self._update_running(mean, var, count)
+        return output
+
+    @torch.no_grad()
+    def _update_running(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        # momentum None means a plain average over all batches, as in torch; a tensor weight avoids a host read.
+        weight = 1.0 / self.num_batches_tracked if self.momentum is None else self.momentum
+        unbiased = var * (count / (count - 1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), weight)
+
+
+class _SharedBatchNorm(torch.autograd.Function):
+    """(output, mean, biased variance, count) with statistics over all ranks of the group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        wide = _widen(x)
+        local_var, local_mean = torch.var_mean(wide, dim=(0, 2, 3), correction=0)
+        local_count = local_mean.new_full((1,), x.numel() // x.shape[1])
+        mean, var, count = _pool(_gather(torch.cat([local_mean, local_var, local_count]), group))
+        scale = torch.rsqrt(var + eps)
+        normal = (wide - _lift(mean)) * _lift(scale)
+        output = normal
+        if weight is not None and bias is not None:
+            output = torch.addcmul(_lift(bias.to(wide.dtype)), normal, _lift(weight.to(wide.dtype)))
+        # x is kept and normalised again in backward: a kept fp32 result would double the memory of a 16-bit run.
+        ctx.save_for_backward(x, weight, mean, scale, count)
+        ctx.group = group
+        ctx.mark_non_differentiable(mean, var, count)
+        return output.to(x.dtype), mean, var, count
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, mean, scale, count = ctx.saved_tensors
+        grad = _widen(grad_output)
+        normal = (_widen(x) - _lift(mean)) * _lift(scale)
+        grad_bias = grad.sum((0, 2, 3))
+        grad_weight = (grad * normal).sum((0, 2, 3))
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            # Each input moves the mean and variance of every rank of the group, so both sums span the group.
+            sums = torch.stack([grad_bias, grad_weight])
+            dist.all_reduce(sums, group=ctx.group)
+            mean_grad, mean_grad_normal = (sums / count).unbind()
+            gain = scale if weight is None else scale * weight.to(scale.dtype)
+            grad_x = (grad - _lift(mean_grad) - normal * _lift(mean_grad_normal)) * _lift(gain)
+            grad_x = grad_x.to(x.dtype)
+        if weight is None:
+            return grad_x, None, None, None, None
+        return grad_x, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _lift(per_channel: Tensor) -> Tensor:
+    return per_channel.view(1, -1, 1, 1)
+
+
+def _gather(row: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[ranks, len(row)], in rank order, so that every rank pools in the same order."""
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, row, group=group)
+    return torch.stack(rows)
+
+
+def _pool(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, biased variance and count of all samples from rows of (means, biased variances, count) per rank."""
+    channels = (rows.shape[1] - 1) // 2
+    means, variances, counts = rows.split([channels, channels, 1], dim=1)
+    count = counts.sum(0)
+    share = counts / count
+    mean = (share * means).sum(0)
+    var = (share * (variances + (means - mean).square())).sum(0)
+    return mean, var, count
+
+
+def set_norm_group(model: nn.Module, process_group: dist.ProcessGroup | None) -> None:
+    """Lets every batch norm of the model take its training statistics over the ranks of the group; None: this rank.
+
+    Call it in the same way on each rank of the group: from then on a training forward is a collective.
+    """
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    foreign = next((norm for norm in norms if not isinstance(norm, BatchNorm2d)), None)
+    if foreign is not None:
+        raise InputError(f"--bn-group-ranks: {type(foreign).__name__} cannot share statistics between ranks; use 1")
+    if not norms and process_group is not None:
+        raise InputError(f"--bn-group-ranks: {type(model).__name__} has no batch norm; use 1")
+    for norm in norms:
+        assert isinstance(norm, BatchNorm2d)
+        norm.norm_group = None if process_group is None else _Group(process_group)
+
+
+def _statistics(names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Pairs of names (running mean, running variance)."""
+    for name in names:
+        if name.endswith("running_mean"):
+            yield name, name.removesuffix("running_mean") + "running_var"
+
+
+def merge_norm_statistics(per_rank: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """One set of norm buffers from those of all ranks: mean of means; mean variance + variance of means.
+
+    The variance of means is what a rank's own variance cannot see. Other buffers (the batch count) are rank 0's.
+    """
+    merged = {name: tensor.clone() for name, tensor in per_rank[0].items()}
+    for mean_name, var_name in _statistics(list(per_rank[0])):
+        means = torch.stack([buffers[mean_name] for buffers in per_rank]).double()
+        variances = torch.stack([buffers[var_name] for buffers in per_rank]).double()
+        merged[mean_name].copy_(means.mean(0))
+        merged[var_name].copy_(variances.mean(0) + means.var(0, correction=0))
+    return merged
+
+
+def norm_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Running statistics and batch counts of every batch norm, by their names in the state dict; not copies."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        if isinstance(module, _BatchNorm)
+        for name, buffer in module.named_buffers(recurse=False)
+    }
+
+
+@torch.no_grad()
+def merged_buffers(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+    """`merge_norm_statistics` over the ranks of a group (None: all), in two small all-reduces. Copies: the model's
+    own buffers stay as they are. Every rank must call it, and every rank gets the same bits."""
+    own = norm_buffers(model)
+    merged = {name: buffer.clone() for name, buffer in own.items()}
+    names = list(_statistics(list(own)))
+    if not names or not dist.is_initialized() or dist.get_world_size(process_group) == 1:
+        return merged
+    ranks = dist.get_world_size(process_group)
+    means = torch.cat([own[name].double() for name, _ in names])
+    variances = torch.cat([own[name].double() for _, name in names])
+    mean = means.clone()
+    dist.all_reduce(mean, group=process_group)
+    mean /= ranks
+    var = variances + (means - mean).square()
+    dist.all_reduce(var, group=process_group)
+    var /= ranks
+    sizes = [own[name].numel() for name, _ in names]
+    for (mean_name, var_name), m, v in zip(names, mean.split(sizes), var.split(sizes), strict=True):
+        merged[mean_name].copy_(m)
+        merged[var_name].copy_(v)
+    return merged
