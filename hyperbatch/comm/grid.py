@@ -1,17 +1,32 @@
-"""The process groups of a rank grid."""
+"""The process groups of a rank grid.
+
+row 0   0  1  2  3      row group: the ranks of one node, the fast direction
+row 1   4  5  6  7      column group: one rank of each node, my place in theirs; column 0 holds the nodes' leaders
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from hyperbatch.comm.agree import check_agreement
+from hyperbatch.comm.runner import DoneHandle, Handle, Job, StreamRunner, ThreadRunner
+from hyperbatch.errors import InputError
 from hyperbatch.plan.types import RankGrid
 
 
 class GridComm:
-    """This rank's row group, column group and the world, made once.
+    """This rank's row group, column group and the world, made once. Every rank must make it at the same point.
 
-    Without an initialised process group only a 1x1 grid is accepted, and every collective is the identity.
+    `ranks` gives another placement than row by row, e.g. [[0, 2], [1, 3]] where a launcher deals ranks round-robin to
+    two nodes; a two-dimensional DeviceMesh says the same (first dimension: rows). A direction with one rank in it has
+    no group (None). Without an initialised process group only a 1x1 grid is accepted, and every collective is the
+    identity.
     """
 
     grid: RankGrid
@@ -20,5 +35,119 @@ class GridComm:
     row: dist.ProcessGroup | None  # the ranks of my node
     column: dist.ProcessGroup | None  # one rank of each node: my place in theirs
 
-    def __init__(self, grid: RankGrid | DeviceMesh) -> None:
-        raise NotImplementedError
+    def __init__(
+        self,
+        grid: RankGrid | DeviceMesh,
+        *,
+        ranks: Sequence[Sequence[int]] | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """timeout: of its groups; by default that of the default process group."""
+        ready = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if ready else 0
+        self.world = self.row = self.column = None
+        self._made: list[dist.ProcessGroup] = []
+        self._thread: ThreadRunner | None = None
+        self._streams: dict[torch.device, StreamRunner] = {}
+        self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
+
+        world_size = dist.get_world_size() if ready else 1
+        problem = None
+        try:
+            self.grid, self.ranks = _placement(grid, ranks)
+            _check_placement(self.grid, self.ranks, world_size, ready)
+        except InputError as error:
+            problem = str(error)
+        description = [] if problem else [f"grid {self.grid} with ranks {self.ranks}"]
+        check_agreement(dist.group.WORLD if ready else None, "the rank grid", description, problem)
+
+        position = [(r, c) for r, row in enumerate(self.ranks) for c, rank in enumerate(row) if rank == self.rank]
+        self.row_index, self.column_index = position[0]
+        if world_size > 1:
+            self._make_groups(timeout or _world_timeout())
+
+    @property
+    def size(self) -> int:
+        return self.grid.size
+
+    def submit(self, job: Job, device: torch.device) -> Handle:
+        """Runs a job behind all earlier ones: on the communication thread, or on the communication stream of a GPU."""
+        if self.size == 1:
+            job()
+            return DoneHandle()
+        if device.type == "cuda":
+            if device not in self._streams:
+                self._streams[device] = StreamRunner(device)
+            return self._streams[device].submit(job)
+        if self._thread is None:
+            self._thread = ThreadRunner(f"hyperbatch-comm-{self.rank}")
+        return self._thread.submit(job)
+
+    def scratch(self, role: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer for the running job. On a CPU it is kept: fresh pages of 100 MB cost more than the sum over them."""
+        if device.type == "cuda":
+            return torch.empty(numel, dtype=dtype, device=device)  # the caching allocator keeps it
+        kept = self._scratch.get((role, dtype))
+        if kept is None or kept.numel() < numel:
+            kept = self._scratch[role, dtype] = torch.empty(numel, dtype=dtype)
+        return kept[:numel]
+
+    def close(self) -> None:
+        """Ends the communication thread and the groups made here. On every rank, when nothing is in flight."""
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
+        while self._made:
+            group = self._made.pop()
+            if dist.is_initialized():  # else the default group took them with it
+                dist.destroy_process_group(group)
+        self.world = self.row = self.column = None
+        self._scratch.clear()
+
+    def _make_groups(self, timeout: timedelta | None) -> None:
+        def make(ranks: list[int]) -> dist.ProcessGroup:
+            # Local synchronisation: a rank makes its own two groups only, not all rows + columns of a large grid.
+            group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+            assert isinstance(group, dist.ProcessGroup)
+            self._made.append(group)
+            return group
+
+        # The thread issues from beside the caller's own collectives on the default group, so it needs a group of its
+        # own; NCCL launches from streams in program order and a second communicator would only cost memory.
+        everyone = sorted(rank for row in self.ranks for rank in row)
+        self.world = dist.group.WORLD if dist.get_backend() == "nccl" else make(everyone)
+        rows, columns = self.grid.rows, self.grid.columns
+        if columns > 1:
+            self.row = self.world if rows == 1 else make(self.ranks[self.row_index])
+        if rows > 1:
+            self.column = self.world if columns == 1 else make([row[self.column_index] for row in self.ranks])
+
+
+def _placement(grid: RankGrid | DeviceMesh, ranks: Sequence[Sequence[int]] | None) -> tuple[RankGrid, list[list[int]]]:
+    if isinstance(grid, DeviceMesh):
+        if grid.mesh.ndim > 2 or ranks is not None:
+            raise InputError("GridComm takes a mesh of one or two dimensions, and no ranks beside it")
+        table = grid.mesh.reshape(-1, grid.mesh.shape[-1]).tolist()
+        return RankGrid(len(table), len(table[0])), table
+    if ranks is None:
+        return grid, [grid.row_ranks(row) for row in range(grid.rows)]
+    table = [list(row) for row in ranks]
+    if len(table) != grid.rows or any(len(row) != grid.columns for row in table):
+        raise InputError(f"ranks {table} do not fill grid {grid}; give {grid.rows} rows of {grid.columns}")
+    return grid, table
+
+
+def _check_placement(grid: RankGrid, ranks: list[list[int]], world_size: int, ready: bool) -> None:
+    if not ready and grid.size > 1:
+        raise InputError(f"grid {grid} needs a process group; call torch.distributed.init_process_group first")
+    grid.check_world(world_size)
+    if sorted(rank for row in ranks for rank in row) != list(range(world_size)):
+        raise InputError(f"ranks {ranks} must name each of 0 to {world_size - 1} once")
+
+
+def _world_timeout() -> timedelta | None:
+    """new_group falls back to torch's half hour; a dead rank should be noticed as fast as on the default group."""
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    world = dist.group.WORLD
+    assert world is not None
+    return getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)

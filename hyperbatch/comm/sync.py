@@ -1,16 +1,47 @@
-"""GradSync: a group's all-reduce starts when its last gradient is there, straight from the arena."""
+"""GradSync: a group's all-reduce starts when its last gradient is there, straight from the arena.
+
+backward        fc . layer4 ........ layer3 ......... layer2 ... layer1 . conv1 | finish: wait | update
+communication         [--- g0 ---]   [------- g1 -------]        [---- g2 ----] [- g3 -]
+"""
 
 from __future__ import annotations
 
-import torch
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
-from hyperbatch.arena import Arena
+import torch
+from torch import Tensor
+
+from hyperbatch.comm.agree import check_agreement
+from hyperbatch.comm.collectives import HYBRID_SWITCH_BYTES, all_reduce_now, resolve_algorithm
 from hyperbatch.comm.grid import GridComm
-from hyperbatch.plan.types import GroupPlan, GroupTiming
+from hyperbatch.comm.runner import Handle, Mark, mark, seconds_between
+from hyperbatch.errors import InputError
+from hyperbatch.plan.types import GradGroup, GroupPlan, GroupTiming
+
+if TYPE_CHECKING:
+    from hyperbatch.arena import Arena
+
+CHECKED_STEPS = 3  # steps in which ranks compare which parameters they used
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One group in one step."""
+
+    pending: int  # gradients still to come
+    ready: Mark | None = None
+    handle: Handle | None = None
 
 
 class GradSync:
-    """Launches groups in index order on every rank, whatever order their gradients become ready in."""
+    """Launches groups in index order on every rank, whatever order their gradients become ready in.
+
+    Each step: `begin()` before every backward, `finish()` after the last. Between the two `param.grad` of a launched
+    group is in flight and must be left alone. With one rank it does nothing at all.
+    """
 
     def __init__(
         self,
@@ -20,23 +51,196 @@ class GradSync:
         *,
         wire_dtype: torch.dtype | None = None,
         algorithm: str = "flat",
-        hybrid_switch_bytes: int = 1 << 20,
+        hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES,
+        debug: bool = False,
     ) -> None:
-        """Compares the plan's hash over all ranks; a difference is an error on each of them."""
-        raise NotImplementedError
+        """Compares the plan's hash over all ranks; a difference is an error on each of them.
+
+        debug: compare which parameters the ranks used in every step, not in the first few only.
+        """
+        self.plan, self.comm = plan, comm
+        self._arena, self._wire_dtype, self._debug = arena, wire_dtype, debug
+        self._slots = arena.slots
+        self._algorithms: list[str] = []
+        problem = None
+        try:
+            self._check_plan()
+            self._algorithms = [self._algorithm(group, algorithm, hybrid_switch_bytes) for group in plan.groups]
+        except (InputError, ValueError) as error:
+            problem = str(error)
+        self._compare_plans(problem)
+
+        self._device = arena.device
+        number = {slot.name: i for i, slot in enumerate(self._slots)}
+        self._members = [[number[name] for name in group.parameters] for group in plan.groups]
+        self._group_of = {i: group for group, members in enumerate(self._members) for i in members}
+        self._slices: list[Tensor] = []
+        self._sliced_from: dict[torch.dtype, Tensor] = {}
+        self._flights: list[_Flight] = []
+        self._used: list[bool] = []
+        self._next = 0  # the group to launch next
+        self._begun = self._communicates = False
+        self._step = 0
+        self._begin_mark: Mark = 0.0
+        self._begin_s = 0.0
+        self._timings: tuple[GroupTiming, ...] | None = ()
+        self._hooks = []
+        if comm.size > 1:
+            self._hooks = [
+                slot.param.register_post_accumulate_grad_hook(partial(self._arrived, i))
+                for i, slot in enumerate(self._slots)
+            ]
 
     def begin(self, *, last_micro_step: bool = True) -> None:
         """Before each backward. Only the last micro-step of an accumulated step communicates."""
-        raise NotImplementedError
+        self._begun, self._communicates = True, last_micro_step
+        if not (last_micro_step and self._hooks):
+            return
+        self._find_slices()
+        self._flights = [_Flight(pending=len(members)) for members in self._members]
+        self._used = [False] * len(self._slots)
+        self._next = 0
+        self._begin_s, self._begin_mark = time.perf_counter(), mark(self._device)
 
     def finish(self) -> None:
-        """After the last backward, before the update: gradients in the arena are the mean over ranks."""
-        raise NotImplementedError
+        """After the last backward, before the update: gradients in the arena are the mean over ranks.
+
+        Raises what went wrong while they travelled. Groups with parameters this step did not use leave here.
+        """
+        if not (self._begun and self._communicates):
+            raise RuntimeError("GradSync.finish() without begin(): call begin() before the last backward of each step")
+        self._begun = self._communicates = False
+        if not self._hooks:
+            if not self._arena.copy_on_ready:
+                self._arena.collect()
+            return
+        while self._next < len(self._flights):
+            self._launch()
+        captured = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        checks = (self._debug or self._step < CHECKED_STEPS) and not captured
+        usage = self._compare_usage() if checks else None
+        for flight in self._flights:
+            assert flight.handle is not None
+            flight.handle.wait()
+        if usage is not None:
+            self._check_usage(*usage)
+        self._step += 1
+        self._timings = () if captured else None
 
     def timings(self) -> tuple[GroupTiming, ...]:
-        """Groups of the last finished step, times relative to its `begin`."""
-        raise NotImplementedError
+        """Groups of the last finished step, times relative to its `begin`; empty with one rank and in a CUDA graph."""
+        if self._timings is None:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # the caller asked for times, and events must have been reached
+            self._timings = tuple(self._timing(index) for index in range(len(self._flights)))
+        return self._timings
+
+    def spans(self) -> tuple[GroupTiming, ...]:
+        """As `timings`, on the host's `time.perf_counter()` clock, for a trace beside other activities."""
+        at = self._begin_s
+        return tuple(
+            replace(t, ready_s=t.ready_s + at, start_s=t.start_s + at, end_s=t.end_s + at) for t in self.timings()
+        )
 
     def close(self) -> None:
         """Removes the hooks."""
-        raise NotImplementedError
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def _arrived(self, i: int, param: Tensor) -> None:
+        """Parameter i has its gradient. Runs inside backward."""
+        if not self._communicates:
+            return
+        if self._used[i]:
+            raise RuntimeError(
+                f"{self._slots[i].name} received two gradients after one begin(); call begin(last_micro_step=False) "
+                "before every backward of a step but the last"
+            )
+        self._used[i] = True
+        flight = self._flights[self._group_of[i]]
+        flight.pending -= 1
+        if flight.pending == 0:
+            flight.ready = mark(self._device)
+            while self._next < len(self._flights) and self._flights[self._next].pending == 0:
+                self._launch()
+
+    def _launch(self) -> None:
+        index = self._next
+        self._next += 1
+        flight = self._flights[index]
+        if flight.ready is None:  # it has parameters this step did not use
+            flight.ready = mark(self._device)
+            for i in self._members[index]:
+                if self._slots[i].param.grad is None:
+                    self._arena.grad_view(self._slots[i].name).zero_()  # an old gradient must not travel again
+        self._arena.collect(self.plan.groups[index].parameters)
+        job = partial(all_reduce_now, self._slices[index], self.comm, self._algorithms[index], "mean", self._wire_dtype)
+        flight.handle = self.comm.submit(job, self._device)
+
+    def _find_slices(self) -> None:
+        """The arena may have been laid out anew since the last step."""
+        grads = self._arena.grads
+        if self._sliced_from.keys() != grads.keys() or any(grads[d] is not self._sliced_from[d] for d in grads):
+            self._sliced_from = dict(grads)
+            self._slices = [self._arena.slice_of(group.parameters, grads) for group in self.plan.groups]
+            self._device = self._arena.device
+
+    def _timing(self, index: int) -> GroupTiming:
+        flight = self._flights[index]
+        assert flight.handle is not None
+        assert flight.ready is not None
+        return GroupTiming(
+            index=index,
+            algorithm=self._algorithms[index],
+            bytes=self.plan.groups[index].bytes,
+            ready_s=seconds_between(self._begin_mark, flight.ready),
+            start_s=seconds_between(self._begin_mark, flight.handle.start),
+            end_s=seconds_between(self._begin_mark, flight.handle.end),
+        )
+
+    # -- agreement between ranks -----------------------------------------------------------------------------------
+
+    def _algorithm(self, group: GradGroup, default: str, hybrid_switch_bytes: int) -> str:
+        elements = group.bytes // getattr(torch, group.dtype).itemsize
+        wire_bytes = elements * (self._wire_dtype or getattr(torch, group.dtype)).itemsize
+        return resolve_algorithm(group.algorithm or default, wire_bytes, hybrid_switch_bytes)
+
+    def _check_plan(self) -> None:
+        self.plan.check_covers(self._arena.specs)
+        place = {slot.name: i for i, slot in enumerate(self._slots)}
+        dtypes = {slot.name: str(slot.dtype).removeprefix("torch.") for slot in self._slots}
+        for group in self.plan.groups:
+            odd = next((name for name in group.parameters if dtypes[name] != group.dtype), None)
+            if odd:
+                raise InputError(f"group {group.index} is {group.dtype}, but {odd} has {dtypes[odd]} gradients")
+            places = [place[name] for name in group.parameters]
+            between = self._slots[min(places) : max(places) + 1]
+            if [slot.name for slot in between if dtypes[slot.name] == group.dtype] != [*group.parameters]:
+                raise InputError(f"group {group.index} does not hold neighbours of the arena in the arena's order")
+
+    def _compare_plans(self, problem: str | None) -> None:
+        layout = [f"{s.name} {s.dtype} at {s.offset} of {tuple(s.param.shape)}" for s in self._slots]
+        groups = [
+            f"group {group.index} ({algorithm}, {group.dtype}): {' '.join(group.parameters)}"
+            for group, algorithm in zip(self.plan.groups, self._algorithms)
+        ]
+        description = [*groups, *layout, f"wire {self._wire_dtype}", f"plan {self.plan.hash}"]
+        check_agreement(self.comm.world, "the gradient plan", description, problem)
+
+    def _compare_usage(self) -> tuple[Handle, Tensor]:
+        counts = torch.tensor(self._used, dtype=torch.int32, device=self._device)
+        job = partial(all_reduce_now, counts, self.comm, "flat", "sum")
+        return self.comm.submit(job, self._device), counts
+
+    def _check_usage(self, handle: Handle, counts: Tensor) -> None:
+        handle.wait()
+        users = counts.tolist()  # synchronises with the device: in the first steps and in debug mode only
+        partly = [slot.name for slot, n in zip(self._slots, users) if 0 < n < self.comm.size]
+        if partly:
+            raise InputError(
+                f"{', '.join(partly)}: used in this step's backward on some ranks only; the ranks would average "
+                "gradients with nothing; make every rank run the same layers"
+            )

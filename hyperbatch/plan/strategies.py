@@ -1,16 +1,153 @@
-"""How gradients are grouped: single, per_layer, threshold, equal, cubic, optimal. Functions of the tensor table."""
+"""How gradients are grouped: single, per_layer, threshold, equal, cubic, optimal. Functions of the tensor table.
+
+    backward finishes   fc  ...                                                   conv1
+    cubic, base 3      |-3-|------ 21 ------|------------- 57 -------------|---- 80 ----|     early start, few messages
+
+With two precisions in the table (16-bit weights; fp32 norm scales, shifts and biases) the strategy groups the 16-bit
+tensors, and everything fp32 travels in one last small group.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
-from hyperbatch.plan.types import GroupPlan, TensorSpec
+from hyperbatch.errors import InputError, nearest
+from hyperbatch.plan.types import DTYPE_BYTES, GradGroup, GroupPlan, TensorSpec
+
+STRATEGIES = ("single", "per_layer", "threshold", "equal", "cubic", "optimal")
 
 
-def plan_groups(params: Sequence[TensorSpec], strategy: str, **options: Any) -> GroupPlan:
+def plan_groups(
+    params: Sequence[TensorSpec],
+    strategy: str,
+    *,
+    count: int = 4,
+    threshold_bytes: int = 16 << 20,
+    base: int = 3,
+    ready_s: Sequence[float] | None = None,
+    cost: Callable[[int], float] | None = None,
+    **optimal_options: Any,
+) -> GroupPlan:
     """params: in the order in which backward finishes them.
 
-    options: count (equal), threshold_bytes (threshold), base (cubic), ready_s and cost (optimal).
+    Options are for: count (equal), threshold_bytes (threshold), base (cubic), ready_s and cost (optimal, as is
+    anything else). A strategy ignores the named options of the others, so a config can pass all of them.
     """
-    raise NotImplementedError
+    if strategy not in STRATEGIES:
+        raise InputError(f"grouping {strategy!r} is unknown{nearest(strategy, STRATEGIES)}")
+    for name, value in (("count", count), ("threshold_bytes", threshold_bytes), ("base", base)):
+        if value < 1:
+            raise InputError(f"grouping option {name}={value}: must be positive")
+    if not params:
+        raise InputError("nothing to group: the model has no trainable parameters")
+    if strategy == "optimal":
+        plan = _optimal(params, ready_s, cost, optimal_options)
+    else:
+        if optimal_options:
+            raise InputError(f"grouping {strategy!r} knows no option {', '.join(sorted(optimal_options))}")
+        main, rest = split_by_precision(params)
+        match strategy:
+            case "single":
+                sizes = [len(main)]
+            case "per_layer":
+                sizes = layer_sizes(main)
+            case "threshold":
+                sizes = threshold_sizes(main, threshold_bytes)
+            case "equal":
+                sizes = equal_sizes(layer_sizes(main), count)
+            case "cubic":
+                sizes = cubic_sizes(len(main), len(params), base)
+        plan = plan_from_sizes(strategy, main, sizes, rest)
+    plan.check_covers(params)
+    return plan
+
+
+def split_by_precision(params: Sequence[TensorSpec]) -> tuple[list[TensorSpec], list[TensorSpec]]:
+    """(the tensors a strategy groups, those of the one last group); the second is empty with a single dtype."""
+    dtypes = sorted({spec.dtype for spec in params}, key=lambda name: DTYPE_BYTES[name])
+    if len(dtypes) > 2:
+        raise InputError(f"gradients in {', '.join(dtypes)}: a plan holds one working precision and one for the rest")
+    return [p for p in params if p.dtype == dtypes[0]], [p for p in params if p.dtype != dtypes[0]]
+
+
+def layer_sizes(params: Sequence[TensorSpec]) -> list[int]:
+    """Numbers of neighbouring tensors that belong to the same module."""
+    sizes: list[int] = []
+    last = None
+    for spec in params:
+        module = spec.name.rpartition(".")[0] or spec.name
+        if module == last:
+            sizes[-1] += 1
+        else:
+            sizes.append(1)
+        last = module
+    return sizes
+
+
+def threshold_sizes(params: Sequence[TensorSpec], threshold_bytes: int) -> list[int]:
+    """Tensor fusion (Jia et al. 2018): a group leaves as soon as it holds threshold_bytes or more."""
+    sizes, tensors, held_bytes = [], 0, 0
+    for spec in params:
+        tensors, held_bytes = tensors + 1, held_bytes + spec.nbytes
+        if held_bytes >= threshold_bytes:
+            sizes.append(tensors)
+            tensors = held_bytes = 0
+    return [*sizes, tensors] if tensors else sizes
+
+
+def equal_sizes(layers: Sequence[int], count: int) -> list[int]:
+    """`count` groups of as nearly the same number of layers as possible, in tensors; fewer when there are fewer."""
+    count = min(count, len(layers))
+    return [sum(layers[a:b]) for a, b in pairwise(len(layers) * k // count for k in range(count + 1))]
+
+
+def cubic_sizes(tensors: int, all_tensors: int, base: int) -> list[int]:
+    """Fujitsu's variable groups: boundaries at base * k^3 tensors from the output end.
+
+    The boundaries count every tensor of the model. When only some of them are grouped (16-bit weights of a
+    mixed-precision model) each boundary falls at the same fraction of those: ResNet-50's 3, 24, 81 of 161 tensors
+    become 1, 8, 27 of 54 weights, the very weights that lie before them in backward.
+    """
+    bounds = [0]
+    k = 1
+    while base * k**3 < all_tensors:
+        bounds.append(round(base * k**3 * tensors / all_tensors))
+        k += 1
+    return [b - a for a, b in pairwise([*bounds, tensors]) if b > a]
+
+
+def plan_from_sizes(
+    strategy: str, main: Sequence[TensorSpec], sizes: Iterable[int], rest: Sequence[TensorSpec] = ()
+) -> GroupPlan:
+    """The plan that cuts `main` into neighbours of these sizes and sends `rest` last."""
+    members, start = [], 0
+    for size in sizes:
+        members.append(main[start : start + size])
+        start += size
+    if rest:
+        members.append(rest)
+    groups = (
+        GradGroup(
+            index=index,
+            parameters=tuple(spec.name for spec in specs),
+            bytes=sum(spec.nbytes for spec in specs),
+            dtype=specs[0].dtype,
+        )
+        for index, specs in enumerate(members)
+    )
+    return GroupPlan(strategy=strategy, groups=tuple(groups))
+
+
+def _optimal(
+    params: Sequence[TensorSpec],
+    ready_s: Sequence[float] | None,
+    cost: Callable[[int], float] | None,
+    options: dict[str, Any],
+) -> GroupPlan:
+    if ready_s is None or cost is None:
+        raise InputError("grouping 'optimal' needs ready_s (when each gradient is there) and cost (seconds of n bytes)")
+    from hyperbatch.plan.optimal import optimal_groups  # imported when asked for: no other strategy needs the search
+
+    return optimal_groups(params, ready_s=ready_s, cost=cost, **options)

@@ -1,0 +1,57 @@
+"""Ranks that were given different plans or grids must all stop and say so, instead of waiting for each other."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from hyperbatch.errors import InputError
+
+_SHOWN_CHARS = 200
+
+
+def check_agreement(
+    group: dist.ProcessGroup | None, what: str, description: Sequence[str], problem: str | None = None
+) -> None:
+    """Raises InputError on every rank of the group when one has a problem, or when descriptions differ.
+
+    description: lines; the first that differs is shown. Only a digest travels while all is well.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        if problem:
+            raise InputError(problem)
+        return
+    digest = hashlib.sha256("\n".join(description).encode()).hexdigest()
+    seen: list[tuple[str | None, str]] = _gather((problem, digest), group)
+    for rank, (their_problem, _) in enumerate(seen):
+        if their_problem:
+            raise InputError(f"rank {rank}: {their_problem}")
+    odd = next((rank for rank, (_, theirs) in enumerate(seen) if theirs != seen[0][1]), None)
+    if odd is None:
+        return
+    lines = _gather(list(description), group)  # every rank has seen the same digests and comes here too
+    first, other = first_difference(lines[0], lines[odd])
+    raise InputError(f"{what} differs between ranks: rank 0 has {first!r}, rank {odd} has {other!r}; give all the same")
+
+
+def first_difference(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
+    for i in range(max(len(a), len(b))):
+        left, right = a[i] if i < len(a) else "nothing", b[i] if i < len(b) else "nothing"
+        if left != right:
+            return _around_difference(left, right)
+    return "", ""
+
+
+def _around_difference(a: str, b: str) -> tuple[str, str]:
+    """Long lines are cut to where they part, so that the message stays one line."""
+    at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    start = max(0, at - _SHOWN_CHARS // 2)
+    return a[start : start + _SHOWN_CHARS], b[start : start + _SHOWN_CHARS]
+
+
+def _gather(value: object, group: dist.ProcessGroup) -> list:
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

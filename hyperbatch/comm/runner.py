@@ -1,0 +1,150 @@
+"""Where collectives run: one thread with a FIFO for CPU tensors, one side stream for CUDA tensors.
+
+    main thread     backward ....... hook: submit(g0) ...... hook: submit(g1) ...... finish: wait, wait
+    comm thread                      [---- g0 ----]          [---- g1 ----]
+
+A process group matches collectives by the order in which they are issued. One FIFO makes that order the order of
+`submit`, which is the same on every rank; callbacks of futures, or several threads, would not.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+Job = Callable[[], None]
+Mark = float | torch.cuda.Event  # a moment: seconds of the host's clock, or an event on a stream
+
+
+def mark(device: torch.device) -> Mark:
+    """Now, on the host for CPU tensors and on the current stream for CUDA tensors."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=not torch.cuda.is_current_stream_capturing())
+    event.record()
+    return event
+
+
+def seconds_between(first: Mark, second: Mark) -> float:
+    """On a GPU both events must have been reached."""
+    if isinstance(first, float) and isinstance(second, float):
+        return second - first
+    assert isinstance(first, torch.cuda.Event)
+    assert isinstance(second, torch.cuda.Event)
+    return first.elapsed_time(second) / 1e3
+
+
+class Handle(ABC):
+    """A collective in flight. `wait()` makes its result visible to the caller; `done()` asks without blocking."""
+
+    start: Mark
+    end: Mark
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Raises what the collective raised."""
+
+    @abstractmethod
+    def done(self) -> bool: ...
+
+
+class DoneHandle(Handle):
+    """Of a job that ran at once: there is nobody to talk to."""
+
+    def __init__(self) -> None:
+        self.start = self.end = time.perf_counter()
+
+    def wait(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
+
+
+class ThreadHandle(Handle):
+    def __init__(self) -> None:
+        self._finished = threading.Event()
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        self._finished.wait()
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        return self._finished.is_set()
+
+
+class StreamHandle(Handle):
+    def __init__(self, start: torch.cuda.Event, end: torch.cuda.Event, job: Job) -> None:
+        self.start, self.end = start, end
+        self._job: Job | None = job  # keeps its tensors alive until the waiting stream is behind them
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.end)
+        self._job = None
+
+    def done(self) -> bool:
+        return self.end.query()
+
+
+class ThreadRunner:
+    """Runs jobs one after another. After a failure every later job fails with the same error, at once."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Job, ThreadHandle] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_serve, args=(self._jobs,), name=name, daemon=True)
+        self._thread.start()
+        # The thread holds the queue only, so an abandoned runner ends it too.
+        self._end = weakref.finalize(self, self._jobs.put, None)
+
+    def submit(self, job: Job) -> ThreadHandle:
+        handle = ThreadHandle()
+        self._jobs.put((job, handle))
+        return handle
+
+    def close(self) -> None:
+        """Ends the thread after the jobs submitted so far."""
+        self._end()
+        self._thread.join()
+
+
+def _serve(jobs: queue.SimpleQueue[tuple[Job, ThreadHandle] | None]) -> None:
+    broken: BaseException | None = None
+    with torch.no_grad():  # grad mode belongs to a thread
+        while (item := jobs.get()) is not None:
+            job, handle = item
+            handle.start = time.perf_counter()
+            if broken is None:
+                try:
+                    job()
+                except BaseException as error:
+                    broken = error
+            handle._error = broken
+            handle.end = time.perf_counter()
+            handle._finished.set()
+            del item, job, handle  # the tensors of a job must not live until the next one comes
+
+
+class StreamRunner:
+    """Runs jobs on a stream of its own, behind what the submitting stream has been given so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    def submit(self, job: Job) -> StreamHandle:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            start = mark(self.device)
+            job()
+            end = mark(self.device)
+        assert isinstance(start, torch.cuda.Event)
+        assert isinstance(end, torch.cuda.Event)
+        return StreamHandle(start, end, job)
