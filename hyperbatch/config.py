@@ -48,7 +48,7 @@ class ModelConfig:
 class DataConfig:
     dataset: str = option(
         "images",
-        "images (folder tree, tars or packed shards under --data), digits, cifar10, synthetic, or package.module:callable",
+        "images (folders, tars or packed shards under --data), digits, cifar10, synthetic, or package.module:callable",
     )
     data: str | None = option(None, "folder of the data set")
     train_samples: int = option(1_281_167, "training samples the recipe was written for; the data's own count wins")
@@ -276,7 +276,9 @@ def format_value(value: Any) -> str:
         return ",".join(
             ":".join(format_value(v) for v in item) if isinstance(item, tuple) else format_value(item) for item in value
         )
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() else repr(value)
+    return str(value)
 
 
 def _tuple_item(hint: Any) -> Any:

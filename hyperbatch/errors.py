@@ -1,4 +1,4 @@
-"""The one exception that means "the user's input was wrong", and how names in that input are looked up."""
+"""The two exceptions that are told to the user in one line, and how names in the user's input are looked up."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 
 class InputError(ValueError):
     """What is wrong, where, and what to do, in one line. The command line prints it and exits with 2."""
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on: why, where, what to try, in one line. The command line prints it and exits with 1."""
 
 
 def nearest(name: str, known: list[str] | tuple[str, ...]) -> str:

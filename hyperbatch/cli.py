@@ -1,0 +1,368 @@
+"""The hyperbatch command. One verb = one function here, which calls one function a library user can call too.
+
+Exit codes: 0 done, 1 the run failed, 2 the input was wrong, 3 trained but missed its target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hyperbatch import __version__
+from hyperbatch.config import Config, fields, format_value
+from hyperbatch.errors import InputError, RunFailed, nearest
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        args = _parse(arguments)
+        return args.function(args)
+    except InputError as error:
+        return _fail(error, 2)
+    except RunFailed as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 1)
+    except BrokenPipeError:  # the reader of our output has left, as `| head` does
+        sys.stderr.close()
+        return 0
+
+
+def _fail(message: object, code: int) -> int:
+    if _is_first_rank():
+        print(f"hyperbatch: {message}", file=sys.stderr)
+    return code
+
+
+def _is_first_rank() -> bool:
+    from hyperbatch.engine.ranks import find_ranks
+
+    try:
+        ranks = find_ranks()
+    except InputError:
+        return True
+    return ranks is None or ranks.rank == 0
+
+
+def _print(args: argparse.Namespace, values: Any, text: str | Callable[[], str]) -> None:
+    """With --json one object on stdout and nothing else there; otherwise the text for a person."""
+    if args.json:
+        print(json.dumps(values))
+    else:
+        print(text if isinstance(text, str) else text())
+
+
+# Verbs
+
+
+def _train(args: argparse.Namespace) -> int:
+    from hyperbatch.engine.ranks import find_ranks
+
+    config = _config(args)
+    if args.dry_run:
+        from hyperbatch.preview import format_preview, preview
+
+        values = preview(config, args.world_size or max(1, config.run.nproc))
+        _print(args, values, lambda: format_preview(values, config))
+        return 0
+    from hyperbatch.launch import train
+
+    record = train(config)
+    if _is_first_rank():
+        from hyperbatch.report.summary import summary
+
+        _print(args, record.to_dict(), lambda: summary(record))
+    missed = record.result.target_top1 is not None and not record.result.reached
+    # Under somebody's launcher a rank that finished exits 0, or the agent would take the miss for a crash.
+    return 3 if missed and find_ranks() is None else 0
+
+
+def _recipes(args: argparse.Namespace) -> int:
+    from hyperbatch.recipes.listing import format_recipes, list_recipes
+
+    _print(args, {"recipes": list_recipes()}, format_recipes)
+    return 0
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from hyperbatch.engine.evaluate import evaluate_checkpoint
+
+    values = evaluate_checkpoint(Path(args.checkpoint), data=args.data, device=args.device)
+    _print(args, values, lambda: f"top-1 {values['top1']:.2%} of {values['samples']:,} images (step {values['step']})")
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from hyperbatch.plan.planner import format_plan, make_plan
+
+    values = make_plan(
+        args.recipe,
+        cluster=args.cluster,
+        gpus=args.gpus,
+        grid=args.grid,
+        algorithm=args.algorithm,
+        strategy=args.strategy,
+        global_batch=args.global_batch,
+        batch_per_rank=args.batch_per_rank,
+    )
+    _print(args, values, lambda: format_plan(values))
+    return 0
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from hyperbatch.sim.sweep import format_simulation, simulate
+
+    values = simulate(
+        args.recipe,
+        cluster=args.cluster,
+        gpus=_numbers(args.gpus, "--gpus"),
+        grid=args.grid,
+        algorithm=args.algorithm,
+        global_batch=args.global_batch,
+        batch_per_rank=args.batch_per_rank,
+    )
+    _print(args, values, lambda: format_simulation(values))
+    return 0
+
+
+def _data(args: argparse.Namespace) -> int:
+    from hyperbatch.data import pack
+
+    if args.action == "pack":
+        values = pack.pack_command(Path(args.source), Path(args.target), workers=args.workers)
+    else:
+        values = (pack.verify if args.action == "verify" else pack.info)(Path(args.folder))
+    _print(args, values, lambda: _lines(values))
+    return 1 if values.get("bad") else 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from hyperbatch.report import write_report
+
+    path = write_report([Path(run) for run in args.runs], Path(args.output) if args.output else None)
+    _print(args, {"report": str(path)}, f"report: {path}")
+    return 0
+
+
+def _watch(args: argparse.Namespace) -> int:
+    from hyperbatch.report.watch import watch
+
+    watch(Path(args.run), once=args.once)
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from hyperbatch.checkpoint import export
+
+    path = export(Path(args.run), Path(args.output) if args.output else None)
+    _print(args, {"weights": str(path)}, f"weights: {path}")
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    import importlib
+
+    values = getattr(importlib.import_module(f"hyperbatch.bench.{args.what}"), f"bench_{args.what}")()
+    from hyperbatch.bench.harness import format_bench
+
+    _print(args, values, lambda: format_bench(values))
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from hyperbatch.engine.profile import profile
+
+    values = profile(args.model, device=args.device, output=Path(args.output))
+    _print(args, values, lambda: _lines(values))
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from hyperbatch.engine.doctor import doctor, format_doctor
+
+    values = doctor(collectives=args.collectives, nproc=args.nproc)
+    _print(args, values, lambda: format_doctor(values))
+    return 0 if values["ok"] else 1
+
+
+def _lines(values: dict[str, Any]) -> str:
+    return "\n".join(f"{name:20} {value}" for name, value in values.items())
+
+
+def _numbers(text: str, flag: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise InputError(f"{flag} {text!r} is not a list of positive numbers, e.g. 512,1024,2048")
+    return [int(part) for part in parts]
+
+
+# From arguments to a config
+
+
+def _config(args: argparse.Namespace) -> Config:
+    """Recipe, then overrides: every config field is a flag."""
+    from hyperbatch.recipes import get_recipe
+
+    recipe = get_recipe(args.recipe)
+    given = {spec.name: spec.parse(text) for spec in fields() if (text := getattr(args, spec.name)) is not None}
+    global_batch = args.global_batch
+    if args.batch_per_rank is not None:
+        if global_batch is not None:
+            raise InputError("--batch-per-rank and --global-batch exclude each other; give one")
+        global_batch = args.batch_per_rank * _world_size(args, given)
+    config = recipe.config(global_batch)
+    return config.override(**given) if given else config
+
+
+def _world_size(args: argparse.Namespace, given: dict[str, Any]) -> int:
+    from hyperbatch.engine.ranks import find_ranks
+
+    if args.world_size:
+        return args.world_size
+    ranks = find_ranks()
+    if ranks is not None:
+        return ranks.world_size
+    if given.get("nproc"):
+        return given["nproc"]
+    from hyperbatch.launch import default_nproc
+
+    return default_nproc(given.get("device", "auto"))
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line for a mistake, as everywhere else; argparse would print the usage, too."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; see `{self.prog} --help`")
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = _build_parser()
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        flags = [f"--{name.replace('_', '-')}" for name in vars(args) if name not in ("function", "verb")]
+        name = unknown[0].split("=")[0]
+        raise InputError(f"unknown argument {name!r}{nearest(name, flags)}")
+    if args.function is None:
+        parser.print_help()
+        raise SystemExit(0)
+    return args
+
+
+def _build_parser() -> _Parser:
+    parser = _Parser(
+        prog="hyperbatch",
+        description="Train image classifiers to a target accuracy in the shortest time.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"hyperbatch {__version__}")
+    parser.set_defaults(function=None)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=_Parser)
+
+    def verb(name: str, function: Callable[[argparse.Namespace], int], help: str, **more: Any) -> _Parser:
+        sub = verbs.add_parser(name, help=help, description=more.pop("description", help), allow_abbrev=False, **more)
+        sub.set_defaults(function=function)
+        sub.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else there")
+        return sub
+
+    def sizes(sub: _Parser) -> None:
+        sub.add_argument("--global-batch", type=_positive, metavar="N", help="samples a step over all ranks")
+        sub.add_argument("--batch-per-rank", type=_positive, metavar="N", help="samples a step per rank")
+
+    from hyperbatch.recipes import DEFAULT
+
+    sub = verb(
+        "train",
+        _train,
+        "train a recipe to its target",
+        description="Train a recipe (or package.module:function) to its target. Any config field is a flag.",
+    )
+    sub.add_argument(
+        "recipe", nargs="?", default=DEFAULT, metavar="RECIPE", help=f"see `hyperbatch recipes` [{DEFAULT}]"
+    )
+    sub.add_argument("--dry-run", action="store_true", help="print everything resolved and start nothing")
+    sub.add_argument("--world-size", type=_positive, metavar="N", help="ranks to resolve a --dry-run for")
+    sizes(sub)
+    groups = {}
+    for spec in fields():
+        group = groups.setdefault(
+            spec.section, sub.add_argument_group(spec.section) if spec.section not in groups else None
+        )
+        choices = f" ({', '.join(spec.choices)})" if spec.choices else ""
+        is_flag = {"nargs": "?", "const": "true"} if spec.type is bool else {}
+        help = f"{spec.help}{choices} [{format_value(spec.default)}]".replace("%", "%%")
+        group.add_argument(spec.flag, dest=spec.name, metavar="VALUE", help=help, **is_flag)
+
+    verb("recipes", _recipes, "list the recipes with their claims and sources")
+
+    sub = verb("eval", _eval, "evaluate a checkpoint")
+    sub.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint file or a run's folder")
+    sub.add_argument("--data", metavar="DIR", help="folder of the data set [the run's]")
+    sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+
+    for name, function, help in (
+        ("plan", _plan, "choose grid, groups and algorithm for a cluster"),
+        ("simulate", _simulate, "predict a run on a cluster you do not have yet"),
+    ):
+        sub = verb(name, function, help)
+        sub.add_argument("recipe", nargs="?", default="fujitsu_resnet50", metavar="RECIPE")
+        sub.add_argument(
+            "--cluster", default=None, metavar="NAME|FILE", help="cluster name or machine file [the recipe's]"
+        )
+        sub.add_argument("--grid", metavar="ROWSxCOLUMNS")
+        sub.add_argument("--algorithm", choices=("flat", "hierarchical", "torus", "hybrid"))
+        sizes(sub)
+        if name == "plan":
+            sub.add_argument("--gpus", type=_positive, metavar="N", help="GPUs [the recipe's]")
+            sub.add_argument(
+                "--strategy", choices=("single", "per_layer", "threshold", "equal", "cubic", "optimal"), help="grouping"
+            )
+        else:
+            sub.add_argument(
+                "--gpus", required=True, metavar="N,N,...", help="GPU counts to predict, e.g. 512,1024,2048"
+            )
+
+    sub = verb("profile", _profile, "measure this machine and write a machine file for `simulate`")
+    sub.add_argument("--model", default="resnet50")
+    sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    sub.add_argument("--output", default="machine.toml", metavar="FILE")
+
+    sub = verb("bench", _bench, "measure one part against its peers")
+    sub.add_argument("what", choices=("lars", "step", "comm", "data"))
+
+    sub = verb("data", _data, "pack, verify or describe a data set")
+    actions = sub.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=_Parser)
+    action = actions.add_parser("pack", help="write tar shards with an index from a folder or tars")
+    action.add_argument("source", metavar="SRC")
+    action.add_argument("target", metavar="DST")
+    action.add_argument("--workers", type=_positive, default=None)
+    for name, help in (("verify", "check every sample"), ("info", "describe a data set")):
+        actions.add_parser(name, help=help).add_argument("folder", metavar="DIR")
+
+    sub = verb("report", _report, "draw report.html from one run, or compare several")
+    sub.add_argument("runs", nargs="+", metavar="RUN")
+    sub.add_argument("--output", metavar="FILE")
+
+    sub = verb("watch", _watch, "follow a run in the terminal")
+    sub.add_argument("run", metavar="RUN")
+    sub.add_argument("--once", action="store_true", help="print the present state and leave")
+
+    sub = verb("export", _export, "write a run's weights as safetensors")
+    sub.add_argument("run", metavar="RUN", help="a run's folder or a checkpoint")
+    sub.add_argument("--output", metavar="FILE")
+
+    sub = verb("doctor", _doctor, "check this machine; --collectives verifies every all-reduce on its GPUs")
+    sub.add_argument("--collectives", action="store_true")
+    sub.add_argument("--nproc", type=_positive, default=None, metavar="N", help="processes for --collectives")
+    return parser

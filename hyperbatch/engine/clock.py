@@ -1,0 +1,49 @@
+"""Where the seconds of a run went. A resumed run goes on counting from where its checkpoint stood.
+
+init | train ... eval ... train ... pause ... train | stop
+     ^ the run's time starts here: MLPerf counts from the first training sample
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+
+class Clock:
+    """Books every moment to exactly one of init, train, eval and pause (checkpoints, reports)."""
+
+    def __init__(self) -> None:
+        self.seconds = {"init": 0.0, "train": 0.0, "eval": 0.0, "pause": 0.0}
+        self._account = "init"
+        self._since = time.perf_counter()
+
+    def switch(self, account: str) -> None:
+        now = time.perf_counter()
+        self.seconds[self._account] += now - self._since
+        self._account, self._since = account, now
+
+    @contextlib.contextmanager
+    def booked(self, account: str) -> Iterator[None]:
+        before = self._account
+        self.switch(account)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    @property
+    def run_s(self) -> float:
+        """Seconds since training began, evaluation included, pauses and initialisation not."""
+        self.switch(self._account)
+        return self.seconds["train"] + self.seconds["eval"]
+
+    def state_dict(self) -> dict[str, float]:
+        self.switch(self._account)
+        return {f"{name}_s": value for name, value in self.seconds.items()}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Adds the seconds of the run this one continues; its own initialisation is added, not hidden."""
+        for name in self.seconds:
+            self.seconds[name] += state[f"{name}_s"]

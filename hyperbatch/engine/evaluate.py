@@ -1,0 +1,70 @@
+"""Exact distributed evaluation: every sample counts once, whatever the world size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hyperbatch import checkpoint
+from hyperbatch.config import Config
+from hyperbatch.data.loader import Batch, eval_batches
+from hyperbatch.data.source import open_data
+from hyperbatch.engine.ranks import Ranks, join
+from hyperbatch.engine.state import load_weights
+from hyperbatch.errors import InputError
+from hyperbatch.models import create_model
+from hyperbatch.models.norm import merged_buffers
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Iterable[Batch], group: dist.ProcessGroup | None = None) -> tuple[float, int]:
+    """(top-1 accuracy, samples counted). Batch-norm statistics are merged over ranks on a copy (rule 4)."""
+    buffers = merged_buffers(model, group)
+    training = model.training
+    model.eval()
+    counts: Tensor | None = None  # correct, seen: integers, so the sum over ranks is exact
+    for batch in batches:
+        logits = torch.func.functional_call(model, buffers, (batch.images,))
+        correct = logits.argmax(dim=1) == batch.labels
+        seen = torch.ones_like(correct) if batch.mask is None else batch.mask
+        both = torch.stack([(correct & seen).sum(), seen.sum()])
+        counts = both if counts is None else counts + both
+    model.train(training)
+    if counts is None:
+        return 0.0, 0
+    if group is not None:
+        dist.all_reduce(counts, group=group)
+    correct_total, samples = counts.tolist()  # synchronises: the accuracy decides whether the run goes on
+    return correct_total / samples, samples
+
+
+def evaluate_checkpoint(path: Path, *, data: str | None = None, device: str = "auto") -> dict[str, Any]:
+    """Top-1 of a checkpoint (or a run's newest) on its validation set, in one process."""
+    state = checkpoint.load(path)
+    config = Config.from_dict(state["config"])
+    if data is not None:
+        config = config.override(data=data)
+    with join(Ranks(), device, config.run.timeout_s) as place:
+        _, eval_set = open_data(config.data)
+        if list(eval_set.classes) != state["classes"]:
+            raise InputError(f"the data has {len(eval_set.classes)} other classes than the checkpoint; check --data")
+        model = create_model(config.model.model, classes=len(state["classes"]), in_channels=state["channels"])
+        load_weights(model, checkpoint.weights_of(state), where=str(path))
+        dtype = torch.float64 if config.optim.precision == "fp64" else torch.float32
+        model.to(device=place, dtype=dtype, memory_format=torch.channels_last)
+        batches = eval_batches(
+            eval_set,
+            config.data,
+            batch_per_rank=config.run.eval_batch_per_rank or 256,
+            rank=0,
+            world_size=1,
+            device=place,
+            dtype=dtype,
+        )
+        top1, samples = evaluate(model, batches)
+    return {"checkpoint": str(path), "step": state["progress"]["step"], "top1": top1, "samples": samples}

@@ -1,0 +1,212 @@
+"""A run, built: everything the loop uses, made in the order in which the parts need each other.
+
+ranks -> data -> model -> backward order -> arena -> groups -> exchange -> update rule -> (resume)
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hyperbatch import checkpoint
+from hyperbatch.arena import Arena
+from hyperbatch.comm import GradSync, GridComm
+from hyperbatch.config import Config
+from hyperbatch.data.loader import TrainLoader
+from hyperbatch.data.source import Source, open_data
+from hyperbatch.engine import state
+from hyperbatch.engine.clock import Clock
+from hyperbatch.engine.measure import choose_plan, fitting_batch, probe
+from hyperbatch.engine.ranks import Ranks, share
+from hyperbatch.errors import InputError
+from hyperbatch.models import create_model
+from hyperbatch.models.norm import set_norm_group
+from hyperbatch.optim.build import build_optimizer, load_named_state, named_state
+from hyperbatch.optim.precision import LossScaler, working_dtype
+from hyperbatch.plan.types import GroupPlan, RankGrid
+from hyperbatch.schedule import Phase, resolve_phases
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the run is. With it and the tensors a run can be continued."""
+
+    step: int = 0  # steps done
+    position: int = 0  # samples consumed
+    top1: float | None = None
+    time_to_target_s: float | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Job:
+    """What one rank trains with."""
+
+    config: Config
+    ranks: Ranks
+    device: torch.device
+    dtype: torch.dtype  # of activations and working weights
+    train_set: Source
+    eval_set: Source
+    model: nn.Module
+    comm: GridComm
+    arena: Arena
+    plan: GroupPlan
+    sync: GradSync
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler
+    loader: TrainLoader
+    phases: tuple[Phase, ...]
+    fixed: dict[str, Any]  # measured once, kept with the run: order, groups, the batch that fits
+    progress: Progress
+    warnings: list[str]
+
+    def save(self, folder: Path, clock: Clock) -> None:
+        """Every rank takes part (batch-norm statistics are gathered); rank 0 writes."""
+        snapshot = {
+            "config": self.config.to_dict(),
+            "progress": asdict(self.progress),
+            "fixed": self.fixed,
+            "clock": clock.state_dict(),
+            "model": state.weights(self.model, self.arena),
+            "norm": state.gather_buffers(self.model, self.ranks),
+            "optimizer": named_state(self.optimizer, self.model),
+            "scaler": self.scaler.state_dict(),
+            "classes": list(self.train_set.classes),
+            "channels": self.train_set.channels,
+        }
+        if self.ranks.rank == 0:
+            checkpoint.save(folder / "checkpoints", self.progress.step, snapshot, keep=self.config.run.keep_checkpoints)
+
+    def close(self) -> None:
+        self.sync.close()
+        self.loader.close()
+
+
+def build_job(config: Config, ranks: Ranks, device: torch.device, out: Path, clock: Clock) -> Job:
+    """Builds the run, or rebuilds it from the newest checkpoint in `out` when the config says resume."""
+    saved = checkpoint.load(out) if config.run.resume else None
+    if saved is not None:
+        checkpoint.check_same_run(saved["config"], config)
+    train_set, eval_set = open_data(config.data)
+
+    # The same seed gives every rank the same weights; rank 0's are sent round all the same, below.
+    dtype = working_dtype(config.optim.precision)
+    torch.manual_seed(config.run.seed)
+    model = create_model(
+        config.model.model,
+        classes=len(train_set.classes),
+        in_channels=train_set.channels,
+        zero_init_last_gamma=config.model.zero_init_last_gamma,
+        bn_momentum=config.model.bn_momentum,
+    )
+    if config.model.init_from is not None and saved is None:
+        path = Path(config.model.init_from)
+        state.load_weights(model, checkpoint.load_weights(path), where=str(path))
+    model.to(device=device, memory_format=torch.channels_last)
+    if dtype == torch.float64:
+        model.double()
+
+    comm = GridComm(choose_grid(config, ranks))
+    if config.model.bn_group_ranks > 1:
+        set_norm_group(model, _norm_group(config.model.bn_group_ranks, ranks))
+
+    size = config.data.image_size
+    sample = torch.zeros(2, train_set.channels, size, size, device=device)
+    if saved is None:
+        order, sample_bytes = probe(model, sample)
+        fixed = {
+            "order": share(order, ranks),
+            "max_batch_per_rank": fitting_batch(model, sample_bytes, dtype, device, ranks),
+        }
+    else:
+        fixed = saved["fixed"]
+    arena = Arena(model, fixed["order"], dtype=dtype)
+    if saved is None:
+        state.broadcast_model(model, arena, ranks)
+        fixed["plan"] = share(choose_plan(config.comm, arena, model, sample, comm).to_dict(), ranks)
+    plan = GroupPlan.from_dict(fixed["plan"])
+    phases = resolve_phases(
+        config.schedule.batch_phases,
+        len(train_set),
+        ranks.world_size,
+        accumulate=config.run.accumulate,
+        max_batch_per_rank=fixed["max_batch_per_rank"],
+    )
+
+    wire = config.comm.wire_dtype
+    sync = GradSync(
+        arena,
+        plan,
+        comm,
+        wire_dtype=None if wire is None else working_dtype(wire),
+        algorithm=config.comm.algorithm,
+        hybrid_switch_bytes=config.comm.hybrid_switch_bytes,
+    )
+    optimizer = build_optimizer(config.optim, model, arena, lr=config.schedule.lr)
+    scaler = LossScaler(config.optim.precision, optimizer, device=device)
+    loader = TrainLoader(
+        train_set,
+        config.data,
+        seed=config.run.seed,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        device=device,
+        dtype=dtype,
+    )
+    progress, warnings = Progress(), []
+    if saved is not None:
+        state.load_weights(model, saved["model"], where="the checkpoint", arena=arena)
+        state.load_buffers(model, saved["norm"], ranks)
+        load_named_state(optimizer, model, saved["optimizer"])
+        scaler.load_state_dict(saved["scaler"])
+        clock.load_state_dict(saved["clock"])
+        progress, warnings = Progress(**saved["progress"]), saved["skipped"]
+    return Job(
+        config=config,
+        ranks=ranks,
+        device=device,
+        dtype=dtype,
+        train_set=train_set,
+        eval_set=eval_set,
+        model=model,
+        comm=comm,
+        arena=arena,
+        plan=plan,
+        sync=sync,
+        optimizer=optimizer,
+        scaler=scaler,
+        loader=loader,
+        phases=phases,
+        fixed=fixed,
+        progress=progress,
+        warnings=warnings,
+    )
+
+
+def choose_grid(config: Config, ranks: Ranks) -> RankGrid:
+    """The config's grid, else hosts x ranks per host, else (hosts of different sizes) one row."""
+    if config.comm.grid is not None:
+        grid = RankGrid.parse(config.comm.grid)
+    elif ranks.world_size % ranks.local_size == 0:
+        grid = RankGrid(ranks.world_size // ranks.local_size, ranks.local_size)
+    else:
+        grid = RankGrid(1, ranks.world_size)
+    grid.check_world(ranks.world_size)
+    return grid
+
+
+def _norm_group(size: int, ranks: Ranks) -> dist.ProcessGroup | None:
+    """The neighbours this rank shares batch-norm statistics with; every rank makes every group, as torch requires."""
+    if ranks.world_size % size:
+        raise InputError(f"--bn-group-ranks {size} does not divide the {ranks.world_size} ranks")
+    mine = None
+    for first in range(0, ranks.world_size, size):
+        group = dist.new_group(list(range(first, first + size)))
+        if first <= ranks.rank < first + size:
+            mine = group
+    return mine

@@ -1,0 +1,192 @@
+"""What the loop says while it runs: metric lines, trace, MLPerf log, progress bar, and the record at the end.
+
+Steps are logged one step late: by then the device has finished the step, so reading its loss stops nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import socket
+import statistics
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import hyperbatch
+from hyperbatch.engine.clock import Clock
+from hyperbatch.engine.console import Console
+from hyperbatch.engine.job import Job
+from hyperbatch.engine.steptimer import Marks, StepTimer
+from hyperbatch.errors import RunFailed
+from hyperbatch.plan.types import GroupTiming, StepTiming
+from hyperbatch.record import Result, RunRecord, RunWriter
+from hyperbatch.schedule import Step, total_steps
+
+
+class _Pending(NamedTuple):
+    step: Step
+    loss: Tensor
+    rate: float
+    start_s: float  # run time at the step's start
+    marks: Marks
+    groups: tuple[GroupTiming, ...]
+
+
+class Journal:
+    """Every rank has one, since the logged loss is a mean over ranks; only rank 0's writes."""
+
+    def __init__(self, job: Job, out: Path, clock: Clock) -> None:
+        self.job, self.out, self.clock = job, out, clock
+        chief = job.ranks.rank == 0
+        progress = job.progress
+        resume_from = progress.step + 1 if job.config.run.resume else None
+        self.writer = RunWriter(out, resume_from_step=resume_from) if chief else None
+        epochs = job.config.schedule.epochs
+        self.console = Console(
+            total_steps(job.phases, len(job.train_set), epochs), first_step=progress.step, enabled=chief
+        )
+        self._pending: _Pending | None = None
+        self._timings: list[StepTiming] = []
+        self._last_s, self._last_position = 0.0, progress.position
+        self._first_position = progress.position
+        self._phase_starts: dict[int, int] = {}  # index of the phase -> first step in it
+
+    def start(self) -> None:
+        self._last_s = self.clock.run_s
+        self._first_train_s = self.clock.seconds["train"]
+
+    def step(self, step: Step, loss: Tensor, rate: float, timer: StepTimer) -> None:
+        """Books a step just launched, and writes the one before it."""
+        self.flush()
+        phase = self.job.phases.index(step.phase)
+        self._phase_starts.setdefault(phase, step.index)
+        if step.index % self.job.config.run.log_every_steps and self.job.progress.step > 1:
+            return
+        if self.job.comm.world is not None:
+            dist.all_reduce(loss, group=self.job.comm.world)
+            loss = loss / self.job.ranks.world_size
+        self._pending = _Pending(step, loss, rate, self.clock.run_s, timer.marks(), self.job.sync.timings())
+
+    def flush(self) -> None:
+        if self._pending is None:
+            return
+        step, loss_tensor, rate, end_s, marks, groups = self._pending
+        self._pending = None
+        loss = loss_tensor.item()  # synchronises with a step that has already finished, see above
+        samples = len(self.job.train_set)
+        position = step.position + step.phase.global_batch
+        rate_s = max(end_s - self._last_s, 1e-9)
+        images_per_s = (position - self._last_position) / rate_s
+        self._last_s, self._last_position = end_s, position
+        if not math.isfinite(loss):
+            raise RunFailed(
+                f"the loss became {loss} at step {step.index + 1} (epoch {step.epoch:.2f}, rate {rate:.4g}); "
+                f"lower --lr, lengthen --warmup-epochs or use --precision bf16"
+            )
+        timing = marks.timing(groups)
+        self._timings.append(timing)
+        epoch = position / samples
+        if self.writer is not None:
+            self.writer.step(
+                step=step.index + 1,
+                epoch=epoch,
+                time_s=end_s,
+                loss=loss,
+                lr=rate,
+                global_batch=step.phase.global_batch,
+                images_per_s=images_per_s,
+                exposed_comm_s=timing.exposed_comm_s,
+                data_wait_s=timing.data_wait_s,
+            )
+            start_s = end_s - timing.step_s
+            for name, begin, end in marks.spans():
+                self.writer.span(name, start_s + begin, end - begin, track="engine", step=step.index + 1)
+            for group in groups:
+                self.writer.span(
+                    f"group {group.index}",
+                    start_s + group.start_s,
+                    group.end_s - group.start_s,
+                    track="exchange",
+                    algorithm=group.algorithm,
+                    bytes=group.bytes,
+                )
+        self.console.step(step.index + 1, epoch, loss, rate, images_per_s)
+
+    def eval(self, top1: float, samples: int) -> None:
+        progress = self.job.progress
+        epoch, now = progress.position / len(self.job.train_set), self.clock.run_s
+        self._last_s = now  # evaluation does not count against images/s
+        if self.writer is not None:
+            self.writer.eval(step=progress.step, epoch=epoch, time_s=now, top1=top1, samples=samples)
+        self.console.eval(progress.step, epoch, top1, self.job.config.run.target_top1)
+
+    def close(self) -> RunRecord:
+        """Writes what is pending and the record."""
+        self.flush()
+        self.clock.switch("pause")
+        job, progress = self.job, self.job.progress
+        clock = self.clock.state_dict()
+        target = job.config.run.target_top1
+        record = RunRecord(
+            recipe=job.config.recipe,
+            config=job.config.to_dict(),
+            environment=environment(job),
+            world_size=job.ranks.world_size,
+            grid=str(job.comm.grid),
+            result=Result(
+                reached=progress.time_to_target_s is not None,
+                target_top1=target,
+                top1=progress.top1,
+                time_to_target_s=progress.time_to_target_s,
+                train_s=clock["train_s"],
+                images_per_s=progress.position / clock["train_s"] if clock["train_s"] else 0.0,
+                epochs=progress.position / len(job.train_set),
+                steps=progress.step,
+            ),
+            warnings=[*job.warnings, *job.loader.bad_samples],
+            plan=job.plan.to_dict(),
+            phases=[
+                asdict(job.phases[index]) | {"first_step": first} for index, first in sorted(self._phase_starts.items())
+            ],
+            trust_ratios=job.optimizer.trust_ratios() if hasattr(job.optimizer, "trust_ratios") else {},
+            clock=clock,
+            timing=typical(self._timings).to_dict() if self._timings else {},
+            folder=str(self.out),
+        )
+        self.console.close()
+        if self.writer is not None:
+            self.writer.close()
+            record.save(self.out)
+        return record
+
+
+def typical(timings: list[StepTiming]) -> StepTiming:
+    """The step of median length among the later half, so that warm-up does not count."""
+    late = timings[len(timings) // 2 :]
+    middle = statistics.median_low([t.step_s for t in late])
+    return next(t for t in late if t.step_s == middle)
+
+
+def environment(job: Job) -> dict[str, Any]:
+    """What the result was obtained with."""
+    device = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else platform.processor() or "cpu"
+    return {
+        "hyperbatch": hyperbatch.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "device": device,
+        "device_type": job.device.type,
+        "host": socket.gethostname(),
+        "cores": os.cpu_count(),
+        "threads_per_rank": torch.get_num_threads(),
+        "launcher": job.ranks.launcher,
+        "command": " ".join(sys.argv),
+    }

@@ -1,0 +1,147 @@
+"""The training loop, in the order in which data flows: batch, forward, backward, exchange, update, log, evaluate."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hyperbatch.config import Config
+from hyperbatch.data.loader import Batch, eval_batches
+from hyperbatch.engine.clock import Clock
+from hyperbatch.engine.evaluate import evaluate
+from hyperbatch.engine.folder import claim_folder, default_out
+from hyperbatch.engine.job import Job, build_job
+from hyperbatch.engine.journal import Journal
+from hyperbatch.engine.ranks import Ranks, join, share
+from hyperbatch.engine.steptimer import StepTimer
+from hyperbatch.errors import InputError
+from hyperbatch.models import smoothed_cross_entropy
+from hyperbatch.optim.build import set_rate
+from hyperbatch.record import RunRecord
+from hyperbatch.schedule import Step, learning_rate, steps, weight_decay_scale
+
+
+def run(config: Config, ranks: Ranks) -> RunRecord:
+    """Trains as one of `ranks`; every rank returns the record, rank 0 has written the folder."""
+    clock = Clock()
+    with join(ranks, config.run.device, config.run.timeout_s) as device:
+        torch.backends.cudnn.benchmark = not config.run.deterministic
+        torch.use_deterministic_algorithms(config.run.deterministic)
+        out = settle_folder(config, ranks)
+        job = build_job(config, ranks, device, out, clock)
+        try:
+            return train_job(job, out, clock)
+        finally:
+            job.close()
+
+
+def settle_folder(config: Config, ranks: Ranks) -> Path:
+    """Rank 0 makes the run's folder; if it cannot, every rank says so, since under torchrun no parent checked."""
+    out = Path(share(config.run.out or str(default_out(config)), ranks))
+    problem = None
+    if ranks.rank == 0 and ranks.launcher != "none":
+        try:
+            claim_folder(out, resume=config.run.resume)
+        except InputError as error:
+            problem = str(error)
+    problem = share(problem, ranks)
+    if problem is not None:
+        raise InputError(problem)
+    return out
+
+
+def train_job(job: Job, out: Path, clock: Clock) -> RunRecord:
+    config, progress, samples = job.config, job.progress, len(job.train_set)
+    journal = Journal(job, out, clock)
+    timer = StepTimer(job.device)
+    plan = steps(job.phases, samples, config.schedule.epochs, index=progress.step, position=progress.position)
+    todo, ahead = itertools.tee(plan)
+    batches = job.loader.batches(ahead)
+    clock.switch("train")
+    journal.start()
+
+    for step in todo:
+        rate = learning_rate(config.schedule, step.epoch, step.phase.global_batch)
+        decay = weight_decay_scale(config.schedule, step.epoch, step.phase.global_batch)
+        set_rate(job.optimizer, rate, decay if config.optim.decoupled_weight_decay else 1.0)
+        # Dropout and the like depend on (seed, step, rank) only, so a resumed run draws what an unbroken one would.
+        torch.manual_seed(zlib.crc32(f"{config.run.seed} {step.index} {job.ranks.rank}".encode()))
+
+        timer.start()
+        loss = train_step(job, step, batches, timer)
+        progress.step, progress.position = step.index + 1, step.position + step.phase.global_batch
+        journal.step(step, loss, rate, timer)
+
+        finished = progress.position >= math.ceil(config.schedule.epochs * samples)
+        stopped = config.run.max_steps and progress.step >= config.run.max_steps
+        if due(config.run.eval_every_epochs, config.run.eval_offset_epochs, step, samples) or finished:
+            journal.flush()
+            reached = evaluate_job(job, clock, journal)
+            finished = finished or (reached and config.run.stop_at_target)
+        if finished or stopped or due(config.run.checkpoint_every_epochs, 0.0, step, samples):
+            with clock.booked("pause"):
+                job.save(out, clock)
+        if finished or stopped:
+            break
+    return journal.close()
+
+
+def train_step(job: Job, step: Step, batches: Iterator[Batch], timer: StepTimer) -> Tensor:
+    """One optimizer step of one or more micro-steps; returns this rank's mean loss, still on the device."""
+    job.arena.zero_grad()
+    parts, total = step.phase.accumulation, None
+    for part in range(parts):
+        batch = next(batches)
+        timer.mark("data_wait")
+        loss = smoothed_cross_entropy(job.model(batch.images), batch.labels, job.config.optim.label_smoothing) / parts
+        timer.mark("forward")
+        job.sync.begin(last_micro_step=part == parts - 1)
+        job.scaler.scale(loss).backward()
+        timer.mark("backward")
+        total = loss.detach() if total is None else total + loss.detach()
+    job.sync.finish()
+    timer.mark("exposed_comm")
+    job.optimizer.step()
+    job.scaler.update()
+    timer.mark("update")
+    assert total is not None
+    return total
+
+
+def evaluate_job(job: Job, clock: Clock, journal: Journal) -> bool:
+    """Evaluates, books the result, and says whether the target is reached."""
+    batches = eval_batches(
+        job.eval_set,
+        job.config.data,
+        batch_per_rank=job.config.run.eval_batch_per_rank or job.phases[0].batch_per_rank,
+        rank=job.ranks.rank,
+        world_size=job.ranks.world_size,
+        device=job.device,
+        dtype=job.dtype,
+    )
+    with clock.booked("eval"):
+        top1, samples = evaluate(job.model, batches, job.comm.world)
+    target = job.config.run.target_top1
+    reached = target is not None and top1 >= target
+    job.progress.top1 = top1
+    if reached and job.progress.time_to_target_s is None:
+        job.progress.time_to_target_s = clock.run_s
+    journal.eval(top1, samples)
+    return reached
+
+
+def due(every_epochs: float, offset_epochs: float, step: Step, samples: int) -> bool:
+    """Whether this step crosses a point of the grid offset, offset + every, ... in epochs."""
+    if every_epochs == 0:
+        return False
+    before, after = (
+        math.floor((position / samples - offset_epochs) / every_epochs)
+        for position in (step.position, step.position + step.phase.global_batch)
+    )
+    return after > before

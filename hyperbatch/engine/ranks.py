@@ -1,0 +1,169 @@
+"""Which rank this process is, and how it meets the others: alone, or started by torchrun, Slurm or Open MPI.
+
+`find_ranks` only reads environment variables, so the command line can ask before torch is loaded; `join` does the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from hyperbatch.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """This process among all. `local_*` counts the processes of this host."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    launcher: str = "none"
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+
+
+def find_ranks(environ: Mapping[str, str] = os.environ) -> Ranks | None:
+    """The place a launcher gave this process, or None when no launcher started it (or it started just one)."""
+    for read in (_torchrun, _slurm, _open_mpi):
+        ranks = read(environ)
+        if ranks is not None:
+            return ranks
+    return None
+
+
+def _torchrun(env: Mapping[str, str]) -> Ranks | None:
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return None
+    return Ranks(
+        rank=_int(env, "RANK"),
+        world_size=_int(env, "WORLD_SIZE"),
+        local_rank=_int(env, "LOCAL_RANK", "0"),
+        local_size=_int(env, "LOCAL_WORLD_SIZE", "1"),
+        launcher="torchrun",
+        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_int(env, "MASTER_PORT", "29500"),
+    )
+
+
+def _slurm(env: Mapping[str, str]) -> Ranks | None:
+    # A batch script has SLURM_PROCID too; only a step started by srun has SLURM_STEP_ID.
+    if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env or _int(env, "SLURM_NTASKS", "1") == 1:
+        return None
+    node = _int(env, "SLURM_NODEID", "0")
+    per_node = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "1"))
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "127.0.0.1")
+    job, step = _int(env, "SLURM_JOB_ID", "0"), env["SLURM_STEP_ID"]
+    port = 20_000 + zlib.crc32(f"{job}.{step}".encode()) % 20_000
+    return Ranks(
+        rank=_int(env, "SLURM_PROCID"),
+        world_size=_int(env, "SLURM_NTASKS"),
+        local_rank=_int(env, "SLURM_LOCALID", "0"),
+        local_size=per_node[min(node, len(per_node) - 1)],
+        launcher="slurm",
+        master_addr=env.get("MASTER_ADDR") or first_host(nodes),
+        master_port=_int(env, "MASTER_PORT", str(port)),
+    )
+
+
+def _open_mpi(env: Mapping[str, str]) -> Ranks | None:
+    if "OMPI_COMM_WORLD_RANK" not in env:
+        return None
+    world_size, local_size = _int(env, "OMPI_COMM_WORLD_SIZE"), _int(env, "OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+    if world_size > local_size and "MASTER_ADDR" not in env:
+        raise InputError("mpirun over several hosts: pass the first host's address, -x MASTER_ADDR=HOST")
+    return Ranks(
+        rank=_int(env, "OMPI_COMM_WORLD_RANK"),
+        world_size=world_size,
+        local_rank=_int(env, "OMPI_COMM_WORLD_LOCAL_RANK", "0"),
+        local_size=local_size,
+        launcher="openmpi",
+        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_int(env, "MASTER_PORT", "29500"),
+    )
+
+
+def _int(env: Mapping[str, str], name: str, default: str | None = None) -> int:
+    text = env.get(name, default)
+    if text is None or not text.isdigit():
+        raise InputError(f"environment variable {name}={text!r} is not a whole number; check the launcher")
+    return int(text)
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Slurm's run-length form: "4(x2),3" means 4, 4, 3."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise InputError(f"environment variable SLURM_TASKS_PER_NODE={text!r} is not understood")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def first_host(nodes: str) -> str:
+    """The first host of Slurm's folded list: "gpu[03-07,9],login1" gives gpu03."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
+    if match is None:
+        raise InputError(f"the Slurm node list {nodes!r} is not understood; set MASTER_ADDR")
+    return match[1] + (match[2] or "") + (match[3] or "")
+
+
+@contextlib.contextmanager
+def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
+    """Picks this rank's device and opens the process group for the time of the run."""
+    import torch
+    import torch.distributed as dist
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: torch sees no GPU here; use --device cpu or check the driver")
+    if device == "cuda" and ranks.local_rank >= torch.cuda.device_count():
+        raise InputError(
+            f"{ranks.local_size} processes on {socket.gethostname()}, but torch sees {torch.cuda.device_count()} GPUs; "
+            f"start one process per GPU"
+        )
+    chosen = torch.device(device, ranks.local_rank) if device == "cuda" else torch.device("cpu")
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks.local_size))
+    if ranks.world_size == 1:
+        yield chosen
+        return
+    # torchrun's agent already runs the store its workers meet at; elsewhere rank 0 opens one.
+    init_method = "env://" if ranks.launcher == "torchrun" else f"tcp://{ranks.master_addr}:{ranks.master_port}"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+        init_method=init_method,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        yield chosen
+    finally:
+        dist.destroy_process_group()
+
+
+def share(value: Any, ranks: Ranks) -> Any:
+    """Rank 0's value on every rank."""
+    if ranks.world_size == 1:
+        return value
+    import torch.distributed as dist
+
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

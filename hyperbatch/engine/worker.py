@@ -1,0 +1,45 @@
+"""One rank, as the elastic agent starts it: python -m hyperbatch.engine.worker CONFIG.json."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+from hyperbatch.config import Config
+from hyperbatch.engine.ranks import find_ranks
+from hyperbatch.errors import InputError, RunFailed
+
+
+def main(config_path: Path) -> int:
+    """0 when the run ended, target reached or not: the parent reads the record. Failures are left beside the config."""
+    ranks = find_ranks()
+    assert ranks is not None, "the agent sets RANK and WORLD_SIZE"
+    config = Config.from_dict(json.loads(config_path.read_text()))
+    try:
+        from hyperbatch.engine.loop import run
+
+        run(config, ranks)
+    except (InputError, RunFailed) as error:
+        words = {"kind": type(error).__name__, "message": str(error)}
+    except KeyboardInterrupt:
+        words = {"kind": "RunFailed", "message": "interrupted; --resume continues from the newest checkpoint"}
+    except Exception as error:
+        # Our bug or the machine's fault: the traceback helps; one rank's is enough when all fail alike.
+        if ranks.rank == 0 or not _is_echo(error):
+            traceback.print_exc()
+        words = {"kind": "RunFailed", "message": f"rank {ranks.rank}: {type(error).__name__}: {str(error).strip()}"}
+    else:
+        return 0
+    (config_path.parent / f"rank-{ranks.rank}.json").write_text(json.dumps(words))
+    return 2 if words["kind"] == "InputError" else 1
+
+
+def _is_echo(error: Exception) -> bool:
+    """A lost connection is how a rank hears of another rank's failure."""
+    return "Connection" in str(error) or "closed" in str(error)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(Path(sys.argv[1])))

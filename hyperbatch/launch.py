@@ -1,0 +1,131 @@
+"""From one call to running ranks: in this process, through torchrun's elastic agent, or under somebody's launcher.
+
+train(config)
+  started by torchrun, srun or mpirun?   be the rank it says
+  one process asked for?                 be the only rank
+  else                                   check the input, then let the elastic agent start `engine.worker` N times
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+
+from hyperbatch.config import Config
+from hyperbatch.engine.folder import claim_folder, default_out
+from hyperbatch.engine.ranks import Ranks, find_ranks
+from hyperbatch.errors import InputError, RunFailed
+from hyperbatch.record import RunRecord
+
+
+def train(config: Config) -> RunRecord:
+    """Trains and returns the record. InputError for wrong input, RunFailed when a run that began could not end."""
+    ranks = find_ranks()
+    if ranks is None:
+        nproc = config.run.nproc or default_nproc(config.run.device)
+        config = config.override(out=str(config.run.out or default_out(config)), nproc=nproc)
+        check_input(config, nproc)
+        if nproc > 1:
+            return _train_elastic(config, nproc)
+        ranks = Ranks()
+    from hyperbatch.engine.loop import run
+
+    record = run(config, ranks)
+    if ranks.rank == 0:
+        finish(record)
+    return record
+
+
+def finish(record: RunRecord) -> None:
+    """What is drawn once the run is over; a report that fails must not turn a good run into a failed one."""
+    from hyperbatch.report import write_report
+
+    folder = Path(record.folder)
+    try:
+        write_report([folder])
+    except Exception as error:
+        record.warnings.append(f"report.html could not be written: {error}")
+        record.save(folder)
+
+
+def default_nproc(device: str) -> int:
+    """One process per GPU; on a CPU two, so that the path of a large run is the path of a small one."""
+    import torch
+
+    if device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.device_count()
+    return min(2, os.cpu_count() or 1)
+
+
+def check_input(config: Config, world_size: int) -> None:
+    """Every mistake that can be seen before a worker starts, so that it is told once and at once."""
+    from hyperbatch.data.source import check_data
+    from hyperbatch.plan.types import RankGrid
+    from hyperbatch.schedule import resolve_phases
+
+    if config.comm.grid is not None:
+        RankGrid.parse(config.comm.grid).check_world(world_size)
+    counts = check_data(config.data)
+    resolve_phases(config.schedule.batch_phases, counts["train_samples"], world_size, accumulate=config.run.accumulate)
+    if config.model.init_from is not None and not Path(config.model.init_from).exists():
+        raise InputError(f"--init-from {config.model.init_from}: no such file")
+    claim_folder(Path(config.run.out or "."), resume=config.run.resume)
+    if config.run.resume:
+        from hyperbatch import checkpoint
+
+        checkpoint.check_same_run(checkpoint.load(Path(config.run.out or "."))["config"], config)
+
+
+def _train_elastic(config: Config, nproc: int) -> RunRecord:
+    with tempfile.TemporaryDirectory(prefix="hyperbatch-") as scratch:
+        config_path = Path(scratch) / "config.json"
+        config_path.write_text(json.dumps(config.to_dict()))
+        start_ranks(nproc, "hyperbatch.engine.worker", config_path)
+    record = RunRecord.load(Path(config.run.out or "."))
+    finish(record)
+    return record
+
+
+def start_ranks(nproc: int, module: str, argument: Path) -> None:
+    """Runs `python -m module argument` as ranks 0 to nproc - 1 of this host, under torchrun's elastic agent."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # The agent's own log repeats, over many lines, what is said below in one.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    agent = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(agent, sys.executable)("-m", module, str(argument))
+    except ChildFailedError as error:
+        raise _explain(error, argument.parent) from None
+
+
+def _explain(error, scratch: Path) -> InputError | RunFailed:
+    """The first failure among the ranks, in one line. Ranks leave their own words in rank-N.json."""
+    rank, failure = error.get_first_failure()
+    said = scratch / f"rank-{rank}.json"
+    if said.exists():
+        words = json.loads(said.read_text())
+        kind = InputError if words["kind"] == "InputError" else RunFailed
+        return kind(words["message"])
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        hint = "; out of memory?" if name == "SIGKILL" else ""
+        return RunFailed(f"rank {rank} (pid {failure.pid}) was killed by {name}{hint}; --resume continues the run")
+    return RunFailed(f"rank {rank} (pid {failure.pid}) exited with {failure.exitcode}; its traceback is above")

@@ -1,0 +1,77 @@
+"""Config: unique names, parsing, overrides and one clear line for each mistake."""
+
+import json
+
+import pytest
+
+from hyperbatch.config import BatchPhase, Config, fields, format_value
+from hyperbatch.errors import InputError
+
+
+def test_every_field_name_is_unique_and_has_help():
+    names = [spec.name for spec in fields()]
+    assert len(names) == len(set(names))
+    assert all(len(spec.help) > 5 for spec in fields())
+
+
+def test_every_default_reads_back_from_its_own_text():
+    for spec in fields():
+        assert spec.parse(format_value(spec.default)) == spec.default, spec.name
+
+
+def test_config_survives_json():
+    config = Config(recipe="x").override(batch_phases=(BatchPhase(0, 64), BatchPhase(5, 128)), crop_area=(0.1, 0.9))
+    again = Config.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert again == config
+    assert isinstance(again.schedule.batch_phases[1], BatchPhase)
+
+
+def test_global_batch_scales_every_phase_and_keeps_the_rate_where_it_was_given():
+    config = Config().override(batch_phases=(BatchPhase(0, 64), BatchPhase(5, 128)), lr=2.0)
+    scaled = config.override(global_batch=128)
+    assert [p.global_batch for p in scaled.schedule.batch_phases] == [128, 256]
+    assert scaled.schedule.lr_batch == 64
+    assert scaled.schedule.lr == 2.0
+
+
+def test_global_batch_that_does_not_scale_the_phases():
+    config = Config().override(batch_phases=(BatchPhase(0, 64), BatchPhase(5, 96)))
+    with pytest.raises(InputError, match="--batch-phases"):
+        config.override(global_batch=33)
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "words"),
+    [
+        ("epochs", "many", "--epochs: 'many' is not a number"),
+        ("flip", "maybe", "true or false"),
+        ("batch_phases", "0:64,x", "EPOCH:VALUE"),
+        ("crop_area", "0.5", "2 numbers LOW,HIGH"),
+        ("nproc", "1.5", "whole number"),
+    ],
+)
+def test_text_that_cannot_be_read(field, text, words):
+    spec = next(spec for spec in fields() if spec.name == field)
+    with pytest.raises(InputError, match=words.replace("(", r"\(")):
+        spec.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"momentum": 1.0}, "--momentum 1: must be in"),
+        ({"lr": -1.0}, "--lr -1: must be positive"),
+        ({"warmup_epochs": 1000.0}, "--warmup-epochs"),
+        ({"batch_phases": (BatchPhase(1, 64),)}, "must start at epoch 0"),
+        ({"batch_phases": (BatchPhase(0, 64), BatchPhase(0, 32))}, "epochs must increase"),
+        ({"algorithm": "tree"}, "--algorithm: 'tree' is not one of flat"),
+        ({"target_top1": 75.9}, "e.g. 0.759"),
+        ({"nproc": -1}, "must not be negative"),
+        ({"momentun": 0.9}, "did you mean 'momentum'"),
+    ],
+)
+def test_values_no_run_could_use(values, words):
+    with pytest.raises(InputError) as caught:
+        Config().override(**values)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,74 @@
+"""Reading a rank's place from the environment of torchrun, Slurm and Open MPI."""
+
+import pytest
+
+from hyperbatch.engine.ranks import Ranks, find_ranks, first_host
+from hyperbatch.errors import InputError
+
+
+def test_no_launcher():
+    assert find_ranks({}) is None
+
+
+def test_torchrun():
+    env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    env |= {"MASTER_ADDR": "h0", "MASTER_PORT": "123"}
+    assert find_ranks(env) == Ranks(
+        rank=5, world_size=8, local_rank=1, local_size=4, launcher="torchrun", master_addr="h0", master_port=123
+    )
+
+
+SLURM = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "77",
+    "SLURM_PROCID": "6",
+    "SLURM_NTASKS": "7",
+    "SLURM_LOCALID": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_STEP_NODELIST": "gpu[03-04],login1",
+}
+
+
+def test_slurm_step():
+    ranks = find_ranks(SLURM)
+    assert ranks is not None
+    assert (ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_size) == (6, 7, 2, 3)
+    assert ranks.master_addr == "gpu03"
+    other_step = find_ranks(SLURM | {"SLURM_STEP_ID": "1"})
+    assert other_step is not None
+    assert other_step.master_port != ranks.master_port  # two steps of a job must not meet
+
+
+def test_slurm_batch_script_and_single_task_are_no_launcher():
+    batch = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
+    assert find_ranks(batch) is None
+    assert find_ranks(SLURM | {"SLURM_NTASKS": "1"}) is None
+
+
+def test_torchrun_inside_a_slurm_step_wins():
+    ranks = find_ranks(SLURM | {"RANK": "0", "WORLD_SIZE": "2"})
+    assert ranks is not None
+    assert ranks.launcher == "torchrun"
+
+
+def test_open_mpi():
+    env = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    one_host = find_ranks(env | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    assert one_host is not None
+    assert one_host.master_addr == "127.0.0.1"
+    with pytest.raises(InputError, match="MASTER_ADDR"):
+        find_ranks(env | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("nd0", "nd0"), ("nd[0-3]", "nd0"), ("gpu[03,07-9]-ib,x", "gpu03-ib"), ("a,b", "a"), ("r1n[5]", "r1n5")],
+)
+def test_first_host_of_slurms_folded_list(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_broken_environment_is_named():
+    with pytest.raises(InputError, match="WORLD_SIZE"):
+        find_ranks({"RANK": "0", "WORLD_SIZE": "two"})
