@@ -1,14 +1,35 @@
-"""Where samples come from: arrays in memory, or encoded images in folders, tars and shards."""
+"""Where samples come from: arrays in memory, or encoded images in folders, tars and shards. No torch here.
+
+open_data(config) -> (train, val)      check_data(config) -> counts, before any worker starts
+
+  Source ──┬── ArraySource     images: uint8[n, h, w, c] in memory      digits, cifar10, synthetic
+           └── EncodedSource   read(i) -> file bytes                    FolderSource, TarSource, ShardSource
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from hyperbatch.config import DataConfig
+from hyperbatch.errors import InputError, load_object, nearest
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+_SYNTHETIC_BYTES = 64 << 20  # distinct pixels a synthetic split holds; larger sets repeat them
 
 
+class BadSample(Exception):
+    """This sample cannot be read or decoded; the message names it and says why."""
+
+
+class DataError(RuntimeError):
+    """The data cannot carry the run on: too many bad samples, or none readable."""
+
+
+@runtime_checkable
 class Source(Protocol):
     """One split. Arrays keep `images`; encoded sources answer `read`."""
 
@@ -25,6 +46,192 @@ class Source(Protocol):
         ...
 
 
+class ArraySource:
+    """Images of one size, held in memory. Fewer images than labels: they repeat (synthetic sets)."""
+
+    def __init__(
+        self,
+        name: str,
+        images: np.ndarray,
+        labels: np.ndarray,
+        *,
+        classes: tuple[str, ...],
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
+    ) -> None:
+        if images.dtype != np.uint8 or images.ndim != 4:
+            raise InputError(
+                f"{name}: images must be uint8[n, height, width, channels], got {images.dtype}{images.shape}"
+            )
+        labels = np.asarray(labels, dtype=np.int64)
+        if len(images) == 0 or len(labels) == 0:
+            raise InputError(f"{name}: no samples; give at least one image")
+        if labels.min() < 0 or labels.max() >= len(classes):
+            raise InputError(f"{name}: labels must be in [0, {len(classes)}), found {labels.min()} to {labels.max()}")
+        self.name = name
+        self.images = images
+        self.labels = labels
+        self.classes = classes
+        self.channels = images.shape[3]
+        self.mean = mean or tuple((images.mean(axis=(0, 1, 2)) / 255).tolist())
+        self.std = std or tuple((images.std(axis=(0, 1, 2)) / 255).tolist())
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def gather(self, ids: np.ndarray) -> np.ndarray:
+        """uint8[len(ids), h, w, c], a copy."""
+        return self.images[ids if len(self.images) == len(self.labels) else ids % len(self.images)]
+
+    def image(self, index: int) -> np.ndarray:
+        return self.images[index % len(self.images)]
+
+
+class EncodedSource:
+    """Image files of any size, decoded to RGB. Subclasses give `read`, `describe` and `sizes_bytes`."""
+
+    channels = 3
+    mean = IMAGENET_MEAN
+    std = IMAGENET_STD
+
+    def __init__(self, name: str, classes: tuple[str, ...], labels: np.ndarray) -> None:
+        self.name = name
+        self.classes = classes
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, index: int) -> bytes:
+        """The file's bytes; raises BadSample when they cannot be read."""
+        raise BadSample(f"{self.describe(index)}: {type(self).__name__} reads nothing")
+
+    def describe(self, index: int) -> str:
+        """Where the sample lies, for messages and for the name it is packed under."""
+        return f"{self.name}[{index}]"
+
+    def sizes_bytes(self) -> np.ndarray:
+        """int64[n]: encoded size of every sample."""
+        return np.array([len(self.read(i)) for i in range(len(self))], dtype=np.int64)
+
+    def image(self, index: int) -> np.ndarray:
+        from hyperbatch.data.decode import decode_full
+
+        return decode_full(self.read(index), self.describe(index))
+
+
 def open_data(config: DataConfig) -> tuple[Source, Source]:
     """(train, validation). InputError for a missing or empty folder, an empty class, or splits with other classes."""
-    raise NotImplementedError
+    if ":" in config.dataset:
+        train, val = _user_data(config)
+    elif config.dataset == "digits":
+        from hyperbatch.data.digits import open_digits
+
+        train, val = open_digits()
+    elif config.dataset == "cifar10":
+        from hyperbatch.data.cifar import open_cifar10
+
+        train, val = open_cifar10(data_folder(config))
+    elif config.dataset == "synthetic":
+        train, val = _synthetic(config, "train", config.train_samples), _synthetic(config, "val", config.eval_samples)
+    elif config.dataset == "images":
+        train, val = _open_images(data_folder(config))
+    else:
+        known = ("images", "digits", "cifar10", "synthetic")
+        raise InputError(f"unknown dataset {config.dataset!r}{nearest(config.dataset, known)}")
+    check_same_classes(train.classes, val.classes, config.data or config.dataset)
+    return train, val
+
+
+def check_data(config: DataConfig) -> dict[str, int]:
+    """What open_data would give, as counts; the same InputErrors, without decoding an image."""
+    if config.dataset == "cifar10":
+        from hyperbatch.data.cifar import count_cifar10
+
+        return count_cifar10(data_folder(config))
+    if config.dataset == "synthetic":  # no need to draw the pixels
+        return _counts(config.train_samples, config.eval_samples, config.classes, 3)
+    train, val = open_data(config)
+    return _counts(len(train), len(val), len(train.classes), train.channels)
+
+
+def _counts(train_samples: int, eval_samples: int, classes: int, channels: int) -> dict[str, int]:
+    return {"train_samples": train_samples, "eval_samples": eval_samples, "classes": classes, "channels": channels}
+
+
+def data_folder(config: DataConfig) -> Path:
+    """The --data folder; InputError when it is not given, missing, not a folder, or empty."""
+    if not config.data:
+        raise InputError(f"dataset {config.dataset!r} needs a data folder; give --data DIR")
+    folder = Path(config.data)
+    if not folder.exists():
+        raise InputError(f"data folder {folder} does not exist; give --data DIR")
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a folder; give --data the folder that holds the data set")
+    if not any(folder.iterdir()):
+        raise InputError(f"data folder {folder} is empty; give --data the folder that holds the data set")
+    return folder
+
+
+def check_same_classes(train: tuple[str, ...], val: tuple[str, ...], where: Path | str) -> None:
+    """InputError naming the classes that only one split has."""
+    if train == val:
+        return
+    parts = []
+    for split, extra in (("train", set(train) - set(val)), ("val", set(val) - set(train))):
+        if extra:
+            shown = ", ".join(sorted(extra)[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
+            parts.append(f"only in {split}: {shown}")
+    raise InputError(
+        f"{where}: train and val have different classes ({'; '.join(parts) or 'other order'}); make them equal"
+    )
+
+
+def _open_images(folder: Path) -> tuple[Source, Source]:
+    """Packed shards, a folder tree, or tars, whichever the folder holds."""
+    from hyperbatch.data.folders import open_folders, open_tars, tar_paths
+    from hyperbatch.data.shards import MANIFEST, open_shards
+
+    if (folder / MANIFEST).exists():
+        return open_shards(folder)
+    if (folder / "train").is_dir() or (folder / "val").is_dir():
+        return open_folders(folder)
+    if tar_paths(folder, "train") or tar_paths(folder, "val"):
+        return open_tars(folder)
+    raise InputError(
+        f"{folder} has no train/ and val/ folders, no train*.tar and val*.tar, and no packed shards; "
+        "give --data the folder that holds them"
+    )
+
+
+def _user_data(config: DataConfig) -> tuple[Source, Source]:
+    made: Any = load_object(config.dataset, "dataset")(config)
+    if not (isinstance(made, tuple) and len(made) == 2 and all(isinstance(part, Source) for part in made)):
+        raise InputError(
+            f"dataset {config.dataset!r} must return (train, val), each with name, classes, channels, mean, std, "
+            "labels, len() and image(index); see docs/data.md"
+        )
+    for part in made:
+        if len(part) == 0 or len(part) != len(part.labels):
+            raise InputError(
+                f"dataset {config.dataset!r}: {part.name} has {len(part)} samples, {len(part.labels)} labels"
+            )
+    return made
+
+
+def _synthetic(config: DataConfig, split: str, samples: int) -> ArraySource:
+    """Random images, each with one label, so a network can learn them by heart."""
+    if samples < 1 or config.classes < 1:
+        raise InputError(f"synthetic {split} set of {samples} samples, {config.classes} classes: both must be positive")
+    side = config.image_size
+    distinct = min(samples, max(1, _SYNTHETIC_BYTES // (side * side * 3)))
+    # Constant keys: the set is data, so it does not change with the run's seed.
+    images = np.random.default_rng([0x5EED, split == "val"]).integers(0, 256, (distinct, side, side, 3), dtype=np.uint8)
+    return ArraySource(
+        f"synthetic {split}",
+        images,
+        np.arange(samples) % distinct % config.classes,
+        classes=tuple(str(c) for c in range(config.classes)),
+        mean=(0.5,) * 3,
+        std=(0.289,) * 3,  # of a uniform distribution
+    )

@@ -1,31 +1,101 @@
 """The sample stream: one endless, stateless order of training samples, keyed by (seed, epoch).
 
-Stream position p lies in epoch p // n; within an epoch a keyed permutation of [0, n) gives the sample. Any rank computes
-any stretch by itself, batches may straddle epochs, and position alone is enough to resume.
+Stream position p lies in epoch p // n; within an epoch a keyed permutation of [0, n) gives the sample. Any rank
+computes any stretch by itself, batches may straddle epochs, and position alone is enough to resume.
+
+    epoch 0                epoch 1                n = 7, global batch 4, 2 ranks
+    5 2 0 6 3 1 4 | 1 6 3 0 5 4 2 | ...
+    [r0 ][r1 ][r0 ][r1  ][r0 ][r1 ]               each step's batch is a stretch, each rank's share a stretch of that
 """
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+
 import numpy as np
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: steps of it never meet within a stream
+_ORDER_DOMAIN = 0x6F72646572  # separates the permutation's keys from augmentation's
+_UNIFORM_DOMAIN = 0x756E69666F
+_FEISTEL_ROUNDS = 8  # 4 make a random-looking permutation; small sets have few values a turn, so twice that
+_CACHED_LENGTH = 1 << 16  # sets up to this many samples keep whole epochs of their order
 
 
 def permute(positions: np.ndarray, length: int, seed: int, epochs: np.ndarray) -> np.ndarray:
-    """The sample at each position of its epoch: a bijection of [0, length) for every (seed, epoch)."""
-    raise NotImplementedError
+    """The sample at each position of its epoch: a bijection of [0, length) for every (seed, epoch).
+
+    A Feistel network permutes a rows x columns grid that just holds `length`; a value that lands outside is permuted
+    again until it is inside (cycle walking), which keeps it a bijection and is rare: the grid is less than a column
+    too large.
+    """
+    values = np.array(positions, dtype=np.uint64)
+    keys = _mix(_scalar_key(seed, _ORDER_DOMAIN) + np.asarray(epochs).astype(np.uint64) * np.uint64(_GOLDEN))
+    keys = np.broadcast_to(keys, values.shape)
+    columns = math.isqrt(length - 1) + 1
+    rows = -(-length // columns)
+    values = _feistel(values, keys, rows, columns)
+    while (outside := np.flatnonzero(values >= length)).size:
+        values[outside] = _feistel(values[outside], keys[outside], rows, columns)
+    return values.astype(np.int64)
 
 
 def stretch(start: int, count: int, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """(epochs, sample ids) of stream positions [start, start + count)."""
-    raise NotImplementedError
+    first, offset = divmod(start, length)
+    if length <= _CACHED_LENGTH and offset + count <= length:  # thousands of tiny batches: a slice, not a hash
+        return np.full(count, first), _epoch_order(length, seed, first)[offset : offset + count]
+    epochs, positions = np.divmod(np.arange(start, start + count, dtype=np.int64), length)
+    return epochs, permute(positions, length, seed, epochs)
 
 
 def rank_share(
     position: int, batch_per_rank: int, accumulation: int, world_size: int, rank: int, micro_step: int
 ) -> int:
-    """Stream position at which this rank's micro-step starts; ranks take contiguous, disjoint stretches."""
-    raise NotImplementedError
+    """Stream position at which this rank's micro-step starts; ranks take contiguous, disjoint stretches.
+
+    A rank's micro-steps follow each other, so its samples of a step do not depend on the accumulation.
+    """
+    assert 0 <= rank < world_size
+    assert 0 <= micro_step < accumulation
+    return position + (rank * accumulation + micro_step) * batch_per_rank
 
 
 def uniforms(seed: int, epochs: np.ndarray, ids: np.ndarray, count: int) -> np.ndarray:
     """float64[len(ids), count] in [0, 1), keyed by (seed, epoch, sample): the randomness of augmentation."""
-    raise NotImplementedError
+    key = _scalar_key(seed, _UNIFORM_DOMAIN)
+    key = _mix(key + np.asarray(epochs).astype(np.uint64) * np.uint64(_GOLDEN))
+    key = _mix(key + np.asarray(ids).astype(np.uint64) * np.uint64(_GOLDEN))
+    counters = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return (_mix(key[:, None] + counters) >> np.uint64(11)) * 2.0**-53
+
+
+@lru_cache(maxsize=4)
+def _epoch_order(length: int, seed: int, epoch: int) -> np.ndarray:
+    order = permute(np.arange(length), length, seed, np.full(length, epoch))
+    order.flags.writeable = False
+    return order
+
+
+def _feistel(values: np.ndarray, keys: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """A bijection of [0, rows * columns): row and column take turns being rotated by a hash of the other."""
+    sizes = (np.uint64(rows), np.uint64(columns))
+    parts = list(np.divmod(values, sizes[1]))
+    for turn in range(_FEISTEL_ROUNDS):
+        target = turn % 2
+        hashed = _mix(keys ^ (parts[1 - target] * np.uint64(_GOLDEN) + np.uint64(turn)))
+        parts[target] = (parts[target] + hashed % sizes[target]) % sizes[target]
+    return parts[0] * sizes[1] + parts[1]
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser: every input bit reaches every output bit. Arrays wrap silently, as wanted."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _scalar_key(seed: int, domain: int) -> np.ndarray:
+    # An array of one element: numpy warns about overflow of scalars, not of arrays.
+    return _mix(np.array([(seed * _GOLDEN + domain) & _MASK], dtype=np.uint64))

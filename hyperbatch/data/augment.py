@@ -1,0 +1,167 @@
+"""Which part of an image becomes a training or evaluation view. Pure functions of uniforms, so that a view depends on
+(seed, epoch, sample) only: not on the world size, the batch, or which thread made it.
+
+    image w x h                 view: box (in pixels of the image) -> size x size, then shift, then flip
+    ┌──────────────┐
+    │   ┌─────┐    │            ┌────┐
+    │   │ box │    │  resize -> │    │ size
+    │   └─────┘    │            └────┘
+    └──────────────┘
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hyperbatch.config import DataConfig
+
+# Columns of a sample's uniforms: the mirror, the colour noise (two pairs of normals), then geometry.
+_FLIP, _NOISE, _GEOMETRY = 0, 1, 5
+_CROP_ATTEMPTS = 10
+_NEAR_FULL_AREA = 0.9  # smallest area of a near-full crop; Fujitsu does not give one
+
+# Eigenvalues and eigenvectors (columns) of the covariance of ImageNet's RGB pixels in [0, 1] (Krizhevsky et al.).
+_PCA_VALUES = np.array([0.2175, 0.0188, 0.0045])
+_PCA_AXES = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
+
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels of the image
+
+
+class View(NamedTuple):
+    """A box of the image, how far the resized result is shifted (pixels), and whether it is mirrored."""
+
+    box: Box
+    shift_x: int = 0
+    shift_y: int = 0
+    flip: bool = False
+
+    def finish(self, pixels: np.ndarray) -> np.ndarray:
+        """Shifts (black comes in at the edge) and mirrors [h, w, c]."""
+        if self.shift_x or self.shift_y:
+            height, width, _ = pixels.shape
+            dx, dy = self.shift_x, self.shift_y
+            shifted = np.zeros_like(pixels)
+            shifted[max(0, dy) : height + min(0, dy), max(0, dx) : width + min(0, dx)] = pixels[
+                max(0, -dy) : height + min(0, -dy), max(0, -dx) : width + min(0, -dx)
+            ]
+            pixels = shifted
+        return pixels[:, ::-1] if self.flip else pixels
+
+
+def uniforms_needed(config: DataConfig) -> int:
+    """Columns of `stream.uniforms` that a training view may use."""
+    geometry = {"none": 0, "shift": 2, "random_resized_crop": 4 * _CROP_ATTEMPTS, "scale_jitter": 3}
+    return _GEOMETRY + geometry.get(config.augment, 2)
+
+
+def size_at(config: DataConfig, epoch: float) -> int:
+    """Side of training images in a step that starts at this epoch (progressive resizing)."""
+    size = config.image_size
+    for phase in config.size_phases:
+        if phase.from_epoch <= epoch:
+            size = phase.image_size
+    return size
+
+
+def train_view(
+    config: DataConfig, width: int, height: int, epoch: int, uniforms: Sequence[float], *, whole: bool
+) -> View:
+    """The training view of a sample. whole: the set's images are already cut to size (arrays in memory)."""
+    u = uniforms[_GEOMETRY:]
+    flip = config.flip and uniforms[_FLIP] < 0.5
+    kind = config.augment
+    if kind in ("none", "shift"):
+        box = eval_view(config, width, height, whole=whole).box
+        dx, dy = shifts(config, uniforms) if kind == "shift" else (0, 0)
+        return View(box, int(dx), int(dy), flip)
+    if kind == "random_resized_crop":
+        if config.full_crop_from_epoch is not None and epoch >= config.full_crop_from_epoch:
+            return View(_near_full_box(config, width, height, u), flip=flip)
+        return View(_random_area_box(config, width, height, u), flip=flip)
+    if kind == "scale_jitter":
+        low, high = config.jitter_sides
+        side = low + int(u[2] * (high - low + 1))
+        return View(_resized_crop_box(width, height, side, config.image_size, u[0], u[1]), flip=flip)
+    return View(_resized_crop_box(width, height, config.eval_resize, config.image_size, u[0], u[1]), flip=flip)
+
+
+def eval_view(config: DataConfig, width: int, height: int, *, whole: bool) -> View:
+    """The centre crop after the shorter side is resized, or all of an image that is already cut to size."""
+    if whole:
+        return View((0, 0, width, height))
+    return View(_resized_crop_box(width, height, config.eval_resize, config.eval_size, None, None))
+
+
+def shifts(config: DataConfig, uniforms: np.ndarray | Sequence[float]) -> np.ndarray:
+    """(dx, dy) of the `shift` augmentation, whole pixels in [-shift_pixels, shift_pixels]; for one row or many."""
+    u = np.asarray(uniforms)[..., _GEOMETRY : _GEOMETRY + 2]
+    return (u * (2 * config.shift_pixels + 1)).astype(np.int64) - config.shift_pixels
+
+
+def color_noise(config: DataConfig, uniforms: np.ndarray) -> np.ndarray:
+    """float64[n, 3] to add to pixels in [0, 1]: normal steps along the principal axes of ImageNet's colours."""
+    u = uniforms[:, _NOISE : _NOISE + 4]
+    radius = np.sqrt(
+        -2 * np.log1p(-u[:, [0, 0, 2]])
+    )  # Box and Muller: two normals from the first pair, one from the next
+    normals = radius * np.stack(
+        [np.cos(2 * np.pi * u[:, 1]), np.sin(2 * np.pi * u[:, 1]), np.cos(2 * np.pi * u[:, 3])], axis=1
+    )
+    return (config.color_noise * normals * _PCA_VALUES) @ _PCA_AXES.T
+
+
+def flips(config: DataConfig, uniforms: np.ndarray) -> np.ndarray:
+    """bool[n]: which views are mirrored."""
+    return uniforms[:, _FLIP] < 0.5 if config.flip else np.zeros(len(uniforms), dtype=bool)
+
+
+def _random_area_box(config: DataConfig, width: int, height: int, u: Sequence[float]) -> Box:
+    """Inception's crop: area and aspect drawn until they fit (whole pixels, as torchvision), else the centre."""
+    area_low, area_high = config.crop_area
+    aspect_low, aspect_high = config.crop_aspect
+    for attempt in range(_CROP_ATTEMPTS):
+        ua, ur, ux, uy = u[4 * attempt : 4 * attempt + 4]
+        area = width * height * (area_low + ua * (area_high - area_low))
+        aspect = math.exp(math.log(aspect_low) + ur * math.log(aspect_high / aspect_low))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = int(ux * (width - w + 1)), int(uy * (height - h + 1))
+            return (left, top, left + w, top + h)
+    w, h = _largest_of_aspect(config, width, height)
+    left, top = (width - w) / 2, (height - h) / 2
+    return (left, top, left + w, top + h)
+
+
+def _near_full_box(config: DataConfig, width: int, height: int, u: Sequence[float]) -> Box:
+    """Almost all of the image, at its own aspect where that is within the crop's range."""
+    scale = math.sqrt(_NEAR_FULL_AREA + u[0] * (1 - _NEAR_FULL_AREA))
+    w, h = (side * scale for side in _largest_of_aspect(config, width, height))
+    left, top = u[2] * (width - w), u[3] * (height - h)
+    return (left, top, left + w, top + h)
+
+
+def _largest_of_aspect(config: DataConfig, width: int, height: int) -> tuple[float, float]:
+    aspect = min(max(width / height, config.crop_aspect[0]), config.crop_aspect[1])
+    return min(width, height * aspect), min(height, width / aspect)
+
+
+def _resized_crop_box(width: int, height: int, short_side: int, crop: int, ux: float | None, uy: float | None) -> Box:
+    """The part of the image that a crop x crop window covers after its shorter side is resized to `short_side`.
+
+    The window lies on whole pixels of the resized image, at random or (None) in the centre, rounded as torchvision
+    does, so that resizing this box alone gives the same pixels as resizing everything and cropping.
+    """
+    if width <= height:
+        w, h = short_side, max(short_side, int(short_side * height / width))
+    else:
+        w, h = max(short_side, int(short_side * width / height)), short_side
+    side = min(crop, short_side)
+    left = round((w - side) / 2) if ux is None else int(ux * (w - side + 1))
+    top = round((h - side) / 2) if uy is None else int(uy * (h - side + 1))
+    x_scale, y_scale = width / w, height / h
+    return (left * x_scale, top * y_scale, (left + side) * x_scale, (top + side) * y_scale)
