@@ -266,7 +266,7 @@ class _BatchMaker:
         if self._is_vectorised(plan):
             assert isinstance(self.source, ArraySource)
             labels.numpy()[:] = self.source.labels[plan.ids]
-            pixels.numpy()[:] = array_views(self.source.gather(plan.ids), self.config, plan.uniforms)
+            write_array_views(pixels.numpy(), self.source.gather(plan.ids), self.config, plan.uniforms)
             return []
         out, out_labels, bad = pixels.numpy(), labels.numpy(), []
         for i in range(start, min(stop, len(plan.ids))):
@@ -321,19 +321,21 @@ class _BatchMaker:
         return Batch(images.to(self.dtype), labels.to(self.device, non_blocking=True), mask)
 
 
-def array_views(pixels: np.ndarray, config: DataConfig, uniforms: np.ndarray | None) -> np.ndarray:
-    """`View.finish` for a whole batch [n, h, w, c] at once: shift and mirror, or nothing in evaluation."""
-    if uniforms is None:
-        return pixels
-    if config.augment == "shift" and config.shift_pixels:
-        n, height, width, _ = pixels.shape
+def write_array_views(out: np.ndarray, pixels: np.ndarray, config: DataConfig, uniforms: np.ndarray | None) -> None:
+    """`View.finish` for a whole batch [n, h, w, c]: shifted and mirrored into `out`; in evaluation as it is."""
+    if uniforms is not None and config.augment == "shift" and config.shift_pixels:
+        n, height, width, channels = pixels.shape
         border = config.shift_pixels
-        padded = np.pad(pixels, ((0, 0), (border, border), (border, border), (0, 0)))
-        windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(1, 2))  # type: ignore[call-overload]
-        left_top = border - augment.shifts(config, uniforms)
-        pixels = windows[np.arange(n), left_top[:, 1], left_top[:, 0]].transpose(0, 2, 3, 1)
-    mirrored = augment.flips(config, uniforms)
-    return np.where(mirrored[:, None, None, None], pixels[:, :, ::-1], pixels) if mirrored.any() else pixels
+        padded = np.zeros((n, height + 2 * border, width + 2 * border, channels), dtype=np.uint8)
+        padded[:, border : border + height, border : border + width] = pixels
+        # A loop of slices: quicker than index arrays for images from 8x8 up.
+        for i, (left, top) in enumerate((border - augment.shifts(config, uniforms)).tolist()):
+            out[i] = padded[i, top : top + height, left : left + width]
+    else:
+        out[:] = pixels
+    if uniforms is not None and config.flip:
+        mirrored = augment.flips(config, uniforms)
+        out[mirrored] = out[mirrored, :, ::-1]
 
 
 def _default_threads() -> int:

@@ -91,11 +91,15 @@ def _feistel(values: np.ndarray, keys: np.ndarray, rows: int, columns: int) -> n
 
 def _mix(x: np.ndarray) -> np.ndarray:
     """splitmix64's finaliser: every input bit reaches every output bit. Arrays wrap silently, as wanted."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = x ^ (x >> np.uint64(30))
+    x *= np.uint64(0xBF58476D1CE4E5B9)  # in place from here: batches are small, so calls and allocations are the cost
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
 
 
+@lru_cache(maxsize=8)
 def _scalar_key(seed: int, domain: int) -> np.ndarray:
     # An array of one element: numpy warns about overflow of scalars, not of arrays.
     return _mix(np.array([(seed * _GOLDEN + domain) & _MASK], dtype=np.uint64))
