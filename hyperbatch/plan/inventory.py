@@ -243,9 +243,12 @@ def _families() -> dict[str, Callable[[int, int, int], list[Layer]]]:
         (152, (3, 8, 36, 3), True),
     ):
         known[f"resnet{depth}"] = partial(_resnet, blocks=blocks, width=64, bottleneck=bottleneck, small_images=False)
-    for depth in (8, 20, 32, 44, 56):
-        count = (depth - 2) // 6
-        known[f"resnet{depth}"] = partial(_resnet, blocks=(count,) * 3, width=16, bottleneck=False, small_images=True)
+    for name, depth, width in (
+        *((f"resnet{depth}", depth, 16) for depth in (8, 20, 32, 44, 56)),
+        ("resnet20x4", 20, 64),
+    ):
+        blocks = ((depth - 2) // 6,) * 3
+        known[name] = partial(_resnet, blocks=blocks, width=width, bottleneck=False, small_images=True)
     known["alexnet_bn"] = partial(_alexnet, norm_after_pool5=False)
     known["alexnet_bn_pool5"] = partial(_alexnet, norm_after_pool5=True)
     return known

@@ -75,7 +75,7 @@ def test_classes_channels_and_image_size_shape_the_tables() -> None:
 
 def test_unknown_model_names_the_nearest() -> None:
     with pytest.raises(InputError, match="did you mean 'resnet50'"):
-        layers("resnet5O")
+        layers("resnet_50")
     assert "resnet50" in model_names()
 
 

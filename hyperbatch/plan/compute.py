@@ -1,0 +1,133 @@
+"""How long each layer takes on a device: a roofline for the shape, a measured single-node speed for the height.
+
+The roofline says how the layers compare (a convolution is bound by arithmetic or bytes, a norm by bytes); one measured
+training speed says how far from it the device really runs; a fixed cost per layer says what small batches lose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from hyperbatch.plan.cost import all_reduce_cost
+from hyperbatch.plan.inventory import PRECISION_DTYPE, Layer, layers, tensors
+from hyperbatch.plan.machine import Cluster, Device
+from hyperbatch.plan.types import DTYPE_BYTES, RankGrid
+
+PASSES = 3  # forward, gradient of the input, gradient of the weights
+UPDATE_BYTES_PER_PARAMETER = 28  # LARS in fp32: read w, g for the norms; read w, g, m and write w, m
+MEMORY_EFFICIENCY = 0.9  # part of the data-sheet bandwidth a streaming kernel reaches (4.3 of 4.8 TB/s on an H200)
+DEFAULT_STRETCH = 2.0  # measured time over roofline time of a device with no measured speed: a middling one
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """One layer of one step on one device; `parameters` get their gradients when its backward ends."""
+
+    name: str
+    forward_s: float
+    backward_s: float
+    parameters: tuple[str, ...]
+
+
+def layer_times(
+    cluster: Cluster,
+    model: str,
+    batch_per_rank: int,
+    precision: str,
+    *,
+    classes: int = 1000,
+    image_size: int = 224,
+    in_channels: int = 3,
+) -> list[LayerTime]:
+    """In forward order, on a typical device (not the slowest of many)."""
+    table = layers(model, classes=classes, image_size=image_size, in_channels=in_channels)
+    k = stretch(cluster, precision)
+    overhead = cluster.device.layer_overhead_s
+    times = []
+    for index, layer in enumerate(table):
+        forward, backward = _roofline(cluster.device, layer, batch_per_rank, precision)
+        if index == 0:
+            backward /= 2  # nobody needs the gradient of the images
+        times.append(
+            LayerTime(
+                layer.name,
+                k * forward + overhead,
+                k * backward + (PASSES - 1) * overhead,
+                tuple(spec.name for spec in layer.tensors),
+            )
+        )
+    return times
+
+
+def update_time(device: Device, parameters: int, shards: int = 1) -> float:
+    """The optimizer step over this many parameters, or this rank's shard of them."""
+    return parameters / shards * UPDATE_BYTES_PER_PARAMETER / (device.memory_bandwidth_bytes_per_s * MEMORY_EFFICIENCY)
+
+
+def slowest_of(ranks: int, jitter: float) -> float:
+    """Expected compute time of the slowest rank, in units of the typical one's: the step waits for it."""
+    if ranks <= 1 or jitter == 0:
+        return 1.0
+    return 1.0 + jitter * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))  # Blom's expected maximum
+
+
+def slowest_quantile(ranks: int, jitter: float, probability: float) -> float:
+    """The same with a given probability of not being exceeded in a step."""
+    if jitter == 0:
+        return 1.0
+    return 1.0 + jitter * NormalDist().inv_cdf(probability ** (1 / ranks))
+
+
+def stretch(cluster: Cluster, precision: str) -> float:
+    """Measured compute time over roofline time, from the machine's measured point of this precision."""
+    device = cluster.device
+    points = [point for point in device.measured if point.precision == precision] or list(device.measured)
+    if not points:
+        return DEFAULT_STRETCH
+    factors = []
+    for point in points:
+        table = layers(point.model)
+        grid = RankGrid(1, point.devices)
+        specs = tensors(point.model, dtype=PRECISION_DTYPE[point.precision])
+        nbytes = sum(spec.nbytes for spec in specs)
+        # A single-node figure includes its own all-reduce, update and slowest device.
+        exchange = all_reduce_cost(cluster.network, grid, "flat", nbytes).seconds(nbytes) if point.devices > 1 else 0.0
+        update = update_time(device, sum(spec.numel for spec in specs))
+        step = point.batch_per_device / point.images_per_s_per_device
+        compute = (step - exchange - update) / slowest_of(point.devices, cluster.jitter)
+        compute -= PASSES * len(table) * device.layer_overhead_s
+        factors.append(compute / _roofline_step(device, table, point.batch_per_device, point.precision))
+    return max(1.0, sum(factors) / len(factors))
+
+
+def _roofline_step(device: Device, table: Sequence[Layer], batch: int, precision: str) -> float:
+    total = 0.0
+    for index, layer in enumerate(table):
+        forward, backward = _roofline(device, layer, batch, precision)
+        total += forward + (backward / 2 if index == 0 else backward)
+    return total
+
+
+def _roofline(device: Device, layer: Layer, batch: int, precision: str) -> tuple[float, float]:
+    """Least seconds of forward and backward of one layer: arithmetic or bytes, whichever takes longer."""
+    item = DTYPE_BYTES[PRECISION_DTYPE[precision]]
+    bandwidth = device.memory_bandwidth_bytes_per_s * MEMORY_EFFICIENCY
+    if layer.kind in ("conv", "linear"):
+        weights = sum(spec.numel for spec in layer.tensors)
+        one_pass = max(
+            2 * layer.macs * batch / peak_flops(device, precision),
+            ((layer.inputs + layer.activations) * batch + weights) * item / bandwidth,
+        )
+        return one_pass, 2 * one_pass
+    # A norm reads its input for the statistics and again to apply them, and writes; backward reads input and
+    # gradient twice and writes. A pool reads and writes.
+    reads_writes = (3, 5) if layer.kind == "norm" else (2, 3)
+    moved = (layer.inputs + layer.activations) / 2 * batch * item / bandwidth
+    return reads_writes[0] * moved, reads_writes[1] * moved
+
+
+def peak_flops(device: Device, precision: str) -> float:
+    """The device's peak in this precision; one it does not list runs at its fp32 speed."""
+    return device.peak_flop_per_s.get(precision) or device.peak_flop_per_s["fp32"]

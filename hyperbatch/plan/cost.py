@@ -1,0 +1,153 @@
+"""What one collective costs: latency plus bandwidth, per algorithm, on nodes whose devices share NICs.
+
+A cost is affine in the bytes, fixed_s + bytes * s_per_byte. p ranks in R nodes of C devices, S bytes:
+
+    ring          2(p-1) hops in a chain through every rank; 2(p-1)/p S through each node's NICs
+    tree          2 log2(R) hops between nodes, 2(C-1) in them; 2S through each node's NICs
+    flat          the backend's own: the better of those it has
+    hierarchical  reduce to a leader in the node, ring over leaders (one NIC), broadcast in the node
+    torus         reduce-scatter in the row, all-reduce of S/C in each column, all-gather in the row
+    hybrid        hierarchical for small messages, flat above (Tencent)
+
+Efficiency falls with the message size by itself: a ring moves S/p at a time, so below S = p * latency * bandwidth the
+hops cost more than the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hyperbatch.errors import InputError, nearest
+from hyperbatch.plan.machine import Link, Network
+from hyperbatch.plan.types import RankGrid
+
+ALGORITHMS = ("flat", "hierarchical", "torus", "hybrid")
+
+# NCCL's own tuning table (src/graph/tuning.cc) gives a network hop of a tree about twice the latency of a ring's
+# (8.5 against 4.0 us with LL128), and the tree 92 % of the ring's bandwidth.
+TREE_HOP_FACTOR = 8.5 / 4.0
+TREE_BANDWIDTH = 0.92
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of a message: fixed_s + bytes * s_per_byte."""
+
+    fixed_s: float
+    s_per_byte: float
+
+    def seconds(self, nbytes: float) -> float:
+        return self.fixed_s + nbytes * self.s_per_byte
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.fixed_s + other.fixed_s, self.s_per_byte + other.s_per_byte)
+
+
+FREE = Cost(0.0, 0.0)
+
+
+def all_reduce_cost(
+    network: Network, grid: RankGrid, algorithm: str, nbytes: float, *, hybrid_switch_bytes: int = 1 << 20
+) -> Cost:
+    """The cost that holds at `nbytes`: where there is a choice of ring or tree, it depends on the size."""
+    if algorithm == "hybrid":
+        algorithm = "hierarchical" if nbytes <= hybrid_switch_bytes else "flat"
+    return min(all_reduce_options(network, grid, algorithm), key=lambda cost: cost.seconds(nbytes))
+
+
+def cost_function(
+    network: Network, grid: RankGrid, algorithm: str, *, hybrid_switch_bytes: int = 1 << 20
+) -> Callable[[float], float]:
+    """Seconds against bytes, cheap enough for the planner's inner loop."""
+    if algorithm == "hybrid":
+        small = cost_function(network, grid, "hierarchical")
+        large = cost_function(network, grid, "flat")
+        return lambda nbytes: small(nbytes) if nbytes <= hybrid_switch_bytes else large(nbytes)
+    options = all_reduce_options(network, grid, algorithm)
+    if len(options) == 1:
+        return options[0].seconds
+    (a0, b0), (a1, b1) = ((cost.fixed_s, cost.s_per_byte) for cost in options)
+    return lambda nbytes: min(a0 + nbytes * b0, a1 + nbytes * b1)
+
+
+def all_reduce_options(network: Network, grid: RankGrid, algorithm: str) -> list[Cost]:
+    """What the backend may choose from for this algorithm: one cost per transport it has."""
+    if grid.size == 1:
+        return [FREE]
+    call = Cost(network.call_s, 0.0)
+    if algorithm in ("ring", "tree", "flat"):
+        names = network.flat_algorithms if algorithm == "flat" else (algorithm,)
+        return [call + {"ring": ring_cost, "tree": tree_cost}[name](network, grid.size) for name in names]
+    if algorithm == "hierarchical":
+        return [call + cost for cost in hierarchical_options(network, grid)]
+    if algorithm == "torus":
+        return [call + cost for cost in torus_options(network, grid)]
+    raise InputError(f"unknown all-reduce {algorithm!r}{nearest(algorithm, ALGORITHMS)}")
+
+
+def ring_cost(network: Network, ranks: int) -> Cost:
+    """One ring (or one per NIC, sharing the message) laid node by node; a chunk passes every rank twice."""
+    nodes = network.nodes(ranks)
+    between = nodes if nodes > 1 else 0
+    turns = 2 * (ranks - 1) / ranks
+    chain = between * network.inter.latency_s + (ranks - between) * network.intra.latency_s
+    bandwidth = network.node_bytes_per_s if nodes > 1 else network.intra.bytes_per_s
+    return Cost(turns * chain, turns / bandwidth)
+
+
+def tree_cost(network: Network, ranks: int) -> Cost:
+    """Two binary trees over the nodes, each with half of the message; a chain inside the node."""
+    nodes = network.nodes(ranks)
+    if nodes == 1:
+        return ring_cost(network, ranks)
+    inside = 2 * (min(ranks, network.devices_per_node) - 1) * network.intra.latency_s
+    return _tree(network, nodes, network.node_bytes_per_s) + Cost(inside, 0.0)
+
+
+def hierarchical_options(network: Network, grid: RankGrid) -> list[Cost]:
+    """4(C-1) hops in the row and 2(R-1) between leaders (Tencent's count); a leader drives one NIC."""
+    row, hops = _row_link(network, grid), 4 * (grid.columns - 1)
+    inside = Cost(hops * row.latency_s, hops / grid.columns / row.bytes_per_s)
+    return [inside + leaders for leaders in _between(network, grid.rows, network.inter.bytes_per_s)]
+
+
+def torus_options(network: Network, grid: RankGrid) -> list[Cost]:
+    """Every column carries S/C at the same time, so the node's NICs are shared by its columns."""
+    row, hops = _row_link(network, grid), 2 * (grid.columns - 1)
+    rows = Cost(hops * row.latency_s, hops / grid.columns / row.bytes_per_s)
+    share = network.inter.bytes_per_s * network.nics_per_node / min(grid.columns, network.devices_per_node)
+    columns = _between(network, grid.rows, min(share, network.intra.bytes_per_s))
+    return [rows + Cost(column.fixed_s, column.s_per_byte / grid.columns) for column in columns]
+
+
+def reduce_scatter_cost(network: Network, grid: RankGrid, algorithm: str) -> Cost:
+    """Half of an all-reduce; so is the all-gather that ends it. For the sharded update."""
+    if grid.size == 1:
+        return FREE
+    whole = torus_options(network, grid)[0] if algorithm == "torus" else ring_cost(network, grid.size)
+    return Cost(network.call_s + whole.fixed_s / 2, whole.s_per_byte / 2)
+
+
+def _row_link(network: Network, grid: RankGrid) -> Link:
+    """The narrowest link on a ring through one row: the NICs, when a row is wider than a node."""
+    if grid.columns <= network.devices_per_node:
+        return network.intra
+    spans = network.nodes(grid.columns)
+    chain = spans * network.inter.latency_s + (grid.columns - spans) * network.intra.latency_s
+    return Link(bandwidth_bytes_per_s=network.node_bytes_per_s, latency_s=chain / grid.columns)
+
+
+def _between(network: Network, rows: int, bytes_per_s: float) -> list[Cost]:
+    """An all-reduce over one rank of each row, by each transport the backend has."""
+    if rows == 1:
+        return [FREE]
+    ring = Cost(2 * (rows - 1) * network.inter.latency_s, 2 * (rows - 1) / rows / bytes_per_s)
+    known = {"ring": ring, "tree": _tree(network, rows, bytes_per_s)}
+    return [known[name] for name in network.flat_algorithms]
+
+
+def _tree(network: Network, members: int, bytes_per_s: float) -> Cost:
+    depth = math.ceil(math.log2(members))
+    return Cost(2 * depth * network.inter.latency_s * TREE_HOP_FACTOR, 2 / (bytes_per_s * TREE_BANDWIDTH))

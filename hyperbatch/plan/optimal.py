@@ -1,0 +1,115 @@
+"""The grouping with the least exposed communication, exactly, for a network that serves groups one after another.
+
+finish(j) is the earliest moment at which the first j gradients can have been exchanged. The last group of them is
+i..j, it starts when its last gradient is ready and the network is free:
+
+    finish(j) = min over i < j of  max(finish(i), ready(j)) + cost(bytes of i..j)
+
+An earlier finish(i) never hurts, so the minimum over all 2^(n-1) groupings is found in n^2/2 steps. Among the groupings
+that reach it, one with the fewest groups is returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
+
+from hyperbatch.plan.strategies import plan_from_sizes, split_by_precision
+from hyperbatch.plan.types import GroupPlan, TensorSpec
+
+CostFunction = Callable[[int], float]  # seconds of an all-reduce of so many bytes
+
+_MOST_GROUPS = 32  # beyond this many the search for the fewest groups stops paying for itself
+_TIE = 1 + 1e-12
+
+
+def optimal_groups(
+    params: Sequence[TensorSpec],
+    ready_s: Sequence[float],
+    cost: CostFunction | Mapping[str, CostFunction],
+) -> GroupPlan:
+    """params: in the order in which backward finishes them; ready_s: when each does.
+
+    cost: seconds against bytes, or one such function per algorithm to choose from for each group. As in every strategy,
+    with two precisions the 16-bit tensors are grouped and everything fp32 travels in one last group.
+    """
+    if len(params) != len(ready_s):
+        raise ValueError(f"{len(params)} parameters, but {len(ready_s)} ready times")
+    choose = _cheapest(cost)
+    main, rest = split_by_precision(params)
+    moments = {spec.name: moment for spec, moment in zip(params, ready_s, strict=True)}
+    sizes = [spec.nbytes for spec in main]
+    bounds = _bounds(sizes, list(accumulate((moments[spec.name] for spec in main), max)), choose)
+    plan = plan_from_sizes("optimal", main, [b - a for a, b in pairwise(bounds)], rest)
+    if not isinstance(cost, Mapping):
+        return plan
+    return plan.with_algorithms([choose(group.bytes)[1] for group in plan.groups])
+
+
+def serial_finish(ready_s: Sequence[float], cost_s: Sequence[float]) -> float:
+    """When a first-in-first-out network is done with groups that are ready then and take that long."""
+    free = 0.0
+    for ready, seconds in zip(ready_s, cost_s, strict=True):
+        free = max(free, ready) + seconds
+    return free
+
+
+def _cheapest(cost: CostFunction | Mapping[str, CostFunction]) -> Callable[[int], tuple[float, str]]:
+    if not isinstance(cost, Mapping):
+        return lambda nbytes: (cost(nbytes), "")
+    options = list(cost.items())
+    return lambda nbytes: min(((seconds(nbytes), name) for name, seconds in options), key=lambda pair: pair[0])
+
+
+def _bounds(sizes: list[int], ready: list[float], choose: Callable[[int], tuple[float, str]]) -> list[int]:
+    """0 = b0 < b1 < ... = n of the best grouping."""
+    n, infinite = len(sizes), float("inf")
+    table = []  # table[j][i]: cost of the group of tensors i..j
+    for j in range(n):
+        row, nbytes = [0.0] * (j + 1), 0
+        for i in range(j, -1, -1):
+            nbytes += sizes[i]
+            row[i] = choose(nbytes)[0]
+        table.append(row)
+
+    # the least cost of any group i'..j with i' <= i: no such group can finish before ready(j) + floor
+    floors = [list(accumulate(row, min)) for row in table]
+
+    def extend(finish: list[float], j: int) -> tuple[float, int]:
+        """The earliest finish of the first j + 1 tensors, given those of fewer, and where its last group starts."""
+        row, floor, gate = table[j], floors[j], ready[j]
+        best, start = infinite, j
+        for i in range(j, -1, -1):
+            if gate + floor[i] >= best:
+                break
+            done = finish[i]
+            done = (done if done > gate else gate) + row[i]
+            if done < best:
+                best, start = done, i
+        return best, start
+
+    finish, last = [0.0] * (n + 1), [0] * (n + 1)
+    for j in range(n):
+        finish[j + 1], last[j + 1] = extend(finish, j)
+    goal = finish[n] * _TIE
+
+    # earliest[j]: the same with exactly `count` groups; the first count that reaches the goal is the fewest.
+    earliest, choices = [0.0] + [infinite] * n, []
+    for _ in range(min(n, _MOST_GROUPS)):
+        following, chosen = [infinite] * (n + 1), [0] * (n + 1)
+        for j in range(n):
+            following[j + 1], chosen[j + 1] = extend(earliest, j)
+        earliest = following
+        choices.append(chosen)
+        if earliest[n] <= goal:
+            return _trace(n, choices[::-1])
+    return _trace(n, [last] * n)
+
+
+def _trace(n: int, choices: list[list[int]]) -> list[int]:
+    bounds = [n]
+    for chosen in choices:
+        if bounds[-1] == 0:
+            break
+        bounds.append(chosen[bounds[-1]])
+    return bounds[::-1]
