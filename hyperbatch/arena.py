@@ -1,7 +1,7 @@
 """Flat storage: parameters in the order in which backward finishes them, one buffer per role and dtype.
 
     16-bit arena  [ fc.w | layer4... | layer3... | ... | conv1 ]      a gradient group is a slice of it
-    fp32 arena    [ norm scales, shifts and biases ]                  small: one last group
+    fp32 arena    [ norm scales and shifts ]                          small: one last group
 
 The layout depends on the model, the order and the dtype policy, never on the world size. Offsets are aligned to 256
 bytes; padding stays zero.
@@ -9,15 +9,21 @@ bytes; padding stays zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
+from hyperbatch.optim.params import kind_of, owners
 from hyperbatch.plan.types import TensorSpec
 
 ALIGN_BYTES = 256
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,35 +37,349 @@ class Slot:
     numel: int
     kind: str  # "weight", "bias" or "norm"
 
+    @property
+    def end(self) -> int:
+        """Where the next slot begins: padding included."""
+        return _aligned(self.offset + self.numel, self.dtype)
+
 
 def backward_order(model: nn.Module, run_backward: Callable[[], None]) -> list[str]:
     """Names of trainable parameters in the order in which one probe backward finishes their gradients.
 
-    Parameters the probe does not touch come last, in definition order. Buffers and RNG state are restored after it.
+    Parameters the probe does not touch come last, in definition order. Buffers, gradients and RNG state are restored
+    after it.
     """
-    raise NotImplementedError
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    finished: dict[str, None] = {}
+
+    def record(name: str) -> Callable[[Tensor], None]:
+        def hook(_: Tensor) -> None:
+            finished.pop(name, None)  # a second backward in the probe: the last one counts
+            finished[name] = None
+
+        return hook
+
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    grads = [(param, param.grad) for _, param in named]
+    for param, _ in grads:
+        param.grad = None
+    handles = [param.register_post_accumulate_grad_hook(record(name)) for name, param in named]
+    cuda_devices = sorted({param.device.index for _, param in named if param.device.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices=cuda_devices):
+            run_backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+        for param, grad in grads:
+            param.grad = grad
+        with torch.no_grad():
+            for buffer, saved in buffers:
+                buffer.copy_(saved)
+    return [*finished, *(name for name, _ in named if name not in finished)]
 
 
 class Arena:
-    """Owns the storage of a model's trainable parameters; `param.data` and `param.grad` become views of it."""
+    """Owns the storage of a model's trainable parameters; `param.data` and `param.grad` become views of it.
+
+    After `zero_grad()` each `param.grad` is None and the gradient buffers are zero. Backward writes a gradient, a hook
+    copies it into its place and makes `param.grad` the view of it; further micro-steps accumulate there. A parameter
+    that backward did not touch keeps `param.grad` None, so optimizers skip it, and zeros in the buffer.
+    """
 
     slots: tuple[Slot, ...]  # in arena order
     weights: dict[torch.dtype, Tensor]  # working weights, flat
     grads: dict[torch.dtype, Tensor]  # gradients, flat
     masters: Tensor | None  # fp32 masters of 16-bit weights, laid out as weights[dtype]; None when all are fp32 or fp64
 
-    def __init__(self, model: nn.Module, order: Sequence[str], *, dtype: torch.dtype = torch.float32) -> None:
-        """dtype: working precision of weights; norm parameters stay fp32 (fp64 when dtype is)."""
-        raise NotImplementedError
+    def __init__(
+        self,
+        model: nn.Module,
+        order: Sequence[str],
+        *,
+        dtype: torch.dtype = torch.float32,
+        copy_on_ready: bool = True,
+    ) -> None:
+        """dtype: working precision of weights; norm parameters stay fp32 (fp64 when dtype is).
+
+        copy_on_ready: False leaves gradients where autograd put them until `collect` moves a whole group at once.
+        """
+        self.dtype = dtype
+        self.copy_on_ready = copy_on_ready
+        self.pinned = False  # set once a graph holds the addresses: the buffers may not move any more
+        self._on_load: list[weakref.WeakMethod[Callable[[], None]]] = []
+        by_name = {name: owner for name, owner in owners(model).items() if _is_trainable(owner)}
+        _check_order(order, by_name)
+
+        slots: list[Slot] = []
+        ends: dict[torch.dtype, int] = {}
+        for name in order:
+            module, local = by_name[name]
+            param = module.get_parameter(local)
+            kind = kind_of(module, local, param)
+            kept = _working_dtype(module, kind, param, dtype)
+            slots.append(Slot(name, param, kept, ends.get(kept, 0), param.numel(), kind))
+            ends[kept] = slots[-1].end
+        self.slots = tuple(slots)
+        self._by_name = {slot.name: slot for slot in slots}
+        self._sizes = ends
+        self._layouts = {slot.name: (slot.param.shape, _dense_strides(slot.param)) for slot in slots}
+
+        device = slots[0].param.device if slots else torch.device("cpu")
+        self._allocate(device)
+        self._fill({slot.name: slot.param.detach() for slot in slots})
+        _cast_frozen(model, dtype)
+        self._bind()
+        self._hook(model)
+
+    # --- layout -------------------------------------------------------------------------------------------------
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
         """The same layout for the planner."""
-        raise NotImplementedError
+        return tuple(
+            TensorSpec(name=s.name, shape=tuple(s.param.shape), kind=s.kind, dtype=str(s.dtype).removeprefix("torch."))
+            for s in self.slots
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.weights.values())).device if self.weights else torch.device("cpu")
+
+    def slot(self, name: str) -> Slot:
+        return self._by_name[name]
 
     def slice_of(self, names: Sequence[str], buffers: dict[torch.dtype, Tensor]) -> Tensor:
         """The contiguous slice, padding included, that holds these neighbours of one dtype."""
-        raise NotImplementedError
+        slots = [self._by_name[name] for name in names]
+        if not slots:
+            raise ValueError("slice_of needs at least one parameter")
+        for left, right in itertools.pairwise(slots):
+            if right.dtype != left.dtype or right.offset != left.end:
+                raise ValueError(f"{left.name!r} and {right.name!r} are not neighbours in the arena")
+        return buffers[slots[0].dtype][slots[0].offset : slots[-1].end]
+
+    def new_buffers(self) -> dict[torch.dtype, Tensor]:
+        """Zeros laid out as the weights, in the precision of their masters: one more role, e.g. momentum."""
+        return {
+            dtype: torch.zeros(size, dtype=_master_dtype(dtype), device=self.device)
+            for dtype, size in self._sizes.items()
+        }
+
+    def views(self, buffers: dict[torch.dtype, Tensor]) -> dict[str, Tensor]:
+        """Each parameter's part of a role's buffers, in the parameter's shape and memory layout."""
+        return {slot.name: self._view(slot, buffers[slot.dtype]) for slot in self.slots}
+
+    def named_masters(self) -> dict[str, Tensor]:
+        """Views of the fp32 masters, for the parameters whose working weight has 16 bits."""
+        return {slot.name: self._full_view(slot) for slot in self.slots if slot.dtype in HALF_DTYPES}
+
+    def flat_weights(self) -> list[Tensor]:
+        """Every buffer that holds weights, masters included: what a broadcast must carry."""
+        return [*self.weights.values(), *([] if self.masters is None else [self.masters])]
+
+    def holds(self, slot: Slot) -> bool:
+        """Whether the parameter's data still lies in the arena (`.to()` moves it out)."""
+        return slot.param.data_ptr() == self._weight_views[slot.name].data_ptr()
+
+    # --- a step -------------------------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
-        raise NotImplementedError
+        """Clears every gradient; lays the arena out anew if the model was moved to another device since."""
+        self.settle()
+        for buffer in self.grads.values():
+            buffer.zero_()
+        for slot in self.slots:
+            slot.param.grad = None
+
+    def collect(self, names: Sequence[str] | None = None) -> None:
+        """Moves gradients that autograd left elsewhere into the arena: one multi-tensor copy per dtype."""
+        slots = self.slots if names is None else [self._by_name[name] for name in names]
+        sources: dict[torch.dtype, list[Tensor]] = {}
+        targets: dict[torch.dtype, list[Tensor]] = {}
+        for slot in slots:
+            grad, view = slot.param.grad, self._grad_views[slot.name]
+            if grad is not None and grad.data_ptr() != view.data_ptr():
+                sources.setdefault(slot.dtype, []).append(grad.detach())
+                targets.setdefault(slot.dtype, []).append(view)
+                slot.param.grad = view
+        for dtype, views in targets.items():
+            torch._foreach_copy_(views, sources[dtype])  # pyright: ignore[reportPrivateImportUsage]
+
+    def grad_view(self, name: str) -> Tensor:
+        """Where a kernel writes this gradient itself; it then sets `param.grad` to this view."""
+        return self._grad_views[name]
+
+    # --- changes from outside -----------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Takes parameters back in that `.to()` moved out of the arena. Nothing to do in a normal step."""
+        if all(self.holds(slot) for slot in self.slots):
+            return
+        if self.pinned:
+            raise RuntimeError("the model was moved after a graph captured its arena; move it first, then capture")
+        for slot in self.slots:
+            if slot.param.dtype != slot.dtype:
+                raise RuntimeError(
+                    f"{slot.name} became {slot.param.dtype} while its arena holds {slot.dtype}; "
+                    "build a new Arena(dtype=...) instead of casting the model"
+                )
+        masters = self.masters
+        self._allocate(self.slots[0].param.device)
+        self._fill({slot.name: slot.param.detach() for slot in self.slots})
+        if masters is not None and self.masters is not None:
+            self.masters.copy_(masters)
+        self._bind()
+        self.notify_loaded()
+
+    def call_on_load(self, callback: Callable[[], None]) -> None:
+        """Bound methods to call after weights changed from outside (held weakly)."""
+        self._on_load.append(weakref.WeakMethod(callback))
+
+    def notify_loaded(self) -> None:
+        for reference in self._on_load:
+            if callback := reference():
+                callback()
+
+    def load_masters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fills masters, then the working weights from them. Names the arena does not hold are passed over."""
+        self.settle()
+        self._fill({name: tensor for name, tensor in tensors.items() if name in self._by_name})
+        self.notify_loaded()
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _allocate(self, device: torch.device) -> None:
+        self.weights = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in self._sizes.items()}
+        self.grads = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in self._sizes.items()}
+        half = [dtype for dtype in self._sizes if dtype in HALF_DTYPES]
+        self.masters = torch.zeros(self._sizes[half[0]], dtype=torch.float32, device=device) if half else None
+        self._weight_views = self.views(self.weights)
+        self._grad_views = self.views(self.grads)
+
+    def _full_view(self, slot: Slot) -> Tensor:
+        in_masters = slot.dtype in HALF_DTYPES and self.masters is not None
+        return self._view(slot, self.masters if in_masters else self.weights[slot.dtype])  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def _fill(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            slot = self._by_name[name]
+            full = self._full_view(slot)
+            full.copy_(tensor)
+            if slot.dtype in HALF_DTYPES:
+                self._weight_views[name].copy_(full)
+
+    def _bind(self) -> None:
+        for slot in self.slots:
+            grad = slot.param.grad
+            slot.param.grad = None  # torch refuses data of another dtype while a gradient is there
+            slot.param.data = self._weight_views[slot.name]
+            if grad is not None:
+                self._grad_views[slot.name].copy_(grad)
+                slot.param.grad = self._grad_views[slot.name]
+
+    def _view(self, slot: Slot, buffer: Tensor) -> Tensor:
+        shape, strides = self._layouts[slot.name]
+        return buffer.as_strided(shape, strides, slot.offset)
+
+    def _hook(self, model: nn.Module) -> None:
+        # Hooks hold the arena weakly and check whom they serve: a deep copy of the model carries copies of them.
+        me: weakref.ref[Arena] = weakref.ref(self)
+        for slot in self.slots:
+            slot.param.register_post_accumulate_grad_hook(_copy_hook(me, slot.name))
+        local = {slot.param: slot.name for slot in self.slots}
+        for module in model.modules():
+            mine = {name: local[p] for name, p in module.named_parameters(recurse=False) if p in local}
+            if mine:
+                module.register_load_state_dict_pre_hook(_load_hook(me, weakref.ref(module), mine))
+        model.register_load_state_dict_post_hook(_loaded_hook(me, weakref.ref(model)))
+
+
+def _copy_hook(arena_ref: weakref.ref[Arena], name: str) -> Callable[[Tensor], None]:
+    def hook(_: Tensor) -> None:
+        arena = arena_ref()
+        if arena is not None and arena.copy_on_ready:
+            arena.collect([name])
+
+    return hook
+
+
+def _load_hook(arena_ref: weakref.ref[Arena], owner: weakref.ref[nn.Module], names: dict[str, str]) -> Callable:
+    """Masters are filled from the state dict itself, before it is rounded to the working precision."""
+
+    def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        arena = arena_ref()
+        if arena is None or module is not owner():
+            return
+        if metadata.get("assign_to_params_buffers"):
+            raise RuntimeError("load_state_dict(assign=True) would take the model out of its arena; load by copy")
+        arena.settle()
+        for local, name in names.items():
+            tensor = state_dict.get(prefix + local)
+            slot = arena.slot(name)
+            if isinstance(tensor, Tensor) and tensor.shape == slot.param.shape and slot.dtype in HALF_DTYPES:
+                arena._fill({name: tensor})
+
+    return hook
+
+
+def _loaded_hook(arena_ref: weakref.ref[Arena], owner: weakref.ref[nn.Module]) -> Callable:
+    def hook(module: nn.Module, _: Any) -> None:
+        arena = arena_ref()
+        if arena is not None and module is owner():
+            arena.notify_loaded()
+
+    return hook
+
+
+def _is_trainable(owner: tuple[nn.Module, str]) -> bool:
+    module, name = owner
+    return module.get_parameter(name).requires_grad
+
+
+def _check_order(order: Sequence[str], known: dict[str, Any]) -> None:
+    missing, unknown = set(known) - set(order), set(order) - set(known)
+    if missing or unknown or len(order) != len(set(order)):
+        raise ValueError(
+            f"order must name each trainable parameter once: missing {sorted(missing)}, unknown {sorted(unknown)}"
+        )
+
+
+def _aligned(elements: int, dtype: torch.dtype) -> int:
+    unit = ALIGN_BYTES // dtype.itemsize
+    return -(-elements // unit) * unit
+
+
+def _master_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _working_dtype(module: nn.Module, kind: str, param: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Norm parameters and biases stay fp32 where their module takes them so beside 16-bit activations.
+
+    torch's batch norm does; its convolutions, linear layers and layer norm on a GPU do not. Another module says that
+    it does by an attribute `takes_fp32_parameters = True`.
+    """
+    if not param.is_floating_point():
+        raise ValueError(f"an arena holds real floating-point parameters, not {param.dtype}")
+    wide = isinstance(module, _NormBase) or getattr(module, "takes_fp32_parameters", False)
+    return torch.float32 if dtype in HALF_DTYPES and kind != "weight" and wide else dtype
+
+
+def _dense_strides(param: Tensor) -> tuple[int, ...]:
+    """The parameter's own strides (channels_last stays), or contiguous ones when it has gaps or overlaps."""
+    return torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def _cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Frozen parameters follow the same policy, outside the arena; buffers stay, except that fp64 casts them too."""
+    for module, name in owners(model).values():
+        param = module.get_parameter(name)
+        if not param.requires_grad and param.is_floating_point():
+            param.data = param.data.to(_working_dtype(module, kind_of(module, name, param), param, dtype))
+    if dtype == torch.float64:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    module._buffers[name] = buffer.to(dtype)

@@ -1,1 +1,89 @@
-"""Forward and backward in 16 bit; masters, norms and trust ratio in fp32 (seed: Tencent's mixed-precision LARS)."""
+"""Forward and backward in 16 bit; masters, norms and trust ratio in fp32 (Tencent's mixed-precision LARS).
+
+    scaler = LossScaler("fp16", optimizer, device=device)     # any precision: only fp16 scales
+    arena.zero_grad()
+    scaler.scale(loss).backward()                             # gradients are scale times too large, in 16 bit
+    ...                                                       # all-reduce them as they are: an inf reaches every rank
+    optimizer.step()                                          # unscales inside; an inf or nan skips the whole step
+    scaler.update()                                           # halves the scale after a skip, doubles it now and then
+
+Nothing here waits for the device. `scaler.skipped` counts skipped steps on the device; reading it synchronises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyperbatch.errors import InputError, nearest
+from hyperbatch.optim.base import LayerwiseOptimizer
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def working_dtype(precision: str) -> torch.dtype:
+    """The dtype of weights, activations and gradients in a run of this precision."""
+    if precision not in DTYPES:
+        raise InputError(f"unknown precision {precision!r}{nearest(precision, list(DTYPES))}")
+    return DTYPES[precision]
+
+
+class LossScaler:
+    """Dynamic loss scaling whose inf check rides on the optimizer's norm pass."""
+
+    def __init__(
+        self,
+        precision: str,
+        optimizer: LayerwiseOptimizer,
+        *,
+        device: torch.device | str = "cpu",
+        initial_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval_steps: int = 2000,
+    ) -> None:
+        self.enabled = working_dtype(precision) == torch.float16
+        self.optimizer = optimizer
+        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
+        self.growth_interval_steps = growth_interval_steps
+        self.skipped = torch.zeros((), device=device)  # steps skipped for an inf or nan, in any precision
+        self._scale = torch.full((), initial_scale if self.enabled else 1.0, device=device)
+        self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
+        if self.enabled:
+            optimizer.grad_scale = self._scale
+
+    def scale(self, loss: Tensor) -> Tensor:
+        # The loss may be 16-bit, where the scale itself would overflow.
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self._scale if self.enabled else loss
+
+    def update(self) -> None:
+        """After each `optimizer.step()`."""
+        found = self.optimizer.last_found_inf
+        if found is None:
+            return
+        self.skipped.add_(found)
+        if self.enabled:
+            torch._amp_update_scale_(  # pyright: ignore[reportPrivateImportUsage]
+                self._scale,
+                self._good_steps,
+                found,
+                self.growth_factor,
+                self.backoff_factor,
+                self.growth_interval_steps,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Synchronises: a checkpoint holds numbers."""
+        return {
+            "scale": self._scale.item(),
+            "good_steps": int(self._good_steps.item()),
+            "skipped": int(self.skipped.item()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.enabled:
+            self._scale.fill_(state["scale"])
+        self._good_steps.fill_(state["good_steps"])
+        self.skipped.fill_(state["skipped"])

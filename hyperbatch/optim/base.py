@@ -1,0 +1,311 @@
+"""What LARS and LAMB share: fp32 masters, arena storage, loss scaling, skipped steps, readable layer norms.
+
+param (16 or 32 bit) --grad--> [ norms | inf? ] --> update of master and state in fp32 --> param
+                                    |
+                 found_inf (on the device) --> LossScaler.update(), skipped_steps
+"""
+
+# pyright: reportPrivateImportUsage=false
+# torch._foreach_* is the multi-tensor interface that torch.optim itself is written in.
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hyperbatch.arena import Arena
+
+Scalar = float | Tensor  # a Tensor stays on the device: capturable rates, loss scales
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One parameter with a gradient: what a step reads and writes."""
+
+    name: str
+    param: Tensor
+    weight: Tensor  # full precision: the parameter itself, or its fp32 master
+    grad: Tensor  # as backward left it: perhaps 16-bit, perhaps loss-scaled
+    state: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStats:
+    """Norms of one step, one element per layer, still on the device."""
+
+    names: list[str]
+    weight_norms: Tensor
+    grad_norms: Tensor
+    trust: Tensor
+
+
+class LayerwiseOptimizer(torch.optim.Optimizer):
+    """Subclasses name their state, check a group and update one."""
+
+    state_names: tuple[str, ...] = ()  # tensors per parameter
+    group_state_names: tuple[str, ...] = ()  # numbers per group
+    _step_supports_amp_scaling = (
+        True  # torch's GradScaler hands over grad_scale and found_inf instead of asking the host
+    )
+    grad_scale: Tensor | None = None  # what the gradients were multiplied by
+    found_inf: Tensor | None = None  # not 0: somebody saw an inf or nan already
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        arena: Arena | None,
+        capturable: bool,
+        foreach: bool | None,
+        fused: bool | None,
+    ) -> None:
+        if foreach and fused:
+            raise ValueError("foreach and fused cannot both be True")
+        self._setup(arena, capturable, foreach, fused)
+        super().__init__(params, defaults)
+        if arena is not None:
+            arena.call_on_load(self.refresh)
+
+    def _setup(self, arena: Arena | None, capturable: bool, foreach: bool | None, fused: bool | None) -> None:
+        self.arena = arena
+        self._capturable, self._foreach, self._fused = capturable, foreach, fused
+        self._arena_names: dict[Tensor, str] = {} if arena is None else {slot.param: slot.name for slot in arena.slots}
+        self._arena_state = [] if arena is None else [arena.views(arena.new_buffers()) for _ in self.state_names]
+        self._versions: dict[Tensor, int] = {}  # of 16-bit parameters after our own last write
+        self._stats: list[LayerStats] = []
+        self.last_found_inf: Tensor | None = None  # 1 when the last step was skipped; a device tensor
+        self.skipped_steps: Tensor | None = None  # how many were; a device tensor
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "state_names" not in self.__dict__ and "_versions" not in self.__dict__:  # unpickled or deep-copied
+            self._setup(None, False, None, None)
+        super().__setstate__(state)
+
+    # --- groups -------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check(group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        # Before a schedule scales it: set_rate multiplies this one.
+        group.setdefault("base_weight_decay", float(group["weight_decay"]))
+        if self._capturable:
+            self._to_device(group)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        # Values on the device are not read here: that would synchronise.
+        for name in ("lr", "weight_decay", "eps"):
+            if is_number(group[name]) and not group[name] >= 0.0:
+                raise ValueError(f"{name} must not be negative, but is {group[name]}")
+        for param in group["params"]:
+            if not param.is_floating_point():
+                raise ValueError(f"params must be real floating-point tensors, not {param.dtype}")
+        self.check_group(group)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _to_device(self, group: dict[str, Any]) -> None:
+        """A captured graph must read its rates from device memory, or it would replay the captured ones."""
+        device = group["params"][0].device if group["params"] else torch.device("cpu")
+        for name in ("lr", "weight_decay", *self.group_state_names):
+            group[name] = torch.as_tensor(group[name], dtype=torch.float32, device=device)
+
+    def group_names(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
+        """Each group with its parameters' names: its own, the arena's, or group.index."""
+        for index, group in enumerate(self.param_groups):
+            given = group.get("param_names")
+            yield (
+                group,
+                [
+                    given[i] if given else self._arena_names.get(param, f"{index}.{i}")
+                    for i, param in enumerate(group["params"])
+                ],
+            )
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.arena is not None:
+            self.arena.settle()
+        work = [(group, self._entries(group, names)) for group, names in self.group_names()]
+        entries = [entry for _, part in work for entry in part]
+        if not entries:
+            return loss
+        self._reconcile(entries)
+        grad_norms, found = self._measure(entries)
+        self._count(found)
+        skip = None
+        if found.device.type == "cpu":  # reading it costs nothing here
+            if found.item():
+                return loss
+        else:
+            skip = found > 0
+        self._stats, done = [], 0
+        for group, part in work:
+            if part:
+                self._stats.append(self.update_group(group, part, grad_norms[done : done + len(part)], skip))
+                done += len(part)
+        self._write_back(entries)
+        return loss
+
+    def update_group(
+        self, group: dict[str, Any], entries: list[Entry], grad_norms: Tensor, skip: Tensor | None
+    ) -> LayerStats:
+        """grad_norms: of the gradients as they are, one per entry. skip: None when the host knows the step is good."""
+        raise NotImplementedError
+
+    def path(self, device: torch.device) -> str:
+        """Which of the equivalent implementations a step takes."""
+        if self._foreach or self._fused:
+            return "fused" if self._fused else "foreach"
+        if self._foreach is False:
+            return "reference"
+        return "inplace" if device.type == "cpu" else "foreach"
+
+    def _entries(self, group: dict[str, Any], names: list[str]) -> list[Entry]:
+        entries = []
+        for name, param in zip(names, group["params"], strict=True):
+            if param.grad is None:
+                continue
+            if param.grad.is_sparse:
+                raise ValueError(f"grad of {name} is sparse; {type(self).__name__} needs dense gradients")
+            state = self.init_state(param)
+            weight = state["master"] if param.dtype in HALF_DTYPES else param
+            entries.append(Entry(name, param, weight, param.grad, tuple(state[key] for key in self.state_names)))
+        return entries
+
+    def init_state(self, param: Tensor) -> dict[str, Tensor]:
+        """The parameter's state, in fp32 or wider, made on first use: in the arena, or beside the parameter."""
+        state = self.state[param]
+        if state:
+            return state
+        name = self._arena_names.get(param)
+        if self.arena is not None and name is not None:
+            state.update((key, views[name]) for key, views in zip(self.state_names, self._arena_state, strict=True))
+            if param.dtype in HALF_DTYPES:
+                state["master"] = self.arena.named_masters()[name]
+            return state
+        wide = torch.promote_types(param.dtype, torch.float32)
+        state.update((key, torch.zeros_like(param, dtype=wide)) for key in self.state_names)
+        if param.dtype in HALF_DTYPES:
+            state["master"] = param.detach().float()
+        return state
+
+    def _reconcile(self, entries: list[Entry]) -> None:
+        """A 16-bit weight that somebody else wrote wins over its master, unless it is just the master rounded."""
+        for entry in entries:
+            if entry.weight is not entry.param and self._versions.get(entry.param) != entry.param._version:
+                same = entry.weight.to(entry.param.dtype) == entry.param
+                entry.weight.copy_(torch.where(same, entry.weight, entry.param.float()))
+
+    def _measure(self, entries: list[Entry]) -> tuple[Tensor, Tensor]:
+        """Norms of the gradients as they are, and 1 when any holds inf or nan, else 0: both on the device."""
+        norms = norms_of([entry.grad for entry in entries])
+        found = (~torch.isfinite(norms).all()).float()
+        if self.found_inf is not None:
+            found = torch.maximum(found, (self.found_inf != 0).float().reshape(()))
+        return norms, found
+
+    def _count(self, found: Tensor) -> None:
+        self.last_found_inf = found
+        self.skipped_steps = found.clone() if self.skipped_steps is None else self.skipped_steps.add_(found)
+
+    def _write_back(self, entries: list[Entry]) -> None:
+        half = [entry for entry in entries if entry.weight is not entry.param]
+        if half:
+            torch._foreach_copy_([entry.param for entry in half], [entry.weight for entry in half])
+        for entry in half:
+            self._versions[entry.param] = entry.param._version
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if self.arena is not None:
+            self.arena.zero_grad()
+
+    def refresh(self) -> None:
+        """Forgets what was carried over from the last step; called after weights were changed from outside."""
+
+    # --- reading and saving -------------------------------------------------------------------------------------
+
+    def layer_stats(self) -> list[LayerStats]:
+        """Norms and trust ratios of the last step that was not skipped, on the device: no synchronisation."""
+        return self._stats
+
+    def layer_norms(self) -> dict[str, tuple[float, float, float]]:
+        """name -> (|w|, |g|, trust) of the last step. Synchronises: the values go to the host."""
+        rows = {}
+        for stats in self.layer_stats():
+            columns = torch.stack([stats.weight_norms, stats.grad_norms, stats.trust]).double().tolist()
+            rows.update(zip(stats.names, zip(*columns, strict=True), strict=True))
+        return rows
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but fp32 state stays fp32 beside 16-bit weights (torch casts it), and stays in the arena."""
+        live = [dict(group) for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        order = [param for group in self.param_groups for param in group["params"]]
+        saved_order = [index for group in state_dict["param_groups"] for index in group["params"]]
+        self.state.clear()
+        with torch.no_grad():
+            for param, index in zip(order, saved_order, strict=True):
+                saved = state_dict["state"].get(index)
+                if saved is None:
+                    continue
+                state = self.init_state(param)
+                for key, value in saved.items():
+                    if isinstance(value, Tensor) and key in state:
+                        state[key].copy_(value)
+                    elif key not in state:
+                        state[key] = value
+        for group, before in zip(self.param_groups, live, strict=True):
+            for name in ("lr", "weight_decay", *self.group_state_names):
+                loaded = group[name]
+                if isinstance(before[name], Tensor):  # a captured graph reads this very tensor
+                    group[name] = before[name]
+                    put(group, name, loaded)
+        self._versions.clear()
+        self.refresh()
+
+
+def is_number(value: Any) -> bool:
+    return not isinstance(value, Tensor)
+
+
+def norms_of(tensors: list[Tensor]) -> Tensor:
+    """|tensor| of each, summed in fp64: in fp32 a long sum of squares loses digits and 1e20 overflows."""
+    return torch.stack(list(torch._foreach_norm(tensors, 2, torch.float64)))
+
+
+def on_device(value: Scalar, device: torch.device) -> Tensor:
+    """A number as a tensor: full() is filled on the device, where tensor() would be copied there and waited for."""
+    return value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=device)
+
+
+def unless(skip: Tensor, value: Scalar, otherwise: float) -> Tensor:
+    """`value`, or `otherwise` on a skipped step."""
+    return torch.where(skip, otherwise, on_device(value, skip.device))
+
+
+def put(group: dict[str, Any], name: str, value: Scalar) -> None:
+    """Sets a group's number; one that lives on the device is written in place, as captured graphs expect."""
+    old = group[name]
+    if isinstance(old, Tensor):
+        old.copy_(value) if isinstance(value, Tensor) else old.fill_(value)
+    else:
+        group[name] = value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,96 @@
+"""From a config to an optimizer, its rate at a step, and its state by name for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hyperbatch.arena import Arena
+from hyperbatch.config import OptimConfig
+from hyperbatch.optim.base import LayerwiseOptimizer, put
+from hyperbatch.optim.lamb import LAMB
+from hyperbatch.optim.lars import LARS
+from hyperbatch.optim.params import param_groups
+
+
+def build_optimizer(
+    optim: OptimConfig, model: nn.Module, arena: Arena, *, lr: float, capturable: bool = False
+) -> LayerwiseOptimizer:
+    """The config's update rule over the arena's parameters. "sgd" is LARS without trust ratios."""
+    groups = param_groups(
+        model,
+        optim.weight_decay,
+        decay_norm_bias=optim.decay_norm_bias,
+        adapt_norm_bias=optim.adapt_norm_bias,
+    )
+    if optim.optimizer == "lamb":
+        return LAMB(
+            groups,
+            lr=lr,
+            betas=(optim.momentum, 0.999),
+            trust_clip=optim.trust_clip,
+            capturable=capturable,
+            arena=arena,
+        )
+    plain = optim.optimizer == "sgd"
+    if plain:
+        for group in groups:
+            group["adapt"] = False
+    return LARS(
+        groups,
+        lr=lr,
+        momentum=optim.momentum,
+        trust_coefficient=optim.trust_coefficient,
+        eps=optim.lars_eps,
+        nesterov=optim.nesterov,
+        trust_clip=optim.trust_clip,
+        momentum_rule="lr_outside" if plain else optim.momentum_rule,
+        decoupled_weight_decay=optim.decoupled_weight_decay,
+        capturable=capturable,
+        arena=arena,
+    )
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float, weight_decay_scale: float = 1.0) -> None:
+    """Before each step. Values on the device (capturable) are filled there, without waiting for it."""
+    for group in optimizer.param_groups:
+        put(group, "lr", lr)
+        if "base_weight_decay" in group:
+            put(group, "weight_decay", group["base_weight_decay"] * weight_decay_scale)
+
+
+def named_state(optimizer: LayerwiseOptimizer, model: nn.Module) -> dict[str, Tensor]:
+    """The optimizer's state as name -> tensor on the CPU, e.g. `momentum_buffer/layer1.0.conv1.weight`.
+
+    Also `master/...` of 16-bit weights, and `group0/last_lr`. Names and shapes do not depend on the world size.
+    """
+    names = {param: name for name, param in model.named_parameters()}
+    tensors: dict[str, Tensor] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            for key, value in optimizer.init_state(param).items():
+                tensors[f"{key}/{names[param]}"] = _saved(value)
+        for key in optimizer.group_state_names:
+            tensors[f"group{index}/{key}"] = torch.as_tensor(group[key], dtype=torch.float64).cpu().clone()
+    return tensors
+
+
+def load_named_state(optimizer: LayerwiseOptimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """The inverse of `named_state`. A KeyError names what is missing."""
+    names = {param: name for name, param in model.named_parameters()}
+    with torch.no_grad():
+        for index, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                for key, value in optimizer.init_state(param).items():
+                    value.copy_(tensors[f"{key}/{names[param]}"])
+                    if key == "master":
+                        param.copy_(value)
+            for key in optimizer.group_state_names:
+                put(group, key, tensors[f"group{index}/{key}"].item())
+    optimizer.refresh()
+
+
+def _saved(value: Tensor) -> Tensor:
+    return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

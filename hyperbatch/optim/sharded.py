@@ -1,1 +1,0 @@
-"""Weight-update sharding (Google): each rank updates its shard after the reduce-scatter."""
