@@ -1,18 +1,54 @@
-"""Our parts in a plain DistributedDataParallel script."""
+"""Our parts in a plain DistributedDataParallel script.
+
+plan = plan_groups(param_specs(model), "cubic")
+ddp = DistributedDataParallel(model, **ddp_kwargs(plan))            # DDP's buckets follow the plan
+register_ddp_hook(ddp, GridComm(RankGrid(nodes, 8)), algorithm="torus", wire_dtype=torch.bfloat16)
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hyperbatch.comm.collectives import HYBRID_SWITCH_BYTES, all_reduce_now, resolve_algorithm
 from hyperbatch.comm.grid import GridComm
-from hyperbatch.plan.types import GroupPlan
+from hyperbatch.plan.types import GroupPlan, TensorSpec
+
+MIB = 1 << 20
+
+
+def param_specs(model: nn.Module, order: Sequence[str] | None = None) -> tuple[TensorSpec, ...]:
+    """A model's trainable parameters for plan_groups; order: of backward, by default the reverse of definition."""
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    return tuple(
+        TensorSpec(name=name, shape=tuple(params[name].shape), dtype=str(params[name].dtype).removeprefix("torch."))
+        for name in (reversed(params) if order is None else order)
+    )
 
 
 def ddp_kwargs(plan: GroupPlan) -> dict[str, Any]:
-    raise NotImplementedError
+    """Arguments of DistributedDataParallel that make its buckets follow the plan.
+
+    torch >= 2.13: one cap per bucket (`bucket_cap_mb_list`). A bucket closes once it holds its cap, so with one dtype
+    it ends exactly where the group does, as soon as DDP has rebuilt its buckets in backward order (second step); with
+    several dtypes DDP starts the list anew for each. Older: one `bucket_cap_mb`, the mean group, so the number of
+    buckets is about right and their sizes are even. `ddp_bucket_bytes` says what DDP made of it.
+    """
+    if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel.__init__).parameters:
+        return {"bucket_cap_mb_list": [group.bytes / MIB for group in plan.groups]}
+    return {"bucket_cap_mb": plan.bytes / len(plan.groups) / MIB}
+
+
+def ddp_bucket_bytes(ddp_model: DistributedDataParallel) -> tuple[int, ...]:
+    """The buckets DDP uses now, in launch order; the rebuilt ones from its second step on."""
+    data = ddp_model._get_ddp_logging_data()
+    sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes", "")
+    return tuple(int(size) for size in str(sizes).split(", ") if size)
 
 
 def register_ddp_hook(
@@ -21,5 +57,27 @@ def register_ddp_hook(
     *,
     algorithm: str = "torus",
     wire_dtype: torch.dtype | None = None,
+    hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES,
 ) -> None:
-    raise NotImplementedError
+    """DDP's buckets travel by our all-reduce, in this precision; the gradients are the mean over ranks as before."""
+    resolve_algorithm(algorithm, 0)  # a misspelt name should not wait for the first backward
+
+    def hook(_state, bucket):  # bare: DDP compares annotations by identity, and ours are strings
+        buffer = bucket.buffer()
+        future: torch.futures.Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        wire_bytes = buffer.numel() * (wire_dtype or buffer.dtype).itemsize
+        chosen = resolve_algorithm(algorithm, wire_bytes, hybrid_switch_bytes)
+
+        def job() -> None:
+            all_reduce_now(buffer, comm, chosen, "mean", wire_dtype)
+
+        def then(error: BaseException | None) -> None:
+            if error is None:
+                future.set_result(buffer)
+            else:
+                future.set_exception(error)  # type: ignore[arg-type]
+
+        comm.submit(job, buffer.device, then)
+        return future
+
+    ddp_model.register_comm_hook(None, hook)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyperbatch.comm.agree import check_agreement
-from hyperbatch.comm.runner import DoneHandle, Handle, Job, StreamRunner, ThreadRunner
+from hyperbatch.comm.runner import DoneHandle, Handle, Job, StreamRunner, Then, ThreadRunner
 from hyperbatch.errors import InputError
 from hyperbatch.plan.types import RankGrid
 
@@ -24,9 +24,10 @@ class GridComm:
     """This rank's row group, column group and the world, made once. Every rank must make it at the same point.
 
     `ranks` gives another placement than row by row, e.g. [[0, 2], [1, 3]] where a launcher deals ranks round-robin to
-    two nodes; a two-dimensional DeviceMesh says the same (first dimension: rows). A direction with one rank in it has
-    no group (None). Without an initialised process group only a 1x1 grid is accepted, and every collective is the
-    identity.
+    two nodes; a two-dimensional DeviceMesh says the same (first dimension: rows) and lends its groups, which others
+    must leave alone while a collective is in flight. A direction with one rank in it has no group (None).
+
+    Without an initialised process group only a 1x1 grid is accepted, and every collective is the identity.
     """
 
     grid: RankGrid
@@ -64,24 +65,26 @@ class GridComm:
         position = [(r, c) for r, row in enumerate(self.ranks) for c, rank in enumerate(row) if rank == self.rank]
         self.row_index, self.column_index = position[0]
         if world_size > 1:
-            self._make_groups(timeout or _world_timeout())
+            self._make_groups(grid if isinstance(grid, DeviceMesh) else None, timeout or _world_timeout())
 
     @property
     def size(self) -> int:
         return self.grid.size
 
-    def submit(self, job: Job, device: torch.device) -> Handle:
+    def submit(self, job: Job, device: torch.device, then: Then | None = None) -> Handle:
         """Runs a job behind all earlier ones: on the communication thread, or on the communication stream of a GPU."""
         if self.size == 1:
             job()
+            if then is not None:
+                then(None)
             return DoneHandle()
         if device.type == "cuda":
             if device not in self._streams:
                 self._streams[device] = StreamRunner(device)
-            return self._streams[device].submit(job)
+            return self._streams[device].submit(job, then)
         if self._thread is None:
             self._thread = ThreadRunner(f"hyperbatch-comm-{self.rank}")
-        return self._thread.submit(job)
+        return self._thread.submit(job, then)
 
     def scratch(self, role: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer for the running job. On a CPU it is kept: fresh pages of 100 MB cost more than the sum over them."""
@@ -104,23 +107,31 @@ class GridComm:
         self.world = self.row = self.column = None
         self._scratch.clear()
 
-    def _make_groups(self, timeout: timedelta | None) -> None:
-        def make(ranks: list[int]) -> dist.ProcessGroup:
-            # Local synchronisation: a rank makes its own two groups only, not all rows + columns of a large grid.
-            group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-            assert isinstance(group, dist.ProcessGroup)
-            self._made.append(group)
-            return group
+    def _make_groups(self, mesh: DeviceMesh | None, timeout: timedelta | None) -> None:
+        def make(members: list[list[int]]) -> dist.ProcessGroup | None:
+            """This rank's group of several; all ranks make all of them, in the same order."""
+            mine = None
+            for ranks in members:
+                group = dist.new_group(ranks, timeout=timeout)
+                if self.rank in ranks:
+                    mine = group
+                    self._made.append(group)
+            return mine
 
         # The thread issues from beside the caller's own collectives on the default group, so it needs a group of its
         # own; NCCL launches from streams in program order and a second communicator would only cost memory.
         everyone = sorted(rank for row in self.ranks for rank in row)
-        self.world = dist.group.WORLD if dist.get_backend() == "nccl" else make(everyone)
+        self.world = dist.group.WORLD if dist.get_backend() == "nccl" else make([everyone])
         rows, columns = self.grid.rows, self.grid.columns
-        if columns > 1:
-            self.row = self.world if rows == 1 else make(self.ranks[self.row_index])
-        if rows > 1:
-            self.column = self.world if columns == 1 else make([row[self.column_index] for row in self.ranks])
+        if rows == 1:
+            self.row = self.world
+        elif columns == 1:
+            self.column = self.world
+        elif mesh is not None:
+            self.column, self.row = mesh.get_all_groups()
+        else:
+            self.row = make(self.ranks)
+            self.column = make([[row[column] for row in self.ranks] for column in range(columns)])
 
 
 def _placement(grid: RankGrid | DeviceMesh, ranks: Sequence[Sequence[int]] | None) -> tuple[RankGrid, list[list[int]]]:

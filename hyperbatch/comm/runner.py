@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 
 Job = Callable[[], None]
+Then = Callable[[BaseException | None], None]  # called after a job, where it ran, with what it raised
 Mark = float | torch.cuda.Event  # a moment: seconds of the host's clock, or an event on a stream
 
 
@@ -83,30 +84,30 @@ class ThreadHandle(Handle):
 
 class StreamHandle(Handle):
     def __init__(self, start: torch.cuda.Event, end: torch.cuda.Event, job: Job) -> None:
-        self.start, self.end = start, end
+        self.start, self.end, self._reached = start, end, end
         self._job: Job | None = job  # keeps its tensors alive until the waiting stream is behind them
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.end)
+        torch.cuda.current_stream().wait_event(self._reached)
         self._job = None
 
     def done(self) -> bool:
-        return self.end.query()
+        return self._reached.query()
 
 
 class ThreadRunner:
     """Runs jobs one after another. After a failure every later job fails with the same error, at once."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Job, ThreadHandle] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Job, Then | None, ThreadHandle] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_serve, args=(self._jobs,), name=name, daemon=True)
         self._thread.start()
         # The thread holds the queue only, so an abandoned runner ends it too.
         self._end = weakref.finalize(self, self._jobs.put, None)
 
-    def submit(self, job: Job) -> ThreadHandle:
+    def submit(self, job: Job, then: Then | None = None) -> ThreadHandle:
         handle = ThreadHandle()
-        self._jobs.put((job, handle))
+        self._jobs.put((job, then, handle))
         return handle
 
     def close(self) -> None:
@@ -115,11 +116,11 @@ class ThreadRunner:
         self._thread.join()
 
 
-def _serve(jobs: queue.SimpleQueue[tuple[Job, ThreadHandle] | None]) -> None:
+def _serve(jobs: queue.SimpleQueue[tuple[Job, Then | None, ThreadHandle] | None]) -> None:
     broken: BaseException | None = None
     with torch.no_grad():  # grad mode belongs to a thread
         while (item := jobs.get()) is not None:
-            job, handle = item
+            job, then, handle = item
             handle.start = time.perf_counter()
             if broken is None:
                 try:
@@ -129,7 +130,9 @@ def _serve(jobs: queue.SimpleQueue[tuple[Job, ThreadHandle] | None]) -> None:
             handle._error = broken
             handle.end = time.perf_counter()
             handle._finished.set()
-            del item, job, handle  # the tensors of a job must not live until the next one comes
+            if then is not None:
+                then(broken)
+            del item, job, then, handle  # the tensors of a job must not live until the next one comes
 
 
 class StreamRunner:
@@ -139,12 +142,14 @@ class StreamRunner:
         self.device = device
         self.stream = torch.cuda.Stream(device)
 
-    def submit(self, job: Job) -> StreamHandle:
+    def submit(self, job: Job, then: Then | None = None) -> StreamHandle:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream), torch.no_grad():
             start = mark(self.device)
             job()
             end = mark(self.device)
+            if then is not None:
+                then(None)
         assert isinstance(start, torch.cuda.Event)
         assert isinstance(end, torch.cuda.Event)
         return StreamHandle(start, end, job)

@@ -1,0 +1,99 @@
+"""Checks every all-reduce for values and speed on the process group at hand: `hyperbatch doctor --collectives`."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hyperbatch.comm.collectives import all_reduce
+from hyperbatch.comm.grid import GridComm
+from hyperbatch.plan.types import RankGrid
+
+WARM_UP_ROUNDS = 2
+
+
+def check_collectives(
+    device: torch.device,
+    *,
+    grid: RankGrid | None = None,
+    sizes_bytes: Sequence[int] = (1 << 12, 1 << 20, 1 << 26),
+    rounds: int = 10,
+) -> list[dict[str, Any]]:
+    """One row per algorithm, precision and size, the same on every rank; run it under torchrun on all of them.
+
+    correct: equals the backend's sum bit for bit on every rank (small integers, exact in every precision).
+    gb_per_s: bus bandwidth, 2 (n - 1) / n of the message per second, as NCCL's own tests count it.
+    grid: by default the ranks of each host as rows (LOCAL_WORLD_SIZE), else as square as the world allows.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    comm = GridComm(grid or _default_grid(world_size))
+    try:
+        return [
+            _check(comm, algorithm, dtype, size_bytes, device, rounds)
+            for dtype in (torch.float32, torch.bfloat16)
+            for size_bytes in sizes_bytes
+            for algorithm in ("flat", "hierarchical", "torus")
+        ]
+    finally:
+        comm.close()
+
+
+def _check(
+    comm: GridComm, algorithm: str, dtype: torch.dtype, size_bytes: int, device: torch.device, rounds: int
+) -> dict[str, Any]:
+    # Odd, so that remainders are checked too; sums of up to 256 are exact in bf16.
+    numel = size_bytes // dtype.itemsize | 1
+    mine = ((torch.arange(numel, device=device) + comm.rank) % max(2, 256 // comm.size)).to(dtype)
+    expected = mine.clone()
+    all_reduce(expected, comm, op="sum")
+    actual = mine.clone()
+    all_reduce(actual, comm, algorithm=algorithm, op="sum")
+    wrong = (actual != expected).any().to(torch.int32).reshape(1)
+    all_reduce(wrong, comm, op="sum")
+
+    seconds = []
+    for _ in range(WARM_UP_ROUNDS + rounds):
+        _settle(device)
+        start = time.perf_counter()
+        all_reduce(actual, comm, algorithm=algorithm)
+        _settle(device)
+        seconds.append(time.perf_counter() - start)
+    slowest = torch.tensor(seconds[WARM_UP_ROUNDS:], dtype=torch.float64)
+    if comm.size > 1:
+        slowest = slowest.to(device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    times = sorted(slowest.tolist())
+    median = statistics.median(times)
+    name = str(dtype).removeprefix("torch.")
+    return {
+        "name": f"{algorithm} {name} {size_bytes} bytes",
+        "algorithm": algorithm,
+        "grid": str(comm.grid),
+        "dtype": name,
+        "bytes": size_bytes,
+        "correct": wrong.item() == 0,
+        "median": median,
+        "p20": times[len(times) // 5],
+        "p80": times[len(times) * 4 // 5],
+        "unit": "s",
+        "gb_per_s": size_bytes * 2 * (comm.size - 1) / comm.size / median / 1e9,
+    }
+
+
+def _default_grid(world_size: int) -> RankGrid:
+    columns = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if columns < 1 or world_size % columns or columns == world_size:
+        columns = next(c for c in range(math.isqrt(world_size), 0, -1) if world_size % c == 0)
+    return RankGrid(world_size // columns, columns)
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # a stopwatch on the host must see the end of the device's work

@@ -1,0 +1,319 @@
+"""Each all-reduce against the backend's own, bit for bit on integer values, on every grid of 1 to 6 ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankFailed, run_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyperbatch.comm import collectives
+from hyperbatch.comm.collectives import ALGORITHMS, all_gather, all_reduce, reduce_scatter, shard_bounds
+from hyperbatch.comm.doctor import check_collectives
+from hyperbatch.comm.grid import GridComm
+from hyperbatch.errors import InputError
+from hyperbatch.plan.types import RankGrid
+
+SIZES = (0, 1, 7, 1023, 2**16 + 3)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def grids_of(world_size: int) -> list[RankGrid]:
+    return [RankGrid(rows, world_size // rows) for rows in range(1, world_size + 1) if world_size % rows == 0]
+
+
+def round_robin(grid: RankGrid) -> list[list[int]]:
+    return [[column * grid.rows + row for column in range(grid.columns)] for row in range(grid.rows)]
+
+
+def integers(numel: int, rank: int, dtype: torch.dtype) -> Tensor:
+    """Small enough that every partial sum of 6 ranks is exact in bf16."""
+    return ((torch.arange(numel) * 7 + rank * 3) % 11).to(dtype)
+
+
+# -- values ------------------------------------------------------------------------------------------------------
+
+
+def equals_backend(rank: int, world_size: int) -> list[str]:
+    wrong = []
+    for grid in grids_of(world_size):
+        for ranks in [None, round_robin(grid)] if min(grid.rows, grid.columns) > 1 else [None]:
+            comm = GridComm(grid, ranks=ranks)
+            for dtype in DTYPES:
+                flights = []
+                for numel in SIZES:  # all sizes and algorithms are in flight together
+                    expected = integers(numel, rank, dtype)
+                    dist.all_reduce(expected)
+                    for algorithm in ALGORITHMS:
+                        actual = integers(numel, rank, dtype)
+                        handle = all_reduce(
+                            actual, comm, algorithm=algorithm, op="sum", async_op=True, hybrid_switch_bytes=2000
+                        )
+                        flights.append((f"{grid} {ranks} {dtype} {numel} {algorithm}", expected, actual, handle))
+                for name, expected, actual, handle in flights:
+                    handle.wait()
+                    if not torch.equal(expected, actual):
+                        wrong.append(name)
+            comm.close()
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6])
+def test_every_algorithm_equals_the_backend(world_size: int) -> None:
+    assert run_ranks(world_size, equals_backend, world_size) == [[]] * world_size
+
+
+def means_and_shards(rank: int) -> None:
+    comm = GridComm(RankGrid(2, 2))
+    for algorithm in ALGORITHMS:
+        # A sum of four would be infinite in fp16; the mean is not.
+        for wire in (None, torch.float16):
+            large = torch.full((1001,), 60000.0, dtype=torch.float16 if wire is None else torch.float32)
+            all_reduce(large, comm, algorithm=algorithm, wire_dtype=wire)
+            assert (large == 60000).all(), algorithm
+
+        # bf16 on the wire carries 4 * k exactly for these k, and the tensor keeps its own precision and shape.
+        narrow = (integers(6 * 7, rank, torch.float32) * 4).view(6, 7)
+        expected = narrow.clone()
+        dist.all_reduce(expected)
+        all_reduce(narrow, comm, algorithm=algorithm, wire_dtype=torch.bfloat16)
+        assert narrow.dtype == torch.float32
+        assert torch.equal(narrow, expected / 4)
+
+        # Wider on the wire than the gradient: summed without the gradient's rounding.
+        wide = torch.tensor([2048.0 if rank == 0 else 1.0], dtype=torch.float16)  # 2048 + 1 is 2048 in fp16
+        all_reduce(wide, comm, algorithm=algorithm, op="sum", wire_dtype=torch.float32)
+        assert wide.item() == 2052, "2051 rounds to even at fp16's spacing of 2"
+
+        # Same inputs, same bits, on every rank and every time.
+        results = []
+        for _ in range(2):
+            noise = torch.randn(4099, generator=torch.Generator().manual_seed(rank))
+            all_reduce(noise, comm, algorithm=algorithm)
+            everywhere = [torch.empty_like(noise) for _ in range(4)]
+            dist.all_gather(everywhere, noise)
+            results += everywhere
+        assert all(torch.equal(results[0], other) for other in results), algorithm
+
+    for numel in SIZES:
+        whole = integers(numel, rank, torch.float32)
+        expected = whole.clone()
+        dist.all_reduce(expected)
+        start, stop = shard_bounds(numel, 4, rank)
+        shard = torch.empty(stop - start)
+        reduce_scatter(shard, whole, comm)
+        assert torch.equal(shard, expected[start:stop] / 4)
+        assert torch.equal(whole, integers(numel, rank, torch.float32)), "the input stays"
+        gathered = torch.full((numel,), -1.0)
+        all_gather(gathered, shard, comm)
+        assert torch.equal(gathered, expected / 4)
+
+    counts = torch.tensor([rank, 1])
+    all_reduce(counts, comm, op="sum", algorithm="torus")
+    assert counts.tolist() == [6, 4]
+
+
+def test_means_precision_determinism_and_shards() -> None:
+    run_ranks(4, means_and_shards)
+
+
+def torus_messages(rank: int, numel: int) -> list[tuple[str, int, bool]]:
+    """(collective, elements, in place) of one torus all-reduce."""
+    seen: list[tuple[str, int, bool]] = []
+    tensor = integers(numel, rank, torch.float32)
+    first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+
+    def watch(home: object, attribute: str, payload: int) -> None:
+        original = getattr(home, attribute)
+
+        def watched(*args, **kwargs):
+            sent = args[payload]
+            seen.append((attribute.strip("_"), sent.numel(), first <= sent.data_ptr() < last))
+            return original(*args, **kwargs)
+
+        setattr(home, attribute, watched)
+
+    comm = GridComm(RankGrid(2, 3))
+    for name, payload in (("all_reduce", 0), ("all_to_all_single", 1), ("reduce", 0), ("broadcast", 0)):
+        watch(dist, name, payload)
+    watch(collectives, "_all_gather", 1)
+    all_reduce(tensor, comm, algorithm="torus")
+    return seen
+
+
+@pytest.mark.parametrize("numel", [1023, 1024])
+def test_torus_sends_shards_and_never_copies_for_a_remainder(numel: int) -> None:
+    for rank, seen in enumerate(run_ranks(6, torus_messages, numel)):
+        tail = numel % 3
+        mine = 341 + (tail if rank % 3 == 2 else 0)
+        expected = [("all_to_all_single", 1023, True), ("all_reduce", mine, True), ("all_gather", 341, True)]
+        if tail:
+            expected = [expected[0], ("reduce", tail, True), *expected[1:], ("broadcast", tail, True)]
+        assert seen == expected
+
+
+# -- grids -------------------------------------------------------------------------------------------------------
+
+
+def build(rank: int, case: str) -> str:
+    try:
+        if case == "differs":
+            GridComm(RankGrid(2, 2) if rank < 3 else RankGrid(4, 1))
+        elif case == "placement":
+            GridComm(RankGrid(2, 2), ranks=[[0, 1], [2, 3]] if rank else [[0, 2], [1, 3]])
+        elif case == "one wrong":
+            GridComm(RankGrid(2, 2) if rank != 1 else RankGrid(3, 2))
+        elif case == "twice":
+            GridComm(RankGrid(2, 2), ranks=[[0, 1], [1, 3]])
+    except InputError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("differs", "the rank grid differs between ranks: rank 0 has 'grid 2x2"),
+        ("placement", "rank 0 has 'grid 2x2 with ranks [[0, 2], [1, 3]]', rank 1 has"),
+        ("one wrong", "rank 1: grid 3x2 holds 6 ranks, but there are 4"),
+        ("twice", "must name each of 0 to 3 once"),
+    ],
+)
+def test_a_wrong_grid_is_an_error_on_every_rank(case: str, message: str) -> None:
+    errors = run_ranks(4, build, case, timeout_s=20)
+    assert len(set(errors)) == 1
+    assert message in errors[0]
+
+
+def with_mesh(rank: int) -> tuple[str, list[list[int]]]:
+    comm = GridComm(init_device_mesh("cpu", (2, 3)))
+    tensor = integers(1023, rank, torch.float32)
+    expected = tensor.clone()
+    dist.all_reduce(expected)
+    all_reduce(tensor, comm, algorithm="torus", op="sum")
+    assert torch.equal(tensor, expected)
+    assert dist.get_process_group_ranks(comm.row) == [3 * (rank // 3) + column for column in range(3)]
+    assert dist.get_process_group_ranks(comm.column) == [rank % 3, rank % 3 + 3]
+    return str(comm.grid), comm.ranks
+
+
+def test_a_device_mesh_is_a_grid() -> None:
+    assert run_ranks(6, with_mesh)[0] == ("2x3", [[0, 1, 2], [3, 4, 5]])
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    threads = threading.active_count()
+    comm = GridComm(RankGrid(1, 1))
+    tensor = torch.tensor([1.0, 2.0])
+    for algorithm in ALGORITHMS:
+        handle = all_reduce(tensor, comm, algorithm=algorithm, async_op=True, wire_dtype=torch.bfloat16)
+        assert handle is not None
+        assert handle.done()
+    shard = torch.empty(2)
+    reduce_scatter(shard, tensor, comm)
+    all_gather(tensor, shard, comm)
+    assert tensor.tolist() == shard.tolist() == [1.0, 2.0]
+    assert threading.active_count() == threads
+    with pytest.raises(InputError, match="needs a process group"):
+        GridComm(RankGrid(2, 1))
+
+
+def test_wrong_calls_name_what_is_wrong() -> None:
+    comm = GridComm(RankGrid(1, 1))
+    with pytest.raises(InputError, match="did you mean 'torus'"):
+        all_reduce(torch.ones(2), comm, algorithm="torsu")
+    with pytest.raises(InputError, match="choose mean or sum"):
+        all_reduce(torch.ones(2), comm, op="max")
+    with pytest.raises(InputError, match="use op='sum'"):
+        all_reduce(torch.ones(2, dtype=torch.int64), comm)
+    with pytest.raises(InputError, match="contiguous"):
+        all_reduce(torch.ones(2, 3).t(), comm)
+    with pytest.raises(InputError, match="one-dimensional with 4"):
+        reduce_scatter(torch.ones(2, 2), torch.ones(2, 2), comm)
+
+
+# -- faults ------------------------------------------------------------------------------------------------------
+
+
+def lose_a_rank(rank: int, algorithm: str, killed: bool) -> tuple[str, float]:
+    comm = GridComm(RankGrid(2, 2))
+    tensor = torch.ones(4096)
+    all_reduce(tensor, comm, algorithm=algorithm)
+    if rank == 3:
+        if killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(3)
+        return "slept", 0.0
+    start = time.monotonic()
+    try:
+        # A rank may get through the phases that do not need the lost one; the next all-reduce then fails.
+        for _ in range(3):
+            all_reduce(tensor, comm, algorithm=algorithm)
+    except RuntimeError as error:
+        waited_s = time.monotonic() - start
+        with pytest.raises(RuntimeError):  # at once, not after another timeout
+            all_reduce(tensor, comm, algorithm=algorithm)
+        return type(error).__name__, waited_s
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize("algorithm", ["flat", "hierarchical", "torus"])
+def test_a_killed_rank_raises_on_the_others(algorithm: str) -> None:
+    results = run_ranks(4, lose_a_rank, algorithm, True, collective_timeout_s=8, timeout_s=30, may_die=[3])
+    for name, waited_s in results[:3]:
+        assert name != "no error"
+        assert waited_s < 20, "the timeout of 8 s, with room for a busy machine"
+
+
+def test_a_silent_rank_raises_on_the_others_within_the_timeout() -> None:
+    results = run_ranks(4, lose_a_rank, "torus", False, collective_timeout_s=1.5, timeout_s=30)
+    assert [name for name, _ in results].count("no error") == 0
+
+
+def finish_and_close(rank: int) -> int:
+    before = threading.active_count()
+    comm = GridComm(RankGrid(2, 1))
+    for _ in range(50):
+        all_reduce(torch.ones(8), comm)
+    assert threading.active_count() == before + 1
+    comm.close()
+    return threading.active_count() - before
+
+
+def test_close_ends_the_thread() -> None:
+    assert run_ranks(2, finish_and_close) == [0, 0]
+
+
+def stuck(rank: int) -> None:
+    if rank == 1:
+        time.sleep(60)
+
+
+def raises(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("from rank one")
+
+
+def test_the_harness_names_stuck_and_failing_ranks() -> None:
+    with pytest.raises(RankFailed, match=r"(?s)rank 1 was stuck at:.*in stuck"):
+        run_ranks(2, stuck, timeout_s=2)
+    with pytest.raises(RankFailed, match=r"(?s)rank 1: .*from rank one"):
+        run_ranks(2, raises)
+
+
+def doctor(rank: int) -> list[dict]:
+    return check_collectives(torch.device("cpu"), sizes_bytes=(4096,), rounds=2)
+
+
+def test_doctor_checks_every_algorithm() -> None:
+    rows = run_ranks(4, doctor)[0]
+    assert {row["algorithm"] for row in rows} == {"flat", "hierarchical", "torus"}
+    assert all(row["correct"] and row["median"] > 0 for row in rows)
+    assert {row["grid"] for row in rows} == {"2x2"}
