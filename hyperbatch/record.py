@@ -99,10 +99,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         text = (folder / "metrics.jsonl").read_text(errors="replace")
     except FileNotFoundError:
         return []
-    return [line for line in map(_parse_line, text.splitlines()) if line is not None]
+    return [line for line in map(parse_metric_line, text.splitlines()) if line is not None]
 
 
-def _parse_line(text: str) -> dict[str, Any] | None:
+def parse_metric_line(text: str) -> dict[str, Any] | None:
+    """One line of metrics.jsonl, or None when it is not whole."""
     try:
         line = json.loads(text)
     except ValueError:
@@ -119,7 +120,11 @@ class RunWriter:
     """
 
     def __init__(self, folder: Path, *, resume_from_step: int | None = None, tensorboard: bool = True) -> None:
-        """resume_from_step: drop metric lines of steps at or after it, which the resumed run will write again."""
+        """resume_from_step: drop metric lines of steps at or after it, which the resumed run will write again.
+
+        It is in the numbers that `step` and `eval` are given: a run that counts its steps from 1 and goes on after N
+        of them passes N + 1.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.warnings: list[str] = []

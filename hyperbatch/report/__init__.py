@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+from hyperbatch.errors import InputError
 
 
 def write_report(folders: list[Path], output: Path | None = None) -> Path:
-    """One self-contained report.html for a run (or several, compared); returns its path."""
-    raise NotImplementedError
+    """One self-contained report.html for a run (or several, compared); returns its path.
+
+    Without `output` it is written into the run's folder, or for several runs into the current one.
+    """
+    from hyperbatch.report.page import render
+    from hyperbatch.report.runs import load_runs
+
+    if not folders:
+        raise InputError("a report needs at least one run folder")
+    runs = load_runs([Path(folder) for folder in folders])
+    path = output or (runs[0].folder / "report.html" if len(runs) == 1 else Path("report.html"))
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(render(runs), encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise InputError(f"cannot write the report to {path}: {error.strerror}; choose another place") from None
+    return path

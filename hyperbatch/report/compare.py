@@ -1,0 +1,95 @@
+"""Several runs side by side: one row each, and the fields in which they differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from hyperbatch.config import fields, format_value
+from hyperbatch.report import sections, units
+from hyperbatch.report.chart import color
+from hyperbatch.report.markup import Html, el, join, table
+from hyperbatch.report.runs import Run
+
+# (head, value of a result, how it is written, which is best)
+COLUMNS: tuple[tuple[str, str, Callable[[Any], str], Callable[[Any], Any] | None], ...] = (
+    ("time to target", "time_to_target_s", units.duration, min),
+    ("top-1", "top1", units.percent, max),
+    ("img/s", "images_per_s", units.count, max),
+    ("training", "train_s", units.duration, None),
+    ("epochs", "epochs", lambda v: units.number(round(v, 2)), None),
+    ("steps", "steps", units.count, None),
+)
+
+
+def swatch(index: int) -> Html:
+    return el("span", cls="swatch", style=f"background:{color(index)}")
+
+
+def comparison(runs: list[Run]) -> Html:
+    best = {}
+    for _, name, _, choose in COLUMNS:
+        values = [getattr(run.record.result, name) for run in runs if run.record]
+        values = [value for value in values if value is not None and math.isfinite(value)]
+        if choose and len(set(values)) > 1:
+            best[name] = choose(values)
+    rows = []
+    for index, run in enumerate(runs):
+        kind, pill, _ = sections.verdict(run)
+        row: list[Any] = [join(swatch(index), run.name), el("span", pill, cls=f"pill {kind}")]
+        for _, name, form, _ in COLUMNS:
+            value = getattr(run.record.result, name) if run.record else None
+            text = form(value) if value is not None else units.NONE
+            row.append(el("span", text, cls="best") if value is not None and value == best.get(name) else text)
+        row.append(units.count(run.record.world_size) if run.record else units.NONE)
+        row.append(sections.hardware(run.record)[0] if run.record else units.NONE)
+        rows.append(row)
+    head = ["run", "outcome", *(head for head, *_ in COLUMNS), "ranks", "hardware"]
+    return sections.card(
+        f"{len(runs)} runs compared",
+        "Times count training and evaluation, from the first training sample.",
+        table(head, rows, numeric=set(range(2, 9)), cls="compare"),
+    )
+
+
+def differences(runs: list[Run]) -> Html | None:
+    """The config fields in which the runs differ, or None."""
+    known = [run for run in runs if run.record]
+    rows = []
+    for spec in fields():
+        if spec.name in sections.NOT_REPRODUCED:
+            continue
+        texts = [_value(run, spec.section, spec.name) for run in known]
+        if len(set(texts)) > 1:
+            rows.append([spec.name.replace("_", " "), *texts])
+    recipes = [run.record.recipe for run in known if run.record]
+    if len(set(recipes)) > 1:
+        rows.insert(0, ["recipe", *recipes])
+    if len(known) < 2:
+        return None
+    if not rows:
+        return sections.card("What differs", "The runs have the same configuration.")
+    head = ["field", *(join(swatch(runs.index(run)), run.name) for run in known)]
+    return sections.card("What differs", "Every other field is the same in all of them.", table(head, rows))
+
+
+def _value(run: Run, section: str, name: str) -> str:
+    part = run.record.config.get(section) if run.record else None
+    if not isinstance(part, dict) or name not in part:
+        return units.NONE
+    return format_value(sections._tuples(part[name])) or "none"
+
+
+def clocks(runs: list[Run]) -> Html | None:
+    parts = {
+        index: sections.clock_parts(run.record) for index, run in enumerate(runs) if run.record and run.record.clock
+    }
+    longest_s = max((sum(seconds for _, seconds, _ in part) for part in parts.values()), default=0.0)
+    if not longest_s:
+        return None
+    blocks = [
+        el("div", el("h3", swatch(index), runs[index].name), sections.stacked_bar(part, longest_s))
+        for index, part in parts.items()
+    ]
+    return sections.card("Where the time went", None, *blocks)

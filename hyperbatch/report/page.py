@@ -1,0 +1,154 @@
+"""Puts a report together: headline and accuracy first, then the curves, then what the run was made of."""
+
+from __future__ import annotations
+
+import json
+
+import hyperbatch
+from hyperbatch.report import chart as charts
+from hyperbatch.report import compare, sections, units
+from hyperbatch.report.chart import Chart, Line
+from hyperbatch.report.markup import Html, el, join
+from hyperbatch.report.runs import Run, axis_values, sample, smooth
+from hyperbatch.report.style import CSS, SCRIPT
+
+POINTS = 1600  # of all runs together, per curve: more than there are pixels, and far below a megabyte
+
+
+def render(runs: list[Run]) -> str:
+    drawn = curves(runs)
+    accuracy, others = drawn[0], drawn[1:]
+    body = _single(runs[0], accuracy, others) if len(runs) == 1 else _several(runs, accuracy, others)
+    box = [charts.HEIGHT, charts.LEFT, charts.RIGHT, charts.TOP, charts.BOTTOM]
+    points = json.dumps({"box": box, "charts": charts.hover_data(drawn)}, separators=(",", ":"))
+    page = el(
+        "html",
+        el(
+            "head",
+            el("meta", charset="utf-8"),
+            el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+            el("title", _title(runs)),
+            el("style", Html(CSS)),
+        ),
+        el(
+            "body",
+            el("main", body, el("footer", f"Drawn by hyperbatch {hyperbatch.__version__} from the run's own files.")),
+            # "</" inside the data would end the script element.
+            el("script", Html(points.replace("</", "<\\/")), type="application/json", id="points"),
+            el("script", Html(SCRIPT)),
+        ),
+        lang="en",
+        data_axis="time",
+    )
+    return "<!doctype html>\n" + page + "\n"
+
+
+def _title(runs: list[Run]) -> str:
+    if len(runs) > 1:
+        return f"{len(runs)} runs compared"
+    return f"{runs[0].record.recipe if runs[0].record else runs[0].name}: {sections.verdict(runs[0])[2]}"
+
+
+def curves(runs: list[Run]) -> list[Chart]:
+    accuracy, loss, rate, batch, speed = [], [], [], [], []
+    for color, run in enumerate(runs):
+        keep = sample(run.steps, POINTS // max(4, len(runs)))
+        x = {axis: [values[i] for i in keep] for axis, values in axis_values(run.steps).items()}
+
+        def line(values: list[float], *, color=color, run=run, keep=keep, x=x, **options: bool) -> Line:
+            return Line(label=run.name, color=color, x=x, y=[values[i] for i in keep], **options)
+
+        accuracy.append(Line(label=run.name, color=color, x=axis_values(run.evals), y=run.evals["top1"], dots=True))
+        loss += [line(run.steps["loss"], faint=True), line(smooth(run.steps["loss"], 0.02))]
+        speed += [line(run.steps["images_per_s"], faint=True), line(smooth(run.steps["images_per_s"], 0.01))]
+        rate.append(line(run.steps["lr"]))
+        batch.append(line(run.steps["global_batch"], stairs=True))
+    targets = {run.target for run in runs if run.target is not None}
+    several = len(runs) > 1
+    notes = [f"{run.name}: not a number from step {run.first_bad_step:,} on" for run in runs if run.first_bad_step]
+    return [
+        Chart(
+            key="accuracy",
+            title="Top-1 accuracy",
+            form="percent",
+            lines=accuracy,
+            ceiling=1.0,
+            from_zero=False,
+            target=targets.pop() if len(targets) == 1 else None,
+            width=2 * charts.WIDTH if several else charts.WIDTH,
+        ),
+        Chart(
+            key="loss",
+            title="Training loss",
+            form="number",
+            lines=loss,
+            from_zero=False,
+            notes=notes if several else [],
+        ),
+        Chart(key="rate", title="Learning rate", form="number", lines=rate),
+        Chart(key="batch", title="Global batch", form="count", lines=batch),
+        Chart(key="speed", title="Images per second", form="count", lines=speed),
+    ]
+
+
+def _curves_card(title: str, drawn: list[Chart], runs: list[Run]) -> Html:
+    buttons = [
+        el("button", text, type="button", data_set_axis=axis, aria_pressed="true" if axis == "time" else "false")
+        for axis, text in (("time", "time"), ("epoch", "epochs"), ("step", "steps"))
+    ]
+    key = [el("span", compare.swatch(i), run.name) for i, run in enumerate(runs)] if len(runs) > 1 else None
+    return el(
+        "section",
+        el("div", el("h2", title), el("div", buttons, cls="switch", role="group", aria_label="x axis"), cls="head"),
+        el("div", key, cls="key") if key else None,
+        el("div", [charts.draw(chart) for chart in drawn], cls="charts"),
+        cls="card",
+    )
+
+
+def _top(title: str, where: str) -> Html:
+    return el("header", el("h1", title), el("span", where, cls="where"), cls="top")
+
+
+def _single(run: Run, accuracy: Chart, others: list[Chart]) -> Html:
+    seed = sections._config(run.record, "run", "seed") if run.record else None
+    about = f"seed {seed}" if seed is not None else ""
+    return join(
+        _top(f"{run.record.recipe if run.record else run.name}", " · ".join(filter(None, [about, str(run.folder)]))),
+        sections.alerts(run),
+        el("section", el("div", sections.headline(run)), charts.draw(accuracy), cls="card hero"),
+        _curves_card("Training", others, [run]),
+        _details(run),
+    )
+
+
+def _details(run: Run) -> Html:
+    return join(
+        sections.where_time_went(run),
+        sections.groups(run),
+        sections.trust_ratios(run),
+        sections.phases(run),
+        sections.config(run),
+        sections.reproduce(run),
+    )
+
+
+def _several(runs: list[Run], accuracy: Chart, others: list[Chart]) -> Html:
+    folded = [
+        el(
+            "details",
+            el("summary", compare.swatch(index), f"{run.name}: {sections.verdict(run)[2]}"),
+            sections.alerts(run),
+            _details(run),
+            cls="card",
+        )
+        for index, run in enumerate(runs)
+    ]
+    return join(
+        _top("hyperbatch", units.plural(len(runs), "run")),
+        compare.comparison(runs),
+        _curves_card("Curves", [accuracy, *others], runs),
+        compare.clocks(runs),
+        compare.differences(runs),
+        folded,
+    )

@@ -1,0 +1,128 @@
+"""A run's folder as the report reads it: whatever is there, whole or not.
+
+metrics.jsonl may end in the middle of a line, record.json may be missing (the run is going on, or died), and values may
+be null (NaN); none of that stops a report.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hyperbatch.errors import InputError
+from hyperbatch.record import RunRecord, read_metrics
+
+AXES = ("time", "epoch", "step")
+_STEP_FIELDS = ("step", "epoch", "time_s", "loss", "lr", "global_batch", "images_per_s")
+_EVAL_FIELDS = ("step", "epoch", "time_s", "top1")
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """`steps` and `evals` are columns of equal length, in order of steps; what was not finite is NaN."""
+
+    folder: Path
+    name: str
+    record: RunRecord | None
+    problem: str = ""  # why there is no record
+    steps: dict[str, list[float]] = field(default_factory=dict)
+    evals: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def target(self) -> float | None:
+        return self.record.result.target_top1 if self.record else None
+
+    @property
+    def best_top1(self) -> float | None:
+        return max((value for value in self.evals["top1"] if math.isfinite(value)), default=None)
+
+    @property
+    def first_bad_step(self) -> int | None:
+        """The first step whose loss was not a number."""
+        pairs = zip(self.steps["step"], self.steps["loss"], strict=True)
+        return next((int(step) for step, loss in pairs if math.isnan(loss)), None)
+
+
+def load_run(folder: Path) -> Run:
+    if not (folder / "record.json").exists() and not (folder / "metrics.jsonl").exists():
+        what = "has neither record.json nor metrics.jsonl" if folder.is_dir() else "does not exist"
+        raise InputError(f"{folder} is not a run folder: it {what}; give the folder that `hyperbatch train` named")
+    record, problem = None, ""
+    try:
+        record = RunRecord.load(folder)
+    except InputError as error:
+        problem = str(error)
+        if not (folder / "record.json").exists():
+            problem = "There is no record.json: the run is still going, or it ended before it could write one."
+    lines = read_metrics(folder)
+    return Run(
+        folder=folder,
+        name=folder.resolve().name,
+        record=record,
+        problem=problem,
+        steps=_columns(lines, "step", _STEP_FIELDS),
+        evals=_columns(lines, "eval", _EVAL_FIELDS),
+    )
+
+
+def load_runs(folders: list[Path]) -> list[Run]:
+    runs = [load_run(Path(folder)) for folder in folders]
+    names = [run.name for run in runs]
+    for run in runs:
+        if names.count(run.name) > 1:
+            run.name = str(run.folder)
+    return runs
+
+
+def _columns(lines: list[dict[str, Any]], event: str, fields: tuple[str, ...]) -> dict[str, list[float]]:
+    """Of a step written twice (a run resumed by hand) the later line counts."""
+    by_step = {line["step"]: line for line in lines if line["event"] == event}
+    rows = [by_step[step] for step in sorted(by_step)]
+    return {name: [_number(row.get(name)) for row in rows] for name in fields}
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else math.nan
+
+
+def axis_values(columns: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {"time": columns["time_s"], "epoch": columns["epoch"], "step": columns["step"]}
+
+
+def smooth(values: list[float], share: float) -> list[float]:
+    """An exponential mean over about `share` of the run, unbiased at the start; NaN stays NaN and is not carried on."""
+    keep = 1 - 1 / max(1.0, len(values) * share)
+    total = weight = 0.0
+    out = []
+    for value in values:
+        if math.isfinite(value):
+            total, weight = total * keep + value, weight * keep + 1
+            out.append(total / weight)
+        else:
+            out.append(math.nan)
+    return out
+
+
+def sample(columns: dict[str, list[float]], points: int) -> list[int]:
+    """Indices that keep the picture: the ends, every change of batch, each stretch's extremes of loss and speed."""
+    length = len(columns["step"])
+    if length <= points:
+        return list(range(length))
+    batch = columns["global_batch"]
+    keep = {0, length - 1}
+    changes = [i for i in range(1, length) if batch[i] != batch[i - 1]]
+    for i in changes[:points]:
+        keep |= {i - 1, i}
+    stretches = max(1, points // 4)
+    for part in range(stretches):
+        span = range(part * length // stretches, (part + 1) * length // stretches)
+        for values in (columns["loss"], columns["images_per_s"]):
+            finite = [i for i in span if math.isfinite(values[i])]
+            if finite:
+                keep |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+        bad = next((i for i in span if math.isnan(columns["loss"][i])), None)
+        if bad is not None:
+            keep.add(bad)
+    return sorted(keep)

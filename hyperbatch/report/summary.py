@@ -1,0 +1,35 @@
+"""The closing lines of `hyperbatch train`: did it reach the target, how fast, and where the report is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hyperbatch.record import RunRecord
+from hyperbatch.report import units
+
+
+def summary(record: RunRecord) -> str:
+    """A few aligned lines of plain text, the verdict first."""
+    result = record.result
+    rows = [("accuracy", f"{units.percent(result.top1)} top-1" if result.top1 is not None else "not evaluated")]
+    rows.append(("speed", f"{units.count(result.images_per_s)} images/s on {units.plural(record.world_size, 'rank')}"))
+    spent = f"{units.duration(result.train_s)} of training, {units.plural(result.steps, 'step')}"
+    rows.append(("trained", f"{units.number(round(result.epochs, 2))} epochs in {spent}"))
+    if record.warnings:
+        more = f" (and {len(record.warnings) - 1} more in the report)" if len(record.warnings) > 1 else ""
+        rows.append(("warning", record.warnings[0] + more))
+    if record.folder:
+        rows.append(("report", str(Path(record.folder) / "report.html")))
+    return "\n".join([verdict(record), *(f"  {label:<9} {text}" for label, text in rows)])
+
+
+def verdict(record: RunRecord) -> str:
+    result = record.result
+    if record.error:
+        return f"{record.recipe} failed: {record.error}"
+    if result.target_top1 is None:
+        return f"{record.recipe} finished (no target was set)"
+    target = f"{units.percent(result.target_top1)} top-1"
+    if result.reached:
+        return f"{record.recipe} reached {target} in {units.duration(result.time_to_target_s)}"
+    return f"{record.recipe} missed its target of {target}"

@@ -1,0 +1,115 @@
+"""`hyperbatch watch RUN`: a live view of a run from its metrics.jsonl, from any terminal that sees the folder."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from hyperbatch.errors import InputError
+from hyperbatch.record import RunRecord, parse_metric_line
+from hyperbatch.report import units
+from hyperbatch.report.summary import summary
+
+BARS = "▁▂▃▄▅▆▇█"
+REFRESH_S = 0.5
+
+
+class Follower:
+    """Reads what was appended since the last look; starts over when the file shrank (the run was started again)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+        self.steps: list[dict[str, Any]] = []
+        self.evals: list[dict[str, Any]] = []
+
+    def look(self) -> None:
+        try:
+            with open(self._path, "rb") as file:
+                if file.seek(0, 2) < self._offset:
+                    self._offset = 0
+                    self.steps.clear()
+                    self.evals.clear()
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for text in whole.decode(errors="replace").splitlines():
+            line = parse_metric_line(text)
+            if line is not None:
+                (self.evals if line["event"] == "eval" else self.steps).append(line)
+
+
+def watch(folder: Path, *, once: bool = False, console: Console | None = None) -> None:
+    """Follows a run until its record appears or Ctrl-C; `once` prints the present state and returns."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a run folder: it does not exist; give the one that `hyperbatch train` named")
+    console = console or Console()
+    follower = Follower(folder / "metrics.jsonl")
+    follower.look()
+    if once:
+        console.print(view(folder, follower))
+    else:
+        with contextlib.suppress(KeyboardInterrupt), Live(view(folder, follower), console=console) as live:
+            while not finished(folder):
+                time.sleep(REFRESH_S)
+                follower.look()
+                live.update(view(folder, follower))
+    if finished(folder):
+        with contextlib.suppress(InputError):
+            console.print(summary(RunRecord.load(folder)), highlight=False)
+
+
+def finished(folder: Path) -> bool:
+    """A record older than the metrics belongs to the attempt before a resume."""
+    record, metrics = folder / "record.json", folder / "metrics.jsonl"
+    if not record.exists():
+        return False
+    return not metrics.exists() or record.stat().st_mtime_ns >= metrics.stat().st_mtime_ns
+
+
+def view(folder: Path, follower: Follower) -> Group:
+    steps, evals = follower.steps, follower.evals
+    if not steps:
+        return Group(Text(f"{folder}: no step yet", style="dim"))
+    last = steps[-1]
+    table = Table.grid(padding=(0, 3))
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    table.add_column(style="blue")
+    rows = [
+        ("loss", units.number(last.get("loss")), "loss"),
+        ("learning rate", units.number(last.get("lr")), "lr"),
+        ("global batch", units.count(last.get("global_batch")), "global_batch"),
+        ("images/s", units.count(last.get("images_per_s")), "images_per_s"),
+    ]
+    for label, value, name in rows:
+        table.add_row(label, value, spark([line.get(name) for line in steps]))
+    if evals:
+        table.add_row("top-1", units.percent(evals[-1].get("top1")), spark([line.get("top1") for line in evals]))
+    epoch, time_s = last.get("epoch") or 0.0, last.get("time_s")
+    head = Text.assemble(
+        (folder.resolve().name, "bold"), f"  step {last['step']:,}  epoch {epoch:.2f}  {units.duration(time_s)}"
+    )
+    return Group(head, table)
+
+
+def spark(values: list[float | None], width: int = 48) -> str:
+    """The last stretch of a curve as bars; what is not a number is a blank."""
+    stride = -(-len(values) // width) or 1
+    shown = [value if value is not None and math.isfinite(value) else None for value in values[::-stride][::-1]]
+    finite = [value for value in shown if value is not None]
+    if not finite:
+        return ""
+    low, span = min(finite), (max(finite) - min(finite)) or 1.0
+    return "".join(" " if v is None else BARS[int((v - low) / span * (len(BARS) - 1))] for v in shown)
