@@ -56,7 +56,7 @@ def decode_view(data: bytes, where: str, view_of: ViewOf, size: int, *, decoder:
             view = view_of(width, height)
             least = (0, 0) if exact else _least_size(view, width, height, size)
             if width * height <= _MAX_PIXELS:
-                pixels = simplejpeg.decode_jpeg(data, "RGB", min_width=least[0], min_height=least[1])
+                pixels = simplejpeg.decode_jpeg(data, "RGB", min_width=least[0], min_height=least[1], min_factor=2)
                 return render(Image.fromarray(pixels), view, size, full_size=(width, height))
         except ValueError:
             pass  # CMYK, or damage that strict decoding refuses: Pillow has the last word, so both decoders agree
