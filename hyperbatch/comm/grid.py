@@ -113,7 +113,7 @@ class GridComm:
             mine = None
             for ranks in members:
                 group = dist.new_group(ranks, timeout=timeout)
-                if self.rank in ranks:
+                if isinstance(group, dist.ProcessGroup):  # else this rank is not a member
                     mine = group
                     self._made.append(group)
             return mine
