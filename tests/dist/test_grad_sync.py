@@ -1,0 +1,361 @@
+"""GradSync against DDP and against plain sums: every plan, accumulation, unused parameters, faults."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hyperbatch.arena import Arena, backward_order
+from hyperbatch.comm import GradSync, GridComm
+from hyperbatch.errors import InputError
+from hyperbatch.plan.strategies import plan_groups
+from hyperbatch.plan.types import GroupPlan, RankGrid
+
+PLANS: dict[str, dict] = {
+    "single": {},
+    "per_layer": {},
+    "threshold": {"threshold_bytes": 600},
+    "equal": {"count": 3},
+    "cubic": {"base": 1},
+}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 12), nn.Tanh(), nn.Linear(12, 5), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(5, 3, bias=False)).double()
+
+
+def batch(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(4, 1, 6, 6, dtype=torch.float64, generator=generator)
+
+
+def build(model: nn.Module, run_backward: Callable[[], None], strategy: str, **options) -> tuple[Arena, GroupPlan]:
+    arena = Arena(model, backward_order(model, run_backward), dtype=torch.float64)
+    return arena, plan_groups(arena.specs, strategy, **options)
+
+
+def descend(params, lr: float = 0.05) -> None:
+    with torch.no_grad():
+        for param in params:
+            param.sub_(param.grad, alpha=lr)
+
+
+# -- equal to DDP ------------------------------------------------------------------------------------------------
+
+
+def train_both(rank: int, grid: str, micro_steps: int) -> list[tuple[str, str, float]]:
+    """Largest difference of a weight from DDP's after 20 steps, for each plan and algorithm."""
+    reference = network()
+    ddp = DistributedDataParallel(reference)
+    for step in range(20):
+        ddp.zero_grad()
+        for micro in range(micro_steps):
+            ddp.require_backward_grad_sync = micro == micro_steps - 1
+            (ddp(batch(rank, step * micro_steps + micro)).square().mean() / micro_steps).backward()
+        descend(reference.parameters())
+
+    comm = GridComm(RankGrid.parse(grid))
+    differences = []
+    for strategy, options in PLANS.items():
+        for algorithm in ("flat", "torus") if strategy == "cubic" else ("hybrid",):
+            model = network()
+            arena, plan = build(model, lambda m=model: m(batch(9, 0)).sum().backward(), strategy, **options)
+            sync = GradSync(arena, plan, comm, algorithm=algorithm, hybrid_switch_bytes=500)
+            for step in range(20):
+                arena.zero_grad()
+                for micro in range(micro_steps):
+                    sync.begin(last_micro_step=micro == micro_steps - 1)
+                    (model(batch(rank, step * micro_steps + micro)).square().mean() / micro_steps).backward()
+                sync.finish()
+                descend(model.parameters())
+            sync.close()
+            pairs = zip(model.parameters(), reference.parameters(), strict=True)
+            differences.append((strategy, algorithm, max((a - b).abs().max().item() for a, b in pairs)))
+            everywhere = [torch.empty_like(arena.weights[torch.float64]) for _ in range(dist.get_world_size())]
+            dist.all_gather(everywhere, arena.weights[torch.float64])
+            assert all(torch.equal(everywhere[0], other) for other in everywhere), "ranks hold the same bits"
+    return differences
+
+
+@pytest.mark.parametrize(("grid", "micro_steps"), [("1x2", 1), ("3x1", 1), ("2x2", 3)])
+def test_twenty_steps_equal_ddp(grid: str, micro_steps: int) -> None:
+    for differences in run_ranks(RankGrid.parse(grid).size, train_both, grid, micro_steps):
+        assert [name for name, _, difference in differences if difference > 1e-13] == []  # fp64 rounding of 20 steps
+
+
+# -- exact values ------------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """A linear loss with integer gradients. `idle` is never used; `second` only when asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(7))
+        self.idle = nn.Parameter(torch.zeros(5))
+        self.second = nn.Parameter(torch.zeros(3, 5))
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.third = nn.Parameter(torch.zeros(11))
+
+    def forward(self, factor: float, with_second: bool = True) -> Tensor:
+        loss = factor * self.first.sum() + 3 * factor * self.third.sum() * self.frozen[0]
+        return loss + 2 * factor * self.second.sum() if with_second else loss
+
+
+def exact_gradients(rank: int, grid: str, dtype: torch.dtype) -> None:
+    comm = GridComm(RankGrid.parse(grid))
+    n = comm.size
+    for strategy in PLANS:
+        model = Branches()
+        # Definition order, not backward's: groups become ready in another order than they leave in.
+        order = [name for name, param in model.named_parameters() if param.requires_grad]
+        arena = Arena(model, order, dtype=dtype)
+        sync = GradSync(arena, plan_groups(arena.specs, strategy, count=4, base=1, threshold_bytes=30), comm)
+        for step in range(5):  # beyond the steps in which ranks compare what they used
+            arena.zero_grad()
+            sync.begin(last_micro_step=False)
+            model(float(rank + step)).backward()
+            sync.begin()
+            model(1.0).backward()
+            sync.finish()
+            mean = sum(rank + step + 1 for rank in range(n)) / n
+            assert model.first.grad is not None
+            assert model.second.grad is not None
+            assert model.third.grad is not None
+            assert (model.first.grad == mean).all(), (strategy, step)
+            assert (model.second.grad == 2 * mean).all(), (strategy, step)
+            assert (model.third.grad == 3 * mean).all(), (strategy, step)
+            assert model.idle.grad is None
+            assert model.frozen.grad is None
+            starts = [timing.start_s for timing in sync.timings()]
+            assert starts == sorted(starts)
+            model.zero_grad(set_to_none=True)  # as a loop that does not know of the arena would
+        sync.close()
+
+
+@pytest.mark.parametrize(("grid", "dtype"), [("2x1", torch.float32), ("2x2", torch.bfloat16)])
+def test_gradients_are_exact_with_accumulation_frozen_and_unused_parameters(grid: str, dtype: torch.dtype) -> None:
+    run_ranks(RankGrid.parse(grid).size, exact_gradients, grid, dtype)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x))
+
+
+def mixed_precision(rank: int) -> list[tuple[str, str]]:
+    torch.manual_seed(0)
+    model = Normed()
+    order = ["norm.bias", "norm.weight", "linear.weight"]
+    arena = Arena(model, order, dtype=torch.bfloat16, copy_on_ready=False)
+    plan = plan_groups(arena.specs, "cubic", base=1)
+    with GridCommContext(2, 1) as comm:
+        sync = GradSync(arena, plan, comm, wire_dtype=torch.float32, algorithm="torus")
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(rank)).bfloat16()
+        arena.zero_grad()
+        sync.begin()
+        model(x).float().square().sum().backward()
+        sync.finish()
+        for slot in arena.slots:
+            assert slot.param.grad is not None
+            both = [torch.empty_like(slot.param.grad) for _ in range(2)]
+            dist.all_gather(both, slot.param.grad)
+            assert torch.equal(both[0], both[1])
+            assert slot.param.grad.abs().sum() > 0 or slot.name == "linear.weight"
+    return [(group.dtype, " ".join(group.parameters)) for group in plan.groups]
+
+
+class GridCommContext:
+    def __init__(self, rows: int, columns: int) -> None:
+        self.comm = GridComm(RankGrid(rows, columns))
+
+    def __enter__(self) -> GridComm:
+        return self.comm
+
+    def __exit__(self, *_: object) -> None:
+        self.comm.close()
+
+
+def test_mixed_precision_sends_fp32_norms_last() -> None:
+    groups = run_ranks(2, mixed_precision)[0]
+    assert groups == [("bfloat16", "linear.weight"), ("float32", "norm.bias norm.weight")]
+
+
+# -- what is measured --------------------------------------------------------------------------------------------
+
+
+def timed(rank: int) -> None:
+    model = network()
+    arena, plan = build(model, lambda: model(batch(0, 0)).sum().backward(), "cubic", base=1)
+    comm = GridComm(RankGrid(2, 1))
+    sync = GradSync(arena, plan, comm, algorithm="hybrid", hybrid_switch_bytes=200)
+    assert sync.timings() == ()
+    threads = set()
+    for _ in range(6):
+        arena.zero_grad()
+        sync.begin()
+        model(batch(rank, 0)).sum().backward()
+        sync.finish()
+        threads.add(threading.active_count())
+    assert len(threads) == 1
+    timings = sync.timings()
+    assert [t.index for t in timings] == list(range(len(plan.groups)))
+    assert [t.bytes for t in timings] == [group.bytes for group in plan.groups]
+    assert [t.algorithm for t in timings] == ["hierarchical" if g.bytes <= 200 else "flat" for g in plan.groups]
+    assert len({t.algorithm for t in timings}) == 2
+    assert all(0 <= t.ready_s <= t.start_s <= t.end_s for t in timings)
+    spans = sync.spans()
+    assert spans[0].end_s - spans[0].start_s == pytest.approx(timings[0].end_s - timings[0].start_s)
+
+
+def test_timings_follow_the_plan() -> None:
+    run_ranks(2, timed)
+
+
+def test_one_rank_does_nothing() -> None:
+    model = Branches()
+    arena = Arena(model, ["third", "second", "first", "idle"], copy_on_ready=False)
+    sync = GradSync(arena, plan_groups(arena.specs, "single"), GridComm(RankGrid(1, 1)))
+    sync.begin()
+    model(2.0).backward()
+    sync.finish()
+    assert (arena.slice_of(["third"], arena.grads)[:11] == 6).all(), "gradients are in the arena as with many ranks"
+    assert sync.timings() == ()
+
+
+# -- errors ------------------------------------------------------------------------------------------------------
+
+
+def message_of(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except (InputError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def differing_plans(rank: int, case: str) -> str:
+    model = Branches()
+    arena = Arena(model, ["third", "second", "first", "idle"])
+    plan = plan_groups(arena.specs, "cubic", base=1)
+    algorithm, wire_dtype = "flat", None
+    if rank == 2:
+        if case == "groups":
+            plan = plan_groups(arena.specs, "single")
+        elif case == "algorithm":
+            algorithm = "torus"
+        elif case == "wire":
+            wire_dtype = torch.bfloat16
+        elif case == "layout":
+            arena = Arena(Branches(), ["third", "first", "second", "idle"])
+            plan = plan_groups(arena.specs, "cubic", base=1)
+        elif case == "missing":
+            plan = replace(plan, groups=plan.groups[1:])
+        elif case == "strategy":
+            plan = replace(plan, strategy="other")
+    comm = GridComm(RankGrid(3, 1))
+    return message_of(lambda: GradSync(arena, plan, comm, algorithm=algorithm, wire_dtype=wire_dtype))
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("groups", ["rank 0 has 'group 0 (flat, float32): third'", "rank 2 has", "second first"]),
+        ("algorithm", ["group 0 (flat", "group 0 (torus"]),
+        ("wire", ["wire None", "wire torch.bfloat16"]),
+        ("layout", ["rank 2 has", "first"]),
+        ("missing", ["rank 2: ", "missing ['third']"]),
+        ("strategy", ["plan differs"]),
+    ],
+)
+def test_plans_that_differ_are_an_error_on_every_rank(case: str, parts: list[str]) -> None:
+    messages = run_ranks(3, differing_plans, case, timeout_s=20)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("InputError")
+    for part in parts:
+        assert part in messages[0]
+
+
+def partly_used(rank: int, debug: bool) -> str:
+    model = Branches()
+    arena = Arena(model, ["third", "second", "first", "idle"])
+    comm = GridComm(RankGrid(3, 1))
+    sync = GradSync(arena, plan_groups(arena.specs, "per_layer"), comm, debug=debug)
+
+    def step(with_second: bool) -> None:
+        arena.zero_grad()
+        sync.begin()
+        model(1.0, with_second).backward()
+        sync.finish()
+
+    for _ in range(5 if debug else 1):
+        step(True)
+    return message_of(lambda: step(rank != 1))
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_parameter_used_on_some_ranks_only_is_an_error_on_all(debug: bool) -> None:
+    messages = run_ranks(3, partly_used, debug, timeout_s=20)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("InputError: second: used in this step's backward on some ranks only")
+
+
+def misuse(rank: int) -> list[str]:
+    model = Branches()
+    arena = Arena(model, ["third", "second", "first", "idle"])
+    sync = GradSync(arena, plan_groups(arena.specs, "single"), GridComm(RankGrid(2, 1)))
+    never_begun = message_of(sync.finish)
+    sync.begin(last_micro_step=False)
+    not_last = message_of(sync.finish)
+    sync.begin()
+    model(1.0).backward()
+    twice = message_of(lambda: model(1.0).backward())
+    sync.close()
+    model(1.0).backward()  # no hook is left to object
+    return [never_begun, not_last, twice]
+
+
+def test_misuse_is_named() -> None:
+    never_begun, not_last, twice = run_ranks(2, misuse)[0]
+    assert "finish() without begin()" in never_begun
+    assert "finish() without begin()" in not_last
+    assert "received two gradients after one begin()" in twice
+
+
+def lose_a_rank(rank: int) -> str:
+    model = network()
+    arena, plan = build(model, lambda: model(batch(0, 0)).sum().backward(), "per_layer")
+    sync = GradSync(arena, plan, GridComm(RankGrid(3, 1)))
+    for step in range(10):
+        sync.begin()
+        if rank == 1 and step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(batch(rank, step)).sum().backward()
+        message = message_of(sync.finish)
+        if message != "no error":
+            return message
+    return "no error"
+
+
+def test_a_dead_rank_raises_in_finish() -> None:
+    results = run_ranks(3, lose_a_rank, collective_timeout_s=10, may_die=[1])
+    assert results[1] is None
+    for message in (results[0], results[2]):
+        assert message != "no error"
