@@ -1,12 +1,13 @@
 """What to run. A recipe is a function that returns a full config and states its claim, source and command.
 
-One file per published system; `everyday.py` for the rest. `recipe` registers a function under its own name.
+One file per published system; `everyday.py` and `mlperf.py` for the rest. `recipe` registers a function under its name.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ DEFAULT = "digits"
 # Listing order: everyday ones first, then published systems by year.
 MODULES = (
     "everyday",
+    "mlperf",
     "krizhevsky",
     "amazon",
     "facebook",
@@ -33,7 +35,8 @@ MODULES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """A recipe's claim and its sources. `chosen` lists what the source does not give and what stands instead."""
+    """A recipe's claim and its sources. `chosen` lists what the source does not give and what stands instead;
+    `batches` are the global batches its figures hold for, empty: only the one it starts with."""
 
     name: str
     claim: str
@@ -42,6 +45,7 @@ class Recipe:
     ranks: int
     cluster: str
     build: Callable[..., Config]
+    batches: tuple[int, ...] = ()
 
     @property
     def command(self) -> str:
@@ -59,19 +63,44 @@ class Recipe:
             return self.build(global_batch=global_batch)
         return self.build().override(global_batch=global_batch)
 
+    def batch_note(self, config: Config) -> str | None:
+        """One line when a config leaves the batches the recipe's figures hold for."""
+        known = self.batches or (self.build().global_batch,)
+        if config.global_batch in known:
+            return None
+        near = min(known, key=lambda batch: abs(math.log(batch / config.global_batch)))
+        how = {"none": "is kept", "linear": "is scaled linearly", "sqrt": "is scaled by the square root"}
+        return (
+            f"{self.name} holds for a global batch of {near:,}: at {config.global_batch:,} its rate "
+            f"{how[config.schedule.lr_scaling]} and its accuracy is not known"
+        )
+
 
 _registry: dict[str, Recipe] = {}
 
 
 def recipe(
-    *, claim: str, source: str, chosen: tuple[str, ...] = (), ranks: int = 1, cluster: str = "local"
+    *,
+    claim: str,
+    source: str,
+    chosen: tuple[str, ...] = (),
+    ranks: int = 1,
+    cluster: str = "local",
+    batches: tuple[int, ...] = (),
 ) -> Callable[[Callable[..., Config]], Callable[..., Config]]:
     """Registers the function below it; `ranks` and `cluster` are where the claim was made."""
 
     def register(build: Callable[..., Config]) -> Callable[..., Config]:
         name = build.__name__
         _registry[name] = Recipe(
-            name=name, claim=claim, source=source, chosen=chosen, ranks=ranks, cluster=cluster, build=build
+            name=name,
+            claim=claim,
+            source=source,
+            chosen=chosen,
+            ranks=ranks,
+            cluster=cluster,
+            build=build,
+            batches=batches,
         )
         return build
 
@@ -80,8 +109,10 @@ def recipe(
 
 def all_recipes() -> dict[str, Recipe]:
     for module in MODULES:
-        importlib.import_module(f"hyperbatch.recipes.{module}")
-    return dict(_registry)
+        importlib.import_module(f"{__name__}.{module}")
+    # Modules import each other, so registration order is not the listing order; recipes of others come last.
+    order = {f"{__name__}.{module}": i for i, module in enumerate(MODULES)}
+    return dict(sorted(_registry.items(), key=lambda item: order.get(item[1].build.__module__, len(order))))
 
 
 def get_recipe(name: str) -> Recipe:

@@ -1,0 +1,131 @@
+"""MLPerf's reference convergence points of LARS: for which batch which rate reaches 75.9 %, and after how many epochs.
+
+Other recipes borrow from this table where their source gives no rate.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hyperbatch.config import (
+    BatchPhase,
+    CommConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    ScheduleConfig,
+)
+from hyperbatch.recipes import recipe
+
+IMAGENET_SAMPLES = 1_281_167
+TARGET_TOP1 = 0.759
+
+
+def epochs_of(steps: float, global_batch: int) -> float:
+    """Epochs of ImageNet that so many steps make up: published schedules count steps, ours count epochs."""
+    return steps * global_batch / IMAGENET_SAMPLES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One published convergence point. `bn_span`: samples that shared batch-norm statistics."""
+
+    global_batch: int
+    lr: float
+    warmup_epochs: float
+    momentum: float
+    weight_decay: float
+    decay_steps: int
+    bn_span: int
+    epochs_to_target: float
+
+    # The published decay steps include the warm-up in most rows; in these they are only enough without it.
+    @property
+    def decay_after_warmup(self) -> bool:
+        return self.global_batch in (1_632, 8_192, 65_536)
+
+    @property
+    def epochs(self) -> float:
+        """Where the rate reaches its end."""
+        decay = epochs_of(self.decay_steps, self.global_batch)
+        return decay + self.warmup_epochs if self.decay_after_warmup else decay
+
+
+def _point(*values: float) -> Point:
+    batch, lr, warmup, momentum, weight_decay, decay_steps, bn_span, epochs_to_target = values
+    return Point(
+        global_batch=int(batch),
+        lr=lr,
+        warmup_epochs=warmup,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        decay_steps=int(decay_steps),
+        bn_span=int(bn_span),
+        epochs_to_target=epochs_to_target,
+    )
+
+
+POINTS = {
+    point.global_batch: point
+    for point in (
+        _point(1_632, 7.4, 2, 0.9, 5e-5, 27_476, 204, 35),
+        _point(3_264, 10.5, 2, 0.9, 5e-5, 14_523, 204, 35.2),
+        _point(4_096, 10, 5, 0.9, 2e-4, 13_137, 64, 40),
+        _point(8_192, 17, 5, 0.9, 2e-4, 6_095, 64, 42),
+        _point(13_056, 12.8, 9, 0.9, 2.5e-5, 4_710, 204, 45.4),
+        _point(32_768, 21.2, 16, 0.94, 2.5e-5, 2_267, 128, 56),
+        _point(49_152, 19.405, 24, 0.951807, 1e-4, 1_846, 256, 68),
+        _point(58_880, 23.246, 29, 0.951807, 1e-4, 1_785, 230, 79.9),
+        _point(65_536, 24.699, 31, 0.951807, 1e-4, 1_133, 128, 84.5),
+    )
+}
+
+
+def nearest_point(global_batch: int) -> Point:
+    """The row whose batch is closest in ratio."""
+    return min(POINTS.values(), key=lambda point: abs(math.log(point.global_batch / global_batch)))
+
+
+def from_point(point: Point, global_batch: int, *, name: str) -> Config:
+    """The row as a full config. At another batch its rate follows the square root, nearer to the rows than linear."""
+    return Config(
+        recipe=name,
+        model=ModelConfig(model="resnet50"),
+        data=DataConfig(crop_area=(0.05, 1.0)),
+        optim=OptimConfig(momentum=point.momentum, weight_decay=point.weight_decay, precision="fp16"),
+        schedule=ScheduleConfig(
+            epochs=point.epochs,
+            batch_phases=(BatchPhase(0, global_batch),),
+            lr=point.lr,
+            lr_batch=point.global_batch,
+            lr_scaling="sqrt",
+            warmup_epochs=point.warmup_epochs,
+            end_lr=1e-4,
+        ),
+        comm=CommConfig(grouping="cubic"),
+        run=RunConfig(target_top1=TARGET_TOP1, eval_every_epochs=4, eval_offset_epochs=3),
+    )
+
+
+@recipe(
+    claim="75.9 % top-1 in 35 to 84.5 epochs, by batch: at 8,192 in 42 (mean of the reference runs)",
+    source="MLPerf training 4.0.0 reference convergence points (mlcommons/logging); public submissions for the rest",
+    chosen=(
+        "between rows: the nearest row in ratio, its rate scaled by the square root of the batch",
+        "batch-norm span: each rank its own samples; at 8,192 on 128 ranks that is the row's 64",
+        "decay steps: counted with the warm-up, except in rows 1,632, 8,192 and 65,536, where they only fit without it",
+        "smallest crop area 0.05 and evaluation offset 3: from the closed division's submissions",
+    ),
+    ranks=128,
+    cluster="dgx_a100",
+    batches=tuple(POINTS),
+)
+def mlperf_resnet50(global_batch: int = 8_192) -> Config:
+    """MLPerf's closed-division ResNet-50 at any batch: LARS, polynomial decay of power 2, label smoothing 0.1.
+
+    hyperbatch train mlperf_resnet50 --data DIR --global-batch 8192
+    """
+    return from_point(nearest_point(global_batch), global_batch, name="mlperf_resnet50")

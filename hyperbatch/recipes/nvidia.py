@@ -1,0 +1,55 @@
+"""NVIDIA's MLPerf v0.6 submission (2019) on 96 DGX-2H."""
+
+from __future__ import annotations
+
+from hyperbatch.config import (
+    BatchPhase,
+    CommConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    ScheduleConfig,
+)
+from hyperbatch.recipes import recipe
+from hyperbatch.recipes.mlperf import TARGET_TOP1
+
+
+@recipe(
+    claim="75.9 % top-1 in 79.9 s on 1,536 V100 (90 epochs, batch 59,904 = 39 per GPU)",
+    source="MLPerf v0.6, NVIDIA: config_DGX2_multi.sh, fit.py and logs (mlcommons/training_results_v0.6)",
+    chosen=("16 groups of equally many tensors: the submission asks its all-reduce for 16, by an order of its own",),
+    ranks=1_536,
+    cluster="dgx2h_v100",
+)
+def nvidia_resnet50() -> Config:
+    """The momentum buffer is rescaled when the rate changes, which a 33-epoch warm-up to 40.7 needs.
+
+    fp16 throughout, batch norm over 39 samples.
+
+    hyperbatch train nvidia_resnet50 --data DIR
+    """
+    return Config(
+        recipe="nvidia_resnet50",
+        model=ModelConfig(model="resnet50"),
+        data=DataConfig(crop_area=(0.05, 1.0)),
+        optim=OptimConfig(
+            momentum=0.9,
+            weight_decay=2e-4,
+            trust_coefficient=0.001,
+            momentum_rule="rescaled",
+            label_smoothing=0.1,
+            precision="fp16",
+        ),
+        schedule=ScheduleConfig(
+            epochs=90,
+            batch_phases=(BatchPhase(0, 59_904),),
+            lr=40.7,
+            warmup_epochs=33,
+            decay_power=2,
+            end_lr=1e-4,
+        ),
+        comm=CommConfig(grouping="equal", group_count=16),
+        run=RunConfig(target_top1=TARGET_TOP1, eval_every_epochs=4, eval_offset_epochs=1),
+    )

@@ -1,0 +1,232 @@
+"""Every recipe is complete, valid and says where its figures come from; published figures stand in them exactly."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from hyperbatch.config import Config
+from hyperbatch.errors import InputError
+from hyperbatch.recipes import DEFAULT, all_recipes, get_recipe
+from hyperbatch.recipes.listing import format_recipes, list_recipes
+from hyperbatch.recipes.mlperf import IMAGENET_SAMPLES, POINTS, nearest_point
+from hyperbatch.schedule import learning_rate, resolve_phases
+
+PUBLISHED = [
+    "facebook_resnet50",
+    "pfn_resnet50",
+    "you_resnet50",
+    "you_resnet50_16k",
+    "you_alexnet",
+    "tencent_resnet50",
+    "tencent_alexnet",
+    "sony_resnet50",
+    "sony_resnet50_2018",
+    "nvidia_resnet50",
+    "google_resnet50",
+    "fujitsu_resnet50",
+    "amazon_resnet152",
+    "krizhevsky_alexnet",
+]
+EVERYDAY = ["resnet50", "mlperf_resnet50", "cifar10", "imagenette", "tinyimagenet", "digits"]
+CLUSTERS = [
+    "abci",
+    "tencent_p40",
+    "stampede2_knl",
+    "stampede2_skx",
+    "facebook_p100",
+    "pfn_p100",
+    "dgx1_v100",
+    "dgx2h_v100",
+    "dgx_a100",
+    "dgx_h100",
+    "h200x8",
+    "cloud_h200_efa",
+    "local",
+]
+
+
+def test_every_name_of_the_design_is_there():
+    assert sorted(all_recipes()) == sorted(PUBLISHED + EVERYDAY)
+
+
+def test_listing_order_is_everyday_first_then_by_year():
+    names = list(all_recipes())
+    assert names[0] == DEFAULT
+    assert set(names[: len(EVERYDAY)]) == set(EVERYDAY)
+    assert names[-1] == "fujitsu_resnet50"
+
+
+@pytest.mark.parametrize("name", PUBLISHED + EVERYDAY)
+def test_recipe_is_complete(name):
+    recipe = get_recipe(name)
+    config = recipe.config()
+    assert isinstance(config, Config)  # construction checks every value
+    assert config.recipe == name
+    assert recipe.claim
+    assert recipe.source
+    assert all(recipe.chosen)
+    assert recipe.chosen
+    assert f"hyperbatch train{'' if name == DEFAULT else ' ' + name}" in recipe.notes  # the exact command
+    assert recipe.cluster in CLUSTERS
+    assert config.run.target_top1
+    # what it claims was run on so many ranks: the batch must divide
+    for phase in resolve_phases(config.schedule.batch_phases, config.data.train_samples, recipe.ranks):
+        assert phase.batch_per_rank * recipe.ranks == phase.global_batch
+    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize("name", PUBLISHED + EVERYDAY)
+def test_rate_starts_low_peaks_after_the_warm_up_and_ends_low(name):
+    config = get_recipe(name).config()
+    s, batch = config.schedule, config.global_batch
+    top = learning_rate(s, s.warmup_epochs, batch)
+    rates = [learning_rate(s, s.epochs * k / 500, batch) for k in range(500)]
+    assert max(rates) <= top * (1 + 1e-9)
+    assert rates[0] <= top / 3
+    assert rates[-1] <= top / 100
+
+
+# (recipe, epoch, published rate): start, peak and end of each schedule a source gives
+PUBLISHED_RATES = [
+    ("facebook_resnet50", 0, 0.1),
+    ("facebook_resnet50", 5, 3.2),
+    ("facebook_resnet50", 29.9, 3.2),
+    ("facebook_resnet50", 30, 0.32),
+    ("facebook_resnet50", 60, 0.032),
+    ("facebook_resnet50", 80, 0.0032),
+    ("you_resnet50", 5, 12.8),
+    ("you_resnet50_16k", 5, 6.4),
+    ("you_alexnet", 10, 33.0),
+    ("you_alexnet", 55, 33.0 / 4),  # half of the way down, to the power 2
+    ("you_alexnet", 100, 0.0),
+    ("tencent_resnet50", 31, 24.699),
+    ("nvidia_resnet50", 16.5, 40.7 / 2),
+    ("nvidia_resnet50", 33, 40.7),
+    ("nvidia_resnet50", 90, 1e-4),
+    ("google_resnet50", 25, 31.2),
+    ("google_resnet50", 25 + 2_007 * 32_768 / 1_281_167, 1e-4),
+    ("fujitsu_resnet50", 36, 13.0),
+    ("fujitsu_resnet50", 36 + 780 * 86_016 / 1_281_167, 13.0 * 0.0025),
+    ("amazon_resnet152", 5, 2.0),
+    ("krizhevsky_alexnet", 1, 0.08),
+]
+
+
+@pytest.mark.parametrize(("name", "epoch", "rate"), PUBLISHED_RATES)
+def test_published_rates(name, epoch, rate):
+    config = get_recipe(name).config()
+    assert learning_rate(config.schedule, epoch, config.global_batch) == pytest.approx(rate, rel=1e-9, abs=1e-12)
+
+
+def test_fujitsus_other_figures():
+    config = get_recipe("fujitsu_resnet50").config()
+    assert get_recipe("fujitsu_resnet50").ranks * 42 == config.global_batch == 86_016
+    o = config.optim
+    assert (o.momentum, o.weight_decay, o.trust_coefficient, o.lars_eps) == (0.96, 5e-5, 0.0025, 1e-9)
+    assert (o.decoupled_weight_decay, o.label_smoothing, o.precision) == (True, 0.1, "fp16")
+    assert config.schedule.decay_power == 2.2
+    assert (config.comm.grouping, config.comm.group_base, config.comm.wire_dtype) == ("cubic", 3, "fp16")
+    assert config.data.crop_area[1] == 0.9
+    assert config.data.crop_aspect == (2 / 3, 1.5)
+    assert config.data.full_crop_from_epoch == 85
+    # halfway through the decay: power 2.2 towards the end rate
+    half = learning_rate(config.schedule, 36 + 390 * 86_016 / 1_281_167, 86_016)
+    assert half == pytest.approx(0.0325 + (13 - 0.0325) * 0.5**2.2)
+
+
+def test_sonys_batch_control():
+    config = get_recipe("sony_resnet50_2018").config()
+    assert [phase.global_batch for phase in config.schedule.batch_phases] == [2_176 * 16, 2_176 * 32]
+    before, after = (learning_rate(config.schedule, 30, batch) for batch in (34_816, 69_632))
+    assert before == after  # the batch grows instead of the rate falling
+    assert get_recipe("sony_resnet50").config().global_batch == 3_456 * 16
+    assert config.comm.algorithm == "torus"
+
+
+def test_google_shares_batch_norm_over_128_samples():
+    recipe = get_recipe("google_resnet50")
+    config = recipe.config()
+    assert config.model.bn_group_ranks * config.global_batch // recipe.ranks == 128
+    assert config.comm.sharded_update
+
+
+def test_facebook_and_tencent_particulars():
+    facebook = get_recipe("facebook_resnet50").config()
+    assert facebook.model.zero_init_last_gamma
+    assert facebook.optim.optimizer == "sgd"
+    tencent = get_recipe("tencent_alexnet").config()
+    assert tencent.model.model == "alexnet_bn_pool5"
+    assert not tencent.optim.decay_norm_bias
+    assert tencent.comm.algorithm == "hybrid"
+
+
+@pytest.mark.parametrize("point", POINTS.values(), ids=lambda point: str(point.global_batch))
+def test_mlperf_rows(point):
+    recipe = get_recipe("mlperf_resnet50")
+    config = recipe.config(point.global_batch)
+    assert learning_rate(config.schedule, point.warmup_epochs, point.global_batch) == pytest.approx(point.lr)
+    assert learning_rate(config.schedule, config.schedule.epochs, point.global_batch) == pytest.approx(1e-4)
+    assert (config.optim.momentum, config.optim.weight_decay) == (point.momentum, point.weight_decay)
+    # a schedule that ended before the published convergence epoch, or long after it, would be misread steps
+    assert point.epochs_to_target <= config.schedule.epochs <= point.epochs_to_target + 6
+    assert recipe.batch_note(config) is None
+
+
+def test_mlperf_between_rows_takes_the_nearest_and_says_so():
+    recipe = get_recipe("mlperf_resnet50")
+    config = recipe.config(6_144)
+    assert nearest_point(6_144).global_batch == 8_192
+    assert learning_rate(config.schedule, 5, 6_144) == pytest.approx(17 * (6_144 / 8_192) ** 0.5)
+    note = recipe.batch_note(config)
+    assert note is not None
+    assert "8,192" in note
+    assert "6,144" in note
+
+
+def test_another_batch_scales_a_published_rate_and_says_so():
+    recipe = get_recipe("facebook_resnet50")
+    config = recipe.config(1_024)
+    assert learning_rate(config.schedule, 5, 1_024) == pytest.approx(0.4)
+    assert learning_rate(config.schedule, 0, 1_024) == pytest.approx(0.1)
+    assert "8,192" in str(recipe.batch_note(config))
+    assert recipe.batch_note(recipe.config()) is None
+
+
+def test_the_default_takes_the_same_path_as_the_large_ones():
+    config = get_recipe(DEFAULT).config()
+    assert config.optim.optimizer == "lars"
+    assert config.optim.label_smoothing == 0.1
+    assert config.schedule.warmup_epochs > 0
+    assert len(config.schedule.batch_phases) == 2
+    assert config.schedule.batch_phases[1].from_epoch < config.schedule.epochs
+    assert config.comm.grouping == "cubic"
+    assert config.run.target_top1 == 0.99
+    for ranks in (1, 2, 4):  # one GPU, two CPU processes, a 2x2 grid
+        resolve_phases(config.schedule.batch_phases, config.data.train_samples, ranks)
+
+
+def test_listing():
+    rows = list_recipes()
+    assert json.loads(json.dumps(rows)) == rows
+    assert {"name", "claim", "source", "ranks", "model", "global_batch", "target"} <= set(rows[0])
+    text = format_recipes()
+    assert all(row["name"] in text for row in rows)
+
+
+def test_unknown_recipe_names_the_nearest():
+    with pytest.raises(InputError, match="did you mean 'fujitsu_resnet50'"):
+        get_recipe("fujitsu_resnet")
+
+
+def test_imagenet_count_is_the_one_configs_assume():
+    assert Config().data.train_samples == IMAGENET_SAMPLES
+
+
+def test_recipes_load_no_torch():
+    code = (
+        "import sys; from hyperbatch.recipes.listing import format_recipes; format_recipes(); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
