@@ -55,14 +55,14 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers from at or below `low` to at or above `high`."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return [0.0, 1.0]
-    if high <= low:
-        high = low + (abs(low) or 1.0)
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-30):  # one value: give it room
+        high = low + (abs(low) if abs(low) > 1e-30 else 1.0)
     rough = (high - low) / about
     scale = 10.0 ** math.floor(math.log10(rough))
     step = next(scale * nice for nice in (1, 2, 2.5, 5, 10) if scale * nice >= rough * 0.999)
     first = math.floor(low / step + 1e-9)
     last = math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
 def time_unit(longest_s: float) -> tuple[str, float]:

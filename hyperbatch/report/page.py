@@ -51,14 +51,15 @@ def _title(runs: list[Run]) -> str:
 
 def curves(runs: list[Run]) -> list[Chart]:
     accuracy, loss, rate, batch, speed = [], [], [], [], []
+    points = POINTS // max(4, len(runs))
     for color, run in enumerate(runs):
-        keep = sample(run.steps, POINTS // max(4, len(runs)))
+        accuracy.append(_accuracy(run, color, points))
+        keep = sample(run.steps, points, extremes=("loss", "images_per_s"), changes="global_batch")
         x = {axis: [values[i] for i in keep] for axis, values in axis_values(run.steps).items()}
 
         def line(values: list[float], *, color=color, run=run, keep=keep, x=x, **options: bool) -> Line:
             return Line(label=run.name, color=color, x=x, y=[values[i] for i in keep], **options)
 
-        accuracy.append(Line(label=run.name, color=color, x=axis_values(run.evals), y=run.evals["top1"], dots=True))
         loss += [line(run.steps["loss"], faint=True), line(smooth(run.steps["loss"], 0.02))]
         speed += [line(run.steps["images_per_s"], faint=True), line(smooth(run.steps["images_per_s"], 0.01))]
         rate.append(line(run.steps["lr"]))
@@ -89,6 +90,15 @@ def curves(runs: list[Run]) -> list[Chart]:
         Chart(key="batch", title="Global batch", form="count", lines=batch),
         Chart(key="speed", title="Images per second", form="count", lines=speed),
     ]
+
+
+def _accuracy(run: Run, color: int, points: int) -> Line:
+    top1 = run.evals["top1"]
+    reached = next((i for i, value in enumerate(top1) if run.target is not None and value >= run.target), None)
+    also = set() if reached is None else {reached}
+    keep = sample(run.evals, points // 2, extremes=("top1",), changes="samples", also=also)
+    x = {axis: [values[i] for i in keep] for axis, values in axis_values(run.evals).items()}
+    return Line(label=run.name, color=color, x=x, y=[top1[i] for i in keep], dots=len(keep) <= 60)
 
 
 def _curves_card(title: str, drawn: list[Chart], runs: list[Run]) -> Html:

@@ -16,7 +16,7 @@ from hyperbatch.record import RunRecord, read_metrics
 
 AXES = ("time", "epoch", "step")
 _STEP_FIELDS = ("step", "epoch", "time_s", "loss", "lr", "global_batch", "images_per_s")
-_EVAL_FIELDS = ("step", "epoch", "time_s", "top1")
+_EVAL_FIELDS = ("step", "epoch", "time_s", "top1", "samples")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -105,24 +105,32 @@ def smooth(values: list[float], share: float) -> list[float]:
     return out
 
 
-def sample(columns: dict[str, list[float]], points: int) -> list[int]:
-    """Indices that keep the picture: the ends, every change of batch, each stretch's extremes of loss and speed."""
+def sample(
+    columns: dict[str, list[float]],
+    points: int,
+    *,
+    extremes: tuple[str, ...],
+    changes: str,
+    also: set[int] | None = None,
+) -> list[int]:
+    """About `points` indices that keep the picture: the ends, what is in `also`, where `changes` changes, and of each
+    stretch the least and the greatest of `extremes` and the first that is not a number.
+    """
     length = len(columns["step"])
     if length <= points:
         return list(range(length))
-    batch = columns["global_batch"]
-    keep = {0, length - 1}
-    changes = [i for i in range(1, length) if batch[i] != batch[i - 1]]
-    for i in changes[:points]:
-        keep |= {i - 1, i}
-    stretches = max(1, points // 4)
+    steady = columns[changes]
+    turns = [i for i in range(1, length) if steady[i] != steady[i - 1]]
+    keep = {0, length - 1, *(also or ())}
+    if len(turns) <= points // 4:
+        keep.update(i - side for i in turns for side in (0, 1))
+    stretches = max(1, points // (2 * len(extremes)))
     for part in range(stretches):
         span = range(part * length // stretches, (part + 1) * length // stretches)
-        for values in (columns["loss"], columns["images_per_s"]):
+        for values in (columns[name] for name in extremes):
             finite = [i for i in span if math.isfinite(values[i])]
             if finite:
                 keep |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
-        bad = next((i for i in span if math.isnan(columns["loss"][i])), None)
-        if bad is not None:
-            keep.add(bad)
+            if len(finite) < len(span):
+                keep.add(next(i for i in span if not math.isfinite(values[i])))
     return sorted(keep)

@@ -390,7 +390,8 @@ def changed_fields(record: RunRecord) -> dict[str, tuple[Any, Any]] | None:
         if not isinstance(here, dict) or spec.name not in here:
             continue
         before, now = usual[spec.section][spec.name], spec.coerce(here[spec.name])
-        if spec.coerce(before) != now:
+        chosen = spec.name == "nproc" and before == 0  # left to the launcher, which wrote down what it found
+        if spec.coerce(before) != now and not chosen:
             changed[spec.name] = (before, now)
     return changed
 

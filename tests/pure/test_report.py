@@ -1,0 +1,480 @@
+"""The report of a run: what it says, that it needs nothing from outside, and that no broken folder stops it."""
+
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hyperbatch.config import BatchPhase, Config, fields
+from hyperbatch.errors import InputError
+from hyperbatch.plan.types import GradGroup, GroupPlan, GroupTiming, StepTiming
+from hyperbatch.recipes import get_recipe
+from hyperbatch.record import Result, RunRecord, RunWriter
+from hyperbatch.report import sections, units, write_report
+from hyperbatch.report.chart import ticks
+from hyperbatch.report.markup import el
+from hyperbatch.report.runs import load_run, sample, smooth
+from hyperbatch.report.summary import summary
+from hyperbatch.report.watch import Follower, finished, spark, watch
+
+PLAN = GroupPlan(
+    strategy="cubic",
+    groups=(
+        GradGroup(index=0, parameters=("fc.weight", "fc.bias"), bytes=4000, dtype="float32", algorithm="torus"),
+        GradGroup(index=1, parameters=("conv1.weight",), bytes=1_000_000, dtype="float32"),
+    ),
+)
+TIMING = StepTiming(
+    step_s=0.010,
+    forward_s=0.003,
+    backward_s=0.005,
+    exposed_comm_s=0.0015,
+    update_s=0.0005,
+    groups=(
+        GroupTiming(index=0, algorithm="torus", bytes=4000, ready_s=0.004, start_s=0.004, end_s=0.006),
+        GroupTiming(index=1, algorithm="flat", bytes=1_000_000, ready_s=0.005, start_s=0.006, end_s=0.0095),
+    ),
+)
+
+
+def make_run(
+    folder: Path, *, steps: int = 40, reached: bool = True, config: Config | None = None, **fields
+) -> RunRecord:
+    """A folder as a run leaves it: the batch doubles in the middle, accuracy rises to 99.4 %."""
+    config = config or get_recipe("digits").config()
+    with RunWriter(folder, tensorboard=False) as writer:
+        for step in range(1, steps + 1):
+            writer.step(
+                step=step,
+                epoch=step / 10,
+                time_s=step / 5,
+                loss=2.0 / step,
+                lr=0.1 * step,
+                global_batch=32 if step <= steps // 2 else 64,
+                images_per_s=1000.0 + step,
+            )
+            if step % 10 == 0:
+                writer.eval(step=step, epoch=step / 10, time_s=step / 5, top1=0.994 * step / steps, samples=360)
+    values = {
+        "recipe": "digits",
+        "config": config.to_dict(),
+        "environment": {"torch": "2.13.0", "device": "cpu", "device_type": "cpu", "cores": 8},
+        "world_size": 2,
+        "grid": "1x2",
+        "result": Result(
+            reached=reached,
+            target_top1=0.99,
+            top1=0.994,
+            time_to_target_s=8.0 if reached else None,
+            train_s=7.5,
+            images_per_s=1234.0,
+            epochs=4.0,
+            steps=steps,
+        ),
+        "plan": PLAN.to_dict(),
+        "phases": [
+            {"from_position": 0, "global_batch": 32, "batch_per_rank": 16, "accumulation": 1, "first_step": 0},
+            {"from_position": 640, "global_batch": 64, "batch_per_rank": 32, "accumulation": 1, "first_step": 20},
+        ],
+        "trust_ratios": {"fc.weight": 0.02, "conv1.weight": 0.3, "fc.bias": 1.0},
+        "clock": {"init_s": 1.0, "train_s": 7.5, "eval_s": 0.5, "pause_s": 0.0},
+        "timing": TIMING.to_dict(),
+        "folder": str(folder),
+    }
+    record = RunRecord(**{**values, **fields})
+    record.save(folder)
+    return record
+
+
+class Page(HTMLParser):
+    """The page as text and tags; a tag that is not closed, or not in order, fails."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.texts))
+
+
+def report(*folders: Path, output: Path | None = None) -> Page:
+    return Page(write_report(list(folders), output).read_text(encoding="utf-8"))
+
+
+def test_a_report_says_what_the_run_did(tmp_path):
+    make_run(tmp_path)
+    page = report(tmp_path)
+    for expected in (
+        "reached 99 % top-1",
+        "8.0 s to target",
+        "99.4 %",
+        "1,234 img/s",
+        "617 per rank",
+        "4 epochs",
+        "32 → 64",
+        "Top-1 accuracy",
+        "Learning rate",
+        "exposed communication 1.5 ms",
+        "fc.weight … fc.bias",
+        "torus",
+        "How to run it again",
+        "hyperbatch train digits --nproc 2",
+        "2.13.0",
+    ):
+        assert expected in page.text, expected
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_report_needs_nothing_from_outside(tmp_path):
+    make_run(tmp_path)
+    page = report(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    assert set(re.findall(r"https?://[^\"' )]+", text)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "img", "iframe")
+        assert "src" not in attributes
+        assert "href" not in attributes
+    assert "@import" not in text
+    assert "url(" not in re.sub(r"url\(#", "", text)
+
+
+def test_texts_of_the_run_are_escaped(tmp_path):
+    evil = '</script><script>alert("x")</script>&amp;'
+    folder = tmp_path / "<u>run&"
+    config = get_recipe("digits").config().override(data=evil)
+    make_run(
+        folder,
+        config=config,
+        recipe=f"my.recipes:{evil}",
+        warnings=[evil],
+        environment={"device": evil, "device_type": "cuda"},
+        trust_ratios={evil: 0.5},
+    )
+    other = tmp_path / "<u>other"
+    make_run(other)
+    for page in (report(folder), report(folder, other, output=tmp_path / "both.html")):
+        assert [tag for tag, _ in page.tags].count("script") == 2  # the points and our own code
+        assert "u" not in [tag for tag, _ in page.tags]
+        assert evil in "".join(page.texts)
+
+
+def test_the_points_of_the_page_are_json_whatever_the_run_is_called(tmp_path):
+    folder = tmp_path / "<"
+    make_run(folder)
+    text = write_report([folder]).read_text()
+    match = re.search(r'<script type="application/json" id="points">(.*?)</script>', text)
+    assert match
+    points = json.loads(match[1])
+    assert set(points["charts"]) == {"accuracy", "loss", "rate", "batch", "speed"}
+    assert points["charts"]["accuracy"]["lines"][0]["y"][-1] == 0.994
+
+
+def test_changed_fields_are_highlighted_and_in_the_command(tmp_path):
+    config = get_recipe("digits").config().override(lr=0.123, seed=7, out="somewhere", nproc=2)
+    make_run(tmp_path, config=config)
+    page = report(tmp_path)
+    assert "hyperbatch train digits --lr 0.123 --seed 7 --nproc 2" in page.text
+    changed = [tag for tag, attributes in page.tags if attributes.get("class") == "changed"]
+    assert len(changed) == 2
+
+
+def test_the_command_parses_back_to_the_same_config(tmp_path):
+    config = (
+        get_recipe("digits")
+        .config()
+        .override(
+            batch_phases=(BatchPhase(0, 16), BatchPhase(1.5, 48)), milestones=(1.0, 2.5), data="a folder", nesterov=True
+        )
+    )
+    record = make_run(tmp_path, config=config)
+    specs = {spec.flag: spec for spec in fields()}
+    words = shlex.split(sections.command(record))[3:]
+    values = {specs[flag].name: specs[flag].parse(text) for flag, text in zip(words[::2], words[1::2], strict=True)}
+    values.pop("nproc")
+    assert get_recipe("digits").config().override(**values) == config
+
+
+def test_a_foreign_recipe_is_shown_without_importing_it(tmp_path):
+    make_run(tmp_path, recipe="this_module_does_not_exist:recipe")
+    page = report(tmp_path)
+    assert "is not a built-in recipe" in page.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"result": Result(target_top1=0.99, top1=0.5)}, "missed 99 %"),
+        ({"result": Result(top1=0.5, steps=3)}, "no target set"),
+        ({"result": Result(target_top1=0.99)}, "not evaluated"),
+        ({"error": "rank 1 died"}, "rank 1 died"),
+        ({"warnings": ["tensorboard/ is missing"]}, "tensorboard/ is missing"),
+        ({"plan": {}, "phases": [], "trust_ratios": {}, "clock": {}, "timing": {}, "environment": {}}, "digits"),
+        ({"world_size": 1, "grid": "1x1"}, "no exchange"),
+        ({"trust_ratios": {"a": math.nan, "b": 0.0}}, "digits"),
+        ({"trust_ratios": {"a": 0.5}}, "0.5"),
+        ({"config": {}}, "digits"),
+    ],
+)
+def test_any_outcome_has_a_report(tmp_path, fields, expected):
+    make_run(tmp_path, **fields)
+    assert expected in report(tmp_path).text
+
+
+def test_a_run_that_failed_before_its_first_step(tmp_path):
+    RunWriter(tmp_path, tensorboard=False).close()
+    page = report(tmp_path)
+    assert "no record.json" in page.text
+    assert "Nothing was recorded." in page.text
+    make_run(tmp_path, steps=0, result=Result(target_top1=0.99), error="out of memory", trust_ratios={}, timing={})
+    assert "out of memory" in report(tmp_path).text
+
+
+def test_half_written_files(tmp_path):
+    make_run(tmp_path)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('not json\n{"event":"step"}\n[1]\n{"event":"step","step":"x"}\n{"event":"step","step":99,"lo')
+    assert load_run(tmp_path).steps["step"] == list(range(1, 41))
+    (tmp_path / "record.json").write_text('{"schema": 1, "rec')
+    assert "is not valid JSON" in report(tmp_path).text
+    (tmp_path / "record.json").unlink()
+    assert "no record.json" in report(tmp_path).text
+    make_run(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    assert "8.0 s to target" in report(tmp_path).text
+
+
+def test_a_loss_that_is_not_a_number_breaks_the_curve_and_is_said(tmp_path):
+    make_run(tmp_path)
+    with RunWriter(tmp_path, resume_from_step=31, tensorboard=False) as writer:
+        for step in range(31, 41):
+            writer.step(
+                step=step, epoch=3, time_s=step / 5, loss=math.nan, lr=1, global_batch=64, images_per_s=math.inf
+            )
+    assert "not a number from step 31 on" in report(tmp_path).text
+    assert "nan" not in "".join(attributes.get("d") or "" for tag, attributes in report(tmp_path).tags if tag == "path")
+
+
+def test_a_single_step_is_a_dot(tmp_path):
+    make_run(tmp_path, steps=1)
+    assert "Training loss" in report(tmp_path).text
+
+
+@pytest.mark.parametrize("text", [None, ""])
+def test_not_a_run_folder(tmp_path, text):
+    folder = tmp_path / "x"
+    if text is not None:
+        folder.mkdir()
+    with pytest.raises(InputError, match="is not a run folder"):
+        write_report([folder])
+
+
+def test_no_folder_and_an_unwritable_place(tmp_path):
+    with pytest.raises(InputError, match="at least one"):
+        write_report([])
+    make_run(tmp_path)
+    with pytest.raises(InputError, match="cannot write"):
+        write_report([tmp_path], tmp_path / "no" / "such" / "folder.html")
+
+
+def test_several_runs_are_compared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = get_recipe("digits").config()
+    make_run(tmp_path / "a", config=base.override(lr=0.5))
+    make_run(tmp_path / "b", config=base.override(lr=0.25), reached=False)
+    RunWriter(tmp_path / "dead", tensorboard=False).close()
+    path = write_report([tmp_path / name for name in ("a", "b", "dead")])
+    page = Page(path.read_text())
+    assert path == Path("report.html")
+    assert "3 runs compared" in page.text
+    assert "What differs" in page.text
+    assert re.search(r"lr 0.5 0.25", page.text)
+    points = json.loads(re.search(r'id="points">(.*?)</script>', path.read_text())[1])  # type: ignore[index]
+    assert [line["label"] for line in points["charts"]["loss"]["lines"]] == ["a", "b", "dead"]
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path):
+    for parent in "xy":
+        make_run(tmp_path / parent / "run")
+    page = report(tmp_path / "x" / "run", tmp_path / "y" / "run", output=tmp_path / "both.html")
+    assert str(tmp_path / "x" / "run") in page.text
+
+
+def test_ten_thousand_steps_stay_below_a_megabyte(tmp_path):
+    make_run(tmp_path, steps=10_000)
+    assert write_report([tmp_path]).stat().st_size < 300_000
+    assert write_report([tmp_path] * 4, tmp_path / "many.html").stat().st_size < 1_000_000
+
+
+def columns(loss: list[float]) -> dict[str, list[float]]:
+    n = len(loss)
+    return {
+        "step": [float(i) for i in range(n)],
+        "loss": loss,
+        "images_per_s": [1.0] * n,
+        "global_batch": [32.0 if i < n * 0.7 else 64.0 for i in range(n)],
+    }
+
+
+def test_sampling_keeps_ends_spikes_and_changes():
+    loss = [1.0] * 5000
+    loss[1234], loss[3456] = 50.0, -5.0
+    loss[4000] = math.nan
+    kept = sample(columns(loss), 200, extremes=("loss", "images_per_s"), changes="global_batch", also={77})
+    assert kept == sorted(set(kept))
+    assert len(kept) <= 300
+    assert {0, 77, 4999, 1234, 3456, 4000, 3499, 3500} <= set(kept)
+    assert sample(columns(loss[:100]), 200, extremes=("loss",), changes="global_batch") == list(range(100))
+
+
+@given(st.floats(-1e9, 1e9), st.floats(0, 1e9))
+def test_ticks_are_few_rising_and_cover_the_range(low, span):
+    high = low + span
+    marks = ticks(low, high)
+    assert 2 <= len(marks) <= 9
+    assert all(b > a for a, b in itertools.pairwise(marks))
+    slack = 1e-6 * max(1.0, abs(low), abs(high))
+    assert marks[0] <= low + slack
+    assert marks[-1] >= high - slack
+
+
+def test_smoothing_keeps_a_constant_and_skips_nan():
+    assert smooth([2.0] * 300, 0.02) == pytest.approx([2.0] * 300)
+    values = smooth([2.0] * 150 + [math.nan] + [2.0] * 149, 0.02)
+    assert math.isnan(values[150])
+    assert values[151] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("got", "expected"),
+    [
+        (units.duration(0.00002), "20 µs"),
+        (units.duration(0.25), "250 ms"),
+        (units.duration(7.44), "7.4 s"),
+        (units.duration(122), "2 min 02 s"),
+        (units.duration(119.7), "2 min 00 s"),
+        (units.duration(7199.8), "2 h 00 min"),
+        (units.duration(None), "–"),
+        (units.percent(0.99), "99 %"),
+        (units.percent(0.7517), "75.17 %"),
+        (units.percent(1.0), "100 %"),
+        (units.percent(0.5, 0), "50 %"),
+        (units.count(1234.4), "1,234"),
+        (units.count(1_730_000), "1.73 M"),
+        (units.count(2e12), "2e+03 G"),
+        (units.count(32), "32"),
+        (units.count(math.nan), "–"),
+        (units.size(999), "999 B"),
+        (units.size(22_000_000), "22 MB"),
+        (units.plural(1, "rank"), "1 rank"),
+        (units.plural(2048, "rank"), "2,048 ranks"),
+    ],
+)
+def test_numbers_as_people_read_them(got, expected):
+    assert got == expected
+
+
+def test_markup_escapes_texts_and_attributes():
+    assert el("p", "<&>", title='"') == '<p title="&quot;">&lt;&amp;&gt;</p>'
+    assert el("p", el("b", "x"), None, ["y", 1]) == "<p><b>x</b>y1</p>"
+
+
+def test_the_closing_summary(tmp_path):
+    record = make_run(tmp_path, warnings=["one", "two"])
+    lines = summary(record).splitlines()
+    assert lines[0] == "digits reached 99 % top-1 in 8.0 s"
+    assert "1,234 images/s on 2 ranks" in summary(record)
+    assert "one (and 1 more in the report)" in summary(record)
+    assert lines[-1].endswith("report.html")
+    assert "missed its target of 99 % top-1" in summary(make_run(tmp_path, reached=False))
+    assert "failed: boom" in summary(make_run(tmp_path, error="boom"))
+    assert "no target" in summary(make_run(tmp_path, result=Result()))
+
+
+def test_watching_a_finished_run_prints_it_and_returns(tmp_path, capsys):
+    make_run(tmp_path / "run")
+    watch(tmp_path / "run")
+    out = capsys.readouterr().out
+    assert "step 40" in out
+    assert "reached 99 % top-1" in out
+    with pytest.raises(InputError):
+        watch(tmp_path / "none")
+
+
+def test_watching_once_a_run_that_has_not_begun(tmp_path, capsys):
+    watch(tmp_path, once=True)
+    assert "no step yet" in capsys.readouterr().out
+
+
+def test_following_reads_whole_lines_only_and_starts_over_with_a_new_run(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    follower = Follower(path)
+    follower.look()
+    path.write_text('{"event":"step","step":1}\n{"event":"eval","st')
+    follower.look()
+    assert (len(follower.steps), len(follower.evals)) == (1, 0)
+    with open(path, "a") as file:
+        file.write('ep":1}\n')
+    follower.look()
+    assert (len(follower.steps), len(follower.evals)) == (1, 1)
+    path.write_text('{"event":"step","step":1}\n')
+    follower.look()
+    assert (len(follower.steps), len(follower.evals)) == (1, 0)
+
+
+def test_a_record_older_than_the_metrics_is_of_the_attempt_before(tmp_path):
+    make_run(tmp_path)
+    assert finished(tmp_path)
+    os.utime(tmp_path / "record.json", (1, 1))
+    assert not finished(tmp_path)
+
+
+def test_sparklines():
+    assert spark([0.0, 1.0]) == "▁█"
+    assert spark([None, math.nan]) == ""
+    assert spark([1.0, None, 1.0]) == "▁ ▁"
+    assert len(spark([float(i) for i in range(1000)])) <= 48
+
+
+def test_reporting_loads_no_torch(tmp_path):
+    make_run(tmp_path)
+    code = """
+        import sys
+        from pathlib import Path
+        from hyperbatch.report import write_report
+        from hyperbatch.report.summary import summary
+        from hyperbatch.report.watch import watch
+        write_report([Path(sys.argv[1])])
+        assert not {"torch", "tensorboard", "numpy"} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], check=True)
