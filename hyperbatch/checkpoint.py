@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyperbatch.config import Config, format_value
+from hyperbatch.config import Config
 from hyperbatch.errors import InputError
 from hyperbatch.models.norm import merge_norm_statistics
 
@@ -84,21 +84,15 @@ def _load_newest(folder: Path) -> dict[str, Any]:
 
 def check_same_run(saved: Mapping[str, Any], config: Config) -> None:
     """InputError naming every field in which the resumed config differs and may not."""
-    new = config.to_dict()
     differences = [
-        f"{name} {format_value(_plain(saved.get(section, {}).get(name)))} -> {format_value(_plain(value))}"
-        for section, values in new.items()
+        f"{name} {saved.get(section, {}).get(name)} -> {value}"
+        for section, values in config.to_dict().items()
         if isinstance(values, Mapping)
         for name, value in values.items()
-        if name not in FREE_FIELDS and _plain(saved.get(section, {}).get(name)) != _plain(value)
+        if name not in FREE_FIELDS and saved.get(section, {}).get(name) != value
     ]
     if differences:
         raise InputError(f"--resume: the saved run had another config: {'; '.join(differences)}; use another --out")
-
-
-def _plain(value: Any) -> Any:
-    """Lists (from a file) and tuples compare alike."""
-    return tuple(_plain(v) for v in value) if isinstance(value, (list, tuple)) else value
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 class Console:
     """Silent when not enabled (every rank but 0)."""
 
-    def __init__(self, total_steps: int, *, first_step: int = 0, enabled: bool = True) -> None:
+    def __init__(self, *, enabled: bool = True) -> None:
         self._out = RichConsole(stderr=True, quiet=not enabled, highlight=False)
         self._live = enabled and sys.stderr.isatty()
         self._bar = Progress(
@@ -25,6 +25,8 @@ class Console:
             refresh_per_second=8,
             disable=not self._live,
         )
+
+    def start(self, total_steps: int, first_step: int = 0) -> None:
         self._task = self._bar.add_task("", total=total_steps, completed=first_step)
         self._bar.start()
 

@@ -19,7 +19,8 @@ def claim_folder(out: Path, *, resume: bool) -> None:
     """Makes the run's folder, or says why it cannot be this run's."""
     if resume and not out.is_dir():
         raise InputError(f"--resume: {out} does not exist; give --out the folder of the run to continue")
-    if not resume and (out / "metrics.jsonl").exists():
+    metrics = out / "metrics.jsonl"
+    if not resume and metrics.exists() and metrics.stat().st_size > 0:
         raise InputError(f"--out {out} already holds a run; continue it with --resume or choose another folder")
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,7 @@ from hyperbatch.engine.ranks import Ranks, share
 from hyperbatch.errors import InputError
 from hyperbatch.models import create_model
 from hyperbatch.models.norm import set_norm_group
+from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.optim.build import build_optimizer, load_named_state, named_state
 from hyperbatch.optim.precision import LossScaler, working_dtype
 from hyperbatch.plan.types import GroupPlan, RankGrid
@@ -57,7 +58,7 @@ class Job:
     arena: Arena
     plan: GroupPlan
     sync: GradSync
-    optimizer: torch.optim.Optimizer
+    optimizer: LayerwiseOptimizer
     scaler: LossScaler
     loader: TrainLoader
     phases: tuple[Phase, ...]
@@ -87,9 +88,8 @@ class Job:
         self.loader.close()
 
 
-def build_job(config: Config, ranks: Ranks, device: torch.device, out: Path, clock: Clock) -> Job:
-    """Builds the run, or rebuilds it from the newest checkpoint in `out` when the config says resume."""
-    saved = checkpoint.load(out) if config.run.resume else None
+def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[str, Any] | None, clock: Clock) -> Job:
+    """Builds the run, or rebuilds it as the checkpoint `saved` left it."""
     if saved is not None:
         checkpoint.check_same_run(saved["config"], config)
     train_set, eval_set = open_data(config.data)
@@ -107,7 +107,7 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, out: Path, clo
     if config.model.init_from is not None and saved is None:
         path = Path(config.model.init_from)
         state.load_weights(model, checkpoint.load_weights(path), where=str(path))
-    model.to(device=device, memory_format=torch.channels_last)
+    model.to(device).to(memory_format=torch.channels_last)
     if dtype == torch.float64:
         model.double()
 
@@ -204,7 +204,7 @@ def _norm_group(size: int, ranks: Ranks) -> dist.ProcessGroup | None:
     """The neighbours this rank shares batch-norm statistics with; every rank makes every group, as torch requires."""
     if ranks.world_size % size:
         raise InputError(f"--bn-group-ranks {size} does not divide the {ranks.world_size} ranks")
-    mine = None
+    mine: Any = None
     for first in range(0, ranks.world_size, size):
         group = dist.new_group(list(range(first, first + size)))
         if first <= ranks.rank < first + size:

@@ -11,20 +11,23 @@ import platform
 import socket
 import statistics
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import hyperbatch
+from hyperbatch.config import Config
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.console import Console
 from hyperbatch.engine.job import Job
+from hyperbatch.engine.ranks import Ranks
 from hyperbatch.engine.steptimer import Marks, StepTimer
 from hyperbatch.errors import RunFailed
+from hyperbatch.mllog import MlperfEvents
 from hyperbatch.plan.types import GroupTiming, StepTiming
 from hyperbatch.record import Result, RunRecord, RunWriter
 from hyperbatch.schedule import Step, total_steps
@@ -34,45 +37,71 @@ class _Pending(NamedTuple):
     step: Step
     loss: Tensor
     rate: float
-    start_s: float  # run time at the step's start
+    end_s: float  # run time when it was launched
     marks: Marks
     groups: tuple[GroupTiming, ...]
 
 
 class Journal:
-    """Every rank has one, since the logged loss is a mean over ranks; only rank 0's writes."""
+    """Every rank has one, since the logged loss is a mean over ranks; only rank 0's writes.
 
-    def __init__(self, job: Job, out: Path, clock: Clock) -> None:
-        self.job, self.out, self.clock = job, out, clock
-        chief = job.ranks.rank == 0
-        progress = job.progress
-        resume_from = progress.step + 1 if job.config.run.resume else None
-        self.writer = RunWriter(out, resume_from_step=resume_from) if chief else None
-        epochs = job.config.schedule.epochs
-        self.console = Console(
-            total_steps(job.phases, len(job.train_set), epochs), first_step=progress.step, enabled=chief
-        )
+    As a context manager it leaves a readable folder when the run fails, too.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks, out: Path, clock: Clock, *, resume_from_step: int | None) -> None:
+        self.config, self.out, self.clock = config, out, clock
+        chief = ranks.rank == 0
+        self.writer = RunWriter(out, resume_from_step=resume_from_step) if chief else None
+        self.mlperf = MlperfEvents(self.writer, config, platform=platform.node()) if self.writer is not None else None
+        if self.mlperf is not None:
+            self.mlperf.init_start()
+        self.console = Console(enabled=chief)
         self._pending: _Pending | None = None
         self._timings: list[StepTiming] = []
-        self._last_s, self._last_position = 0.0, progress.position
-        self._first_position = progress.position
         self._phase_starts: dict[int, int] = {}  # index of the phase -> first step in it
 
-    def start(self) -> None:
-        self._last_s = self.clock.run_s
-        self._first_train_s = self.clock.seconds["train"]
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        self.console.close()
+        if self.writer is not None:
+            self.writer.close()
+
+    def start(self, job: Job) -> None:
+        """The run's time begins here."""
+        self.job = job
+        samples, epochs = len(job.train_set), self.config.schedule.epochs
+        self._last_s, self._last_position = self.clock.run_s, job.progress.position
+        self.console.start(total_steps(job.phases, samples, epochs), job.progress.step)
+        if self.mlperf is not None:
+            self.mlperf.run_start(
+                train_samples=samples,
+                eval_samples=len(job.eval_set),
+                world_size=job.ranks.world_size,
+                batch_per_rank=job.phases[0].batch_per_rank,
+                accumulation=job.phases[0].accumulation,
+            )
+            self.mlperf.block_start(self._epoch, min(epochs, self._epoch + self.config.run.eval_every_epochs))
+
+    @property
+    def _epoch(self) -> float:
+        return self.job.progress.position / len(self.job.train_set)
 
     def step(self, step: Step, loss: Tensor, rate: float, timer: StepTimer) -> None:
         """Books a step just launched, and writes the one before it."""
         self.flush()
         phase = self.job.phases.index(step.phase)
         self._phase_starts.setdefault(phase, step.index)
-        if step.index % self.job.config.run.log_every_steps and self.job.progress.step > 1:
+        if step.index % self.config.run.log_every_steps and self.job.progress.step > 1:
             return
         if self.job.comm.world is not None:
             dist.all_reduce(loss, group=self.job.comm.world)
             loss = loss / self.job.ranks.world_size
-        self._pending = _Pending(step, loss, rate, self.clock.run_s, timer.marks(), self.job.sync.timings())
+        # On a GPU reading group times waits for the device, so a few steps must do.
+        sampled = self.job.device.type == "cpu" or step.index % 100 == 50
+        groups = self.job.sync.timings() if sampled else ()
+        self._pending = _Pending(step, loss, rate, self.clock.run_s, timer.marks(), groups)
 
     def flush(self) -> None:
         if self._pending is None:
@@ -90,6 +119,9 @@ class Journal:
                 f"the loss became {loss} at step {step.index + 1} (epoch {step.epoch:.2f}, rate {rate:.4g}); "
                 f"lower --lr, lengthen --warmup-epochs or use --precision bf16"
             )
+        # GradSync counts from its last begin(), which follows the last forward.
+        forward_end = max(end for name, _, end in marks.spans() if name == "forward")
+        groups = tuple(shifted(group, forward_end) for group in groups)
         timing = marks.timing(groups)
         self._timings.append(timing)
         epoch = position / samples
@@ -119,29 +151,42 @@ class Journal:
                 )
         self.console.step(step.index + 1, epoch, loss, rate, images_per_s)
 
-    def eval(self, top1: float, samples: int) -> None:
-        progress = self.job.progress
-        epoch, now = progress.position / len(self.job.train_set), self.clock.run_s
-        self._last_s = now  # evaluation does not count against images/s
-        if self.writer is not None:
-            self.writer.eval(step=progress.step, epoch=epoch, time_s=now, top1=top1, samples=samples)
-        self.console.eval(progress.step, epoch, top1, self.job.config.run.target_top1)
+    def eval_start(self) -> None:
+        if self.mlperf is not None:
+            self.mlperf.eval_start(self._epoch)
 
-    def close(self) -> RunRecord:
+    def eval(self, top1: float, samples: int) -> None:
+        step, epoch, now = self.job.progress.step, self._epoch, self.clock.run_s
+        self._last_s = now  # evaluation does not count against images/s
+        if self.writer is not None and self.mlperf is not None:
+            self.writer.eval(step=step, epoch=epoch, time_s=now, top1=top1, samples=samples)
+            self.mlperf.eval_stop(epoch, top1)
+            until = min(self.config.schedule.epochs, epoch + self.config.run.eval_every_epochs)
+            if until > epoch and not (self.config.run.stop_at_target and self._reached):
+                self.mlperf.block_start(epoch, until)
+        self.console.eval(step, epoch, top1, self.config.run.target_top1)
+
+    @property
+    def _reached(self) -> bool:
+        return self.job.progress.time_to_target_s is not None
+
+    def finish(self) -> RunRecord:
         """Writes what is pending and the record."""
         self.flush()
         self.clock.switch("pause")
+        if self.mlperf is not None:
+            self.mlperf.run_stop(self._reached)
         job, progress = self.job, self.job.progress
         clock = self.clock.state_dict()
-        target = job.config.run.target_top1
+        target = self.config.run.target_top1
         record = RunRecord(
-            recipe=job.config.recipe,
-            config=job.config.to_dict(),
+            recipe=self.config.recipe,
+            config=self.config.to_dict(),
             environment=environment(job),
             world_size=job.ranks.world_size,
             grid=str(job.comm.grid),
             result=Result(
-                reached=progress.time_to_target_s is not None,
+                reached=self._reached,
                 target_top1=target,
                 top1=progress.top1,
                 time_to_target_s=progress.time_to_target_s,
@@ -155,16 +200,19 @@ class Journal:
             phases=[
                 asdict(job.phases[index]) | {"first_step": first} for index, first in sorted(self._phase_starts.items())
             ],
-            trust_ratios=job.optimizer.trust_ratios() if hasattr(job.optimizer, "trust_ratios") else {},
+            trust_ratios=job.optimizer.trust_ratios(),
             clock=clock,
             timing=typical(self._timings).to_dict() if self._timings else {},
             folder=str(self.out),
         )
-        self.console.close()
         if self.writer is not None:
-            self.writer.close()
+            record.warnings += self.writer.warnings
             record.save(self.out)
         return record
+
+
+def shifted(group: GroupTiming, by_s: float) -> GroupTiming:
+    return replace(group, ready_s=group.ready_s + by_s, start_s=group.start_s + by_s, end_s=group.end_s + by_s)
 
 
 def typical(timings: list[StepTiming]) -> StepTiming:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hyperbatch import checkpoint
 from hyperbatch.config import Config
 from hyperbatch.data.loader import Batch, eval_batches
 from hyperbatch.engine.clock import Clock
@@ -34,11 +35,14 @@ def run(config: Config, ranks: Ranks) -> RunRecord:
         torch.backends.cudnn.benchmark = not config.run.deterministic
         torch.use_deterministic_algorithms(config.run.deterministic)
         out = settle_folder(config, ranks)
-        job = build_job(config, ranks, device, out, clock)
-        try:
-            return train_job(job, out, clock)
-        finally:
-            job.close()
+        saved = checkpoint.load(out) if config.run.resume else None
+        resume_from = None if saved is None else saved["progress"]["step"] + 1
+        with Journal(config, ranks, out, clock, resume_from_step=resume_from) as journal:
+            job = build_job(config, ranks, device, saved, clock)
+            try:
+                return train_job(job, journal, clock)
+            finally:
+                job.close()
 
 
 def settle_folder(config: Config, ranks: Ranks) -> Path:
@@ -56,15 +60,14 @@ def settle_folder(config: Config, ranks: Ranks) -> Path:
     return out
 
 
-def train_job(job: Job, out: Path, clock: Clock) -> RunRecord:
+def train_job(job: Job, journal: Journal, clock: Clock) -> RunRecord:
     config, progress, samples = job.config, job.progress, len(job.train_set)
-    journal = Journal(job, out, clock)
     timer = StepTimer(job.device)
     plan = steps(job.phases, samples, config.schedule.epochs, index=progress.step, position=progress.position)
     todo, ahead = itertools.tee(plan)
     batches = job.loader.batches(ahead)
     clock.switch("train")
-    journal.start()
+    journal.start(job)
 
     for step in todo:
         rate = learning_rate(config.schedule, step.epoch, step.phase.global_batch)
@@ -86,10 +89,10 @@ def train_job(job: Job, out: Path, clock: Clock) -> RunRecord:
             finished = finished or (reached and config.run.stop_at_target)
         if finished or stopped or due(config.run.checkpoint_every_epochs, 0.0, step, samples):
             with clock.booked("pause"):
-                job.save(out, clock)
+                job.save(journal.out, clock)
         if finished or stopped:
             break
-    return journal.close()
+    return journal.finish()
 
 
 def train_step(job: Job, step: Step, batches: Iterator[Batch], timer: StepTimer) -> Tensor:
@@ -125,6 +128,7 @@ def evaluate_job(job: Job, clock: Clock, journal: Journal) -> bool:
         device=job.device,
         dtype=job.dtype,
     )
+    journal.eval_start()
     with clock.booked("eval"):
         top1, samples = evaluate(job.model, batches, job.comm.world)
     target = job.config.run.target_top1

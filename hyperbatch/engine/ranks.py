@@ -140,7 +140,7 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
         torch.cuda.set_device(chosen)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks.local_size))
-    if ranks.world_size == 1:
+    if ranks.world_size == 1 or dist.is_initialized():  # alone, or in a process group the caller opened and will close
         yield chosen
         return
     # torchrun's agent already runs the store its workers meet at; elsewhere rank 0 opens one.

@@ -30,7 +30,7 @@ class Marks:
         return spans
 
     def timing(self, groups: tuple[GroupTiming, ...]) -> StepTiming:
-        seconds = dict.fromkeys(("data_wait", "forward", "backward", "exposed_comm", "update"), 0.0)
+        seconds: dict[str, float] = dict.fromkeys(("data_wait", "forward", "backward", "exposed_comm", "update"), 0.0)
         spans = self.spans()
         for name, start, end in spans:
             seconds[name] += end - start

@@ -1,0 +1,116 @@
+"""Is this machine fit to train? What is installed and seen, and whether every all-reduce gives the right values."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hyperbatch.launch import default_nproc, start_ranks
+
+OPTIONAL = ("triton", "torchvision", "timm", "simplejpeg", "tensorboard", "safetensors")
+
+
+def doctor(*, collectives: bool = False, nproc: int | None = None) -> dict[str, Any]:
+    """{"ok", "checks": [{"name", "ok", "detail"}], "collectives": rows}; a check that is not ok says what to do."""
+    checks = [_python(), _torch(), *_packages(), _devices(), _network(), _disk()]
+    rows: list[dict[str, Any]] = []
+    if collectives:
+        ranks = nproc or default_nproc("auto")
+        if ranks == 1:
+            checks.append(_check("collectives", False, "one process exchanges nothing; give --nproc 2 or more"))
+        else:
+            rows = _collectives(ranks)
+            wrong = [row["name"] for row in rows if not row["correct"]]
+            detail = f"wrong values: {', '.join(wrong)}" if wrong else f"{len(rows)} cases right on {ranks} ranks"
+            checks.append(_check("collectives", not wrong, detail))
+    return {"ok": all(check["ok"] for check in checks), "checks": checks, "collectives": rows}
+
+
+def _check(name: str, ok: bool, detail: str) -> dict[str, Any]:
+    return {"name": name, "ok": ok, "detail": detail}
+
+
+def _python() -> dict[str, Any]:
+    return _check("python", sys.version_info >= (3, 11), platform.python_version())
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    detail = torch.__version__ + ("" if version >= (2, 11) else ": hyperbatch needs 2.11 or newer")
+    return _check("torch", version >= (2, 11), detail)
+
+
+def _packages() -> list[dict[str, Any]]:
+    checks = []
+    for name in OPTIONAL:
+        try:
+            detail = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            detail = "not installed (optional)"
+        checks.append(_check(name, True, detail))
+    return checks
+
+
+def _devices() -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return _check("device", True, f"CPU, {os.cpu_count()} cores; no GPU is seen by torch")
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
+    return _check("device", True, f"{len(names)} x {names[0]}, CUDA {torch.version.cuda}, NCCL {nccl}")
+
+
+def _network() -> dict[str, Any]:
+    host = socket.gethostname()
+    try:
+        return _check("network", True, f"{host} is {socket.gethostbyname(host)}")
+    except OSError:
+        # Gloo looks the host name up; without an entry it cannot start over several hosts.
+        return _check("network", True, f"{host} has no address; set GLOO_SOCKET_IFNAME for runs over several hosts")
+
+
+def _disk() -> dict[str, Any]:
+    free = shutil.disk_usage(".").free
+    return _check("disk", free > 1e9, f"{free / 1e9:.0f} GB free here" + ("" if free > 1e9 else ": too little"))
+
+
+def _collectives(nproc: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="hyperbatch-") as scratch:
+        answer = Path(scratch) / "collectives.json"
+        start_ranks(nproc, "hyperbatch.engine.doctor", answer)
+        return json.loads(answer.read_text())
+
+
+def _collectives_rank(answer: Path) -> None:
+    from hyperbatch.comm.doctor import check_collectives
+    from hyperbatch.engine.ranks import find_ranks, join
+
+    ranks = find_ranks()
+    assert ranks is not None, "started by `start_ranks`"
+    with join(ranks, "auto", timeout_s=60) as device:
+        result = check_collectives(device)
+    if ranks.rank == 0:
+        answer.write_text(json.dumps(result["rows"]))
+
+
+def format_doctor(values: dict[str, Any]) -> str:
+    lines = [f"{'ok ' if check['ok'] else 'NO '} {check['name']:12} {check['detail']}" for check in values["checks"]]
+    for row in values["collectives"]:
+        verdict = "right" if row["correct"] else "WRONG"
+        lines.append(f"    {row['name']:28} {verdict}  {row['median'] * 1e3:8.2f} ms  {row['gb_per_s']:6.2f} GB/s")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    _collectives_rank(Path(sys.argv[1]))

@@ -1,0 +1,136 @@
+"""Whole runs on several real processes: exactness over world sizes, determinism, resume, evaluation."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from toy import config, flat_weights, same_bits
+
+from hyperbatch.config import BatchPhase
+from hyperbatch.engine.loop import run
+from hyperbatch.engine.ranks import Ranks
+from hyperbatch.record import RunRecord
+
+
+def ranks_here():
+    if not dist.is_initialized():
+        return Ranks()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return Ranks(rank=rank, world_size=size, local_rank=rank, local_size=size, launcher="test")
+
+
+def train_rank(rank, values):
+    return run(config(**values), ranks_here()).to_dict()
+
+
+def train(world_size, out, **values):
+    """One run; returns rank 0's record and the weights it saved."""
+    values = {"out": str(out), **values}
+    if world_size == 1:
+        torch.set_num_threads(1)
+        record = train_rank(0, values)
+    else:
+        record = run_ranks(world_size, train_rank, values, timeout_s=120)[0]
+    return record, flat_weights(out)
+
+
+@pytest.mark.parametrize("algorithm", ["flat", "torus"])
+def test_world_sizes_agree_with_one_process_in_float64(tmp_path, algorithm):
+    """The same global batch on 1, 2, 3 and 4 ranks: equal to rounding after 20 steps."""
+    values = {"precision": "fp64", "max_steps": 20, "epochs": 8.0, "algorithm": algorithm}
+    _, alone = train(1, tmp_path / "1", **values)
+    for world_size, grid in ((2, "2x1"), (3, "1x3"), (4, "2x2")):
+        _, together = train(world_size, tmp_path / str(world_size), grid=grid, **values)
+        for name, tensor in alone.items():
+            assert tensor.dtype == torch.float64
+            assert (tensor - together[name]).abs().max() <= 1e-10, (world_size, name)
+
+
+def test_accumulation_equals_one_large_batch(tmp_path):
+    values = {"precision": "fp64", "max_steps": 8}
+    _, whole = train(1, tmp_path / "1", **values)
+    record, parts = train(1, tmp_path / "2", accumulate=4, **values)
+    assert record["phases"][0]["accumulation"] == 4
+    assert record["phases"][0]["batch_per_rank"] == 6
+    assert all((whole[name] - parts[name]).abs().max() <= 1e-12 for name in whole)
+
+
+@pytest.mark.parametrize("model", ["toy:plain", "toy:normed"])
+def test_same_seed_same_bits(tmp_path, model):
+    _, first = train(2, tmp_path / "a", model=model)
+    _, second = train(2, tmp_path / "b", model=model)
+    _, other = train(2, tmp_path / "c", model=model, seed=1)
+    assert same_bits(first, second)
+    assert not same_bits(first, other)
+
+
+@pytest.mark.parametrize("model", ["toy:plain", "toy:normed"])
+def test_stop_and_resume_equals_no_stop(tmp_path, model):
+    """Bit for bit: weights, momentum, batch-norm statistics of each rank, and the metric lines."""
+    whole, unbroken = train(2, tmp_path / "whole", model=model)
+    train(2, tmp_path / "parts", model=model, max_steps=13)
+    record, resumed = train(2, tmp_path / "parts", model=model, resume=True)
+    assert same_bits(unbroken, resumed)
+    assert record["result"]["steps"] == whole["result"]["steps"]
+    assert record["result"]["top1"] == whole["result"]["top1"]
+
+    def losses(folder):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [(line["step"], line.get("loss"), line.get("top1")) for line in lines]
+
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_resume_on_another_world_size(tmp_path):
+    """Nothing is lost or repeated: in float64 without batch norm the end equals the unbroken run's to rounding."""
+    _, unbroken = train(1, tmp_path / "whole", precision="fp64")
+    train(3, tmp_path / "parts", precision="fp64", max_steps=9)
+    _, resumed = train(2, tmp_path / "parts", precision="fp64", resume=True)
+    assert all((unbroken[name] - resumed[name]).abs().max() <= 1e-10 for name in unbroken)
+
+
+def test_batch_norm_is_kept_per_rank_and_merged_when_the_world_changes(tmp_path):
+    _, saved = train(2, tmp_path / "run", model="toy:normed", max_steps=5)
+    means = saved["norm.1.running_mean"]
+    assert means.shape == (2, 8)
+    assert not torch.equal(means[0], means[1])
+    _, after = train(1, tmp_path / "run", model="toy:normed", resume=True, bn_momentum=0.1, max_steps=6)
+    assert after["norm.1.running_mean"].shape == (1, 8)
+    assert after["norm.1.num_batches_tracked"].item() == 6
+
+
+def test_record_proves_groups_batch_change_and_trust_ratios(tmp_path):
+    record, _ = train(2, tmp_path / "run")
+    again = RunRecord.load(tmp_path / "run").to_dict()
+    assert again["plan"] == json.loads(json.dumps(record["plan"]))
+    assert len(record["plan"]["groups"]) >= 2
+    assert [phase["global_batch"] for phase in record["phases"]] == [24, 48]
+    assert record["phases"][1]["first_step"] == 20
+    ratios = record["trust_ratios"]
+    assert ratios
+    assert all(ratio > 0 and ratio != 1 for ratio in ratios.values())
+    batches = [
+        json.loads(line)["global_batch"]
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        if '"event":"step"' in line.replace(" ", "")
+    ]
+    assert sorted(set(batches)) == [24, 48]
+
+
+def test_training_learns(tmp_path):
+    record, _ = train(2, tmp_path / "run", target_top1=0.9, epochs=10.0)
+    assert record["result"]["reached"]
+    assert record["result"]["time_to_target_s"] > 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+def test_evaluation_counts_each_sample_once(tmp_path, world_size):
+    """50 validation images in batches of 7: neither divides by any of the world sizes but 1, 2 and 5."""
+    phases = (BatchPhase(0, 60),)
+    train(world_size, tmp_path, batch_phases=phases, max_steps=2, eval_every_epochs=0.25, eval_batch_per_rank=7)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    evals = [line for line in lines if line["event"] == "eval"]
+    assert [line["samples"] for line in evals] == [50, 50]
+    assert all((line["top1"] * 50).is_integer() for line in evals)

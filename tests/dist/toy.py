@@ -1,0 +1,84 @@
+"""A model without batch norm, one with it, and a small data set: what the training tests train."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from hyperbatch.config import BatchPhase, Config
+from hyperbatch.data.source import ArraySource
+
+
+def data(config):
+    """Four classes of noisy 8x8 images; 240 to train on, 50 to validate on."""
+    generator = np.random.default_rng(7)
+    prototypes = generator.integers(40, 216, size=(4, 8, 8, 1))
+
+    def split(name, count):
+        labels = np.arange(count) % 4
+        images = prototypes[labels] + generator.normal(0, 40, size=(count, 8, 8, 1))
+        images = images.clip(0, 255).astype(np.uint8)
+        return ArraySource(name, images, labels.astype(np.int64), classes=("a", "b", "c", "d"))
+
+    return split("train", 240), split("val", 50)
+
+
+def plain(classes, in_channels):
+    """No batch norm: every sample is independent of the others, so splitting a batch changes nothing but rounding."""
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 8, 3, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(8, 8, 3, padding=1, stride=2),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(8 * 16, 16),
+        nn.Tanh(),
+        nn.Linear(16, classes),
+    )
+
+
+def normed(classes, in_channels):
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.Flatten(),
+        nn.Linear(8 * 64, classes),
+    )
+
+
+def config(**values):
+    """A few steps of LARS on the toy data."""
+    defaults = {
+        "dataset": "toy:data",
+        "model": "toy:plain",
+        "image_size": 8,
+        "eval_size": 8,
+        "eval_resize": 8,
+        "augment": "shift",
+        "shift_pixels": 1,
+        "flip": False,
+        "epochs": 4.0,
+        "warmup_epochs": 1.0,
+        "batch_phases": (BatchPhase(0, 24), BatchPhase(2, 48)),
+        "lr": 2.0,
+        "weight_decay": 1e-3,
+        "eval_every_epochs": 1.0,
+        "group_base": 1,
+        "device": "cpu",
+    }
+    return Config(recipe="toy").override(**{**defaults, **values})
+
+
+def flat_weights(folder):
+    """All weights of a run's newest checkpoint, by name."""
+    from pathlib import Path
+
+    from hyperbatch import checkpoint
+
+    state = checkpoint.load(Path(folder))
+    return {**state["model"], **{f"norm.{name}": tensor for name, tensor in state["norm"].items()}}
+
+
+def same_bits(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
