@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -230,3 +231,10 @@ def test_recipes_load_no_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_docs_list_every_recipe_with_its_claim():
+    text = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    for name, recipe in all_recipes().items():
+        assert f"| `{name}` |" in text
+        assert recipe.claim in text
