@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 # Not plain fork: the test process may have run backward already, and autograd does not survive a fork after that.
-# The fork server imports torch once, does nothing else, and every rank is a fork of it.
+# The fork server imports torch once (dynamo too, which every DDP asks for), does nothing else, and every rank is a fork
+# of it.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "hyperbatch.comm", "hyperbatch.arena", "pytest"])
+_context.set_forkserver_preload(["torch", "torch._dynamo", "hyperbatch.comm", "hyperbatch.arena", "pytest"])
 
 
 class RankFailed(AssertionError):

@@ -1,0 +1,134 @@
+"""Our parts in a plain DDP script: the hook, the bucket caps, and the example before and after."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hyperbatch.comm import GridComm
+from hyperbatch.comm.ddp import ddp_bucket_bytes, ddp_kwargs, param_specs, register_ddp_hook
+from hyperbatch.errors import InputError
+from hyperbatch.plan.strategies import plan_groups
+from hyperbatch.plan.types import RankGrid
+
+ROOT = Path(__file__).parents[2]
+HAS_CAP_LIST = "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel.__init__).parameters
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+
+
+def train(ddp: DistributedDataParallel, rank: int, steps: int = 20) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 8, dtype=torch.float64, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def hooked(rank: int) -> None:
+    comm = GridComm(RankGrid(2, 2))
+    plan = plan_groups(param_specs(network()), "cubic", base=1)
+    plain = network()
+    train(DistributedDataParallel(plain), rank)
+    for algorithm in ("flat", "hierarchical", "torus", "hybrid"):
+        model = network()
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **ddp_kwargs(plan))
+        register_ddp_hook(ddp, comm, algorithm=algorithm, hybrid_switch_bytes=500)
+        train(ddp, rank)
+        difference = max((a - b).abs().max().item() for a, b in zip(model.parameters(), plain.parameters()))
+        assert difference < 1e-13, (algorithm, difference)  # fp64 rounding of 20 steps
+
+    model = network()
+    ddp = DistributedDataParallel(model)
+    register_ddp_hook(ddp, comm, wire_dtype=torch.float16)
+    train(ddp, rank, 5)
+    flat = torch.cat([param.grad.view(-1) for param in model.parameters() if param.grad is not None])
+    assert torch.equal(flat, flat.half().double()), "the last gradients came over a 16-bit wire"
+    with pytest.raises(InputError, match="did you mean 'torus'"):
+        register_ddp_hook(DistributedDataParallel(network()), comm, algorithm="toros")
+
+
+def test_training_with_the_hook_equals_plain_ddp() -> None:
+    run_ranks(4, hooked)
+
+
+def buckets(rank: int, strategy: str, options: dict) -> tuple[list[int], tuple[int, ...]]:
+    model = network()
+    plan = plan_groups(param_specs(model), strategy, **options)
+    ddp = DistributedDataParallel(model, **ddp_kwargs(plan))
+    train(ddp, rank, 3)
+    return [group.bytes for group in plan.groups], ddp_bucket_bytes(ddp)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("single", {}), ("cubic", {"base": 1}), ("equal", {"count": 2}), ("per_layer", {})]
+)
+def test_buckets_follow_the_plan(strategy: str, options: dict) -> None:
+    planned, made = run_ranks(2, buckets, strategy, options)[0]
+    assert sum(planned) == sum(made)
+    if HAS_CAP_LIST:
+        assert tuple(planned) == made
+
+
+def test_older_torch_gets_one_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DistributedDataParallel, "__init__", lambda self, module, bucket_cap_mb=None: None)
+    plan = plan_groups(param_specs(network()), "equal", count=2)
+    assert ddp_kwargs(plan) == {"bucket_cap_mb": plan.bytes / 2 / 2**20}
+
+
+def lose_a_rank(rank: int) -> str:
+    ddp = DistributedDataParallel(network(), **ddp_kwargs(plan_groups(param_specs(network()), "per_layer")))
+    register_ddp_hook(ddp, GridComm(RankGrid(3, 1)))
+    train(ddp, rank, 3)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        train(ddp, rank, 3)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_dead_rank_raises_in_backward() -> None:
+    results = run_ranks(3, lose_a_rank, collective_timeout_s=10, may_die=[1])
+    assert results[0] != "no error"
+    assert results[2] != "no error"
+
+
+def run_example(rank: int, script: str) -> str:
+    """As torchrun would, but with the process group of the harness: importing torch anew takes longer than training."""
+    dist.init_process_group = lambda backend: None
+    dist.destroy_process_group = lambda *_: None
+    sys.argv = [script, "--steps", "30"]
+    sys.path.insert(0, str(ROOT / "examples"))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("script", ["ddp_before.py", "ddp_after.py"])
+def test_example_learns(script: str) -> None:
+    first, second = run_ranks(2, run_example, script)
+    assert second == "", "one rank speaks"
+    result = json.loads(first)
+    assert result["loss"] < 0.5 * result["first_loss"]
+    assert result["ranks"] == 2
+    assert len(result.get("bucket_bytes", [])) == (2 if script == "ddp_after.py" and HAS_CAP_LIST else 0)
