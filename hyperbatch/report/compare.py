@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from hyperbatch.config import fields, format_value
-from hyperbatch.report import sections, units
+from hyperbatch.config import fields
+from hyperbatch.report import sections, setup, timing, units
 from hyperbatch.report.chart import color
 from hyperbatch.report.markup import Html, el, join, table
 from hyperbatch.report.runs import Run
@@ -58,7 +58,7 @@ def differences(runs: list[Run]) -> Html | None:
     known = [run for run in runs if run.record]
     rows = []
     for spec in fields():
-        if spec.name in sections.NOT_REPRODUCED:
+        if spec.name in setup.NOT_REPRODUCED:
             continue
         texts = [_value(run, spec.section, spec.name) for run in known]
         if len(set(texts)) > 1:
@@ -78,18 +78,16 @@ def _value(run: Run, section: str, name: str) -> str:
     part = run.record.config.get(section) if run.record else None
     if not isinstance(part, dict) or name not in part:
         return units.NONE
-    return format_value(sections._tuples(part[name])) or "none"
+    return setup.field_text(part[name])
 
 
 def clocks(runs: list[Run]) -> Html | None:
-    parts = {
-        index: sections.clock_parts(run.record) for index, run in enumerate(runs) if run.record and run.record.clock
-    }
+    parts = {index: timing.clock_parts(run.record) for index, run in enumerate(runs) if run.record and run.record.clock}
     longest_s = max((sum(seconds for _, seconds, _ in part) for part in parts.values()), default=0.0)
     if not longest_s:
         return None
     blocks = [
-        el("div", el("h3", swatch(index), runs[index].name), sections.stacked_bar(part, longest_s))
+        el("div", el("h3", swatch(index), runs[index].name), timing.stacked_bar(part, longest_s))
         for index, part in parts.items()
     ]
     return sections.card("Where the time went", None, *blocks)

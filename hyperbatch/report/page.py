@@ -6,7 +6,7 @@ import json
 
 import hyperbatch
 from hyperbatch.report import chart as charts
-from hyperbatch.report import compare, sections, units
+from hyperbatch.report import compare, sections, setup, timing, trust, units
 from hyperbatch.report.chart import Chart, Line
 from hyperbatch.report.markup import Html, el, join
 from hyperbatch.report.runs import Run, axis_values, sample, smooth
@@ -121,7 +121,7 @@ def _top(title: str, where: str) -> Html:
 
 
 def _single(run: Run, accuracy: Chart, others: list[Chart]) -> Html:
-    seed = sections._config(run.record, "run", "seed") if run.record else None
+    seed = sections.config_value(run.record, "run", "seed") if run.record else None
     about = f"seed {seed}" if seed is not None else ""
     return join(
         _top(f"{run.record.recipe if run.record else run.name}", " · ".join(filter(None, [about, str(run.folder)]))),
@@ -134,12 +134,12 @@ def _single(run: Run, accuracy: Chart, others: list[Chart]) -> Html:
 
 def _details(run: Run) -> Html:
     return join(
-        sections.where_time_went(run),
+        timing.where_time_went(run),
         sections.groups(run),
-        sections.trust_ratios(run),
+        trust.trust_ratios(run),
         sections.phases(run),
-        sections.config(run),
-        sections.reproduce(run),
+        setup.config(run),
+        setup.reproduce(run),
     )
 
 

@@ -21,7 +21,7 @@ from hyperbatch.errors import InputError
 from hyperbatch.plan.types import GradGroup, GroupPlan, GroupTiming, StepTiming
 from hyperbatch.recipes import get_recipe
 from hyperbatch.record import Result, RunRecord, RunWriter
-from hyperbatch.report import sections, units, write_report
+from hyperbatch.report import setup, units, write_report
 from hyperbatch.report.chart import ticks
 from hyperbatch.report.markup import el
 from hyperbatch.report.runs import load_run, sample, smooth
@@ -219,7 +219,7 @@ def test_the_command_parses_back_to_the_same_config(tmp_path):
     )
     record = make_run(tmp_path, config=config)
     specs = {spec.flag: spec for spec in fields()}
-    words = shlex.split(sections.command(record))[3:]
+    words = shlex.split(setup.command(record))[3:]
     values = {specs[flag].name: specs[flag].parse(text) for flag, text in zip(words[::2], words[1::2], strict=True)}
     values.pop("nproc")
     assert get_recipe("digits").config().override(**values) == config

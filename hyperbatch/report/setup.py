@@ -1,0 +1,109 @@
+"""What a run was set up with, how that differs from its recipe, and the command that does it again."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from hyperbatch.config import fields, format_value
+from hyperbatch.recipes import all_recipes
+from hyperbatch.record import RunRecord
+from hyperbatch.report.markup import Html, el, table
+from hyperbatch.report.runs import Run
+from hyperbatch.report.sections import card
+
+# Where a run stands and what it was called say nothing about how to do it again.
+NOT_REPRODUCED = {"out", "resume"}
+
+
+def changed_fields(record: RunRecord) -> dict[str, tuple[Any, Any]] | None:
+    """Field -> (recipe's value, this run's) where they differ; None when the recipe is not one of ours.
+
+    Only built-in recipes are looked up: drawing a report never imports code that a run's folder names.
+    """
+    recipe = all_recipes().get(record.recipe)
+    if recipe is None:
+        return None
+    usual = recipe.config().to_dict()
+    changed = {}
+    for spec in fields():
+        here = record.config.get(spec.section)
+        if not isinstance(here, dict) or spec.name not in here or spec.name in NOT_REPRODUCED:
+            continue
+        before, now = usual[spec.section][spec.name], spec.coerce(here[spec.name])
+        chosen = spec.name == "nproc" and before == 0  # left to the launcher, which wrote down what it found
+        if spec.coerce(before) != now and not chosen:
+            changed[spec.name] = (before, now)
+    return changed
+
+
+def config(run: Run) -> Html | None:
+    if run.record is None or not run.record.config:
+        return None
+    help_of = {spec.name: spec.help for spec in fields()}
+    changed = changed_fields(run.record)
+    parts = []
+    for section, values in run.record.config.items():
+        if not isinstance(values, dict):
+            continue
+        rows = []
+        for name, value in values.items():
+            label = el("span", name.replace("_", " "), title=help_of.get(name))
+            if changed and name in changed:
+                usual = el("small", f" (recipe {field_text(changed[name][0])})")
+                rows.append(el("div", label, el("b", field_text(value), usual), cls="changed"))
+            else:
+                rows.append(el("div", label, el("b", field_text(value))))
+        parts.append(el("section", el("h3", section), rows))
+    lead = f"Recipe {run.record.recipe}."
+    if changed is not None:
+        lead += " Highlighted: what this run changed." if changed else " Nothing was changed."
+    return card("Configuration", lead, el("div", parts, cls="config"), long=True)
+
+
+def field_text(value: Any) -> str:
+    """A field's value for the eye: as on the command line, with six digits."""
+    return format_value(_rounded(value)) or "none"
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_rounded(item) for item in value)
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def command(record: RunRecord) -> str:
+    """The command that does this run again, as far as the record tells."""
+    words = ["hyperbatch", "train", record.recipe]
+    flags = {spec.name: spec.flag for spec in fields()}
+    for name, (_, value) in (changed_fields(record) or {}).items():
+        words += [flags[name], format_value(value)]
+    if record.world_size > 1 and "--nproc" not in words:
+        words += ["--nproc", str(record.world_size)]
+    return shlex.join(words)
+
+
+def reproduce(run: Run) -> Html | None:
+    record = run.record
+    if record is None:
+        return None
+    environment = [
+        [name.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, list) else value]
+        for name, value in record.environment.items()
+        if value not in (None, "") and name != "command"  # a worker's own, where a launcher started it
+    ]
+    note = None
+    if changed_fields(record) is None:
+        note = f"{record.recipe} is not a built-in recipe: the command assumes that it still gives the values above."
+    elif not record.grid.startswith("1x"):
+        note = (
+            f"On several hosts start the {record.world_size} ranks with torchrun, srun or mpirun in place of --nproc."
+        )
+    return card(
+        "How to run it again",
+        "The same seed on as many ranks gives the same result, bit for bit (on GPUs with --deterministic).",
+        el("pre", command(record)),
+        el("p", note, cls="note") if note else None,
+        el("h3", "Environment") if environment else None,
+        table([], environment) if environment else None,
+    )
