@@ -51,8 +51,8 @@ def _find(folder: Path) -> tuple[Callable[[Any], Split], Sequence[Any], Sequence
             for path in labels:
                 if not path.exists():
                     raise InputError(f"{path} is missing beside the CIFAR-10 images; copy it there")
-            train = [(path, labels[0], 10_000 * i) for i, path in enumerate(arrays)]
-            return _read_arrays, train, [(test, labels[1], 0)]
+            train = [(path, labels[0], i, 5) for i, path in enumerate(arrays)]
+            return _read_arrays, train, [(test, labels[1], 0, 1)]
         for suffix, read in ((".bin", _read_binary), ("", _read_pickle)):
             batches = [place / f"data_batch_{i}{suffix}" for i in range(1, 6)] + [place / f"test_batch{suffix}"]
             if all(path.is_file() for path in batches):
@@ -67,12 +67,12 @@ def _array_file(folder: Path, stem: str) -> Path | None:
     return next((p for p in (folder / f"{stem}.npy", folder / f"{stem}.npy.xz") if p.is_file()), None)
 
 
-def _read_arrays(item: tuple[Path, Path, int]) -> Split:
-    path, labels_path, start = item
+def _read_arrays(item: tuple[Path, Path, int, int]) -> Split:
+    path, labels_path, part, parts = item
     try:
         with lzma.open(path) if path.suffix == ".xz" else open(path, "rb") as file:
             images = np.load(file, allow_pickle=False)
-        labels = np.load(labels_path, allow_pickle=False)[start : start + len(images)]
+        labels = np.load(labels_path, allow_pickle=False).reshape(parts, -1)[part]
     except (OSError, ValueError, EOFError, lzma.LZMAError) as error:
         raise InputError(f"{path} cannot be read: {error}; fetch the file again") from error
     return _checked(path, images, labels)

@@ -65,9 +65,10 @@ def decode_view(data: bytes, where: str, view_of: ViewOf, size: int, *, decoder:
 
 def render(image: Image.Image, view: View, size: int, *, full_size: tuple[int, int]) -> np.ndarray:
     """uint8[size, size, c]: the view cut from an image that may be decoded smaller than `full_size`."""
-    x_scale, y_scale = image.width / full_size[0], image.height / full_size[1]
-    left, top, right, bottom = view.box
-    box = (left * x_scale, top * y_scale, min(right * x_scale, image.width), min(bottom * y_scale, image.height))
+    # JPEGs are decoded at k/8 and their sides rounded up, so the ratio of the sides is not quite the scale.
+    scale = round(8 * max(image.size) / max(full_size)) / 8
+    left, top, right, bottom = (side * scale for side in view.box)
+    box = (left, top, min(right, image.width), min(bottom, image.height))
     if box != (0, 0, size, size) or image.size != (size, size):
         image = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
     return view.finish(np.asarray(image).reshape(size, size, -1))

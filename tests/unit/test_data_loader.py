@@ -1,0 +1,283 @@
+"""The loader: batches are what the stream says, on every world size and thread count; evaluation counts once."""
+
+import dataclasses
+import io
+import threading
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hyperbatch.config import BatchPhase, DataConfig, SizePhase
+from hyperbatch.data import stream
+from hyperbatch.data.loader import TrainLoader, eval_batches
+from hyperbatch.data.source import ArraySource, DataError, EncodedSource, open_data
+from hyperbatch.errors import InputError
+from hyperbatch.schedule import resolve_phases, steps
+
+CPU = torch.device("cpu")
+SHIFT = DataConfig(dataset="digits", image_size=8, eval_size=8, augment="shift", shift_pixels=2, flip=True)
+CROP = DataConfig(image_size=16, eval_size=16, eval_resize=18, data_threads=3)
+
+
+def numbered(n, size=8, channels=1):
+    """Images that carry their own index in every pixel, so a batch shows which samples it holds."""
+    assert n <= 256
+    images = np.broadcast_to(np.arange(n, dtype=np.uint8)[:, None, None, None], (n, size, size, channels)).copy()
+    return ArraySource(
+        "numbered", images, np.arange(n), classes=tuple(map(str, range(n))), mean=(0,) * channels, std=(1,) * channels
+    )
+
+
+class Encoded(EncodedSource):
+    """JPEGs in memory; `broken` ones are cut short."""
+
+    def __init__(self, n=24, broken=()):
+        super().__init__("encoded", tuple(map(str, range(n))), np.arange(n))
+        rng = np.random.default_rng(0)
+        self.files = []
+        for i in range(n):
+            buffer = io.BytesIO()
+            coarse = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8))
+            coarse.resize((40, 30), Image.Resampling.BICUBIC).save(buffer, "JPEG")
+            self.files.append(buffer.getvalue()[: 300 if i in broken else None])
+
+    def read(self, index):
+        return self.files[index]
+
+
+def loader(source, config, *, rank=0, world_size=1, seed=5, dtype=torch.float32):
+    return TrainLoader(source, config, seed=seed, rank=rank, world_size=world_size, device=CPU, dtype=dtype)
+
+
+def walk(source, world_size, global_batch=24, epochs=3.0, accumulate=1):
+    phases = resolve_phases((BatchPhase(0, global_batch),), len(source), world_size, accumulate=accumulate)
+    return list(steps(phases, len(source), epochs))
+
+
+def stream_of_batches(source, config, world_size, accumulate=1, **options):
+    """All ranks' images and labels, put back into the order of the stream."""
+    plan = walk(source, world_size, accumulate=accumulate, **options)
+    parts = []
+    for rank in range(world_size):
+        with loader(source, config, rank=rank, world_size=world_size) as made:
+            parts.append(list(made.batches(plan)))
+    images, labels = [], []
+    for step in range(len(plan)):
+        for rank in range(world_size):
+            for batch in parts[rank][step * accumulate : (step + 1) * accumulate]:
+                images.append(batch.images)
+                labels.append(batch.labels)
+    return torch.cat(images), torch.cat(labels)
+
+
+@pytest.mark.parametrize(("make", "config"), [(lambda: numbered(50), SHIFT), (Encoded, CROP)], ids=["array", "jpeg"])
+def test_batches_do_not_depend_on_world_size_or_accumulation(make, config):
+    source = make()
+    images, labels = stream_of_batches(source, config, 1)
+    _, ids = stream.stretch(0, len(labels), len(source), 5)
+    assert labels.tolist() == source.labels[ids].tolist()
+    assert len(images[0].unique()) > 1 or config is SHIFT
+    for world_size, accumulate in ((2, 1), (3, 2), (4, 3)):
+        others, other_labels = stream_of_batches(source, config, world_size, accumulate)
+        assert torch.equal(others, images)
+        assert torch.equal(other_labels, labels)
+
+
+def test_batches_do_not_depend_on_threads():
+    source, plan = Encoded(), walk(Encoded(), 1)
+    seen = []
+    for threads in (1, 2, 5):
+        with loader(source, dataclasses.replace(CROP, data_threads=threads)) as made:
+            seen.append(torch.cat([batch.images for batch in made.batches(plan)]))
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])
+
+
+def test_a_sample_looks_different_in_each_epoch_but_the_same_on_resume():
+    source = Encoded()
+    plan = walk(source, 1, epochs=4)
+    with loader(source, CROP) as made:
+        whole = [batch.images for batch in made.batches(plan)]
+    with loader(source, CROP) as made:
+        rest = [batch.images for batch in made.batches(plan[2:])]
+    assert all(torch.equal(a, b) for a, b in zip(whole[2:], rest, strict=True))
+    first = [stream.stretch(24 * k, 24, 24, 5)[1].tolist().index(7) for k in (0, 1)]
+    assert not torch.equal(whole[0][first[0]], whole[1][first[1]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_images_are_normalised_and_channels_last(dtype):
+    train, _ = open_data(DataConfig(dataset="digits"))
+    config = DataConfig(dataset="digits", image_size=8, eval_size=8, augment="none", flip=False)
+    with loader(train, config, dtype=dtype) as made:
+        batch = next(iter(made.batches(walk(train, 1, 32))))
+    assert batch.images.dtype == dtype
+    assert batch.images.shape == (32, 1, 8, 8)
+    assert batch.images.is_contiguous(memory_format=torch.channels_last)
+    assert batch.labels.dtype == torch.int64
+    ids = stream.stretch(0, 32, len(train), 5)[1]
+    expected = (train.images[ids].astype(np.float64) / 255 - train.mean[0]) / train.std[0]
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
+    assert torch.allclose(batch.images.double(), torch.tensor(expected).permute(0, 3, 1, 2), atol=tolerance)
+
+
+def test_color_noise_shifts_whole_channels():
+    config = DataConfig(image_size=8, eval_size=8, augment="none", flip=False, color_noise=0.5)
+    source = numbered(24, channels=3)
+    with loader(source, config) as made:
+        noisy = next(iter(made.batches(walk(source, 1)))).images
+    with loader(source, dataclasses.replace(config, color_noise=0.0)) as made:
+        plain = next(iter(made.batches(walk(source, 1)))).images
+    difference = noisy - plain
+    assert torch.allclose(difference, difference[:, :, :1, :1].expand_as(difference), atol=1e-5)
+    assert difference.std() > 0.01
+    with pytest.raises(InputError, match="RGB"):
+        loader(numbered(4), config)
+
+
+def test_progressive_resizing_changes_with_the_steps_epoch():
+    config = DataConfig(image_size=8, eval_size=8, augment="random_resized_crop", size_phases=(SizePhase(1.0, 12),))
+    for source in (numbered(24), Encoded()):
+        with loader(source, config) as made:
+            assert [batch.images.shape[-1] for batch in made.batches(walk(source, 1))] == [8, 12, 12]
+
+
+@pytest.mark.parametrize("augmentation", ["none", "shift", "random_resized_crop", "scale_jitter", "fixed_resize_crop"])
+def test_every_augmentation_runs_on_arrays_and_files(augmentation):
+    config = DataConfig(
+        image_size=12, eval_size=12, eval_resize=14, jitter_sides=(14, 20), augment=augmentation, shift_pixels=1
+    )
+    for source in (numbered(24), numbered(24, size=12, channels=3), Encoded()):
+        with loader(source, config) as made:
+            assert next(iter(made.batches(walk(source, 1)))).images.shape == (24, source.channels, 12, 12)
+
+
+def test_a_shift_larger_than_the_image_is_refused():
+    with pytest.raises(InputError, match="--shift-pixels 8"):
+        loader(numbered(4), DataConfig(image_size=8, augment="shift", shift_pixels=8))
+
+
+# --- threads
+
+
+def data_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("hyperbatch-data")]
+
+
+def test_stopping_early_leaves_no_threads():
+    source = Encoded()
+    plan = walk(source, 1, epochs=50)
+    made = loader(source, CROP)
+    batches = made.batches(plan)
+    next(batches)
+    assert data_threads()
+    made.close()
+    assert not data_threads()
+    assert next(batches, None) is None
+    with loader(source, CROP) as made:
+        for _ in made.batches(plan):
+            break
+    assert not data_threads()
+    batches = eval_batches(source, CROP, batch_per_rank=4, rank=0, world_size=1, device=CPU, dtype=torch.float32)
+    next(batches)
+    batches.close()
+    assert not data_threads()
+
+
+def test_an_error_in_a_thread_reaches_the_consumer():
+    class Failing(Encoded):
+        def read(self, index):
+            raise RuntimeError("a mistake in the source")
+
+    with loader(Failing(), CROP) as made, pytest.raises(RuntimeError, match="a mistake in the source"):
+        next(iter(made.batches(walk(Encoded(), 1))))
+    assert not data_threads()
+
+
+def test_waiting_is_measured():
+    source = Encoded()
+    with loader(source, CROP) as made:
+        assert made.wait_s == 0
+        for _ in made.batches(walk(source, 1)):
+            pass
+        assert made.wait_s > 0
+
+
+# --- bad samples
+
+
+def test_bad_samples_are_replaced_by_the_next_good_one_and_counted_once():
+    source = Encoded(broken=(3, 4))
+    reference, labels = stream_of_batches(source, CROP, 1)
+    with loader(source, CROP) as made:
+        for _ in made.batches(walk(source, 1)):
+            pass
+        assert len(made.bad_samples) == 2  # though each came up in three epochs
+        assert all("encoded[" in line for line in made.bad_samples)
+    ids = stream.stretch(0, len(labels), 24, 5)[1]
+    assert labels.tolist() == [5 if i in (3, 4) else i for i in ids.tolist()]
+    others, other_labels = stream_of_batches(source, CROP, 3)
+    assert torch.equal(others, reference)
+    assert torch.equal(other_labels, labels)
+
+
+def test_too_many_bad_samples_stop_the_run():
+    source = Encoded(broken=range(5))
+    with loader(source, dataclasses.replace(CROP, max_bad_samples=5)) as made:
+        assert len(list(made.batches(walk(source, 1)))) == 3
+    message = r"5 unreadable training samples on rank 0.*--max-bad-samples"
+    with loader(source, dataclasses.replace(CROP, max_bad_samples=4)) as made, pytest.raises(DataError, match=message):
+        list(made.batches(walk(source, 1)))
+    assert not data_threads()
+
+
+def test_a_set_with_nothing_readable_ends_instead_of_searching_forever():
+    source = Encoded(broken=range(24))
+    with loader(source, CROP) as made, pytest.raises(DataError, match="in a row"):
+        list(made.batches(walk(source, 1)))
+
+
+# --- evaluation
+
+
+@pytest.mark.parametrize("world_size", range(1, 8))
+@pytest.mark.parametrize(("samples", "batch_per_rank"), [(50, 7), (3, 2), (64, 8), (1, 5)])
+def test_evaluation_counts_every_sample_once(world_size, samples, batch_per_rank):
+    source = numbered(samples)
+    counted, shapes = [], set()
+    for rank in range(world_size):
+        batches = list(
+            eval_batches(
+                source,
+                SHIFT,
+                batch_per_rank=batch_per_rank,
+                rank=rank,
+                world_size=world_size,
+                device=CPU,
+                dtype=torch.float32,
+            )
+        )
+        shapes.add((len(batches), *{tuple(batch.images.shape) for batch in batches}))
+        for batch in batches:
+            assert batch.mask is not None
+            counted += batch.labels[batch.mask].tolist()
+            shown = (batch.images[batch.mask][:, 0, 0, 0] * 255).round().long()
+            assert torch.equal(shown, batch.labels[batch.mask])
+    assert sorted(counted) == list(range(samples))
+    assert len(shapes) == 1
+
+
+def test_an_unreadable_sample_still_counts_in_evaluation():
+    lines = []
+    source = Encoded(broken=(2,))
+    batches = list(
+        eval_batches(
+            source, CROP, batch_per_rank=10, rank=0, world_size=1, device=CPU, dtype=torch.float32, bad_samples=lines
+        )
+    )
+    assert sum(int(batch.mask.sum()) for batch in batches) == 24
+    assert len(lines) == 1
+    assert len(batches[0].images[2, 0].unique()) == 1
+    assert batches[0].labels[2] == 2

@@ -1,0 +1,317 @@
+"""Opening data sets: what is found, what each kind of wrong input is told, and that hostile files stay files."""
+
+import dataclasses
+import gzip
+import io
+import lzma
+import os
+import pickle
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hyperbatch.config import DataConfig
+from hyperbatch.data.cifar import count_cifar10, open_cifar10
+from hyperbatch.data.digits import open_digits
+from hyperbatch.data.folders import FolderSource, TarSource
+from hyperbatch.data.source import ArraySource, BadSample, Source, check_data, open_data
+from hyperbatch.errors import InputError
+
+
+def jpeg(value=128, size=(20, 16), mode="RGB"):
+    buffer = io.BytesIO()
+    Image.new(mode, size, value if mode == "L" else (value,) * len(mode)).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+def tree(folder, classes=("cat", "dog"), per_class=3, splits=("train", "val")):
+    for split in splits:
+        for label, name in enumerate(classes):
+            (folder / split / name).mkdir(parents=True)
+            for i in range(per_class):
+                (folder / split / name / f"{i}.JPEG").write_bytes(jpeg(40 * label + i))
+    return folder
+
+
+def write_tar(path, members):
+    with tarfile.open(path, "w:gz" if path.name.endswith("gz") else "w:xz" if path.suffix == ".xz" else "w") as tar:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+
+
+def images(folder, **fields):
+    return DataConfig(dataset="images", data=str(folder), **fields)
+
+
+def message(config):
+    with pytest.raises(InputError) as caught:
+        check_data(config)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+# --- the embedded set
+
+
+def test_digits_split_is_fixed_and_stratified():
+    train, test = open_digits()
+    assert (len(train), len(test)) == (1433, 364)
+    assert train.images.shape[1:] == (8, 8, 1)
+    assert train.images.max() == 255
+    shares = np.bincount(test.labels) / np.bincount(np.concatenate([train.labels, test.labels]))
+    assert abs(shares - 0.2).max() < 0.005
+    # The split is part of the data set: this pins it.
+    assert test.labels[:12].tolist() == [7, 8, 9, 8, 9, 1, 0, 9, 4, 5, 1, 2]
+    assert int(test.images.astype(np.int64).sum()) == 1804014
+
+
+def test_digits_are_scikit_learns():
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    ours = np.concatenate([part.images for part in open_digits()]).reshape(-1, 64)
+    assert sorted(map(tuple, ours)) == sorted(map(tuple, np.rint(pixels * 255 / 16).astype(np.uint8)))
+    counts = sum(np.bincount(part.labels) for part in open_digits())
+    assert (counts == np.bincount(labels)).all()
+
+
+# --- folders and tars
+
+
+def test_folder_tree(tmp_path):
+    train, val = open_data(images(tree(tmp_path)))
+    assert isinstance(train, FolderSource)
+    assert isinstance(train, Source)
+    assert train.classes == val.classes == ("cat", "dog")
+    assert train.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert train.image(4).shape == (16, 20, 3)
+    assert train.read(4) == (tmp_path / "train" / "dog" / "1.JPEG").read_bytes()
+    assert check_data(images(tmp_path)) == {"train_samples": 6, "eval_samples": 6, "classes": 2, "channels": 3}
+    assert train.sizes_bytes().tolist() == [len(train.read(i)) for i in range(6)]
+
+
+def test_other_files_in_a_tree_are_passed_over(tmp_path):
+    tree(tmp_path)
+    (tmp_path / "train" / "cat" / "notes.txt").write_text("no image")
+    (tmp_path / "train" / "cat" / ".hidden.jpg").write_bytes(b"")
+    (tmp_path / "train" / ".cache").mkdir()
+    assert check_data(images(tmp_path))["train_samples"] == 6
+
+
+def test_names_that_are_not_utf8(tmp_path):
+    tree(tmp_path)
+    with open(os.path.join(os.fsencode(tmp_path), b"train", b"cat", b"\xff\xfe.jpg"), "wb") as file:
+        file.write(jpeg())
+    train, _ = open_data(images(tmp_path))
+    assert train.image(3).shape == (16, 20, 3)
+
+
+@pytest.mark.parametrize("suffix", ["tar", "tar.gz", "tar.xz"])
+def test_tars(tmp_path, suffix):
+    files = {f"{split}/{name}/{i}.jpg": jpeg(10 * i) for split in ("train", "val") for name in "ab" for i in range(3)}
+    for split in ("train", "val"):
+        write_tar(tmp_path / f"{split}-0.{suffix}", [item for item in files.items() if item[0].startswith(split)])
+    train, _ = open_data(images(tmp_path))
+    assert isinstance(train, TarSource)
+    assert train.classes == ("a", "b")
+    where = [train.describe(i).partition(":")[2] for i in range(len(train))]
+    assert {name: train.read(i) for i, name in enumerate(where)} == {n: d for n, d in files.items() if "train" in n}
+    assert check_data(images(tmp_path))["eval_samples"] == 6
+
+
+def test_odd_tar_members_are_passed_over(tmp_path):
+    good = [("./train/a/0.jpg", jpeg()), ("train/b/0.jpg", jpeg())]
+    odd = [("/train/a/1.jpg", jpeg()), ("train/../x.jpg", jpeg()), ("train/a/b/2.jpg", jpeg()), ("train/a/x.txt", b"x")]
+    write_tar(tmp_path / "train.tar", good + [item for item in odd if item[0] != "train/../x.jpg"])
+    write_tar(tmp_path / "val.tar", [("val/a/0.jpg", jpeg()), ("val/b/0.jpg", jpeg())])
+    with tarfile.open(tmp_path / "train.tar", "a") as tar:
+        link = tarfile.TarInfo("train/a/link.jpg")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    assert check_data(images(tmp_path))["train_samples"] == 2
+
+
+def test_a_damaged_tar_is_named(tmp_path):
+    write_tar(tmp_path / "train.tar.xz", [("train/a/0.jpg", jpeg())])
+    write_tar(tmp_path / "val.tar", [("val/a/0.jpg", jpeg())])
+    whole = (tmp_path / "train.tar.xz").read_bytes()
+    (tmp_path / "train.tar.xz").write_bytes(whole[: len(whole) // 2])
+    assert "train.tar.xz cannot be read" in message(images(tmp_path))
+    (tmp_path / "train.tar.xz").unlink()
+    (tmp_path / "train.tar").write_bytes(b"")
+    assert "train.tar cannot be read" in message(images(tmp_path))
+    (tmp_path / "train.tar").write_bytes(b"x" * 2048)
+    assert "train.tar cannot be read as a tar" in message(images(tmp_path))
+
+
+# --- wrong input
+
+
+def test_missing_empty_and_wrong_folders(tmp_path):
+    assert "--data" in message(DataConfig(dataset="images"))
+    assert "--data" in message(DataConfig(dataset="cifar10"))
+    assert "does not exist" in message(images(tmp_path / "nowhere"))
+    assert "is empty" in message(images(tmp_path))
+    (tmp_path / "file").write_text("x")
+    assert "is not a folder" in message(images(tmp_path / "file"))
+    assert "no train/ and val/ folders" in message(images(tmp_path))
+    assert "does not hold CIFAR-10" in message(DataConfig(dataset="cifar10", data=str(tmp_path)))
+
+
+def test_a_missing_split(tmp_path):
+    assert "has no val/ folder" in message(images(tree(tmp_path, splits=("train",))))
+
+
+def test_a_split_without_classes(tmp_path):
+    tree(tmp_path, splits=("val",))
+    (tmp_path / "train").mkdir()
+    assert "train has no class folders" in message(images(tmp_path))
+
+
+def test_a_class_without_images(tmp_path):
+    tree(tmp_path)
+    for file in (tmp_path / "train" / "dog").iterdir():
+        file.unlink()
+    assert f"{tmp_path / 'train' / 'dog'} has no images" in message(images(tmp_path))
+
+
+def test_splits_with_other_classes_are_named(tmp_path):
+    tree(tmp_path)
+    (tmp_path / "train" / "emu").mkdir()
+    (tmp_path / "val" / "fox").mkdir()
+    text = message(images(tmp_path))
+    assert "only in train: emu" in text
+    assert "only in val: fox" in text
+
+
+def test_tars_with_other_classes_or_no_members(tmp_path):
+    write_tar(tmp_path / "train.tar", [("train/a/0.jpg", jpeg()), ("train/b/0.jpg", jpeg())])
+    assert "has no val*.tar" in message(images(tmp_path))
+    write_tar(tmp_path / "val.tar", [("val/a/0.jpg", jpeg())])
+    assert "only in train: b" in message(images(tmp_path))
+    write_tar(tmp_path / "val.tar", [("0.jpg", jpeg())])
+    assert "no members named val/CLASS/IMAGE.jpg" in message(images(tmp_path))
+
+
+def test_an_unknown_data_set_gets_the_nearest_name():
+    assert "did you mean 'digits'" in message(DataConfig(dataset="digit"))
+
+
+# --- cifar10
+
+
+def cifar_records(rng, n):
+    return rng.integers(0, 256, (n, 3072), dtype=np.uint8), rng.integers(0, 10, n, dtype=np.uint8)
+
+
+def cifar_forms(folder, name, flat, labels, form):
+    pixels = flat.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    if form == "binary":
+        (folder / f"{name}.bin").write_bytes(np.concatenate([labels[:, None], flat], axis=1).tobytes())
+    elif form == "pickle":
+        (folder / name).write_bytes(pickle.dumps({b"data": flat, b"labels": labels.tolist()}, protocol=2))
+    else:
+        stem = "test_images" if name == "test_batch" else name.replace("data_batch", "train_images")
+        with lzma.open(folder / f"{stem}.npy.xz", "wb") as file:
+            np.save(file, pixels)
+
+
+@pytest.mark.parametrize("form", ["binary", "pickle", "arrays"])
+def test_cifar10_forms_agree(tmp_path, form):
+    rng = np.random.default_rng(0)
+    flat, labels = cifar_records(rng, 7)
+    if form == "arrays":
+        np.save(tmp_path / "train_labels.npy", np.tile(labels, 5))
+        np.save(tmp_path / "test_labels.npy", labels)
+    for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
+        cifar_forms(tmp_path, name, flat, labels, form)
+    train, test = open_cifar10(tmp_path)
+    assert (len(train), len(test)) == (35, 7)
+    assert train.images[3, 1, 2, 1] == flat[3, 1024 + 32 + 2]
+    assert (train.labels == np.tile(labels, 5)).all()
+    assert count_cifar10(tmp_path)["classes"] == 10
+
+
+def test_a_hostile_pickle_is_refused(tmp_path):
+    class Attack:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "owned"),))
+
+    for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
+        (tmp_path / name).write_bytes(pickle.dumps(Attack()))
+    with pytest.raises(InputError, match="refers to"):
+        open_cifar10(tmp_path)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_cut_binary_file_is_named(tmp_path):
+    for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
+        (tmp_path / f"{name}.bin").write_bytes(bytes(3073 * 2 - 5))
+    with pytest.raises(InputError, match="records"):
+        open_cifar10(tmp_path)
+
+
+# --- synthetic and own data
+
+
+def test_synthetic_is_deterministic_and_of_the_asked_shape():
+    config = DataConfig(dataset="synthetic", image_size=32, train_samples=50, eval_samples=20, classes=4)
+    train, val = open_data(config)
+    again, _ = open_data(dataclasses.replace(config))
+    assert train.image(7).shape == (32, 32, 3)
+    assert (train.image(7) == again.image(7)).all()
+    assert (train.image(7) != val.image(7)).any()
+    assert check_data(config) == {"train_samples": 50, "eval_samples": 20, "classes": 4, "channels": 3}
+    assert (len(train), len(val), set(train.labels)) == (50, 20, {0, 1, 2, 3})
+
+
+def test_a_large_synthetic_set_repeats_its_images_with_their_labels():
+    config = DataConfig(dataset="synthetic", image_size=224, train_samples=1_281_167, eval_samples=5)
+    train, _ = open_data(config)
+    assert isinstance(train, ArraySource)
+    n = len(train.images)
+    assert train.images.nbytes < 100 << 20
+    assert (train.image(n + 3) == train.image(3)).all()
+    assert train.labels[n + 3] == train.labels[3]
+
+
+def own_data(config):
+    pixels = np.zeros((4, 8, 8, 2), dtype=np.uint8)
+    made = ArraySource("own", pixels, np.arange(4), classes=tuple("abcd"), mean=(0.5, 0.5), std=(1, 1))
+    return made, made
+
+
+def own_wrong(config):
+    return "no pair"
+
+
+def test_own_data_by_callable(monkeypatch):
+    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+    assert check_data(DataConfig(dataset="test_data_source:own_data"))["channels"] == 2
+    assert "must return (train, val)" in message(DataConfig(dataset="test_data_source:own_wrong"))
+    assert "give package.module:callable" in message(DataConfig(dataset="test_data_source:nothing"))
+
+
+def test_arrays_are_checked():
+    with pytest.raises(InputError, match="uint8"):
+        ArraySource("x", np.zeros((2, 8, 8, 1)), np.zeros(2), classes=("a",))
+    with pytest.raises(InputError, match="labels must be in"):
+        ArraySource("x", np.zeros((2, 8, 8, 1), np.uint8), np.array([0, 3]), classes=("a",))
+
+
+def test_a_file_that_disappears_is_a_bad_sample(tmp_path):
+    train, _ = open_data(images(tree(tmp_path)))
+    (tmp_path / "train" / "cat" / "0.JPEG").unlink()
+    with pytest.raises(BadSample, match=r"0\.JPEG"):
+        train.image(0)
+
+
+def test_gzip_that_is_cut(tmp_path):
+    (tmp_path / "train.tar.gz").write_bytes(gzip.compress(b"x" * 5000)[:-9])
+    write_tar(tmp_path / "val.tar", [("val/a/0.jpg", jpeg())])
+    assert "train.tar.gz cannot be read" in message(images(tmp_path))

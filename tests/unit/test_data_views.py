@@ -1,0 +1,265 @@
+"""Views of an image: the right part, the right pixels, the same from every decoder and every path."""
+
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hyperbatch.config import DataConfig, SizePhase
+from hyperbatch.data import augment, stream
+from hyperbatch.data.decode import choose_decoder, decode_full, decode_view, render_array
+from hyperbatch.data.loader import write_array_views
+from hyperbatch.data.source import BadSample
+from hyperbatch.errors import InputError
+
+
+def photo(width, height, seed=0):
+    """Smooth colours with some detail, as photographs have."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (height // 12 + 2, width // 12 + 2, 3), dtype=np.uint8))
+    pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(float)
+    return Image.fromarray(np.clip(pixels + rng.normal(0, 4, pixels.shape), 0, 255).astype(np.uint8))
+
+
+def encoded(image, format="JPEG", **options):
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def rows(config, n=500, epoch=0):
+    return stream.uniforms(1, np.full(n, epoch), np.arange(n), augment.uniforms_needed(config))
+
+
+def boxes(config, width, height, epoch=0, n=500):
+    return np.array(
+        [augment.train_view(config, width, height, epoch, u.tolist(), whole=False).box for u in rows(config, n)]
+    )
+
+
+def whole_view(width, height):
+    return augment.View((0, 0, width, height))
+
+
+SIZES = [(500, 375), (375, 500), (224, 224), (333, 1024), (1, 1), (2000, 3)]
+
+
+@pytest.mark.parametrize("augmentation", ["none", "shift", "random_resized_crop", "scale_jitter", "fixed_resize_crop"])
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_boxes_lie_within_the_image(augmentation, width, height):
+    config = DataConfig(augment=augmentation, shift_pixels=4, full_crop_from_epoch=5)
+    for epoch in (0, 5):
+        found = boxes(config, width, height, epoch)
+        assert (found[:, :2] >= 0).all()
+        assert (found[:, 2:] <= np.array([width, height]) + 1e-9).all()
+        assert (found[:, 2:] > found[:, :2]).all()
+
+
+def test_random_resized_crop_keeps_to_area_and_aspect():
+    config = DataConfig(crop_area=(0.25, 0.9), crop_aspect=(0.5, 2.0))
+    found = boxes(config, 500, 500)
+    w, h = (found[:, 2:] - found[:, :2]).T
+    area, aspect = w * h / 500**2, w / h
+    assert area.min() > 0.245  # whole pixels: a little slack
+    assert area.max() < 0.905
+    assert area.std() > 0.1
+    assert aspect.min() > 0.49
+    assert aspect.max() < 2.02
+    assert abs(np.log(aspect).mean()) < 0.06  # wide and tall alike; three standard errors
+
+
+def test_near_full_crops_begin_at_their_epoch():
+    config = DataConfig(crop_aspect=(2 / 3, 3 / 2), full_crop_from_epoch=85)
+    early, late = boxes(config, 500, 375, 84), boxes(config, 500, 375, 85)
+    area = (late[:, 2] - late[:, 0]) * (late[:, 3] - late[:, 1]) / (500 * 375)
+    assert area.min() >= 0.9 - 1e-9
+    assert ((early[:, 2] - early[:, 0]) * (early[:, 3] - early[:, 1])).min() < 0.3 * 500 * 375
+
+
+def test_scale_jitter_draws_the_shorter_side():
+    config = DataConfig(augment="scale_jitter", jitter_sides=(256, 480))
+    found = boxes(config, 640, 480)
+    shorter = 224 * 480 / (found[:, 3] - found[:, 1])
+    assert 256 <= round(shorter.min()) < 262
+    assert 474 < round(shorter.max()) <= 480
+
+
+def test_fixed_resize_crop_cuts_224_of_256():
+    config = DataConfig(augment="fixed_resize_crop")
+    found = boxes(config, 512, 512)
+    assert np.allclose(found[:, 2] - found[:, 0], 448)
+    assert {*found[:, 0] / 2} == set(range(33))
+
+
+def test_half_of_the_views_are_mirrored_or_none():
+    config = DataConfig()
+    assert 200 < augment.flips(config, rows(config)).sum() < 300
+    assert not augment.flips(dataclasses.replace(config, flip=False), rows(config)).any()
+
+
+def test_color_noise_has_the_covariance_of_imagenets_colours():
+    config = DataConfig(augment="scale_jitter", color_noise=0.1)
+    noise = augment.color_noise(config, rows(config, 20_000))
+    axes = augment._PCA_AXES
+    assert np.allclose(axes.T @ axes, np.eye(3), atol=2e-3)
+    along = noise @ axes
+    # Six standard errors of a standard deviation of 20,000 normals: 3 %.
+    assert np.allclose(along.std(axis=0), 0.1 * augment._PCA_VALUES, rtol=0.03)
+    assert abs(along.mean(axis=0) / along.std(axis=0)).max() < 0.04
+
+
+def test_progressive_sizes():
+    config = DataConfig(image_size=128, size_phases=(SizePhase(2, 160), SizePhase(5.5, 224)))
+    assert [augment.size_at(config, epoch) for epoch in (0, 1.99, 2, 5.4, 5.5, 90)] == [128, 128, 160, 160, 224, 224]
+
+
+@pytest.mark.parametrize(("width", "height"), [(500, 375), (375, 501), (256, 256), (90, 200), (1200, 803)])
+def test_evaluation_equals_resizing_everything_with_pillow(width, height):
+    """torchvision's Resize(256) and CenterCrop(224) on a Pillow image, written out."""
+    config = DataConfig()
+    image = photo(width, height)
+    scale = 256 / min(width, height)
+    w, h = (256, int(256 * height / width)) if width <= height else (int(256 * width / height), 256)
+    assert abs(w - width * scale) <= 1
+    resized = image.resize((w, h), Image.Resampling.BILINEAR)
+    left, top = round((w - 224) / 2), round((h - 224) / 2)
+    expected = np.asarray(resized.crop((left, top, left + 224, top + 224))).astype(int)
+    ours = render_array(np.asarray(image), augment.eval_view(config, width, height, whole=False), 224).astype(int)
+    # The same filter over the same pixels; box edges are rounded to float once more.
+    assert abs(ours - expected).max() <= 1
+    assert (ours != expected).mean() < 0.01
+
+
+def test_arrays_are_evaluated_whole():
+    config = DataConfig(image_size=8, eval_size=8, eval_resize=256)
+    pixels = np.arange(64, dtype=np.uint8).reshape(8, 8, 1)
+    assert (render_array(pixels, augment.eval_view(config, 8, 8, whole=True), 8) == pixels).all()
+    assert render_array(pixels, augment.eval_view(config, 8, 8, whole=True), 12).shape == (12, 12, 1)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3])
+@pytest.mark.parametrize("flip", [True, False])
+@pytest.mark.parametrize("shift", [0, 3])
+def test_whole_batches_equal_one_view_at_a_time(channels, flip, shift):
+    config = DataConfig(augment="shift", shift_pixels=shift, flip=flip, image_size=8)
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 8, 8, channels), dtype=np.uint8)
+    uniforms = rows(config, 40)
+    fast = np.empty_like(pixels)
+    write_array_views(fast, pixels, config, uniforms)
+    plain = [
+        render_array(image, augment.train_view(config, 8, 8, 0, u.tolist(), whole=True), 8)
+        for image, u in zip(pixels, uniforms)
+    ]
+    assert (fast == np.stack(plain)).all()
+    assert shift == 0 or len(np.unique(augment.shifts(config, uniforms))) == 2 * shift + 1
+
+
+# --- decoding
+
+
+needs_simplejpeg = pytest.mark.skipif(choose_decoder("auto") != "simplejpeg", reason="simplejpeg is not installed")
+DECODERS = ["pillow", pytest.param("simplejpeg", marks=needs_simplejpeg)]
+
+
+@needs_simplejpeg
+@pytest.mark.parametrize("options", [{"quality": 90}, {"progressive": True}, {"subsampling": 0}, {"subsampling": 2}])
+def test_decoders_agree_exactly(options):
+    data = encoded(photo(301, 203), **options)
+    config = DataConfig()
+    for u in rows(config, 5):
+        views = [
+            decode_view(
+                data,
+                "x",
+                lambda w, h, u=u: augment.train_view(config, w, h, 0, u.tolist(), whole=False),
+                64,
+                decoder=decoder,
+                exact=True,
+            )
+            for decoder in ("pillow", "simplejpeg")
+        ]
+        assert (views[0] == views[1]).all()
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_scaled_decoding_shows_the_same_picture(decoder):
+    data = encoded(photo(200, 150).resize((1605, 1203), Image.Resampling.BICUBIC), quality=95)
+    views = [
+        decode_view(data, "x", whole_view, 100, decoder=decoder, exact=exact).astype(float) for exact in (True, False)
+    ]
+    # DCT scaling is another filter than bilinear, but nothing moves: one pixel aside, the difference is far larger.
+    assert abs(views[0] - views[1]).mean() < 1
+    assert abs(views[0][:, 1:] - views[1][:, :-1]).mean() > 5
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_grey_cmyk_and_png_become_rgb(decoder):
+    image = photo(64, 48)
+    for data in (
+        encoded(image.convert("L")),
+        encoded(image.convert("CMYK")),
+        encoded(image.convert("P"), "PNG"),
+        encoded(image.convert("RGBA"), "PNG"),
+        encoded(image.convert("1"), "PNG"),
+        encoded(image, "WEBP"),
+    ):
+        assert decode_view(data, "x", whole_view, 32, decoder=decoder, exact=True).shape == (32, 32, 3)
+        assert decode_full(data, "x").shape == (48, 64, 3)
+    grey = decode_view(encoded(image.convert("L")), "x", whole_view, 32, decoder=decoder, exact=False)
+    assert (grey[..., 0] == grey[..., 1]).all()
+    expected = np.asarray(Image.open(io.BytesIO(encoded(image.convert("CMYK")))).convert("RGB"))
+    assert (decode_full(encoded(image.convert("CMYK")), "x") == expected).all()
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_exif_orientation_is_ignored_as_torchvision_does(decoder):
+    image = photo(64, 32)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # rotate by 90 degrees
+    plain, tagged = encoded(image), encoded(image, exif=exif)
+    assert decode_full(tagged, "x").shape == (32, 64, 3)
+    views = [decode_view(data, "x", whole_view, 32, decoder=decoder, exact=True) for data in (plain, tagged)]
+    assert (views[0] == views[1]).all()
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_one_pixel_images(decoder):
+    data = encoded(Image.new("RGB", (1, 1), (200, 100, 50)))
+    view = decode_view(data, "x", whole_view, 16, decoder=decoder, exact=False)
+    assert abs(view.astype(int) - (200, 100, 50)).max() <= 3
+
+
+def bomb():
+    """A valid JPEG whose header claims 65,500 x 65,500 pixels."""
+    data = bytearray(encoded(photo(16, 16)))
+    at = data.index(b"\xff\xc0") + 5
+    data[at : at + 4] = (65_500).to_bytes(2, "big") * 2
+    return bytes(data)
+
+
+BROKEN = {
+    "empty": lambda: b"",
+    "text": lambda: b"not an image",
+    "truncated": lambda: encoded(photo(200, 150))[:2000],
+    "header only": lambda: encoded(photo(200, 150))[:100],
+    "truncated png": lambda: encoded(photo(200, 150), "PNG")[:3000],
+    "bomb": bomb,
+}
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_files_are_bad_samples(kind, decoder):
+    data = BROKEN[kind]()
+    with pytest.raises(BadSample, match=r"some/file\.jpg: ") as caught:
+        decode_view(data, "some/file.jpg", whole_view, 32, decoder=decoder, exact=False)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(BadSample, match=r"some/file\.jpg: "):
+        decode_full(data, "some/file.jpg")
+
+
+def test_a_decoder_that_cannot_be_used_is_refused():
+    with pytest.raises(InputError, match="--decoder"):
+        choose_decoder("nvjpeg")
