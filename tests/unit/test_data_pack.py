@@ -1,0 +1,257 @@
+"""Packing: what comes out is what went in; cut short it can be finished; hostile sets are refused, not followed."""
+
+import errno
+import io
+import json
+import os
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hyperbatch.config import DataConfig
+from hyperbatch.data import pack as packing
+from hyperbatch.data.pack import info, pack, verify
+from hyperbatch.data.shards import INDEX_DTYPE, ShardSource, index_path
+from hyperbatch.data.source import BadSample, check_data, open_data
+from hyperbatch.errors import InputError
+
+
+@pytest.fixture
+def tree(tmp_path):
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 20), ("val", 5)):
+        for name in ("a", "b"):
+            (tmp_path / "src" / split / name).mkdir(parents=True)
+            for i in range(count):
+                image = Image.fromarray(rng.integers(0, 256, (20 + i, 30, 3), dtype=np.uint8))
+                image.save(tmp_path / "src" / split / name / f"{name}.{i}.jpg")
+    return tmp_path / "src"
+
+
+def opened(folder):
+    return open_data(DataConfig(dataset="images", data=str(folder)))
+
+
+def contents(source):
+    """Every sample's (bytes, label), in no order."""
+    return sorted((source.read(i), int(source.labels[i])) for i in range(len(source)))
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_pack_keeps_every_byte_and_label(tree, tmp_path):
+    seen = []
+    result = pack(tree, tmp_path / "dst", shard_bytes=8000, progress=lambda done, total: seen.append((done, total)))
+    assert result["samples"] == 50
+    assert result["shards"] > 4
+    assert result["unreadable"] == 0
+    assert seen[-1] == (50, 50)
+    for before, after in zip(opened(tree), opened(tmp_path / "dst"), strict=True):
+        assert isinstance(after, ShardSource)
+        assert after.classes == before.classes
+        assert contents(after) == contents(before)
+        assert after.image(3).shape == (after.index["height"][3], after.index["width"][3], 3)
+        assert after.sizes_bytes().sum() == before.sizes_bytes().sum()
+    assert verify(tmp_path / "dst")["ok"]
+    assert verify(tmp_path / "dst")["samples"] == 50
+    assert check_data(DataConfig(data=str(tmp_path / "dst")))["train_samples"] == 40
+
+
+def test_shards_are_webdataset_tars(tree, tmp_path):
+    """Pairs of <key>.jpg and <key>.cls in a row, a key being all up to the first dot."""
+    pack(tree, tmp_path / "dst")
+    with tarfile.open(tmp_path / "dst" / "train-000000.tar") as tar:
+        members = [(member.name, tar.extractfile(member).read()) for member in tar]
+    assert len(members) == 80
+    for (image, data), (label, text) in zip(members[::2], members[1::2]):
+        key, extension = image.split(".", 1)
+        assert (label, extension) == (f"{key}.cls", "jpg")
+        assert Image.open(io.BytesIO(data)).size[0] == 30
+        assert ("a", "b")[int(text)] == key.split("_")[1]
+    labels = [int(text) for _, text in members[1::2]]
+    assert labels != sorted(labels)  # front to back, classes are mixed
+
+
+def test_packing_twice_gives_the_same_bytes(tree, tmp_path):
+    for name in ("one", "two"):
+        pack(tree, tmp_path / name, shard_bytes=8000, workers=3)
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+
+
+def test_tars_pack_too(tree, tmp_path):
+    (tmp_path / "tars").mkdir()
+    for split in ("train", "val"):
+        with tarfile.open(tmp_path / "tars" / f"{split}.tar", "w") as tar:
+            tar.add(tree / split, split)
+    pack(tmp_path / "tars", tmp_path / "dst")
+    assert contents(opened(tmp_path / "dst")[0]) == contents(opened(tree)[0])
+    assert info(tmp_path / "tars")["kind"] == "tars"
+
+
+def test_an_interrupted_pack_is_finished_by_the_next(tree, tmp_path, monkeypatch):
+    pack(tree, tmp_path / "whole", shard_bytes=8000)
+    write, written = packing._write_member, []
+
+    def full_disk(out, name, data):
+        written.append(name)
+        if len(written) > 45:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(out, name, data)
+
+    monkeypatch.setattr(packing, "_write_member", full_disk)
+    with pytest.raises(InputError, match=r"No space left on device.*run the same command again"):
+        pack(tree, tmp_path / "dst", shard_bytes=8000, workers=1)
+    with pytest.raises(InputError, match="no complete packed set"):
+        verify(tmp_path / "dst")
+    monkeypatch.undo()
+    (tmp_path / "dst" / "train-000003.part").write_bytes(b"left by a killed process")
+    result = pack(tree, tmp_path / "dst", shard_bytes=8000)
+    assert 0 < result["resumed_shards"] < result["shards"]
+    left = files(tmp_path / "dst")
+    assert {name: data for name, data in left.items() if not name.endswith(".part")} == files(tmp_path / "whole")
+    assert verify(tmp_path / "dst")["ok"]
+
+
+def test_a_folder_of_something_else_is_not_touched(tree, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("x")
+    with pytest.raises(InputError, match="not empty"):
+        pack(tree, tmp_path / "other")
+    pack(tree, tmp_path / "dst")
+    (tree / "train" / "a" / "new.jpg").write_bytes((tree / "train" / "a" / "a.1.jpg").read_bytes())
+    with pytest.raises(InputError, match="other data"):
+        pack(tree, tmp_path / "dst")
+    with pytest.raises(InputError, match="packed already"):
+        pack(tmp_path / "dst", tmp_path / "again")
+
+
+def test_images_that_cannot_be_read_are_kept_and_counted(tree, tmp_path):
+    (tree / "train" / "a" / "broken.jpg").write_bytes(b"no image")
+    assert pack(tree, tmp_path / "dst")["unreadable"] == 1
+    result = verify(tmp_path / "dst")
+    assert not result["ok"]
+    assert "broken.jpg: not a readable image" in result["problems"][0]
+    assert info(tmp_path / "dst")["splits"]["train"]["unreadable"] == 1
+
+
+def test_info_describes_folders_and_shards(tree, tmp_path):
+    pack(tree, tmp_path / "dst")
+    plain, packed = info(tree), info(tmp_path / "dst")
+    assert (plain["kind"], packed["kind"]) == ("folder", "shards")
+    assert plain["class_names"] == packed["class_names"] == ["a", "b"]
+    assert plain["splits"]["train"]["bytes"] == packed["splits"]["train"]["bytes"]
+    assert packed["splits"]["val"]["samples_per_class"] == [5, 5]
+    assert packed["splits"]["val"]["median_width"] == 30
+
+
+# --- damaged and hostile sets
+
+
+@pytest.fixture
+def packed(tree, tmp_path):
+    pack(tree, tmp_path / "dst")
+    return tmp_path / "dst"
+
+
+def rewrite_index(packed, change):
+    path = index_path(packed / "train-000000.tar")
+    index = np.load(path)
+    index = change(index)
+    np.save(path, index)
+
+
+def rewrite_manifest(packed, change):
+    path = packed / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def test_a_flipped_bit_is_found(packed):
+    train, _ = opened(packed)
+    offset = int(train.index["offset"][7]) + 100
+    with open(packed / "train-000000.tar", "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(BadSample, match=r"train-000000\.tar\[7\].*checksum"):
+        train.read(7)
+    assert len(train.read(8)) == train.index["length"][8]
+    result = verify(packed)
+    assert result["problem_count"] == 1
+    assert "[7]" in result["problems"][0]
+
+
+def set_field(name, value):
+    def change(index):
+        index[name][3] = value
+        return index
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (set_field("offset", 2**64 - 10), "past the end"),
+        (set_field("offset", 1 << 40), "past the end"),
+        (set_field("length", 2**32 - 1), "past the end"),
+        (set_field("label", -1), "labels outside"),
+        (set_field("label", 2), "labels outside"),
+        (lambda index: index[:-1], "the manifest says 40"),
+        (lambda index: np.zeros(40), "not a shard index"),
+        (lambda index: np.zeros((2, 20), INDEX_DTYPE), "not a shard index"),
+        (lambda index: np.array([{"a": 1}] * 40, dtype=object), "pack the set again"),
+    ],
+)
+def test_a_wrong_index_is_refused(packed, change, text):
+    rewrite_index(packed, change)
+    with pytest.raises(InputError, match=text):
+        opened(packed)
+    assert not verify(packed)["ok"]
+
+
+def test_a_shard_that_is_cut_or_missing_is_refused(packed):
+    shard = packed / "train-000000.tar"
+    shard.write_bytes(shard.read_bytes()[:5000])
+    with pytest.raises(InputError, match="past the end"):
+        opened(packed)
+    shard.unlink()
+    with pytest.raises(InputError, match="pack the set again"):
+        opened(packed)
+    assert not verify(packed)["ok"]
+
+
+@pytest.mark.parametrize("name", ["../outside.tar", "/etc/x.tar", "a/b.tar", "x.txt", 5, None])
+def test_a_manifest_cannot_name_files_elsewhere(packed, name):
+    rewrite_manifest(packed, lambda manifest: manifest["splits"]["train"]["shards"][0].update(name=name))
+    with pytest.raises(InputError, match=r"manifest\.json"):
+        opened(packed)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": "hyperbatch-shards"}', '{"format": "other"}', '{"format":']
+)
+def test_a_manifest_that_is_none_is_refused(packed, text):
+    (packed / "manifest.json").write_text(text)
+    with pytest.raises(InputError, match="not a manifest"):
+        opened(packed)
+
+
+@pytest.mark.parametrize("kind", ["absolute", "parent", "link", "extra"])
+def test_verify_names_members_that_do_not_belong(packed, tmp_path, kind):
+    member = tarfile.TarInfo({"absolute": "/outside/x.jpg", "parent": "../x.jpg"}.get(kind, "x.jpg"))
+    if kind == "link":
+        member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    before = sorted(tmp_path.rglob("*"))
+    with tarfile.open(packed / "val-000000.tar", "a") as tar:
+        tar.addfile(member)
+    result = verify(packed)
+    assert result["problem_count"] == 1
+    assert repr(member.name) in result["problems"][0]
+    assert sorted(tmp_path.rglob("*")) == before
