@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hyperbatch import LARS, GridComm, RankGrid, ddp_kwargs, param_groups, plan_groups, register_ddp_hook  # new
-from hyperbatch.comm.ddp import ddp_bucket_bytes, param_specs  # new
+from hyperbatch.comm import ddp_bucket_bytes, param_specs  # new
 
 
 def main() -> None:

@@ -86,6 +86,11 @@ class GridComm:
             self._thread = ThreadRunner(f"hyperbatch-comm-{self.rank}")
         return self._thread.submit(job, then)
 
+    def drain(self) -> None:
+        """Waits until the communication thread has nothing left, so that the caller may use the groups itself."""
+        if self._thread is not None:
+            self._thread.submit(_nothing).wait()
+
     def scratch(self, role: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer for the running job. On a CPU it is kept: fresh pages of 100 MB cost more than the sum over them."""
         if device.type == "cuda":
@@ -132,6 +137,10 @@ class GridComm:
         else:
             self.row = make(self.ranks)
             self.column = make([[row[column] for row in self.ranks] for column in range(columns)])
+
+
+def _nothing() -> None:
+    pass
 
 
 def _placement(grid: RankGrid | DeviceMesh, ranks: Sequence[Sequence[int]] | None) -> tuple[RankGrid, list[list[int]]]:

@@ -28,7 +28,7 @@ def mark(device: torch.device) -> Mark:
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=not torch.cuda.is_current_stream_capturing())
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 
@@ -83,12 +83,14 @@ class ThreadHandle(Handle):
 
 
 class StreamHandle(Handle):
-    def __init__(self, start: torch.cuda.Event, end: torch.cuda.Event, job: Job) -> None:
+    def __init__(self, start: Mark, end: Mark, device: torch.device, job: Job) -> None:
+        assert isinstance(end, torch.cuda.Event)
         self.start, self.end, self._reached = start, end, end
+        self._device = device
         self._job: Job | None = job  # keeps its tensors alive until the waiting stream is behind them
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._reached)
+        torch.cuda.current_stream(self._device).wait_event(self._reached)
         self._job = None
 
     def done(self) -> bool:
@@ -150,6 +152,4 @@ class StreamRunner:
             end = mark(self.device)
             if then is not None:
                 then(None)
-        assert isinstance(start, torch.cuda.Event)
-        assert isinstance(end, torch.cuda.Event)
-        return StreamHandle(start, end, job)
+        return StreamHandle(start, end, self.device, job)

@@ -36,6 +36,17 @@ class _Flight:
     handle: Handle | None = None
 
 
+@dataclass(slots=True)
+class _Step:
+    """From the begin() of the last micro-step on."""
+
+    begin_s: float
+    begin: Mark
+    flights: list[_Flight]
+    arrived: list[bool]  # by parameter
+    launched: int = 0  # groups
+
+
 class GradSync:
     """Launches groups in index order on every rank, whatever order their gradients become ready in.
 
@@ -76,14 +87,12 @@ class GradSync:
         self._group_of = {i: group for group, members in enumerate(self._members) for i in members}
         self._slices: list[Tensor] = []
         self._sliced_from: dict[torch.dtype, Tensor] = {}
-        self._flights: list[_Flight] = []
-        self._used: list[bool] = []
-        self._next = 0  # the group to launch next
-        self._begun = self._communicates = False
-        self._step = 0
-        self._begin_mark: Mark = 0.0
-        self._begin_s = 0.0
-        self._timings: tuple[GroupTiming, ...] | None = ()
+        self._used = [False] * len(self._slots)  # in any micro-step of this step
+        self._open: _Step | None = None  # the step that communicates now
+        self._last: _Step | None = None  # the one that timings are asked of
+        self._timings: tuple[GroupTiming, ...] = ()
+        self._begin_s = 0.0  # of these timings
+        self._finished_steps = 0
         self._hooks = []
         if comm.size > 1:
             self._hooks = [
@@ -93,54 +102,66 @@ class GradSync:
 
     def begin(self, *, last_micro_step: bool = True) -> None:
         """Before each backward. Only the last micro-step of an accumulated step communicates."""
-        self._begun, self._communicates = True, last_micro_step
-        if not (last_micro_step and self._hooks):
+        if self._open is not None and self._open.launched:
+            raise RuntimeError("GradSync.begin() while groups of the step before are in flight; call finish() first")
+        self._open = None
+        if not last_micro_step:
             return
-        self._find_slices()
-        self._flights = [_Flight(pending=len(members)) for members in self._members]
-        self._used = [False] * len(self._slots)
-        self._next = 0
-        self._begin_s, self._begin_mark = time.perf_counter(), mark(self._device)
+        flights = []
+        if self._hooks:
+            self._find_slices()
+            flights = [_Flight(pending=len(members)) for members in self._members]
+        self._open = _Step(
+            begin_s=time.perf_counter(),
+            begin=mark(self._device),
+            flights=flights,
+            arrived=[False] * len(self._slots),
+        )
 
     def finish(self) -> None:
         """After the last backward, before the update: gradients in the arena are the mean over ranks.
 
         Raises what went wrong while they travelled. Groups with parameters this step did not use leave here.
         """
-        if not (self._begun and self._communicates):
+        step, used = self._open, self._used
+        if step is None:
             raise RuntimeError("GradSync.finish() without begin(): call begin() before the last backward of each step")
-        self._begun = self._communicates = False
-        if not self._hooks:
-            if not self._arena.copy_on_ready:
-                self._arena.collect()
-            return
-        while self._next < len(self._flights):
-            self._launch()
-        captured = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        checks = (self._debug or self._step < CHECKED_STEPS) and not captured
-        usage = self._compare_usage() if checks else None
-        for flight in self._flights:
-            assert flight.handle is not None
-            flight.handle.wait()
-        if usage is not None:
-            self._check_usage(*usage)
-        self._step += 1
-        self._timings = () if captured else None
+        try:
+            if not self._hooks:
+                if not self._arena.copy_on_ready:
+                    self._arena.collect()
+                return
+            while step.launched < len(step.flights):
+                self._launch(step)
+            captured = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            checks = (self._debug or self._finished_steps < CHECKED_STEPS) and not captured
+            usage = self._compare_usage(used) if checks else None
+            for flight in step.flights:
+                assert flight.handle is not None
+                flight.handle.wait()
+            if usage is not None:
+                self._check_usage(*usage)
+        finally:
+            self._open = None
+            self._used = [False] * len(self._slots)
+        self._finished_steps += 1
+        self._last, self._timings = (None if captured else step), ()
 
     def timings(self) -> tuple[GroupTiming, ...]:
         """Groups of the last finished step, times relative to its `begin`; empty with one rank and in a CUDA graph."""
-        if self._timings is None:
+        if self._last is not None:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # the caller asked for times, and events must have been reached
-            self._timings = tuple(self._timing(index) for index in range(len(self._flights)))
+            self._begin_s = self._last.begin_s
+            self._timings = tuple(self._timing(self._last, index) for index in range(len(self._last.flights)))
+            self._last = None
         return self._timings
 
     def spans(self) -> tuple[GroupTiming, ...]:
         """As `timings`, on the host's `time.perf_counter()` clock, for a trace beside other activities."""
+        timings = self.timings()
         at = self._begin_s
-        return tuple(
-            replace(t, ready_s=t.ready_s + at, start_s=t.start_s + at, end_s=t.end_s + at) for t in self.timings()
-        )
+        return tuple(replace(t, ready_s=t.ready_s + at, start_s=t.start_s + at, end_s=t.end_s + at) for t in timings)
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -152,26 +173,28 @@ class GradSync:
 
     def _arrived(self, i: int, param: Tensor) -> None:
         """Parameter i has its gradient. Runs inside backward."""
-        if not self._communicates:
+        self._used[i] = True
+        step = self._open
+        if step is None:
             return
-        if self._used[i]:
+        if step.arrived[i]:
             raise RuntimeError(
                 f"{self._slots[i].name} received two gradients after one begin(); call begin(last_micro_step=False) "
                 "before every backward of a step but the last"
             )
-        self._used[i] = True
-        flight = self._flights[self._group_of[i]]
+        step.arrived[i] = True
+        flight = step.flights[self._group_of[i]]
         flight.pending -= 1
         if flight.pending == 0:
             flight.ready = mark(self._device)
-            while self._next < len(self._flights) and self._flights[self._next].pending == 0:
-                self._launch()
+            while step.launched < len(step.flights) and step.flights[step.launched].pending == 0:
+                self._launch(step)
 
-    def _launch(self) -> None:
-        index = self._next
-        self._next += 1
-        flight = self._flights[index]
-        if flight.ready is None:  # it has parameters this step did not use
+    def _launch(self, step: _Step) -> None:
+        index = step.launched
+        step.launched += 1
+        flight = step.flights[index]
+        if flight.ready is None:  # it has parameters this backward did not use
             flight.ready = mark(self._device)
             for i in self._members[index]:
                 if self._slots[i].param.grad is None:
@@ -188,17 +211,17 @@ class GradSync:
             self._slices = [self._arena.slice_of(group.parameters, grads) for group in self.plan.groups]
             self._device = self._arena.device
 
-    def _timing(self, index: int) -> GroupTiming:
-        flight = self._flights[index]
+    def _timing(self, step: _Step, index: int) -> GroupTiming:
+        flight = step.flights[index]
         assert flight.handle is not None
         assert flight.ready is not None
         return GroupTiming(
             index=index,
             algorithm=self._algorithms[index],
             bytes=self.plan.groups[index].bytes,
-            ready_s=seconds_between(self._begin_mark, flight.ready),
-            start_s=seconds_between(self._begin_mark, flight.handle.start),
-            end_s=seconds_between(self._begin_mark, flight.handle.end),
+            ready_s=seconds_between(step.begin, flight.ready),
+            start_s=seconds_between(step.begin, flight.handle.start),
+            end_s=seconds_between(step.begin, flight.handle.end),
         )
 
     # -- agreement between ranks -----------------------------------------------------------------------------------
@@ -228,10 +251,11 @@ class GradSync:
             for group, algorithm in zip(self.plan.groups, self._algorithms)
         ]
         description = [*groups, *layout, f"wire {self._wire_dtype}", f"plan {self.plan.hash}"]
+        self.comm.drain()  # another GradSync may share the groups
         check_agreement(self.comm.world, "the gradient plan", description, problem)
 
-    def _compare_usage(self) -> tuple[Handle, Tensor]:
-        counts = torch.tensor(self._used, dtype=torch.int32, device=self._device)
+    def _compare_usage(self, used: list[bool]) -> tuple[Handle, Tensor]:
+        counts = torch.tensor(used, dtype=torch.int32, device=self._device)
         job = partial(all_reduce_now, counts, self.comm, "flat", "sum")
         return self.comm.submit(job, self._device), counts
 
@@ -241,6 +265,6 @@ class GradSync:
         partly = [slot.name for slot, n in zip(self._slots, users) if 0 < n < self.comm.size]
         if partly:
             raise InputError(
-                f"{', '.join(partly)}: used in this step's backward on some ranks only; the ranks would average "
-                "gradients with nothing; make every rank run the same layers"
+                f"{', '.join(partly)}: used in this step's backward on some ranks only; "
+                "make every rank run the same layers, or freeze these"
             )

@@ -307,6 +307,12 @@ def partly_used(rank: int, debug: bool) -> str:
 
     for _ in range(5 if debug else 1):
         step(True)
+    arena.zero_grad()
+    sync.begin(last_micro_step=False)
+    model(1.0, True).backward()
+    sync.begin()
+    model(1.0, rank != 1).backward()  # used by every rank within the step: all is well
+    sync.finish()
     return message_of(lambda: step(rank != 1))
 
 
@@ -327,13 +333,18 @@ def misuse(rank: int) -> list[str]:
     sync.begin()
     model(1.0).backward()
     twice = message_of(lambda: model(1.0).backward())
+    sync.finish()
+    sync.begin()
+    (model(1.0) + model.idle.sum()).backward()
+    in_flight = message_of(sync.begin)
     sync.close()
     model(1.0).backward()  # no hook is left to object
-    return [never_begun, not_last, twice]
+    return [never_begun, not_last, twice, in_flight]
 
 
 def test_misuse_is_named() -> None:
-    never_begun, not_last, twice = run_ranks(2, misuse)[0]
+    never_begun, not_last, twice, in_flight = run_ranks(2, misuse)[0]
+    assert "call finish() first" in in_flight
     assert "finish() without begin()" in never_begun
     assert "finish() without begin()" in not_last
     assert "received two gradients after one begin()" in twice
