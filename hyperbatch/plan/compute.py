@@ -12,7 +12,7 @@ from statistics import NormalDist
 
 from hyperbatch.plan.cost import all_reduce_cost
 from hyperbatch.plan.inventory import PRECISION_DTYPE, Layer, layers, tensors
-from hyperbatch.plan.machine import Cluster, Device
+from hyperbatch.plan.machine import Cluster, Device, Measured
 from hyperbatch.plan.types import DTYPE_BYTES, RankGrid
 
 PASSES = 3  # forward, gradient of the input, gradient of the weights
@@ -86,20 +86,22 @@ def stretch(cluster: Cluster, precision: str) -> float:
     points = [point for point in device.measured if point.precision == precision] or list(device.measured)
     if not points:
         return DEFAULT_STRETCH
-    factors = []
-    for point in points:
-        table = layers(point.model)
-        grid = RankGrid(1, point.devices)
-        specs = tensors(point.model, dtype=PRECISION_DTYPE[point.precision])
-        nbytes = sum(spec.nbytes for spec in specs)
-        # A single-node figure includes its own all-reduce, update and slowest device.
-        exchange = all_reduce_cost(cluster.network, grid, "flat", nbytes).seconds(nbytes) if point.devices > 1 else 0.0
-        update = update_time(device, sum(spec.numel for spec in specs))
-        step = point.batch_per_device / point.images_per_s_per_device
-        compute = (step - exchange - update) / slowest_of(point.devices, cluster.jitter)
-        compute -= PASSES * len(table) * device.layer_overhead_s
-        factors.append(compute / _roofline_step(device, table, point.batch_per_device, point.precision))
-    return max(1.0, sum(factors) / len(factors))
+    return max(1.0, sum(_stretch_of(cluster, point) for point in points) / len(points))
+
+
+def _stretch_of(cluster: Cluster, point: Measured) -> float:
+    """A measured speed includes its own all-reduce, update and slowest device: taken off before it is compared."""
+    device = cluster.device
+    table = layers(point.model, classes=point.classes, image_size=point.image_size)
+    specs = tensors(point.model, classes=point.classes, dtype=PRECISION_DTYPE[point.precision])
+    nbytes = sum(spec.nbytes for spec in specs)
+    exchange = 0.0
+    if not point.overlapped:
+        exchange = all_reduce_cost(cluster.network, RankGrid(1, point.devices), "flat", nbytes).seconds(nbytes)
+    step = point.batch_per_device / point.images_per_s_per_device
+    busy = step - exchange - update_time(device, sum(spec.numel for spec in specs))
+    compute = busy / slowest_of(point.devices, cluster.jitter) - PASSES * len(table) * device.layer_overhead_s
+    return compute / _roofline_step(device, table, point.batch_per_device, point.precision)
 
 
 def _roofline_step(device: Device, table: Sequence[Layer], batch: int, precision: str) -> float:

@@ -90,27 +90,20 @@ def all_reduce_options(network: Network, grid: RankGrid, algorithm: str) -> list
 def ring_cost(network: Network, ranks: int) -> Cost:
     """One ring (or one per NIC, sharing the message) laid node by node; a chunk passes every rank twice."""
     nodes = network.nodes(ranks)
-    between = nodes if nodes > 1 else 0
-    turns = 2 * (ranks - 1) / ranks
-    chain = between * network.inter.latency_s + (ranks - between) * network.intra.latency_s
-    bandwidth = network.node_bytes_per_s if nodes > 1 else network.intra.bytes_per_s
-    return Cost(turns * chain, turns / bandwidth)
+    return _ring(network, ranks, nodes, network.node_bytes_per_s if nodes > 1 else network.intra.bytes_per_s)
 
 
 def tree_cost(network: Network, ranks: int) -> Cost:
     """Two binary trees over the nodes, each with half of the message; a chain inside the node."""
     nodes = network.nodes(ranks)
-    if nodes == 1:
-        return ring_cost(network, ranks)
-    inside = 2 * (min(ranks, network.devices_per_node) - 1) * network.intra.latency_s
-    return _tree(network, nodes, network.node_bytes_per_s) + Cost(inside, 0.0)
+    return ring_cost(network, ranks) if nodes == 1 else _tree(network, ranks, nodes, network.node_bytes_per_s)
 
 
 def hierarchical_options(network: Network, grid: RankGrid) -> list[Cost]:
     """4(C-1) hops in the row and 2(R-1) between leaders (Tencent's count); a leader drives one NIC."""
     row, hops = _row_link(network, grid), 4 * (grid.columns - 1)
     inside = Cost(hops * row.latency_s, hops / grid.columns / row.bytes_per_s)
-    return [inside + leaders for leaders in _between(network, grid.rows, network.inter.bytes_per_s)]
+    return [inside + leaders for leaders in _between(network, grid, network.inter.bytes_per_s)]
 
 
 def torus_options(network: Network, grid: RankGrid) -> list[Cost]:
@@ -118,7 +111,7 @@ def torus_options(network: Network, grid: RankGrid) -> list[Cost]:
     row, hops = _row_link(network, grid), 2 * (grid.columns - 1)
     rows = Cost(hops * row.latency_s, hops / grid.columns / row.bytes_per_s)
     share = network.inter.bytes_per_s * network.nics_per_node / min(grid.columns, network.devices_per_node)
-    columns = _between(network, grid.rows, min(share, network.intra.bytes_per_s))
+    columns = _between(network, grid, min(share, network.intra.bytes_per_s))
     return [rows + Cost(column.fixed_s, column.s_per_byte / grid.columns) for column in columns]
 
 
@@ -139,15 +132,29 @@ def _row_link(network: Network, grid: RankGrid) -> Link:
     return Link(bandwidth_bytes_per_s=network.node_bytes_per_s, latency_s=chain / grid.columns)
 
 
-def _between(network: Network, rows: int, bytes_per_s: float) -> list[Cost]:
-    """An all-reduce over one rank of each row, by each transport the backend has."""
-    if rows == 1:
+def _between(network: Network, grid: RankGrid, bytes_per_s: float) -> list[Cost]:
+    """An all-reduce over one rank of each row, by each transport the backend has.
+
+    Rows narrower than a node put several members of a column into one node.
+    """
+    if grid.rows == 1:
         return [FREE]
-    ring = Cost(2 * (rows - 1) * network.inter.latency_s, 2 * (rows - 1) / rows / bytes_per_s)
-    known = {"ring": ring, "tree": _tree(network, rows, bytes_per_s)}
-    return [known[name] for name in network.flat_algorithms]
+    nodes = min(grid.rows, network.nodes(grid.size))
+    if nodes == 1:
+        return [_ring(network, grid.rows, 1, network.intra.bytes_per_s)]
+    known = {"ring": _ring, "tree": _tree}
+    return [known[name](network, grid.rows, nodes, bytes_per_s) for name in network.flat_algorithms]
 
 
-def _tree(network: Network, members: int, bytes_per_s: float) -> Cost:
-    depth = math.ceil(math.log2(members))
-    return Cost(2 * depth * network.inter.latency_s * TREE_HOP_FACTOR, 2 / (bytes_per_s * TREE_BANDWIDTH))
+def _ring(network: Network, members: int, nodes: int, bytes_per_s: float) -> Cost:
+    between = nodes if nodes > 1 else 0
+    turns = 2 * (members - 1) / members
+    chain = between * network.inter.latency_s + (members - between) * network.intra.latency_s
+    return Cost(turns * chain, turns / bytes_per_s)
+
+
+def _tree(network: Network, members: int, nodes: int, bytes_per_s: float) -> Cost:
+    depth = math.ceil(math.log2(nodes))
+    inside = math.ceil(members / nodes) - 1
+    hops = depth * network.inter.latency_s * TREE_HOP_FACTOR + inside * network.intra.latency_s
+    return Cost(2 * hops, 2 / (bytes_per_s * TREE_BANDWIDTH))

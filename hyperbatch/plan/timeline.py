@@ -48,7 +48,7 @@ def step_timing(
     backward = slowdown * sum(layer.backward_s for layer in times)
     before = (accumulation - 1) * (forward + backward)
     ready = parameter_ready_s(times, slowdown=slowdown, start_s=before + forward)
-    compute_end = before + forward + backward
+    compute_end = max(before + forward + backward, *ready.values())  # the same, but for rounding
 
     transfers = []
     for group in plan.groups:

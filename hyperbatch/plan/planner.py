@@ -1,0 +1,302 @@
+"""Chooses grid, algorithm, groups and wire precision for a run on a cluster, and times the step that results.
+
+`plan_step` answers for given choices; `make_plan` is the `hyperbatch plan` verb: it makes the ones left open.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hyperbatch.config import Config
+from hyperbatch.plan.compute import LayerTime, slowest_of, slowest_quantile, update_time
+from hyperbatch.plan.cost import Cost, all_reduce_cost, cost_function, reduce_scatter_cost
+from hyperbatch.plan.inventory import PRECISION_DTYPE
+from hyperbatch.plan.machine import Cluster, Network
+from hyperbatch.plan.strategies import plan_groups
+from hyperbatch.plan.timeline import parameter_ready_s, step_timing
+from hyperbatch.plan.types import DTYPE_BYTES, GradGroup, GroupPlan, RankGrid, StepTiming, TensorSpec
+from hyperbatch.plan.workload import main_phase, model_tensors, model_times, resolve, resolve_all
+from hyperbatch.schedule import Phase
+
+# What a group may travel by when the planner chooses; hybrid is a choice among them by size.
+CHOICES = ("flat", "hierarchical", "torus")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """One step on one cluster: what was chosen and what it takes."""
+
+    grid: RankGrid
+    algorithm: str
+    plan: GroupPlan
+    timing: StepTiming
+    slow_step_s: float  # a step of the slowest one in ten
+    alone_s: float  # the same micro-steps on one device, without neighbours: what efficiency is measured against
+
+
+def make_plan(
+    recipe: str | Config,
+    *,
+    cluster: str | Cluster | None = None,
+    gpus: int | None = None,
+    grid: str | None = None,
+    algorithm: str | None = None,
+    strategy: str | None = None,
+    global_batch: int | None = None,
+    batch_per_rank: int | None = None,
+) -> dict[str, Any]:
+    """The plan for a recipe on a cluster, both by name or as values; what is None is chosen for the shortest step."""
+    job = resolve(recipe, cluster, gpus, global_batch=global_batch, batch_per_rank=batch_per_rank)
+    config, machine, ranks, notes = job.config, job.cluster, job.ranks, list(job.notes)
+    phase = resolve_all(config, machine, ranks)[main_phase(config)]
+
+    def times(strategy: str, algorithm: str | None) -> StepPlan:
+        return plan_step(machine, config, ranks, phase, grid=grid, algorithm=algorithm, strategy=strategy)
+
+    chosen = times(strategy or "optimal", algorithm)
+    others = {name: times(name, algorithm) for name in ("single", "equal", "cubic", "threshold", "per_layer")}
+    by_name = {name: times(strategy or "optimal", name) for name in ("flat", "hierarchical", "torus", "hybrid")}
+    if config.comm.wire_dtype is None and config.optim.precision in ("fp32", "fp64"):
+        half = plan_step(
+            machine,
+            config.override(wire_dtype="fp16"),
+            ranks,
+            phase,
+            grid=grid,
+            algorithm=algorithm,
+            strategy=strategy or "optimal",
+        )
+        if half.timing.step_s < 0.99 * chosen.timing.step_s:
+            saved = 1 - half.timing.step_s / chosen.timing.step_s
+            notes.append(f"--wire-dtype fp16 would shorten the step by {saved:.0%}")
+    return {
+        "recipe": config.recipe,
+        "cluster": machine.name,
+        "gpus": ranks,
+        "global_batch": phase.global_batch,
+        "batch_per_rank": phase.batch_per_rank,
+        "accumulation": phase.accumulation,
+        "grid": str(chosen.grid),
+        "algorithm": chosen.algorithm,
+        "strategy": chosen.plan.strategy,
+        "wire_dtype": config.comm.wire_dtype,
+        "groups": [
+            {
+                "index": group.index,
+                "parameters": list(group.parameters),
+                "bytes": group.bytes,
+                "algorithm": group.algorithm,
+                "dtype": group.dtype,
+                "ready_s": timing.ready_s,
+                "start_s": timing.start_s,
+                "end_s": timing.end_s,
+            }
+            for group, timing in zip(chosen.plan.groups, chosen.timing.groups, strict=True)
+        ],
+        "step_s": chosen.timing.step_s,
+        "exposed_comm_s": chosen.timing.exposed_comm_s,
+        "forward_s": chosen.timing.forward_s,
+        "backward_s": chosen.timing.backward_s,
+        "update_s": chosen.timing.update_s,
+        "images_per_s": phase.global_batch / chosen.timing.step_s,
+        "strategies": {name: _summary(plan) for name, plan in {**others, chosen.plan.strategy: chosen}.items()},
+        "algorithms": {name: _summary(plan) for name, plan in by_name.items()},
+        "notes": notes,
+    }
+
+
+def _summary(plan: StepPlan) -> dict[str, Any]:
+    return {
+        "step_s": plan.timing.step_s,
+        "exposed_comm_s": plan.timing.exposed_comm_s,
+        "groups": len(plan.plan.groups),
+        "grid": str(plan.grid),
+    }
+
+
+def plan_step(
+    cluster: Cluster,
+    config: Config,
+    ranks: int,
+    phase: Phase,
+    *,
+    grid: str | None = None,
+    algorithm: str | None = None,
+    strategy: str | None = None,
+    overlap: bool = True,
+) -> StepPlan:
+    """The step of one batch phase. strategy None: the config's; algorithm None: the best for each group."""
+    specs = model_tensors(config)
+    times = model_times(cluster, config, phase.batch_per_rank)
+    wire = _WireBytes(config)
+    nbytes = sum(wire.of(spec.dtype, spec.nbytes) for spec in specs)
+    chosen_grid = _grid(cluster, config, ranks, grid, algorithm, nbytes)
+    plan = _group_plan(cluster, config, specs, times, chosen_grid, algorithm, strategy or config.comm.grouping, wire)
+
+    def group_cost(group: GradGroup) -> Cost:
+        name = group.algorithm or "flat"
+        if config.comm.sharded_update:
+            cost = reduce_scatter_cost(cluster.network, chosen_grid, name)
+        else:
+            cost = all_reduce_cost(
+                cluster.network,
+                chosen_grid,
+                name,
+                wire.of(group.dtype, group.bytes),
+                hybrid_switch_bytes=config.comm.hybrid_switch_bytes,
+            )
+        return Cost(cost.fixed_s, cost.s_per_byte * wire.of(group.dtype, group.bytes) / group.bytes)
+
+    shards = ranks if config.comm.sharded_update else 1
+    update = update_time(cluster.device, sum(spec.numel for spec in specs), shards)
+
+    def timing(slowdown: float) -> StepTiming:
+        step = step_timing(
+            times,
+            plan,
+            group_cost,
+            update_s=update,
+            accumulation=phase.accumulation,
+            slowdown=slowdown,
+            overlap=overlap,
+        )
+        if not config.comm.sharded_update:
+            return step
+        # New weights go round after the update, in the working precision.
+        gather = reduce_scatter_cost(cluster.network, chosen_grid, plan.groups[0].algorithm or "flat")
+        seconds = gather.seconds(sum(spec.nbytes for spec in specs))
+        return replace(step, step_s=step.step_s + seconds, exposed_comm_s=step.exposed_comm_s + seconds)
+
+    alone = phase.accumulation * sum(t.forward_s + t.backward_s for t in times)
+    return StepPlan(
+        grid=chosen_grid,
+        algorithm=_main_algorithm(plan),
+        plan=plan,
+        timing=timing(slowest_of(ranks, cluster.jitter)),
+        slow_step_s=timing(slowest_quantile(ranks, cluster.jitter, 0.9)).step_s,
+        alone_s=alone + update_time(cluster.device, sum(spec.numel for spec in specs)),
+    )
+
+
+class _WireBytes:
+    """Bytes on the wire against bytes in the arena."""
+
+    def __init__(self, config: Config) -> None:
+        name = config.comm.wire_dtype
+        self.item = DTYPE_BYTES[PRECISION_DTYPE[name]] if name else None
+
+    def of(self, dtype: str, nbytes: int) -> float:
+        return nbytes if self.item is None else nbytes * self.item / DTYPE_BYTES[dtype]
+
+
+def _group_plan(
+    cluster: Cluster,
+    config: Config,
+    specs: tuple[TensorSpec, ...],
+    times: list[LayerTime],
+    grid: RankGrid,
+    algorithm: str | None,
+    strategy: str,
+    wire: _WireBytes,
+) -> GroupPlan:
+    names = (algorithm,) if algorithm else CHOICES
+    switch = config.comm.hybrid_switch_bytes
+    by_name = {name: cost_function(cluster.network, grid, name, hybrid_switch_bytes=switch) for name in names}
+    working = specs[0].dtype if len({spec.dtype for spec in specs}) == 1 else PRECISION_DTYPE[config.optim.precision]
+    scale = wire.of(working, 1)
+    slowdown = slowest_of(grid.size, cluster.jitter)
+    ready = parameter_ready_s(times, slowdown=slowdown)
+    costs = {name: (lambda nbytes, cost=cost: cost(nbytes * scale)) for name, cost in by_name.items()}
+    options: dict[str, Any] = {}
+    if strategy == "optimal":
+        options = {"ready_s": [ready[spec.name] for spec in specs], "cost": costs}
+    plan = plan_groups(
+        specs,
+        strategy,
+        count=config.comm.group_count,
+        threshold_bytes=config.comm.group_threshold_bytes,
+        base=config.comm.group_base,
+        **options,
+    )
+    best = [min(by_name, key=lambda name, g=g: by_name[name](wire.of(g.dtype, g.bytes))) for g in plan.groups]
+    return plan.with_algorithms(best)
+
+
+def _main_algorithm(plan: GroupPlan) -> str:
+    """The one that carries most bytes."""
+    carried: dict[str, int] = {}
+    for group in plan.groups:
+        carried[group.algorithm or "flat"] = carried.get(group.algorithm or "flat", 0) + group.bytes
+    return max(carried, key=lambda name: carried[name])
+
+
+def grids(ranks: int) -> Iterator[RankGrid]:
+    """Every rows x columns of so many ranks, by rising columns; a prime has two."""
+    small = [n for n in range(1, math.isqrt(ranks) + 1) if ranks % n == 0]
+    for columns in sorted({*small, *(ranks // n for n in small)}):
+        yield RankGrid(ranks // columns, columns)
+
+
+def best_grid(
+    network: Network, ranks: int, nbytes: float, algorithm: str = "torus", *, sharded: bool = False
+) -> RankGrid:
+    """The grid on which an exchange of so many bytes takes least; on a tie, rows nearest to nodes."""
+
+    def order(grid: RankGrid) -> tuple[float, int]:
+        if sharded:
+            cost = reduce_scatter_cost(network, grid, algorithm)
+        else:
+            cost = all_reduce_cost(network, grid, algorithm, nbytes)
+        return cost.seconds(nbytes), abs(grid.columns - network.devices_per_node)
+
+    return min(grids(ranks), key=order)
+
+
+def _grid(
+    cluster: Cluster, config: Config, ranks: int, asked: str | None, algorithm: str | None, nbytes: float
+) -> RankGrid:
+    """The one asked for, the recipe's where it fits, or the best; only a torus profits from rows that are not nodes."""
+    for text in (asked, config.comm.grid):
+        if text is None:
+            continue
+        grid = RankGrid.parse(text)
+        if text is asked:
+            grid.check_world(ranks)
+        if grid.size == ranks:
+            return grid
+    network = cluster.network
+    node = min(network.devices_per_node, ranks)
+    if algorithm in (None, "torus") or (ranks % node and algorithm != "flat"):
+        return best_grid(network, ranks, nbytes, algorithm or "torus", sharded=config.comm.sharded_update)
+    return RankGrid(ranks // node, node) if ranks % node == 0 else RankGrid(ranks, 1)
+
+
+def format_plan(values: dict[str, Any]) -> str:
+    """`make_plan`'s answer as text."""
+    ms = 1e3
+    lines = [
+        f"{values['recipe']} on {values['gpus']:,} x {values['cluster']}: grid {values['grid']}, "
+        f"global batch {values['global_batch']:,} ({values['batch_per_rank']} per rank"
+        + (f" x {values['accumulation']} micro-steps)" if values["accumulation"] > 1 else ")"),
+        f"step {values['step_s'] * ms:.2f} ms = forward {values['forward_s'] * ms:.2f} + backward "
+        f"{values['backward_s'] * ms:.2f} + exposed communication {values['exposed_comm_s'] * ms:.2f} + update "
+        f"{values['update_s'] * ms:.2f}; {values['images_per_s']:,.0f} images/s",
+        "",
+        f"{'group':>5} {'tensors':>8} {'MB':>9} {'algorithm':>13} {'ready ms':>9} {'start ms':>9} {'end ms':>9}",
+    ]
+    for group in values["groups"]:
+        lines.append(
+            f"{group['index']:>5} {len(group['parameters']):>8} {group['bytes'] / 1e6:>9.3f} {group['algorithm']:>13} "
+            f"{group['ready_s'] * ms:>9.2f} {group['start_s'] * ms:>9.2f} {group['end_s'] * ms:>9.2f}"
+        )
+    for title, table in (("grouping", values["strategies"]), ("all-reduce", values["algorithms"])):
+        lines += ["", f"{title:>13} {'groups':>7} {'grid':>9} {'exposed ms':>11} {'step ms':>9}"]
+        for name, row in sorted(table.items(), key=lambda item: item[1]["step_s"]):
+            lines.append(
+                f"{name:>13} {row['groups']:>7} {row['grid']:>9} {row['exposed_comm_s'] * ms:>11.2f} "
+                f"{row['step_s'] * ms:>9.2f}"
+            )
+    return "\n".join([*lines, *(f"note: {note}" for note in values["notes"])])

@@ -1,0 +1,130 @@
+"""What is asked of a cluster: a recipe, its batch over so many ranks, its layers and tensors."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hyperbatch.config import Config
+from hyperbatch.errors import InputError
+from hyperbatch.plan.compute import LayerTime, layer_times
+from hyperbatch.plan.inventory import PRECISION_DTYPE, memory_bytes, tensors
+from hyperbatch.plan.machine import Cluster
+from hyperbatch.plan.types import TensorSpec
+from hyperbatch.schedule import Phase, resolve_phases
+
+MEMORY_RESERVE = 0.9  # part of a device's memory that a step may fill; the rest is the libraries'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A run that is asked about. `written_for`: the largest global batch its number of epochs was stated for."""
+
+    config: Config
+    cluster: Cluster
+    ranks: int
+    written_for: int
+    notes: tuple[str, ...]
+
+
+def resolve(
+    recipe: str | Config,
+    cluster: str | Cluster | None,
+    gpus: int | None,
+    *,
+    global_batch: int | None = None,
+    batch_per_rank: int | None = None,
+) -> Job:
+    """Names to values, and the batch to one that divides over the ranks.
+
+    A recipe knows where its claim was made, so cluster and size may be left out. A batch that was asked for must
+    divide; the recipe's own is moved to the nearest one that does.
+    """
+    known = None
+    if isinstance(recipe, str):
+        from hyperbatch.recipes import get_recipe  # reads every recipe file: only when one is named
+
+        known = get_recipe(recipe)
+    if not isinstance(cluster, Cluster):
+        # Machine files belong to the simulator; the planner only needs the values in them.
+        from hyperbatch.sim.clusters import load_cluster
+
+        cluster = load_cluster(cluster or (known.cluster if known else "local"))
+    ranks = gpus if gpus is not None else known.ranks if known else 1
+    for flag, value in (("--gpus", ranks), ("--global-batch", global_batch), ("--batch-per-rank", batch_per_rank)):
+        if value is not None and value < 1:
+            raise InputError(f"{flag} {value}: must be at least 1")
+    if batch_per_rank is not None:
+        if global_batch is not None:
+            raise InputError("give --batch-per-rank or --global-batch, not both")
+        global_batch = batch_per_rank * ranks
+
+    notes = []
+    original = known.config() if known else recipe
+    assert isinstance(original, Config)
+    if global_batch is None:
+        config = original
+    else:
+        config = known.config(global_batch) if known else original.override(global_batch=global_batch)
+    written_for = max(phase.global_batch for phase in original.schedule.batch_phases)
+    if known is not None and "global_batch" in inspect.signature(known.build).parameters:
+        # MLPerf's table: its rate and epochs are those of the row it was taken from.
+        written_for = config.schedule.lr_batch or config.global_batch
+    if global_batch is None:
+        first, phases = config.global_batch, config.schedule.batch_phases
+        fitted = tuple(p._replace(global_batch=max(1, round(p.global_batch / ranks)) * ranks) for p in phases)
+        if fitted != phases:
+            config = config.override(batch_phases=fitted, lr_batch=config.schedule.lr_batch or first)
+            notes.append(
+                f"global batch {first:,} does not divide over {ranks:,} ranks: {fitted[0].global_batch:,} used"
+            )
+    if ranks > cluster.devices:
+        notes.append(f"{cluster.name} has {cluster.devices:,} devices; {ranks:,} are simulated")
+    return Job(config=config, cluster=cluster, ranks=ranks, written_for=written_for, notes=tuple(notes))
+
+
+def resolve_all(config: Config, cluster: Cluster, ranks: int) -> tuple[Phase, ...]:
+    """Every batch phase over the ranks, in micro-steps that fit a device's memory."""
+    return resolve_phases(
+        config.schedule.batch_phases,
+        config.data.train_samples,
+        ranks,
+        accumulate=config.run.accumulate,
+        max_batch_per_rank=largest_batch(cluster, config),
+    )
+
+
+def main_phase(config: Config) -> int:
+    """The phase that takes most epochs."""
+    starts = [phase.from_epoch for phase in config.schedule.batch_phases] + [config.schedule.epochs]
+    lengths = [after - before for before, after in pairwise(starts)]
+    return lengths.index(max(lengths))
+
+
+def largest_batch(cluster: Cluster, config: Config) -> int:
+    """Samples of one micro-step that fit a device."""
+    sizes = (config.optim.precision, config.data.image_size, config.data.classes)
+    one, two = (memory_bytes(config.model.model, batch, *sizes)["total"] for batch in (1, 2))
+    room = cluster.device.memory_bytes * MEMORY_RESERVE - (2 * one - two)
+    return max(1, int(room / (two - one)))
+
+
+def model_tensors(config: Config) -> tuple[TensorSpec, ...]:
+    return tensors(
+        config.model.model,
+        classes=config.data.classes,
+        image_size=config.data.image_size,
+        dtype=PRECISION_DTYPE[config.optim.precision],
+    )
+
+
+def model_times(cluster: Cluster, config: Config, batch_per_rank: int) -> list[LayerTime]:
+    return layer_times(
+        cluster,
+        config.model.model,
+        batch_per_rank,
+        config.optim.precision,
+        classes=config.data.classes,
+        image_size=config.data.image_size,
+    )

@@ -1,0 +1,247 @@
+"""Machine files: a cluster in TOML, with the unit in each field's name and a source for each figure.
+
+    hyperbatch simulate sony_resnet50 --cluster abci              a file of `machines/`, by name
+    hyperbatch simulate sony_resnet50 --cluster my_cluster.toml   your own
+
+A quantity may be given in any unit of its kind: `bandwidth_gbit_per_s = 100` or `bandwidth_bytes_per_s = 12.5e9`.
+`docs/simulator.md` lists the fields.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hyperbatch.errors import InputError, nearest
+from hyperbatch.plan.inventory import PRECISION_DTYPE, model_names
+from hyperbatch.plan.machine import Cluster, Device, Link, Measured, Network
+
+FOLDER = Path(__file__).parent / "machines"
+LINKS = ("intra", "inter")
+
+UNITS: dict[str, dict[str, float]] = {
+    "bandwidth": {"bytes_per_s": 1.0, "gbyte_per_s": 1e9, "gbit_per_s": 1e9 / 8, "mbit_per_s": 1e6 / 8},
+    "time": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "hours": 3600.0},
+    "size": {"bytes": 1.0, "gib": 2.0**30, "gb": 1e9},
+    "compute": {"flop_per_s": 1.0, "gflop_per_s": 1e9, "tflop_per_s": 1e12},
+    "power": {"w": 1.0, "kw": 1e3},
+    "price": {"usd_per_device_hour": 1.0},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """One entry of a section. `kind`: a row of UNITS, or "count", "fraction", "number", "text", "choices"."""
+
+    kind: str
+    required: bool = True
+    zero: bool = False  # whether 0 makes sense
+    choices: tuple[str, ...] = ()
+
+
+_SECTIONS: dict[str, dict[str, _Field]] = {
+    "": {
+        "description": _Field("text", required=False),
+        "devices": _Field("count"),
+        "jitter": _Field("fraction", required=False, zero=True),
+        "price": _Field("price", required=False, zero=True),
+        "eval_overhead": _Field("time", required=False, zero=True),
+        "init": _Field("time", required=False, zero=True),
+        "node_mtbf": _Field("time", required=False),
+        "storage_bandwidth": _Field("bandwidth", required=False),
+    },
+    "device": {
+        "name": _Field("text"),
+        "memory": _Field("size"),
+        "memory_bandwidth": _Field("bandwidth"),
+        "peak_fp64": _Field("compute", required=False),
+        "peak_fp32": _Field("compute"),
+        "peak_bf16": _Field("compute", required=False),
+        "peak_fp16": _Field("compute", required=False),
+        "layer_overhead": _Field("time", zero=True),
+        "power": _Field("power"),
+    },
+    "node": {
+        "devices": _Field("count"),
+        "nics": _Field("count"),
+        "power": _Field("power"),
+        "collective_call": _Field("time", required=False, zero=True),
+        "flat_algorithms": _Field("choices", required=False, choices=("ring", "tree")),
+    },
+    "link": {
+        "bandwidth": _Field("bandwidth"),
+        "latency": _Field("time", zero=True),
+        "efficiency": _Field("fraction", required=False),
+    },
+    "measured": {
+        "model": _Field("text"),
+        "precision": _Field("text"),
+        "image_size": _Field("count", required=False),
+        "classes": _Field("count", required=False),
+        "batch_per_device": _Field("count"),
+        "images_per_s_per_device": _Field("number"),
+        "devices": _Field("count", required=False),
+        "overlapped": _Field("flag", required=False),
+    },
+}
+
+
+def cluster_names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def load_cluster(name_or_file: str | Path) -> Cluster:
+    """A built-in cluster by name, or a machine file of yours."""
+    text = str(name_or_file)
+    path = Path(text)
+    if not (path.suffix == ".toml" or "/" in text):
+        if text not in cluster_names():
+            raise InputError(
+                f"unknown cluster {text!r}{nearest(text, cluster_names())}; or give a machine file, *.toml"
+            )
+        path = FOLDER / f"{text}.toml"
+    try:
+        values = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise InputError(f"machine file {path}: cannot be read ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"machine file {path}: not valid TOML ({error})") from None
+    return parse_cluster(values, name=path.stem, where=str(path))
+
+
+def parse_cluster(values: Mapping[str, Any], *, name: str, where: str) -> Cluster:
+    """The cluster a machine file's tables describe; InputError names the field that is wrong."""
+    tables = dict(values)
+    sources = tables.pop("sources", {})
+    parts = {key: _table(tables, key, where) for key in ("device", "node", "links")}
+    measured = parts["device"].pop("measured", [])
+    for key in parts["links"]:
+        if key not in LINKS:
+            raise InputError(f"machine file {where}: links.{key} is not a link{nearest(key, LINKS)}")
+    links = {key: _read(_table(parts["links"], key, where, "links."), "link", f"{where}: links.{key}") for key in LINKS}
+    top = _read(tables, "", where)
+    device = _read(parts["device"], "device", f"{where}: device")
+    node = _read(parts["node"], "node", f"{where}: node")
+    if not isinstance(measured, list):
+        raise InputError(f"machine file {where}: device.measured is a list of tables; write [[device.measured]]")
+    return Cluster(
+        name=name,
+        description=top.get("description", ""),
+        device=Device(
+            name=device["name"],
+            memory_bytes=device["memory"],
+            memory_bandwidth_bytes_per_s=device["memory_bandwidth"],
+            peak_flop_per_s={p: device[f"peak_{p}"] for p in PRECISION_DTYPE if f"peak_{p}" in device},
+            layer_overhead_s=device["layer_overhead"],
+            power_w=device["power"],
+            measured=tuple(_measured(row, f"{where}: device.measured[{i}]") for i, row in enumerate(measured)),
+        ),
+        network=Network(
+            devices_per_node=node["devices"],
+            nics_per_node=node["nics"],
+            intra=_link(links["intra"]),
+            inter=_link(links["inter"]),
+            call_s=node.get("collective_call", 0.0),
+            flat_algorithms=tuple(node.get("flat_algorithms", ("ring", "tree"))),
+        ),
+        devices=top["devices"],
+        node_power_w=node["power"],
+        price_usd_per_device_hour=top.get("price"),
+        jitter=top.get("jitter", 0.0),
+        eval_overhead_s=top.get("eval_overhead", 0.0),
+        init_s=top.get("init", 0.0),
+        node_mtbf_s=top.get("node_mtbf"),
+        storage_bytes_per_s=top.get("storage_bandwidth"),
+        sources=dict(sources),
+    )
+
+
+def _table(values: dict[str, Any], key: str, where: str, prefix: str = "") -> dict[str, Any]:
+    table = values.pop(key, None)
+    if not isinstance(table, dict):
+        raise InputError(f"machine file {where}: table [{prefix}{key}] is missing")
+    return dict(table)
+
+
+def _link(values: dict[str, Any]) -> Link:
+    return Link(
+        bandwidth_bytes_per_s=values["bandwidth"],
+        latency_s=values["latency"],
+        efficiency=values.get("efficiency", 1.0),
+    )
+
+
+def _measured(row: Any, where: str) -> Measured:
+    if not isinstance(row, dict):
+        raise InputError(f"machine file {where}: is not a table")
+    values = _read(row, "measured", where)
+    for field, known in (("model", model_names()), ("precision", list(PRECISION_DTYPE))):
+        if values[field] not in known:
+            raise InputError(f"machine file {where}.{field}: unknown {values[field]!r}{nearest(values[field], known)}")
+    return Measured(**values)
+
+
+def _read(values: Mapping[str, Any], section: str, where: str) -> dict[str, Any]:
+    """Every entry as a number in SI units, a text or a list; each checked, none unknown, none missing."""
+    fields = _SECTIONS[section]
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        base, scale = _match(key, fields, where)
+        if base in out:
+            raise InputError(f"machine file {where}: {base} is given twice, the second time as {key}")
+        out[base] = _value(value, fields[base], scale, f"{where}: {key}")
+    for base, field in fields.items():
+        if field.required and base not in out:
+            unit = next(iter(UNITS.get(field.kind, {})), "")
+            raise InputError(f"machine file {where}: {base}{'_' * bool(unit)}{unit} is missing")
+    return out
+
+
+def _match(key: str, fields: Mapping[str, _Field], where: str) -> tuple[str, float]:
+    """The field a key names and what its unit is worth: the longest field name that starts it."""
+    for base in sorted(fields, key=len, reverse=True):
+        units = UNITS.get(fields[base].kind)
+        if units is None and key == base:
+            return base, 1.0
+        if units is not None and key.startswith(f"{base}_") and key[len(base) + 1 :] in units:
+            return base, units[key[len(base) + 1 :]]
+    for base in sorted(fields, key=len, reverse=True):
+        units = UNITS.get(fields[base].kind)
+        if units is not None and (key == base or key.startswith(f"{base}_")):
+            raise InputError(
+                f"machine file {where}: {key} has no known unit; write {base}_ and one of {', '.join(units)}"
+            )
+    known = [f"{base}_{unit}" for base, field in fields.items() for unit in UNITS.get(field.kind, {})]
+    known += [base for base, field in fields.items() if field.kind not in UNITS]
+    raise InputError(f"machine file {where}: unknown field {key!r}{nearest(key, known)}")
+
+
+def _value(value: Any, field: _Field, scale: float, where: str) -> Any:
+    def refuse(what: str) -> InputError:
+        return InputError(f"machine file {where} = {value!r}: {what}")
+
+    if field.kind == "text":
+        if not isinstance(value, str):
+            raise refuse("must be a text")
+        return value
+    if field.kind == "flag":
+        if not isinstance(value, bool):
+            raise refuse("must be true or false")
+        return value
+    if field.kind == "choices":
+        if not isinstance(value, list) or not value or any(item not in field.choices for item in value):
+            raise refuse(f"must be a list of {', '.join(field.choices)}")
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise refuse("must be a number")
+    if field.kind == "count" and (value < 1 or value != int(value)):
+        raise refuse("must be a whole number, at least 1")
+    if value < 0 or (value == 0 and not field.zero):
+        raise refuse("must be positive" if not field.zero else "must not be negative")
+    if field.kind == "fraction" and value > 1:
+        raise refuse("is a part of one: between 0 and 1")
+    return int(value) if field.kind == "count" else value * scale

@@ -1,0 +1,101 @@
+"""Epochs to the target against the global batch, and what a run spends besides steps.
+
+The curve is MLPerf's reference convergence points for ResNet-50 and LARS (75.9 %): flat to about 4K, half as long again
+at 32K, more than twice at 64K. Its spread is what it misses when each point is predicted from the others. A recipe is
+scaled along it: at its own batch it takes the epochs it states.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cache
+
+from hyperbatch.config import Config
+
+# (global batch, epochs to 75.9 %): mlcommons/logging, training 4.0.0 reference convergence points; the last from the
+# public v2.0 logs.
+POINTS = (
+    (1_632, 35.0),
+    (3_264, 35.2),
+    (4_096, 40.0),
+    (8_192, 42.0),
+    (13_056, 45.4),
+    (32_768, 56.0),
+    (49_152, 68.0),
+    (58_880, 79.9),
+    (65_536, 84.5),
+    (67_840, 86.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """low and high: about nine runs in ten fall between them."""
+
+    low: float
+    mid: float
+    high: float
+
+    def to_dict(self) -> dict[str, float]:
+        return {"low": self.low, "mid": self.mid, "high": self.high}
+
+
+def mlperf_epochs(global_batch: float, points: tuple[tuple[int, float], ...] = POINTS) -> float:
+    """Straight between the points on logarithmic axes; flat below the first, on at the last slope above the last."""
+    batches = [math.log(batch) for batch, _ in points]
+    epochs = [math.log(count) for _, count in points]
+    x = math.log(global_batch)
+    if x <= batches[0]:
+        return math.exp(epochs[0])
+    if x >= batches[-1]:
+        # the slope over the last factor of two: that between two close neighbours is mostly noise
+        back = next(i for i in range(len(points) - 1, -1, -1) if batches[-1] - batches[i] >= math.log(2) or i == 0)
+        slope = (epochs[-1] - epochs[back]) / (batches[-1] - batches[back])
+        return math.exp(epochs[-1] + slope * (x - batches[-1]))
+    right = bisect_left(batches, x)
+    part = (x - batches[right - 1]) / (batches[right] - batches[right - 1])
+    return math.exp(epochs[right - 1] + part * (epochs[right] - epochs[right - 1]))
+
+
+@cache
+def spread() -> float:
+    """Standard deviation of log epochs: each inner point predicted from the others."""
+    errors = []
+    for i in range(1, len(POINTS) - 1):
+        others = POINTS[:i] + POINTS[i + 1 :]
+        errors.append(math.log(mlperf_epochs(POINTS[i][0], others) / POINTS[i][1]))
+    return math.sqrt(sum(error * error for error in errors) / len(errors))
+
+
+def epochs_to_target(config: Config, recipe_batch: int, global_batch: int) -> Interval:
+    """Epochs until a recipe written for `recipe_batch` reaches its target at `global_batch`.
+
+    The recipe's own epochs at its own batch, followed along the curve to others. Outside the points the spread doubles
+    with each doubling of the batch: nobody has been there.
+    """
+    mid = config.schedule.epochs * mlperf_epochs(global_batch) / mlperf_epochs(recipe_batch)
+    beyond = max(0.0, math.log2(global_batch / POINTS[-1][0]))
+    width = 1.645 * spread() * 2**beyond  # 5 % and 95 % of a normal distribution
+    return Interval(mid * math.exp(-width), mid, mid * math.exp(width))
+
+
+def evaluations(config: Config, epochs: float) -> tuple[int, float]:
+    """(how many, the epoch of the last): the target shows at the first evaluation after it is reached."""
+    every, offset = config.run.eval_every_epochs, config.run.eval_offset_epochs
+    count = max(1, math.ceil((epochs - offset) / every - 1e-9))
+    last = offset + count * every
+    if epochs <= config.schedule.epochs:
+        last = min(last, config.schedule.epochs)  # the last epoch is evaluated, wherever the grid falls
+    return count, max(last, epochs)
+
+
+def failure_overhead(
+    run_s: float, nodes: int, node_mtbf_s: float | None, checkpoint_every_s: float, restart_s: float
+) -> float:
+    """Expected seconds lost to nodes that fail: each costs a restart and half a checkpoint interval."""
+    if not node_mtbf_s:
+        return 0.0
+    failures = run_s * nodes / node_mtbf_s
+    return failures * (restart_s + min(checkpoint_every_s, run_s) / 2)

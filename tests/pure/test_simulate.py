@@ -1,0 +1,116 @@
+"""`simulate`: the fixed shape, physical bounds, scaling laws, and no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+
+from hyperbatch.config import BatchPhase, CommConfig, Config, OptimConfig, ScheduleConfig
+from hyperbatch.errors import InputError
+from hyperbatch.sim.sweep import format_simulation, simulate
+
+LARGE = Config(
+    recipe="large",
+    optim=OptimConfig(precision="fp16"),
+    schedule=ScheduleConfig(batch_phases=(BatchPhase(0, 86_016),)),
+    comm=CommConfig(algorithm="torus"),
+)
+
+
+def test_shape() -> None:
+    values = json.loads(json.dumps(simulate(LARGE, cluster="abci", gpus=[512, 1024, 2048])))
+    assert {"recipe", "cluster", "points"} <= set(values)
+    assert [point["gpus"] for point in values["points"]] == [512, 1024, 2048]
+    for point in values["points"]:
+        assert {"grid", "algorithm", "step_s", "exposed_comm_s", "images_per_s", "efficiency", "epochs"} <= set(point)
+        assert list(point["time_to_target_s"]) == ["low", "mid", "high"]
+    assert format_simulation(values).count("\n") == 5
+
+
+def test_bounds_that_no_prediction_may_break() -> None:
+    for point in simulate(LARGE, cluster="abci", gpus=[8, 512, 2048])["points"]:
+        time = point["time_to_target_s"]
+        assert point["lower_bound_s"] < time["low"] < time["mid"] < time["high"]
+        assert 0 < point["efficiency"] <= 1
+        assert point["exposed_comm_s"] < point["step_s"] < point["slow_step_s"] * 1.0001
+        parts = point["forward_s"] + point["backward_s"] + point["exposed_comm_s"] + point["update_s"]
+        assert point["step_s"] == pytest.approx(parts)
+        assert point["images_per_s"] == pytest.approx(point["global_batch"] / point["step_s"])
+
+
+def test_strong_scaling_pays_less_and_less_and_weak_scaling_nearly_everything() -> None:
+    strong = [p["images_per_s"] for p in simulate(LARGE, cluster="abci", gpus=[512, 1024, 2048])["points"]]
+    gains = [after / before for before, after in pairwise(strong)]
+    assert 1 < gains[1] < gains[0] < 2
+    weak = simulate(LARGE, cluster="abci", gpus=[512, 2048], batch_per_rank=42)["points"]
+    assert weak[1]["global_batch"] == 42 * 2048
+    assert 3.5 < weak[1]["images_per_s"] / weak[0]["images_per_s"] < 4
+
+
+def test_a_larger_batch_needs_more_epochs() -> None:
+    small, large = (
+        simulate(LARGE, cluster="abci", gpus=[512], global_batch=batch)["points"][0] for batch in (8_192, 65_536)
+    )
+    assert small["epochs"] < large["epochs"] < 90
+
+
+def test_batch_size_control_runs_both_phases() -> None:
+    two = LARGE.override(batch_phases=(BatchPhase(0, 34_816), BatchPhase(45, 69_632)))
+    point = simulate(two, cluster="abci", gpus=[1088])["points"][0]
+    one = simulate(LARGE.override(batch_phases=(BatchPhase(0, 69_632),)), cluster="abci", gpus=[1088])["points"][0]
+    assert point["run"]["train_s"] > one["run"]["train_s"], "the small batch of the first half is less efficient"
+
+
+def test_energy_and_cost_follow_time() -> None:
+    point = simulate(LARGE, cluster="cloud_h200_efa", gpus=[512])["points"][0]
+    hours = point["time_to_target_s"]["mid"] / 3600
+    assert point["energy_kwh"] == pytest.approx(64 * 10.2 * hours)
+    assert point["cost_usd"] == pytest.approx(512 * 7.9 * hours)
+    assert simulate(LARGE, cluster="abci", gpus=[512])["points"][0]["cost_usd"] is None
+
+
+def test_you_et_al_s_five_seconds() -> None:
+    """90 epochs on a machine of 2e17 single-precision operations a second: 2.8e18 operations, 14 s; their 1e18, 5 s."""
+    from hyperbatch.sim.clusters import load_cluster
+    from hyperbatch.sim.sweep import lower_bound
+
+    cluster = load_cluster("stampede2_knl")
+    ranks = round(2e17 / cluster.device.peak_flop_per_s["fp32"])
+    bound = lower_bound(cluster, LARGE.override(precision="fp32"), ranks, 90)
+    assert bound == pytest.approx(90 * 1_281_167 * 24.3e9 / 2e17, rel=0.01)
+
+
+def test_any_world_size_and_up_to_65536() -> None:
+    sizes = [1, 3, 7, 2053, 4216, 65_536]
+    points = simulate(LARGE, cluster="dgx_h100", gpus=sizes, batch_per_rank=16)["points"]
+    assert [point["gpus"] for point in points] == sizes
+    for point in points:
+        rows, columns = map(int, point["grid"].split("x"))
+        assert rows * columns == point["gpus"]
+
+
+def test_every_recipe_can_be_simulated() -> None:
+    from hyperbatch.recipes import all_recipes
+
+    for name, recipe in all_recipes().items():
+        point = simulate(name, gpus=[recipe.ranks])["points"][0]
+        assert point["step_s"] > 0, name
+
+
+def test_zero_gpus() -> None:
+    with pytest.raises(InputError, match="--gpus 0: must be at least 1"):
+        simulate(LARGE, cluster="abci", gpus=[0])
+
+
+def test_no_torch_is_loaded() -> None:
+    code = (
+        "import sys, hyperbatch.sim.sweep, hyperbatch.plan.planner as p\n"
+        "hyperbatch.sim.sweep.simulate('digits', gpus=[2])\n"
+        "p.make_plan('digits')\n"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
