@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hyperbatch.config import DataConfig
+from hyperbatch.errors import InputError
 
 # Columns of a sample's uniforms: the mirror, the colour noise (two pairs of normals), then geometry.
 _FLIP, _NOISE, _GEOMETRY = 0, 1, 5
@@ -51,6 +52,16 @@ class View(NamedTuple):
             ]
             pixels = shifted
         return pixels[:, ::-1] if self.flip else pixels
+
+
+def check_options(config: DataConfig, channels: int) -> None:
+    """InputError for an augmentation that does not fit the images."""
+    if config.augment == "shift" and not 0 <= config.shift_pixels < config.image_size:
+        raise InputError(f"--shift-pixels {config.shift_pixels}: must be in [0, {config.image_size}), the image side")
+    if config.color_noise and channels != 3:
+        raise InputError(
+            f"--color-noise {config.color_noise:g}: needs RGB images, these have {channels} channels; use 0"
+        )
 
 
 def uniforms_needed(config: DataConfig) -> int:

@@ -23,7 +23,6 @@ from hyperbatch.config import DataConfig
 from hyperbatch.data import augment, stream
 from hyperbatch.data.decode import choose_decoder, decode_view, render_array
 from hyperbatch.data.source import ArraySource, BadSample, DataError, EncodedSource, Source
-from hyperbatch.errors import InputError
 from hyperbatch.schedule import Step
 
 _AHEAD_BATCHES = 3  # being filled while one is consumed
@@ -63,7 +62,7 @@ class TrainLoader:
         self._seed = seed
         self._rank = rank
         self._world_size = world_size
-        self._maker = _BatchMaker(source, config, device=device, dtype=dtype, train=True)
+        self._maker = _BatchMaker(source, config, device=device, dtype=dtype)
         self._bad: dict[int, str] = {}
         self._wait_s = 0.0
         self._running: list[Generator[Batch, None, None]] = []
@@ -149,7 +148,7 @@ def eval_batches(
     An unreadable sample is shown as a black image under its own label, so the count of samples never changes, and
     adds a line to `bad_samples`.
     """
-    maker = _BatchMaker(source, config, device=device, dtype=dtype, train=False)
+    maker = _BatchMaker(source, config, device=device, dtype=dtype)
     made = maker.run(_eval_plans(len(source), batch_per_rank, rank, world_size, config.eval_size))
     try:
         for batch, bad in made:
@@ -182,15 +181,8 @@ class _Plan:
 class _BatchMaker:
     """Fills host batches from plans, on threads where that pays, and finishes them on the device."""
 
-    def __init__(
-        self, source: Source, config: DataConfig, *, device: torch.device, dtype: torch.dtype, train: bool
-    ) -> None:
-        if config.augment == "shift" and not 0 <= config.shift_pixels < config.image_size:
-            raise InputError(
-                f"--shift-pixels {config.shift_pixels}: must be in [0, {config.image_size}), the image side"
-            )
-        if train and config.color_noise and source.channels != 3:
-            raise InputError(f"--color-noise needs RGB images; {source.name} has {source.channels} channels")
+    def __init__(self, source: Source, config: DataConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+        augment.check_options(config, source.channels)
         self.source = source
         self.config = config
         self.device = device
@@ -312,8 +304,11 @@ class _BatchMaker:
         images = pixels.to(self.device, non_blocking=True).permute(0, 3, 1, 2).to(self._math_dtype)
         images = images.mul_(self._scale).add_(self._offset)
         if plan.uniforms is not None and self.config.color_noise:
-            noise = torch.from_numpy(augment.color_noise(self.config, plan.uniforms)) / self._std
-            images += noise.to(self.device, self._math_dtype)[:, :, None, None]
+            noise = (torch.from_numpy(augment.color_noise(self.config, plan.uniforms)) / self._std).to(self._math_dtype)
+            noise = (
+                noise.pin_memory() if self.device.type == "cuda" else noise
+            )  # a pageable copy would hold up the host
+            images += noise.to(self.device, non_blocking=True)[:, :, None, None]
         mask = None
         if plan.uniforms is None:
             mask = torch.ones(len(plan.ids), dtype=torch.bool, device=self.device)

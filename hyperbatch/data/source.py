@@ -74,7 +74,8 @@ class ArraySource:
         self.classes = classes
         self.channels = images.shape[3]
         self.mean = mean or tuple((images.mean(axis=(0, 1, 2)) / 255).tolist())
-        self.std = std or tuple((images.std(axis=(0, 1, 2)) / 255).tolist())
+        # A constant channel has no spread; one grey level keeps it finite.
+        self.std = std or tuple(np.maximum(images.std(axis=(0, 1, 2)) / 255, 1 / 255).tolist())
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -144,19 +145,25 @@ def open_data(config: DataConfig) -> tuple[Source, Source]:
 
 
 def check_data(config: DataConfig) -> dict[str, int]:
-    """What open_data would give, as counts; the same InputErrors, without decoding an image."""
+    """What open_data would give, as counts; the InputErrors of opening and loading, without decoding an image."""
+    from hyperbatch.data.augment import check_options
+    from hyperbatch.data.decode import choose_decoder
+
+    choose_decoder(config.decoder)
     if config.dataset == "cifar10":
         from hyperbatch.data.cifar import count_cifar10
 
-        return count_cifar10(data_folder(config))
-    if config.dataset == "synthetic":  # no need to draw the pixels
-        return _counts(config.train_samples, config.eval_samples, config.classes, 3)
-    train, val = open_data(config)
-    return _counts(len(train), len(val), len(train.classes), train.channels)
-
-
-def _counts(train_samples: int, eval_samples: int, classes: int, channels: int) -> dict[str, int]:
-    return {"train_samples": train_samples, "eval_samples": eval_samples, "classes": classes, "channels": channels}
+        counts = count_cifar10(data_folder(config))
+    else:
+        train, val = open_data(config)
+        counts = {
+            "train_samples": len(train),
+            "eval_samples": len(val),
+            "classes": len(train.classes),
+            "channels": train.channels,
+        }
+    check_options(config, counts["channels"])
+    return counts
 
 
 def data_folder(config: DataConfig) -> Path:

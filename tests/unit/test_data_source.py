@@ -202,6 +202,12 @@ def test_an_unknown_data_set_gets_the_nearest_name():
     assert "did you mean 'digits'" in message(DataConfig(dataset="digit"))
 
 
+def test_options_that_do_not_fit_are_found_before_loading():
+    assert "--shift-pixels 9" in message(DataConfig(dataset="digits", image_size=8, augment="shift", shift_pixels=9))
+    assert "--color-noise 0.1" in message(DataConfig(dataset="digits", color_noise=0.1))
+    assert "--decoder nvjpeg" in message(DataConfig(dataset="digits", decoder="nvjpeg"))
+
+
 # --- cifar10
 
 
