@@ -161,6 +161,7 @@ footer { color: var(--soft); font-size: 12.5px; margin: 22px 2px 0; }
   .card { break-inside: avoid; padding: 12px 14px; }
   .card.long { break-inside: auto; }
   .script .switch { display: none; }
+  .hero { grid-template-columns: minmax(0, 1fr) minmax(0, 1.1fr); }
   .charts, .split { grid-template-columns: 1fr 1fr; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
 }

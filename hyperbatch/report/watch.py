@@ -65,6 +65,8 @@ def watch(folder: Path, *, once: bool = False, console: Console | None = None) -
                 time.sleep(REFRESH_S)
                 follower.look()
                 live.update(view(folder, follower))
+        if not console.is_terminal:
+            console.print()  # rich leaves the last view without a line's end there
     if finished(folder):
         with contextlib.suppress(InputError):
             console.print(summary(RunRecord.load(folder)), highlight=False)
