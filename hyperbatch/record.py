@@ -189,6 +189,9 @@ class RunWriter:
         self._trace.span(name, start_s, duration_s, track, args)
 
     def close(self) -> None:
+        """Writes what is pending; `warnings` is complete after it. Closing twice does nothing."""
+        if self._metrics.closed:
+            return
         self._metrics.close()
         self._mllog.close()
         if self._trace.close():

@@ -159,6 +159,7 @@ def test_trace_is_bounded_and_says_so(tmp_path, monkeypatch):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 10
     assert "15" in events[-1]["args"]["labels"]
+    writer.close()
     assert len(writer.warnings) == 1
     assert "15" in writer.warnings[0]
 
