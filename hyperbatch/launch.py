@@ -16,21 +16,29 @@ import sys
 import tempfile
 import uuid
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hyperbatch.config import Config
+from hyperbatch.data.source import check_data
 from hyperbatch.engine.folder import claim_folder, default_out
 from hyperbatch.engine.ranks import Ranks, find_ranks
 from hyperbatch.errors import InputError, RunFailed
+from hyperbatch.plan.types import RankGrid
 from hyperbatch.record import RunRecord
+from hyperbatch.schedule import resolve_phases
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 def train(config: Config) -> RunRecord:
     """Trains and returns the record. InputError for wrong input, RunFailed when a run that began could not end."""
     ranks = find_ranks()
     if ranks is None:
+        counts = check_data(config.data)  # before torch is loaded: the commonest mistake is answered at once
         nproc = config.run.nproc or default_nproc(config.run.device)
         config = config.override(out=str(config.run.out or default_out(config)), nproc=nproc)
-        check_input(config, nproc)
+        check_input(config, nproc, counts["train_samples"])
         if nproc > 1:
             return _train_elastic(config, nproc)
         ranks = Ranks()
@@ -63,16 +71,11 @@ def default_nproc(device: str) -> int:
     return min(2, os.cpu_count() or 1)
 
 
-def check_input(config: Config, world_size: int) -> None:
-    """Every mistake that can be seen before a worker starts, so that it is told once and at once."""
-    from hyperbatch.data.source import check_data
-    from hyperbatch.plan.types import RankGrid
-    from hyperbatch.schedule import resolve_phases
-
+def check_input(config: Config, world_size: int, train_samples: int) -> None:
+    """Every other mistake that can be seen before a worker starts, so that it is told once and at once."""
     if config.comm.grid is not None:
         RankGrid.parse(config.comm.grid).check_world(world_size)
-    counts = check_data(config.data)
-    resolve_phases(config.schedule.batch_phases, counts["train_samples"], world_size, accumulate=config.run.accumulate)
+    resolve_phases(config.schedule.batch_phases, train_samples, world_size, accumulate=config.run.accumulate)
     if config.model.init_from is not None and not Path(config.model.init_from).exists():
         raise InputError(f"--init-from {config.model.init_from}: no such file")
     claim_folder(Path(config.run.out or "."), resume=config.run.resume)
@@ -116,16 +119,19 @@ def start_ranks(nproc: int, module: str, argument: Path) -> None:
         raise _explain(error, argument.parent) from None
 
 
-def _explain(error, scratch: Path) -> InputError | RunFailed:
+def _explain(error: ChildFailedError, scratch: Path) -> InputError | RunFailed:
     """The first failure among the ranks, in one line. Ranks leave their own words in rank-N.json."""
-    rank, failure = error.get_first_failure()
+    # A rank that was killed says nothing, and the others fail within the same moment because of it: it comes first.
+    # SIGTERM is how the agent ends the survivors.
+    killed = [(rank, f) for rank, f in error.failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
+    rank, failure = killed[0] if killed else error.get_first_failure()
     said = scratch / f"rank-{rank}.json"
     if said.exists():
         words = json.loads(said.read_text())
-        kind = InputError if words["kind"] == "InputError" else RunFailed
-        return kind(words["message"])
+        print(words.get("traceback", ""), file=sys.stderr, end="")
+        return InputError(words["message"]) if words["kind"] == "InputError" else RunFailed(words["message"])
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         hint = "; out of memory?" if name == "SIGKILL" else ""
         return RunFailed(f"rank {rank} (pid {failure.pid}) was killed by {name}{hint}; --resume continues the run")
-    return RunFailed(f"rank {rank} (pid {failure.pid}) exited with {failure.exitcode}; its traceback is above")
+    return RunFailed(f"rank {rank} (pid {failure.pid}) exited with {failure.exitcode}")

@@ -26,19 +26,14 @@ def main(config_path: Path) -> int:
     except KeyboardInterrupt:
         words = {"kind": "RunFailed", "message": "interrupted; --resume continues from the newest checkpoint"}
     except Exception as error:
-        # Our bug or the machine's fault: the traceback helps; one rank's is enough when all fail alike.
-        if ranks.rank == 0 or not _is_echo(error):
-            traceback.print_exc()
-        words = {"kind": "RunFailed", "message": f"rank {ranks.rank}: {type(error).__name__}: {str(error).strip()}"}
+        # Our bug or the machine's fault. The parent prints the traceback if this rank was the first to fail; the others
+        # only heard of it through a lost connection.
+        message = f"rank {ranks.rank}: {type(error).__name__}: {str(error).strip()}"
+        words = {"kind": "RunFailed", "message": message, "traceback": traceback.format_exc()}
     else:
         return 0
     (config_path.parent / f"rank-{ranks.rank}.json").write_text(json.dumps(words))
     return 2 if words["kind"] == "InputError" else 1
-
-
-def _is_echo(error: Exception) -> bool:
-    """A lost connection is how a rank hears of another rank's failure."""
-    return "Connection" in str(error) or "closed" in str(error)
 
 
 if __name__ == "__main__":

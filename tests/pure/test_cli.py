@@ -1,0 +1,153 @@
+"""The command as a user types it: what it prints, what it loads, and one line with exit code 2 for every mistake."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from hyperbatch.cli import main
+from hyperbatch.config import fields
+
+
+def command(capsys, *arguments):
+    """(exit code, stdout, stderr) of one call in this process."""
+    code = main(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def loaded_by(code):
+    """Modules a fresh interpreter has loaded after running `code`."""
+    script = f"import sys\n{code}\nprint('\\n'.join(sorted(sys.modules)), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.split())
+
+
+def test_import_loads_nothing_heavy():
+    heavy = {"torch", "numpy", "rich", "sklearn", "PIL", "scipy"}
+    assert not heavy & loaded_by("import hyperbatch; dir(hyperbatch)")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["recipes"],
+        ["recipes", "--json"],
+        ["plan", "fujitsu_resnet50", "--cluster", "abci", "--gpus", "64"],
+        ["simulate", "fujitsu_resnet50", "--cluster", "abci", "--gpus", "512,2048", "--json"],
+        ["train", "fujitsu_resnet50", "--dry-run", "--world-size", "2048"],
+    ],
+)
+def test_verbs_that_need_no_torch(arguments):
+    modules = loaded_by(f"from hyperbatch.cli import main\nassert main({arguments!r}) == 0")
+    assert "torch" not in modules
+
+
+def test_public_names_are_these():
+    import hyperbatch
+
+    assert hyperbatch.__all__ == [
+        "__version__",
+        "Arena",
+        "Config",
+        "GradSync",
+        "GridComm",
+        "GroupPlan",
+        "InputError",
+        "LAMB",
+        "LARS",
+        "RankGrid",
+        "RunRecord",
+        "StepTiming",
+        "all_reduce",
+        "create_model",
+        "ddp_kwargs",
+        "get_recipe",
+        "param_groups",
+        "plan_groups",
+        "register_ddp_hook",
+        "simulate",
+        "train",
+    ]
+    with pytest.raises(AttributeError):
+        _ = hyperbatch.trian
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["recipes"],
+        ["plan", "resnet50", "--cluster", "h200x8", "--gpus", "8"],
+        ["simulate", "resnet50", "--cluster", "h200x8", "--gpus", "8,16"],
+        ["train", "digits", "--dry-run"],
+    ],
+)
+def test_json_is_one_object_and_nothing_else(capsys, arguments):
+    code, out, _ = command(capsys, *arguments, "--json")
+    assert code == 0
+    assert isinstance(json.loads(out), dict)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "fujitsu_resnet5"], "unknown recipe 'fujitsu_resnet5'; did you mean 'fujitsu_resnet50'?"),
+        (["train", "--momentun", "0.9"], "unknown argument '--momentun'; did you mean '--momentum'?"),
+        (["train", "--epochs", "ten"], "--epochs: 'ten' is not a number"),
+        (["train", "--algorithm", "tree"], "--algorithm: 'tree' is not one of"),
+        (["train", "--global-batch", "0"], "is not a positive whole number"),
+        (["train", "--global-batch", "64", "--batch-per-rank", "8"], "exclude each other"),
+        (["train", "--global-batch", "33", "--nproc", "2"], "cannot be divided by 2 ranks x 1 accumulation steps"),
+        (["train", "--nproc", "2", "--grid", "3x2"], "grid 3x2 holds 6 ranks, but there are 2"),
+        (["train", "--nproc", "2", "--accumulate", "48"], "cannot be divided by 2 ranks x 48"),
+        (["train", "resnet50"], "--data"),
+        (["train", "resnet50", "--data", "nowhere"], "nowhere"),
+        (["train", "--resume", "--out", "nowhere"], "nowhere does not exist"),
+        (["train", "nomodule:recipe"], "nomodule"),
+        (["trian"], "invalid choice"),
+        (["eval", "nowhere"], "nowhere does not exist"),
+        (["report", "nowhere"], "nowhere"),
+        (["simulate", "--gpus", "many"], "--gpus 'many' is not a list of positive numbers"),
+        (["simulate", "--gpus", "8", "--cluster", "abcy"], "abc"),
+    ],
+)
+def test_mistakes_get_one_line_and_exit_code_2(capsys, arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = command(capsys, *arguments)
+    assert code == 2, err
+    assert out == ""
+    assert words in err
+    assert err.startswith("hyperbatch: ")
+    assert err.count("\n") == 1
+
+
+def test_unwritable_output_folder(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = command(capsys, "train", "--nproc", "2", "--out", str(tmp_path / "file" / "run"))
+    assert code == 2
+    assert "cannot be written" in err
+
+
+def test_help_names_every_field(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main(["train", "--help"])
+    assert leaving.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"{spec.flag} " in text for spec in fields())
+
+
+def test_every_recipe_passes_a_dry_run_alone_and_as_published(capsys):
+    from hyperbatch.recipes import all_recipes
+
+    for name, recipe in all_recipes().items():
+        for ranks in (1, recipe.ranks):
+            code, out, err = command(capsys, "train", name, "--dry-run", "--json", "--world-size", str(ranks))
+            assert code == 0, (name, err)
+            values = json.loads(out)
+            assert values["steps"] > 0
+            assert values["groups"]
+            assert values["memory_bytes_per_rank"]["total"] > 0
+            for phase in values["phases"]:
+                assert phase["global_batch"] == phase["batch_per_rank"] * phase["accumulation"] * ranks
