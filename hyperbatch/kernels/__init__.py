@@ -1,1 +1,18 @@
 """The fused GPU kernels, each naming the readable reference it must agree with."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Triton is an optional import: without it the same names run torch's own operations."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels run on CPU tensors, slowly: for tests."""
+    return has_triton() and os.environ.get("TRITON_INTERPRET") == "1"

@@ -77,7 +77,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._capturable, self._foreach, self._fused = capturable, foreach, fused
         self._arena_names: dict[Tensor, str] = {} if arena is None else {slot.param: slot.name for slot in arena.slots}
         self._arena_state = [] if arena is None else [arena.views(arena.new_buffers()) for _ in self.state_names]
-        self._versions: dict[Tensor, int] = {}  # of 16-bit parameters after our own last write
+        self._versions: dict[Tensor, int] = {}  # of parameters with a master, after our own last write
         self._stats: list[LayerStats] = []
         self.last_found_inf: Tensor | None = None  # 1 when the last step was skipped; a device tensor
         self.skipped_steps: Tensor | None = None  # how many were; a device tensor
@@ -143,11 +143,15 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self.arena is not None:
             self.arena.settle()
+        if self.step_fused():
+            return loss
         work = [(group, self._entries(group, names)) for group, names in self.group_names()]
         entries = [entry for _, part in work for entry in part]
         if not entries:
             return loss
-        self._reconcile(entries)
+        for entry in entries:
+            if entry.weight is not entry.param and self._versions.get(entry.param) != entry.param._version:
+                reconcile(entry.param, entry.weight)
         grad_norms, found = self._measure(entries)
         self._count(found)
         skip = None
@@ -170,13 +174,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         """grad_norms: of the gradients as they are, one per entry. skip: None when the host knows the step is good."""
         raise NotImplementedError
 
-    def path(self, device: torch.device) -> str:
-        """Which of the equivalent implementations a step takes."""
-        if self._foreach or self._fused:
-            return "fused" if self._fused else "foreach"
-        if self._foreach is False:
-            return "reference"
-        return "inplace" if device.type == "cpu" else "foreach"
+    def step_fused(self) -> bool:
+        """Does the whole step, where there are kernels for it, and says so."""
+        return False
 
     def _entries(self, group: dict[str, Any], names: list[str]) -> list[Entry]:
         entries = []
@@ -186,12 +186,16 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             if param.grad.is_sparse:
                 raise ValueError(f"grad of {name} is sparse; {type(self).__name__} needs dense gradients")
             state = self.init_state(param)
-            weight = state["master"] if param.dtype in HALF_DTYPES else param
+            master = state.get("master")
+            weight = param if master is None else master
             entries.append(Entry(name, param, weight, param.grad, tuple(state[key] for key in self.state_names)))
         return entries
 
     def init_state(self, param: Tensor) -> dict[str, Tensor]:
-        """The parameter's state, in fp32 or wider, made on first use: in the arena, or beside the parameter."""
+        """The parameter's state, in fp32 or wider, made on first use: in the arena, or beside the parameter.
+
+        16-bit parameters have a `master`; so have those with gaps or overlaps in memory, since kernels want none.
+        """
         state = self.state[param]
         if state:
             return state
@@ -203,16 +207,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             return state
         wide = torch.promote_types(param.dtype, torch.float32)
         state.update((key, torch.zeros_like(param, dtype=wide)) for key in self.state_names)
-        if param.dtype in HALF_DTYPES:
-            state["master"] = param.detach().float()
+        if param.dtype in HALF_DTYPES or not is_dense(param):
+            state["master"] = torch.empty_like(param, dtype=wide).copy_(param)
         return state
-
-    def _reconcile(self, entries: list[Entry]) -> None:
-        """A 16-bit weight that somebody else wrote wins over its master, unless it is just the master rounded."""
-        for entry in entries:
-            if entry.weight is not entry.param and self._versions.get(entry.param) != entry.param._version:
-                same = entry.weight.to(entry.param.dtype) == entry.param
-                entry.weight.copy_(torch.where(same, entry.weight, entry.param.float()))
 
     def _measure(self, entries: list[Entry]) -> tuple[Tensor, Tensor]:
         """Norms of the gradients as they are, and 1 when any holds inf or nan, else 0: both on the device."""
@@ -257,22 +254,22 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but fp32 state stays fp32 beside 16-bit weights (torch casts it), and stays in the arena."""
-        live = [dict(group) for group in self.param_groups]
+        live, state = [dict(group) for group in self.param_groups], dict(self.state)
         super().load_state_dict(state_dict)
         order = [param for group in self.param_groups for param in group["params"]]
         saved_order = [index for group in state_dict["param_groups"] for index in group["params"]]
         self.state.clear()
+        self.state.update(state)  # filled in place: the arena, kernels' tables and captured graphs point there
         with torch.no_grad():
             for param, index in zip(order, saved_order, strict=True):
-                saved = state_dict["state"].get(index)
-                if saved is None:
+                saved = state_dict["state"].get(index, {})
+                if not saved and param not in self.state:
                     continue
-                state = self.init_state(param)
-                for key, value in saved.items():
-                    if isinstance(value, Tensor) and key in state:
-                        state[key].copy_(value)
-                    elif key not in state:
-                        state[key] = value
+                for key, value in self.init_state(param).items():
+                    if key in saved:
+                        value.copy_(saved[key])
+                    elif key in self.state_names:
+                        value.zero_()
         for group, before in zip(self.param_groups, live, strict=True):
             for name in ("lr", "weight_decay", *self.group_state_names):
                 loaded = group[name]
@@ -285,6 +282,12 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
 def is_number(value: Any) -> bool:
     return not isinstance(value, Tensor)
+
+
+def reconcile(param: Tensor, master: Tensor) -> None:
+    """A weight that somebody else wrote wins over its master, except where it is just the master rounded."""
+    same = master.to(param.dtype) == param
+    master.copy_(torch.where(same, master, param.to(master.dtype)))
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:
@@ -309,3 +312,8 @@ def put(group: dict[str, Any], name: str, value: Scalar) -> None:
         old.copy_(value) if isinstance(value, Tensor) else old.fill_(value)
     else:
         group[name] = value.clone() if isinstance(value, Tensor) else value
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Without gaps or overlaps in memory, in whatever order of dimensions."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

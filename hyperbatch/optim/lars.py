@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hyperbatch.kernels import has_triton, interpreted
 from hyperbatch.optim.base import Entry, LayerStats, LayerwiseOptimizer, Scalar, norms_of, on_device, put, unless
 
 if TYPE_CHECKING:
     from hyperbatch.arena import Arena
+    from hyperbatch.optim.fused import FusedStep
 
 MOMENTUM_RULES = ("lr_inside", "lr_outside", "rescaled", "unscaled")
 
@@ -68,11 +70,10 @@ def trust_ratio(weight_norm: Tensor, grad_norm: Tensor, h: Hyper) -> Tensor:
     """How much of the rate a layer takes. Elementwise, so it serves one layer or a vector of them."""
     decay = 0.0 if h.decoupled_weight_decay else h.weight_decay
     ratio = h.trust_coefficient * weight_norm / (grad_norm + decay * weight_norm + h.eps)
-    ratio = torch.where((weight_norm > 0) & (grad_norm > 0), ratio, 1.0)
     if h.trust_clip:  # LARC: the effective rate lr * trust is at most lr; at lr = 0 nothing moves anyway
-        lr = torch.as_tensor(h.lr)
-        ratio = torch.where(lr > 0, ratio / torch.where(lr > 0, lr, 1.0), 1.0).clamp(max=1.0)
-    return ratio
+        safe = torch.where(h.lr > 0, h.lr, 1.0) if isinstance(h.lr, Tensor) else (h.lr or 1.0)
+        ratio = (ratio / safe).clamp(max=1.0)
+    return torch.where((weight_norm > 0) & (grad_norm > 0), ratio, 1.0)
 
 
 def lars_update(
@@ -126,6 +127,7 @@ class LARS(LayerwiseOptimizer):
     """
 
     state_names = ("momentum_buffer",)
+    _fused_step: FusedStep | None = None
     group_state_names = ("last_lr",)
 
     def __init__(
@@ -165,6 +167,13 @@ class LARS(LayerwiseOptimizer):
         }
         super().__init__(params, defaults, arena=arena, capturable=capturable, foreach=foreach, fused=fused)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._fused_step = None  # built at the next step, over all groups
+        if self._fused and (reason := why_not_fused(self.param_groups)):
+            self.param_groups.pop()
+            raise ValueError(f"fused=True, but {reason}")
+
     def check_group(self, group: dict[str, Any]) -> None:
         if not 0.0 <= group["momentum"] < 1.0:
             raise ValueError(f"momentum must be in [0, 1), not {group['momentum']}")
@@ -180,17 +189,54 @@ class LARS(LayerwiseOptimizer):
         adapted = {name for group, names in self.group_names() if group["adapt"] for name in names}
         return {name: trust for name, (_, _, trust) in self.layer_norms().items() if name in adapted}
 
+    def step_fused(self) -> bool:
+        if self._fused is False or (self._fused is None and self._foreach is not None):
+            return False
+        if self._fused_step is None:
+            if why_not_fused(self.param_groups):
+                return False
+            from hyperbatch.optim.fused import FusedStep  # imports Triton
+
+            self._fused_step = FusedStep(self)
+        self._fused_step.run()
+        return True
+
+    def refresh(self) -> None:
+        if self._fused_step is not None and not self._fused_step.refresh():
+            self._fused_step = None  # storage has moved
+
     def update_group(
         self, group: dict[str, Any], entries: list[Entry], grad_norms: Tensor, skip: Tensor | None
     ) -> LayerStats:
         h = hyper(group)
-        update = {"reference": reference_update, "foreach": foreach_update, "inplace": inplace_update}
-        path = self.path(entries[0].param.device)
-        weight_norms, unscaled_norms, trust = update[path](entries, h, grad_norms, self.grad_scale, skip)
+        if self._foreach:
+            update = foreach_update
+        elif self._foreach is False:
+            update = reference_update
+        else:
+            update = inplace_update if skip is None else foreach_update
+        weight_norms, unscaled_norms, trust = update(entries, h, grad_norms, self.grad_scale, skip)
         if h.momentum_rule == "rescaled":
             # A skipped step did not rescale the buffer.
             put(group, "last_lr", h.lr if skip is None else torch.where(skip, on_device(h.last_lr, skip.device), h.lr))
         return LayerStats([entry.name for entry in entries], weight_norms, unscaled_norms, trust)
+
+
+def why_not_fused(groups: list[dict[str, Any]]) -> str | None:
+    """What keeps these parameters from the fused kernels, or None."""
+    params = [param for group in groups for param in group["params"]]
+    dtypes = {param.dtype for param in params}
+    if not has_triton():
+        return "Triton is not installed"
+    if any(param.device != params[0].device for param in params):
+        return "the parameters are on several devices"
+    if params and params[0].device.type != "cuda" and not interpreted():
+        return f"the parameters are on {params[0].device}, not on a CUDA device"
+    if not dtypes <= {torch.float32, torch.float16, torch.bfloat16}:
+        return f"parameters are {', '.join(sorted(map(str, dtypes)))}"
+    if {torch.float16, torch.bfloat16} <= dtypes:
+        return "some parameters are float16 and some bfloat16"
+    return None
 
 
 def hyper(group: dict[str, Any]) -> Hyper:

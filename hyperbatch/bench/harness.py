@@ -1,0 +1,162 @@
+"""What every bench verb shares: interleaved rounds, order statistics, and rows that say where they come from.
+
+    round 1   a b c | round 2   b c a | round 3   c a b ...      drift of the machine hits all candidates alike
+
+A verb's result is one JSON object: {"bench", "device", "versions", "commit", "rows": [...]}.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """Something to time. `peer`: others' work, which ours is held against."""
+
+    name: str
+    run: Callable[[], Any]
+    peer: bool = False
+
+
+def interleave(
+    candidates: Sequence[Candidate], measure: Callable[[Callable[[], Any]], float], *, rounds: int, warmup: int = 3
+) -> dict[str, list[float]]:
+    """name -> one sample per round. Each round starts with another candidate."""
+    for candidate in candidates:
+        for _ in range(warmup):
+            measure(candidate.run)
+    samples: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
+    for i in range(rounds):
+        for k in range(len(candidates)):
+            candidate = candidates[(i + k) % len(candidates)]
+            samples[candidate.name].append(measure(candidate.run))
+    return samples
+
+
+def wall_s(run: Callable[[], Any], *, calls: int = 1) -> float:
+    """Seconds a call takes on the host's clock, with the device done at the end."""
+    _wait()
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    _wait()
+    return (time.perf_counter() - start) / calls
+
+
+def device_s(run: Callable[[], Any], *, calls: int = 1) -> float:
+    """Seconds a call takes on the GPU, between two events; the host's own clock where there is none."""
+    if not torch.cuda.is_available():
+        return wall_s(run, calls=calls)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    _wait()
+    start.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    _wait()
+    return start.elapsed_time(end) / 1e3 / calls
+
+
+def _wait() -> None:
+    # A time means nothing while the device is still at work.
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def rows(
+    candidates: Sequence[Candidate],
+    samples: dict[str, list[float]],
+    *,
+    unit: str,
+    scale: float = 1.0,
+    higher_is_better: bool = False,
+    **extra: Any,
+) -> list[dict[str, Any]]:
+    """One row per candidate. ratio_to_best_peer: own median over the best peer's; null when there is no peer."""
+    medians = {c.name: statistics.median(samples[c.name]) * scale for c in candidates}
+    peers = [medians[c.name] for c in candidates if c.peer]
+    best = (max if higher_is_better else min)(peers) if peers else None
+    table = []
+    for candidate in candidates:
+        values = sorted(value * scale for value in samples[candidate.name])
+        table.append(
+            {
+                "name": candidate.name,
+                "median": medians[candidate.name],
+                "p20": quantile(values, 0.2),
+                "p80": quantile(values, 0.8),
+                "unit": unit,
+                "ratio_to_best_peer": None if best is None else medians[candidate.name] / best,
+                "peer": candidate.peer,
+                "samples": len(values),
+                **extra,
+            }
+        )
+    return table
+
+
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """By linear interpolation between neighbours of an ordered sample."""
+    place = q * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def result(bench: str, table: list[dict[str, Any]], *, device: str | None = None, **extra: Any) -> dict[str, Any]:
+    return {
+        "bench": bench,
+        "device": device or device_name(),
+        "versions": versions(),
+        "commit": commit(),
+        "rows": table,
+        **extra,
+    }
+
+
+def device_name() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def versions() -> dict[str, str | None]:
+    """Of everything a timing may depend on; null: not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for name in ("hyperbatch", "torch", "triton", "torchvision", "timm", "numpy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def commit() -> str | None:
+    """Of the checkout this runs from, "-dirty" when tracked files differ from it; null outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def format_table(report: dict[str, Any]) -> str:
+    """The result for people."""
+    lines = [f"{report['bench']} on {report['device']} (commit {report['commit'] or 'unknown'})"]
+    width = max((len(row["name"]) for row in report["rows"]), default=0)
+    for row in report["rows"]:
+        ratio = "" if row["ratio_to_best_peer"] is None else f"  {row['ratio_to_best_peer']:8.3f} x best peer"
+        spread = f"{row['p20']:.4g} .. {row['p80']:.4g}"
+        lines.append(f"  {row['name']:<{width}}  {row['median']:10.4g} {row['unit']:<8} {spread:>22}{ratio}")
+    return "\n".join(lines)
