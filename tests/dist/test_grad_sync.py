@@ -150,6 +150,63 @@ def test_gradients_are_exact_with_accumulation_frozen_and_unused_parameters(grid
     run_ranks(RankGrid.parse(grid).size, exact_gradients, grid, dtype)
 
 
+def launches(rank: int) -> tuple[list[str], list[str]]:
+    """What happened in one backward, with the arena in backward's order and in the opposite one."""
+    logs = []
+    comm = GridComm(RankGrid(2, 1))
+    submit = comm.submit
+    for forward_order in (False, True):
+        model = network()
+        order = backward_order(model, lambda m=model: m(batch(0, 0)).sum().backward())
+        arena = Arena(model, order[::-1] if forward_order else order, dtype=torch.float64)
+        sync = GradSync(arena, plan_groups(arena.specs, "equal", count=2), comm)
+        addresses = [arena.slice_of(group.parameters, arena.grads).data_ptr() for group in sync.plan.groups]
+        log: list[str] = []
+
+        def logged(job, device, then=None, log=log, addresses=addresses):
+            tensor = job.args[0]
+            log.append(f"group {addresses.index(tensor.data_ptr())}" if tensor.is_floating_point() else "usage")
+            return submit(job, device, then)
+
+        comm.submit = logged
+        arena.zero_grad()
+        sync.begin()
+        hidden = model[:5](batch(rank, 0))  # up to the middle
+        hidden.register_hook(lambda _, log=log: log.append("middle of backward"))
+        model[5:](hidden).sum().backward()
+        log.append("end of backward")
+        sync.finish()
+        sync.close()
+        comm.submit = submit
+        logs.append(log)
+    return logs[0], logs[1]
+
+
+def test_groups_leave_during_backward_and_in_index_order() -> None:
+    for in_order, opposite in run_ranks(2, launches):
+        assert in_order == ["group 0", "middle of backward", "group 1", "end of backward", "usage"]
+        # Group 1 is there first, and waits for group 0: every rank must send in the same order.
+        assert opposite == ["middle of backward", "group 0", "group 1", "end of backward", "usage"]
+
+
+def forget_old_gradient(rank: int) -> Tensor:
+    model = Branches()
+    arena = Arena(model, ["third", "second", "first", "idle"])
+    sync = GradSync(arena, plan_groups(arena.specs, "single"), GridComm(RankGrid(2, 1)))
+    for with_second in (True, False):
+        model.zero_grad(set_to_none=True)  # as a loop does that knows no arena: the buffers keep the old gradients
+        sync.begin()
+        model(1.0, with_second).backward()
+        sync.finish()
+    assert model.second.grad is None
+    return arena.grad_view("second")
+
+
+def test_an_old_gradient_does_not_travel_again() -> None:
+    for old in run_ranks(2, forget_old_gradient):
+        assert (old == 0).all()
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
