@@ -131,14 +131,24 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _data(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
     from hyperbatch.data import pack
 
-    if args.action == "pack":
-        values = pack.pack_command(Path(args.source), Path(args.target), workers=args.workers)
-    else:
-        values = (pack.verify if args.action == "verify" else pack.info)(Path(args.folder))
+    if args.action == "info":
+        values = pack.info(args.folder)
+        _print(args, values, lambda: json.dumps(values, indent=1))
+        return 0
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(args.action)
+        show = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731
+        if args.action == "pack":
+            values = pack.pack(args.source, args.target, workers=args.workers or 0, progress=show)
+        else:
+            values = pack.verify(args.folder, progress=show)
     _print(args, values, lambda: _lines(values))
-    return 1 if values.get("bad") else 0
+    return 0 if values.get("ok", True) else 1
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -168,9 +178,9 @@ def _bench(args: argparse.Namespace) -> int:
     import importlib
 
     values = getattr(importlib.import_module(f"hyperbatch.bench.{args.what}"), f"bench_{args.what}")()
-    from hyperbatch.bench.harness import format_bench
+    from hyperbatch.bench.harness import format_table
 
-    _print(args, values, lambda: format_bench(values))
+    _print(args, values, lambda: format_table(values))
     return 0
 
 
@@ -349,6 +359,8 @@ def _build_parser() -> _Parser:
     action.add_argument("--workers", type=_positive, default=None)
     for name, help in (("verify", "check every sample"), ("info", "describe a data set")):
         actions.add_parser(name, help=help).add_argument("folder", metavar="DIR")
+    for action in actions.choices.values():  # the flag may stand after the action, too
+        action.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
     sub = verb("report", _report, "draw report.html from one run, or compare several")
     sub.add_argument("runs", nargs="+", metavar="RUN")

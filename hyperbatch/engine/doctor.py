@@ -67,7 +67,9 @@ def _devices() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return _check("device", True, f"CPU, {os.cpu_count()} cores; no GPU is seen by torch")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
+    from torch.cuda import nccl as torch_nccl
+
+    nccl = ".".join(map(str, torch_nccl.version())) if torch.distributed.is_nccl_available() else "none"
     return _check("device", True, f"{len(names)} x {names[0]}, CUDA {torch.version.cuda}, NCCL {nccl}")
 
 
@@ -99,9 +101,9 @@ def _collectives_rank(answer: Path) -> None:
     ranks = find_ranks()
     assert ranks is not None, "started by `start_ranks`"
     with join(ranks, "auto", timeout_s=60) as device:
-        result = check_collectives(device)
+        rows = check_collectives(device)
     if ranks.rank == 0:
-        answer.write_text(json.dumps(result["rows"]))
+        answer.write_text(json.dumps(rows))
 
 
 def format_doctor(values: dict[str, Any]) -> str:

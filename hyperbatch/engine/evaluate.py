@@ -56,7 +56,7 @@ def evaluate_checkpoint(path: Path, *, data: str | None = None, device: str = "a
         model = create_model(config.model.model, classes=len(state["classes"]), in_channels=state["channels"])
         load_weights(model, checkpoint.weights_of(state), where=str(path))
         dtype = torch.float64 if config.optim.precision == "fp64" else torch.float32
-        model.to(place, dtype).to(memory_format=torch.channels_last)
+        model.to(place, dtype).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         batches = eval_batches(
             eval_set,
             config.data,

@@ -66,6 +66,15 @@ class Job:
     progress: Progress
     warnings: list[str]
 
+    @property
+    def epoch(self) -> float:
+        """Passes over the training set so far."""
+        return self.progress.position / len(self.train_set)
+
+    @property
+    def reached(self) -> bool:
+        return self.progress.time_to_target_s is not None
+
     def save(self, folder: Path, clock: Clock) -> None:
         """Every rank takes part (batch-norm statistics are gathered); rank 0 writes."""
         snapshot = {
@@ -107,7 +116,7 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
     if config.model.init_from is not None and saved is None:
         path = Path(config.model.init_from)
         state.load_weights(model, checkpoint.load_weights(path), where=str(path))
-    model.to(device).to(memory_format=torch.channels_last)
+    model.to(device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     if dtype == torch.float64:
         model.double()
 

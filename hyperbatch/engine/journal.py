@@ -10,7 +10,7 @@ import os
 import platform
 import socket
 import statistics
-import sys
+from collections import deque
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -56,17 +56,20 @@ class Journal:
         if self.mlperf is not None:
             self.mlperf.init_start()
         self.console = Console(enabled=chief)
+        self.job: Job | None = None
         self._pending: _Pending | None = None
-        self._timings: list[StepTiming] = []
-        self._phase_starts: dict[int, int] = {}  # index of the phase -> first step in it
+        self._timings: deque[StepTiming] = deque(maxlen=256)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self.console.close()
-        if self.writer is not None:
-            self.writer.close()
+        if self.writer is None:
+            return
+        self.writer.close()
+        if error is not None and self.job is not None:
+            self._record(self.job, error=str(error) or type(error).__name__).save(self.out)
 
     def start(self, job: Job) -> None:
         """The run's time begins here."""
@@ -82,29 +85,23 @@ class Journal:
                 batch_per_rank=job.phases[0].batch_per_rank,
                 accumulation=job.phases[0].accumulation,
             )
-            self.mlperf.block_start(self._epoch, min(epochs, self._epoch + self.config.run.eval_every_epochs))
+            self.mlperf.block_start(job.epoch, min(epochs, job.epoch + self.config.run.eval_every_epochs))
 
-    @property
-    def _epoch(self) -> float:
-        return self.job.progress.position / len(self.job.train_set)
-
-    def step(self, step: Step, loss: Tensor, rate: float, timer: StepTimer) -> None:
+    def step(self, job: Job, step: Step, loss: Tensor, rate: float, timer: StepTimer) -> None:
         """Books a step just launched, and writes the one before it."""
         self.flush()
-        phase = self.job.phases.index(step.phase)
-        self._phase_starts.setdefault(phase, step.index)
-        if step.index % self.config.run.log_every_steps and self.job.progress.step > 1:
+        if step.index % self.config.run.log_every_steps:
             return
-        if self.job.comm.world is not None:
-            dist.all_reduce(loss, group=self.job.comm.world)
-            loss = loss / self.job.ranks.world_size
+        if job.comm.world is not None:
+            dist.all_reduce(loss, group=job.comm.world)
+            loss = loss / job.ranks.world_size
         # On a GPU reading group times waits for the device, so a few steps must do.
-        sampled = self.job.device.type == "cpu" or step.index % 100 == 50
-        groups = self.job.sync.timings() if sampled else ()
+        sampled = job.device.type == "cpu" or step.index % 100 == 50
+        groups = job.sync.timings() if sampled else ()
         self._pending = _Pending(step, loss, rate, self.clock.run_s, timer.marks(), groups)
 
     def flush(self) -> None:
-        if self._pending is None:
+        if self._pending is None or self.job is None:
             return
         step, loss_tensor, rate, end_s, marks, groups = self._pending
         self._pending = None
@@ -151,64 +148,66 @@ class Journal:
                 )
         self.console.step(step.index + 1, epoch, loss, rate, images_per_s)
 
-    def eval_start(self) -> None:
+    def eval_start(self, job: Job) -> None:
         if self.mlperf is not None:
-            self.mlperf.eval_start(self._epoch)
+            self.mlperf.eval_start(job.epoch)
 
-    def eval(self, top1: float, samples: int) -> None:
-        step, epoch, now = self.job.progress.step, self._epoch, self.clock.run_s
+    def eval(self, job: Job, top1: float, samples: int) -> None:
+        step, epoch, now = job.progress.step, job.epoch, self.clock.run_s
         self._last_s = now  # evaluation does not count against images/s
         if self.writer is not None and self.mlperf is not None:
             self.writer.eval(step=step, epoch=epoch, time_s=now, top1=top1, samples=samples)
             self.mlperf.eval_stop(epoch, top1)
             until = min(self.config.schedule.epochs, epoch + self.config.run.eval_every_epochs)
-            if until > epoch and not (self.config.run.stop_at_target and self._reached):
+            if until > epoch and not (self.config.run.stop_at_target and job.reached):
                 self.mlperf.block_start(epoch, until)
         self.console.eval(step, epoch, top1, self.config.run.target_top1)
 
-    @property
-    def _reached(self) -> bool:
-        return self.job.progress.time_to_target_s is not None
-
-    def finish(self) -> RunRecord:
+    def finish(self, job: Job) -> RunRecord:
         """Writes what is pending and the record."""
         self.flush()
         self.clock.switch("pause")
         if self.mlperf is not None:
-            self.mlperf.run_stop(self._reached)
-        job, progress = self.job, self.job.progress
-        clock = self.clock.state_dict()
-        target = self.config.run.target_top1
-        record = RunRecord(
+            self.mlperf.run_stop(job.reached)
+        if self.writer is not None:
+            self.writer.close()
+        record = self._record(job)
+        if self.writer is not None:
+            record.save(self.out)
+        return record
+
+    def _record(self, job: Job, *, error: str = "") -> RunRecord:
+        progress, clock, samples = job.progress, self.clock.state_dict(), len(job.train_set)
+        firsts = [total_steps(job.phases[:i], samples, p.from_position / samples) for i, p in enumerate(job.phases)]
+        return RunRecord(
             recipe=self.config.recipe,
             config=self.config.to_dict(),
             environment=environment(job),
             world_size=job.ranks.world_size,
             grid=str(job.comm.grid),
             result=Result(
-                reached=self._reached,
-                target_top1=target,
+                reached=job.reached,
+                target_top1=self.config.run.target_top1,
                 top1=progress.top1,
                 time_to_target_s=progress.time_to_target_s,
                 train_s=clock["train_s"],
                 images_per_s=progress.position / clock["train_s"] if clock["train_s"] else 0.0,
-                epochs=progress.position / len(job.train_set),
+                epochs=job.epoch,
                 steps=progress.step,
             ),
-            warnings=[*job.warnings, *job.loader.bad_samples],
+            warnings=[*job.warnings, *job.loader.bad_samples, *(self.writer.warnings if self.writer else [])],
             plan=job.plan.to_dict(),
             phases=[
-                asdict(job.phases[index]) | {"first_step": first} for index, first in sorted(self._phase_starts.items())
+                asdict(phase) | {"first_step": first}
+                for phase, first in zip(job.phases, firsts, strict=True)
+                if first < progress.step
             ],
             trust_ratios=job.optimizer.trust_ratios(),
             clock=clock,
-            timing=typical(self._timings).to_dict() if self._timings else {},
+            timing=typical(list(self._timings)).to_dict() if self._timings else {},
             folder=str(self.out),
+            error=error,
         )
-        if self.writer is not None:
-            record.warnings += self.writer.warnings
-            record.save(self.out)
-        return record
 
 
 def shifted(group: GroupTiming, by_s: float) -> GroupTiming:
@@ -216,7 +215,7 @@ def shifted(group: GroupTiming, by_s: float) -> GroupTiming:
 
 
 def typical(timings: list[StepTiming]) -> StepTiming:
-    """The step of median length among the later half, so that warm-up does not count."""
+    """The step of median length among the later half, so that a slow start does not count."""
     late = timings[len(timings) // 2 :]
     middle = statistics.median_low([t.step_s for t in late])
     return next(t for t in late if t.step_s == middle)
@@ -236,5 +235,4 @@ def environment(job: Job) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
         "launcher": job.ranks.launcher,
-        "command": " ".join(sys.argv),
     }

@@ -79,7 +79,7 @@ def train_job(job: Job, journal: Journal, clock: Clock) -> RunRecord:
         timer.start()
         loss = train_step(job, step, batches, timer)
         progress.step, progress.position = step.index + 1, step.position + step.phase.global_batch
-        journal.step(step, loss, rate, timer)
+        journal.step(job, step, loss, rate, timer)
 
         finished = progress.position >= math.ceil(config.schedule.epochs * samples)
         stopped = config.run.max_steps and progress.step >= config.run.max_steps
@@ -92,7 +92,7 @@ def train_job(job: Job, journal: Journal, clock: Clock) -> RunRecord:
                 job.save(journal.out, clock)
         if finished or stopped:
             break
-    return journal.finish()
+    return journal.finish(job)
 
 
 def train_step(job: Job, step: Step, batches: Iterator[Batch], timer: StepTimer) -> Tensor:
@@ -128,7 +128,7 @@ def evaluate_job(job: Job, clock: Clock, journal: Journal) -> bool:
         device=job.device,
         dtype=job.dtype,
     )
-    journal.eval_start()
+    journal.eval_start(job)
     with clock.booked("eval"):
         top1, samples = evaluate(job.model, batches, job.comm.world)
     target = job.config.run.target_top1
@@ -136,7 +136,7 @@ def evaluate_job(job: Job, clock: Clock, journal: Journal) -> bool:
     job.progress.top1 = top1
     if reached and job.progress.time_to_target_s is None:
         job.progress.time_to_target_s = clock.run_s
-    journal.eval(top1, samples)
+    journal.eval(job, top1, samples)
     return reached
 
 
