@@ -85,9 +85,13 @@ def _timm_model(name: str, classes: int, in_channels: int, zero_init_last_gamma:
 
 def _own_model(path: str, classes: int, in_channels: int, zero_init_last_gamma: bool) -> nn.Module:
     build = load_object(path, "model")
-    if not callable(build):
-        raise InputError(f"model {path!r} is a {type(build).__name__}; give package.module:callable")
-    taken, takes_all = _keywords(build)
+    try:
+        signature = inspect.signature(build)
+    except (TypeError, ValueError) as error:  # not callable, or a builtin that says nothing about its arguments
+        raise InputError(f"model {path!r} is a {type(build).__name__}; give package.module:callable") from error
+    parameters = signature.parameters.values()
+    taken = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
     offered: dict[str, Any] = {"classes": classes, "num_classes": classes, "in_channels": in_channels}
     if takes_all and "num_classes" not in taken:
         del offered["num_classes"]
@@ -95,17 +99,12 @@ def _own_model(path: str, classes: int, in_channels: int, zero_init_last_gamma: 
         if "zero_init_last_gamma" not in taken:
             raise InputError(f"--zero-init-last-gamma: {path} takes no such argument; leave it off")
         offered["zero_init_last_gamma"] = True
-    model = build(**{name: value for name, value in offered.items() if takes_all or name in taken})
+    given = {name: value for name, value in offered.items() if takes_all or name in taken}
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        raise InputError(f"model {path!r}: {error}; only {', '.join(given) or 'nothing'} can be given to it") from error
+    model = build(**given)
     if not isinstance(model, nn.Module):
         raise InputError(f"model {path!r} returned a {type(model).__name__}; it must return a torch.nn.Module")
     return model
-
-
-def _keywords(function: Callable[..., Any]) -> tuple[set[str], bool]:
-    """Names the callable takes as keywords, and whether it takes any."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin without a signature
-        return set(), False
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return named, any(p.kind == p.VAR_KEYWORD for p in parameters)

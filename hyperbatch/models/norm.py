@@ -1,7 +1,7 @@
 """Batch norm whose statistics may span a group of ranks, and how per-rank statistics are merged for evaluation.
 
-    rank 0  x0 -> count, mean, sum of squared deviations --+                 +-> normalise x0
-    rank 1  x1 -> count, mean, sum of squared deviations --+-- all-gather ---+-> normalise x1
+    rank 0  x0 -> count, mean, variance --+                       +-> normalise x0
+    rank 1  x1 -> count, mean, variance --+-- all-gather, pool ---+-> normalise x1
 
 Every sum is taken in fp32 (fp64 for fp64) about a mean, never as E[x^2] - E[x]^2.
 """

@@ -175,6 +175,10 @@ def own_num_classes(num_classes):
     return own_plain(num_classes, 1)
 
 
+def own_needs_more(classes, depth):
+    return own_plain(classes)
+
+
 def own_not_a_module(classes):
     return classes
 
@@ -182,7 +186,7 @@ def own_not_a_module(classes):
 @pytest.fixture
 def own_module(monkeypatch):
     module = types.ModuleType("someones_models")
-    for function in (own_plain, own_keywords, own_num_classes, own_not_a_module):
+    for function in (own_plain, own_keywords, own_num_classes, own_needs_more, own_not_a_module):
         setattr(module, function.__name__, function)
     module.number = 3  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "someones_models", module)
@@ -204,6 +208,7 @@ def test_own_model_gets_what_its_signature_takes(function):
     [
         ("resnet5", "did you mean 'resnet"),
         ("someones_models:own_not_a_module", "returned a int; it must return a torch.nn.Module"),
+        ("someones_models:own_needs_more", "missing a required argument: 'depth'; only classes can be given"),
         ("someones_models:number", "is a int"),
         ("someones_models:missing", "missing"),
         ("no_such_package.module:f", "no_such_package"),
