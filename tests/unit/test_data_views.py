@@ -199,7 +199,7 @@ def test_the_fast_resize_equals_pillows(width, height, size):
 
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_scaled_decoding_shows_the_same_picture(decoder):
-    # Pillow cuts between pixels, the fast resize at whole ones: exact at any size the one, where 8 divides it the other.
+    # Pillow cuts between pixels, the fast resize at whole ones: the latter is exact only where 8 divides the sides.
     full_size = (1605, 1203) if decoder == "pillow" else (1600, 1200)
     data = encoded(photo(200, 150).resize(full_size, Image.Resampling.BICUBIC), quality=95)
     views = [
