@@ -9,15 +9,18 @@ A quantity may be given in any unit of its kind: `bandwidth_gbit_per_s = 100` or
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
 from hyperbatch.errors import InputError, nearest
-from hyperbatch.plan.inventory import PRECISION_DTYPE, model_names
+from hyperbatch.plan.compute import PASSES
+from hyperbatch.plan.inventory import PRECISION_DTYPE, layers, model_names
 from hyperbatch.plan.machine import Cluster, Device, Link, Measured, Network
 
 FOLDER = Path(__file__).parent / "machines"
@@ -62,7 +65,7 @@ _SECTIONS: dict[str, dict[str, _Field]] = {
         "peak_fp32": _Field("compute"),
         "peak_bf16": _Field("compute", required=False),
         "peak_fp16": _Field("compute", required=False),
-        "layer_overhead": _Field("time", zero=True),
+        "layer_overhead": _Field("time", required=False, zero=True),
         "power": _Field("power"),
     },
     "node": {
@@ -128,6 +131,8 @@ def parse_cluster(values: Mapping[str, Any], *, name: str, where: str) -> Cluste
     node = _read(parts["node"], "node", f"{where}: node")
     if not isinstance(measured, list):
         raise InputError(f"machine file {where}: device.measured is a list of tables; write [[device.measured]]")
+    points = tuple(_measured(row, f"{where}: device.measured[{i}]") for i, row in enumerate(measured))
+    overhead = device.get("layer_overhead")
     return Cluster(
         name=name,
         description=top.get("description", ""),
@@ -136,9 +141,9 @@ def parse_cluster(values: Mapping[str, Any], *, name: str, where: str) -> Cluste
             memory_bytes=device["memory"],
             memory_bandwidth_bytes_per_s=device["memory_bandwidth"],
             peak_flop_per_s={p: device[f"peak_{p}"] for p in PRECISION_DTYPE if f"peak_{p}" in device},
-            layer_overhead_s=device["layer_overhead"],
+            layer_overhead_s=fitted_overhead(points) if overhead is None else overhead,
             power_w=device["power"],
-            measured=tuple(_measured(row, f"{where}: device.measured[{i}]") for i, row in enumerate(measured)),
+            measured=points,
         ),
         network=Network(
             devices_per_node=node["devices"],
@@ -158,6 +163,73 @@ def parse_cluster(values: Mapping[str, Any], *, name: str, where: str) -> Cluste
         storage_bytes_per_s=top.get("storage_bandwidth"),
         sources=dict(sources),
     )
+
+
+def fitted_overhead(points: Sequence[Measured]) -> float:
+    """What does not shrink with the batch, per layer and pass, from one device's speeds at several batches.
+
+    The intercept of step time against batch, least squares; 0 where no model was measured at two batches.
+    """
+    found = []
+    for model, precision in sorted({(point.model, point.precision) for point in points if point.devices == 1}):
+        same = [p for p in points if (p.model, p.precision, p.devices) == (model, precision, 1)]
+        if len({point.batch_per_device for point in same}) < 2:
+            continue
+        x = [float(point.batch_per_device) for point in same]
+        y = [point.batch_per_device / point.images_per_s_per_device for point in same]
+        intercept = linear_regression(x, y).intercept
+        table = layers(model, classes=same[0].classes, image_size=same[0].image_size)
+        found.append(max(0.0, intercept) / (PASSES * len(table)))
+    return sum(found) / len(found) if found else 0.0
+
+
+def format_machine_file(cluster: Cluster) -> str:
+    """The machine file that `load_cluster` reads back as this cluster, in SI units."""
+    device, network = cluster.device, cluster.network
+    tables: dict[str, dict[str, Any]] = {
+        "": {
+            "description": cluster.description,
+            "devices": cluster.devices,
+            "jitter": cluster.jitter,
+            "price_usd_per_device_hour": cluster.price_usd_per_device_hour,
+            "eval_overhead_s": cluster.eval_overhead_s,
+            "init_s": cluster.init_s,
+            "node_mtbf_s": cluster.node_mtbf_s,
+            "storage_bandwidth_bytes_per_s": cluster.storage_bytes_per_s,
+        },
+        "[device]": {
+            "name": device.name,
+            "memory_bytes": device.memory_bytes,
+            "memory_bandwidth_bytes_per_s": device.memory_bandwidth_bytes_per_s,
+            **{f"peak_{precision}_flop_per_s": value for precision, value in device.peak_flop_per_s.items()},
+            "layer_overhead_s": device.layer_overhead_s,
+            "power_w": device.power_w,
+        },
+        "[node]": {
+            "devices": network.devices_per_node,
+            "nics": network.nics_per_node,
+            "power_w": cluster.node_power_w,
+            "collective_call_s": network.call_s,
+            "flat_algorithms": list(network.flat_algorithms),
+        },
+        "[sources]": cluster.sources,
+    }
+    for name in LINKS:
+        link: Link = getattr(network, name)
+        tables[f"[links.{name}]"] = {
+            "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
+            "latency_s": link.latency_s,
+            "efficiency": link.efficiency,
+        }
+    blocks = list(tables.items())
+    blocks[2:2] = [("[[device.measured]]", asdict(point)) for point in device.measured]
+    return "\n".join(_toml_block(title, values) for title, values in blocks)
+
+
+def _toml_block(title: str, values: Mapping[str, Any]) -> str:
+    # A JSON text, number, list or boolean is the same in TOML; keys may be quoted.
+    lines = [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in values.items() if value is not None]
+    return "\n".join([*([title] if title else []), *lines, ""])
 
 
 def _table(values: dict[str, Any], key: str, where: str, prefix: str = "") -> dict[str, Any]:

@@ -1,0 +1,252 @@
+"""Published runs as data: what was measured, on what, and how gradients travelled. The validation predicts them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+IMAGENET = 1_281_167
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One published figure. `kind`: "rate" (images/s per device while training), "run" (the same over the whole run,
+    evaluations included) or "scaling" (rate over that of `base` devices at the same batch per device)."""
+
+    name: str
+    cluster: str
+    devices: int
+    batch_per_device: int
+    kind: str
+    published: float
+    source: str
+    base: int = 1
+    model: str = "resnet50"
+    precision: str = "fp16"
+    epochs: float = 90
+    comm: dict[str, Any] = field(default_factory=dict)
+
+
+def run_rate(epochs: float, seconds: float, devices: int) -> float:
+    """Images per second and device of a run of so many epochs of ImageNet."""
+    return epochs * IMAGENET / seconds / devices
+
+
+# How each system exchanged gradients is from its paper or public source; where that is silent, overlapped groups.
+_ONE = {"algorithm": "flat", "grouping": "single"}
+_OVERLAPPED = {"algorithm": "flat", "grouping": "threshold", "group_threshold_bytes": 16 << 20}
+_TENCENT = {"algorithm": "hybrid", "grouping": "threshold", "group_threshold_bytes": 16 << 20}
+_FUJITSU = {"algorithm": "torus", "grouping": "cubic", "wire_dtype": "fp16"}
+_SONY = {"algorithm": "torus", "grouping": "cubic"}
+
+ROWS = (
+    Row(
+        name="Facebook, 256 P100",
+        cluster="facebook_p100",
+        devices=256,
+        batch_per_device=32,
+        precision="fp32",
+        kind="scaling",
+        base=8,
+        published=0.90,
+        source="Goyal et al. 2017: about 90 %",
+        comm=_OVERLAPPED,
+    ),
+    Row(
+        name="PFN, 1,024 P100",
+        cluster="pfn_p100",
+        devices=1024,
+        batch_per_device=32,
+        precision="fp32",
+        kind="scaling",
+        published=0.80,
+        source="Akiba et al. 2017: about 80 %",
+        comm={**_ONE, "wire_dtype": "fp16"},
+    ),
+    Row(
+        name="Facebook, 256 P100: 65 min",
+        cluster="facebook_p100",
+        devices=256,
+        batch_per_device=32,
+        precision="fp32",
+        kind="run",
+        published=run_rate(90, 65 * 60, 256),
+        source="Goyal et al. 2017",
+        comm=_OVERLAPPED,
+    ),
+    Row(
+        name="PFN, 1,024 P100: 15 min",
+        cluster="pfn_p100",
+        devices=1024,
+        batch_per_device=32,
+        precision="fp32",
+        kind="run",
+        published=run_rate(90, 15 * 60, 1024),
+        source="Akiba et al. 2017",
+        comm={**_ONE, "wire_dtype": "fp16"},
+    ),
+    Row(
+        name="You et al., 2,048 KNL",
+        cluster="stampede2_knl",
+        devices=2048,
+        batch_per_device=16,
+        precision="fp32",
+        kind="run",
+        published=run_rate(90, 20 * 60, 2048),
+        source="You et al. 2018, table 4: 20 min",
+        comm=_OVERLAPPED,
+    ),
+    Row(
+        name="You et al., 1,024 Skylake",
+        cluster="stampede2_skx",
+        devices=1024,
+        batch_per_device=16,
+        precision="fp32",
+        kind="run",
+        published=run_rate(90, 52 * 60, 1024),
+        source="You et al. 2018, table 4: 52 min",
+        comm=_OVERLAPPED,
+    ),
+    Row(
+        name="You et al., 1,600 Skylake",
+        cluster="stampede2_skx",
+        devices=1600,
+        batch_per_device=10,
+        precision="fp32",
+        kind="run",
+        published=run_rate(90, 31 * 60, 1600),
+        source="You et al. 2018, table 4: 31 min",
+        comm=_OVERLAPPED,
+    ),
+    Row(
+        name="Tencent, 2,048 P40",
+        cluster="tencent_p40",
+        devices=2048,
+        batch_per_device=32,
+        kind="scaling",
+        published=0.879,
+        source="GTC S9146: 87.9 %",
+        comm=_TENCENT,
+    ),
+    Row(
+        name="Sony, 1,088 V100",
+        cluster="abci",
+        devices=1088,
+        batch_per_device=32,
+        kind="scaling",
+        base=4,
+        published=0.9162,
+        source="Mikami et al. 2018: 91.62 %",
+        comm=_SONY,
+    ),
+    Row(
+        name="NVIDIA v0.6, 1,536 V100",
+        cluster="dgx2h_v100",
+        devices=1536,
+        batch_per_device=39,
+        kind="run",
+        published=939,
+        source="MLPerf v0.6 logs: 79.9 s",
+        comm=_ONE,
+    ),
+    Row(
+        name="Fujitsu v0.6, 2,048 V100",
+        cluster="abci",
+        devices=2048,
+        batch_per_device=42,
+        kind="rate",
+        published=840,
+        source="MLPerf v0.6 logs",
+        comm={**_FUJITSU, "grid": "512x4"},
+    ),
+    Row(
+        name="A100 x 64",
+        cluster="dgx_a100",
+        devices=64,
+        batch_per_device=51,
+        kind="rate",
+        published=2619,
+        source="MLPerf v2.0 logs",
+        comm=_ONE,
+    ),
+    Row(
+        name="A100 x 1,024",
+        cluster="dgx_a100",
+        devices=1024,
+        batch_per_device=35,
+        kind="rate",
+        published=2307,
+        source="MLPerf v2.0 logs",
+        comm=_ONE,
+    ),
+    Row(
+        name="A100 x 4,216",
+        cluster="dgx_a100",
+        devices=4216,
+        batch_per_device=16,
+        kind="run",
+        epochs=86,
+        published=1368,
+        source="MLPerf v2.0 logs: 19.2 s",
+        comm=_ONE,
+    ),
+)
+
+# Whole runs for which no usable single-node speed was published: another model's or another system's is all there is.
+BEYOND = (
+    Row(
+        name="Tencent, 2,048 P40: 6.6 min",
+        cluster="tencent_p40",
+        devices=2048,
+        batch_per_device=32,
+        kind="run",
+        published=run_rate(90, 6.6 * 60, 2048),
+        source="Jia et al. 2018",
+        comm=_TENCENT,
+    ),
+    Row(
+        name="Tencent AlexNet, 1,024 P40: 4 min",
+        cluster="tencent_p40",
+        devices=1024,
+        batch_per_device=64,
+        kind="run",
+        model="alexnet_bn_pool5",
+        epochs=95,
+        published=run_rate(95, 4 * 60, 1024),
+        source="GTC S9146",
+        comm=_TENCENT,
+    ),
+    Row(
+        name="You et al. AlexNet, 2,048 Skylake: 11 min",
+        cluster="stampede2_skx",
+        devices=2048,
+        batch_per_device=16,
+        kind="run",
+        model="alexnet_bn",
+        precision="fp32",
+        epochs=100,
+        published=run_rate(100, 11 * 60, 2048),
+        source="You et al. 2018",
+        comm=_OVERLAPPED,
+    ),
+    Row(
+        name="Sony, 2,176 V100: 224 s",
+        cluster="abci",
+        devices=2176,
+        batch_per_device=32,
+        kind="run",
+        published=run_rate(90, 224, 2176),
+        source="Mikami et al. 2018",
+        comm=_SONY,
+    ),
+    Row(
+        name="Sony, 3,456 V100: 122 s",
+        cluster="abci",
+        devices=3456,
+        batch_per_device=16,
+        kind="run",
+        published=run_rate(90, 122, 3456),
+        source="Mikami et al. 2019",
+        comm=_SONY,
+    ),
+)

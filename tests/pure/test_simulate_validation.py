@@ -1,0 +1,25 @@
+"""The comparison with published runs: within its limits, better than naive, and the page is up to date."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+
+from hyperbatch.sim.published import ROWS
+from hyperbatch.sim.validate import absolute_errors, predict, report
+
+PAGE = Path(__file__).parents[2] / "docs" / "simulator_validation.md"
+
+
+def test_errors_stay_within_their_limits_and_below_the_naive_predictors() -> None:
+    errors = absolute_errors([predict(row) for row in ROWS])
+    ours = errors.pop("**simulator**")
+    assert median(ours) <= 0.10
+    assert max(ours) <= 0.25
+    for naive in errors.values():
+        assert median(ours) < 0.75 * median(naive)
+        assert max(ours) < 0.5 * max(naive)
+
+
+def test_the_page_is_what_the_command_writes() -> None:
+    assert PAGE.read_text() == report(), "run python -m hyperbatch.sim.validate"
