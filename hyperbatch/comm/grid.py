@@ -44,9 +44,10 @@ class GridComm:
         timeout: timedelta | None = None,
     ) -> None:
         """timeout: of its groups; by default that of the default process group."""
-        ready = dist.is_available() and dist.is_initialized()
+        ready = dist.is_initialized()
         self.rank = dist.get_rank() if ready else 0
         self.world = self.row = self.column = None
+        self._closed = False
         self._made: list[dist.ProcessGroup] = []
         self._thread: ThreadRunner | None = None
         self._streams: dict[torch.device, StreamRunner] = {}
@@ -73,6 +74,8 @@ class GridComm:
 
     def submit(self, job: Job, device: torch.device, then: Then | None = None) -> Handle:
         """Runs a job behind all earlier ones: on the communication thread, or on the communication stream of a GPU."""
+        if self._closed:
+            raise RuntimeError("this GridComm is closed; make a new one")
         if self.size == 1:
             job()
             if then is not None:
@@ -102,6 +105,7 @@ class GridComm:
 
     def close(self) -> None:
         """Ends the communication thread and the groups made here. On every rank, when nothing is in flight."""
+        self._closed = True
         if self._thread is not None:
             self._thread.close()
             self._thread = None

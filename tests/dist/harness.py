@@ -10,6 +10,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -101,7 +102,7 @@ def _collect(ranks: list, timeout_s: float, may_die: set[int], folder: Path) -> 
 
 
 def _stack(pid: int, file: Path) -> str:
-    os.kill(pid, 10)  # SIGUSR1: faulthandler writes all threads' stacks
+    os.kill(pid, signal.SIGUSR1)  # faulthandler then writes all threads' stacks
     time.sleep(0.2)
     return file.read_text() if file.exists() else "(unknown)"
 
@@ -123,7 +124,7 @@ def _rank_main(
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     with open(f"{folder}/stack{rank}", "w") as stack:
-        faulthandler.register(10, file=stack, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         try:
             dist.init_process_group(
                 "gloo",

@@ -284,6 +284,8 @@ def finish_and_close(rank: int) -> int:
         all_reduce(torch.ones(8), comm)
     assert threading.active_count() == before + 1
     comm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        all_reduce(torch.ones(8), comm)
     return threading.active_count() - before
 
 
