@@ -9,13 +9,14 @@ tensors, and everything fp32 travels in one last small group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from hyperbatch.errors import InputError, nearest
 from hyperbatch.plan.types import DTYPE_BYTES, GradGroup, GroupPlan, TensorSpec
 
+Cost = Callable[[int], float] | Mapping[str, Callable[[int], float]]  # seconds of n bytes; by algorithm
 STRATEGIES = ("single", "per_layer", "threshold", "equal", "cubic", "optimal")
 
 
@@ -27,7 +28,7 @@ def plan_groups(
     threshold_bytes: int = 16 << 20,
     base: int = 3,
     ready_s: Sequence[float] | None = None,
-    cost: Callable[[int], float] | None = None,
+    cost: Cost | None = None,
     **optimal_options: Any,
 ) -> GroupPlan:
     """params: in the order in which backward finishes them.
@@ -143,7 +144,7 @@ def plan_from_sizes(
 def _optimal(
     params: Sequence[TensorSpec],
     ready_s: Sequence[float] | None,
-    cost: Callable[[int], float] | None,
+    cost: Cost | None,
     options: dict[str, Any],
 ) -> GroupPlan:
     if ready_s is None or cost is None:
