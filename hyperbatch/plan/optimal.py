@@ -35,15 +35,16 @@ def optimal_groups(
     """
     if len(params) != len(ready_s):
         raise ValueError(f"{len(params)} parameters, but {len(ready_s)} ready times")
-    choose = _cheapest(cost)
+    by_name = cost if isinstance(cost, Mapping) else {"": cost}
     main, rest = split_by_precision(params)
     moments = {spec.name: moment for spec, moment in zip(params, ready_s, strict=True)}
     sizes = [spec.nbytes for spec in main]
-    bounds = _bounds(sizes, list(accumulate((moments[spec.name] for spec in main), max)), choose)
+    ready = list(accumulate((moments[spec.name] for spec in main), max))  # groups leave in order
+    bounds = _bounds(sizes, ready, list(by_name.values()))
     plan = plan_from_sizes("optimal", main, [b - a for a, b in pairwise(bounds)], rest)
     if not isinstance(cost, Mapping):
         return plan
-    return plan.with_algorithms([choose(group.bytes)[1] for group in plan.groups])
+    return plan.with_algorithms([min(by_name, key=lambda name, g=g: by_name[name](g.bytes)) for g in plan.groups])
 
 
 def serial_finish(ready_s: Sequence[float], cost_s: Sequence[float]) -> float:
@@ -54,23 +55,14 @@ def serial_finish(ready_s: Sequence[float], cost_s: Sequence[float]) -> float:
     return free
 
 
-def _cheapest(cost: CostFunction | Mapping[str, CostFunction]) -> Callable[[int], tuple[float, str]]:
-    if not isinstance(cost, Mapping):
-        return lambda nbytes: (cost(nbytes), "")
-    options = list(cost.items())
-    return lambda nbytes: min(((seconds(nbytes), name) for name, seconds in options), key=lambda pair: pair[0])
-
-
-def _bounds(sizes: list[int], ready: list[float], choose: Callable[[int], tuple[float, str]]) -> list[int]:
+def _bounds(sizes: list[int], ready: list[float], costs: list[CostFunction]) -> list[int]:
     """0 = b0 < b1 < ... = n of the best grouping."""
     n, infinite = len(sizes), float("inf")
     table = []  # table[j][i]: cost of the group of tensors i..j
     for j in range(n):
-        row, nbytes = [0.0] * (j + 1), 0
-        for i in range(j, -1, -1):
-            nbytes += sizes[i]
-            row[i] = choose(nbytes)[0]
-        table.append(row)
+        messages = list(accumulate(sizes[j::-1]))[::-1]  # bytes of i..j for each i
+        rows = [[cost(nbytes) for nbytes in messages] for cost in costs]
+        table.append(rows[0] if len(rows) == 1 else list(map(min, *rows)))
 
     # the least cost of any group i'..j with i' <= i: no such group can finish before ready(j) + floor
     floors = [list(accumulate(row, min)) for row in table]

@@ -12,10 +12,10 @@ from typing import Any
 
 from hyperbatch.config import Config
 from hyperbatch.plan.compute import LayerTime, slowest_of, slowest_quantile, update_time
-from hyperbatch.plan.cost import Cost, all_reduce_cost, cost_function, reduce_scatter_cost
+from hyperbatch.plan.cost import ALGORITHMS, Cost, all_reduce_cost, cost_function, reduce_scatter_cost
 from hyperbatch.plan.inventory import PRECISION_DTYPE
 from hyperbatch.plan.machine import Cluster, Network
-from hyperbatch.plan.strategies import plan_groups
+from hyperbatch.plan.strategies import STRATEGIES, plan_groups
 from hyperbatch.plan.timeline import parameter_ready_s, step_timing
 from hyperbatch.plan.types import DTYPE_BYTES, GradGroup, GroupPlan, RankGrid, StepTiming, TensorSpec
 from hyperbatch.plan.workload import main_phase, model_tensors, model_times, resolve, resolve_all
@@ -53,24 +53,18 @@ def make_plan(
     config, machine, ranks, notes = job.config, job.cluster, job.ranks, list(job.notes)
     phase = resolve_all(config, machine, ranks)[main_phase(config)]
 
-    def times(strategy: str, algorithm: str | None) -> StepPlan:
+    wanted = strategy or "optimal"
+
+    def timed(strategy: str, algorithm: str | None, config: Config = config) -> StepPlan:
         return plan_step(machine, config, ranks, phase, grid=grid, algorithm=algorithm, strategy=strategy)
 
-    chosen = times(strategy or "optimal", algorithm)
-    others = {name: times(name, algorithm) for name in ("single", "equal", "cubic", "threshold", "per_layer")}
-    by_name = {name: times(strategy or "optimal", name) for name in ("flat", "hierarchical", "torus", "hybrid")}
+    chosen = timed(wanted, algorithm)
+    strategies = {name: chosen if name == wanted else timed(name, algorithm) for name in STRATEGIES}
+    algorithms = {name: timed(wanted, name) for name in ALGORITHMS}
     if config.comm.wire_dtype is None and config.optim.precision in ("fp32", "fp64"):
-        half = plan_step(
-            machine,
-            config.override(wire_dtype="fp16"),
-            ranks,
-            phase,
-            grid=grid,
-            algorithm=algorithm,
-            strategy=strategy or "optimal",
-        )
-        if half.timing.step_s < 0.99 * chosen.timing.step_s:
-            saved = 1 - half.timing.step_s / chosen.timing.step_s
+        half = timed(wanted, algorithm, config.override(wire_dtype="fp16"))
+        saved = 1 - half.timing.step_s / chosen.timing.step_s
+        if saved > 0.01:
             notes.append(f"--wire-dtype fp16 would shorten the step by {saved:.0%}")
     return {
         "recipe": config.recipe,
@@ -102,8 +96,8 @@ def make_plan(
         "backward_s": chosen.timing.backward_s,
         "update_s": chosen.timing.update_s,
         "images_per_s": phase.global_batch / chosen.timing.step_s,
-        "strategies": {name: _summary(plan) for name, plan in {**others, chosen.plan.strategy: chosen}.items()},
-        "algorithms": {name: _summary(plan) for name, plan in by_name.items()},
+        "strategies": {name: _summary(plan) for name, plan in strategies.items()},
+        "algorithms": {name: _summary(plan) for name, plan in algorithms.items()},
         "notes": notes,
     }
 
@@ -209,7 +203,9 @@ def _group_plan(
     scale = wire.of(working, 1)
     slowdown = slowest_of(grid.size, cluster.jitter)
     ready = parameter_ready_s(times, slowdown=slowdown)
-    costs = {name: (lambda nbytes, cost=cost: cost(nbytes * scale)) for name, cost in by_name.items()}
+    costs = by_name
+    if scale != 1:
+        costs = {name: (lambda nbytes, cost=cost: cost(nbytes * scale)) for name, cost in by_name.items()}
     options: dict[str, Any] = {}
     if strategy == "optimal":
         options = {"ready_s": [ready[spec.name] for spec in specs], "cost": costs}

@@ -51,7 +51,7 @@ def resolve(
         from hyperbatch.sim.clusters import load_cluster
 
         cluster = load_cluster(cluster or (known.cluster if known else "local"))
-    ranks = gpus if gpus is not None else known.ranks if known else 1
+    ranks = gpus if gpus is not None else (known.ranks if known else 1)
     for flag, value in (("--gpus", ranks), ("--global-batch", global_batch), ("--batch-per-rank", batch_per_rank)):
         if value is not None and value < 1:
             raise InputError(f"{flag} {value}: must be at least 1")
@@ -104,27 +104,40 @@ def main_phase(config: Config) -> int:
 
 def largest_batch(cluster: Cluster, config: Config) -> int:
     """Samples of one micro-step that fit a device."""
-    sizes = (config.optim.precision, config.data.image_size, config.data.classes)
-    one, two = (memory_bytes(config.model.model, batch, *sizes)["total"] for batch in (1, 2))
+    one, two = (step_memory(config, batch)["total"] for batch in (1, 2))
     room = cluster.device.memory_bytes * MEMORY_RESERVE - (2 * one - two)
     return max(1, int(room / (two - one)))
 
 
-def model_tensors(config: Config) -> tuple[TensorSpec, ...]:
-    return tensors(
-        config.model.model,
-        classes=config.data.classes,
-        image_size=config.data.image_size,
-        dtype=PRECISION_DTYPE[config.optim.precision],
-    )
-
-
-def model_times(cluster: Cluster, config: Config, batch_per_rank: int) -> list[LayerTime]:
-    return layer_times(
-        cluster,
+def step_memory(config: Config, batch_per_rank: int) -> dict[str, int]:
+    """What one rank holds in a micro-step of so many samples."""
+    data = config.data
+    return memory_bytes(
         config.model.model,
         batch_per_rank,
         config.optim.precision,
-        classes=config.data.classes,
-        image_size=config.data.image_size,
+        data.image_size,
+        data.classes,
+        in_channels=image_channels(config),
     )
+
+
+def model_tensors(config: Config) -> tuple[TensorSpec, ...]:
+    return tensors(config.model.model, dtype=PRECISION_DTYPE[config.optim.precision], **_shape(config))
+
+
+def model_times(cluster: Cluster, config: Config, batch_per_rank: int) -> list[LayerTime]:
+    return layer_times(cluster, config.model.model, batch_per_rank, config.optim.precision, **_shape(config))
+
+
+def image_channels(config: Config) -> int:
+    """The handwritten digits are grey; everything else the recipes train on has three colours."""
+    return 1 if config.data.dataset == "digits" else 3
+
+
+def _shape(config: Config) -> dict[str, int]:
+    return {
+        "classes": config.data.classes,
+        "image_size": config.data.image_size,
+        "in_channels": image_channels(config),
+    }

@@ -8,10 +8,10 @@ from typing import Any
 
 from hyperbatch.config import Config
 from hyperbatch.plan.compute import peak_flops
-from hyperbatch.plan.inventory import memory_bytes, training_flops
+from hyperbatch.plan.inventory import training_flops
 from hyperbatch.plan.machine import Cluster
 from hyperbatch.plan.planner import StepPlan, plan_step
-from hyperbatch.plan.workload import main_phase, model_times, resolve, resolve_all
+from hyperbatch.plan.workload import image_channels, main_phase, model_times, resolve, resolve_all, step_memory
 from hyperbatch.schedule import Phase
 from hyperbatch.sim.convergence import Interval, epochs_to_target, evaluations, failure_overhead
 
@@ -96,9 +96,6 @@ def _point(
     nodes = machine.network.nodes(ranks)
     hours = total.mid / 3600
     price = machine.price_usd_per_device_hour
-    memory = memory_bytes(
-        config.model.model, phase.batch_per_rank, config.optim.precision, config.data.image_size, config.data.classes
-    )
     return {
         "gpus": ranks,
         "nodes": nodes,
@@ -123,7 +120,7 @@ def _point(
         "time_to_target_s": total.to_dict(),
         "run": times["mid"],
         "lower_bound_s": lower_bound(machine, config, ranks, epochs.mid),
-        "memory_bytes": memory["total"],
+        "memory_bytes": step_memory(config, phase.batch_per_rank)["total"],
         "energy_kwh": nodes * machine.node_power_w / 1e3 * hours,
         "cost_usd": None if price is None else ranks * price * hours,
         "timing": step.timing.to_dict(),
@@ -133,8 +130,11 @@ def _point(
 
 def lower_bound(cluster: Cluster, config: Config, ranks: int, epochs: float) -> float:
     """Seconds if every device did nothing but the network's arithmetic at its peak: no run can be shorter."""
-    work = training_flops(config.model.model, classes=config.data.classes, image_size=config.data.image_size)
-    images = epochs * config.data.train_samples
+    data = config.data
+    work = training_flops(
+        config.model.model, classes=data.classes, image_size=data.image_size, in_channels=image_channels(config)
+    )
+    images = epochs * data.train_samples
     return images * work / (ranks * peak_flops(cluster.device, config.optim.precision))
 
 
@@ -157,7 +157,7 @@ def _run(
     evaluation = count * (rounds * forward + cluster.eval_overhead_s)
 
     saves = int(last_epoch // config.run.checkpoint_every_epochs) if config.run.checkpoint_every_epochs else 0
-    state = memory_bytes(config.model.model, 1, config.optim.precision, config.data.image_size, config.data.classes)
+    state = step_memory(config, 1)
     stored = state["weights"] + state["masters"] + state["momentum"]
     save_s = stored / cluster.storage_bytes_per_s if cluster.storage_bytes_per_s else 0.0
     interval = train / saves if saves else train
@@ -179,24 +179,34 @@ def _run(
 
 def format_simulation(values: dict[str, Any]) -> str:
     """`simulate`'s answer as text."""
-    lines = [
-        f"{values['recipe']} ({values['model']}, {values['precision']}) on {values['cluster']} ({values['device']})",
-        "",
-        f"{'GPUs':>6} {'grid':>9} {'all-reduce':>12} {'batch':>8} {'/GPU':>5} {'step ms':>8} {'exposed':>8} "
-        f"{'images/s':>11} {'eff.':>6} {'epochs':>6} {'time to target':>24} {'bound':>8} {'kWh':>9} {'USD':>9}",
-    ]
-    notes = []
-    for point in values["points"]:
+    points = values["points"]
+    priced = all(point["cost_usd"] is not None for point in points)
+    titles = ["GPUs", "grid", "all-reduce", "batch", "/GPU", "step ms", "exposed", "images/s", "eff.", "epochs"]
+    titles += ["time to target", "bound", "kWh", *(["USD"] if priced else [])]
+    rows = []
+    for point in points:
         time = point["time_to_target_s"]
-        cost = "-" if point["cost_usd"] is None else f"{point['cost_usd']:,.0f}"
-        lines.append(
-            f"{point['gpus']:>6} {point['grid']:>9} {point['algorithm']:>12} {point['global_batch']:>8} "
-            f"{point['batch_per_rank']:>5} {point['step_s'] * 1e3:>8.2f} {point['exposed_comm_s'] * 1e3:>8.2f} "
-            f"{point['images_per_s']:>11,.0f} {point['efficiency']:>6.1%} {point['epochs']:>6.1f} "
-            f"{_clock(time['low']) + ' .. ' + _clock(time['mid']) + ' .. ' + _clock(time['high']):>24} "
-            f"{_clock(point['lower_bound_s']):>8} {point['energy_kwh']:>9,.1f} {cost:>9}"
-        )
-        notes += [f"note ({point['gpus']:,} GPUs): {note}" for note in point["notes"]]
+        row = [
+            f"{point['gpus']:,}",
+            point["grid"],
+            point["algorithm"],
+            f"{point['global_batch']:,}",
+            str(point["batch_per_rank"]) + (f"x{point['accumulation']}" if point["accumulation"] > 1 else ""),
+            f"{point['step_s'] * 1e3:.2f}",
+            f"{point['exposed_comm_s'] * 1e3:.2f}",
+            f"{point['images_per_s']:,.0f}",
+            f"{point['efficiency']:.1%}",
+            f"{point['epochs']:.1f}",
+            f"{_clock(time['mid'])} ({_clock(time['low'])}-{_clock(time['high'])})",
+            _clock(point["lower_bound_s"]),
+            f"{point['energy_kwh']:,.1f}",
+        ]
+        rows.append([*row, f"{point['cost_usd']:,.0f}"] if priced else row)
+    widths = [max(len(row[i]) for row in [titles, *rows]) for i in range(len(titles))]
+    target = "" if values["target_top1"] is None else f", to {values['target_top1']:.1%}"
+    lines = [f"{values['recipe']} ({values['model']}, {values['precision']}{target}) on {values['cluster']}", ""]
+    lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [titles, *rows]]
+    notes = [f"note ({point['gpus']:,} GPUs): {note}" for point in points for note in point["notes"]]
     return "\n".join([*lines, *notes])
 
 
