@@ -18,6 +18,7 @@ from hyperbatch.plan.types import DTYPE_BYTES, RankGrid
 PASSES = 3  # forward, gradient of the input, gradient of the weights
 UPDATE_BYTES_PER_PARAMETER = 28  # LARS in fp32: read w, g for the norms; read w, g, m and write w, m
 MEMORY_EFFICIENCY = 0.9  # part of the data-sheet bandwidth a streaming kernel reaches (4.3 of 4.8 TB/s on an H200)
+LEAST_STRETCH = 0.5  # a measured speed may beat this roofline (fused kernels move less), but not by any factor
 DEFAULT_STRETCH = 2.0  # measured time over roofline time of a device with no measured speed: a middling one
 
 
@@ -86,7 +87,7 @@ def stretch(cluster: Cluster, precision: str) -> float:
     points = [point for point in device.measured if point.precision == precision] or list(device.measured)
     if not points:
         return DEFAULT_STRETCH
-    return max(1.0, sum(_stretch_of(cluster, point) for point in points) / len(points))
+    return max(LEAST_STRETCH, sum(_stretch_of(cluster, point) for point in points) / len(points))
 
 
 def _stretch_of(cluster: Cluster, point: Measured) -> float:

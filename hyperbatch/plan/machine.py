@@ -45,7 +45,7 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """A published or measured training speed on one node: what the compute model is anchored to."""
+    """A published or measured training speed on one node (or a few): what the compute model is anchored to."""
 
     model: str
     precision: str

@@ -20,7 +20,7 @@ from typing import Any
 
 from hyperbatch.errors import InputError, nearest
 from hyperbatch.plan.compute import PASSES
-from hyperbatch.plan.inventory import PRECISION_DTYPE, layers, model_names
+from hyperbatch.plan.inventory import PRECISION_DTYPE, layers, model_names, training_flops
 from hyperbatch.plan.machine import Cluster, Device, Link, Measured, Network
 
 FOLDER = Path(__file__).parent / "machines"
@@ -120,6 +120,8 @@ def parse_cluster(values: Mapping[str, Any], *, name: str, where: str) -> Cluste
     """The cluster a machine file's tables describe; InputError names the field that is wrong."""
     tables = dict(values)
     sources = tables.pop("sources", {})
+    if not isinstance(sources, dict):
+        raise InputError(f"machine file {where}: sources is a table of texts; write [sources]")
     parts = {key: _table(tables, key, where) for key in ("device", "node", "links")}
     measured = parts["device"].pop("measured", [])
     for key in parts["links"]:
@@ -132,6 +134,9 @@ def parse_cluster(values: Mapping[str, Any], *, name: str, where: str) -> Cluste
     if not isinstance(measured, list):
         raise InputError(f"machine file {where}: device.measured is a list of tables; write [[device.measured]]")
     points = tuple(_measured(row, f"{where}: device.measured[{i}]") for i, row in enumerate(measured))
+    peaks = {p: device[f"peak_{p}"] for p in PRECISION_DTYPE if f"peak_{p}" in device}
+    for i, point in enumerate(points):
+        _check_possible(point, peaks.get(point.precision, peaks["fp32"]), f"{where}: device.measured[{i}]")
     overhead = device.get("layer_overhead")
     return Cluster(
         name=name,
@@ -140,7 +145,7 @@ def parse_cluster(values: Mapping[str, Any], *, name: str, where: str) -> Cluste
             name=device["name"],
             memory_bytes=device["memory"],
             memory_bandwidth_bytes_per_s=device["memory_bandwidth"],
-            peak_flop_per_s={p: device[f"peak_{p}"] for p in PRECISION_DTYPE if f"peak_{p}" in device},
+            peak_flop_per_s=peaks,
             layer_overhead_s=fitted_overhead(points) if overhead is None else overhead,
             power_w=device["power"],
             measured=points,
@@ -255,6 +260,16 @@ def _measured(row: Any, where: str) -> Measured:
         if values[field] not in known:
             raise InputError(f"machine file {where}.{field}: unknown {values[field]!r}{nearest(values[field], known)}")
     return Measured(**values)
+
+
+def _check_possible(point: Measured, peak_flop_per_s: float, where: str) -> None:
+    work = training_flops(point.model, classes=point.classes, image_size=point.image_size)
+    most = peak_flop_per_s / work
+    if point.images_per_s_per_device > most:
+        raise InputError(
+            f"machine file {where}: {point.images_per_s_per_device:g} images/s of {point.model} is more than the "
+            f"device's {point.precision} peak allows ({most:,.0f}); check both"
+        )
 
 
 def _read(values: Mapping[str, Any], section: str, where: str) -> dict[str, Any]:

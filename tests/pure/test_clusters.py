@@ -91,6 +91,11 @@ def test_units_are_worth_what_they_say(tmp_path: Path) -> None:
         ("[links.inter]", "[links.outer]", "links.outer is not a link"),
         ('model = "resnet50"', 'model = "resnet51"', "unknown 'resnet51'"),
         ('flat_algorithms = ["ring"]', 'flat_algorithms = ["rings"]', "must be a list of ring, tree"),
+        (
+            "images_per_s_per_device = 1390",
+            "images_per_s_per_device = 13900",
+            "more than the device's fp16 peak allows",
+        ),
         ("[node]", "[node", "not valid TOML"),
         ("devices = 4352", "devices = 4352\nprice_usd_per_device_hour = -1", "must not be negative"),
     ],

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 
 from hyperbatch.sim.published import ROWS
+from hyperbatch.sim.sweep import STEP_ERROR
 from hyperbatch.sim.validate import absolute_errors, predict, report
 
 PAGE = Path(__file__).parents[2] / "docs" / "simulator_validation.md"
@@ -19,6 +20,11 @@ def test_errors_stay_within_their_limits_and_below_the_naive_predictors() -> Non
     for naive in errors.values():
         assert median(ours) < 0.75 * median(naive)
         assert max(ours) < 0.5 * max(naive)
+
+
+def test_nine_in_ten_are_within_the_error_that_intervals_allow_for() -> None:
+    ours = absolute_errors([predict(row) for row in ROWS])["**simulator**"]
+    assert sum(error <= STEP_ERROR for error in ours) >= 0.9 * len(ours)
 
 
 def test_the_page_is_what_the_command_writes() -> None:
