@@ -69,8 +69,8 @@ class TarSource(EncodedSource):
                 with tarfile.open(fileobj=_file_over(content), mode="r:") as tar:
                     for member in tar:
                         parts = [part for part in member.name.split("/") if part != "."]
-                        regular = member.isreg() and not member.issparse()
-                        if regular and len(parts) == 3 and parts[0] == split and _is_image(parts[2]):
+                        plain = member.isreg() and not member.issparse() and ".." not in parts
+                        if plain and len(parts) == 3 and parts[0] == split and parts[1] and _is_image(parts[2]):
                             classes.append(parts[1])
                             names.append(os.fsencode(parts[2]))
                             spans.append((number, member.offset_data, member.size))

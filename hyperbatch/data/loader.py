@@ -216,7 +216,7 @@ class _BatchMaker:
         try:
             more = True
             while more or ahead:
-                while more and len(ahead) < _AHEAD_BATCHES:
+                while more and len(ahead) <= _AHEAD_BATCHES:  # the first of them is about to leave
                     plan = next(plans, None)
                     more = plan is not None
                     if plan is not None:
@@ -261,7 +261,9 @@ class _BatchMaker:
             write_array_views(pixels.numpy(), self.source.gather(plan.ids), self.config, plan.uniforms)
             return []
         out, out_labels, bad = pixels.numpy(), labels.numpy(), []
-        for i in range(start, min(stop, len(plan.ids))):
+        real = len(plan.ids) - plan.padding
+        out[real:], out_labels[real:] = 0, 0
+        for i in range(start, min(stop, real)):
             index = int(plan.ids[i])
             for _ in range(_MAX_REPLACEMENTS):
                 out_labels[i] = self.source.labels[index]
@@ -283,7 +285,6 @@ class _BatchMaker:
     def _view(self, plan: _Plan, row: int, index: int) -> np.ndarray:
         """uint8[size, size, c] of sample `index` (the plan's, or what replaces it) with the row's randomness."""
         source, config = self.source, self.config
-        encoded = isinstance(source, EncodedSource)
 
         def view_of(width: int, height: int) -> augment.View:
             whole = isinstance(source, ArraySource)
@@ -292,7 +293,7 @@ class _BatchMaker:
             epoch = int(plan.epochs[row])
             return augment.train_view(config, width, height, epoch, plan.uniforms[row].tolist(), whole=whole)
 
-        if encoded:
+        if isinstance(source, EncodedSource):
             exact = plan.uniforms is None
             where = source.describe(index)
             return decode_view(source.read(index), where, view_of, plan.size, decoder=self.decoder, exact=exact)
@@ -308,9 +309,8 @@ class _BatchMaker:
         images = rows.view(n, height, width, channels).permute(0, 3, 1, 2)
         if plan.uniforms is not None and self.config.color_noise:
             noise = (torch.from_numpy(augment.color_noise(self.config, plan.uniforms)) / self._std).to(self._math_dtype)
-            noise = (
-                noise.pin_memory() if self.device.type == "cuda" else noise
-            )  # a pageable copy would hold up the host
+            if self.device.type == "cuda":
+                noise = noise.pin_memory()  # a copy from pageable memory would hold up the host
             images += noise.to(self.device, non_blocking=True)[:, :, None, None]
         mask = None
         if plan.uniforms is None:

@@ -269,6 +269,18 @@ def test_evaluation_counts_every_sample_once(world_size, samples, batch_per_rank
     assert len(shapes) == 1
 
 
+def test_padding_is_not_decoded():
+    class Counting(Encoded):
+        reads = 0
+
+        def read(self, index):
+            Counting.reads += 1
+            return super().read(index)
+
+    list(eval_batches(Counting(3), CROP, batch_per_rank=50, rank=0, world_size=1, device=CPU, dtype=torch.float32))
+    assert Counting.reads == 3
+
+
 def test_an_unreadable_sample_still_counts_in_evaluation():
     lines = []
     source = Encoded(broken=(2,))
