@@ -33,11 +33,13 @@ class Network:
     inter: Link  # per NIC
     call_s: float = 0.0  # fixed cost of one collective call
     flat_algorithms: tuple[str, ...] = ("ring", "tree")  # what the backend's own all-reduce chooses from
+    flat_uses_all_nics: bool = True  # NCCL makes a ring per NIC; gloo's one ring leaves a node by one of them
 
     @property
     def node_bytes_per_s(self) -> float:
-        """What leaves a node: its NICs together, or the link inside it when that is the narrower."""
-        return min(self.intra.bytes_per_s, self.inter.bytes_per_s * self.nics_per_node)
+        """What one collective gets out of a node: its NICs together, or the link inside it when that is narrower."""
+        nics = self.nics_per_node if self.flat_uses_all_nics else 1
+        return min(self.intra.bytes_per_s, self.inter.bytes_per_s * nics)
 
     def nodes(self, world_size: int) -> int:
         return -(-world_size // self.devices_per_node)

@@ -38,7 +38,7 @@ UNITS: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """One entry of a section. `kind`: a row of UNITS, or "count", "fraction", "number", "text", "choices"."""
+    """One entry of a section. `kind`: a row of UNITS, or "count", "fraction", "number", "text", "flag", "choices"."""
 
     kind: str
     required: bool = True
@@ -74,6 +74,7 @@ _SECTIONS: dict[str, dict[str, _Field]] = {
         "power": _Field("power"),
         "collective_call": _Field("time", required=False, zero=True),
         "flat_algorithms": _Field("choices", required=False, choices=("ring", "tree")),
+        "flat_uses_all_nics": _Field("flag", required=False),
     },
     "link": {
         "bandwidth": _Field("bandwidth"),
@@ -157,6 +158,7 @@ def parse_cluster(values: Mapping[str, Any], *, name: str, where: str) -> Cluste
             inter=_link(links["inter"]),
             call_s=node.get("collective_call", 0.0),
             flat_algorithms=tuple(node.get("flat_algorithms", ("ring", "tree"))),
+            flat_uses_all_nics=node.get("flat_uses_all_nics", True),
         ),
         devices=top["devices"],
         node_power_w=node["power"],
@@ -216,6 +218,7 @@ def format_machine_file(cluster: Cluster) -> str:
             "power_w": cluster.node_power_w,
             "collective_call_s": network.call_s,
             "flat_algorithms": list(network.flat_algorithms),
+            "flat_uses_all_nics": network.flat_uses_all_nics,
         },
         "[sources]": cluster.sources,
     }

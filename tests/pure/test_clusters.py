@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hyperbatch.errors import InputError
-from hyperbatch.sim.clusters import FOLDER, cluster_names, format_machine_file, load_cluster
+from hyperbatch.sim.clusters import FOLDER, cluster_names, format_machine_file, load_cluster, parse_cluster
 
 NAMES = {
     "abci",
@@ -139,3 +139,14 @@ images_per_s_per_device = {batch / (0.00327 + batch * 0.001)}
     start, end = GOOD.index("[[device.measured]]"), GOOD.index("[node]")
     text = GOOD[:start].replace("layer_overhead_us = 21.2\n", "") + rows + GOOD[end:]
     assert load_cluster(write(tmp_path, text)).device.layer_overhead_s == pytest.approx(10e-6)
+
+
+def test_the_example_in_the_documentation_is_a_machine_file() -> None:
+    import tomllib
+
+    page = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
+    example = tomllib.loads(page.split("```toml")[1].split("```")[0])
+    cluster = parse_cluster(example, name="example", where="docs/simulator.md")
+    assert cluster.network.devices_per_node == 4
+    with pytest.raises(InputError, match="sources is a table"):
+        parse_cluster({**example, "sources": "data sheet"}, name="example", where="docs/simulator.md")
