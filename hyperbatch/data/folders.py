@@ -28,8 +28,7 @@ class FolderSource(EncodedSource):
         classes = _class_names(folder)
         names, counts = [], []
         for name in classes:
-            # scandir, not glob: no stat per file
-            files = sorted(os.fsencode(entry.name) for entry in os.scandir(folder / name) if _is_image(entry.name))
+            files = sorted(os.fsencode(entry.name) for entry in _entries(folder / name) if _is_image(entry.name))
             if not files:
                 raise InputError(f"class folder {folder / name} has no images; add some or remove the folder")
             names.append(np.array(files))
@@ -50,7 +49,10 @@ class FolderSource(EncodedSource):
         return str(self.path(index))
 
     def sizes_bytes(self) -> np.ndarray:
-        return np.array([os.stat(self.path(i)).st_size for i in range(len(self))], dtype=np.int64)
+        try:
+            return np.array([os.stat(self.path(i)).st_size for i in range(len(self))], dtype=np.int64)
+        except OSError as error:
+            raise InputError(f"{error.filename}: {error.strerror}; repair or remove the file") from error
 
 
 class TarSource(EncodedSource):
@@ -123,10 +125,19 @@ def tar_paths(folder: Path, split: str) -> list[Path]:
 
 
 def _class_names(folder: Path) -> tuple[str, ...]:
-    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+    names = sorted(entry.name for entry in _entries(folder) if entry.is_dir() and not entry.name.startswith("."))
     if not names:
         raise InputError(f"{folder} has no class folders; expected {folder}/CLASS/IMAGE.jpg")
     return tuple(names)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What a folder holds, without a stat of every file."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be listed: {error.strerror}; check its permissions") from error
 
 
 def _is_image(name: str) -> bool:

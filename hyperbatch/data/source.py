@@ -175,7 +175,11 @@ def data_folder(config: DataConfig) -> Path:
         raise InputError(f"data folder {folder} does not exist; give --data DIR")
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder; give --data the folder that holds the data set")
-    if not any(folder.iterdir()):
+    try:
+        empty = not any(folder.iterdir())
+    except OSError as error:
+        raise InputError(f"data folder {folder} cannot be listed: {error.strerror}; check its permissions") from error
+    if empty:
         raise InputError(f"data folder {folder} is empty; give --data the folder that holds the data set")
     return folder
 

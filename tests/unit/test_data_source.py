@@ -323,6 +323,28 @@ def test_a_file_that_disappears_is_a_bad_sample(tmp_path):
         train.image(0)
 
 
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    """Emulated, because a test may run as root, whom no permission stops."""
+    tree(tmp_path)
+    list_folder = os.scandir
+
+    def refuse(folder):
+        if str(folder).endswith("dog"):
+            raise PermissionError(13, "Permission denied", str(folder))
+        return list_folder(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert f"{tmp_path / 'train' / 'dog'} cannot be listed: Permission denied" in message(images(tmp_path))
+
+
+def test_a_dangling_link_stops_a_pack_with_its_name(tmp_path):
+    tree(tmp_path)
+    (tmp_path / "train" / "cat" / "9.jpg").symlink_to(tmp_path / "nowhere")
+    train, _ = open_data(images(tmp_path))
+    with pytest.raises(InputError, match=r"9\.jpg: No such file"):
+        train.sizes_bytes()
+
+
 def test_gzip_that_is_cut(tmp_path):
     (tmp_path / "train.tar.gz").write_bytes(gzip.compress(b"x" * 5000)[:-9])
     write_tar(tmp_path / "val.tar", [("val/a/0.jpg", jpeg())])
