@@ -1,0 +1,23 @@
+"""The examples do what their first lines say."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_own_loop_reaches_a_good_accuracy(capsys):
+    main = runpy.run_path(str(EXAMPLES / "own_loop.py"))["main"]
+    assert main(epochs=8) > 0.95
+    assert "trust ratios" in capsys.readouterr().out
+
+
+def test_own_model_and_data_through_the_command(tmp_path):
+    words = [sys.executable, "-m", "hyperbatch", "train", "own_model_and_data:recipe", "--json", "--device", "cpu"]
+    words += ["--out", str(tmp_path / "run")]
+    done = subprocess.run(words, cwd=EXAMPLES, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["result"]["reached"]
