@@ -203,7 +203,8 @@ class Journal:
                 if first < progress.step
             ],
             trust_ratios=job.optimizer.trust_ratios(),
-            clock=clock,
+            clock=clock | {"data_wait_s": job.loader.wait_s},
+            skipped_steps=job.scaler.state_dict()["skipped"],
             timing=typical(list(self._timings)).to_dict() if self._timings else {},
             folder=str(self.out),
             error=error,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,9 +33,7 @@ from hyperbatch.schedule import Step, learning_rate, steps, weight_decay_scale
 def run(config: Config, ranks: Ranks) -> RunRecord:
     """Trains as one of `ranks`; every rank returns the record, rank 0 has written the folder."""
     clock = Clock()
-    with join(ranks, config.run.device, config.run.timeout_s) as device:
-        torch.backends.cudnn.benchmark = not config.run.deterministic
-        torch.use_deterministic_algorithms(config.run.deterministic)
+    with kernel_choice(config.run.deterministic), join(ranks, config.run.device, config.run.timeout_s) as device:
         out = settle_folder(config, ranks)
         saved = checkpoint.load(out) if config.run.resume else None
         resume_from = None if saved is None else saved["progress"]["step"] + 1
@@ -43,6 +43,21 @@ def run(config: Config, ranks: Ranks) -> RunRecord:
                 return train_job(job, journal, clock)
             finally:
                 job.close()
+
+
+@contextlib.contextmanager
+def kernel_choice(deterministic: bool) -> Iterator[None]:
+    """The fastest kernels, or those that give the same bits each time; the caller's settings come back afterwards."""
+    before = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, at its first use
+    torch.backends.cudnn.benchmark = not deterministic
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before[0]
+        torch.use_deterministic_algorithms(before[1])
 
 
 def settle_folder(config: Config, ranks: Ranks) -> Path:
@@ -68,6 +83,8 @@ def train_job(job: Job, journal: Journal, clock: Clock) -> RunRecord:
     batches = job.loader.batches(ahead)
     clock.switch("train")
     journal.start(job)
+    if job.reached and config.run.stop_at_target:  # a run that was over before it was resumed
+        return journal.finish(job)
 
     for step in todo:
         rate = learning_rate(config.schedule, step.epoch, step.phase.global_batch)
@@ -119,6 +136,7 @@ def train_step(job: Job, step: Step, batches: Iterator[Batch], timer: StepTimer)
 
 def evaluate_job(job: Job, clock: Clock, journal: Journal) -> bool:
     """Evaluates, books the result, and says whether the target is reached."""
+    bad_samples: list[str] = []
     batches = eval_batches(
         job.eval_set,
         job.config.data,
@@ -127,10 +145,12 @@ def evaluate_job(job: Job, clock: Clock, journal: Journal) -> bool:
         world_size=job.ranks.world_size,
         device=job.device,
         dtype=job.dtype,
+        bad_samples=bad_samples,
     )
     journal.eval_start(job)
     with clock.booked("eval"):
         top1, samples = evaluate(job.model, batches, job.comm.world)
+    job.warnings += [line for line in bad_samples if line not in job.warnings]
     target = job.config.run.target_top1
     reached = target is not None and top1 >= target
     job.progress.top1 = top1

@@ -74,7 +74,13 @@ def profile(model: str, *, device: str = "auto", output: Path, rounds: int = 10)
             devices_per_node=ranks.local_size, nics_per_node=ranks.local_size, intra=link, inter=link, call_s=0.0
         ),
         node_power_w=300.0,
-        sources={"device": measured, "device.power": assumed, "node": assumed, "links.intra": links, "links.inter": links},
+        sources={
+            "device": measured,
+            "device.power": assumed,
+            "node": assumed,
+            "links.intra": links,
+            "links.inter": links,
+        },
     )
     if ranks.rank == 0:
         output.write_text(format_machine_file(cluster))

@@ -11,6 +11,7 @@ from toy import config, flat_weights, same_bits
 from hyperbatch.config import BatchPhase
 from hyperbatch.engine.loop import run
 from hyperbatch.engine.ranks import Ranks
+from hyperbatch.errors import InputError, RunFailed
 from hyperbatch.record import RunRecord
 
 
@@ -55,6 +56,53 @@ def test_accumulation_equals_one_large_batch(tmp_path):
     assert record["phases"][0]["accumulation"] == 4
     assert record["phases"][0]["batch_per_rank"] == 6
     assert all((whole[name] - parts[name]).abs().max() <= 1e-12 for name in whole)
+
+
+def test_accumulation_is_chosen_when_the_batch_does_not_fit(tmp_path, monkeypatch):
+    """With memory for fewer samples than the per-rank batch, the fewest micro-steps that fit are taken."""
+    record, whole = train(1, tmp_path / "1", precision="fp64", max_steps=4)
+    assert record["phases"][0]["accumulation"] == 1
+    monkeypatch.setattr("hyperbatch.engine.job.fitting_batch", lambda *_: 7)
+    record, parts = train(1, tmp_path / "2", precision="fp64", max_steps=4)
+    assert (record["phases"][0]["accumulation"], record["phases"][0]["batch_per_rank"]) == (4, 6)
+    assert all((whole[name] - parts[name]).abs().max() <= 1e-12 for name in whole)
+
+
+def test_optimal_groups_are_measured_once_and_kept(tmp_path):
+    first, _ = train(2, tmp_path, grouping="optimal", max_steps=3)
+    resumed, _ = train(2, tmp_path, grouping="optimal", max_steps=6, resume=True)
+    assert first["plan"]["strategy"] == "optimal"
+    assert resumed["plan"] == first["plan"]
+
+
+def test_init_from_starts_where_the_other_run_ended(tmp_path):
+    _, weights = train(1, tmp_path / "first", max_steps=5)
+    train(2, tmp_path / "second", init_from=str(tmp_path / "first"), max_steps=1, lr=1e-12)
+    started = flat_weights(tmp_path / "second")
+    assert all(torch.allclose(weights[name], started[name], atol=1e-9) for name in weights)
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path):
+    train(1, tmp_path / "first", max_steps=1)
+    with pytest.raises(InputError, match=r"do not fit the model: .*missing"):
+        train(1, tmp_path / "second", init_from=str(tmp_path / "first"), model="toy:normed")
+
+
+def test_torn_checkpoint_falls_back_to_the_one_before(tmp_path):
+    train(1, tmp_path, max_steps=4, checkpoint_every_epochs=0.2)
+    newest = max((tmp_path / "checkpoints").glob("*.pt"))
+    newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
+    record, _ = train(1, tmp_path, max_steps=6, resume=True)
+    assert record["result"]["steps"] == 6
+    assert any("cannot be read" in warning for warning in record["warnings"])
+
+
+def test_diverged_run_stops_with_a_reason(tmp_path):
+    with pytest.raises(RunFailed, match="the loss became"):
+        train(1, tmp_path, optimizer="sgd", lr=1e30, warmup_epochs=0.0)
+    record = RunRecord.load(tmp_path)
+    assert "the loss became" in record.error
+    assert not record.result.reached
 
 
 @pytest.mark.parametrize("model", ["toy:plain", "toy:normed"])
