@@ -110,6 +110,10 @@ def _plan(args: argparse.Namespace) -> int:
         global_batch=args.global_batch,
         batch_per_rank=args.batch_per_rank,
     )
+    if args.trace:
+        from hyperbatch.sim.trace import write_trace
+
+        write_trace(Path(args.trace), values)
     _print(args, values, lambda: format_plan(values))
     return 0
 
@@ -335,6 +339,7 @@ def _build_parser() -> _Parser:
         sizes(sub)
         if name == "plan":
             sub.add_argument("--gpus", type=_positive, metavar="N", help="GPUs [the recipe's]")
+            sub.add_argument("--trace", metavar="FILE", help="write the step's timeline for Perfetto")
             sub.add_argument(
                 "--strategy", choices=("single", "per_layer", "threshold", "equal", "cubic", "optimal"), help="grouping"
             )
