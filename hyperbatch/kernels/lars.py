@@ -17,52 +17,95 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MAX_PARTIALS = 1024  # of one layer
 RULE_CODES = {"lr_inside": 0, "rescaled": 1, "lr_outside": 2, "unscaled": 3}
 
+# Tables, all on the device:
+#   chunks   int64 [chunks, 9]: addresses of weight, momentum and 16-bit copy (0: none) at the chunk's first element;
+#            elements; layer; first element; the layer's first partial and number of partials; group
+#   grads    int64 [layers]: addresses of gradients; 0: none in this step
+#   clock    int32 [3]: this step, next step, last bad step
+#   numbers  fp32 [groups, 8]: lr, weight decay, momentum, trust coefficient, eps, adapt, last lr, next last lr
+#   rates    int64 [groups, 2]: addresses of lr and weight decay: in `numbers`, or a capturable tensor
+#   outcome  fp32 [2]: 1 when this step was skipped; how many were
+#   stats    fp32 [layers, 3]: |w|, |g|, trust
+
 
 @triton.jit
 def _pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """Alignment is what lets the compiler load 4 elements at once: 16 bytes of fp32, 8 of a 16-bit dtype.
+
+    8 elements of a 16-bit dtype would fit in one load too, but then its neighbours in fp32 would be dealt to other
+    threads, and the two would have to be shuffled through shared memory.
+    """
     pointer = address.to(tl.pointer_type(dtype))
     if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
+        pointer = tl.multiple_of(pointer, 4 * dtype.primitive_bitwidth // 8)
     return pointer
 
 
 @triton.jit
+def _load(pointer, offsets, n, MASKED: tl.constexpr):
+    """In fp32. Whole blocks go unmasked: a mask would make the loads narrow."""
+    if MASKED:
+        values = tl.load(pointer + offsets, mask=offsets < n, other=0.0)
+    else:
+        values = tl.load(pointer + offsets)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def _store(pointer, offsets, n, values, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(pointer + offsets, values.to(pointer.dtype.element_ty), mask=offsets < n)
+    else:
+        tl.store(pointer + offsets, values.to(pointer.dtype.element_ty))
+
+
+@triton.jit
 def _squares(pointer, n, scale, BLOCK: tl.constexpr):
-    """Sum of (scale x)^2 over n elements: whole blocks unmasked, so that loads are 16 bytes wide, then the tail."""
+    """Sum of (scale x)^2 over n elements."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     whole = n // BLOCK * BLOCK
     for i in range(0, whole, BLOCK):
-        x = tl.load(pointer + i + lanes).to(tl.float32) * scale
+        x = _load(pointer, i + lanes, n, False) * scale
         total += x * x
     if whole < n:
-        x = tl.load(pointer + whole + lanes, mask=whole + lanes < n, other=0.0).to(tl.float32) * scale
+        x = _load(pointer, whole + lanes, n, True) * scale
         total += x * x
     return tl.sum(total)
 
 
 @triton.jit
 def grad_norms_kernel(
-    chunks,  # int64 [chunks, 3]: layer, first element, elements
-    layers,  # int64 [layers, 6]: addresses of weight, momentum, 16-bit copy; first partial, partials, group
-    grads,  # int64 [layers]: addresses of gradients; 0: none in this step
+    chunks,
+    grads,
     grad_partials,
     weight_partials,  # what launch 2 of this step reads
     new_weight_partials,  # what launch 2 of the last step wrote
-    clock,  # int32 [3]: this step, next step, last bad step
-    numbers,  # fp32 [groups, 8]: see `update_kernel`
+    clock,
+    numbers,
     grad_scale,
     GROUPS: tl.constexpr,
-    SCALED: tl.constexpr,
-    HALF: tl.constexpr,  # dtype of 16-bit gradients
+    SCALED: tl.constexpr,  # grad_scale is there
+    HALF: tl.constexpr,  # the 16-bit dtype
+    HAS_HALF: tl.constexpr,  # some layers have it
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,  # launch 2 may come up while this one runs, and waits where it needs its results
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
     c = tl.program_id(0)
+    row = chunks + c * 9
+    half_copy = tl.load(row + 2)
+    n = tl.load(row + 3).to(tl.int32)
+    layer = tl.load(row + 4)
+    start = tl.load(row + 5)
+    address = tl.load(grads + layer)
     step = tl.load(clock + 1)
     if c == 0:
         tl.store(clock, step)
@@ -70,148 +113,27 @@ def grad_norms_kernel(
             tl.store(numbers + group * 8 + 6, tl.load(numbers + group * 8 + 7))
     tl.store(weight_partials + c, tl.load(new_weight_partials + c))
 
-    layer = tl.load(chunks + c * 3)
-    start = tl.load(chunks + c * 3 + 1)
-    n = tl.load(chunks + c * 3 + 2).to(tl.int32)
-    address = tl.load(grads + layer)
-    half_copy = tl.load(layers + layer * 6 + 2)
     scale = 1.0
     if SCALED:
         scale = tl.div_rn(1.0, tl.load(grad_scale))
     if address == 0:
         n = 0
-    if half_copy == 0:
-        total = _squares(_pointer(address + start * 4, tl.float32, ALIGNED), n, scale, BLOCK)
-    else:
+    if HAS_HALF and half_copy != 0:
         total = _squares(_pointer(address + start * 2, HALF, ALIGNED), n, scale, BLOCK)
+    else:
+        total = _squares(_pointer(address + start * 4, tl.float32, ALIGNED), n, scale, BLOCK)
     tl.store(grad_partials + c, total)
     if total - total != 0.0:  # inf or nan
         tl.atomic_max(clock + 2, step)
 
 
 @triton.jit
-def weight_norms_kernel(chunks, layers, new_weight_partials, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def weight_norms_kernel(chunks, new_weight_partials, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Before the first step, and after somebody else wrote the weights."""
     c = tl.program_id(0)
-    layer = tl.load(chunks + c * 3)
-    start = tl.load(chunks + c * 3 + 1)
-    n = tl.load(chunks + c * 3 + 2).to(tl.int32)
-    address = tl.load(layers + layer * 6)
-    tl.store(new_weight_partials + c, _squares(_pointer(address + start * 4, tl.float32, ALIGNED), n, 1.0, BLOCK))
-
-
-@triton.jit
-def _update_block(
-    w_pointer,
-    g_pointer,
-    m_pointer,
-    h_pointer,
-    offsets,
-    mask,
-    grad_factor,
-    decay,
-    shrink,
-    buffer_scale,
-    inside,
-    outside,
-    momentum,
-    HAS_COPY: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    MASKED: tl.constexpr,
-    EVICT: tl.constexpr,
-):
-    """One block's new weight and momentum; returns the squares of the new weight."""
-    if MASKED:
-        w = tl.load(w_pointer + offsets, mask=mask, other=0.0, eviction_policy=EVICT)
-        g = tl.load(g_pointer + offsets, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
-        m = tl.load(m_pointer + offsets, mask=mask, other=0.0, eviction_policy=EVICT)
-    else:
-        w = tl.load(w_pointer + offsets, eviction_policy=EVICT)
-        g = tl.load(g_pointer + offsets, eviction_policy=EVICT).to(tl.float32)
-        m = tl.load(m_pointer + offsets, eviction_policy=EVICT)
-    d = inside * (g * grad_factor + decay * w)
-    m = buffer_scale * m + d
-    direction = m
-    if NESTEROV:
-        direction = d + momentum * m
-    w = w - shrink * w - outside * direction
-    if MASKED:
-        tl.store(m_pointer + offsets, m, mask=mask, eviction_policy=EVICT)
-        tl.store(w_pointer + offsets, w, mask=mask, eviction_policy=EVICT)
-        if HAS_COPY:
-            tl.store(h_pointer + offsets, w.to(h_pointer.dtype.element_ty), mask=mask)
-        w = tl.where(mask, w, 0.0)
-    else:
-        tl.store(m_pointer + offsets, m, eviction_policy=EVICT)
-        tl.store(w_pointer + offsets, w, eviction_policy=EVICT)
-        if HAS_COPY:
-            tl.store(h_pointer + offsets, w.to(h_pointer.dtype.element_ty))
-    return w * w
-
-
-@triton.jit
-def _update_chunk(
-    w_pointer,
-    g_pointer,
-    m_pointer,
-    h_pointer,
-    n,
-    grad_factor,
-    decay,
-    shrink,
-    buffer_scale,
-    inside,
-    outside,
-    momentum,
-    HAS_COPY: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EVICT: tl.constexpr,
-):
-    lanes = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    whole = n // BLOCK * BLOCK
-    for i in range(0, whole, BLOCK):
-        total += _update_block(
-            w_pointer,
-            g_pointer,
-            m_pointer,
-            h_pointer,
-            i + lanes,
-            lanes < BLOCK,
-            grad_factor,
-            decay,
-            shrink,
-            buffer_scale,
-            inside,
-            outside,
-            momentum,
-            HAS_COPY,
-            NESTEROV,
-            False,
-            EVICT,
-        )
-    if whole < n:
-        total += _update_block(
-            w_pointer,
-            g_pointer,
-            m_pointer,
-            h_pointer,
-            whole + lanes,
-            whole + lanes < n,
-            grad_factor,
-            decay,
-            shrink,
-            buffer_scale,
-            inside,
-            outside,
-            momentum,
-            HAS_COPY,
-            NESTEROV,
-            True,
-            EVICT,
-        )
-    return tl.sum(total)
+    n = tl.load(chunks + c * 9 + 3).to(tl.int32)
+    weight = _pointer(tl.load(chunks + c * 9), tl.float32, ALIGNED)
+    tl.store(new_weight_partials + c, _squares(weight, n, 1.0, BLOCK))
 
 
 @triton.jit
@@ -224,77 +146,44 @@ def _trust(weight_norm, grad_norm, lr, decay, coefficient, eps, adapt, CLIP: tl.
 
 
 @triton.jit
-def update_kernel(
-    first_chunk,  # of this launch; groups with other flags have their own
-    chunks,
-    layers,
-    grads,
+def _factors(
+    first,
+    count,
+    layer,
+    group,
     grad_partials,
     weight_partials,
-    new_weight_partials,
-    clock,
-    numbers,  # fp32 [groups, 8]: lr, weight decay, momentum, trust coefficient, eps, adapt, last lr, next last lr
-    rates,  # int64 [groups, 2]: addresses of lr and weight decay: in `numbers`, or a capturable tensor
+    numbers,
+    rates,
     grad_scale,
-    found_inf,
-    outcome,  # fp32 [2]: 1 when this step was skipped; how many were
-    stats,  # fp32 [layers, 3]: |w|, |g|, trust
-    SCALED: tl.constexpr,  # grad_scale is there
-    TOLD: tl.constexpr,  # found_inf is there
+    stats,
+    is_first,
+    SCALED: tl.constexpr,
     RULE: tl.constexpr,
-    NESTEROV: tl.constexpr,
     CLIP: tl.constexpr,
     DECOUPLED: tl.constexpr,
     MAXIMIZE: tl.constexpr,
-    HALF: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    PARTIALS: tl.constexpr,  # a power of two, at least the most partials of one layer
-    BLOCK: tl.constexpr,
-    EVICT: tl.constexpr,
-    REVERSE: tl.constexpr,
+    PARTIALS: tl.constexpr,
 ):
-    c = first_chunk + tl.program_id(0)
-    if REVERSE:
-        c = first_chunk + tl.num_programs(0) - 1 - tl.program_id(0)
-    layer = tl.load(chunks + c * 3)
-    start = tl.load(chunks + c * 3 + 1)
-    n = tl.load(chunks + c * 3 + 2).to(tl.int32)
-    first = tl.load(layers + layer * 6 + 3).to(tl.int32)
-    count = tl.load(layers + layer * 6 + 4).to(tl.int32)
-    group = tl.load(layers + layer * 6 + 5)
-    grad = tl.load(grads + layer)
-
-    step = tl.load(clock)
-    bad = tl.load(clock + 2) == step
-    if TOLD:
-        bad = bad | (tl.load(found_inf) != 0.0)
-    if c == 0:
-        tl.store(clock + 1, step + 1)
-        tl.store(outcome, bad.to(tl.float32))
-        tl.store(outcome + 1, tl.load(outcome + 1) + bad.to(tl.float32))
-    if bad | (grad == 0):
-        return
-
+    """What a layer's elements are multiplied by: gradient, decay, shrink, buffer, inside, outside, momentum."""
+    lanes = tl.arange(0, PARTIALS)
+    mine = lanes < count
+    weight_norm = tl.sqrt_rn(tl.sum(tl.load(weight_partials + first + lanes, mask=mine, other=0.0)))
+    grad_norm = tl.sqrt_rn(tl.sum(tl.load(grad_partials + first + lanes, mask=mine, other=0.0)))
     lr = tl.load(tl.load(rates + group * 2).to(tl.pointer_type(tl.float32)))
     weight_decay = tl.load(tl.load(rates + group * 2 + 1).to(tl.pointer_type(tl.float32)))
     momentum = tl.load(numbers + group * 8 + 2)
     coefficient = tl.load(numbers + group * 8 + 3)
     eps = tl.load(numbers + group * 8 + 4)
     adapt = tl.load(numbers + group * 8 + 5)
-    last_lr = tl.load(numbers + group * 8 + 6)
     if DECOUPLED:
         decay = 0.0
         shrink = weight_decay
     else:
         decay = weight_decay
         shrink = 0.0
-
-    lanes = tl.arange(0, PARTIALS)
-    mine = lanes < count
-    weight_norm = tl.sqrt_rn(tl.sum(tl.load(weight_partials + first + lanes, mask=mine, other=0.0)))
-    grad_norm = tl.sqrt_rn(tl.sum(tl.load(grad_partials + first + lanes, mask=mine, other=0.0)))
     trust = _trust(weight_norm, grad_norm, lr, decay, coefficient, eps, adapt, CLIP)
-    if c == first:  # once a layer
+    if is_first:  # once a layer
         tl.store(stats + layer * 3, weight_norm)
         tl.store(stats + layer * 3 + 1, grad_norm)
         tl.store(stats + layer * 3 + 2, trust)
@@ -302,6 +191,7 @@ def update_kernel(
 
     buffer_scale = momentum
     if RULE == 1:  # rescaled
+        last_lr = tl.load(numbers + group * 8 + 6)
         safe = tl.where(last_lr > 0.0, last_lr, 1.0)
         buffer_scale = tl.where(last_lr > 0.0, momentum * tl.div_rn(lr, safe), momentum)
     if RULE <= 1:
@@ -313,54 +203,156 @@ def update_kernel(
     else:  # unscaled
         inside = 1.0
         outside = lr * trust
-    grad_factor = 1.0
+    gradient = 1.0
     if SCALED:
-        grad_factor = tl.div_rn(1.0, tl.load(grad_scale))
+        gradient = tl.div_rn(1.0, tl.load(grad_scale))
     if MAXIMIZE:
-        grad_factor = -grad_factor
+        gradient = -gradient
+    return gradient, decay, shrink, buffer_scale, inside, outside, momentum
 
-    w = _pointer(tl.load(layers + layer * 6) + start * 4, tl.float32, ALIGNED)
-    m = _pointer(tl.load(layers + layer * 6 + 1) + start * 4, tl.float32, ALIGNED)
-    half_copy = tl.load(layers + layer * 6 + 2)
-    if half_copy == 0:
-        g32 = _pointer(grad + start * 4, tl.float32, ALIGNED)
-        total = _update_chunk(
-            w,
-            g32,
-            m,
-            w,
-            n,
-            grad_factor,
-            decay,
-            shrink,
-            buffer_scale,
-            inside,
-            outside,
-            momentum,
-            False,
-            NESTEROV,
-            BLOCK,
-            EVICT,
-        )
+
+@triton.jit
+def _load_block(weight, buffer, g32, g16, is_half, offsets, n, HAS_HALF: tl.constexpr, MASKED: tl.constexpr):
+    w = _load(weight, offsets, n, MASKED)
+    m = _load(buffer, offsets, n, MASKED)
+    if HAS_HALF and is_half:
+        g = _load(g16, offsets, n, MASKED)
     else:
-        g16 = _pointer(grad + start * 2, HALF, ALIGNED)
-        h16 = _pointer(half_copy + start * 2, HALF, ALIGNED)
-        total = _update_chunk(
-            w,
-            g16,
-            m,
-            h16,
-            n,
-            grad_factor,
-            decay,
-            shrink,
-            buffer_scale,
-            inside,
-            outside,
-            momentum,
-            True,
-            NESTEROV,
-            BLOCK,
-            EVICT,
+        g = _load(g32, offsets, n, MASKED)
+    return w, g, m
+
+
+@triton.jit
+def _update_block(
+    w,
+    g,
+    m,
+    factors,
+    weight,
+    buffer,
+    h16,
+    is_half,
+    offsets,
+    n,
+    HAS_HALF: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Stores one block's new weight and momentum; returns the squares of the new weight."""
+    gradient, decay, shrink, buffer_scale, inside, outside, momentum = factors
+    d = inside * (g * gradient + decay * w)
+    m = buffer_scale * m + d
+    direction = m
+    if NESTEROV:
+        direction = d + momentum * m
+    w = w - shrink * w - outside * direction
+    _store(buffer, offsets, n, m, MASKED)
+    _store(weight, offsets, n, w, MASKED)
+    if HAS_HALF and is_half:
+        _store(h16, offsets, n, w, MASKED)
+    if MASKED:
+        w = tl.where(offsets < n, w, 0.0)
+    return w * w
+
+
+@triton.jit
+def update_kernel(
+    first_chunk,  # of this launch; groups with other flags have their own
+    chunks,
+    grads,
+    grad_partials,
+    weight_partials,
+    new_weight_partials,
+    clock,
+    numbers,
+    rates,
+    grad_scale,
+    found_inf,
+    outcome,
+    stats,
+    SCALED: tl.constexpr,
+    TOLD: tl.constexpr,  # found_inf is there
+    RULE: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    CLIP: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_HALF: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PARTIALS: tl.constexpr,  # a power of two, at least the most partials of one layer
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    c = first_chunk + tl.num_programs(0) - 1 - tl.program_id(0)
+    row = chunks + c * 9
+    weight = _pointer(tl.load(row), tl.float32, ALIGNED)
+    buffer = _pointer(tl.load(row + 1), tl.float32, ALIGNED)
+    half_copy = tl.load(row + 2)
+    n = tl.load(row + 3).to(tl.int32)
+    layer = tl.load(row + 4)
+    start = tl.load(row + 5)
+    first = tl.load(row + 6).to(tl.int32)
+    count = tl.load(row + 7).to(tl.int32)
+    group = tl.load(row + 8)
+    address = tl.load(grads + layer)
+    g32 = _pointer(address + start * 4, tl.float32, ALIGNED)
+    g16 = _pointer(address + start * 2, HALF, ALIGNED)
+    h16 = _pointer(half_copy, HALF, ALIGNED)
+    is_half = half_copy != 0
+    if address == 0:
+        n = 0
+
+    # The first block is under way before launch 1 has ended and the norms have been added up.
+    lanes = tl.arange(0, BLOCK)
+    w = tl.zeros([BLOCK], tl.float32)
+    g = w
+    m = w
+    if n >= BLOCK:
+        w, g, m = _load_block(weight, buffer, g32, g16, is_half, lanes, n, HAS_HALF, False)
+    if OVERLAP:
+        gdc_wait()
+
+    step = tl.load(clock)
+    bad = tl.load(clock + 2) == step
+    if TOLD:
+        bad = bad | (tl.load(found_inf) != 0.0)
+    if c == 0:
+        tl.store(clock + 1, step + 1)
+        tl.store(outcome, bad.to(tl.float32))
+        tl.store(outcome + 1, tl.load(outcome + 1) + bad.to(tl.float32))
+    if (n > 0) & (not bad):  # n is 0 where there is no gradient
+        factors = _factors(
+            first,
+            count,
+            layer,
+            group,
+            grad_partials,
+            weight_partials,
+            numbers,
+            rates,
+            grad_scale,
+            stats,
+            c == first,
+            SCALED,
+            RULE,
+            CLIP,
+            DECOUPLED,
+            MAXIMIZE,
+            PARTIALS,
         )
-    tl.store(new_weight_partials + c, total)
+        total = tl.zeros([BLOCK], tl.float32)
+        if n >= BLOCK:
+            total += _update_block(w, g, m, factors, weight, buffer, h16, is_half, lanes, n, HAS_HALF, NESTEROV, False)
+        whole = n // BLOCK * BLOCK
+        for i in range(BLOCK, whole, BLOCK):
+            w, g, m = _load_block(weight, buffer, g32, g16, is_half, i + lanes, n, HAS_HALF, False)
+            total += _update_block(
+                w, g, m, factors, weight, buffer, h16, is_half, i + lanes, n, HAS_HALF, NESTEROV, False
+            )
+        if whole < n:
+            w, g, m = _load_block(weight, buffer, g32, g16, is_half, whole + lanes, n, HAS_HALF, True)
+            total += _update_block(
+                w, g, m, factors, weight, buffer, h16, is_half, whole + lanes, n, HAS_HALF, NESTEROV, True
+            )
+        tl.store(new_weight_partials + c, tl.sum(total))

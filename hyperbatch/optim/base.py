@@ -32,6 +32,7 @@ class Entry:
     weight: Tensor  # full precision: the parameter itself, or its fp32 master
     grad: Tensor  # as backward left it: perhaps 16-bit, perhaps loss-scaled
     state: tuple[Tensor, ...]
+    weight_norm: Tensor | None = None  # |w| of the whole layer, where the tensors above are one rank's part of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,11 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     state_names: tuple[str, ...] = ()  # tensors per parameter
     group_state_names: tuple[str, ...] = ()  # numbers per group
-    _step_supports_amp_scaling = (
-        True  # torch's GradScaler hands over grad_scale and found_inf instead of asking the host
-    )
-    grad_scale: Tensor | None = None  # what the gradients were multiplied by
-    found_inf: Tensor | None = None  # not 0: somebody saw an inf or nan already
+    # torch's GradScaler then hands over the two attributes below and asks the host nothing. They have no value here:
+    # GradScaler multiplies its scale into one that is there, and deletes both after the step.
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor | None  # what the gradients were multiplied by
+    found_inf: Tensor | None  # not 0: somebody saw an inf or nan already
 
     def __init__(
         self,
@@ -215,9 +216,16 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         """Norms of the gradients as they are, and 1 when any holds inf or nan, else 0: both on the device."""
         norms = norms_of([entry.grad for entry in entries])
         found = (~torch.isfinite(norms).all()).float()
-        if self.found_inf is not None:
-            found = torch.maximum(found, (self.found_inf != 0).float().reshape(()))
+        told = self.told_inf()
+        if told is not None:
+            found = torch.maximum(found, (told != 0).float().reshape(()))
         return norms, found
+
+    def scale_of_grads(self) -> Tensor | None:
+        return getattr(self, "grad_scale", None)
+
+    def told_inf(self) -> Tensor | None:
+        return getattr(self, "found_inf", None)
 
     def _count(self, found: Tensor) -> None:
         self.last_found_inf = found

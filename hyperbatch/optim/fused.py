@@ -31,10 +31,9 @@ from hyperbatch.optim.base import LayerStats, is_dense, on_device, reconcile
 if TYPE_CHECKING:
     from hyperbatch.optim.lars import LARS
 
-CHUNK = 16384  # elements a program handles, unless the layer would need more than MAX_PARTIALS of them
-BLOCK = 2048
-WARPS = 8
-EVICT, REVERSE = "evict_first", True
+CHUNK = 4096  # elements a program handles, unless the layer would need more than MAX_PARTIALS of them
+BLOCK = 1024
+WARPS = 4
 CAPTURES = 16  # graphs whose gradient addresses can be held for replay
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 FLAGS = ("momentum_rule", "nesterov", "trust_clip", "decoupled_weight_decay", "maximize")
@@ -57,31 +56,27 @@ class FusedLars:
         """fixed_grads: gradients keep their addresses, as in an arena."""
         self.layers = layers
         device = layers[0].weight.device
-        # There is one 16-bit dtype at most; without any the kernels' 16-bit branch is not taken.
+        # Programmatic dependent launch: launch 2 starts up under launch 1. Hopper and newer have it.
+        self._overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        # There is one 16-bit dtype at most; without any, the name of one is still needed.
         halves = {layer.copy.dtype for layer in layers if layer.copy is not None}
-        self._half = TRITON_DTYPES[next(iter(halves), torch.float16)]
+        self._has_half, self._half = bool(halves), TRITON_DTYPES[next(iter(halves), torch.float16)]
 
         # Chunks of groups with equal flags are neighbours, so that one launch covers them.
         flags = [tuple(group[name] for name in FLAGS) for group in groups]
-        order = sorted(range(len(layers)), key=lambda i: flags.index(flags[layers[i].group]))
-        rows, table, self._launches = [], [(0,) * 6] * len(layers), []
-        for i in order:
-            layer, first = layers[i], len(rows)
-            n = layer.weight.numel()
-            size = max(CHUNK, -(-n // (MAX_PARTIALS * BLOCK)) * BLOCK)
-            rows += [(i, start, min(size, n - start)) for start in range(0, n, size)]
-            addresses = (layer.weight.data_ptr(), layer.buffer.data_ptr(), _address(layer.copy))
-            table[i] = (*addresses, first, len(rows) - first, layer.group)
-            kind = flags[layer.group]
+        rows, self._launches, self._partials = [], [], 1
+        for i in sorted(range(len(layers)), key=lambda i: flags.index(flags[layers[i].group])):
+            made = _chunk_rows(layers[i], i, len(rows))
+            kind = flags[layers[i].group]
             if not self._launches or self._launches[-1][0] != kind:
-                self._launches.append([kind, first, 0])
-            self._launches[-1][2] += len(rows) - first
+                self._launches.append([kind, len(rows), 0])
+            self._launches[-1][2] += len(made)
+            self._partials = max(self._partials, triton.next_power_of_2(len(made)))
+            rows += made
         self._count = len(rows)
-        self._partials = triton.next_power_of_2(max([row[4] for row in table] + [1]))
-        self._fixed_aligned = all(address % 16 == 0 for row in table for address in row[:3])
+        self._fixed_aligned = all(address % 16 == 0 for row in rows for address in row[:3])
 
-        self._chunks = torch.tensor(rows or [(0, 0, 0)], dtype=torch.int64).to(device)
-        self._table = torch.tensor(table, dtype=torch.int64).to(device)
+        self._chunks = torch.tensor(rows or [(0,) * 9], dtype=torch.int64).to(device)
         self._grad_partials = torch.zeros(max(1, self._count), device=device)
         self._weight_partials = torch.zeros_like(self._grad_partials)
         self._new_weight_partials = torch.zeros_like(self._grad_partials)
@@ -99,7 +94,6 @@ class FusedLars:
         if self._count:
             weight_norms_kernel[(self._count,)](
                 self._chunks,
-                self._table,
                 self._new_weight_partials,
                 ALIGNED=self._fixed_aligned,
                 BLOCK=BLOCK,
@@ -138,13 +132,14 @@ class FusedLars:
         common = {
             "SCALED": grad_scale is not None,
             "HALF": self._half,
+            "HAS_HALF": self._has_half,
             "ALIGNED": self._fixed_aligned and all(address % 16 == 0 for address in addresses),
             "BLOCK": BLOCK,
+            "OVERLAP": self._overlap,
             "num_warps": WARPS,
         }
         tables = (
             self._chunks,
-            self._table,
             self._grads.tensor,
             self._grad_partials,
             self._weight_partials,
@@ -171,8 +166,7 @@ class FusedLars:
                     DECOUPLED=decoupled,
                     MAXIMIZE=maximize,
                     PARTIALS=self._partials,
-                    EVICT=EVICT,
-                    REVERSE=REVERSE,
+                    **({"launch_pdl": True} if self._overlap else {}),
                     **common,
                 )
 
@@ -237,7 +231,7 @@ class FusedStep:
             self._adopt_changes(versions)
         if optimizer.arena is None:
             grads = [None if g is None else _fitting(g, p, m) for g, p, m in zip(grads, params, self._masters)]
-        self._kernels.step(grads, optimizer.param_groups, optimizer.grad_scale, optimizer.found_inf)
+        self._kernels.step(grads, optimizer.param_groups, optimizer.scale_of_grads(), optimizer.told_inf())
         for param, master, stand_in in zip(params, self._masters, self._stand_ins, strict=True):
             if master is not None and (stand_in is not None or param.dtype == torch.float32):
                 param.copy_(master if stand_in is None else stand_in)
@@ -315,6 +309,27 @@ class Mirror:
         self._sent_on_replay.append(source)
         self._target.copy_(source, non_blocking=True)
         self._values = None  # the host cannot know which graph ran last
+
+
+def _chunk_rows(layer: Layer, index: int, first: int) -> list[tuple[int, ...]]:
+    """The layer's rows of the kernels' chunk table; `first` is the number of its first partial."""
+    n = layer.weight.numel()
+    size = max(CHUNK, -(-n // (MAX_PARTIALS * BLOCK)) * BLOCK)
+    weight, buffer, copy = layer.weight.data_ptr(), layer.buffer.data_ptr(), _address(layer.copy)
+    return [
+        (
+            weight + start * 4,
+            buffer + start * 4,
+            copy + start * 2 if copy else 0,
+            min(size, n - start),
+            index,
+            start,
+            first,
+            -(-n // size),
+            layer.group,
+        )
+        for start in range(0, n, size)
+    ]
 
 
 def _address(tensor: Tensor | None) -> int:

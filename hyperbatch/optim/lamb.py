@@ -89,9 +89,10 @@ class LAMB(LayerwiseOptimizer):
     ) -> LayerStats:
         step = group["step"] + (1.0 if skip is None else unless(skip, 1.0, 0.0))
         update = _reference if self._foreach is False else _foreach
-        weight_norms, trust = update(group, entries, step, self.grad_scale, skip)
+        scale = self.scale_of_grads()
+        weight_norms, trust = update(group, entries, step, scale, skip)
         put(group, "step", step)
-        unscaled_norms = grad_norms if self.grad_scale is None else grad_norms / self.grad_scale
+        unscaled_norms = grad_norms if scale is None else grad_norms / scale
         return LayerStats([entry.name for entry in entries], weight_norms, unscaled_norms, trust)
 
 

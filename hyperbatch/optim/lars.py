@@ -215,7 +215,7 @@ class LARS(LayerwiseOptimizer):
             update = reference_update
         else:
             update = inplace_update if skip is None else foreach_update
-        weight_norms, unscaled_norms, trust = update(entries, h, grad_norms, self.grad_scale, skip)
+        weight_norms, unscaled_norms, trust = update(entries, h, grad_norms, self.scale_of_grads(), skip)
         if h.momentum_rule == "rescaled":
             # A skipped step did not rescale the buffer.
             put(group, "last_lr", h.lr if skip is None else torch.where(skip, on_device(h.last_lr, skip.device), h.lr))
@@ -328,7 +328,8 @@ def _layer_norms(
     unscaled_norms = grad_norms if grad_scale is None else grad_norms / grad_scale
     if not h.adapt:  # |w| is not needed, and not worth a pass over the weights
         return torch.full_like(grad_norms, torch.nan), unscaled_norms, torch.ones_like(grad_norms)
-    weight_norms = norms_of([entry.weight for entry in entries])
+    known = [entry.weight_norm for entry in entries if entry.weight_norm is not None]
+    weight_norms = torch.stack(known) if known else norms_of([entry.weight for entry in entries])
     return weight_norms, unscaled_norms, trust_ratio(weight_norms, unscaled_norms, h)
 
 

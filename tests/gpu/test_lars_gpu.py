@@ -13,7 +13,10 @@ from hyperbatch.optim import LARS
 from hyperbatch.optim.lars import MOMENTUM_RULES, hyper, lars_update
 from hyperbatch.optim.precision import LossScaler
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+]
 
 SHAPES = [(1,), (7,), (64,), (0,), (2048,), (4097,), (33, 65), (64, 3, 7, 7), (300, 300), (512, 512, 3, 3)]
 
@@ -56,8 +59,10 @@ def test_one_fused_step_agrees_with_the_fp64_reference(rule, magnitudes):
         optimizer.step()
         for param, weight, buffer in zip(params, before, buffers, strict=True):
             expected = lars_update(weight, param.grad.double(), buffer, h).weight
-            bound = 1e-6 * (weight.abs() + (expected - weight).abs())
-            assert ((param.double() - expected).abs() <= bound).all(), (param.shape, rule)
+            # A buffer that nearly cancels the new gradient leaves its own rounding behind: it counts, too.
+            old = lars_update(weight, torch.zeros_like(weight), buffer, h).weight - weight
+            bound = 1e-6 * (weight.abs() + (expected - weight).abs() + old.abs())
+            assert ((param.double() - expected).abs() <= bound).all(), (param.shape, rule, step)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -148,7 +153,7 @@ def test_grad_scaler_never_waits_and_skips_bad_steps(kwargs, unscaled_before):
             torch.cuda.set_sync_debug_mode("default")
         if bad:
             assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
-            scaler.update(1024.0)
+            scaler.load_state_dict({**scaler.state_dict(), "scale": 1024.0})
         else:
             unscaled.step()
     assert optimizer.skipped_steps.item() == 1
