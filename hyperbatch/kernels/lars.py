@@ -12,7 +12,7 @@ Launch 2 walks backwards, so that it meets the gradients that launch 1 read last
 """
 
 # Triton's decorator hides what a kernel takes from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import triton

@@ -33,7 +33,7 @@ def shape(schedule: ScheduleConfig, epoch: float, peak_lr: float) -> float:
     if epoch < schedule.warmup_epochs:
         start = schedule.warmup_lr / peak_lr
         return _warmup(schedule, epoch / schedule.warmup_epochs, start, peak_lr)
-    return _decay(schedule, epoch, schedule.end_lr / peak_lr)
+    return _decay(schedule, epoch, min(1.0, schedule.end_lr / peak_lr))  # a decay never climbs
 
 
 def _warmup(schedule: ScheduleConfig, t: float, start: float, peak_lr: float) -> float:

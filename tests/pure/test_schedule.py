@@ -1,0 +1,163 @@
+"""Learning rate and batch size against formulas and loops written out by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hyperbatch.config import BatchPhase, ScheduleConfig
+from hyperbatch.errors import InputError
+from hyperbatch.schedule import learning_rate, resolve_phases, steps, total_steps, weight_decay_scale
+
+
+def rate(epoch, batch=256, **values):
+    return learning_rate(ScheduleConfig(**values), epoch, batch)
+
+
+def test_goyal_starts_at_the_small_batch_rate_and_reaches_the_scaled_one():
+    goyal = {
+        "batch_phases": (BatchPhase(0, 8192),),
+        "lr": 0.1,
+        "lr_batch": 256,
+        "warmup": "goyal",
+        "warmup_epochs": 5,
+        "decay": "step",
+    }
+    assert rate(0, 8192, **goyal) == pytest.approx(0.1)
+    assert rate(2.5, 8192, **goyal) == pytest.approx((0.1 + 3.2) / 2)
+    assert rate(5, 8192, **goyal) == pytest.approx(3.2)
+    assert [round(rate(e, 8192, **goyal), 8) for e in (29.99, 30, 60, 80, 89)] == [3.2, 0.32, 0.032, 0.0032, 0.0032]
+
+
+def test_slow_start_has_half_the_slope_at_first_and_arrives_in_time():
+    pfn = {"lr": 1.0, "warmup": "slow_start", "warmup_epochs": 10, "decay": "constant"}
+    assert rate(2, **pfn) - rate(0, **pfn) == pytest.approx(0.5 * 0.2)
+    assert rate(5 - 1e-9, **pfn) == pytest.approx(rate(5, **pfn))  # no jump
+    assert rate(10 - 1e-9, **pfn) == pytest.approx(1.0)
+
+
+def test_mlperf_polynomial():
+    """lr = end + (base - end) (1 - t / decay)^2 after a linear warm-up from 0, as in the MLPerf reference."""
+    mlperf = {"lr": 17.0, "warmup_epochs": 5.0, "decay": "polynomial", "decay_epochs": 37.0, "epochs": 45.0}
+    assert rate(0, **mlperf) == 0
+    assert rate(1, **mlperf) == pytest.approx(17.0 / 5)
+    for epoch in (5, 10, 30, 42):
+        left = 1 - (epoch - 5) / 37
+        assert rate(epoch, **mlperf) == pytest.approx(1e-4 + (17 - 1e-4) * left**2)
+    assert rate(44, **mlperf) == pytest.approx(1e-4)
+
+
+def test_cosine_ends_and_middle():
+    cosine = {"lr": 2.0, "warmup_epochs": 10, "epochs": 90, "decay": "cosine", "end_lr": 0.0}
+    assert rate(10, **cosine) == pytest.approx(2.0)
+    assert rate(50, **cosine) == pytest.approx(1.0)
+    assert rate(90, **cosine) == pytest.approx(0.0)
+
+
+def test_a_decay_never_climbs_above_a_small_peak():
+    assert rate(80, lr=1e-6, end_lr=1e-4) == pytest.approx(1e-6)
+
+
+def test_linear_and_square_root_scaling():
+    large = {"batch_phases": (BatchPhase(0, 1024),), "lr_batch": 256, "lr": 0.1, "warmup_epochs": 0, "decay": "constant"}
+    assert rate(1, 1024, **large) == pytest.approx(0.4)
+    assert rate(1, 1024, **large, lr_scaling="sqrt") == pytest.approx(0.2)
+    assert rate(1, 1024, **large, lr_scaling="none") == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("follows", "second"), [(False, 34.0), (True, 68.0)])
+def test_the_rate_follows_batch_phases_only_when_asked(follows, second):
+    phases = (BatchPhase(0, 34_000), BatchPhase(30, 68_000))
+    config = ScheduleConfig(
+        batch_phases=phases, lr=34.0, lr_follows_phases=follows, warmup_epochs=0, decay="constant", epochs=90
+    )
+    assert learning_rate(config, 10, 34_000) == pytest.approx(34.0)
+    assert learning_rate(config, 40, 68_000) == pytest.approx(second)
+
+
+def test_decoupled_decay_moves_with_the_rate_but_not_with_its_height():
+    low, high = (ScheduleConfig(lr=lr, warmup_epochs=36, epochs=90, decay_power=2.2, end_lr=0.0) for lr in (1.0, 13.0))
+    for epoch in (0, 12, 36, 60, 89):
+        assert weight_decay_scale(low, epoch, 256) == pytest.approx(weight_decay_scale(high, epoch, 256))
+    assert weight_decay_scale(high, 36, 256) == pytest.approx(1.0)
+    assert weight_decay_scale(high, 18, 256) == pytest.approx(0.5)
+
+
+def test_batch_control_reproduces_a_loop_written_by_hand():
+    samples, epochs, world = 1000, 6, 4
+    config = ScheduleConfig(
+        batch_phases=(BatchPhase(0, 96), BatchPhase(2, 192), BatchPhase(4.5, 384)),
+        lr=0.5,
+        lr_batch=96,
+        lr_follows_phases=True,
+        warmup_epochs=1,
+        epochs=epochs,
+        decay="polynomial",
+    )
+    phases = resolve_phases(config.batch_phases, samples, world, max_batch_per_rank=48)
+
+    by_hand, seen = [], 0
+    while seen < epochs * samples:
+        epoch = seen / samples
+        batch, micro_steps = (96, 1) if epoch < 2 else (192, 1) if epoch < 4.5 else (384, 2)
+        peak = 0.5 * batch / 96
+        if epoch < 1:
+            lr = peak * epoch
+        else:
+            lr = 1e-4 + (peak - 1e-4) * (1 - (epoch - 1) / 5) ** 2
+        by_hand.append((seen, batch, batch // world // micro_steps, micro_steps, lr))
+        seen += batch
+
+    ours = [
+        (
+            step.position,
+            step.phase.global_batch,
+            step.phase.batch_per_rank,
+            step.phase.accumulation,
+            learning_rate(config, step.epoch, step.phase.global_batch),
+        )
+        for step in steps(phases, samples, epochs)
+    ]
+    assert [row[:4] for row in ours] == [row[:4] for row in by_hand]
+    assert [row[4] for row in ours] == pytest.approx([row[4] for row in by_hand])
+
+
+@given(
+    batches=st.lists(st.integers(1, 500), min_size=1, max_size=4),
+    gaps=st.lists(st.floats(0.01, 3.0), min_size=3, max_size=3),
+    samples=st.integers(1, 2000),
+    epochs=st.floats(0.1, 5.0),
+)
+def test_steps_are_gapless_and_counted_right(batches, gaps, samples, epochs):
+    starts = [0.0, *itertools.accumulate(gaps)]
+    given_phases = tuple(BatchPhase(start, batch) for start, batch in zip(starts, batches, strict=False))
+    phases = resolve_phases(given_phases, samples, 1)
+    walked = list(steps(phases, samples, epochs))
+    assert len(walked) == total_steps(phases, samples, epochs)
+    assert walked[0].position == 0
+    for left, right in itertools.pairwise(walked):
+        assert right.position == left.position + left.phase.global_batch
+        assert right.index == left.index + 1
+        assert right.phase.from_position >= left.phase.from_position
+    end = walked[-1].position + walked[-1].phase.global_batch
+    assert walked[-1].position < math.ceil(epochs * samples) <= end
+
+
+def test_a_run_continued_on_another_world_size_takes_the_same_steps():
+    phases = (BatchPhase(0, 64), BatchPhase(1, 128))
+    one, four = (resolve_phases(phases, 1000, world) for world in (1, 4))
+    first = list(itertools.islice(steps(one, 1000, 3), 10))
+    rest = list(steps(four, 1000, 3, index=10, position=first[-1].position + first[-1].phase.global_batch))
+    whole = list(steps(one, 1000, 3))
+    assert [(s.index, s.position, s.phase.global_batch) for s in first + rest] == [
+        (s.index, s.position, s.phase.global_batch) for s in whole
+    ]
+
+
+def test_a_batch_that_does_not_divide_says_what_would():
+    with pytest.raises(InputError, match=r"global batch 100 cannot be divided by 8 ranks .* 96 or 104"):
+        resolve_phases((BatchPhase(0, 100),), 1000, 8)
