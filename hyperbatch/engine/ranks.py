@@ -138,7 +138,7 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
     chosen = torch.device(device, ranks.local_rank) if device == "cuda" else torch.device("cpu")
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    elif "OMP_NUM_THREADS" not in os.environ:
+    elif ranks.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks.local_size))
     if ranks.world_size == 1 or dist.is_initialized():  # alone, or in a process group the caller opened and will close
         yield chosen
