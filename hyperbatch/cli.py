@@ -10,11 +10,14 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hyperbatch import __version__
 from hyperbatch.config import Config, fields, format_value
 from hyperbatch.errors import InputError, RunFailed, nearest
+
+if TYPE_CHECKING:
+    from hyperbatch.recipes import Recipe
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,7 +66,9 @@ def _print(args: argparse.Namespace, values: Any, text: str | Callable[[], str])
 def _train(args: argparse.Namespace) -> int:
     from hyperbatch.engine.ranks import find_ranks
 
-    config = _config(args)
+    recipe, config = _config(args)
+    if (note := recipe.batch_note(config)) and _is_first_rank():
+        print(f"note: {note}", file=sys.stderr)
     if args.dry_run:
         from hyperbatch.preview import format_preview, preview
 
@@ -218,7 +223,7 @@ def _numbers(text: str, flag: str) -> list[int]:
 # From arguments to a config
 
 
-def _config(args: argparse.Namespace) -> Config:
+def _config(args: argparse.Namespace) -> tuple[Recipe, Config]:
     """Recipe, then overrides: every config field is a flag."""
     from hyperbatch.recipes import get_recipe
 
@@ -230,7 +235,7 @@ def _config(args: argparse.Namespace) -> Config:
             raise InputError("--batch-per-rank and --global-batch exclude each other; give one")
         global_batch = args.batch_per_rank * _world_size(args, given)
     config = recipe.config(global_batch)
-    return config.override(**given) if given else config
+    return recipe, config.override(**given) if given else config
 
 
 def _world_size(args: argparse.Namespace, given: dict[str, Any]) -> int:

@@ -84,7 +84,9 @@ class OptimConfig:
     lars_eps: float = option(0.0, "added to the denominator of the trust ratio")
     nesterov: bool = option(False, "Nesterov momentum")
     trust_clip: bool = option(False, "LARC: never exceed the plain learning rate")
-    momentum_rule: str = option("lr_inside", "where the rate enters", ("lr_inside", "lr_outside", "rescaled"))
+    momentum_rule: str = option(
+        "lr_inside", "where the rate enters", ("lr_inside", "lr_outside", "rescaled", "unscaled")
+    )
     decoupled_weight_decay: bool = option(False, "decay apart from the gradient, with its own schedule (Fujitsu)")
     decay_norm_bias: bool = option(False, "apply weight decay to norm parameters and biases too")
     adapt_norm_bias: bool = option(False, "apply the trust ratio to norm parameters and biases too")
