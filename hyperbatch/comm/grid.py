@@ -42,8 +42,13 @@ class GridComm:
         *,
         ranks: Sequence[Sequence[int]] | None = None,
         timeout: timedelta | None = None,
+        alone: bool = False,
     ) -> None:
-        """timeout: of its groups; by default that of the default process group."""
+        """timeout: of its groups; by default that of the default process group.
+
+        alone: a single rank talks to itself through the backend instead of not at all, so that one GPU can count and
+        time the collectives of a step.
+        """
         ready = dist.is_initialized()
         self.rank = dist.get_rank() if ready else 0
         self.world = self.row = self.column = None
@@ -65,7 +70,7 @@ class GridComm:
 
         position = [(r, c) for r, row in enumerate(self.ranks) for c, rank in enumerate(row) if rank == self.rank]
         self.row_index, self.column_index = position[0]
-        if world_size > 1:
+        if world_size > 1 or (alone and ready):
             self._make_groups(grid if isinstance(grid, DeviceMesh) else None, timeout or _world_timeout())
 
     @property
@@ -76,7 +81,7 @@ class GridComm:
         """Runs a job behind all earlier ones: on the communication thread, or on the communication stream of a GPU."""
         if self._closed:
             raise RuntimeError("this GridComm is closed; make a new one")
-        if self.size == 1:
+        if self.world is None:
             job()
             if then is not None:
                 then(None)
@@ -132,10 +137,9 @@ class GridComm:
         everyone = sorted(rank for row in self.ranks for rank in row)
         self.world = dist.group.WORLD if dist.get_backend() == "nccl" else make([everyone])
         rows, columns = self.grid.rows, self.grid.columns
-        if rows == 1:
-            self.row = self.world
-        elif columns == 1:
-            self.column = self.world
+        if min(rows, columns) == 1:
+            self.row = self.world if rows == 1 else None
+            self.column = self.world if columns == 1 else None
         elif mesh is not None:
             self.column, self.row = mesh.get_all_groups()
         else:

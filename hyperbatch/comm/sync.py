@@ -7,6 +7,7 @@ communication         [--- g0 ---]   [------- g1 -------]        [---- g2 ----] 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor
 
 from hyperbatch.comm.agree import check_agreement
-from hyperbatch.comm.collectives import HYBRID_SWITCH_BYTES, all_reduce_now, resolve_algorithm
+from hyperbatch.comm.collectives import HYBRID_SWITCH_BYTES, all_reduce_now, reduce_scatter_now, resolve_algorithm
 from hyperbatch.comm.grid import GridComm
+from hyperbatch.comm.phases import Phase
 from hyperbatch.comm.runner import Handle, Mark, mark, seconds_between
+from hyperbatch.comm.shards import own_shard
 from hyperbatch.errors import InputError
 from hyperbatch.plan.types import GradGroup, GroupPlan, GroupTiming
 
@@ -27,6 +30,18 @@ if TYPE_CHECKING:
 CHECKED_STEPS = 3  # steps in which ranks compare which parameters they used
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseTiming:
+    """One phase of one group's exchange, e.g. its all-reduce in columns."""
+
+    index: int  # of the group
+    algorithm: str
+    phase: str
+    bytes: int
+    start_s: float
+    end_s: float
+
+
 @dataclass(slots=True)
 class _Flight:
     """One group in one step."""
@@ -34,6 +49,7 @@ class _Flight:
     pending: int  # gradients still to come
     ready: Mark | None = None
     handle: Handle | None = None
+    phases: list[Phase] | None = None
 
 
 @dataclass(slots=True)
@@ -51,7 +67,7 @@ class GradSync:
     """Launches groups in index order on every rank, whatever order their gradients become ready in.
 
     Each step: `begin()` before every backward, `finish()` after the last. Between the two `param.grad` of a launched
-    group is in flight and must be left alone. With one rank it does nothing at all.
+    group is in flight and must be left alone. With one rank it does nothing at all (unless `GridComm(alone=True)`).
     """
 
     def __init__(
@@ -63,13 +79,17 @@ class GradSync:
         wire_dtype: torch.dtype | None = None,
         algorithm: str = "flat",
         hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES,
+        sharded: bool = False,
         debug: bool = False,
     ) -> None:
         """Compares the plan's hash over all ranks; a difference is an error on each of them.
 
+        sharded: gradients are only reduce-scattered, by rows and columns with `torus` and at once with any other; each
+        rank then holds the mean in its `shard` of a group alone (see optim/sharded.py).
         debug: compare which parameters the ranks used in every step, not in the first few only.
         """
         self.plan, self.comm = plan, comm
+        self.sharded = sharded
         self._arena, self._wire_dtype, self._debug = arena, wire_dtype, debug
         self._slots = arena.slots
         self._algorithms: list[str] = []
@@ -91,10 +111,11 @@ class GradSync:
         self._open: _Step | None = None  # the step that communicates now
         self._last: _Step | None = None  # the one that timings are asked of
         self._timings: tuple[GroupTiming, ...] = ()
+        self._phases: tuple[PhaseTiming, ...] = ()
         self._begin_s = 0.0  # of these timings
         self._finished_steps = 0
         self._hooks = []
-        if comm.size > 1:
+        if comm.world is not None:
             self._hooks = [
                 slot.param.register_post_accumulate_grad_hook(partial(self._arrived, i))
                 for i, slot in enumerate(self._slots)
@@ -133,7 +154,7 @@ class GradSync:
                 return
             while step.launched < len(step.flights):
                 self._launch(step)
-            captured = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            captured = _captured(self._device)
             checks = (self._debug or self._finished_steps < CHECKED_STEPS) and not captured
             usage = self._compare_usage(used) if checks else None
             for flight in step.flights:
@@ -145,7 +166,18 @@ class GradSync:
             self._open = None
             self._used = [False] * len(self._slots)
         self._finished_steps += 1
-        self._last, self._timings = (None if captured else step), ()
+        self._last, self._timings, self._phases = (None if captured else step), (), ()
+
+    def shard(self, index: int) -> tuple[int, int]:
+        """[start, stop) of this rank's part of a group, in elements of its dtype's buffers; sharded or not."""
+        slots = [self._arena.slot(name) for name in self.plan.groups[index].parameters]
+        first = slots[0].offset
+        start, stop = own_shard(slots[-1].end - first, self.comm, self._algorithms[index])
+        return first + start, first + stop
+
+    def algorithm(self, index: int) -> str:
+        """What a group travels by."""
+        return self._algorithms[index]
 
     def timings(self) -> tuple[GroupTiming, ...]:
         """Groups of the last finished step, times relative to its `begin`; empty with one rank and in a CUDA graph."""
@@ -154,8 +186,14 @@ class GradSync:
                 torch.cuda.synchronize(self._device)  # the caller asked for times, and events must have been reached
             self._begin_s = self._last.begin_s
             self._timings = tuple(self._timing(self._last, index) for index in range(len(self._last.flights)))
+            self._phases = tuple(self._phase_timings(self._last))
             self._last = None
         return self._timings
+
+    def phases(self) -> tuple[PhaseTiming, ...]:
+        """What the groups of `timings` consist of, on the same clock. Chunks of a pipelined torus overlap."""
+        self.timings()
+        return self._phases
 
     def spans(self) -> tuple[GroupTiming, ...]:
         """As `timings`, on the host's `time.perf_counter()` clock, for a trace beside other activities."""
@@ -200,7 +238,12 @@ class GradSync:
                 if self._slots[i].param.grad is None:
                     self._arena.grad_view(self._slots[i].name).zero_()  # an old gradient must not travel again
         self._arena.collect(self.plan.groups[index].parameters)
-        job = partial(all_reduce_now, self._slices[index], self.comm, self._algorithms[index], "mean", self._wire_dtype)
+        flight.phases = None if _captured(self._device) else []
+        tensor, algorithm = self._slices[index], self._algorithms[index]
+        if self.sharded:
+            job = partial(reduce_scatter_now, tensor, self.comm, algorithm, self._wire_dtype, flight.phases)
+        else:
+            job = partial(all_reduce_now, tensor, self.comm, algorithm, "mean", self._wire_dtype, flight.phases)
         flight.handle = self.comm.submit(job, self._device)
 
     def _find_slices(self) -> None:
@@ -223,6 +266,18 @@ class GradSync:
             start_s=seconds_between(step.begin, flight.handle.start),
             end_s=seconds_between(step.begin, flight.handle.end),
         )
+
+    def _phase_timings(self, step: _Step) -> Iterator[PhaseTiming]:
+        for index, flight in enumerate(step.flights):
+            for phase in flight.phases or ():
+                yield PhaseTiming(
+                    index=index,
+                    algorithm=self._algorithms[index],
+                    phase=phase.name,
+                    bytes=phase.bytes,
+                    start_s=seconds_between(step.begin, phase.start),
+                    end_s=seconds_between(step.begin, phase.end),
+                )
 
     # -- agreement between ranks -----------------------------------------------------------------------------------
 
@@ -250,7 +305,13 @@ class GradSync:
             f"group {group.index} ({algorithm}, {group.dtype}): {' '.join(group.parameters)}"
             for group, algorithm in zip(self.plan.groups, self._algorithms)
         ]
-        description = [*groups, *layout, f"wire {self._wire_dtype}", f"plan {self.plan.hash}"]
+        description = [
+            *groups,
+            *layout,
+            f"wire {self._wire_dtype}",
+            f"sharded {self.sharded}",
+            f"plan {self.plan.hash}",
+        ]
         self.comm.drain()  # another GradSync may share the groups
         check_agreement(self.comm.world, "the gradient plan", description, problem)
 
@@ -268,3 +329,8 @@ class GradSync:
                 f"{', '.join(partly)}: used in this step's backward on some ranks only; "
                 "make every rank run the same layers, or freeze these"
             )
+
+
+def _captured(device: torch.device) -> bool:
+    """Into a CUDA graph, where an event cannot tell a time."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

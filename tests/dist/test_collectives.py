@@ -1,4 +1,4 @@
-"""Each all-reduce against the backend's own, bit for bit on integer values, on every grid of 1 to 6 ranks."""
+"""Each all-reduce against the backend's own, bit for bit on integer values, on every grid of 1 to 8 ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from harness import RankFailed, run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from hyperbatch.comm import collectives
-from hyperbatch.comm.collectives import ALGORITHMS, all_gather, all_reduce, reduce_scatter, shard_bounds
+from hyperbatch.comm import pipeline, shards
+from hyperbatch.comm.collectives import ALGORITHMS, all_gather, all_reduce, reduce_scatter
 from hyperbatch.comm.doctor import check_collectives
 from hyperbatch.comm.grid import GridComm
+from hyperbatch.comm.shards import shard_bounds
 from hyperbatch.errors import InputError
 from hyperbatch.plan.types import RankGrid
 
 SIZES = (0, 1, 7, 1023, 2**16 + 3)
+LARGE = 2**20 + 3
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -34,7 +36,7 @@ def round_robin(grid: RankGrid) -> list[list[int]]:
 
 
 def integers(numel: int, rank: int, dtype: torch.dtype) -> Tensor:
-    """Small enough that every partial sum of 6 ranks is exact in bf16."""
+    """Small enough that every partial sum of 8 ranks is exact in bf16."""
     return ((torch.arange(numel) * 7 + rank * 3) % 11).to(dtype)
 
 
@@ -42,16 +44,18 @@ def integers(numel: int, rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def equals_backend(rank: int, world_size: int) -> list[str]:
+    """The grid of cases is sampled above four ranks: all meet all grids, placements and dtypes, in turn with sizes."""
     wrong = []
-    for grid in grids_of(world_size):
+    for turn, grid in enumerate(grids_of(world_size)):
         for ranks in [None, round_robin(grid)] if min(grid.rows, grid.columns) > 1 else [None]:
             comm = GridComm(grid, ranks=ranks)
-            for dtype in DTYPES:
+            for i, dtype in enumerate(DTYPES):
+                sizes = SIZES if world_size <= 4 else SIZES[(turn + i) % 2 :: 2]
                 flights = []
-                for numel in SIZES:  # all sizes and algorithms are in flight together
+                for numel in (*sizes, LARGE) if (turn + i) % len(DTYPES) == 0 else sizes:
                     expected = integers(numel, rank, dtype)
                     dist.all_reduce(expected)
-                    for algorithm in ALGORITHMS:
+                    for algorithm in ALGORITHMS:  # all sizes and algorithms are in flight together
                         actual = integers(numel, rank, dtype)
                         handle = all_reduce(
                             actual, comm, algorithm=algorithm, op="sum", async_op=True, hybrid_switch_bytes=2000
@@ -65,9 +69,41 @@ def equals_backend(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_every_algorithm_equals_the_backend(world_size: int) -> None:
-    assert run_ranks(world_size, equals_backend, world_size) == [[]] * world_size
+    assert run_ranks(world_size, equals_backend, world_size, timeout_s=120) == [[]] * world_size
+
+
+def in_chunks(rank: int, grid: str) -> int:
+    """Chunks of 1000 bytes in the last four all-reduces."""
+    pipeline.CHUNK_BYTES = 1000
+    comm, begun = GridComm(RankGrid.parse(grid)), []
+    scatter = pipeline._Chunk.scatter
+    pipeline._Chunk.scatter = lambda chunk: (begun.append(chunk), scatter(chunk))[1]
+    for numel in (500, 501, 1023, 4099, 7003):
+        for dtype, wire in ((torch.float32, None), (torch.float32, torch.bfloat16), (torch.float16, torch.float32)):
+            expected = integers(numel, rank, dtype)
+            dist.all_reduce(expected)
+            handles, tensors = [], [integers(numel, rank, dtype) for _ in range(3)]
+            begun.clear()
+            for tensor in tensors:
+                handles.append(all_reduce(tensor, comm, algorithm="torus", op="sum", wire_dtype=wire, async_op=True))
+            for tensor, handle in zip(tensors, handles):
+                handle.wait()
+                assert torch.equal(tensor, expected), (numel, dtype, wire)
+            mean = integers(numel, rank, torch.float64)
+            dist.all_reduce(mean)
+            tensor = integers(numel, rank, torch.float32)
+            all_reduce(tensor, comm, algorithm="torus", wire_dtype=wire)
+            tolerance = 2.0**-7 if wire == torch.bfloat16 else 2.0**-21  # a few roundings of the precision on the wire
+            assert torch.allclose(tensor.double(), mean / comm.size, rtol=tolerance, atol=4 * tolerance)
+    assert all(chunk.work is None for chunk in begun), "everything begun was waited for"
+    return len(begun)
+
+
+@pytest.mark.parametrize("grid", ["2x2", "2x3", "4x2"])
+def test_the_pipelined_torus_equals_the_backend(grid: str) -> None:
+    assert set(run_ranks(RankGrid.parse(grid).size, in_chunks, grid)) == {4 * 28}, "7003 fp32 elements"
 
 
 def means_and_shards(rank: int) -> None:
@@ -143,7 +179,7 @@ def torus_messages(rank: int, numel: int) -> list[tuple[str, int, bool]]:
     comm = GridComm(RankGrid(2, 3))
     for name, payload in (("all_reduce", 0), ("all_to_all_single", 1), ("reduce", 0), ("broadcast", 0)):
         watch(dist, name, payload)
-    watch(collectives, "_all_gather", 1)
+    watch(shards, "_all_gather", 1)
     all_reduce(tensor, comm, algorithm="torus")
     return seen
 
@@ -294,11 +330,11 @@ def test_close_ends_the_thread() -> None:
 
 
 def stuck(rank: int) -> None:
-    if rank == 1:
-        time.sleep(60)
+    time.sleep(60 if rank == 1 else 0.5)  # a rank that left at once would break the other's start
 
 
 def raises(rank: int) -> None:
+    time.sleep(0.5)
     if rank == 1:
         raise ValueError("from rank one")
 

@@ -1,0 +1,103 @@
+"""A sign of life outside the process group. Collectives captured in a CUDA graph have no watchdog: when a rank dies the
+others wait inside a kernel for ever. A thread on the store notices.
+
+rank 0 -> watches 1 -> watches 2 -> watches 0        each rank beats, and looks at its neighbour's beat
+                        "1 is silent" -> store       the first to miss one tells all
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+_LOST = "lost"
+
+
+class Heartbeat:
+    """Starts with `start()` on every rank, ends with `stop()`, also as a context manager.
+
+    A rank that has not beaten for `timeout_s` is reported on every other within about two intervals more. `on_lost` is
+    called once, from the thread, with a line that says who; by default the line goes to stderr and the process ends
+    (exit code 1), since a thread stuck in the GPU's driver cannot be interrupted otherwise.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        *,
+        timeout_s: float = 30.0,
+        interval_s: float | None = None,
+        on_lost: Callable[[str], None] | None = None,
+    ) -> None:
+        """store: any that all ranks share, e.g. a TCPStore of your own; it must not be blocked by others' waits."""
+        self._store = dist.PrefixStore("hyperbatch-heartbeat", store)
+        self._rank, self._watched = rank, (rank + 1) % world_size
+        self._timeout_s, self._interval_s = timeout_s, interval_s or timeout_s / 10
+        self._on_lost = on_lost or _end_process
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"hyperbatch-heartbeat-{rank}", daemon=True)
+
+    def start(self) -> Heartbeat:
+        self._store.set(self._key(self._rank), "0")
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """A rank that ends in peace is not missed."""
+        self._stop.set()
+        self._thread.join()
+        with contextlib.suppress(dist.DistError):  # the store may have gone first
+            self._store.set(self._key(self._rank), "done")
+
+    def __enter__(self) -> Heartbeat:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        beat, seen, seen_at = 0, "", time.monotonic()
+        answered_at = seen_at
+        while not self._stop.wait(self._interval_s):
+            now = time.monotonic()
+            try:
+                beat += 1
+                self._store.set(self._key(self._rank), str(beat))
+                if self._store.check([_LOST]):
+                    self._on_lost(self._store.get(_LOST).decode())
+                    return
+                theirs = self._beat_of(self._watched)
+                answered_at = now
+            except (dist.DistError, RuntimeError) as error:
+                if now - answered_at > self._timeout_s:
+                    self._on_lost(f"the store has not answered for {now - answered_at:.1f} s: {error}")
+                    return
+                continue
+            if theirs != seen or theirs == "done":
+                seen, seen_at = theirs, now
+            elif now - seen_at > self._timeout_s and self._watched != self._rank:
+                line = f"rank {self._watched} has given no sign of life for {now - seen_at:.1f} s"
+                self._store.set(_LOST, line)
+                self._on_lost(line)
+                return
+
+    def _beat_of(self, rank: int) -> str:
+        key = self._key(rank)
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _key(self, rank: int) -> str:
+        return f"beat-{rank}"
+
+
+def _end_process(line: str) -> None:
+    print(f"hyperbatch: {line}; ending this rank", file=sys.stderr, flush=True)
+    os._exit(1)
