@@ -29,6 +29,7 @@ from hyperbatch.models.norm import set_norm_group
 from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.optim.build import build_optimizer, load_named_state, named_state
 from hyperbatch.optim.precision import LossScaler, working_dtype
+from hyperbatch.optim.sharded import ShardedUpdate
 from hyperbatch.plan.types import GroupPlan, RankGrid
 from hyperbatch.schedule import Phase, resolve_phases
 
@@ -59,6 +60,7 @@ class Job:
     plan: GroupPlan
     sync: GradSync
     optimizer: LayerwiseOptimizer
+    update: LayerwiseOptimizer | ShardedUpdate  # what steps: the optimizer itself, or its sharded form
     scaler: LossScaler
     loader: TrainLoader
     phases: tuple[Phase, ...]
@@ -76,7 +78,9 @@ class Job:
         return self.progress.time_to_target_s is not None
 
     def save(self, folder: Path, clock: Clock) -> None:
-        """Every rank takes part (batch-norm statistics are gathered); rank 0 writes."""
+        """Every rank takes part (batch-norm statistics and shards are gathered); rank 0 writes."""
+        if isinstance(self.update, ShardedUpdate):
+            self.update.gather_state()
         snapshot = {
             "config": self.config.to_dict(),
             "progress": asdict(self.progress),
@@ -155,8 +159,10 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
         wire_dtype=None if wire is None else working_dtype(wire),
         algorithm=config.comm.algorithm,
         hybrid_switch_bytes=config.comm.hybrid_switch_bytes,
+        sharded=config.comm.sharded_update,
     )
     optimizer = build_optimizer(config.optim, model, arena, lr=config.schedule.lr)
+    update = ShardedUpdate(optimizer, arena, sync) if config.comm.sharded_update else optimizer
     scaler = LossScaler(config.optim.precision, optimizer, device=device)
     loader = TrainLoader(
         train_set,
@@ -188,6 +194,7 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
         plan=plan,
         sync=sync,
         optimizer=optimizer,
+        update=update,
         scaler=scaler,
         loader=loader,
         phases=phases,

@@ -127,7 +127,7 @@ def train_step(job: Job, step: Step, batches: Iterator[Batch], timer: StepTimer)
         total = loss.detach() if total is None else total + loss.detach()
     job.sync.finish()
     timer.mark("exposed_comm")
-    job.optimizer.step()
+    job.update.step()
     job.scaler.update()
     timer.mark("update")
     assert total is not None
