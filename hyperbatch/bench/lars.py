@@ -30,7 +30,7 @@ HYPER: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-5}
 def shapes(model: str) -> list[tuple[str, tuple[int, ...]]]:
     """(kind, shape) of each trainable tensor. `thousand`: 1,000 tensors of 1 to 65,536 elements."""
     if model == "thousand":
-        return [("weight" if i % 2 else "norm", (1 << (i % 17),)) for i in range(1000)]
+        return [("weight", (1 << (i % 17), 1)) if i % 2 else ("norm", (1 << (i % 17),)) for i in range(1000)]
     return [(spec.kind, spec.shape) for spec in tensors(model)]
 
 
@@ -43,7 +43,7 @@ class Tensors(nn.Module):
         self.values = nn.ParameterList(
             nn.Parameter(torch.randn(shape, device=device) * 0.02 + (kind == "norm")) for kind, shape in table
         )
-        self.takes_fp32_parameters = True
+        self.values.takes_fp32_parameters = True  # as a model's norm layers do
 
     def groups(self) -> list[dict[str, Any]]:
         weights = [p for p, kind in zip(self.values, self.kinds, strict=True) if kind == "weight"]

@@ -244,7 +244,22 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             self.arena.zero_grad()
 
     def refresh(self) -> None:
-        """Forgets what was carried over from the last step; called after weights were changed from outside."""
+        """After weights were changed from outside, or the arena was laid out anew: follows it there."""
+        if self.arena is None:
+            return
+        if any(views[name].device != self.arena.device for views in self._arena_state for name in views):
+            fresh = [self.arena.views(self.arena.new_buffers()) for _ in self.state_names]
+            for new, old in zip(fresh, self._arena_state, strict=True):
+                for name, view in new.items():
+                    view.copy_(old[name])
+            self._arena_state = fresh
+        masters = self.arena.named_masters()
+        for param, name in self._arena_names.items():
+            if param in self.state:
+                state = self.state[param]
+                state.update((key, views[name]) for key, views in zip(self.state_names, self._arena_state, strict=True))
+                if name in masters:
+                    state["master"] = masters[name]
 
     # --- reading and saving -------------------------------------------------------------------------------------
 

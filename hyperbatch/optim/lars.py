@@ -202,6 +202,7 @@ class LARS(LayerwiseOptimizer):
         return True
 
     def refresh(self) -> None:
+        super().refresh()
         if self._fused_step is not None and not self._fused_step.refresh():
             self._fused_step = None  # storage has moved
 

@@ -63,7 +63,13 @@ def test_a_decay_never_climbs_above_a_small_peak():
 
 
 def test_linear_and_square_root_scaling():
-    large = {"batch_phases": (BatchPhase(0, 1024),), "lr_batch": 256, "lr": 0.1, "warmup_epochs": 0, "decay": "constant"}
+    large = {
+        "batch_phases": (BatchPhase(0, 1024),),
+        "lr_batch": 256,
+        "lr": 0.1,
+        "warmup_epochs": 0,
+        "decay": "constant",
+    }
     assert rate(1, 1024, **large) == pytest.approx(0.4)
     assert rate(1, 1024, **large, lr_scaling="sqrt") == pytest.approx(0.2)
     assert rate(1, 1024, **large, lr_scaling="none") == pytest.approx(0.1)

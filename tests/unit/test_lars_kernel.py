@@ -1,0 +1,178 @@
+"""The fused kernels on CPU tensors, by Triton's interpreter.
+
+The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
+has it; there the tests below do the work.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from hyperbatch.arena import Arena
+from hyperbatch.optim import LARS
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="starts the other process")
+def test_kernels_by_the_interpreter():
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@pytest.mark.parametrize("half", [False, True])
+def test_kernels_compile_for_hopper_with_wide_accesses_and_no_shuffles(half):
+    """Without a GPU: 16-byte loads and stores, and no detour through shared memory between the two precisions."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from hyperbatch.kernels.lars import update_kernel
+
+    flags = dict.fromkeys(["TOLD", "NESTEROV", "CLIP", "DECOUPLED", "MAXIMIZE"], False)
+    flags |= {"SCALED": half, "RULE": 0, "HALF": triton.language.float16, "HAS_HALF": half, "ALIGNED": True}
+    flags |= {"PARTIALS": 1024, "BLOCK": 1024, "OVERLAP": True}
+    types = {"first_chunk": "i32", "chunks": "*i64", "grads": "*i64", "rates": "*i64", "clock": "*i32"}
+    signature = {n: "constexpr" if n in flags else types.get(n, "*fp32") for n in update_kernel.arg_names}
+    source = ASTSource(fn=update_kernel, signature=signature, constexprs=flags, attrs={})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+    assert "ld.global.v4.b32" in compiled.asm["ptx"]
+    assert "st.global.v4.b32" in compiled.asm["ptx"]
+    assert "convert_layout" not in compiled.asm["ttgir"]
+
+
+def make_params(dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    values = [torch.randn(shape, generator=generator) for shape in [(7,), (33, 65), (5000,), (0,), (1024,)]]
+    values.append(torch.zeros(9))
+    values.append(torch.randn(6, 4, 3, 3, generator=generator).to(memory_format=torch.channels_last))
+    params = [nn.Parameter(value.to(dtype)) for value in values]
+    return [*params, nn.Parameter(torch.randn(6, 10, generator=generator).to(dtype)[:, ::2])]
+
+
+def set_grads(params, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(100 + seed)
+    for param in params:
+        param.grad = (torch.randn(param.shape, generator=generator) * scale).to(param.dtype)
+
+
+def run(path, dtype, steps=2, scale=None, **options):
+    params = make_params(dtype)
+    groups = [{"params": params[:3]}, {"params": params[3:], "adapt": False, "weight_decay": 0.0}]
+    optimizer = LARS(groups, lr=0.2, weight_decay=1e-2, **options, **path)
+    if scale is not None:
+        optimizer.grad_scale = torch.tensor(scale)
+    for step in range(steps):
+        set_grads(params, step, scale or 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.2 * (step + 1)
+        optimizer.step()
+    return [optimizer.state[p].get("master", p).detach() for p in params], params, optimizer
+
+
+VARIANTS = [
+    {"momentum_rule": "lr_inside", "trust_clip": True, "eps": 1e-3},
+    {"momentum_rule": "rescaled", "nesterov": True},
+    {"momentum_rule": "lr_outside", "nesterov": True, "maximize": True},
+    {"momentum_rule": "unscaled", "decoupled_weight_decay": True},
+]
+
+
+@inside
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_fused_agrees_with_the_reference(options):
+    fused, *_ = run({"fused": True}, torch.float32, **options)
+    reference, *_ = run({"foreach": False}, torch.float32, **options)
+    for a, b in zip(fused, reference, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_weights_have_masters_and_unscaled_gradients(dtype):
+    fused, params, optimizer = run({"fused": True}, dtype, scale=128.0)
+    reference, _, other = run({"foreach": False}, dtype, scale=128.0)
+    for a, b, param in zip(fused, reference, params, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+        # The interpreter cuts bf16 off where hardware rounds it: one unit in the last place.
+        torch.testing.assert_close(param.float(), a, rtol=torch.finfo(dtype).eps, atol=1e-7)
+    measured, expected = optimizer.layer_norms(), other.layer_norms()
+    assert measured["0.1"] == pytest.approx(expected["0.1"], rel=1e-5)
+
+
+@inside
+def test_a_bad_gradient_skips_the_step_of_all_layers():
+    _, params, optimizer = run({"fused": True}, torch.float16, steps=1, momentum_rule="rescaled")
+    before = [p.detach().clone() for p in params]
+    for bad in (float("inf"), float("nan")):
+        set_grads(params, 5)
+        params[2].grad[4999] = bad
+        optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
+        assert optimizer.last_found_inf == 1
+    assert optimizer.skipped_steps == 2
+    assert float(optimizer.param_groups[0]["last_lr"]) == pytest.approx(0.2)
+    set_grads(params, 6)
+    optimizer.step()
+    assert optimizer.last_found_inf == 0
+    assert not torch.equal(params[2], before[2])
+
+
+@inside
+def test_weights_changed_from_outside_are_measured_anew():
+    _, params, optimizer = run({"fused": True}, torch.float32, steps=1)
+    with torch.no_grad():
+        params[1].mul_(10.0)
+    norm = params[1].norm().item()
+    set_grads(params, 3)
+    optimizer.step()
+    assert optimizer.layer_norms()["0.1"][0] == pytest.approx(norm, rel=1e-6)
+
+
+@inside
+def test_untouched_parameters_and_groups_with_other_flags():
+    params, plain = make_params(torch.float32), make_params(torch.float32)
+    optimizers = []
+    for group, path in ((params, {"fused": True}), (plain, {"foreach": False})):
+        set_grads(group, 0)
+        group[1].grad = None
+        groups = [
+            {"params": group[:2], "nesterov": True},
+            {"params": group[2:4]},
+            {"params": group[4:], "nesterov": True},
+        ]
+        optimizers.append(LARS(groups, lr=0.3, weight_decay=0.1, **path))
+        optimizers[-1].step()
+    assert torch.equal(params[1], make_params(torch.float32)[1])
+    for a, b in zip(params, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+
+
+@inside
+def test_over_an_arena_with_both_precisions():
+    outcomes = []
+    for path in ({"fused": True}, {"foreach": False}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(40, 50), nn.BatchNorm1d(50), nn.Linear(50, 3))
+        arena = Arena(model, [name for name, _ in model.named_parameters()][::-1], dtype=torch.bfloat16)
+        optimizer = LARS(model.named_parameters(), lr=0.5, weight_decay=1e-2, arena=arena, **path)
+        for _ in range(2):
+            arena.zero_grad()
+            model(torch.ones(4, 40).bfloat16() * torch.arange(4).bfloat16()[:, None]).float().pow(2).sum().backward()
+            optimizer.step()
+        outcomes.append([*arena.named_masters().values(), *model.parameters()])
+        for buffer in (*arena.flat_weights(), *arena.grads.values()):
+            assert torch.isfinite(buffer).all()
+    for a, b in zip(*outcomes, strict=True):
+        # One rounding of a bf16 weight may go the other way, and backward carries it on.
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-4)

@@ -1,0 +1,128 @@
+"""From a config to an optimizer, and its state by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hyperbatch.arena import Arena, backward_order
+from hyperbatch.config import OptimConfig
+from hyperbatch.optim import LAMB, LARS
+from hyperbatch.optim.build import build_optimizer, load_named_state, named_state, set_rate
+from hyperbatch.optim.precision import working_dtype
+
+
+def build(optim, lr=0.1, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+    order = backward_order(model, lambda: model(torch.ones(2, 6)).sum().backward())
+    arena = Arena(model, order, dtype=working_dtype(optim.precision))
+    return model, arena, build_optimizer(optim, model, arena, lr=lr, **options)
+
+
+def train(model, arena, optimizer, seeds, dtype):
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        arena.zero_grad()
+        inputs = torch.randn(8, 6, generator=generator).to(dtype)
+        model(inputs).float().pow(2).sum().backward()
+        set_rate(optimizer, 0.05 * (1 + seed))
+        optimizer.step()
+
+
+def test_every_field_reaches_the_optimizer():
+    optim = OptimConfig(
+        momentum=0.8,
+        weight_decay=0.3,
+        trust_coefficient=0.02,
+        lars_eps=1e-5,
+        nesterov=True,
+        trust_clip=True,
+        momentum_rule="rescaled",
+        decoupled_weight_decay=True,
+        decay_norm_bias=True,
+        adapt_norm_bias=True,
+    )
+    _, _, optimizer = build(optim)
+    assert isinstance(optimizer, LARS)
+    for group in optimizer.param_groups:
+        assert group["momentum"] == 0.8
+        assert group["weight_decay"] == 0.3
+        assert group["trust_coefficient"] == 0.02
+        assert group["eps"] == 1e-5
+        assert group["momentum_rule"] == "rescaled"
+        assert all(group[name] for name in ("nesterov", "trust_clip", "decoupled_weight_decay", "adapt"))
+    _, _, lamb = build(OptimConfig(optimizer="lamb", momentum=0.85))
+    assert isinstance(lamb, LAMB)
+    assert lamb.param_groups[0]["betas"][0] == 0.85
+
+
+def test_sgd_is_torch_sgd():
+    model, arena, optimizer = build(OptimConfig(optimizer="sgd", weight_decay=1e-2, decay_norm_bias=True))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-2)
+    train(model, arena, optimizer, range(3), torch.float32)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        sgd.zero_grad()
+        plain(torch.randn(8, 6, generator=generator)).pow(2).sum().backward()
+        sgd.param_groups[0]["lr"] = 0.05 * (1 + seed)
+        sgd.step()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_set_rate_keeps_the_base_decay(capturable):
+    _, _, optimizer = build(OptimConfig(weight_decay=0.5, decoupled_weight_decay=True), capturable=capturable)
+    rate = optimizer.param_groups[0]["lr"]
+    for scale in (0.5, 0.25):
+        set_rate(optimizer, 3.0, scale)
+    weights, rest = optimizer.param_groups
+    assert float(weights["lr"]) == float(rest["lr"]) == 3.0
+    assert float(weights["weight_decay"]) == 0.125
+    assert float(rest["weight_decay"]) == 0.0
+    assert (weights["lr"] is rate) == capturable
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
+@pytest.mark.parametrize("optimizer_name", ["lars", "sgd", "lamb"])
+def test_a_resumed_run_takes_the_same_steps(precision, optimizer_name):
+    optim = OptimConfig(optimizer=optimizer_name, precision=precision, momentum_rule="rescaled")
+    dtype = working_dtype(precision)
+    model, arena, optimizer = build(optim)
+    train(model, arena, optimizer, range(3), dtype)
+    saved_model = {name: value.clone() for name, value in model.state_dict().items()}
+    saved = named_state(optimizer, model)
+    train(model, arena, optimizer, range(3, 6), dtype)
+
+    other, other_arena, resumed = build(optim)
+    other.load_state_dict(saved_model)
+    load_named_state(resumed, other, saved)
+    train(other, other_arena, resumed, range(3, 6), dtype)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for name, value in arena.named_masters().items():
+        assert torch.equal(value, other_arena.named_masters()[name])
+
+
+def test_state_is_by_name_on_the_cpu_and_complete_before_the_first_step():
+    model, _, optimizer = build(OptimConfig(precision="bf16"))
+    state = named_state(optimizer, model)
+    assert set(state) == {
+        *(f"momentum_buffer/{name}" for name, _ in model.named_parameters()),
+        "master/0.weight",
+        "master/0.bias",
+        "master/3.weight",
+        "master/3.bias",
+        "group0/last_lr",
+        "group1/last_lr",
+    }
+    assert all(value.dtype in (torch.float32, torch.float64) for value in state.values())
+    state["momentum_buffer/0.weight"].fill_(7.0)  # a copy: the optimizer's own is untouched
+    assert not named_state(optimizer, model)["momentum_buffer/0.weight"].any()
+    del state["master/0.bias"]
+    with pytest.raises(KeyError, match=r"master/0\.bias"):
+        load_named_state(optimizer, model, state)
