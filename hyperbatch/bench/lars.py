@@ -34,16 +34,19 @@ def shapes(model: str) -> list[tuple[str, tuple[int, ...]]]:
     return [(spec.kind, spec.shape) for spec in tensors(model)]
 
 
+class Values(nn.ParameterList):
+    takes_fp32_parameters = True  # as a model's norm layers do
+
+
 class Tensors(nn.Module):
     """A model's parameters without the model."""
 
     def __init__(self, table: list[tuple[str, tuple[int, ...]]], device: torch.device) -> None:
         super().__init__()
         self.kinds = [kind for kind, _ in table]
-        self.values = nn.ParameterList(
+        self.values = Values(
             nn.Parameter(torch.randn(shape, device=device) * 0.02 + (kind == "norm")) for kind, shape in table
         )
-        self.values.takes_fp32_parameters = True  # as a model's norm layers do
 
     def groups(self) -> list[dict[str, Any]]:
         weights = [p for p, kind in zip(self.values, self.kinds, strict=True) if kind == "weight"]

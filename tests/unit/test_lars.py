@@ -374,7 +374,7 @@ def test_bad_settings_name_the_argument(options, message):
 
 
 def test_bad_tensors_are_named():
-    with pytest.raises(ValueError, match="params must be real floating-point tensors, not torch.complex64"):
+    with pytest.raises(ValueError, match=r"params must be real floating-point tensors, not torch\.complex64"):
         LARS([nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1)
     table = nn.Embedding(4, 2, sparse=True)
     optimizer = LARS(table.named_parameters(), lr=0.1)
