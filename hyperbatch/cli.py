@@ -10,14 +10,11 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from hyperbatch import __version__
 from hyperbatch.config import Config, fields, format_value
 from hyperbatch.errors import InputError, RunFailed, nearest
-
-if TYPE_CHECKING:
-    from hyperbatch.recipes import Recipe
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,15 +57,23 @@ def _print(args: argparse.Namespace, values: Any, text: str | Callable[[], str])
         print(text if isinstance(text, str) else text())
 
 
+SECTION_TITLES = {
+    "model": "model",
+    "data": "data and augmentation",
+    "optim": "optimizer and precision",
+    "schedule": "epochs, batch and learning rate",
+    "comm": "gradient exchange",
+    "run": "run",
+}
+
+
 # Verbs
 
 
 def _train(args: argparse.Namespace) -> int:
     from hyperbatch.engine.ranks import find_ranks
 
-    recipe, config = _config(args)
-    if (note := recipe.batch_note(config)) and _is_first_rank():
-        print(f"note: {note}", file=sys.stderr)
+    config = _config(args)
     if args.dry_run:
         from hyperbatch.preview import format_preview, preview
 
@@ -223,7 +228,7 @@ def _numbers(text: str, flag: str) -> list[int]:
 # From arguments to a config
 
 
-def _config(args: argparse.Namespace) -> tuple[Recipe, Config]:
+def _config(args: argparse.Namespace) -> Config:
     """Recipe, then overrides: every config field is a flag."""
     from hyperbatch.recipes import get_recipe
 
@@ -235,7 +240,7 @@ def _config(args: argparse.Namespace) -> tuple[Recipe, Config]:
             raise InputError("--batch-per-rank and --global-batch exclude each other; give one")
         global_batch = args.batch_per_rank * _world_size(args, given)
     config = recipe.config(global_batch)
-    return recipe, config.override(**given) if given else config
+    return config.override(**given) if given else config
 
 
 def _world_size(args: argparse.Namespace, given: dict[str, Any]) -> int:
@@ -305,7 +310,9 @@ def _build_parser() -> _Parser:
         "train",
         _train,
         "train a recipe to its target",
-        description="Train a recipe (or package.module:function) to its target. Any config field is a flag.",
+        description="Train a recipe (or package.module:function) to its target. Every config field is a flag; "
+        "a yes-or-no field is set by --field and unset by --no-field.",
+        usage="hyperbatch train [RECIPE] [--data DIR] [--nproc N] [--out DIR] [--resume] [--dry-run] [--FIELD VALUE]",
     )
     sub.add_argument(
         "recipe", nargs="?", default=DEFAULT, metavar="RECIPE", help=f"see `hyperbatch recipes` [{DEFAULT}]"
@@ -313,15 +320,17 @@ def _build_parser() -> _Parser:
     sub.add_argument("--dry-run", action="store_true", help="print everything resolved and start nothing")
     sub.add_argument("--world-size", type=_positive, metavar="N", help="ranks to resolve a --dry-run for")
     sizes(sub)
-    groups = {}
+    groups = {name: sub.add_argument_group(title) for name, title in SECTION_TITLES.items()}
     for spec in fields():
-        group = groups.setdefault(
-            spec.section, sub.add_argument_group(spec.section) if spec.section not in groups else None
-        )
         choices = f" ({', '.join(spec.choices)})" if spec.choices else ""
-        is_flag = {"nargs": "?", "const": "true"} if spec.type is bool else {}
         help = f"{spec.help}{choices} [{format_value(spec.default)}]".replace("%", "%%")
-        group.add_argument(spec.flag, dest=spec.name, metavar="VALUE", help=help, **is_flag)
+        group = groups[spec.section]
+        if spec.type is bool:
+            group.add_argument(spec.flag, dest=spec.name, action="store_const", const="true", help=help)
+            off = spec.flag.replace("--", "--no-", 1)
+            group.add_argument(off, dest=spec.name, action="store_const", const="false", help=argparse.SUPPRESS)
+        else:
+            group.add_argument(spec.flag, dest=spec.name, metavar="VALUE", help=help)
 
     verb("recipes", _recipes, "list the recipes with their claims and sources")
 

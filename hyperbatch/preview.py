@@ -13,6 +13,7 @@ from hyperbatch.data.source import check_data
 from hyperbatch.plan import inventory
 from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.types import DTYPE_BYTES, GroupPlan, RankGrid, TensorSpec
+from hyperbatch.recipes import batch_note
 from hyperbatch.schedule import learning_rate, resolve_phases, total_steps
 
 
@@ -46,6 +47,7 @@ def preview(config: Config, world_size: int) -> dict[str, Any]:
     epochs = config.schedule.epochs
     return {
         "recipe": config.recipe,
+        "note": batch_note(config),
         "model": config.model.model,
         "parameters": sum(spec.numel for spec in specs),
         "data": counts,
@@ -172,6 +174,8 @@ def format_preview(values: dict[str, Any], config: Config) -> str:
             f"{values['algorithm']} all-reduce, wire {values['wire_dtype'] or 'as gradients'}, {values['precision']}"
         )
         console.print(f"length    {values['epochs']:g} epochs, {values['steps']:,} steps")
+        if values["note"]:
+            console.print(f"note      {values['note']}")
         memory = values["memory_bytes_per_rank"]
         if memory:
             parts = ", ".join(f"{name} {size(n)}" for name, n in memory.items() if name != "total")

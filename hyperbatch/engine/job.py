@@ -31,6 +31,7 @@ from hyperbatch.optim.build import build_optimizer, load_named_state, named_stat
 from hyperbatch.optim.precision import LossScaler, working_dtype
 from hyperbatch.optim.sharded import ShardedUpdate
 from hyperbatch.plan.types import GroupPlan, RankGrid
+from hyperbatch.recipes import batch_note
 from hyperbatch.schedule import Phase, resolve_phases
 
 
@@ -173,14 +174,15 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
         device=device,
         dtype=dtype,
     )
-    progress, warnings = Progress(), []
+    progress, warnings = Progress(), [note] if (note := batch_note(config)) else []
     if saved is not None:
         state.load_weights(model, saved["model"], where="the checkpoint", arena=arena)
         state.load_buffers(model, saved["norm"], ranks)
         load_named_state(optimizer, model, saved["optimizer"])
         scaler.load_state_dict(saved["scaler"])
         clock.load_state_dict(saved["clock"])
-        progress, warnings = Progress(**saved["progress"]), saved["skipped"]
+        progress = Progress(**saved["progress"])
+        warnings += saved["skipped"]
     return Job(
         config=config,
         ranks=ranks,

@@ -126,3 +126,9 @@ def get_recipe(name: str) -> Recipe:
     if name not in known:
         raise InputError(f"unknown recipe {name!r}{nearest(name, list(known))}")
     return known[name]
+
+
+def batch_note(config: Config) -> str | None:
+    """`Recipe.batch_note` of the built-in recipe a config came from."""
+    recipe = all_recipes().get(config.recipe)
+    return None if recipe is None else recipe.batch_note(config)

@@ -61,7 +61,7 @@ def test_two_by_two_torus_then_eval_export_report_and_resume(tmp_path):
 
 def test_killed_rank_takes_the_run_down_by_name(tmp_path):
     words = [sys.executable, "-m", "hyperbatch", "train", "digits", "--nproc", "2", "--out", str(tmp_path / "run")]
-    words += ["--epochs", "10000", "--stop-at-target", "false", "--device", "cpu"]
+    words += ["--epochs", "10000", "--no-stop-at-target", "--device", "cpu"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             victim = wait_for_rank(process.pid, 1, tmp_path / "run" / "metrics.jsonl")

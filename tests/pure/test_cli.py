@@ -135,7 +135,7 @@ def test_help_names_every_field(capsys):
         main(["train", "--help"])
     assert leaving.value.code == 0
     text = capsys.readouterr().out
-    assert all(f"{spec.flag} " in text for spec in fields())
+    assert all(f"  {spec.flag}" in text for spec in fields())
 
 
 def test_every_recipe_passes_a_dry_run_alone_and_as_published(capsys):
