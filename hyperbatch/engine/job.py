@@ -174,7 +174,7 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
         device=device,
         dtype=dtype,
     )
-    progress, warnings = Progress(), [note] if (note := batch_note(config)) else []
+    progress, warnings = Progress(), notes(config, device)
     if saved is not None:
         state.load_weights(model, saved["model"], where="the checkpoint", arena=arena)
         state.load_buffers(model, saved["norm"], ranks)
@@ -204,6 +204,14 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
         progress=progress,
         warnings=warnings,
     )
+
+
+def notes(config: Config, device: torch.device) -> list[str]:
+    """What the user should know about this run before it starts."""
+    found = [batch_note(config)]
+    if device.type == "cpu" and config.optim.precision in ("fp16", "bf16"):
+        found.append(f"{config.optim.precision} is many times slower than fp32 on a CPU; use --precision fp32 here")
+    return [note for note in found if note]
 
 
 def choose_grid(config: Config, ranks: Ranks) -> RankGrid:

@@ -76,6 +76,8 @@ class Journal:
         self.job = job
         samples, epochs = len(job.train_set), self.config.schedule.epochs
         self._last_s, self._last_position = self.clock.run_s, job.progress.position
+        for note in job.warnings:
+            self.console.say(f"note: {note}")
         self.console.start(total_steps(job.phases, samples, epochs), job.progress.step)
         if self.mlperf is not None:
             self.mlperf.run_start(
