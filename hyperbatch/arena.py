@@ -214,7 +214,7 @@ class Arena:
 
     def settle(self) -> None:
         """Takes parameters back in that `.to()` moved out of the arena. Nothing to do in a normal step."""
-        if all(self.holds(slot) for slot in self.slots):
+        if [slot.param.data_ptr() for slot in self.slots] == self._addresses:
             return
         if self.pinned:
             raise RuntimeError("the model was moved after a graph captured its arena; move it first, then capture")
@@ -256,6 +256,7 @@ class Arena:
         self.masters = torch.zeros(self._sizes[half[0]], dtype=torch.float32, device=device) if half else None
         self._weight_views = self.views(self.weights)
         self._grad_views = self.views(self.grads)
+        self._addresses = [view.data_ptr() for view in self._weight_views.values()]
 
     def _full_view(self, slot: Slot) -> Tensor:
         in_masters = slot.dtype in HALF_DTYPES and self.masters is not None

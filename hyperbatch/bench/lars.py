@@ -22,7 +22,7 @@ from hyperbatch.errors import InputError
 from hyperbatch.optim import LARS
 from hyperbatch.plan.inventory import tensors
 
-MODELS = ("resnet50", "resnet152", "alexnet", "thousand")
+MODELS = ("resnet50", "resnet152", "alexnet_bn", "thousand")
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 HYPER: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-5}
 

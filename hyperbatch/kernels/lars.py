@@ -212,17 +212,6 @@ def _factors(
 
 
 @triton.jit
-def _load_block(weight, buffer, g32, g16, is_half, offsets, n, HAS_HALF: tl.constexpr, MASKED: tl.constexpr):
-    w = _load(weight, offsets, n, MASKED)
-    m = _load(buffer, offsets, n, MASKED)
-    if HAS_HALF and is_half:
-        g = _load(g16, offsets, n, MASKED)
-    else:
-        g = _load(g32, offsets, n, MASKED)
-    return w, g, m
-
-
-@triton.jit
 def _update_block(
     w,
     g,
@@ -230,11 +219,10 @@ def _update_block(
     factors,
     weight,
     buffer,
-    h16,
-    is_half,
+    copy,
     offsets,
     n,
-    HAS_HALF: tl.constexpr,
+    IS_HALF: tl.constexpr,
     NESTEROV: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -248,60 +236,52 @@ def _update_block(
     w = w - shrink * w - outside * direction
     _store(buffer, offsets, n, m, MASKED)
     _store(weight, offsets, n, w, MASKED)
-    if HAS_HALF and is_half:
-        _store(h16, offsets, n, w, MASKED)
+    if IS_HALF:
+        _store(copy, offsets, n, w, MASKED)
     if MASKED:
         w = tl.where(offsets < n, w, 0.0)
     return w * w
 
 
 @triton.jit
-def update_kernel(
-    first_chunk,  # of this launch; groups with other flags have their own
-    chunks,
-    grads,
-    grad_partials,
-    weight_partials,
-    new_weight_partials,
-    clock,
-    numbers,
-    rates,
-    grad_scale,
-    found_inf,
-    outcome,
-    stats,
-    SCALED: tl.constexpr,
-    TOLD: tl.constexpr,  # found_inf is there
-    RULE: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    CLIP: tl.constexpr,
-    DECOUPLED: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
+def _update_chunk(
+    c,
+    row,
+    n,
+    layer,
+    address,
+    copy_address,
+    tables,
+    FLAGS: tl.constexpr,  # as in `update_kernel`
     HALF: tl.constexpr,
-    HAS_HALF: tl.constexpr,
+    IS_HALF: tl.constexpr,
     ALIGNED: tl.constexpr,
-    PARTIALS: tl.constexpr,  # a power of two, at least the most partials of one layer
+    PARTIALS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    c = first_chunk + tl.num_programs(0) - 1 - tl.program_id(0)
-    row = chunks + c * 9
+    grad_partials, weight_partials, new_weight_partials, clock, numbers, rates, scale, found_inf, outcome, stats = (
+        tables
+    )
+    SCALED: tl.constexpr = FLAGS[0]
+    TOLD: tl.constexpr = FLAGS[1]
+    RULE: tl.constexpr = FLAGS[2]
+    NESTEROV: tl.constexpr = FLAGS[3]
+    CLIP: tl.constexpr = FLAGS[4]
+    DECOUPLED: tl.constexpr = FLAGS[5]
+    MAXIMIZE: tl.constexpr = FLAGS[6]
     weight = _pointer(tl.load(row), tl.float32, ALIGNED)
     buffer = _pointer(tl.load(row + 1), tl.float32, ALIGNED)
-    half_copy = tl.load(row + 2)
-    n = tl.load(row + 3).to(tl.int32)
-    layer = tl.load(row + 4)
     start = tl.load(row + 5)
     first = tl.load(row + 6).to(tl.int32)
     count = tl.load(row + 7).to(tl.int32)
     group = tl.load(row + 8)
-    address = tl.load(grads + layer)
-    g32 = _pointer(address + start * 4, tl.float32, ALIGNED)
-    g16 = _pointer(address + start * 2, HALF, ALIGNED)
-    h16 = _pointer(half_copy, HALF, ALIGNED)
-    is_half = half_copy != 0
-    if address == 0:
-        n = 0
+    if IS_HALF:
+        gradient = _pointer(address + start * 2, HALF, ALIGNED)
+        copy = _pointer(copy_address, HALF, ALIGNED)
+    else:
+        gradient = _pointer(address + start * 4, tl.float32, ALIGNED)
+        copy = weight  # there is none
 
     # The first block is under way before launch 1 has ended and the norms have been added up.
     lanes = tl.arange(0, BLOCK)
@@ -309,7 +289,9 @@ def update_kernel(
     g = w
     m = w
     if n >= BLOCK:
-        w, g, m = _load_block(weight, buffer, g32, g16, is_half, lanes, n, HAS_HALF, False)
+        w = _load(weight, lanes, n, False)
+        m = _load(buffer, lanes, n, False)
+        g = _load(gradient, lanes, n, False)
     if OVERLAP:
         gdc_wait()
 
@@ -331,7 +313,7 @@ def update_kernel(
             weight_partials,
             numbers,
             rates,
-            grad_scale,
+            scale,
             stats,
             c == first,
             SCALED,
@@ -343,16 +325,66 @@ def update_kernel(
         )
         total = tl.zeros([BLOCK], tl.float32)
         if n >= BLOCK:
-            total += _update_block(w, g, m, factors, weight, buffer, h16, is_half, lanes, n, HAS_HALF, NESTEROV, False)
+            total += _update_block(w, g, m, factors, weight, buffer, copy, lanes, n, IS_HALF, NESTEROV, False)
         whole = n // BLOCK * BLOCK
         for i in range(BLOCK, whole, BLOCK):
-            w, g, m = _load_block(weight, buffer, g32, g16, is_half, i + lanes, n, HAS_HALF, False)
-            total += _update_block(
-                w, g, m, factors, weight, buffer, h16, is_half, i + lanes, n, HAS_HALF, NESTEROV, False
-            )
+            w = _load(weight, i + lanes, n, False)
+            m = _load(buffer, i + lanes, n, False)
+            g = _load(gradient, i + lanes, n, False)
+            total += _update_block(w, g, m, factors, weight, buffer, copy, i + lanes, n, IS_HALF, NESTEROV, False)
         if whole < n:
-            w, g, m = _load_block(weight, buffer, g32, g16, is_half, whole + lanes, n, HAS_HALF, True)
-            total += _update_block(
-                w, g, m, factors, weight, buffer, h16, is_half, whole + lanes, n, HAS_HALF, NESTEROV, True
-            )
+            w = _load(weight, whole + lanes, n, True)
+            m = _load(buffer, whole + lanes, n, True)
+            g = _load(gradient, whole + lanes, n, True)
+            total += _update_block(w, g, m, factors, weight, buffer, copy, whole + lanes, n, IS_HALF, NESTEROV, True)
         tl.store(new_weight_partials + c, tl.sum(total))
+
+
+@triton.jit
+def update_kernel(
+    first_chunk,  # of this launch; groups with other flags have their own
+    chunks,
+    grads,
+    grad_partials,
+    weight_partials,
+    new_weight_partials,
+    clock,
+    numbers,
+    rates,
+    grad_scale,
+    found_inf,
+    outcome,
+    stats,
+    FLAGS: tl.constexpr,  # grad_scale is there, found_inf is there, rule, nesterov, trust clip, decoupled, maximize
+    HALF: tl.constexpr,
+    HAS_HALF: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PARTIALS: tl.constexpr,  # a power of two, at least the most partials of one layer
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    c = first_chunk + tl.num_programs(0) - 1 - tl.program_id(0)
+    row = chunks + c * 9
+    copy = tl.load(row + 2)
+    n = tl.load(row + 3).to(tl.int32)
+    layer = tl.load(row + 4)
+    address = tl.load(grads + layer)
+    if address == 0:
+        n = 0
+    tables = (
+        grad_partials,
+        weight_partials,
+        new_weight_partials,
+        clock,
+        numbers,
+        rates,
+        grad_scale,
+        found_inf,
+        outcome,
+        stats,
+    )
+    # One branch for the whole chunk: within its loop it would cost 5 %.
+    if HAS_HALF and copy != 0:
+        _update_chunk(c, row, n, layer, address, copy, tables, FLAGS, HALF, True, ALIGNED, PARTIALS, BLOCK, OVERLAP)
+    else:
+        _update_chunk(c, row, n, layer, address, copy, tables, FLAGS, HALF, False, ALIGNED, PARTIALS, BLOCK, OVERLAP)

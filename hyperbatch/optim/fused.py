@@ -36,7 +36,7 @@ BLOCK = 1024
 WARPS = 4
 CAPTURES = 16  # graphs whose gradient addresses can be held for replay
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-FLAGS = ("momentum_rule", "nesterov", "trust_clip", "decoupled_weight_decay", "maximize")
+FLAGS = ("nesterov", "trust_clip", "decoupled_weight_decay", "maximize")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class FusedLars:
         self._has_half, self._half = bool(halves), TRITON_DTYPES[next(iter(halves), torch.float16)]
 
         # Chunks of groups with equal flags are neighbours, so that one launch covers them.
-        flags = [tuple(group[name] for name in FLAGS) for group in groups]
+        flags = [(RULE_CODES[group["momentum_rule"]], *(bool(group[name]) for name in FLAGS)) for group in groups]
         rows, self._launches, self._partials = [], [], 1
         for i in sorted(range(len(layers)), key=lambda i: flags.index(flags[layers[i].group])):
             made = _chunk_rows(layers[i], i, len(rows))
@@ -83,6 +83,7 @@ class FusedLars:
         self._clock = torch.tensor([0, 1, 0], dtype=torch.int32).to(device)
         self.outcome = torch.zeros(2, device=device)  # last step skipped; steps skipped
         self.stats = torch.full((len(layers), 3), torch.nan, device=device)
+        self._grads_aligned = False
         self._grads = Mirror((len(layers),), torch.int64, device, fixed=fixed_grads)
         self._numbers = Mirror((len(groups), 8), torch.float32, device, columns=6)
         self._rates = Mirror((len(groups), 2), torch.int64, device)
@@ -119,8 +120,9 @@ class FusedLars:
         """grads: laid out as the weights, or None; they must stay alive until the launches have run."""
         if not self._count:
             return
-        addresses = [_address(grad) for grad in grads]
-        self._grads.put(addresses)
+        addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
+        if self._grads.put(addresses):
+            self._grads_aligned = all(address % 16 == 0 for address in addresses)
         self._numbers.put([_numbers(group) for group in groups])
         base, row_bytes = self._numbers.tensor.data_ptr(), 8 * 4
         self._rates.put(
@@ -130,10 +132,9 @@ class FusedLars:
             ]
         )
         common = {
-            "SCALED": grad_scale is not None,
             "HALF": self._half,
             "HAS_HALF": self._has_half,
-            "ALIGNED": self._fixed_aligned and all(address % 16 == 0 for address in addresses),
+            "ALIGNED": self._fixed_aligned and self._grads_aligned,
             "BLOCK": BLOCK,
             "OVERLAP": self._overlap,
             "num_warps": WARPS,
@@ -148,23 +149,19 @@ class FusedLars:
             self._numbers.tensor,
         )
         scale = self.outcome if grad_scale is None else grad_scale
-        grad_norms_kernel[(self._count,)](*tables, scale, GROUPS=len(groups), **common)
-        for (rule, nesterov, clip, decoupled, maximize), first, count in self._launches:
+        scaled, told = grad_scale is not None, found_inf is not None
+        grad_norms_kernel[(self._count,)](*tables, scale, GROUPS=len(groups), SCALED=scaled, **common)
+        for kind, first, count in self._launches:
             if count:
                 update_kernel[(count,)](
                     first,
                     *tables,
                     self._rates.tensor,
                     scale,
-                    self.outcome if found_inf is None else found_inf,
+                    found_inf if told else self.outcome,
                     self.outcome,
                     self.stats,
-                    TOLD=found_inf is not None,
-                    RULE=RULE_CODES[rule],
-                    NESTEROV=nesterov,
-                    CLIP=clip,
-                    DECOUPLED=decoupled,
-                    MAXIMIZE=maximize,
+                    FLAGS=(scaled, told, *kind),
                     PARTIALS=self._partials,
                     **({"launch_pdl": True} if self._overlap else {}),
                     **common,
@@ -187,7 +184,14 @@ class FusedStep:
             None if master is None or param.dtype == torch.float32 or is_dense(param) else torch.empty_like(param)
             for param, master in zip(self._params, self._masters, strict=True)
         ]
-        self._kernels = FusedLars(self._layers(), groups, fixed_grads=optimizer.arena is not None)
+        layers = self._layers()
+        self._fits = [(x.weight, p.dtype, x.weight.stride()) for x, p in zip(layers, self._params, strict=True)]
+        self._written_beside = [
+            (param, master if stand_in is None else stand_in)
+            for param, master, stand_in in zip(self._params, self._masters, self._stand_ins, strict=True)
+            if master is not None and (stand_in is not None or param.dtype == torch.float32)
+        ]
+        self._kernels = FusedLars(layers, groups, fixed_grads=optimizer.arena is not None)
         self._versions: list[int] | None = None
         for last_lr, group in zip(self._kernels.last_lr, groups, strict=True):
             if group["momentum_rule"] == "rescaled":
@@ -219,7 +223,7 @@ class FusedStep:
         return True
 
     def run(self) -> None:
-        optimizer, params = self._optimizer, self._params
+        optimizer, params, dense = self._optimizer, self._params, torch.strided
         grads = [param.grad for param in params]
         touched = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
         if not touched:
@@ -229,12 +233,15 @@ class FusedStep:
         versions = [param._version for param in params]
         if versions != self._versions:
             self._adopt_changes(versions)
-        if optimizer.arena is None:
-            grads = [None if g is None else _fitting(g, p, m) for g, p, m in zip(grads, params, self._masters)]
-        self._kernels.step(grads, optimizer.param_groups, optimizer.scale_of_grads(), optimizer.told_inf())
-        for param, master, stand_in in zip(params, self._masters, self._stand_ins, strict=True):
-            if master is not None and (stand_in is not None or param.dtype == torch.float32):
-                param.copy_(master if stand_in is None else stand_in)
+        fitting = [
+            g
+            if g is None or (g.layout is dense and g.dtype == dtype and g.stride() == strides)
+            else _fitting(g, like, dtype)
+            for g, (like, dtype, strides) in zip(grads, self._fits, strict=True)
+        ]
+        self._kernels.step(fitting, optimizer.param_groups, optimizer.scale_of_grads(), optimizer.told_inf())
+        for param, source in self._written_beside:
+            param.copy_(source)
         # What autograd's check for changed saved tensors looks at; the kernels wrote behind its back.
         torch.autograd.graph.increment_version(touched)
         self._versions = [param._version for param in params]
@@ -248,14 +255,13 @@ class FusedStep:
         self._versions = versions
 
 
-def _fitting(grad: Tensor, param: Tensor, master: Tensor | None) -> Tensor:
-    """The gradient in its weight's memory layout; nearly always as it is."""
+def _fitting(grad: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient in its weight's memory layout and the parameter's dtype."""
     if grad.layout != torch.strided:
         raise ValueError("a grad is sparse; LARS needs dense gradients")
-    like = param if master is None else master
-    if grad.dtype == param.dtype and (grad.stride() == like.stride() or _same_layout(grad, like)):
+    if grad.dtype == dtype and _same_layout(grad, like):
         return grad
-    return torch.empty_like(like, dtype=param.dtype).copy_(grad)
+    return torch.empty_like(like, dtype=dtype).copy_(grad)
 
 
 def _same_layout(a: Tensor, b: Tensor) -> bool:
@@ -287,19 +293,21 @@ class Mirror:
         self._spare = [torch.zeros(self._target.shape, dtype=dtype, pin_memory=True) for _ in range(spare)]
         self._sent_on_replay: list[Tensor] = []
 
-    def put(self, values: Any) -> None:
+    def put(self, values: Any) -> bool:
+        """Whether they were new."""
         capturing = self._on_gpu and torch.cuda.is_current_stream_capturing()
         if capturing and not self._fixed:
             self._send_on_replay(values)
-            return
+            return True
         self._relied_on |= capturing
         if values == self._values:
-            return
+            return False
         if self._relied_on:
             raise RuntimeError("a captured graph relies on the optimizer's settings; change only lr and weight_decay")
         source = torch.tensor(values, dtype=self.tensor.dtype, pin_memory=self._on_gpu)
         self._target.copy_(source, non_blocking=True)
         self._values = values
+        return True
 
     def _send_on_replay(self, values: Any) -> None:
         if not self._spare:

@@ -39,9 +39,8 @@ def test_kernels_compile_for_hopper_with_wide_accesses_and_no_shuffles(half):
 
     from hyperbatch.kernels.lars import update_kernel
 
-    flags = dict.fromkeys(["TOLD", "NESTEROV", "CLIP", "DECOUPLED", "MAXIMIZE"], False)
-    flags |= {"SCALED": half, "RULE": 0, "HALF": triton.language.float16, "HAS_HALF": half, "ALIGNED": True}
-    flags |= {"PARTIALS": 1024, "BLOCK": 1024, "OVERLAP": True}
+    flags = {"FLAGS": (half, False, 0, False, False, False, False), "HALF": triton.language.float16, "HAS_HALF": half}
+    flags |= {"ALIGNED": True, "PARTIALS": 1024, "BLOCK": 1024, "OVERLAP": True}
     types = {"first_chunk": "i32", "chunks": "*i64", "grads": "*i64", "rates": "*i64", "clock": "*i32"}
     signature = {n: "constexpr" if n in flags else types.get(n, "*fp32") for n in update_kernel.arg_names}
     source = ASTSource(fn=update_kernel, signature=signature, constexprs=flags, attrs={})
