@@ -70,8 +70,11 @@ class DataConfig:
     shift_pixels: int = option(0, "largest shift of the `shift` augmentation, in pixels")
     flip: bool = option(True, "mirror half of the training views")
     color_noise: float = option(0.0, "standard deviation of PCA colour noise (AlexNet); 0: none")
-    decoder: str = option("auto", "JPEG decoder", ("auto", "pillow", "simplejpeg", "nvjpeg"))
+    decoder: str = option("auto", "JPEG decoder", ("auto", "pillow", "simplejpeg", "torchvision", "nvjpeg"))
     data_threads: int = option(0, "decoding threads per rank; 0: chosen from the cores")
+    prefetch: int = option(3, "batches made ahead of the step that needs them")
+    cache: str = option("auto", "where to keep decoded images if the set fits", ("auto", "none", "host", "gpu"))
+    cache_bytes: int = option(0, "most memory for decoded images, per rank; 0: a quarter of the GPU's or the host's")
     max_bad_samples: int = option(100, "unreadable training samples to replace before the run is stopped")
 
 
@@ -361,6 +364,8 @@ def check(config: Config) -> None:
     need(d.image_size > 0, "image_size", "must be positive")
     need(0 < d.crop_area[0] <= d.crop_area[1] <= 1, "crop_area", "must be LOW,HIGH with 0 < LOW <= HIGH <= 1")
     need(0 < d.crop_aspect[0] <= d.crop_aspect[1], "crop_aspect", "must be LOW,HIGH with 0 < LOW <= HIGH")
+    need(d.prefetch > 0, "prefetch", "must be positive")
+    need(d.cache_bytes >= 0, "cache_bytes", "must not be negative")
     need(c.group_count > 0, "group_count", "must be positive")
     need(c.group_base > 0, "group_base", "must be positive")
     need(c.group_threshold_bytes > 0, "group_threshold_bytes", "must be positive")

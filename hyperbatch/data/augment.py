@@ -108,6 +108,44 @@ def eval_view(config: DataConfig, width: int, height: int, *, whole: bool) -> Vi
     return View(_resized_crop_box(width, height, config.eval_resize, config.eval_size, None, None))
 
 
+def batch_views(
+    config: DataConfig,
+    widths: np.ndarray,
+    heights: np.ndarray,
+    epochs: np.ndarray | None,
+    uniforms: np.ndarray | None,
+    *,
+    whole: bool,
+) -> np.ndarray:
+    """float64[n, 7] of a whole batch: box, shift x, shift y, mirrored. The same numbers as a view at a time gives.
+
+    No epochs and uniforms: evaluation.
+    """
+    n = len(widths)
+    views = np.zeros((n, 7))
+    if uniforms is None or epochs is None or config.augment in ("none", "shift"):
+        if whole:
+            views[:, 2], views[:, 3] = widths, heights
+        else:
+            views[:, :4] = _resized_crop_boxes(widths, heights, config.eval_resize, config.eval_size, None)
+    elif config.augment == "random_resized_crop":
+        views[:, :4] = _random_area_boxes(config, widths, heights, uniforms[:, _GEOMETRY:])
+        if config.full_crop_from_epoch is not None:
+            for i in np.flatnonzero(epochs >= config.full_crop_from_epoch):
+                views[i, :4] = _near_full_box(config, int(widths[i]), int(heights[i]), uniforms[i, _GEOMETRY:].tolist())
+    else:
+        u = uniforms[:, _GEOMETRY:]
+        low, high = config.jitter_sides
+        jitter = config.augment == "scale_jitter"
+        sides = low + (u[:, 2] * (high - low + 1)).astype(np.int64) if jitter else config.eval_resize
+        views[:, :4] = _resized_crop_boxes(widths, heights, sides, config.image_size, u)
+    if uniforms is not None:
+        if config.augment == "shift":
+            views[:, 4:6] = shifts(config, uniforms)
+        views[:, 6] = flips(config, uniforms)
+    return views
+
+
 def shifts(config: DataConfig, uniforms: np.ndarray | Sequence[float]) -> np.ndarray:
     """(dx, dy) of the `shift` augmentation, whole pixels in [-shift_pixels, shift_pixels]; for one row or many."""
     u = np.asarray(uniforms)[..., _GEOMETRY : _GEOMETRY + 2]
@@ -143,6 +181,34 @@ def _random_area_box(config: DataConfig, width: int, height: int, u: Sequence[fl
         if 0 < w <= width and 0 < h <= height:
             left, top = int(ux * (width - w + 1)), int(uy * (height - h + 1))
             return (left, top, left + w, top + h)
+    return _centre_box(config, width, height)
+
+
+def _random_area_boxes(config: DataConfig, widths: np.ndarray, heights: np.ndarray, u: np.ndarray) -> np.ndarray:
+    """`_random_area_box` for many images: each attempt is made for those that have none yet."""
+    boxes = np.zeros((len(widths), 4))
+    area_low, area_high = config.crop_area
+    log_low, log_range = math.log(config.crop_aspect[0]), math.log(config.crop_aspect[1] / config.crop_aspect[0])
+    rest = np.arange(len(widths))
+    for attempt in range(_CROP_ATTEMPTS):
+        ua, ur, ux, uy = u[rest, 4 * attempt : 4 * attempt + 4].T
+        width, height = widths[rest], heights[rest]
+        area = width * height * (area_low + ua * (area_high - area_low))
+        # math's own exp: numpy's may differ in the last bit, and a crop by a pixel with it.
+        aspect = np.array([math.exp(log_low + r * log_range) for r in ur.tolist()])
+        w, h = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
+        left, top = np.floor(ux * (width - w + 1)), np.floor(uy * (height - h + 1))
+        fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
+        boxes[rest[fits]] = np.stack([left, top, left + w, top + h], axis=1)[fits]
+        rest = rest[~fits]
+        if not len(rest):
+            return boxes
+    for i in rest.tolist():
+        boxes[i] = _centre_box(config, int(widths[i]), int(heights[i]))
+    return boxes
+
+
+def _centre_box(config: DataConfig, width: int, height: int) -> Box:
     w, h = _largest_of_aspect(config, width, height)
     left, top = (width - w) / 2, (height - h) / 2
     return (left, top, left + w, top + h)
@@ -176,3 +242,18 @@ def _resized_crop_box(width: int, height: int, short_side: int, crop: int, ux: f
     top = round((h - side) / 2) if uy is None else int(uy * (h - side + 1))
     x_scale, y_scale = width / w, height / h
     return (left * x_scale, top * y_scale, (left + side) * x_scale, (top + side) * y_scale)
+
+
+def _resized_crop_boxes(
+    widths: np.ndarray, heights: np.ndarray, short_sides: np.ndarray | int, crop: int, u: np.ndarray | None
+) -> np.ndarray:
+    """`_resized_crop_box` for many images; no u: in the centre."""
+    long_sides = np.where(widths <= heights, short_sides * heights / widths, short_sides * widths / heights)
+    long_sides = np.maximum(short_sides, long_sides.astype(np.int64))
+    w = np.where(widths <= heights, short_sides, long_sides)
+    h = np.where(widths <= heights, long_sides, short_sides)
+    side = np.minimum(crop, short_sides)
+    left = np.rint((w - side) / 2) if u is None else np.floor(u[:, 0] * (w - side + 1))
+    top = np.rint((h - side) / 2) if u is None else np.floor(u[:, 1] * (h - side + 1))
+    x_scale, y_scale = widths / w, heights / h
+    return np.stack([left * x_scale, top * y_scale, (left + side) * x_scale, (top + side) * y_scale], axis=1)

@@ -7,7 +7,9 @@ orientation is ignored, as torchvision's ImageFolder ignores it.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -25,48 +27,96 @@ except ImportError:  # an optional extra
 
 _MAX_PIXELS = 1 << 28  # a header may claim any size; no photograph is larger
 _JPEG_MAGIC = b"\xff\xd8\xff"
+_PPM_HEADER = re.compile(rb"P6\n(\d{1,6}) (\d{1,6})\n255\n")  # as `data pack --decoded` writes it
+_SOI, _EOI = b"\xff\xd8", b"\xff\xd9"
+_PLAIN_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive: all Huffman coded
+_OTHER_FRAMES = (0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
+_RGB_IDS = b"RGB"  # component names of files that are not YCbCr
 
 ViewOf = Callable[[int, int], View]  # of the full image's width and height
 
 
 def choose_decoder(name: str) -> str:
-    """The decoder `auto` stands for, or the one asked for when it can be used."""
+    """The CPU decoder `auto` stands for without torchvision, or the one asked for when it can be used."""
     if name == "auto":
         return "pillow" if simplejpeg is None else "simplejpeg"
     if name == "simplejpeg" and simplejpeg is None:
         raise InputError("--decoder simplejpeg: not installed; run pip install simplejpeg, or use --decoder pillow")
-    if name not in ("pillow", "simplejpeg"):
-        raise InputError(f"--decoder {name}: decodes on the GPU, which this version does not; use --decoder auto")
+    if name in ("torchvision", "nvjpeg") and importlib.util.find_spec("torchvision") is None:
+        raise InputError(f"--decoder {name}: needs torchvision, which is not installed; use --decoder auto")
     return name
 
 
-def decode_full(data: bytes, where: str) -> np.ndarray:
-    """uint8[height, width, 3] of the whole image. Raises BadSample."""
+def decode_full(data: bytes | bytearray, where: str, *, decoder: str = "pillow") -> np.ndarray:
+    """uint8[height, width, 3] of the whole image, the same from every decoder. Raises BadSample."""
+    if (raw := _raw_pixels(data)) is not None:
+        return raw
+    if decoder != "pillow" and data[:3] == _JPEG_MAGIC:
+        try:
+            return _fast_full(data, decoder)
+        except (ValueError, RuntimeError):
+            pass  # CMYK, or damage that strict decoding refuses: Pillow has the last word, so all decoders agree
     return np.asarray(_guarded(lambda: _open(data, where).convert("RGB"), where))
 
 
-def decode_view(data: bytes, where: str, view_of: ViewOf, size: int, *, decoder: str, exact: bool) -> np.ndarray:
+def decode_view(
+    data: bytes | bytearray, where: str, view_of: ViewOf, size: int, *, decoder: str, exact: bool
+) -> np.ndarray:
     """uint8[size, size, 3]: the view of the image that `view_of` chooses. Raises BadSample.
 
     exact: decode every pixel and resize as Pillow does, for evaluation; otherwise JPEGs are decoded smaller where the
     view does not need more, and simplejpeg's pixels are resized by a faster kernel.
     """
-    if decoder == "simplejpeg" and data.startswith(_JPEG_MAGIC):
+    if (raw := _raw_pixels(data)) is not None:
+        return render_array(raw, view_of(raw.shape[1], raw.shape[0]), size)
+    if decoder != "pillow" and data[:3] == _JPEG_MAGIC:
         try:
-            height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-            view = view_of(width, height)
-            least = (0, 0) if exact else _least_size(view, width, height, size)
-            if width * height <= _MAX_PIXELS:
-                pixels = simplejpeg.decode_jpeg(data, "RGB", min_width=least[0], min_height=least[1], min_factor=2)
-                if exact:
-                    return render(Image.fromarray(pixels), view, size, full_size=(width, height))
-                from hyperbatch.data.resize import resize_box  # here, because it loads torch
-
-                box = _decoded_box(view, (pixels.shape[1], pixels.shape[0]), (width, height))
-                return view.finish(resize_box(pixels, box, size))
-        except ValueError:
-            pass  # CMYK, or damage that strict decoding refuses: Pillow has the last word, so both decoders agree
+            return _fast_view(data, view_of, size, decoder, exact)
+        except (ValueError, RuntimeError):
+            pass  # CMYK, or damage that strict decoding refuses: Pillow has the last word, so all decoders agree
     return _guarded(lambda: _pillow_view(data, where, view_of, size, exact), where)
+
+
+def gpu_can_decode(data: bytes | bytearray) -> bool:
+    """Whether nvJPEG decodes this file as libjpeg does: a whole 8-bit JPEG, grey or YCbCr.
+
+    Cut-off files come out grey below the cut, and RGB or CMYK ones in wrong colours: Pillow has the word on those.
+    """
+    if data[:2] != _SOI or data[-2:] != _EOI:
+        return False
+    place, end = 2, len(data) - 2
+    try:
+        while place < end and data[place] == 0xFF:
+            marker = data[place + 1]
+            if marker == 0xFF:  # fill
+                place += 1
+                continue
+            length = data[place + 2] << 8 | data[place + 3]
+            if marker in _PLAIN_FRAMES:
+                precision, components = data[place + 4], data[place + 9]
+                height = data[place + 5] << 8 | data[place + 6]
+                width = data[place + 7] << 8 | data[place + 8]
+                ids = bytes(data[place + 10 : place + 19 : 3])
+                return precision == 8 and components in (1, 3) and ids != _RGB_IDS and 0 < width * height <= _MAX_PIXELS
+            if marker in _OTHER_FRAMES or marker == 0xDA:  # a scan before any frame
+                return False
+            if marker == 0xEE and data[place + 4 : place + 9] == b"Adobe" and data[place + 15] != 1:
+                return False  # colours are stored as they are, not as YCbCr
+            place += 2 + length
+    except IndexError:
+        pass
+    return False
+
+
+def _raw_pixels(data: bytes | bytearray) -> np.ndarray | None:
+    """The pixels of a file that holds nothing else; None: it must be decoded."""
+    header = _PPM_HEADER.match(data)
+    if header is None:
+        return None
+    width, height = int(header[1]), int(header[2])
+    if not 0 < width * height <= _MAX_PIXELS or len(data) != header.end() + 3 * width * height:
+        return None  # Pillow says what is wrong with it
+    return np.frombuffer(data, np.uint8, offset=header.end()).reshape(height, width, 3)
 
 
 def render(image: Image.Image, view: View, size: int, *, full_size: tuple[int, int]) -> np.ndarray:
@@ -89,7 +139,51 @@ def render_array(pixels: np.ndarray, view: View, size: int) -> np.ndarray:
     return np.concatenate(planes, axis=2)
 
 
-def _pillow_view(data: bytes, where: str, view_of: ViewOf, size: int, exact: bool) -> np.ndarray:
+def _fast_full(data: bytes | bytearray, decoder: str) -> np.ndarray:
+    """By simplejpeg or torchvision; ValueError or RuntimeError for what they refuse."""
+    if decoder == "torchvision":
+        return _torchvision_pixels(data)
+    height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+    if width * height > _MAX_PIXELS:
+        raise ValueError("too large")
+    return simplejpeg.decode_jpeg(data, "RGB")
+
+
+def _fast_view(data: bytes | bytearray, view_of: ViewOf, size: int, decoder: str, exact: bool) -> np.ndarray:
+    """By simplejpeg or torchvision; ValueError or RuntimeError for what they refuse."""
+    if decoder == "simplejpeg":
+        height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+        view = view_of(width, height)
+        least = (0, 0) if exact else _least_size(view, width, height, size)
+        if width * height > _MAX_PIXELS:
+            raise ValueError("too large")
+        pixels = simplejpeg.decode_jpeg(data, "RGB", min_width=least[0], min_height=least[1], min_factor=2)
+    else:
+        pixels = _torchvision_pixels(data)
+        height, width, _ = pixels.shape
+        view = view_of(width, height)
+    if exact:
+        return render(Image.fromarray(pixels), view, size, full_size=(width, height))
+    return resized_view(pixels, view, size, full_size=(width, height))
+
+
+def resized_view(pixels: np.ndarray, view: View, size: int, *, full_size: tuple[int, int]) -> np.ndarray:
+    """`render` by the faster kernel, which looks at nothing outside the box."""
+    from hyperbatch.data.resize import resize_box  # here, because it loads torch
+
+    box = _decoded_box(view, (pixels.shape[1], pixels.shape[0]), full_size)
+    return view.finish(resize_box(pixels, box, size))
+
+
+def _torchvision_pixels(data: bytes | bytearray) -> np.ndarray:
+    from hyperbatch.data.nvjpeg import decode_on_cpu  # here, because it loads torch
+
+    if not gpu_can_decode(data):
+        raise ValueError("not a plain JPEG")
+    return decode_on_cpu(data)
+
+
+def _pillow_view(data: bytes | bytearray, where: str, view_of: ViewOf, size: int, exact: bool) -> np.ndarray:
     image = _open(data, where)
     full_size = image.size
     view = view_of(*full_size)
@@ -115,7 +209,7 @@ def _least_size(view: View, width: int, height: int, size: int) -> tuple[int, in
     )
 
 
-def _open(data: bytes, where: str) -> Image.Image:
+def _open(data: bytes | bytearray, where: str) -> Image.Image:
     image = Image.open(io.BytesIO(data))
     if image.width * image.height > _MAX_PIXELS:
         raise BadSample(f"{where}: {image.width}x{image.height} pixels is too large to be a photograph")

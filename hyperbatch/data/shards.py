@@ -58,18 +58,20 @@ class ShardSource(EncodedSource):
             os.close(descriptor)
 
     def read(self, index: int) -> bytes:
+        return bytes(self.read_buffer(index))
+
+    def read_buffer(self, index: int) -> bytearray:
         shard = int(np.searchsorted(self._ends, index, side="right"))
-        row = self.index[index]
-        offset, length = int(row["offset"]), int(row["length"])
+        offset, length, _, _, _, checksum = self.index[index].item()
         try:
             if shard < len(self._open):
-                data = os.pread(self._open[shard], length, offset)
+                data = _pread(self._open[shard], length, offset)
             else:
                 with open(self._paths[shard], "rb") as file:
-                    data = os.pread(file.fileno(), length, offset)
+                    data = _pread(file.fileno(), length, offset)
         except OSError as error:
             raise BadSample(f"{self.describe(index)}: {error.strerror}") from error
-        if len(data) != length or zlib.crc32(data) != row["crc32"]:
+        if len(data) != length or zlib.crc32(data) != checksum:
             raise BadSample(f"{self.describe(index)}: the bytes do not match the index's checksum")
         return data
 
@@ -80,6 +82,14 @@ class ShardSource(EncodedSource):
 
     def sizes_bytes(self) -> np.ndarray:
         return self.index["length"].astype(np.int64)
+
+
+def _pread(descriptor: int, length: int, offset: int) -> bytearray:
+    if not hasattr(os, "preadv"):  # macOS
+        return bytearray(os.pread(descriptor, length, offset))
+    data = bytearray(length)
+    del data[os.preadv(descriptor, [data], offset) :]
+    return data
 
 
 def open_shards(folder: Path) -> tuple[ShardSource, ShardSource]:

@@ -107,6 +107,10 @@ class EncodedSource:
         """The file's bytes; raises BadSample when they cannot be read."""
         raise BadSample(f"{self.describe(index)}: {type(self).__name__} reads nothing")
 
+    def read_buffer(self, index: int) -> bytearray:
+        """`read` into memory of the caller's own, which decoders that refuse read-only bytes need."""
+        return bytearray(self.read(index))
+
     def describe(self, index: int) -> str:
         """Where the sample lies, for messages and for the name it is packed under."""
         return f"{self.name}[{index}]"

@@ -10,7 +10,7 @@ would halve the taps and add a round trip through memory; for photographs the ta
 """
 
 # Triton's decorator hides what a kernel takes from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 from __future__ import annotations
 
 import triton
@@ -76,7 +76,7 @@ def _views(out, samples, views, scales, offsets, SIZE: tl.constexpr, C: tl.const
             here = inside_view & (row < height) & (column < width)
             line_sum += weight * tl.load(line + column * x_stride, mask=here, other=0).to(tl.float32)
         total += y_weight * line_sum
-    value = tl.where(inside_view, total / (x_total * y_total), 0.0)
+    value = tl.where(inside_view, total / tl.where(inside_view, x_total * y_total, 1.0), 0.0)
     value = value * tl.load(scales + c) + tl.load(offsets + image * C + c)
     tl.store(out + image * (SIZE * SIZE * C) + element, value.to(out.dtype.element_ty), mask=inside)
 

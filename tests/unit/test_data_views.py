@@ -5,12 +5,14 @@ import io
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from hyperbatch.config import DataConfig, SizePhase
 from hyperbatch.data import augment, stream
 from hyperbatch.data.decode import choose_decoder, decode_full, decode_view, render_array
-from hyperbatch.data.loader import write_array_views
+from hyperbatch.data.decoders import resolve_decoders
+from hyperbatch.data.host import write_array_views
 from hyperbatch.data.resize import resize_box
 from hyperbatch.data.source import BadSample
 from hyperbatch.errors import InputError
@@ -276,6 +278,7 @@ def test_broken_files_are_bad_samples(kind, decoder):
         decode_full(data, "some/file.jpg")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_decoder_that_cannot_be_used_is_refused():
-    with pytest.raises(InputError, match="--decoder"):
-        choose_decoder("nvjpeg")
+    with pytest.raises(InputError, match="--decoder nvjpeg: needs"):
+        resolve_decoders("nvjpeg", torch.device("cpu"))

@@ -1,0 +1,120 @@
+"""Decoded images kept in memory when the set fits, so that later epochs decode nothing.
+
+Whole images are kept, not views: every epoch cuts its own views, and they are the same with and without a cache.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from hyperbatch.config import DataConfig
+from hyperbatch.data.source import ArraySource, BadSample, EncodedSource, Source
+from hyperbatch.errors import InputError
+
+_HOST_SHARE = 0.25  # of the host's memory, for all ranks of the host together
+_GPU_SHARE = 0.25  # of a GPU's memory
+_PROBED_SAMPLES = 32  # of which the size of the decoded set is guessed
+
+
+class PixelCache:
+    """uint8[h, w, c] by sample, up to a limit; what does not fit any more is not kept. Nothing is ever dropped."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.bytes = 0
+        self._images: dict[int, np.ndarray] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def get(self, index: int) -> np.ndarray | None:
+        return self._images.get(index)
+
+    def put(self, index: int, pixels: np.ndarray) -> None:
+        with self._lock:
+            if index not in self._images and self.bytes + pixels.nbytes <= self.limit_bytes:
+                self._images[index] = pixels
+                self.bytes += pixels.nbytes
+
+
+class DeviceCache:
+    """Where each kept image lies in device memory, as rows of the kernel's table; address 0: not kept."""
+
+    def __init__(self, samples: int, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.bytes = 0
+        self.table = np.zeros((samples, 6), dtype=np.int64)
+        self._kept: list[Tensor] = []
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self.table[:, 0]))
+
+    def put(self, index: int, row: np.ndarray, pixels: Tensor) -> None:
+        """pixels: what keeps the row's address alive."""
+        if self.table[index, 0] == 0 and self.bytes + pixels.nbytes <= self.limit_bytes:
+            self.table[index] = row
+            self.bytes += pixels.nbytes
+            self._kept.append(pixels)
+
+    def put_array(self, source: ArraySource, device: torch.device) -> None:
+        """A whole set of images of one size; more labels than images: they repeat."""
+        images = torch.from_numpy(source.images).to(device)
+        self._kept.append(images)
+        self.bytes += images.nbytes
+        _, height, width, channels = images.shape
+        ids = np.arange(len(source)) % len(images)
+        self.table[:, 0] = images.data_ptr() + ids * (height * width * channels)
+        self.table[:, 1:] = (width, height, channels, width * channels, 1)
+
+
+def choose_cache(source: Source, config: DataConfig, device: torch.device) -> tuple[str, int]:
+    """("none", "host" or "gpu", limit in bytes). Depends on the set and the machine only, so a rerun does the same."""
+    if config.cache == "gpu" and device.type != "cuda":
+        raise InputError("--cache gpu: this run uses no GPU; use --cache host, or --device cuda")
+    limits = {"host": int(host_memory_bytes() * _HOST_SHARE) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))}
+    if device.type == "cuda":
+        limits["gpu"] = int(torch.cuda.get_device_properties(device).total_memory * _GPU_SHARE)
+    if config.cache in limits:
+        return config.cache, config.cache_bytes or limits[config.cache]
+    if config.cache == "auto":
+        needed = decoded_bytes(source)
+        # On the GPU if possible. Images that are in memory as they are need no second place on the host.
+        for place in ("gpu", "host"):
+            limit = min(limits.get(place, 0), config.cache_bytes or limits.get(place, 0))
+            if needed <= limit and not (place == "host" and isinstance(source, ArraySource)):
+                return place, limit
+    return "none", 0
+
+
+def decoded_bytes(source: Source) -> int:
+    """What the whole set takes when decoded: known for arrays, guessed from some headers for files."""
+    if isinstance(source, ArraySource):
+        return source.images.nbytes
+    if not isinstance(source, EncodedSource):
+        return source.image(0).nbytes * len(source)
+    sizes = []
+    for index in np.unique(np.linspace(0, len(source) - 1, _PROBED_SAMPLES).astype(int)).tolist():
+        try:
+            with Image.open(io.BytesIO(source.read(index))) as image:
+                sizes.append(image.width * image.height * source.channels)
+        except (BadSample, OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            continue  # counted when the loader meets it
+    return int(np.mean(sizes) * len(source)) if sizes else 1 << 62
+
+
+def host_memory_bytes() -> int:
+    """What this process may use: the machine's memory, or less where a control group says so."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no control groups, or no limit ("max")
+        return total

@@ -1,0 +1,79 @@
+"""Which decoder a run uses: what was asked for, or what a short measurement on the set's own files shows.
+
+Decoders differ by grey levels, so the choice belongs to a run: measured once, shared by all ranks, kept on resume.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from hyperbatch.config import DataConfig
+from hyperbatch.data import nvjpeg
+from hyperbatch.data.decode import choose_decoder, decode_full, gpu_can_decode
+from hyperbatch.data.host import default_threads
+from hyperbatch.data.source import BadSample, EncodedSource, Source
+from hyperbatch.errors import InputError
+from hyperbatch.kernels import has_triton
+
+_PROBED_SAMPLES = 256  # a fraction of a second of decoding
+# nvJPEG repeats colours of subsampled files where libjpeg interpolates them: edges differ, pictures do not.
+_MEAN_TOLERANCE = 3.0
+
+
+def resolve_decoders(name: str, device: torch.device) -> tuple[str, str]:
+    """(decoder of training images, decoder of everything that must be exact or that the GPU cannot decode)."""
+    cpu_decoder = choose_decoder("auto")
+    if cpu_decoder == "pillow" and nvjpeg.load_torchvision() is not None:
+        cpu_decoder = "torchvision"
+    if name == "auto":
+        return ("nvjpeg" if has_triton() and nvjpeg.has_nvjpeg(device) else cpu_decoder), cpu_decoder
+    if name == "nvjpeg":
+        choose_decoder(name)
+        if not has_triton() or not nvjpeg.has_nvjpeg(device):
+            raise InputError(
+                "--decoder nvjpeg: needs a GPU, Triton and a torchvision built with nvJPEG; use --decoder auto"
+            )
+        return name, cpu_decoder
+    if name == "torchvision" and nvjpeg.load_torchvision() is None:
+        raise InputError("--decoder torchvision: not installed, or built for another torch; use --decoder auto")
+    return choose_decoder(name), choose_decoder(name)
+
+
+def measured_decoder(source: Source, config: DataConfig, device: torch.device) -> str:
+    """The decoder `auto` stands for on this set: the GPU's if its pixels are right and it is quicker than the CPU's."""
+    decoder, cpu_decoder = resolve_decoders(config.decoder, device)
+    if config.decoder != "auto" or decoder != "nvjpeg" or not isinstance(source, EncodedSource):
+        return decoder
+    files = []
+    for index in np.unique(np.linspace(0, len(source) - 1, _PROBED_SAMPLES).astype(int)).tolist():
+        try:
+            data = source.read_buffer(index)
+        except BadSample:
+            continue
+        if gpu_can_decode(data):
+            files.append(data)
+    if not files:
+        return cpu_decoder
+    encoded = [torch.frombuffer(data, dtype=torch.uint8) for data in files]
+    try:
+        nvjpeg.decode_batch(encoded[:8], device)  # sets the decoder up
+        torch.cuda.synchronize(device)  # a time means nothing while the device is still at work
+        start_s = time.perf_counter()
+        on_gpu = nvjpeg.decode_batch(encoded, device)
+        torch.cuda.synchronize(device)
+        gpu_s = time.perf_counter() - start_s
+    except RuntimeError:
+        return cpu_decoder
+    with ThreadPoolExecutor(config.data_threads or default_threads()) as pool:
+        start_s = time.perf_counter()
+        on_cpu = list(pool.map(lambda data: decode_full(data, "", decoder=cpu_decoder), files))
+        cpu_s = time.perf_counter() - start_s
+    for ours, theirs in zip(on_gpu, on_cpu, strict=True):
+        pixels = ours.permute(1, 2, 0).cpu().numpy()
+        if pixels.shape != theirs.shape or np.abs(pixels.astype(np.int16) - theirs).mean() > _MEAN_TOLERANCE:
+            return cpu_decoder
+    return "nvjpeg" if gpu_s < cpu_s else cpu_decoder

@@ -1,0 +1,72 @@
+"""A batch of views from decoded images of any size: tables for the fused kernel, and the readable reference.
+
+Weights are Pillow's antialiased bilinear ones: a triangle as wide as the step between output pixels, cut off at the
+image's edge (not the box's) and normalised. Pillow rounds to whole grey levels twice; here nothing is rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hyperbatch.config import DataConfig
+from hyperbatch.data import augment
+from hyperbatch.data.batch import Plan
+
+
+class Normaliser:
+    """Pixels / 255, minus mean, over std, and the colour noise of a plan: one multiply and one add a channel."""
+
+    def __init__(self, config: DataConfig, mean: Sequence[float], std: Sequence[float]) -> None:
+        self.config = config
+        self.std = np.asarray(std, dtype=np.float64)
+        self.scale = 1 / (255 * self.std)
+        self.offset = -np.asarray(mean, dtype=np.float64) / self.std
+
+    def offsets(self, plan: Plan) -> np.ndarray:
+        """float64[n, c]: what to add to pixels * scale, for each sample."""
+        if plan.uniforms is None or not self.config.color_noise:
+            return np.broadcast_to(self.offset, (len(plan.ids), len(self.offset)))
+        return self.offset + augment.color_noise(self.config, plan.uniforms) / self.std
+
+
+def axis_weights(low: float, length: float, size: int, pixels: int) -> np.ndarray:
+    """float64[size, pixels]: how much each pixel of the image counts in each of `size` output pixels."""
+    step = length / size
+    spread = max(step, 1.0)
+    centres = low + (np.arange(size) + 0.5) * step
+    weights = np.maximum(1 - np.abs(np.arange(pixels) + 0.5 - centres[:, None]) / spread, 0)
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def render_reference(pixels: np.ndarray, view: augment.View, size: int) -> np.ndarray:
+    """float64[size, size, c], grey levels not rounded: the view of uint8[h, w, c]."""
+    left, top, right, bottom = view.box
+    rows = axis_weights(top, bottom - top, size, pixels.shape[0])
+    columns = axis_weights(left, right - left, size, pixels.shape[1])
+    return view.finish(np.einsum("yh,hwc,xw->yxc", rows, pixels.astype(np.float64), columns, optimize=True))
+
+
+def view_table(views: np.ndarray) -> np.ndarray:
+    """fp32 rows of the kernel from `augment.batch_views`: box as left, top, width, height, taken in full precision."""
+    table = views.copy()
+    table[:, 2:4] -= views[:, 0:2]
+    return table.astype(np.float32)
+
+
+def render_views(out: Tensor, samples: Tensor, views: Tensor, scales: Tensor, offsets: Tensor) -> None:
+    """The fused kernel, on the device's current stream. out: [n, size, size, c], every element is written."""
+    from hyperbatch.kernels.augment import views as launch  # here, because it loads Triton
+
+    launch(out, samples, views, scales, offsets)
+
+
+def pinned(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy on the device that the host does not wait for."""
+    host = torch.from_numpy(array)
+    if device.type != "cuda":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
