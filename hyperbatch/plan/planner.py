@@ -56,7 +56,9 @@ def make_plan(
     wanted = strategy or "optimal"
 
     def timed(strategy: str, algorithm: str | None, config: Config = config) -> StepPlan:
-        return plan_step(machine, config, ranks, phase, grid=grid, algorithm=algorithm, strategy=strategy)
+        return plan_step(
+            machine, config, ranks, phase, grid=grid, algorithm=algorithm, strategy=strategy, search_grid=True
+        )
 
     chosen = timed(wanted, algorithm)
     strategies = {name: chosen if name == wanted else timed(name, algorithm) for name in STRATEGIES}
@@ -120,14 +122,23 @@ def plan_step(
     grid: str | None = None,
     algorithm: str | None = None,
     strategy: str | None = None,
+    search_grid: bool = False,
     overlap: bool = True,
 ) -> StepPlan:
-    """The step of one batch phase. strategy None: the config's; algorithm None: the best for each group."""
+    """The step of one batch phase. strategy None: the config's; algorithm None: the best for each group.
+
+    grid None: the config's where it fits, else the one `train` would use, or with search_grid the best.
+    """
     specs = model_tensors(config)
     times = model_times(cluster, config, phase.batch_per_rank)
     wire = _WireBytes(config)
     nbytes = sum(wire.of(spec.dtype, spec.nbytes) for spec in specs)
-    chosen_grid = _grid(cluster, config, ranks, grid, algorithm, nbytes)
+    chosen_grid = _stated_grid(config, ranks, grid)
+    if chosen_grid is None:
+        network, sharded = cluster.network, config.comm.sharded_update
+        chosen_grid = node_grid(network, ranks)
+        if search_grid and algorithm in (None, "torus", "hierarchical", "hybrid"):
+            chosen_grid = best_grid(network, ranks, nbytes, algorithm or "torus", sharded=sharded)
     plan = _group_plan(cluster, config, specs, times, chosen_grid, algorithm, strategy or config.comm.grouping, wire)
 
     def group_cost(group: GradGroup) -> Cost:
@@ -251,23 +262,20 @@ def best_grid(
     return min(grids(ranks), key=order)
 
 
-def _grid(
-    cluster: Cluster, config: Config, ranks: int, asked: str | None, algorithm: str | None, nbytes: float
-) -> RankGrid:
-    """The one asked for, the recipe's where it fits, or the best; only a torus profits from rows that are not nodes."""
-    for text in (asked, config.comm.grid):
-        if text is None:
-            continue
-        grid = RankGrid.parse(text)
-        if text is asked:
-            grid.check_world(ranks)
-        if grid.size == ranks:
-            return grid
-    network = cluster.network
-    node = min(network.devices_per_node, ranks)
-    if algorithm in (None, "torus") or (ranks % node and algorithm != "flat"):
-        return best_grid(network, ranks, nbytes, algorithm or "torus", sharded=config.comm.sharded_update)
-    return RankGrid(ranks // node, node) if ranks % node == 0 else RankGrid(ranks, 1)
+def node_grid(network: Network, ranks: int) -> RankGrid:
+    """What `hyperbatch train` uses when no grid is given: hosts x ranks per host, or one row when hosts differ."""
+    columns = min(network.devices_per_node, ranks)
+    return RankGrid(ranks // columns, columns) if ranks % columns == 0 else RankGrid(1, ranks)
+
+
+def _stated_grid(config: Config, ranks: int, asked: str | None) -> RankGrid | None:
+    """The grid asked for, which must fit, or the recipe's where it does."""
+    if asked is not None:
+        grid = RankGrid.parse(asked)
+        grid.check_world(ranks)
+        return grid
+    grid = RankGrid.parse(config.comm.grid) if config.comm.grid else None
+    return grid if grid is not None and grid.size == ranks else None
 
 
 def format_plan(values: dict[str, Any]) -> str:

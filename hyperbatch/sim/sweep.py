@@ -29,7 +29,11 @@ def simulate(
     global_batch: int | None = None,
     batch_per_rank: int | None = None,
 ) -> dict[str, Any]:
-    """Predicts a run for each number of GPUs. What is None is the recipe's own; the grid is then the best one."""
+    """Predicts the run that `train` would make on each number of GPUs; what is None is the recipe's own.
+
+    A grid neither asked for nor stated by the recipe is `train`'s default, hosts x devices per host. `hyperbatch plan`
+    looks for better ones.
+    """
     points = [
         _point(
             recipe,

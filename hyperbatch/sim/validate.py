@@ -80,13 +80,12 @@ def predict(row: Row) -> Outcome:
 
 
 def _config(row: Row, devices: int) -> Config:
-    comm = row.comm if devices == row.devices else {k: v for k, v in row.comm.items() if k != "grid"}
     return Config(recipe=row.name).override(
         model=row.model,
         precision=row.precision,
         epochs=row.epochs,
         batch_phases=(BatchPhase(0, row.batch_per_device * devices),),
-        **comm,
+        **row.comm,
     )
 
 
