@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+import hyperbatch
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
@@ -133,8 +135,12 @@ def device_name() -> str:
 
 def versions() -> dict[str, str | None]:
     """Of everything a timing may depend on; null: not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for name in ("hyperbatch", "torch", "triton", "torchvision", "timm", "numpy"):
+    found: dict[str, str | None] = {
+        "hyperbatch": hyperbatch.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+    }
+    for name in ("torch", "triton", "torchvision", "timm", "numpy"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

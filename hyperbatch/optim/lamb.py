@@ -120,7 +120,7 @@ def _foreach(
     beta1, beta2, lr = *group["betas"], group["lr"]
     weights = [entry.weight for entry in entries]
     averages, squares = ([entry.state[i] for entry in entries] for i in (0, 1))
-    grads = [entry.grad.to(entry.weight.dtype, copy=True) for entry in entries]
+    grads = [entry.grad.to(entry.weight.dtype) for entry in entries]
     correction1, correction2 = 1 - beta1**step, 1 - beta2**step
     keep1, keep2 = beta1, beta2
     if skip is not None:
@@ -129,7 +129,7 @@ def _foreach(
         # A skipped first step has counted nothing yet: its corrections are 0.
         correction1, correction2 = unless(skip, correction1, 1.0), unless(skip, correction2, 1.0)
     if grad_scale is not None:
-        torch._foreach_mul_(grads, 1.0 / grad_scale)
+        grads = list(torch._foreach_mul(grads, 1.0 / grad_scale))
     torch._foreach_mul_(averages, keep1)
     torch._foreach_add_(averages, grads, alpha=1 - beta1)
     torch._foreach_mul_(squares, keep2)

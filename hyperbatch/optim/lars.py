@@ -288,21 +288,21 @@ def foreach_update(
     """All layers of a group per operation; every factor stays on the device."""
     weight_norms, unscaled_norms, trust = _layer_norms(entries, h, grad_norms, grad_scale)
     weights, buffers = [entry.weight for entry in entries], [entry.state[0] for entry in entries]
-    d = [entry.grad.to(entry.weight.dtype, copy=True) for entry in entries]
+    d = [entry.grad.to(entry.weight.dtype) for entry in entries]
     if skip is not None:
         d = [torch.where(skip, 0.0, g) for g in d]  # inf times 0 would be nan
     sign = -1.0 if h.maximize else 1.0
     if h.maximize or grad_scale is not None:
-        torch._foreach_mul_(d, sign if grad_scale is None else sign / grad_scale)
+        d = torch._foreach_mul(d, sign if grad_scale is None else sign / grad_scale)
     if not h.decoupled_weight_decay:
-        torch._foreach_add_(d, _scaled(weights, h.weight_decay))
+        d = torch._foreach_add(d, _scaled(weights, h.weight_decay))
     # On a skipped step the buffer is multiplied by 1 and nothing is added to weight or buffer.
     inside, outside = rates(h.momentum_rule, h.lr, trust)
     shrink, buffer_scale = h.weight_decay, h.buffer_scale
     if skip is not None:
         inside, outside, shrink = (unless(skip, x, 0.0) for x in (inside, outside, shrink))
         buffer_scale = unless(skip, buffer_scale, 1.0)
-    d = _scaled(d, inside)
+    d = _scaled(list(d), inside)
     torch._foreach_mul_(buffers, buffer_scale)
     torch._foreach_add_(buffers, d)
     direction = buffers
@@ -337,5 +337,6 @@ def _layer_norms(
 def _scaled(tensors: list[Tensor], factor: Scalar) -> list[Tensor]:
     """Each tensor times one factor, or times its own element of a vector of them."""
     if isinstance(factor, Tensor) and factor.ndim == 1:
-        return list(torch._foreach_mul(tensors, [f.to(t.dtype) for f, t in zip(factor.unbind(), tensors, strict=True)]))
+        wide = {dtype: factor.to(dtype).unbind() for dtype in {tensor.dtype for tensor in tensors}}
+        return list(torch._foreach_mul(tensors, [wide[tensor.dtype][i] for i, tensor in enumerate(tensors)]))
     return list(torch._foreach_mul(tensors, factor))
