@@ -1,67 +1,139 @@
-"""`hyperbatch bench comm`: each all-reduce against the backend's own, between processes of this host."""
+"""`hyperbatch bench comm`: the exchange against its peers, on an emulated cluster that it builds for itself.
+
+all-reduce   one message, each algorithm and precision, against the backend's own
+wire         bytes each NIC sent, against theory
+step         ResNet-50's gradients behind a replayed backward, against DDP; grouping, algorithm, precision one at a time
+host         what a step costs the host's main thread
+"""
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
-import time
-from pathlib import Path
+import os
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
+from hyperbatch.bench.cluster import emulated_cluster
+from hyperbatch.bench.comm_host import host_cost_s
+from hyperbatch.bench.comm_ranks import Settings, measure
 from hyperbatch.bench.harness import Candidate, result, rows
-from hyperbatch.comm import GridComm, all_reduce
-from hyperbatch.engine.ranks import find_ranks, join
-from hyperbatch.launch import start_ranks
-from hyperbatch.plan.types import RankGrid
+from hyperbatch.errors import InputError
 
-ROUNDS = 7
-SIZE_BYTES = 16 << 20
+MB = 1_000_000
+STEP_PEERS = ("DDP default", "DDP, bf16 hook", "one group after backward")
 
 
-def bench_comm(nproc: int = 4) -> dict[str, Any]:
-    """Seconds for 16 MB on a 2-row grid. Loopback has no slow direction: this shows overhead, not the torus' gain."""
-    with tempfile.TemporaryDirectory(prefix="hyperbatch-") as scratch:
-        answer = Path(scratch) / "samples.json"
-        start_ranks(nproc, "hyperbatch.bench.comm", answer)
-        samples: dict[str, list[float]] = json.loads(answer.read_text())
-    peer = "dist.all_reduce"
-    candidates = [Candidate(name=name, run=lambda: None, peer=name == peer) for name in samples]
-    return result("comm", rows(candidates, samples, unit="s", bytes=SIZE_BYTES, ranks=nproc))
+def bench_comm(
+    *,
+    hosts: int = 4,
+    ranks: int = 2,
+    mbit: float = 200.0,
+    nic: str = "rank",
+    size_mb: float = 25.0,
+    rounds: int = 2,
+    backward_shares: tuple[float, ...] = (1.0, 0.25),
+    ablate: bool = False,
+) -> dict[str, Any]:
+    """ranks: per host. backward_shares: how long backward is, as a share of the flat exchange of the same gradients.
+
+    The default takes under four minutes. All of it: size_mb=100, rounds=5, ablate=True.
+    """
+    if size_mb <= 0 or rounds < 1:
+        raise InputError(f"bench comm: {size_mb} MB in {rounds} rounds measures nothing; give positive numbers")
+    settings = Settings(
+        hosts=hosts,
+        ranks_per_host=ranks,
+        size_bytes=int(size_mb * MB),
+        rounds=rounds,
+        backward_shares=backward_shares,
+        ablate=ablate,
+    )
+    load_before = os.getloadavg()[0]
+    host_s = host_cost_s()
+    with emulated_cluster(hosts=hosts, ranks_per_host=ranks, mbit=mbit, nic=nic) as cluster:
+        per_rank = cluster.run(measure, settings, timeout_s=3600)
+    found = per_rank[0]
+
+    table = _all_reduce_rows(found["all_reduce"], settings)
+    for share, samples in found.get("step", {}).items():
+        table += _step_rows(samples, share)
+    host = Candidate(name="host time of a step, 161 tensors", run=_nothing)
+    table += rows([host], {host.name: host_s}, unit="s", part="host")
+    wires = [per_rank[first]["wire"] for first in range(0, cluster.size, ranks)]
+    return result(
+        "comm",
+        table,
+        device=f"{hosts} emulated hosts x {ranks} ranks, a {mbit:g} Mbit/s NIC per {nic}, on {os.cpu_count()} cores",
+        hosts=hosts,
+        ranks_per_host=ranks,
+        mbit=mbit,
+        nic=nic,
+        flat_exchange_s=found.get("flat_s"),
+        wire=_wire_rows(wires, settings, nic),
+        summary=_summary(found, table),
+        load_before=load_before,
+        note="bandwidth is shaped, delay is not: nothing here validates a switch point that depends on latency",
+    )
 
 
-def measure() -> dict[str, list[float]]:
-    """On every rank: interleaved rounds, the slowest rank's time of each."""
-    ranks = find_ranks()
-    assert ranks is not None, "started by `start_ranks`"
-    with join(ranks, "auto", timeout_s=60) as device:
-        rows_of_grid = 2 if ranks.world_size % 2 == 0 else 1
-        comm = GridComm(RankGrid(rows_of_grid, ranks.world_size // rows_of_grid))
-        tensor = torch.zeros(SIZE_BYTES // 4, device=device)
-        calls = {"dist.all_reduce": lambda: dist.all_reduce(tensor)}
-        for algorithm in ("flat", "hierarchical", "torus"):
-            calls[algorithm] = lambda algorithm=algorithm: all_reduce(tensor, comm, algorithm=algorithm)
-        calls["torus, bf16 wire"] = lambda: all_reduce(tensor, comm, algorithm="torus", wire_dtype=torch.bfloat16)
-        samples: dict[str, list[float]] = {name: [] for name in calls}
-        for i in range(ROUNDS + 2):
-            for name, call in calls.items():
-                dist.barrier()
-                start = time.perf_counter()
-                call()
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)  # the device's time is what is measured
-                slowest = torch.tensor(time.perf_counter() - start, device=device)
-                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-                if i >= 2:
-                    samples[name].append(slowest.item())
-    return samples
+def _all_reduce_rows(samples: dict[str, list[float]], settings: Settings) -> list[dict[str, Any]]:
+    """16-bit messages are held against a 16-bit peer."""
+    table = []
+    for half in (False, True):
+        names = [name for name in samples if ("bf16" in name) == half]
+        candidates = [Candidate(name=name, run=_nothing, peer=name.startswith("dist.")) for name in names]
+        table += rows(candidates, samples, unit="s", part="all-reduce", bytes=settings.size_bytes)
+    return table
 
 
-if __name__ == "__main__":
-    measured = measure()
-    place = find_ranks()
-    if place is not None and place.rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps(measured))
+def _step_rows(samples: dict[str, list[float]], share: float) -> list[dict[str, Any]]:
+    candidates = [Candidate(name=name, run=_nothing, peer=name in STEP_PEERS) for name in samples]
+    table = rows(candidates, samples, unit="s", part="step", backward_share=share)
+    for row in table:
+        row["name"] = f"step, backward {share:g} of the exchange: {row['name']}"
+    return table
+
+
+def _wire_rows(wires: list[dict[str, list[int]]], settings: Settings, nic: str) -> list[dict[str, Any]]:
+    """Per algorithm: the most any host sent, by NIC, against theory."""
+    ranks, size = settings.ranks_per_host, settings.hosts * settings.ranks_per_host
+    table = []
+    for name in wires[0]:
+        itemsize = 2 if "bf16" in name else 4
+        payload = settings.size_bytes // 4 // 4 * itemsize
+        worst = max((wire[name] for wire in wires), key=sum)
+        if name.startswith("torus"):
+            theory = 2 * (settings.hosts - 1) / settings.hosts * payload  # of a host, over all its NICs
+        else:
+            theory = 2 * (size - 1) / size * payload
+        table.append(
+            {
+                "name": name,
+                "message_bytes": payload,
+                "nic_bytes": worst,
+                "host_bytes": sum(worst),
+                "theory_host_bytes": round(theory),
+                "excess": sum(worst) / theory - 1 if theory else None,
+                "nics": ranks if nic == "rank" else 1,
+            }
+        )
+    return table
+
+
+def _summary(found: dict[str, Any], table: list[dict[str, Any]]) -> dict[str, float]:
+    """The ratios that are worth a line."""
+    median = {row["name"]: row["median"] for row in table}
+    flat = median["dist.all_reduce"]
+    ratios = {
+        "torus over flat": flat / median["torus"],
+        "torus with bf16 wire over fp32 flat": flat / median["torus, bf16 wire"],
+    }
+    for share in found.get("step", {}):
+        start = f"step, backward {share:g} of the exchange: "
+        ddp = median[start + "DDP default"]
+        ratios[f"{start}cubic groups, flat over DDP default"] = ddp / median[start + "cubic groups, flat"]
+        ratios[f"{start}all together over DDP default"] = ddp / median[start + "cubic groups, torus, bf16 wire"]
+        ratios[f"{start}bound, DDP default over backward alone"] = ddp / (share * found["flat_s"])
+    return ratios
+
+
+def _nothing() -> None:
+    pass

@@ -45,7 +45,7 @@ class ShardedUpdate:
         if not isinstance(optimizer, LARS):
             raise InputError(
                 f"the sharded update knows lars and sgd, not {type(optimizer).__name__.lower()}; "
-                "turn it off with --no-sharded-update"
+                "leave --sharded-update out"
             )
         if optimizer._foreach is False:
             raise InputError("the sharded update has no reference path (foreach=False): it takes norms of whole layers")

@@ -145,7 +145,7 @@ def exact_gradients(rank: int, grid: str, dtype: torch.dtype) -> None:
         sync.close()
 
 
-@pytest.mark.parametrize(("grid", "dtype"), [("2x1", torch.float32), ("2x2", torch.bfloat16)])
+@pytest.mark.parametrize(("grid", "dtype"), [("2x1", torch.float32), ("2x2", torch.bfloat16), ("4x2", torch.float32)])
 def test_gradients_are_exact_with_accumulation_frozen_and_unused_parameters(grid: str, dtype: torch.dtype) -> None:
     run_ranks(RankGrid.parse(grid).size, exact_gradients, grid, dtype)
 
@@ -295,6 +295,39 @@ def test_one_rank_does_nothing() -> None:
     sync.finish()
     assert (arena.slice_of(["third"], arena.grads)[:11] == 6).all(), "gradients are in the arena as with many ranks"
     assert sync.timings() == ()
+
+
+def alone(rank: int, algorithm: str) -> None:
+    """One rank that talks to itself through the backend: the same values, and the collectives of a real step."""
+    model = Branches()
+    arena = Arena(model, ["third", "second", "first", "idle"])
+    comm = GridComm(RankGrid(1, 1), alone=True)
+    plan = plan_groups(arena.specs, "per_layer")
+    sync = GradSync(arena, plan, comm, algorithm=algorithm, wire_dtype=torch.bfloat16)
+    for _ in range(2):
+        arena.zero_grad()
+        sync.begin()
+        model(2.0).backward()
+        sync.finish()
+        assert model.third.grad is not None
+        assert (model.third.grad == 6).all()
+        assert model.idle.grad is None
+    phases = [phase.phase for phase in sync.phases()]
+    exchange = {"flat": ["all-reduce"], "torus": ["row reduce-scatter", "column all-reduce", "row all-gather"]}[
+        algorithm
+    ]
+    assert phases == ["cast", *exchange, "cast"] * len(plan.groups)
+    for timing in sync.timings():
+        mine = [phase for phase in sync.phases() if phase.index == timing.index]
+        assert all(timing.start_s <= phase.start_s <= phase.end_s <= timing.end_s for phase in mine)
+        assert {phase.algorithm for phase in mine} == {algorithm}
+    sync.close()
+    comm.close()
+
+
+@pytest.mark.parametrize("algorithm", ["flat", "torus"])
+def test_one_rank_through_the_backend(algorithm: str) -> None:
+    run_ranks(1, alone, algorithm)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------

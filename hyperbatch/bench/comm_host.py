@@ -1,0 +1,127 @@
+"""What an exchange costs where nobody is to be exchanged with: one rank that talks to itself.
+
+host_cost_s    CPU: seconds of the main thread that hooks, launches and waits of a 161-tensor step take
+nccl_cost      GPU: the same step of a real ResNet-50 with and without every collective going through NCCL
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from contextlib import closing
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hyperbatch.arena import Arena, backward_order
+from hyperbatch.bench.harness import Candidate, device_s, interleave, result, rows
+from hyperbatch.bench.replay import ReplayModel
+from hyperbatch.comm import GradSync, GridComm
+from hyperbatch.models import create_model, smoothed_cross_entropy
+from hyperbatch.plan.strategies import plan_groups
+from hyperbatch.plan.types import RankGrid, TensorSpec
+
+TENSORS = 161  # ResNet-50's
+
+
+def host_cost_s(rounds: int = 60) -> list[float]:
+    """Main-thread seconds a step spends on the exchange, with tensors so small that nothing else counts.
+
+    With and without it in turn; a sample is the difference between neighbours.
+    """
+    specs = [TensorSpec(name=f"layer{i}", shape=(4,)) for i in range(TENSORS)]
+    with _alone("gloo"), closing(GridComm(RankGrid(1, 1), alone=True)) as comm:
+        own, bare = (_small_model(specs) for _ in range(2))
+        plan = plan_groups(own[1].specs, "cubic")
+        with closing(GradSync(own[1], plan, comm)) as sync:
+            pairs = [(_step_s(*own, sync), _step_s(*bare, None)) for _ in range(rounds)]
+    return [with_it - without for with_it, without in pairs[rounds // 6 :]]  # the first ones warm up
+
+
+def _small_model(specs: list[TensorSpec]) -> tuple[ReplayModel, Arena]:
+    model = ReplayModel(specs, [0.0] * len(specs))
+    return model, Arena(model, model.order(), copy_on_ready=False)
+
+
+def _step_s(model: ReplayModel, arena: Arena, sync: GradSync | None) -> float:
+    arena.zero_grad()
+    start = time.thread_time()
+    if sync is None:
+        model.replay()
+        arena.collect()  # both ways end with gradients in the arena
+    else:
+        sync.begin()
+        model.replay()
+        sync.finish()
+    return time.thread_time() - start
+
+
+def bench_nccl(*, batch: int = 256, rounds: int = 10) -> dict[str, Any]:
+    """On one GPU, every collective forced through NCCL: a ResNet-50 step in bf16 with and without the exchange."""
+    device = torch.device("cuda", 0)
+    torch.backends.cudnn.benchmark = True
+    with _alone("nccl"):
+        model = create_model("resnet50").to(device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        probe = torch.zeros(2, 3, 224, 224, device=device)
+        order = backward_order(model, lambda: model(probe).sum().backward())
+        arena = Arena(model, order, dtype=torch.bfloat16, copy_on_ready=False)
+        images = torch.randn(batch, 3, 224, 224, device=device, dtype=torch.bfloat16)
+        images = images.to(memory_format=torch.channels_last)
+        labels = torch.randint(1000, (batch,), device=device)
+        plan = plan_groups(arena.specs, "cubic")
+        comm = GridComm(RankGrid(1, 1), alone=True)
+
+        def step(sync: GradSync | None) -> None:
+            arena.zero_grad()
+            loss = smoothed_cross_entropy(model(images), labels, 0.1)
+            if sync is not None:
+                sync.begin()
+            loss.backward()
+            if sync is not None:
+                sync.finish()
+            else:
+                arena.collect()
+
+        def own(algorithm: str, wire: torch.dtype | None = None) -> None:
+            with closing(GradSync(arena, plan, comm, algorithm=algorithm, wire_dtype=wire)) as sync:
+                for _ in range(4):  # the last ones compare nothing between ranks
+                    step(sync)
+
+        def bare() -> None:
+            for _ in range(4):
+                step(None)
+
+        candidates = [
+            Candidate(name="no exchange", run=bare, peer=True),
+            Candidate(name="flat through NCCL", run=lambda: own("flat")),
+            Candidate(name="torus through NCCL", run=lambda: own("torus")),
+            Candidate(name="torus through NCCL, fp32 wire", run=lambda: own("torus", torch.float32)),
+        ]
+        samples = interleave(candidates, lambda run: device_s(run) / 4, rounds=rounds, warmup=1)
+        table = rows(candidates, samples, unit="s", batch=batch)
+        counts = {algorithm: _collectives(lambda a=algorithm: own(a)) for algorithm in ("flat", "torus")}
+        comm.close()
+    return result("comm_nccl", table, groups=len(plan.groups), nccl_kernels=counts)
+
+
+def _collectives(run: Any) -> dict[str, int]:
+    """NCCL calls of a run by name, counted by the profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    return {event.key: event.count for event in profile.key_averages() if event.key.startswith("nccl:")}
+
+
+class _alone:
+    """A process group of one, unless there is one already."""
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+
+    def __enter__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="hyperbatch-")
+        dist.init_process_group(self._backend, init_method=f"file://{self._folder.name}/store", rank=0, world_size=1)
+
+    def __exit__(self, *_: object) -> None:
+        dist.destroy_process_group()
+        self._folder.cleanup()

@@ -1,0 +1,180 @@
+"""What one rank of the emulated cluster does for `bench comm`: interleaved rounds, in which the slowest rank counts."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from hyperbatch.arena import Arena
+from hyperbatch.bench.harness import Candidate, interleave
+from hyperbatch.bench.replay import ReplayModel, recorded_ready
+from hyperbatch.comm import GradSync, GridComm, all_reduce
+from hyperbatch.plan.inventory import tensors
+from hyperbatch.plan.strategies import plan_groups
+from hyperbatch.plan.types import RankGrid
+
+BF16 = torch.bfloat16
+WARM_UP_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    hosts: int
+    ranks_per_host: int
+    size_bytes: int  # of the all-reduced tensor, in fp32
+    rounds: int
+    backward_shares: tuple[float, ...]  # backward as a share of the flat exchange of a ResNet-50
+    ablate: bool
+
+
+def measure(rank: int, settings: Settings) -> dict[str, Any]:
+    """{"all_reduce": {name: seconds}, "wire": {name: bytes each NIC of this host sent}, "step": {share: {...}}}."""
+    comm = GridComm(RankGrid(settings.hosts, settings.ranks_per_host))
+    with closing(comm), torch.no_grad():
+        tensor = torch.zeros(settings.size_bytes // 4)
+        found: dict[str, Any] = {"all_reduce": _all_reduces(tensor, comm, settings.rounds), "wire": _wire(tensor, comm)}
+        del tensor
+    if settings.backward_shares:
+        with closing(GridComm(RankGrid(settings.hosts, settings.ranks_per_host))) as comm:
+            found["flat_s"], found["step"] = _steps(comm, settings)
+    return found
+
+
+def slowest_s(run: Callable[[], Any]) -> float:
+    """Seconds a call takes from a common start until its last rank is done."""
+    dist.barrier()
+    start = time.perf_counter()
+    run()
+    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+# -- one message -------------------------------------------------------------------------------------------------
+
+
+def _candidates(tensor: Tensor, comm: GridComm) -> list[Candidate]:
+    def plain_bf16() -> None:  # as DDP's bf16 hook does it
+        half = tensor.to(BF16)
+        dist.all_reduce(half)
+        tensor.copy_(half)
+
+    table = [
+        Candidate(name="dist.all_reduce", run=lambda: dist.all_reduce(tensor), peer=True),
+        Candidate(name="dist.all_reduce, cast to bf16", run=plain_bf16, peer=True),
+    ]
+    for algorithm in ("flat", "hierarchical", "torus"):
+        for wire, suffix in ((None, ""), (BF16, ", bf16 wire")):
+            if wire is None or algorithm != "hierarchical":
+                call = partial(all_reduce, tensor, comm, algorithm=algorithm, wire_dtype=wire)
+                table.append(Candidate(name=algorithm + suffix, run=call))
+    return table
+
+
+def _all_reduces(tensor: Tensor, comm: GridComm, rounds: int) -> dict[str, list[float]]:
+    for candidate in _candidates(tensor[: WARM_UP_BYTES // 4], comm):
+        slowest_s(candidate.run)
+    return interleave(_candidates(tensor, comm), slowest_s, rounds=rounds, warmup=0)
+
+
+def _wire(tensor: Tensor, comm: GridComm) -> dict[str, list[int]]:
+    """Bytes that each NIC of this host sends for a quarter of the message, headers and answers included."""
+    sent = {}
+    for algorithm in ("flat", "torus"):
+        for wire in (None, BF16):
+            dist.barrier()
+            before = sent_bytes()
+            all_reduce(tensor[: tensor.numel() // 4], comm, algorithm=algorithm, wire_dtype=wire)
+            dist.barrier()
+            name = algorithm if wire is None else f"{algorithm}, bf16 wire"
+            sent[name] = [after - b for after, b in zip(sent_bytes(), before)]
+    return sent
+
+
+def sent_bytes() -> list[int]:
+    """Of each NIC of the namespace this process lives in."""
+    with open("/proc/self/net/dev") as file:
+        rows = (line.split(":") for line in file if ":" in line)
+        sent = {name.strip(): int(numbers.split()[8]) for name, numbers in rows}
+    return [sent[name] for name in sorted(sent) if name.startswith("eth")]
+
+
+# -- one step ----------------------------------------------------------------------------------------------------
+
+
+def _steps(comm: GridComm, settings: Settings) -> tuple[float, dict[float, dict[str, list[float]]]]:
+    """(seconds of the flat exchange of all gradients, share -> candidate -> seconds of a replayed step)."""
+    ready = recorded_ready()
+    specs = {spec.name: spec for spec in tensors("resnet50")}
+    ordered = [specs[name] for name in ready]
+    model = ReplayModel(ordered, list(ready.values()))
+    arena = Arena(model, model.order())
+    plain = ReplayModel(ordered, list(ready.values()))
+    ddps = {"DDP default": DistributedDataParallel(plain)}
+    halved = ReplayModel(ordered, list(ready.values()))
+    ddps["DDP, bf16 hook"] = DistributedDataParallel(halved)
+    ddps["DDP, bf16 hook"].register_comm_hook(None, bf16_compress_hook)
+    models = [model, plain, halved]
+
+    def ddp_step(name: str) -> float:
+        ddp = ddps[name]
+        ddp.zero_grad(set_to_none=True)
+        return slowest_s(lambda: ddp.module.replay(ddp))
+
+    def one_group_step() -> float:
+        arena.zero_grad()
+
+        def run() -> None:
+            model.replay()
+            for flat in arena.grads.values():
+                dist.all_reduce(flat)
+                flat.div_(comm.size)
+
+        return slowest_s(run)
+
+    def own_step(strategy: str, algorithm: str, wire: torch.dtype | None) -> float:
+        sync = GradSync(arena, plan_groups(arena.specs, strategy), comm, algorithm=algorithm, wire_dtype=wire)
+        arena.zero_grad()
+
+        def run() -> None:
+            sync.begin()
+            model.replay()
+            sync.finish()
+
+        with closing(sync):
+            return slowest_s(run)
+
+    calls: dict[str, Callable[[], float]] = {name: partial(ddp_step, name) for name in ddps}
+    calls["one group after backward"] = one_group_step
+    calls["cubic groups, flat"] = partial(own_step, "cubic", "flat", None)
+    calls["cubic groups, torus, bf16 wire"] = partial(own_step, "cubic", "torus", BF16)
+    if settings.ablate:
+        calls["single group, torus, bf16 wire"] = partial(own_step, "single", "torus", BF16)
+        calls["cubic groups, flat, bf16 wire"] = partial(own_step, "cubic", "flat", BF16)
+        calls["cubic groups, torus"] = partial(own_step, "cubic", "torus", None)
+    for name in ddps:
+        calls[name]()  # DDP lays its buckets out anew after the first step
+    flat_s = _flat_seconds(arena, settings.rounds)
+    found = {}
+    for share in settings.backward_shares:
+        for each in models:
+            each.backward_s = share * flat_s
+        candidates = [Candidate(name=name, run=call) for name, call in calls.items()]
+        found[share] = interleave(candidates, lambda call: call(), rounds=settings.rounds, warmup=0)
+    return flat_s, found
+
+
+def _flat_seconds(arena: Arena, rounds: int) -> float:
+    flat: Sequence[Tensor] = list(arena.grads.values())
+    return statistics.median(slowest_s(lambda: [dist.all_reduce(t) for t in flat]) for _ in range(min(rounds, 3)))

@@ -1,0 +1,89 @@
+"""A thousand steps leave no memory, thread or file descriptor behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import nn
+
+from hyperbatch.arena import Arena
+from hyperbatch.comm import GradSync, GridComm
+from hyperbatch.optim.lars import LARS
+from hyperbatch.optim.sharded import ShardedUpdate
+from hyperbatch.plan.strategies import plan_groups
+from hyperbatch.plan.types import RankGrid
+
+STEPS = 1000
+# torch's own flight recorder keeps the last 2,000 messages, 2 kB each: it must be full before memory is compared.
+WARM_UP_STEPS = 1100
+
+
+def resident_kb() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def kernel_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def many_steps(rank: int, sharded: bool) -> dict[str, int]:
+    """What grew over a thousand steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    arena = Arena(model, [name for name, _ in model.named_parameters()][::-1])
+    comm = GridComm(RankGrid(2, 1))
+    plan = plan_groups(arena.specs, "cubic", base=1)
+    sync = GradSync(arena, plan, comm, algorithm="torus", wire_dtype=torch.bfloat16, sharded=sharded)
+    optimizer = LARS(model.parameters(), lr=0.01, arena=arena)
+    update = ShardedUpdate(optimizer, arena, sync) if sharded else optimizer
+    x = torch.randn(4, 8)
+
+    def steps(count: int) -> None:
+        for i in range(count):
+            arena.zero_grad()
+            sync.begin()
+            model(x).square().sum().backward()
+            sync.finish()
+            update.step()
+            if i % 10 == 0:
+                assert sync.timings()
+                assert sync.phases()
+
+    def state() -> dict[str, int]:
+        gc.collect()
+        tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+        return {
+            "resident_kb": resident_kb(),
+            "descriptors": descriptors(),
+            "threads": threading.active_count(),
+            "kernel_threads": kernel_threads(),
+            "objects": len(gc.get_objects()),
+            "tensors": tensors,
+        }
+
+    steps(WARM_UP_STEPS)
+    before = state()
+    steps(STEPS)
+    after = state()
+    return {key: after[key] - before[key] for key in before}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_thousand_steps_leak_nothing(sharded: bool) -> None:
+    for grown in run_ranks(2, many_steps, sharded, timeout_s=120):
+        assert grown["descriptors"] == 0
+        assert grown["threads"] == 0
+        assert grown["kernel_threads"] == 0
+        assert grown["tensors"] == 0
+        assert abs(grown["objects"]) < STEPS // 10, "not one Python object in ten steps"
+        assert grown["resident_kb"] < 350, "a tensor of 100 floats lost in each step would be 400 kB"
