@@ -56,19 +56,22 @@ class Tensors(nn.Module):
 
 
 def bench_lars(
-    models: Sequence[str] = ("resnet50",),
+    models: Sequence[str] | None = None,
     precisions: Sequence[str] = ("fp32", "fp16"),
     *,
     device: str = "auto",
     rounds: int = 20,
     peers: bool = True,
 ) -> dict[str, Any]:
-    """Rows of milliseconds a step, for each model and precision; peers exist in fp32 only, where they are usual."""
+    """Rows of milliseconds a step, for each model (default: all on a GPU, ResNet-50 on a CPU) and precision.
+
+    Peers run in fp32, where they are usual.
+    """
+    target = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
+    models = models or (MODELS if target.type == "cuda" else MODELS[:1])
     for name in models:
         if name not in MODELS:
             raise InputError(f"bench lars: unknown model {name!r}; one of {', '.join(MODELS)}")
-    chosen = "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
-    target = torch.device(chosen)
     table: list[dict[str, Any]] = []
     for model in models:
         candidates = [

@@ -14,6 +14,7 @@ from torch import nn
 
 from hyperbatch.arena import Arena
 from hyperbatch.optim import LARS, param_groups
+from hyperbatch.optim.base import norms_of
 from hyperbatch.optim.lars import MOMENTUM_RULES
 
 PATHS = {"reference": {"foreach": False}, "foreach": {"foreach": True}, "default": {}}
@@ -161,6 +162,14 @@ def test_memory_layout_does_not_matter(path):
         results[name] = param.detach().contiguous()
     for name, result in results.items():
         torch.testing.assert_close(result, results["contiguous"], rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("shape", [(8192,), (100, 333), (64, 64, 3, 3)])
+def test_long_norms_keep_their_digits(shape):
+    torch.manual_seed(0)
+    tensor = torch.randn(shape).to(memory_format=torch.channels_last if len(shape) == 4 else torch.contiguous_format)
+    (ours,) = norms_of([tensor])
+    assert ours.item() == pytest.approx(tensor.double().norm().item(), rel=1e-7)
 
 
 @every_path
