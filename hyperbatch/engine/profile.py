@@ -1,6 +1,9 @@
 """`hyperbatch profile`: measures this device, and the links of the process group at hand, into a machine file.
 
-Alone it times training steps at several batches; under torchrun it also fits latency and bandwidth of an all-reduce.
+    step at each batch   | forward: a mark after every layer | backward: a mark at every gradient | update |
+    under torchrun       all-reduces inside a host and between hosts (engine/links.py)
+
+The planner takes the layers as measured: for this model on this device its ready times are not a model's but these.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,50 +20,73 @@ import torch
 from torch import nn
 
 from hyperbatch.arena import Arena
-from hyperbatch.comm import GridComm
+from hyperbatch.comm.runner import Mark, mark, seconds_between
 from hyperbatch.config import OptimConfig
-from hyperbatch.engine.measure import free_bytes, measure_link, probe
+from hyperbatch.engine.links import measure_network
+from hyperbatch.engine.measure import free_bytes, probe
 from hyperbatch.engine.ranks import Ranks, find_ranks, join
+from hyperbatch.errors import InputError
 from hyperbatch.models import create_model, smoothed_cross_entropy
 from hyperbatch.optim.build import build_optimizer
 from hyperbatch.optim.precision import LossScaler, working_dtype
-from hyperbatch.plan.machine import Cluster, Device, Link, Measured, Network
+from hyperbatch.plan.inventory import layers
+from hyperbatch.plan.machine import Cluster, Device, Measured, Profile
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.sim.clusters import fitted_overhead, format_machine_file
 
+BATCHES = {"cuda": (32, 128, 256), "cpu": (2, 8)}
+SMALL_IMAGES = ("resnet8", "resnet20", "resnet20x4", "resnet32", "resnet44", "resnet56")
 
-def profile(model: str, *, device: str = "auto", output: Path, rounds: int = 10) -> dict[str, Any]:
-    """Writes `output` on rank 0 and returns what was measured, for `simulate --cluster FILE`."""
+
+def profile(
+    model: str,
+    *,
+    device: str = "auto",
+    output: Path,
+    batches: Sequence[int] | None = None,
+    image_size: int | None = None,
+    rounds: int | None = None,
+) -> dict[str, Any]:
+    """Writes `output` on rank 0 and returns what was measured, for `simulate --cluster FILE` and `plan`."""
+    small = model in SMALL_IMAGES
+    size, classes = image_size or (32 if small else 224), 10 if small else 1000
+    layers(model, classes=classes, image_size=size)  # an unknown model is refused before anything starts
+    if not output.parent.is_dir() or output.is_dir():
+        raise InputError(f"--output {output}: give a file in a folder that is there")
+    if batches is not None and (not batches or min(batches) < 1):
+        raise InputError(f"batches {list(batches)}: must be positive numbers, e.g. 32,128")
     ranks = find_ranks() or Ranks()
     with join(ranks, device, timeout_s=300) as place:
         precision = "fp16" if place.type == "cuda" else "fp32"
-        batches = (32, 128, 256) if place.type == "cuda" else (2, 8)
-        size = 32 if model in ("resnet8", "resnet20", "resnet32", "resnet44", "resnet56") else 224
-        points = tuple(
-            Measured(
-                model=model,
-                precision=precision,
-                batch_per_device=batch,
-                images_per_s_per_device=batch / step_seconds(model, batch, size, precision, place, rounds),
+        found = [
+            step_profile(
+                model,
+                batch,
                 image_size=size,
+                classes=classes,
+                precision=precision,
+                device=place,
+                rounds=rounds or (10 if place.type == "cuda" else 3),
             )
-            for batch in batches
-        )
-        latency_s, seconds_per_byte = measure_link(GridComm(RankGrid(1, ranks.world_size)), "flat", place)
+            for batch in sorted(set(batches or BATCHES[place.type]))
+        ]
+        hosts = ranks.world_size // ranks.local_size
+        if hosts * ranks.local_size != ranks.world_size:
+            raise InputError("profile: hosts with different numbers of ranks cannot be one machine file")
+        network = measure_network(RankGrid(hosts, ranks.local_size), place)
         memory = free_bytes(place, ranks)
         bandwidth = copy_bytes_per_s(place)
         peaks = {precision: matmul_flop_per_s(place, working_dtype(precision))}
-    hops = max(1, 2 * (ranks.world_size - 1))
-    # A ring moves 2 (n - 1) / n of the message through each link, in 2 (n - 1) hops.
-    link = Link(
-        bandwidth_bytes_per_s=hops / ranks.world_size / seconds_per_byte if seconds_per_byte else 10e9,
-        latency_s=latency_s / hops if latency_s else 5e-6,
-    )
-    measured, assumed = f"measured here, {ranks.world_size} ranks, torch {torch.__version__}", "assumed; edit this"
-    links = measured if seconds_per_byte else f"{assumed}, or profile under torchrun"
+        if precision != "fp32":
+            peaks["fp32"] = matmul_flop_per_s(place, torch.float32)
+    points = tuple(point for point, _ in found)
+    here, assumed = f"measured here, torch {torch.__version__}", "assumed; edit this"
+    sources = {"device": here, "device.power": assumed, "node.power": assumed}
+    sources["links.intra"] = here if ranks.local_size > 1 else f"{assumed}, or profile under torchrun"
+    sources["links.inter"] = here if hosts > 1 else f"{assumed}, or profile under torchrun on several hosts"
     cluster = Cluster(
         name=output.stem,
-        description=f"profiled on {platform.node()}",
+        description=f"profiled on {platform.node()}, {hosts} hosts of {ranks.local_size}",
         devices=65536,
         device=Device(
             name=torch.cuda.get_device_name(place) if place.type == "cuda" else f"{os.cpu_count()} CPU cores",
@@ -69,18 +96,11 @@ def profile(model: str, *, device: str = "auto", output: Path, rounds: int = 10)
             layer_overhead_s=fitted_overhead(points),
             power_w=700.0 if place.type == "cuda" else 100.0,
             measured=points,
+            profiles=tuple(steps for _, steps in found),
         ),
-        network=Network(
-            devices_per_node=ranks.local_size, nics_per_node=ranks.local_size, intra=link, inter=link, call_s=0.0
-        ),
-        node_power_w=300.0,
-        sources={
-            "device": measured,
-            "device.power": assumed,
-            "node": assumed,
-            "links.intra": links,
-            "links.inter": links,
-        },
+        network=network,
+        node_power_w=300.0 + ranks.local_size * (700.0 if place.type == "cuda" else 0.0),
+        sources=sources,
     )
     if ranks.rank == 0:
         output.write_text(format_machine_file(cluster))
@@ -88,54 +108,126 @@ def profile(model: str, *, device: str = "auto", output: Path, rounds: int = 10)
         "machine_file": str(output),
         "device": cluster.device.name,
         "images_per_s": {str(p.batch_per_device): round(p.images_per_s_per_device, 1) for p in points},
+        "layers": _layer_rows(found[-1][1]),
         "memory_gbyte_per_s": bandwidth / 1e9,
-        "matmul_tflop_per_s": next(iter(peaks.values())) / 1e12,
-        "link_gbyte_per_s": link.bandwidth_bytes_per_s / 1e9,
-        "link_latency_us": link.latency_s * 1e6,
-        "links": links,
+        "matmul_tflop_per_s": peaks[precision] / 1e12,
+        "inside_host_gbyte_per_s": network.intra.bytes_per_s / 1e9,
+        "inside_host_latency_us": network.intra.latency_s * 1e6,
+        "between_hosts_gbyte_per_s": network.inter.bytes_per_s / 1e9,
+        "between_hosts_latency_us": network.inter.latency_s * 1e6,
+        "links": {name: sources[f"links.{name}"] for name in ("intra", "inter")},
     }
 
 
-def step_seconds(model: str, batch: int, size: int, precision: str, device: torch.device, rounds: int) -> float:
-    """Median time of one training step (forward, backward, LARS) on data that is already there."""
-    network: nn.Module = create_model(model).to(device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    order, _ = probe(network, torch.zeros(2, 3, size, size, device=device))
+def _layer_rows(steps: Profile) -> list[dict[str, Any]]:
+    return [
+        {"layer": name, "forward_s": forward, "backward_s": backward}
+        for name, forward, backward in zip(steps.layers, steps.forward_s, steps.backward_s, strict=True)
+    ]
+
+
+def format_profile(values: dict[str, Any]) -> str:
+    """`profile`'s answer as text."""
+    rows = sorted(values["layers"], key=lambda row: -(row["forward_s"] + row["backward_s"]))
+    lines = [f"{'slowest layers':32} {'forward ms':>10} {'backward ms':>11}"]
+    for row in rows[:8]:
+        lines.append(f"{row['layer']:32} {row['forward_s'] * 1e3:>10.3f} {row['backward_s'] * 1e3:>11.3f}")
+    lines += [f"{name:26} {value}" for name, value in values.items() if name != "layers"]
+    return "\n".join(lines)
+
+
+def step_profile(
+    model: str, batch: int, *, image_size: int, classes: int, precision: str, device: torch.device, rounds: int
+) -> tuple[Measured, Profile]:
+    """A training step (forward, backward, LARS) on data that is already there: as a whole and layer by layer."""
+    network: nn.Module = create_model(model, classes=classes).to(device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    order, _ = probe(network, torch.zeros(2, 3, image_size, image_size, device=device))
     dtype = working_dtype(precision)
     arena = Arena(network, order, dtype=dtype)
     optimizer = build_optimizer(OptimConfig(precision=precision), network, arena, lr=0.1)
     scaler = LossScaler(precision, optimizer, device=device)
-    images = torch.randn(batch, 3, size, size, device=device, dtype=dtype).to(memory_format=torch.channels_last)
-    labels = torch.randint(1000, (batch,), device=device)
+    images = torch.randn(batch, 3, image_size, image_size, device=device, dtype=dtype)
+    images = images.to(memory_format=torch.channels_last)
+    labels = torch.randint(classes, (batch,), device=device)
+    marks: dict[str, Mark] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: marks.update({name: mark(device)})
+
+    table = [layer for layer in layers(model, classes=classes, image_size=image_size) if layer.tensors]
+    modules = dict(network.named_modules())
+    for layer in table:
+        modules[layer.name].register_forward_hook(note(f"forward {layer.name}"))
+    for slot in arena.slots:
+        slot.param.register_post_accumulate_grad_hook(note(slot.name))
 
     def step() -> None:
         arena.zero_grad()
-        scaler.scale(smoothed_cross_entropy(network(images), labels, 0.1)).backward()
+        marks["start"] = mark(device)
+        loss = scaler.scale(smoothed_cross_entropy(network(images), labels, 0.1))
+        marks["backward"] = mark(device)
+        loss.backward()
         optimizer.step()
         scaler.update()
+        marks["end"] = mark(device)
 
-    return _median_seconds(step, device, rounds)
+    whole, forward, backward = [], [], []
+    for i in range(rounds + 2):
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # events can be read once they were reached
+        if i >= 2:  # the first rounds choose kernels and fill caches
+            whole.append(seconds_between(marks["start"], marks["end"]))
+            forward.append(_between(marks, "start", [[f"forward {layer.name}"] for layer in table]))
+            ready = [[spec.name for spec in layer.tensors] for layer in reversed(table)]
+            backward.append(_between(marks, "backward", ready)[::-1])
+    run = {
+        "model": model,
+        "precision": precision,
+        "batch_per_device": batch,
+        "image_size": image_size,
+        "classes": classes,
+    }
+    point = Measured(**run, images_per_s_per_device=batch / statistics.median(whole))
+    steps = Profile(
+        **run,
+        layers=tuple(layer.name for layer in table),
+        forward_s=tuple(statistics.median(column) for column in zip(*forward, strict=True)),
+        backward_s=tuple(statistics.median(column) for column in zip(*backward, strict=True)),
+    )
+    return point, steps
+
+
+def _between(marks: dict[str, Mark], start: str, stops: list[list[str]]) -> list[float]:
+    """Seconds from each layer's last mark to the next one's. A layer that was done before its turn takes none."""
+    clock, seconds = 0.0, []
+    for names in stops:
+        moment = max(seconds_between(marks[start], marks[name]) for name in names if name in marks)
+        seconds.append(max(0.0, moment - clock))
+        clock = max(clock, moment)
+    return seconds
 
 
 def copy_bytes_per_s(device: torch.device) -> float:
     """Bytes read and written per second by a large copy."""
     source = torch.empty(1 << (30 if device.type == "cuda" else 26), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.numel() / _median_seconds(lambda: target.copy_(source), device, 5)
+    return 2 * source.numel() / _least_seconds(lambda: target.copy_(source), device)
 
 
 def matmul_flop_per_s(device: torch.device, dtype: torch.dtype) -> float:
     side = 8192 if device.type == "cuda" else 1024
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    return 2 * side**3 / _median_seconds(lambda: left @ right, device, 5)
+    return 2 * side**3 / _least_seconds(lambda: left @ right, device)
 
 
-def _median_seconds(call: Any, device: torch.device, rounds: int) -> float:
+def _least_seconds(call: Callable[[], Any], device: torch.device, rounds: int = 7) -> float:
+    """The best of a few: these are ceilings."""
     seconds = []
-    for i in range(rounds + 2):
+    for _ in range(rounds):
         start = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the device's time is what is measured
-        if i >= 2:  # the first rounds choose kernels and fill caches
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

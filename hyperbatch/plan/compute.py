@@ -1,18 +1,20 @@
 """How long each layer takes on a device: a roofline for the shape, a measured single-node speed for the height.
 
 The roofline says how the layers compare (a convolution is bound by arithmetic or bytes, a norm by bytes); one measured
-training speed says how far from it the device really runs; a fixed cost per layer says what small batches lose.
+training speed says how far from it the device really runs; a fixed cost per layer says what small batches lose. A model
+that `hyperbatch profile` has measured layer by layer on the device needs none of this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import NormalDist
 
 from hyperbatch.plan.cost import all_reduce_cost
 from hyperbatch.plan.inventory import PRECISION_DTYPE, Layer, layers, tensors
-from hyperbatch.plan.machine import Cluster, Device, Measured
+from hyperbatch.plan.machine import Cluster, Device, Measured, Profile
 from hyperbatch.plan.types import DTYPE_BYTES, RankGrid
 
 PASSES = 3  # forward, gradient of the input, gradient of the weights
@@ -44,6 +46,10 @@ def layer_times(
 ) -> list[LayerTime]:
     """In forward order, on a typical device (not the slowest of many)."""
     table = layers(model, classes=classes, image_size=image_size, in_channels=in_channels)
+    known = (model, precision, image_size)
+    profiles = [p for p in cluster.device.profiles if (p.model, p.precision, p.image_size) == known]
+    if profiles:
+        return profiled_times(profiles, table, batch_per_rank)
     k = stretch(cluster, precision)
     overhead = cluster.device.layer_overhead_s
     times = []
@@ -60,6 +66,34 @@ def layer_times(
             )
         )
     return times
+
+
+def profiled_times(profiles: Sequence[Profile], table: Sequence[Layer], batch_per_rank: int) -> list[LayerTime]:
+    """Layer by layer as measured, interpolated between the batches measured."""
+    batches = sorted(profiles, key=lambda profile: profile.batch_per_device)
+    parameters = {layer.name: tuple(spec.name for spec in layer.tensors) for layer in table}
+
+    def at(seconds: Sequence[float]) -> float:
+        points = [(p.batch_per_device, s) for p, s in zip(batches, seconds, strict=True)]
+        return seconds_at(points, batch_per_rank)
+
+    return [
+        LayerTime(name, at([p.forward_s[i] for p in batches]), at([p.backward_s[i] for p in batches]), parameters[name])
+        for i, name in enumerate(batches[0].layers)
+    ]
+
+
+def seconds_at(points: Sequence[tuple[int, float]], batch: float) -> float:
+    """Time at a batch from times at others, by rising batch: straight lines between them, in proportion beyond the
+    largest. Below the smallest, the first line goes on, but no image is faster than at the smallest batch."""
+    first, last = points[0], points[-1]
+    if batch >= last[0]:
+        return last[1] * batch / last[0]
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if batch <= x1:
+            line = y0 + (y1 - y0) * (batch - x0) / (x1 - x0)
+            return line if batch >= x0 else max(line, first[1] * batch / first[0])
+    return first[1] * batch / first[0]
 
 
 def update_time(device: Device, parameters: int, shards: int = 1) -> float:

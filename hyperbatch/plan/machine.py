@@ -60,6 +60,21 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """One training step measured layer by layer (those with parameters, in forward order; what lies between two of
+    them counts with the later one in its pass). Several batches of one model make ready times for any batch."""
+
+    model: str
+    precision: str
+    batch_per_device: int
+    layers: tuple[str, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    image_size: int = 224
+    classes: int = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
     name: str
     memory_bytes: float
@@ -68,6 +83,7 @@ class Device:
     layer_overhead_s: float  # time of one layer in one pass (of three) that does not shrink with the batch
     power_w: float
     measured: tuple[Measured, ...] = ()
+    profiles: tuple[Profile, ...] = ()  # where a model was profiled here, its layers are taken as measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

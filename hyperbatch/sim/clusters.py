@@ -21,7 +21,7 @@ from typing import Any
 from hyperbatch.errors import InputError, nearest
 from hyperbatch.plan.compute import PASSES
 from hyperbatch.plan.inventory import PRECISION_DTYPE, layers, model_names, training_flops
-from hyperbatch.plan.machine import Cluster, Device, Link, Measured, Network
+from hyperbatch.plan.machine import Cluster, Device, Link, Measured, Network, Profile
 
 FOLDER = Path(__file__).parent / "machines"
 LINKS = ("intra", "inter")
@@ -34,11 +34,13 @@ UNITS: dict[str, dict[str, float]] = {
     "power": {"w": 1.0, "kw": 1e3},
     "price": {"usd_per_device_hour": 1.0},
 }
+UNITS["times"] = UNITS["time"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """One entry of a section. `kind`: a row of UNITS, or "count", "fraction", "number", "text", "flag", "choices"."""
+    """One entry of a section. `kind`: a row of UNITS, or "count", "fraction", "number", "text", "flag", "choices";
+    "times" and "texts" are lists, the first with a unit of time."""
 
     kind: str
     required: bool = True
@@ -91,6 +93,16 @@ _SECTIONS: dict[str, dict[str, _Field]] = {
         "devices": _Field("count", required=False),
         "overlapped": _Field("flag", required=False),
     },
+    "profile": {
+        "model": _Field("text"),
+        "precision": _Field("text"),
+        "image_size": _Field("count", required=False),
+        "classes": _Field("count", required=False),
+        "batch_per_device": _Field("count"),
+        "layers": _Field("texts"),
+        "forward": _Field("times"),
+        "backward": _Field("times"),
+    },
 }
 
 
@@ -124,7 +136,7 @@ def parse_cluster(values: Mapping[str, Any], *, name: str, where: str) -> Cluste
     if not isinstance(sources, dict):
         raise InputError(f"machine file {where}: sources is a table of texts; write [sources]")
     parts = {key: _table(tables, key, where) for key in ("device", "node", "links")}
-    measured = parts["device"].pop("measured", [])
+    measured, profiles = (parts["device"].pop(key, []) for key in ("measured", "profile"))
     for key in parts["links"]:
         if key not in LINKS:
             raise InputError(f"machine file {where}: links.{key} is not a link{nearest(key, LINKS)}")
@@ -132,8 +144,9 @@ def parse_cluster(values: Mapping[str, Any], *, name: str, where: str) -> Cluste
     top = _read(tables, "", where)
     device = _read(parts["device"], "device", f"{where}: device")
     node = _read(parts["node"], "node", f"{where}: node")
-    if not isinstance(measured, list):
-        raise InputError(f"machine file {where}: device.measured is a list of tables; write [[device.measured]]")
+    for key, rows in (("measured", measured), ("profile", profiles)):
+        if not isinstance(rows, list):
+            raise InputError(f"machine file {where}: device.{key} is a list of tables; write [[device.{key}]]")
     points = tuple(_measured(row, f"{where}: device.measured[{i}]") for i, row in enumerate(measured))
     peaks = {p: device[f"peak_{p}"] for p in PRECISION_DTYPE if f"peak_{p}" in device}
     for i, point in enumerate(points):
@@ -150,6 +163,7 @@ def parse_cluster(values: Mapping[str, Any], *, name: str, where: str) -> Cluste
             layer_overhead_s=fitted_overhead(points) if overhead is None else overhead,
             power_w=device["power"],
             measured=points,
+            profiles=tuple(_profile(row, f"{where}: device.profile[{i}]") for i, row in enumerate(profiles)),
         ),
         network=Network(
             devices_per_node=node["devices"],
@@ -231,6 +245,7 @@ def format_machine_file(cluster: Cluster) -> str:
         }
     blocks = list(tables.items())
     blocks[2:2] = [("[[device.measured]]", asdict(point)) for point in device.measured]
+    blocks[2:2] = [("[[device.profile]]", asdict(profile)) for profile in device.profiles]
     return "\n".join(_toml_block(title, values) for title, values in blocks)
 
 
@@ -256,13 +271,32 @@ def _link(values: dict[str, Any]) -> Link:
 
 
 def _measured(row: Any, where: str) -> Measured:
+    return Measured(**_run(row, "measured", where))
+
+
+def _profile(row: Any, where: str) -> Profile:
+    values = _run(row, "profile", where)
+    forward_s, backward_s = tuple(values.pop("forward")), tuple(values.pop("backward"))
+    shape = {key: values[key] for key in ("classes", "image_size") if key in values}
+    known = [layer.name for layer in layers(values["model"], **shape) if layer.tensors]
+    if values["layers"] != known:
+        raise InputError(f"machine file {where}.layers: not the {len(known)} layers of {values['model']} in order")
+    if not len(known) == len(forward_s) == len(backward_s):
+        raise InputError(
+            f"machine file {where}: forward and backward must have one time for each of {len(known)} layers"
+        )
+    return Profile(**{**values, "layers": tuple(known)}, forward_s=forward_s, backward_s=backward_s)
+
+
+def _run(row: Any, section: str, where: str) -> dict[str, Any]:
+    """The fields of a run that was measured: its model and precision must be known ones."""
     if not isinstance(row, dict):
         raise InputError(f"machine file {where}: is not a table")
-    values = _read(row, "measured", where)
+    values = _read(row, section, where)
     for field, known in (("model", model_names()), ("precision", list(PRECISION_DTYPE))):
         if values[field] not in known:
             raise InputError(f"machine file {where}.{field}: unknown {values[field]!r}{nearest(values[field], known)}")
-    return Measured(**values)
+    return values
 
 
 def _check_possible(point: Measured, peak_flop_per_s: float, where: str) -> None:
@@ -318,6 +352,11 @@ def _value(value: Any, field: _Field, scale: float, where: str) -> Any:
         if not isinstance(value, str):
             raise refuse("must be a text")
         return value
+    if field.kind in ("texts", "times"):
+        if not isinstance(value, list) or not value:
+            raise refuse("must be a list")
+        each = _Field("text" if field.kind == "texts" else "time", zero=True)
+        return [_value(item, each, scale, f"{where}[{i}]") for i, item in enumerate(value)]
     if field.kind == "flag":
         if not isinstance(value, bool):
             raise refuse("must be true or false")

@@ -150,3 +150,53 @@ def test_the_example_in_the_documentation_is_a_machine_file() -> None:
     assert cluster.network.devices_per_node == 4
     with pytest.raises(InputError, match="sources is a table"):
         parse_cluster({**example, "sources": "data sheet"}, name="example", where="docs/simulator.md")
+
+
+PROFILE = """
+[[device.profile]]
+model = "resnet8"
+precision = "fp32"
+image_size = 32
+classes = 10
+batch_per_device = 4
+layers = LAYERS
+forward_ms = TIMES
+backward_ms = TIMES
+"""
+
+
+def profiled(**changes: str) -> str:
+    from hyperbatch.plan.inventory import layers
+
+    names = [layer.name for layer in layers("resnet8", classes=10, image_size=32) if layer.tensors]
+    values = {"LAYERS": str(names), "TIMES": str([0.5] * len(names)), **changes}
+    text = PROFILE
+    for key, value in values.items():
+        text = text.replace(key, value)
+    return GOOD.replace("[node]", text + "[node]")
+
+
+def test_layer_times_of_a_profile_come_back(tmp_path: Path) -> None:
+    cluster = load_cluster(write(tmp_path, profiled()))
+    (profile,) = cluster.device.profiles
+    assert set(profile.forward_s) == {0.5e-3}
+    again = load_cluster(write(tmp_path, format_machine_file(cluster)))
+    assert again.device.profiles == cluster.device.profiles
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"LAYERS": '["conv1", "bn1"]'}, "layers: not the 19 layers of resnet8 in order"),
+        ({"TIMES": "[0.5, 0.5]"}, "one time for each of 19 layers"),
+        ({"TIMES": "[-0.5]"}, "forward_ms[0] = -0.5: must not be negative"),
+        ({"TIMES": "0.5"}, "must be a list"),
+        ({"_ms": "_furlongs"}, "no known unit; write forward_ and one of s, ms"),
+        ({"resnet8": "resnet9"}, "unknown 'resnet9'"),
+    ],
+)
+def test_nonsense_in_a_profile_is_one_clear_line(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_cluster(write(tmp_path, profiled(**changes)))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

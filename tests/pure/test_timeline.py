@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperbatch.plan.compute import LayerTime, slowest_of, slowest_quantile
+from hyperbatch.plan.compute import LayerTime, layer_times, seconds_at, slowest_of, slowest_quantile
 from hyperbatch.plan.cost import Cost
+from hyperbatch.plan.inventory import layers, tensors
+from hyperbatch.plan.machine import Profile
 from hyperbatch.plan.optimal import serial_finish
 from hyperbatch.plan.timeline import Transfer, parameter_ready_s, run_network, step_timing
 from hyperbatch.plan.types import GradGroup, GroupPlan
+from hyperbatch.sim.clusters import load_cluster
 
 # Three layers; backward takes 4 s each, in the order c, b, a, after 3 s of forward.
 TIMES = [LayerTime(name, 1.0, 4.0, (f"{name}.weight",)) for name in "abc"]
@@ -114,3 +119,35 @@ def test_streams_conserve_work(items: list[Transfer], streams: int) -> None:
     first = min((t.ready_s for t in items), default=0.0)
     last = max((end for _, end in spans), default=0.0)
     assert last - first >= sum(t.bytes_s for t in items) - 1e-6, "the wire carries one byte at a time"
+
+
+def test_times_at_other_batches_than_those_profiled() -> None:
+    points = [(4, 2.0), (8, 3.0), (16, 6.0)]
+    assert [seconds_at(points, batch) for batch in (4, 6, 8, 12, 16, 32)] == [2.0, 2.5, 3.0, 4.5, 6.0, 12.0]
+    assert seconds_at(points, 2) == 1.5, "the first line goes on"
+    assert seconds_at([(4, 1.0), (8, 4.0)], 2) == 0.5, "but no image is faster than at the smallest batch"
+    assert seconds_at([(4, 2.0)], 2) == 1.0
+
+
+def test_a_profiled_model_is_ready_when_it_was_measured_to_be() -> None:
+    cluster = load_cluster("local")
+    names = tuple(layer.name for layer in layers("resnet8", classes=10, image_size=32) if layer.tensors)
+    count = len(names)
+    profile = Profile(
+        model="resnet8",
+        precision="fp32",
+        batch_per_device=4,
+        image_size=32,
+        classes=10,
+        layers=names,
+        forward_s=(1.0,) * count,
+        backward_s=tuple(float(i) for i in range(count)),
+    )
+    cluster = replace(cluster, device=replace(cluster.device, profiles=(profile,)))
+    times = layer_times(cluster, "resnet8", 4, "fp32", classes=10, image_size=32)
+    ready = parameter_ready_s(times)
+    assert ready["fc.weight"] == count + (count - 1)
+    assert ready["conv1.weight"] == count + sum(range(count))
+    assert set(ready) == {spec.name for spec in tensors("resnet8", classes=10, image_size=32)}
+    other = layer_times(cluster, "resnet8", 4, "fp16", classes=10, image_size=32)
+    assert other != times, "another precision was not profiled"

@@ -1,0 +1,86 @@
+"""Measures the links of a process group: latency and bandwidth inside a host and between hosts, and NICs per host.
+
+    inside     all-reduces in every row at once                 (ranks of one host)
+    between    all-reduces in the first column alone            (one rank of each host)
+               then in every column at once: slower by as much as columns share a NIC
+
+A ring of n moves 2(n-1)/n of a message through each link, in 2(n-1) hops.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from hyperbatch.comm import GridComm
+from hyperbatch.plan.machine import Link, Network
+from hyperbatch.plan.types import RankGrid
+
+SMALL_BYTES = 16 << 10  # latency is all that counts
+LARGE_BYTES = {"cpu": (2 << 20, 8 << 20), "cuda": (64 << 20, 256 << 20)}  # bandwidth: the slope between the two
+ASSUMED = Link(bandwidth_bytes_per_s=10e9, latency_s=5e-6)  # where there is nobody to talk to
+
+
+def measure_network(grid: RankGrid, device: torch.device, *, rounds: int = 5) -> Network:
+    """The network of the default process group. Every rank calls it; all get the same answer."""
+    if grid.size == 1:
+        return Network(devices_per_node=1, nics_per_node=1, intra=ASSUMED, inter=ASSUMED)
+    comm = GridComm(grid)
+    row = comm.world if grid.rows == 1 else comm.row
+    column = comm.world if grid.columns == 1 else comm.column
+    nccl = dist.get_backend() == "nccl"
+    intra = _link(row, grid.columns, device, rounds, takes_part=True) if grid.columns > 1 else None
+    inter, nics = None, 1
+    if grid.rows > 1:
+        inter = _link(column, grid.rows, device, rounds, takes_part=comm.column_index == 0)
+        together = _link(column, grid.rows, device, rounds, takes_part=True)
+        sharing = inter.bytes_per_s / together.bytes_per_s
+        nics = max(1, min(grid.columns, round(grid.columns / sharing)))
+    comm.close()
+    return Network(
+        devices_per_node=grid.columns,
+        nics_per_node=nics,
+        intra=intra or inter or ASSUMED,
+        inter=inter or intra or ASSUMED,
+        flat_algorithms=("ring", "tree") if nccl else ("ring",),
+        flat_uses_all_nics=nccl,
+    )
+
+
+def _link(
+    group: dist.ProcessGroup | None, members: int, device: torch.device, rounds: int, *, takes_part: bool
+) -> Link:
+    small, middle, large = (
+        _seconds(group, nbytes, device, rounds, takes_part) for nbytes in (SMALL_BYTES, *LARGE_BYTES[device.type])
+    )
+    low, high = LARGE_BYTES[device.type]
+    # The slope between two long messages: what a link lets through in a burst at the start cancels out.
+    s_per_byte = max((large - middle) / (high - low), 1e-15)
+    hops = 2 * (members - 1)
+    return Link(
+        bandwidth_bytes_per_s=hops / members / s_per_byte,
+        latency_s=max(0.0, small - SMALL_BYTES * s_per_byte) / hops,
+    )
+
+
+def _seconds(
+    group: dist.ProcessGroup | None, nbytes: int, device: torch.device, rounds: int, takes_part: bool
+) -> float:
+    """Median time of an all-reduce from a common start to its last rank; others wait."""
+    tensor = torch.zeros(nbytes // 4, device=device)
+    seconds = []
+    for i in range(rounds + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        if takes_part:
+            dist.all_reduce(tensor, group=group)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # the device's time is what is measured
+        took = torch.tensor(time.perf_counter() - start if takes_part else 0.0, dtype=torch.float64, device=device)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        if i > 0:  # the first one connects
+            seconds.append(took.item())  # synchronises: a measurement before anything runs
+    return statistics.median(seconds)
