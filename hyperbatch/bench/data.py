@@ -1,7 +1,7 @@
-"""`hyperbatch bench data`: images a second from JPEG files to normalised batches on the device, ours against PyTorch's.
+"""`hyperbatch bench data`: images a second from files to normalised batches on the device, ours against others'.
 
 Every candidate reads the same distinct generated JPEGs, makes a random-resized crop, mirrors, normalises and batches
-them in float32. Files are read once before timing, so they come from the page cache: this measures decoding.
+them. Files are read once before timing, so they come from the page cache: this measures decoding, not disks.
 """
 
 from __future__ import annotations
@@ -10,68 +10,78 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from hyperbatch.bench import harness
+from hyperbatch.bench import harness, peers
 from hyperbatch.bench.harness import Candidate
 from hyperbatch.config import BatchPhase, DataConfig
-from hyperbatch.data import augment, stream
-from hyperbatch.data.decode import choose_decoder
+from hyperbatch.data.decoders import resolve_decoders
 from hyperbatch.data.folders import FolderSource
 from hyperbatch.data.loader import TrainLoader
 from hyperbatch.data.pack import pack
-from hyperbatch.data.source import IMAGENET_MEAN, IMAGENET_STD, EncodedSource, open_data
+from hyperbatch.data.source import EncodedSource, open_data
 from hyperbatch.schedule import resolve_phases, steps
+
+_SMALL_SIDE = 256  # of the shards that are packed smaller
 
 
 def bench_data(
     *,
-    images: int = 256,
+    images: int = 0,
     width: int = 500,
     height: int = 375,
     image_size: int = 224,
-    batch: int = 64,
+    batch: int = 0,
     threads: int = 0,
     rounds: int = 5,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Rows of images a second. threads: of ours, and worker processes of the DataLoader; 0: one per core."""
-    target = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
+    """Rows of images a second. threads: of ours, and worker processes of others; 0: one per core.
+
+    images, batch: 0 for 256 and 64 on a CPU, 2,048 and 256 on a GPU.
+    """
+    target = torch.device("cuda:0" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
+    gpu = target.type == "cuda"
+    images, batch = images or (2048 if gpu else 256), batch or (256 if gpu else 64)
     threads = threads or len(os.sched_getaffinity(0))
+    dtype = torch.float16 if gpu else torch.float32
     with tempfile.TemporaryDirectory(prefix="hyperbatch-bench-") as folder:
-        mean_bytes = write_jpegs(Path(folder, "tree"), images, width, height)
-        pack(Path(folder, "tree"), Path(folder, "shards"))
-        tree, _ = open_data(DataConfig(data=str(Path(folder, "tree"))))
-        shards, _ = open_data(DataConfig(data=str(Path(folder, "shards"))))
+        root = Path(folder)
+        mean_bytes = write_jpegs(root / "tree", images, width, height)
+        pack(root / "tree", root / "shards")
+        pack(root / "tree", root / "small", max_side=_SMALL_SIDE)
+        pack(root / "tree", root / "decoded", max_side=_SMALL_SIDE, decoded=True)
+        sets = {name: _encoded(root / name) for name in ("tree", "shards", "small", "decoded")}
+        tree = sets["tree"]
         assert isinstance(tree, FolderSource)
-        assert isinstance(shards, EncodedSource)
 
-        def ours(source: EncodedSource, decoder: str) -> Callable[[], int]:
-            config = DataConfig(image_size=image_size, decoder=decoder, data_threads=threads)
-            return lambda: _run_ours(source, config, batch, target)
-
-        candidates = [
-            Candidate(name=f"hyperbatch, {kind}, {decoder}", run=ours(source, decoder))
-            for decoder in dict.fromkeys((choose_decoder("auto"), "pillow"))
-            for kind, source in (("folder", tree), ("shards", shards))
+        candidates, loaders = [], []
+        auto = resolve_decoders("auto", target)
+        runs = [
+            *((f"folder, {decoder}", tree, decoder, "none") for decoder in dict.fromkeys((*auto, "pillow"))),
+            (f"shards, {auto[0]}", sets["shards"], auto[0], "none"),
+            (f"shards of {_SMALL_SIDE} px, {auto[0]}", sets["small"], auto[0], "none"),
+            (f"shards of {_SMALL_SIDE} px, decoded", sets["decoded"], auto[0], "none"),
+            ("kept in host memory", sets["shards"], auto[0], "host"),
+            *([("kept in GPU memory", sets["shards"], auto[0], "gpu")] if gpu else []),
         ]
-        peer = DataLoader(
-            _TorchStyle(tree, image_size),
-            batch_size=batch,
-            shuffle=True,
-            num_workers=threads,
-            persistent_workers=True,
-            pin_memory=target.type == "cuda",
-        )
-        candidates.append(Candidate(name="DataLoader, folder, Pillow", run=lambda: _run_peer(peer, target), peer=True))
-        samples = harness.interleave(candidates, _images_per_s, rounds=rounds, warmup=1)
+        for name, source, decoder, cache in runs:
+            config = DataConfig(image_size=image_size, decoder=decoder, data_threads=threads, cache=cache)
+            loader = TrainLoader(source, config, seed=0, rank=0, world_size=1, device=target, dtype=dtype)
+            loaders.append(loader)
+            candidates.append(Candidate(name=f"hyperbatch, {name}", run=_ours(loader, len(source), batch)))
+        candidates += peers.data_peers(tree, image_size=image_size, batch=batch, workers=threads, device=target)
+        try:
+            samples = harness.interleave(candidates, _images_per_s, rounds=rounds, warmup=1)
+        finally:
+            for loader in loaders:
+                loader.close()
     table = harness.rows(
         candidates,
         samples,
@@ -81,25 +91,32 @@ def bench_data(
         image=f"{width}x{height} JPEG, {mean_bytes / 1e3:.0f} kB",
         cache="page cache",
     )
-    return harness.result("data", table)
+    return harness.result("data", table, load_1min=os.getloadavg()[0])
 
 
 def write_jpegs(folder: Path, count: int, width: int, height: int) -> float:
     """A folder tree of distinct JPEGs with the detail of photographs (about 70 kB at 500x375); their mean size."""
-    rng = np.random.default_rng(0)
     for split in ("train", "val"):
         for name in ("a", "b"):
             (folder / split / name).mkdir(parents=True)
-    sizes = []
-    for i in range(count + 2):  # the last two are the validation split that a set must have
+
+    def write(i: int) -> int:
+        rng = np.random.default_rng(i)
         coarse = Image.fromarray(rng.integers(0, 256, (height // 6, width // 6, 3), dtype=np.uint8))
-        pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)) + rng.normal(
-            0, 6, (height, width, 3)
-        )
+        pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(np.float32)
+        pixels += 6 * rng.standard_normal(pixels.shape, dtype=np.float32)
         path = folder / ("train" if i < count else "val") / "ab"[i % 2] / f"{i}.jpg"
         Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).save(path, quality=87)
-        sizes.append(path.stat().st_size)
-    return float(np.mean(sizes))
+        return path.stat().st_size
+
+    with ThreadPoolExecutor() as pool:
+        return float(np.mean(list(pool.map(write, range(count + 2)))))  # the last two: a set must have a val split
+
+
+def _encoded(folder: Path) -> EncodedSource:
+    source, _ = open_data(DataConfig(data=str(folder)))
+    assert isinstance(source, EncodedSource)
+    return source
 
 
 def _images_per_s(run: Callable[[], int]) -> float:
@@ -110,36 +127,6 @@ def _images_per_s(run: Callable[[], int]) -> float:
     return images / (time.perf_counter() - start)
 
 
-def _run_ours(source: EncodedSource, config: DataConfig, batch: int, device: torch.device) -> int:
-    plan = steps(resolve_phases((BatchPhase(0, batch),), len(source), 1), len(source), 1.0)
-    with TrainLoader(source, config, seed=0, rank=0, world_size=1, device=device, dtype=torch.float32) as loader:
-        return sum(len(made.labels) for made in loader.batches(plan))
-
-
-def _run_peer(loader: DataLoader, device: torch.device) -> int:
-    return sum(len(images.to(device, non_blocking=True)) for images, _ in loader)
-
-
-class _TorchStyle(Dataset):
-    """What torchvision's ImageFolder, RandomResizedCrop, flip, ToTensor and Normalize do, without needing it."""
-
-    def __init__(self, source: FolderSource, image_size: int) -> None:
-        self.source = source
-        self.config = DataConfig(image_size=image_size)
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        uniforms = stream.uniforms(0, np.zeros(1), np.array([index]), augment.uniforms_needed(self.config))[0].tolist()
-        with Image.open(self.source.path(index)) as file:
-            image = file.convert("RGB")
-        view = augment.train_view(self.config, image.width, image.height, 0, uniforms, whole=False)
-        left, top, right, bottom = (int(side) for side in view.box)
-        size = (self.config.image_size, self.config.image_size)
-        image = image.crop((left, top, right, bottom)).resize(size, Image.Resampling.BILINEAR)
-        if view.flip:
-            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous().float().div_(255)
-        mean, std = torch.tensor(IMAGENET_MEAN).view(3, 1, 1), torch.tensor(IMAGENET_STD).view(3, 1, 1)
-        return pixels.sub_(mean).div_(std), int(self.source.labels[index])
+def _ours(loader: TrainLoader, samples: int, batch: int) -> Callable[[], int]:
+    plan = list(steps(resolve_phases((BatchPhase(0, batch),), samples, 1), samples, 1.0))
+    return lambda: sum(len(made.labels) for made in loader.batches(plan))

@@ -68,7 +68,8 @@ def decode_view(
     view does not need more, and simplejpeg's pixels are resized by a faster kernel.
     """
     if (raw := _raw_pixels(data)) is not None:
-        return render_array(raw, view_of(raw.shape[1], raw.shape[0]), size)
+        view, full_size = view_of(raw.shape[1], raw.shape[0]), (raw.shape[1], raw.shape[0])
+        return render_array(raw, view, size) if exact else resized_view(raw, view, size, full_size=full_size)
     if decoder != "pillow" and data[:3] == _JPEG_MAGIC:
         try:
             return _fast_view(data, view_of, size, decoder, exact)

@@ -170,10 +170,10 @@ class HostMaker:
         self.meter.add("resize", time.perf_counter() - start_s, self.threads)
         return view
 
-    def _read(self, index: int) -> bytes:
+    def _read(self, index: int) -> bytearray:
         assert isinstance(self.source, EncodedSource)
         start_s = time.perf_counter()
-        data = self.source.read(index)
+        data = self.source.read_buffer(index)
         self.meter.add("read", time.perf_counter() - start_s, self.threads)
         return data
 

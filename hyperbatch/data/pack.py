@@ -15,6 +15,7 @@ import tarfile
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -29,9 +30,51 @@ from hyperbatch.errors import InputError
 
 _PLAN = "pack.json"  # what an unfinished pack was packing
 _BLOCK_BYTES = 512  # of a tar
+_SHRUNK_QUALITY = 90  # of images that are shrunk, when none is asked for
 _MAX_PROBLEMS = 100  # lines `verify` keeps; it counts all
 
 Progress = Callable[[int, int], None]  # (samples done, samples in all)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recompress:
+    """(bytes, extension) of a file as it goes into the shard. Damaged files stay as they are."""
+
+    max_side: int | None
+    quality: int | None
+    decoded: bool
+
+    def __post_init__(self) -> None:
+        if self.max_side is not None and self.max_side < 1:
+            raise InputError(f"--max-side {self.max_side}: must be positive")
+        if self.quality is not None and not 1 <= self.quality <= 100:
+            raise InputError(f"--quality {self.quality}: must be in [1, 100]")
+        if self.decoded and self.quality is not None:
+            raise InputError("--quality and --decoded: plain pixels have no quality; give one of them")
+
+    def __call__(self, data: bytes, extension: str) -> tuple[bytes, str]:
+        if self == _Recompress(max_side=None, quality=None, decoded=False):
+            return data, extension
+        try:
+            with Image.open(io.BytesIO(data)) as image:
+                shrink = self.max_side is not None and max(image.size) > self.max_side
+                if not (shrink or self.decoded or self.quality):
+                    return data, extension
+                pixels = image.convert("L" if image.mode == "L" and not self.decoded else "RGB")
+        except Exception:  # whatever a damaged file does, its bytes are kept, and the loader reports it
+            return data, extension
+        if shrink and self.max_side is not None:
+            scale = self.max_side / max(pixels.size)
+            size = (max(1, round(pixels.width * scale)), max(1, round(pixels.height * scale)))
+            pixels = pixels.resize(size, Image.Resampling.LANCZOS)
+        out = io.BytesIO()
+        if self.decoded:
+            pixels.save(out, "PPM")
+            return out.getvalue(), "ppm"
+        pixels.save(out, "JPEG", quality=self.quality or _SHRUNK_QUALITY)
+        if not shrink and extension == "jpg" and len(out.getvalue()) >= len(data):
+            return data, extension  # it was smaller already
+        return out.getvalue(), "jpg"
 
 
 def pack(
@@ -39,16 +82,23 @@ def pack(
     dst: str | Path,
     *,
     shard_bytes: int = 512 << 20,
+    max_side: int | None = None,
+    quality: int | None = None,
+    decoded: bool = False,
     workers: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Packs a folder tree or tars into shards of about `shard_bytes` each; run again, it finishes what is missing.
+
+    Files keep their bytes unless asked otherwise: `max_side` shrinks images with a longer side, `quality` compresses
+    again, and `decoded` stores plain pixels (PPM), which are large and cost nothing to read.
 
     The order within the set is a fixed shuffle, so that readers who take shards from front to back get mixed classes.
     Returns {"samples", "bytes", "shards", "resumed_shards", "unreadable"}.
     """
     if shard_bytes < 1 or workers < 0:
         raise InputError(f"shard size {shard_bytes} and workers {workers}: must be positive")
+    recompress = _Recompress(max_side=max_side, quality=quality, decoded=decoded)
     dst = Path(dst)
     sources = _open_splits(src)
     plan: dict[str, list[tuple[str, np.ndarray]]] = {}
@@ -57,18 +107,20 @@ def pack(
         if isinstance(source, ShardSource):
             raise InputError(f"{src} is packed already; give the folder tree or tars it was made from")
         sizes = source.sizes_bytes()
-        plan[split] = _shard_plan(split, sizes, shard_bytes)
-        for part in (split, source.classes, source.labels.tolist(), sizes.tolist(), shard_bytes):
+        # Pixels of unknown number: at the longest allowed side, a photograph's three quarters of a square.
+        written = np.full_like(sizes, max_side * max_side * 9 // 4) if decoded and max_side else sizes
+        plan[split] = _shard_plan(split, written, shard_bytes)
+        for part in (split, source.classes, source.labels.tolist(), sizes.tolist(), shard_bytes, recompress):
             digest.update(repr(part).encode())
     _claim(dst, digest.hexdigest())
 
     total = sum(len(source) for source in sources.values())
-    todo = [(sources[split], dst / name, ids) for split, shards in plan.items() for name, ids in shards]
+    todo = [(sources[split], dst / name, ids, recompress) for split, shards in plan.items() for name, ids in shards]
     finished = [item for item in todo if _is_finished(item[1], len(item[2]))]
-    done = sum(len(ids) for _, _, ids in finished)
+    done = sum(len(ids) for _, _, ids, _ in finished)
     if progress:
         progress(done, total)
-    skip = {path for _, path, _ in finished}
+    skip = {path for _, path, _, _ in finished}
     with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
         running = {pool.submit(_write_shard, *item): len(item[2]) for item in todo if item[1] not in skip}
         try:
@@ -183,7 +235,7 @@ def _is_finished(shard: Path, samples: int) -> bool:
         return False
 
 
-def _write_shard(source: EncodedSource, path: Path, ids: np.ndarray) -> None:
+def _write_shard(source: EncodedSource, path: Path, ids: np.ndarray, recompress: _Recompress) -> None:
     index = np.zeros(len(ids), dtype=INDEX_DTYPE)
     part = path.with_suffix(".part")
     try:
@@ -191,7 +243,8 @@ def _write_shard(source: EncodedSource, path: Path, ids: np.ndarray) -> None:
             for row, sample in enumerate(ids.tolist()):
                 data, where, label = source.read(sample), source.describe(sample), int(source.labels[sample])
                 key = _key(sample, where)
-                offset = _write_member(out, f"{key}.{_extension(where)}", data)
+                data, extension = recompress(data, _extension(where))
+                offset = _write_member(out, f"{key}.{extension}", data)
                 _write_member(out, f"{key}.cls", str(label).encode())
                 width, height = _image_size(data)
                 index[row] = (offset, len(data), label, width, height, zlib.crc32(data))

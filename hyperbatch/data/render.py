@@ -66,7 +66,7 @@ def render_views(out: Tensor, samples: Tensor, views: Tensor, scales: Tensor, of
 
 def pinned(array: np.ndarray, device: torch.device) -> Tensor:
     """A copy on the device that the host does not wait for."""
-    host = torch.from_numpy(array)
+    host = torch.from_numpy(np.ascontiguousarray(array))  # the kernel counts on rows one after the other
     if device.type != "cuda":
         return host
     return host.pin_memory().to(device, non_blocking=True)

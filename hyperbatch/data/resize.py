@@ -16,6 +16,7 @@ from torch.nn import functional
 def resize_box(pixels: np.ndarray, box: tuple[float, float, float, float], size: int) -> np.ndarray:
     """uint8[size, size, c] of the box of uint8[h, w, c], widened to whole pixels."""
     left, top, right, bottom = math.floor(box[0]), math.floor(box[1]), math.ceil(box[2]), math.ceil(box[3])
-    part = torch.from_numpy(pixels[top:bottom, left:right]).permute(2, 0, 1)[None]
+    cut = pixels[top:bottom, left:right]
+    part = torch.from_numpy(cut if cut.flags.writeable else cut.copy()).permute(2, 0, 1)[None]
     resized = functional.interpolate(part, (size, size), mode="bilinear", antialias=True)
     return resized[0].permute(1, 2, 0).numpy()

@@ -1,0 +1,200 @@
+"""The data path on a CUDA device: the fused kernel, nvJPEG against the CPU, and a loader beside a busy step."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hyperbatch.config import BatchPhase, DataConfig
+from hyperbatch.data import augment, nvjpeg
+from hyperbatch.data.decode import decode_full, decode_view, gpu_can_decode
+from hyperbatch.data.decoders import measured_decoder
+from hyperbatch.data.loader import TrainLoader, eval_batches
+from hyperbatch.data.render import pinned, render_reference, render_views, view_table
+from hyperbatch.data.source import ArraySource, EncodedSource
+from hyperbatch.schedule import resolve_phases, steps
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+CUDA = torch.device("cuda:0")
+CONFIG = DataConfig(cache="none", decoder="nvjpeg")
+
+
+def photo(width, height, seed=0):
+    """Smooth colours with some detail, as photographs have."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (height // 12 + 2, width // 12 + 2, 3), dtype=np.uint8))
+    pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(float)
+    return Image.fromarray(np.clip(pixels + rng.normal(0, 4, pixels.shape), 0, 255).astype(np.uint8))
+
+
+def encoded(image, **options):
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", **{"quality": 90, **options})
+    return buffer.getvalue()
+
+
+class Files(EncodedSource):
+    def __init__(self, n=48, broken=()):
+        super().__init__("files", tuple(map(str, range(n))), np.arange(n))
+        kinds = [{}, {"subsampling": 0}, {"subsampling": 2}, {"progressive": True}]
+        self.files = [encoded(photo(500 - 3 * i, 375 + 2 * i, i), **kinds[i % 4]) for i in range(n)]
+        self.files[5] = encoded(photo(300, 200).convert("L"))
+        self.files[6] = encoded(photo(300, 200).convert("CMYK"))
+        for i in broken:
+            self.files[i] = self.files[i][:3000]
+
+    def read(self, index):
+        return self.files[index]
+
+
+@pytest.fixture(scope="module")
+def source():
+    return Files()
+
+
+def plan(source, epochs=4.0, batch=16):
+    return list(steps(resolve_phases((BatchPhase(0, batch),), len(source), 1), len(source), epochs))
+
+
+def batches(source, config, *, busy=False, dtype=torch.float32, epochs=4.0):
+    """All images and labels; busy: beside a step that keeps the device occupied and memory moving."""
+    with TrainLoader(source, config, seed=3, rank=0, world_size=1, device=CUDA, dtype=dtype) as loader:
+        images, labels = [], []
+        weight = torch.randn(4096, 4096, device=CUDA, dtype=torch.bfloat16)
+        for batch in loader.batches(plan(source, epochs)):
+            if busy:
+                for _ in range(20):
+                    weight = torch.nn.functional.normalize(weight @ weight)
+            images.append(batch.images.clone())
+            labels.append(batch.labels.clone())
+            del batch
+        return torch.cat(images), torch.cat(labels), loader
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [224, 127])
+def test_the_kernel_equals_its_reference(dtype, size):
+    rng = np.random.default_rng(0)
+    config = DataConfig()
+    images = [rng.integers(0, 256, (375 + i, 500 - 9 * i, 3), dtype=np.uint8) for i in range(12)]
+    uniforms = rng.random((12, augment.uniforms_needed(config)))
+    views = [
+        augment.train_view(config, i.shape[1], i.shape[0], 0, u.tolist(), whole=False) for i, u in zip(images, uniforms)
+    ]
+    table = np.array([(*v.box, v.shift_x, v.shift_y, v.flip) for v in views], dtype=float)
+    kept = [torch.from_numpy(image.transpose(2, 0, 1).copy()).to(CUDA) for image in images]
+    rows = np.array([(t.data_ptr(), t.shape[2], t.shape[1], 1, t.shape[2], t.shape[1] * t.shape[2]) for t in kept])
+    out = torch.full((12, size, size, 3), float("nan"), device=CUDA, dtype=dtype)
+    ones, zeros = np.full(3, 1 / 255, dtype=np.float32), np.zeros((12, 3), dtype=np.float32)
+    render_views(out, *(pinned(part, CUDA) for part in (rows, view_table(table), ones, zeros)))
+    tolerance = {torch.float32: 1e-4, torch.float16: 6e-4, torch.bfloat16: 5e-3}[dtype]  # one rounding of the result
+    for i, image in enumerate(images):
+        expected = render_reference(image, views[i], size) / 255
+        assert np.abs(out[i].double().cpu().numpy() - expected).max() < tolerance
+
+
+def test_nvjpeg_decodes_as_the_cpu_does(source):
+    """Fully sampled files within rounding; subsampled ones but for how colours are interpolated."""
+    files = [data for data in source.files if gpu_can_decode(data)]
+    decoded = nvjpeg.decode_batch([torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in files], CUDA)
+    torch.cuda.synchronize()  # hardware decoders have been seen to run past their stream
+    for data, pixels in zip(files, decoded, strict=True):
+        expected = decode_full(data, "").astype(int)
+        difference = np.abs(pixels.permute(1, 2, 0).cpu().numpy().astype(int) - expected)
+        assert difference.mean() < 2.5
+        assert np.abs(difference.mean(axis=(0, 1)) - difference.mean()).max() < 2.5  # no channel is another
+
+
+def test_a_busy_device_changes_no_pixel(source):
+    calm, calm_labels, _ = batches(source, CONFIG)
+    for _ in range(2):
+        busy, labels, loader = batches(source, CONFIG, busy=True)
+        assert torch.equal(busy, calm)
+        assert torch.equal(labels, calm_labels)
+    assert loader.bad_samples == []
+
+
+def test_training_batches_show_what_the_cpu_shows(source):
+    ours, labels, _ = batches(source, CONFIG, epochs=1.0)
+    theirs, other_labels, _ = batches(source, dataclasses.replace(CONFIG, decoder="pillow"), epochs=1.0)
+    assert torch.equal(labels, other_labels)
+    assert (ours - theirs).abs().mean() < 0.02  # of a standard deviation of about 60 grey levels
+    assert (ours - theirs).abs().flatten(1).mean(dim=1).max() < 0.05
+
+
+def test_evaluation_agrees_with_pillow(source):
+    """Mean difference at most 0.5 grey levels, 99.9 of 100 within 2."""
+    std, mean = (torch.tensor(v, device=CUDA).view(3, 1, 1) for v in (source.std, source.mean))
+    made = eval_batches(source, CONFIG, batch_per_rank=16, rank=0, world_size=1, device=CUDA, dtype=torch.float32)
+    ours = torch.cat([(batch.images * std + mean) * 255 for batch in made]).permute(0, 2, 3, 1).cpu().numpy()
+    for i, data in enumerate(source.files):
+        view = lambda w, h: augment.eval_view(CONFIG, w, h, whole=False)  # noqa: E731
+        expected = decode_view(data, "", view, 224, decoder="pillow", exact=True)
+        difference = np.abs(ours[i] - expected)
+        assert difference.mean() <= 0.5
+        assert np.quantile(difference, 0.999) <= 2
+
+
+@pytest.mark.parametrize("place", ["gpu", "host"])
+def test_kept_images_give_the_same_batches(source, place):
+    expected, _, _ = batches(source, CONFIG)
+    kept, _, _ = batches(source, dataclasses.replace(CONFIG, cache=place))
+    assert torch.equal(kept, expected)
+
+
+def test_bad_files_are_replaced_as_on_the_cpu():
+    broken = Files(16, broken=(3, 4))
+    _, labels, loader = batches(broken, CONFIG, epochs=1.0)
+    _, expected, other = batches(broken, dataclasses.replace(CONFIG, decoder="pillow"), epochs=1.0)
+    assert torch.equal(labels, expected)
+    assert len(loader.bad_samples) == len(other.bad_samples) == 2
+
+
+def test_memory_is_flat_over_epochs(source):
+    with TrainLoader(source, CONFIG, seed=3, rank=0, world_size=1, device=CUDA, dtype=torch.float16) as loader:
+        peaks = []
+        for i, _ in enumerate(loader.batches(plan(source, 12.0))):
+            if i % 12 == 11:
+                peaks.append(torch.cuda.max_memory_reserved())
+    assert peaks[-1] == peaks[1]
+
+
+def test_a_step_is_captured_while_the_loader_runs(source):
+    """With capture_error_mode="thread_local", so that the loader's own calls are its own affair."""
+    static = torch.zeros(16, 3, 224, 224, device=CUDA).to(memory_format=torch.channels_last)
+    graph, total = None, torch.zeros((), device=CUDA, dtype=torch.float64)
+    with TrainLoader(source, CONFIG, seed=3, rank=0, world_size=1, device=CUDA, dtype=torch.float32) as loader:
+        expected = 0.0
+        for batch in loader.batches(plan(source)):
+            static.copy_(batch.images)
+            if graph is None:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    total += static.double().abs().sum()
+            graph.replay()
+            expected += batch.images.double().abs().sum().item()
+    assert total.item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_arrays_are_cut_on_the_device():
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (64, 32, 32, 3), dtype=np.uint8)
+    array = ArraySource("array", images, np.arange(64), classes=tuple(map(str, range(64))))
+    config = DataConfig(image_size=32, eval_size=32, augment="shift", shift_pixels=4)
+    ours, labels, _ = batches(array, config)
+    with TrainLoader(
+        array, config, seed=3, rank=0, world_size=1, device=torch.device("cpu"), dtype=torch.float32
+    ) as loader:
+        made = list(loader.batches(plan(array)))
+    assert torch.equal(labels.cpu(), torch.cat([batch.labels for batch in made]))
+    assert torch.allclose(ours.cpu(), torch.cat([batch.images for batch in made]), atol=1e-4)
+
+
+def test_auto_measures_and_takes_the_gpu(source):
+    assert measured_decoder(source, DataConfig(), CUDA) in ("nvjpeg", "torchvision", "simplejpeg", "pillow")
+    assert measured_decoder(source, DataConfig(decoder="pillow"), CUDA) == "pillow"
