@@ -9,6 +9,7 @@ param (16 or 32 bit) --grad--> [ norms | inf? ] --> update of master and state i
 # torch._foreach_* is the multi-tensor interface that torch.optim itself is written in.
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,7 @@ class LayerStats:
     trust: Tensor
 
 
-class LayerwiseOptimizer(torch.optim.Optimizer):
+class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
     """Subclasses name their state, check a group and update one."""
 
     state_names: tuple[str, ...] = ()  # tensors per parameter
@@ -84,8 +85,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self.skipped_steps: Tensor | None = None  # how many were; a device tensor
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "state_names" not in self.__dict__ and "_versions" not in self.__dict__:  # unpickled or deep-copied
-            self._setup(None, False, None, None)
+        if "_versions" not in self.__dict__:  # unpickled or deep-copied: an optimizer of ordinary parameters
+            self._setup(None, state["defaults"]["capturable"], None, None)
         super().__setstate__(state)
 
     # --- groups -------------------------------------------------------------------------------------------------
@@ -113,8 +114,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"params must be real floating-point tensors, not {param.dtype}")
         self.check_group(group)
 
+    @abstractmethod
     def check_group(self, group: dict[str, Any]) -> None:
-        raise NotImplementedError
+        """Raises ValueError naming the setting that is wrong."""
 
     def _to_device(self, group: dict[str, Any]) -> None:
         """A captured graph must read its rates from device memory, or it would replay the captured ones."""
@@ -169,11 +171,11 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._write_back(entries)
         return loss
 
+    @abstractmethod
     def update_group(
         self, group: dict[str, Any], entries: list[Entry], grad_norms: Tensor, skip: Tensor | None
     ) -> LayerStats:
         """grad_norms: of the gradients as they are, one per entry. skip: None when the host knows the step is good."""
-        raise NotImplementedError
 
     def step_fused(self) -> bool:
         """Does the whole step, where there are kernels for it, and says so."""

@@ -93,13 +93,14 @@ class FusedLars:
     def refresh(self) -> None:
         """Takes the weights' norms anew."""
         if self._count:
-            weight_norms_kernel[(self._count,)](
-                self._chunks,
-                self._new_weight_partials,
-                ALIGNED=self._fixed_aligned,
-                BLOCK=BLOCK,
-                num_warps=WARPS,
-            )
+            with torch.cuda.device_of(self._chunks):  # Triton launches on the current device
+                weight_norms_kernel[(self._count,)](
+                    self._chunks,
+                    self._new_weight_partials,
+                    ALIGNED=self._fixed_aligned,
+                    BLOCK=BLOCK,
+                    num_warps=WARPS,
+                )
 
     def holds(self, layers: list[Layer]) -> bool:
         """Whether the tables still point at these tensors."""
@@ -118,8 +119,17 @@ class FusedLars:
         found_inf: Tensor | None,
     ) -> None:
         """grads: laid out as the weights, or None; they must stay alive until the launches have run."""
-        if not self._count:
-            return
+        if self._count:
+            with torch.cuda.device_of(self._chunks):
+                self._launch(grads, groups, grad_scale, found_inf)
+
+    def _launch(
+        self,
+        grads: list[Tensor | None],
+        groups: list[dict[str, Any]],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
         addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
         if self._grads.put(addresses):
             self._grads_aligned = all(address % 16 == 0 for address in addresses)
