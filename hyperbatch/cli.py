@@ -158,7 +158,15 @@ def _data(args: argparse.Namespace) -> int:
         task = bar.add_task(args.action)
         show = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731
         if args.action == "pack":
-            values = pack.pack(args.source, args.target, workers=args.workers or 0, progress=show)
+            values = pack.pack(
+                args.source,
+                args.target,
+                max_side=args.max_side,
+                quality=args.quality,
+                decoded=args.decoded,
+                workers=args.workers or 0,
+                progress=show,
+            )
         else:
             values = pack.verify(args.folder, progress=show)
     _print(args, values, lambda: _lines(values))
@@ -376,6 +384,9 @@ def _build_parser() -> _Parser:
     action.add_argument("source", metavar="SRC")
     action.add_argument("target", metavar="DST")
     action.add_argument("--workers", type=_positive, default=None)
+    action.add_argument("--max-side", type=_positive, metavar="PIXELS", help="shrink images with a longer side")
+    action.add_argument("--quality", type=_positive, metavar="1-100", help="compress again as JPEG of this quality")
+    action.add_argument("--decoded", action="store_true", help="store plain pixels: large, but nothing to decode")
     for name, help in (("verify", "check every sample"), ("info", "describe a data set")):
         actions.add_parser(name, help=help).add_argument("folder", metavar="DIR")
     for action in actions.choices.values():  # the flag may stand after the action, too
