@@ -255,3 +255,65 @@ def test_verify_names_members_that_do_not_belong(packed, tmp_path, kind):
     assert result["problem_count"] == 1
     assert repr(member.name) in result["problems"][0]
     assert sorted(tmp_path.rglob("*")) == before
+
+
+# --- recompression
+
+
+def test_images_with_a_longer_side_are_shrunk(tree, tmp_path):
+    assert pack(tree, tmp_path / "dst", max_side=25)["unreadable"] == 0
+    assert verify(tmp_path / "dst")["ok"]
+    for before, after in zip(opened(tree), opened(tmp_path / "dst"), strict=True):
+        assert len(after) == len(before)
+        assert sorted(after.labels.tolist()) == sorted(before.labels.tolist())
+        assert max(after.index["width"].max(), after.index["height"].max()) == 25
+    # 30 x 20 becomes 25 x 17: the picture, not a part of it.
+    assert (25, 17) in zip(after.index["width"].tolist(), after.index["height"].tolist())
+
+
+def test_small_images_keep_their_bytes_when_others_are_shrunk(tree, tmp_path):
+    pack(tree, tmp_path / "dst", max_side=35)
+    before, after = (set(contents(opened(folder)[0])) for folder in (tree, tmp_path / "dst"))
+    assert 0 < len(before & after) < len(before)
+
+
+def test_a_lower_quality_makes_files_smaller_and_never_larger(tree, tmp_path):
+    sizes = {quality: pack(tree, tmp_path / str(quality), quality=quality)["bytes"] for quality in (20, 60, 100)}
+    original = pack(tree, tmp_path / "same")["bytes"]
+    assert sizes[20] < sizes[60] < original
+    assert sizes[100] == original
+
+
+def test_plain_pixels_are_those_of_the_files(tree, tmp_path):
+    pack(tree, tmp_path / "dst", decoded=True)
+    assert verify(tmp_path / "dst")["ok"]
+    before, after = opened(tree)[0], opened(tmp_path / "dst")[0]
+    key = lambda pair: (pair[1], pair[0].tobytes())  # noqa: E731
+    pairs = [
+        sorted(((source.image(i), int(source.labels[i])) for i in range(len(source))), key=key)
+        for source in (before, after)
+    ]
+    for (ours, label), (theirs, other_label) in zip(*pairs, strict=True):
+        assert label == other_label
+        assert (ours == theirs).all()
+    with tarfile.open(tmp_path / "dst" / "train-000000.tar") as tar:
+        member = next(iter(tar))
+        assert member.name.endswith(".ppm")
+        assert Image.open(io.BytesIO(tar.extractfile(member).read())).format == "PPM"  # others read it, too
+
+
+def test_damaged_images_are_kept_as_they_are(tree, tmp_path):
+    path = next((tree / "train" / "a").iterdir())
+    path.write_bytes(path.read_bytes()[:300])
+    pack(tree, tmp_path / "dst", max_side=10)
+    source = opened(tmp_path / "dst")[0]
+    assert path.read_bytes() in [source.read(i) for i in range(len(source))]
+
+
+def test_options_of_recompression_belong_to_the_set(tree, tmp_path):
+    pack(tree, tmp_path / "dst", max_side=25)
+    with pytest.raises(InputError, match="give an empty folder"):
+        pack(tree, tmp_path / "dst", max_side=20)
+    for options in ({"max_side": 0}, {"quality": 101}, {"quality": 50, "decoded": True}):
+        with pytest.raises(InputError, match="--"):
+            pack(tree, tmp_path / "other", **options)
