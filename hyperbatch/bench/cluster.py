@@ -82,6 +82,7 @@ class Cluster:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch._dynamo", "hyperbatch.comm", "hyperbatch.bench.replay"])
         waiting, processes, results = {}, [], [None] * self.size
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no name server answers in there, and c10d warns of it
         try:
             for rank in range(self.size):
                 mine, theirs = context.Pipe(duplex=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,13 @@ from hyperbatch.arena import Arena, backward_order
 from hyperbatch.bench.harness import Candidate, device_s, interleave, result, rows
 from hyperbatch.bench.replay import ReplayModel
 from hyperbatch.comm import GradSync, GridComm
+from hyperbatch.comm.sync import CHECKED_STEPS
 from hyperbatch.models import create_model, smoothed_cross_entropy
 from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.types import RankGrid, TensorSpec
 
 TENSORS = 161  # ResNet-50's
+STEPS = 8  # of a sample on a GPU
 
 
 def host_cost_s(rounds: int = 60) -> list[float]:
@@ -83,31 +86,35 @@ def bench_nccl(*, batch: int = 256, rounds: int = 10) -> dict[str, Any]:
             else:
                 arena.collect()
 
-        def own(algorithm: str, wire: torch.dtype | None = None) -> None:
+        def sample_s(algorithm: str | None, wire: torch.dtype | None = None) -> float:
+            """Seconds of a step, once the first ones have compared which parameters were used."""
+            if algorithm is None:
+                return device_s(lambda: step(None), calls=STEPS)
             with closing(GradSync(arena, plan, comm, algorithm=algorithm, wire_dtype=wire)) as sync:
-                for _ in range(4):  # the last ones compare nothing between ranks
+                for _ in range(CHECKED_STEPS):
                     step(sync)
+                return device_s(lambda: step(sync), calls=STEPS)
 
-        def bare() -> None:
-            for _ in range(4):
-                step(None)
+        def counted(algorithm: str) -> None:
+            with closing(GradSync(arena, plan, comm, algorithm=algorithm)) as sync:
+                step(sync)
 
         candidates = [
-            Candidate(name="no exchange", run=bare, peer=True),
-            Candidate(name="flat through NCCL", run=lambda: own("flat")),
-            Candidate(name="torus through NCCL", run=lambda: own("torus")),
-            Candidate(name="torus through NCCL, fp32 wire", run=lambda: own("torus", torch.float32)),
+            Candidate(name="no exchange", run=partial(sample_s, None), peer=True),
+            Candidate(name="flat through NCCL", run=partial(sample_s, "flat")),
+            Candidate(name="torus through NCCL", run=partial(sample_s, "torus")),
+            Candidate(name="torus through NCCL, fp32 wire", run=partial(sample_s, "torus", torch.float32)),
         ]
-        samples = interleave(candidates, lambda run: device_s(run) / 4, rounds=rounds, warmup=1)
+        samples = interleave(candidates, lambda run: run(), rounds=rounds, warmup=1)
         table = rows(candidates, samples, unit="s", batch=batch)
-        counts = {algorithm: _collectives(lambda a=algorithm: own(a)) for algorithm in ("flat", "torus")}
+        counts = {algorithm: _collectives(partial(counted, algorithm)) for algorithm in ("flat", "torus")}
         comm.close()
-    return result("comm_nccl", table, groups=len(plan.groups), nccl_kernels=counts)
+    return result("comm_nccl", table, groups=len(plan.groups), nccl_calls=counts)
 
 
 def _collectives(run: Any) -> dict[str, int]:
-    """NCCL calls of a run by name, counted by the profiler."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    """NCCL calls of a run by name, counted by the profiler; one more all-reduce compares which parameters were used."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         run()
     return {event.key: event.count for event in profile.key_averages() if event.key.startswith("nccl:")}
 

@@ -43,7 +43,8 @@ def backward(model, dtype):
 
 def nccl_calls(run):
     """How many NCCL kernels or calls the profiler sees, by name."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         run()
         torch.cuda.synchronize()
     return {event.key: event.count for event in profile.key_averages() if event.key.startswith("nccl:")}
