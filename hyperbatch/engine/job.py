@@ -139,7 +139,8 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
         }
     else:
         fixed = saved["fixed"]
-    arena = Arena(model, fixed["order"], dtype=dtype)
+    # Gradients stay where autograd put them until their group leaves: one multi-tensor copy per group.
+    arena = Arena(model, fixed["order"], dtype=dtype, copy_on_ready=False)
     if saved is None:
         state.broadcast_model(model, arena, ranks)
         fixed["plan"] = share(choose_plan(config.comm, arena, model, sample, comm).to_dict(), ranks)

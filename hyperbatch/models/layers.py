@@ -2,7 +2,8 @@
 
     16 bit  -> conv / linear (weight 16 bit, bias fp32) -> 16 bit -> norm (scale, shift, statistics fp32) -> 16 bit
 
-Each is its torch namesake, same parameter names and maths, when all dtypes are equal.
+Each is its torch namesake, same parameter names and maths, when all dtypes are equal. `takes_fp32_parameters` tells the
+arena that norm parameters and biases may stay fp32 beside 16-bit weights.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ def _as(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 class Linear(nn.Linear):
     """Computes in the weight's dtype. A wider bias is rounded on the way in: its sum is formed before rounding."""
 
+    takes_fp32_parameters = True
+
     def forward(self, input: Tensor) -> Tensor:
         dtype = self.weight.dtype
         return F.linear(input.to(dtype), self.weight, _as(self.bias, dtype))
@@ -28,6 +31,8 @@ class Linear(nn.Linear):
 
 class Conv2d(nn.Conv2d):
     """Computes in the weight's dtype, as `Linear` does."""
+
+    takes_fp32_parameters = True
 
     def forward(self, input: Tensor) -> Tensor:
         dtype = self.weight.dtype
@@ -37,6 +42,8 @@ class Conv2d(nn.Conv2d):
 class LayerNorm(nn.LayerNorm):
     """Computes in the dtype of its parameters and returns the input's."""
 
+    takes_fp32_parameters = True
+
     def forward(self, input: Tensor) -> Tensor:
         dtype = input.dtype if self.weight is None else self.weight.dtype
         return F.layer_norm(input.to(dtype), self.normalized_shape, self.weight, self.bias, self.eps).to(input.dtype)
@@ -44,6 +51,8 @@ class LayerNorm(nn.LayerNorm):
 
 class GroupNorm(nn.GroupNorm):
     """Computes in the dtype of its parameters and returns the input's."""
+
+    takes_fp32_parameters = True
 
     def forward(self, input: Tensor) -> Tensor:
         dtype = input.dtype if self.weight is None else self.weight.dtype
