@@ -251,7 +251,7 @@ def _collect(waiting: dict[Any, int], results: list[Any], timeout_s: float) -> l
                 failures[rank] = value
                 deadline = min(deadline, time.monotonic() + 5)  # the others may be waiting for it in vain
     lines = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
-    lines += [f"rank {rank} did not come back within {timeout_s} s" for rank in sorted(waiting.values())]
+    lines += [f"rank {rank} did not come back" for rank in sorted(waiting.values())]
     if lines:
         raise RunFailed("\n".join(lines))
     return results
