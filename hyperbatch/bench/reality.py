@@ -53,7 +53,7 @@ class Settings:
     mbit: float = 200.0
     nic: str = "rank"
     model: str = "resnet18"
-    backward_s: float = 1.5
+    backward_s: float = 1.0
 
     @property
     def grid(self) -> RankGrid:

@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 
 from hyperbatch.comm import GridComm
+from hyperbatch.comm.pipeline import CHUNK_BYTES
 from hyperbatch.plan.machine import Link, Network
 from hyperbatch.plan.types import RankGrid
 
 SMALL_BYTES = 16 << 10  # latency is all that counts
-LARGE_BYTES = {"cpu": (2 << 20, 8 << 20), "cuda": (64 << 20, 256 << 20)}  # bandwidth: the slope between the two
+SMALL_CALLS = 10  # one behind the other, as groups travel: the first after a pause also waits for everybody to wake up
+LARGE_BYTES = {"cpu": (4 << 20, 16 << 20), "cuda": (64 << 20, 256 << 20)}  # bandwidth: the slope between the two
 ASSUMED = Link(bandwidth_bytes_per_s=10e9, latency_s=5e-6)  # where there is nobody to talk to
 
 
@@ -47,16 +49,16 @@ def measure_network(grid: RankGrid, device: torch.device, *, rounds: int = 5) ->
         inter=inter or intra or ASSUMED,
         flat_algorithms=("ring", "tree") if nccl else ("ring",),
         flat_uses_all_nics=nccl,
+        torus_chunk_bytes=None if device.type == "cuda" else CHUNK_BYTES,
     )
 
 
 def _link(
     group: dist.ProcessGroup | None, members: int, device: torch.device, rounds: int, *, takes_part: bool
 ) -> Link:
-    small, middle, large = (
-        _seconds(group, nbytes, device, rounds, takes_part) for nbytes in (SMALL_BYTES, *LARGE_BYTES[device.type])
-    )
     low, high = LARGE_BYTES[device.type]
+    small = _seconds(group, SMALL_BYTES, device, rounds, takes_part, calls=SMALL_CALLS)
+    middle, large = (_seconds(group, nbytes, device, rounds, takes_part) for nbytes in (low, high))
     # The slope between two long messages: what a link lets through in a burst at the start cancels out.
     s_per_byte = max((large - middle) / (high - low), 1e-15)
     hops = 2 * (members - 1)
@@ -67,20 +69,21 @@ def _link(
 
 
 def _seconds(
-    group: dist.ProcessGroup | None, nbytes: int, device: torch.device, rounds: int, takes_part: bool
+    group: dist.ProcessGroup | None, nbytes: int, device: torch.device, rounds: int, takes_part: bool, calls: int = 1
 ) -> float:
-    """Median time of an all-reduce from a common start to its last rank; others wait."""
+    """Median time of an all-reduce, from a common start to its last rank; others wait."""
     tensor = torch.zeros(nbytes // 4, device=device)
     seconds = []
     for i in range(rounds + 1):
         dist.barrier()
         start = time.perf_counter()
         if takes_part:
-            dist.all_reduce(tensor, group=group)
+            for _ in range(calls):
+                dist.all_reduce(tensor, group=group)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # the device's time is what is measured
         took = torch.tensor(time.perf_counter() - start if takes_part else 0.0, dtype=torch.float64, device=device)
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
         if i > 0:  # the first one connects
-            seconds.append(took.item())  # synchronises: a measurement before anything runs
+            seconds.append(took.item() / calls)  # synchronises: a measurement before anything runs
     return statistics.median(seconds)

@@ -6,7 +6,8 @@ A cost is affine in the bytes, fixed_s + bytes * s_per_byte. p ranks in R nodes 
     tree          2 log2(R) hops between nodes, 2(C-1) in them; 2S through each node's NICs
     flat          the backend's own: the better of those it has
     hierarchical  reduce to a leader in the node, ring over leaders (one NIC), broadcast in the node
-    torus         reduce-scatter in the row, all-reduce of S/C in each column, all-gather in the row
+    torus         reduce-scatter in the row, all-reduce of S/C in each column, all-gather in the row; where it
+                  travels in chunks, rows of one chunk hide behind columns of another
     hybrid        hierarchical for small messages, flat above (Tencent)
 
 Efficiency falls with the message size by itself: a ring moves S/p at a time, so below S = p * latency * bandwidth the
@@ -68,8 +69,11 @@ def cost_function(
     options = all_reduce_options(network, grid, algorithm)
     if len(options) == 1:
         return options[0].seconds
-    (a0, b0), (a1, b1) = ((cost.fixed_s, cost.s_per_byte) for cost in options)
-    return lambda nbytes: min(a0 + nbytes * b0, a1 + nbytes * b1)
+    lines = [(cost.fixed_s, cost.s_per_byte) for cost in options]
+    if len(lines) == 2:
+        (a0, b0), (a1, b1) = lines
+        return lambda nbytes: min(a0 + nbytes * b0, a1 + nbytes * b1)
+    return lambda nbytes: min(a + nbytes * b for a, b in lines)
 
 
 def all_reduce_options(network: Network, grid: RankGrid, algorithm: str) -> list[Cost]:
@@ -112,7 +116,14 @@ def torus_options(network: Network, grid: RankGrid) -> list[Cost]:
     rows = Cost(hops * row.latency_s, hops / grid.columns / row.bytes_per_s)
     share = network.inter.bytes_per_s * network.nics_per_node / min(grid.columns, network.devices_per_node)
     columns = _between(network, grid, min(share, network.intra.bytes_per_s))
-    return [rows + Cost(column.fixed_s, column.s_per_byte / grid.columns) for column in columns]
+    columns = [Cost(column.fixed_s, column.s_per_byte / grid.columns) for column in columns]
+    plain = [rows + column for column in columns]
+    if network.torus_chunk_bytes is None or min(grid.rows, grid.columns) == 1:
+        return plain
+    # The slower direction is always busy; the other is waited for at the first and last chunk only.
+    chunk_s = network.torus_chunk_bytes * rows.s_per_byte
+    fixed_s = rows.fixed_s + chunk_s
+    return plain + [Cost(c.fixed_s + fixed_s, max(c.s_per_byte, rows.s_per_byte)) for c in columns]
 
 
 def reduce_scatter_cost(network: Network, grid: RankGrid, algorithm: str) -> Cost:

@@ -34,6 +34,7 @@ class Network:
     call_s: float = 0.0  # fixed cost of one collective call
     flat_algorithms: tuple[str, ...] = ("ring", "tree")  # what the backend's own all-reduce chooses from
     flat_uses_all_nics: bool = True  # NCCL makes a ring per NIC; gloo's one ring leaves a node by one of them
+    torus_chunk_bytes: float | None = None  # comm/pipeline.py on CPUs: in chunks, so that rows hide behind columns
 
     @property
     def node_bytes_per_s(self) -> float:

@@ -77,6 +77,7 @@ _SECTIONS: dict[str, dict[str, _Field]] = {
         "collective_call": _Field("time", required=False, zero=True),
         "flat_algorithms": _Field("choices", required=False, choices=("ring", "tree")),
         "flat_uses_all_nics": _Field("flag", required=False),
+        "torus_chunk": _Field("size", required=False),
     },
     "link": {
         "bandwidth": _Field("bandwidth"),
@@ -173,6 +174,7 @@ def parse_cluster(values: Mapping[str, Any], *, name: str, where: str) -> Cluste
             call_s=node.get("collective_call", 0.0),
             flat_algorithms=tuple(node.get("flat_algorithms", ("ring", "tree"))),
             flat_uses_all_nics=node.get("flat_uses_all_nics", True),
+            torus_chunk_bytes=node.get("torus_chunk"),
         ),
         devices=top["devices"],
         node_power_w=node["power"],
@@ -233,6 +235,7 @@ def format_machine_file(cluster: Cluster) -> str:
             "collective_call_s": network.call_s,
             "flat_algorithms": list(network.flat_algorithms),
             "flat_uses_all_nics": network.flat_uses_all_nics,
+            "torus_chunk_bytes": network.torus_chunk_bytes,
         },
         "[sources]": cluster.sources,
     }

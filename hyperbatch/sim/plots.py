@@ -6,10 +6,12 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from hyperbatch.plan.planner import make_plan
+from hyperbatch.plan.planner import make_plan, plan_step
+from hyperbatch.plan.workload import resolve, resolve_all
 from hyperbatch.sim.sweep import simulate
-from hyperbatch.sim.trace import overlap_svg
+from hyperbatch.sim.trace import overlap_svg, write_file
 
 COLORS = ("#3182bd", "#e6550d", "#31a354", "#756bb1", "#636363")
 _W, _H, _LEFT, _TOP, _RIGHT, _BOTTOM = 560, 320, 64, 30, 110, 44
@@ -103,34 +105,106 @@ def strong_scaling_chart(recipe: str, cluster: str, gpus: Sequence[int]) -> str:
     )
 
 
-def cost_chart(recipe: str, clusters: Sequence[str], gpus: Sequence[int]) -> str:
-    """Energy against time to target as the cluster grows."""
+def cost_chart(title: str, sweeps: Mapping[str, Sequence[Mapping[str, Any]]], what: str = "energy_kwh") -> str:
+    """Cost or energy against time to target as the cluster grows: the points of a sweep, or of several."""
     series = {
-        name: [
-            (point["time_to_target_s"]["mid"], point["energy_kwh"])
-            for point in simulate(recipe, cluster=name, gpus=gpus)["points"]
-        ]
-        for name in clusters
+        name: [(point["time_to_target_s"]["mid"], point[what]) for point in points] for name, points in sweeps.items()
     }
-    title = f"{recipe}: {gpus[0]} to {gpus[-1]} GPUs"
-    return line_chart(title, "seconds to target", "kWh", series, log_y=True)
+    unit = {"energy_kwh": "kWh", "cost_usd": "USD"}[what]
+    return line_chart(title, "seconds to target", unit, series, log_y=True)
+
+
+def sweep_svg(values: Mapping[str, Any]) -> str:
+    """`simulate`'s answer as a picture: time to target, speed, efficiency, and cost against time."""
+    points, title = values["points"], f"{values['recipe']} on {values['cluster']}"
+    sizes = [point["gpus"] for point in points]
+
+    def against_gpus(name: str, of: Mapping[str, Any], **options: Any) -> str:
+        series = {label: list(zip(sizes, map(get, points), strict=True)) for label, get in of.items()}
+        return line_chart(title, "GPUs", name, series, **options)
+
+    times = {key: lambda point, key=key: point["time_to_target_s"][key] for key in ("high", "mid", "low")}
+    first = points[0]["images_per_s"] / sizes[0]
+    speed = {"predicted": lambda point: point["images_per_s"], "perfect": lambda point: first * point["gpus"]}
+    what = "energy_kwh" if any(point["cost_usd"] is None for point in points) else "cost_usd"
+    return stack(
+        against_gpus("seconds to target", times, log_y=True),
+        against_gpus("images/s", speed, log_y=True),
+        against_gpus("efficiency", {"predicted": lambda point: point["efficiency"]}),
+        cost_chart(title, {"": points}, what),
+    )
+
+
+def write_sweep(path: Path, values: Mapping[str, Any]) -> None:
+    write_file(path, sweep_svg(values))
+
+
+def stack(*charts: str) -> str:
+    """Charts in two columns of one picture."""
+    rows = -(-len(charts) // 2)
+    places = [(i % 2 * _W, i // 2 * _H) for i in range(len(charts))]
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * _W} {rows * _H}">']
+    for (x, y), chart in zip(places, charts, strict=True):
+        parts.append(chart.replace("<svg ", f'<svg x="{x}" y="{y}" width="{_W}" height="{_H}" ', 1))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def grouping_chart() -> str:
+    """Exposed communication against the number of groups on Fujitsu's 2,048 V100: their two ideas, and the least."""
+    job = resolve("fujitsu_resnet50", "abci", 2048)
+    phase = resolve_all(job.config, job.cluster, job.ranks)[0]
+
+    def exposed(strategy: str, **options: int) -> tuple[int, float]:
+        config = job.config.override(**options)
+        step = plan_step(job.cluster, config, job.ranks, phase, algorithm="torus", strategy=strategy)
+        return len(step.plan.groups), step.timing.exposed_comm_s * 1e3
+
+    equal = dict(exposed("equal", group_count=count) for count in range(1, 10))
+    cubic: dict[int, float] = {}
+    for base in range(1, 41):
+        count, milliseconds = exposed("cubic", group_base=base)
+        cubic[count] = min(milliseconds, cubic.get(count, milliseconds))
+    best = exposed("optimal")[1]
+    series = {
+        "equal groups": sorted(equal.items()),
+        "cubic groups": sorted(cubic.items()),
+        "optimal": [(count, best) for count in (min(equal), max(equal))],
+    }
+    return line_chart("ResNet-50 on 2,048 V100, 512 nodes of 4", "groups", "exposed ms", series)
 
 
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/pictures")
     folder.mkdir(parents=True, exist_ok=True)
-    options = {"cluster": "abci", "gpus": 2048, "grid": "512x4", "algorithm": "torus"}
-    plans = [
-        make_plan("fujitsu_resnet50", strategy=name, **options) for name in ("single", "equal", "cubic", "optimal")
+    names = ("single", "equal", "cubic", "optimal")
+    fujitsu = [
+        make_plan("fujitsu_resnet50", cluster="abci", gpus=2048, grid="512x4", algorithm="torus", strategy=name)
+        for name in names
     ]
-    (folder / "overlap.svg").write_text(overlap_svg(*plans))
+    alexnet = [
+        make_plan("tencent_alexnet", cluster="tencent_p40", gpus=1024, grid="128x8", algorithm="hybrid", strategy=name)
+        for name in names
+    ]
     sizes = [128, 256, 512, 1024, 2048, 4096]
-    (folder / "efficiency.svg").write_text(efficiency_chart("fujitsu_resnet50", "abci", sizes, 42))
-    (folder / "efficiency_alexnet.svg").write_text(efficiency_chart("tencent_alexnet", "tencent_p40", sizes[:-1], 64))
-    (folder / "strong_scaling.svg").write_text(strong_scaling_chart("fujitsu_resnet50", "abci", [512, 1024, 2048]))
     clusters = ["dgx1_v100", "dgx_a100", "dgx_h100", "h200x8"]
-    (folder / "energy.svg").write_text(cost_chart("mlperf_resnet50", clusters, [8, 32, 128, 512]))
-    print(f"{folder}: 5 pictures written")
+    energy = {name: simulate("mlperf_resnet50", cluster=name, gpus=[8, 32, 128, 512])["points"] for name in clusters}
+    priced = {
+        name: simulate(recipe, cluster="cloud_h200_efa", gpus=[8, 32, 128, 512])["points"]
+        for name, recipe in (("ResNet-50", "mlperf_resnet50"), ("AlexNet", "tencent_alexnet"))
+    }
+    pictures = {
+        "overlap": overlap_svg(*fujitsu),
+        "overlap_alexnet": overlap_svg(*alexnet),
+        "grouping": grouping_chart(),
+        "efficiency": efficiency_chart("fujitsu_resnet50", "abci", sizes, 42),
+        "efficiency_alexnet": efficiency_chart("tencent_alexnet", "tencent_p40", sizes[:-1], 64),
+        "strong_scaling": strong_scaling_chart("fujitsu_resnet50", "abci", [512, 1024, 2048]),
+        "energy": cost_chart("mlperf_resnet50: 8 to 512 GPUs", energy),
+        "cost": cost_chart("cloud_h200_efa: 8 to 512 GPUs", priced, "cost_usd"),
+    }
+    for name, picture in pictures.items():
+        (folder / f"{name}.svg").write_text(picture)
+    print(f"{folder}: {len(pictures)} pictures written")
 
 
 if __name__ == "__main__":

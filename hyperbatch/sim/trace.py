@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hyperbatch.errors import InputError
+
 _WIDTH, _LEFT, _ROW, _BAR = 760, 130, 54, 16
 
 
@@ -33,7 +35,15 @@ def trace_events(values: Mapping[str, Any], *, process: int = 0) -> list[dict[st
 def write_trace(path: Path, *plans: Mapping[str, Any]) -> None:
     """Several plans beside each other, one process each: open the file in ui.perfetto.dev."""
     events = [event for index, plan in enumerate(plans) for event in trace_events(plan, process=index)]
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    write_file(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def write_file(path: Path, text: str) -> None:
+    """A file the user asked for; a path that cannot be written is their mistake."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 def overlap_svg(*plans: Mapping[str, Any]) -> str:

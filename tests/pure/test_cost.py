@@ -131,3 +131,18 @@ def test_gloo_on_rails() -> None:
     grid = RankGrid(4, 2)
     assert seconds(hosts, grid, "flat", 100e6) == pytest.approx(7.5, rel=0.1)
     assert seconds(hosts, grid, "torus", 100e6) == pytest.approx(4.1, rel=0.1)
+
+
+def test_a_torus_in_chunks_hides_its_rows() -> None:
+    """Long messages take as long as the slower direction alone, short ones as long as without chunks."""
+    grid, chunk = RankGrid(4, 8), 4e6
+    chunked = replace(NODES, torus_chunk_bytes=chunk)
+    rows_s_per_byte = 2 * 7 / 8 / 100e9
+    for nbytes in (1e3, chunk / 2):
+        assert seconds(chunked, grid, "torus", nbytes) == seconds(NODES, grid, "torus", nbytes)
+    saved = seconds(NODES, grid, "torus", 100e6) - seconds(chunked, grid, "torus", 100e6)
+    assert saved == pytest.approx((100e6 - chunk) * rows_s_per_byte)
+    trees = replace(chunked, flat_algorithms=("ring", "tree"))
+    cost = cost_function(trees, grid, "torus")
+    for nbytes in (1.0, 1e5, 1e9):
+        assert cost(nbytes) == seconds(trees, grid, "torus", nbytes)

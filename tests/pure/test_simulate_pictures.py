@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from hyperbatch.config import BatchPhase, Config, OptimConfig, ScheduleConfig
+from hyperbatch.errors import InputError
 from hyperbatch.plan.planner import make_plan
-from hyperbatch.sim.plots import line_chart
+from hyperbatch.sim.plots import line_chart, sweep_svg, write_sweep
+from hyperbatch.sim.sweep import simulate
 from hyperbatch.sim.trace import overlap_svg, trace_events, write_trace
 
 CONFIG = Config(
@@ -54,3 +56,13 @@ def test_a_chart_draws_every_line_inside_its_frame() -> None:
             x, y = map(float, pair.split(","))
             assert 0 <= x <= 560
             assert 0 <= y <= 320
+
+
+@pytest.mark.parametrize("sizes", [[8], [8, 64, 512]])
+def test_a_sweep_is_four_charts(sizes: list[int], tmp_path: Path) -> None:
+    values = simulate(CONFIG, cluster="cloud_h200_efa", gpus=sizes, batch_per_rank=32)
+    picture = xml.fromstring(sweep_svg(values))
+    assert len([child for child in picture if child.tag.endswith("svg")]) == 4
+    assert len([element for element in picture.iter() if element.tag.endswith("polyline")]) == 7
+    with pytest.raises(InputError, match="cannot be written"):
+        write_sweep(tmp_path / "nowhere" / "sweep.svg", values)
