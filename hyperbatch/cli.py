@@ -140,6 +140,10 @@ def _simulate(args: argparse.Namespace) -> int:
         global_batch=args.global_batch,
         batch_per_rank=args.batch_per_rank,
     )
+    if args.plot:
+        from hyperbatch.sim.plots import write_sweep
+
+        write_sweep(Path(args.plot), values)
     _print(args, values, lambda: format_simulation(values))
     return 0
 
@@ -207,10 +211,17 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    from hyperbatch.engine.profile import profile
+    from hyperbatch.engine.profile import format_profile, profile
 
-    values = profile(args.model, device=args.device, output=Path(args.output))
-    _print(args, values, lambda: _lines(values))
+    values = profile(
+        args.model,
+        device=args.device,
+        output=Path(args.output),
+        batches=_numbers(args.batches, "--batches") if args.batches else None,
+        image_size=args.image_size,
+    )
+    if _is_first_rank():
+        _print(args, values, lambda: format_profile(values))
     return 0
 
 
@@ -369,11 +380,14 @@ def _build_parser() -> _Parser:
             sub.add_argument(
                 "--gpus", required=True, metavar="N,N,...", help="GPU counts to predict, e.g. 512,1024,2048"
             )
+            sub.add_argument("--plot", metavar="FILE", help="draw time, speed, efficiency and cost as an SVG picture")
 
     sub = verb("profile", _profile, "measure this machine and write a machine file for `simulate`")
     sub.add_argument("--model", default="resnet50")
     sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     sub.add_argument("--output", default="machine.toml", metavar="FILE")
+    sub.add_argument("--batches", metavar="N,N,...", help="samples per step to measure [32,128,256; on a CPU 2,8]")
+    sub.add_argument("--image-size", type=_positive, metavar="N", help="pixels [the model's usual]")
 
     sub = verb("bench", _bench, "measure one part against its peers")
     sub.add_argument("what", choices=("lars", "step", "comm", "data"))
