@@ -23,7 +23,7 @@ from hyperbatch.comm.phases import Log, Phase
 from hyperbatch.comm.scaling import scale, scaled_copy
 from hyperbatch.comm.shards import shard_bounds, sum_parts
 
-CHUNK_BYTES = 4 << 20  # on the wire
+CHUNK_BYTES = 2 << 20  # on the wire; smaller ones cost more messages, larger ones hide less
 _LIVE = 4  # chunks between scatter and landing
 
 
