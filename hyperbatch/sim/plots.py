@@ -41,15 +41,19 @@ def line_chart(
         f'<text x="{_LEFT}" y="{_H - 8}">{x_name}</text>',
         f'<text x="14" y="{_H / 2}" transform="rotate(-90 14 {_H / 2})" text-anchor="middle">{y_name}</text>',
     ]
+    free = 0.0
     for x in _ticks([x for x, _ in points]):
         left = place(x, points[0][1])[0]
+        if left < free:
+            continue  # it would lie on the one before
+        free = left + 28
         parts.append(f'<text x="{left:.1f}" y="{_H - _BOTTOM + 16}" text-anchor="middle">{x:,.0f}</text>')
     for i in range(5):
         height = y_low + (y_high - y_low) * i / 4
         value = math.exp(height) if log_y else height
         top = place(points[0][0], value)[1] if value > 0 or not log_y else _H - _BOTTOM
         parts.append(f'<line x1="{_LEFT}" x2="{_W - _RIGHT}" y1="{top:.1f}" y2="{top:.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{top + 4:.1f}" text-anchor="end">{value:.3g}</text>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{top + 4:.1f}" text-anchor="end">{_short(value)}</text>')
     labels = []
     for (name, line), color in zip(series.items(), COLORS * 2, strict=False):
         path = " ".join(f"{a:.1f},{b:.1f}" for a, b in (place(x, y) for x, y in line))
@@ -60,6 +64,13 @@ def line_chart(
         lowest = max(top + 4, lowest + 12)  # one below the other where lines end together
         parts.append(f'<text x="{left + 6:.1f}" y="{lowest:.1f}" fill="{color}">{name}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _short(value: float) -> str:
+    for unit, name in ((1e6, "M"), (1e4, "k")):
+        if value >= unit:
+            return f"{value / (unit if name == 'M' else 1e3):.3g}{name}"
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _round_up(value: float) -> float:
