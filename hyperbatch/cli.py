@@ -203,7 +203,11 @@ def _export(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     import importlib
 
-    values = getattr(importlib.import_module(f"hyperbatch.bench.{args.what}"), f"bench_{args.what}")()
+    names = ("hosts", "ranks", "mbit", "nic", "size_mb", "rounds", "ablate")
+    options = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if options and args.what != "comm":
+        raise InputError(f"--{next(iter(options)).replace('_', '-')} belongs to `bench comm`, not to `bench {args.what}`")
+    values = getattr(importlib.import_module(f"hyperbatch.bench.{args.what}"), f"bench_{args.what}")(**options)
     from hyperbatch.bench.harness import format_table
 
     _print(args, values, lambda: format_table(values))
@@ -391,6 +395,14 @@ def _build_parser() -> _Parser:
 
     sub = verb("bench", _bench, "measure one part against its peers")
     sub.add_argument("what", choices=("lars", "step", "comm", "data"))
+    cluster = sub.add_argument_group("comm", "the emulated cluster (needs root) and what is measured on it")
+    cluster.add_argument("--hosts", type=_positive, help="emulated hosts; 4 unless given")
+    cluster.add_argument("--ranks", type=_positive, help="ranks on each host; 2 unless given")
+    cluster.add_argument("--mbit", type=_positive, help="Mbit/s of each NIC; 200 unless given")
+    cluster.add_argument("--nic", choices=("rank", "host"), help="a NIC for each rank, the default, or for each host")
+    cluster.add_argument("--size-mb", type=_positive, help="size of the all-reduced message; 25 unless given")
+    cluster.add_argument("--rounds", type=_positive, help="interleaved rounds; 2 unless given")
+    cluster.add_argument("--ablate", action="store_true", default=None, help="grouping, algorithm, precision in turn")
 
     sub = verb("data", _data, "pack, verify or describe a data set")
     actions = sub.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=_Parser)
