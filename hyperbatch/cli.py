@@ -206,7 +206,9 @@ def _bench(args: argparse.Namespace) -> int:
     names = ("hosts", "ranks", "mbit", "nic", "size_mb", "rounds", "ablate")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     if options and args.what != "comm":
-        raise InputError(f"--{next(iter(options)).replace('_', '-')} belongs to `bench comm`, not to `bench {args.what}`")
+        raise InputError(
+            f"--{next(iter(options)).replace('_', '-')} belongs to `bench comm`, not to `bench {args.what}`"
+        )
     values = getattr(importlib.import_module(f"hyperbatch.bench.{args.what}"), f"bench_{args.what}")(**options)
     from hyperbatch.bench.harness import format_table
 
