@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hyperbatch.config import DataConfig
 from hyperbatch.data import augment
+from hyperbatch.data.source import DataError
 
 MAX_REPLACEMENTS = 100  # bad samples in a row before the set is given up
 
@@ -52,3 +53,7 @@ class Plan:
 
 Bad = list[tuple[int, str]]  # unreadable samples: id, and a line that says where and why
 Made = Generator[tuple[Batch, Bad], None, None]
+
+
+def too_many_in_a_row(bad: Bad) -> DataError:
+    return DataError(f"{MAX_REPLACEMENTS} unreadable samples in a row, the last {bad[-1][1]}; repair the data")

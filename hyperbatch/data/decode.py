@@ -78,7 +78,7 @@ def decode_view(
     return _guarded(lambda: _pillow_view(data, where, view_of, size, exact), where)
 
 
-def gpu_can_decode(data: bytes | bytearray) -> bool:
+def gpu_can_decode(data: bytes | bytearray | memoryview) -> bool:
     """Whether nvJPEG decodes this file as libjpeg does: a whole 8-bit JPEG, grey or YCbCr.
 
     Cut-off files come out grey below the cut, and RGB or CMYK ones in wrong colours: Pillow has the word on those.
@@ -109,15 +109,22 @@ def gpu_can_decode(data: bytes | bytearray) -> bool:
     return False
 
 
-def _raw_pixels(data: bytes | bytearray) -> np.ndarray | None:
-    """The pixels of a file that holds nothing else; None: it must be decoded."""
+def raw_header_bytes(data: bytes | bytearray | memoryview) -> tuple[int, int, int] | None:
+    """(width, height, bytes before the pixels) of a file that holds nothing but pixels; None: it must be decoded."""
     header = _PPM_HEADER.match(data)
     if header is None:
         return None
     width, height = int(header[1]), int(header[2])
     if not 0 < width * height <= _MAX_PIXELS or len(data) != header.end() + 3 * width * height:
         return None  # Pillow says what is wrong with it
-    return np.frombuffer(data, np.uint8, offset=header.end()).reshape(height, width, 3)
+    return width, height, header.end()
+
+
+def _raw_pixels(data: bytes | bytearray) -> np.ndarray | None:
+    header = raw_header_bytes(data)
+    if header is None:
+        return None
+    return np.frombuffer(data, np.uint8, offset=header[2]).reshape(header[1], header[0], 3)
 
 
 def render(image: Image.Image, view: View, size: int, *, full_size: tuple[int, int]) -> np.ndarray:

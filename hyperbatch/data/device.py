@@ -14,9 +14,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,31 +24,30 @@ from torch import Tensor
 
 from hyperbatch.config import DataConfig
 from hyperbatch.data import augment, nvjpeg
-from hyperbatch.data.batch import MAX_REPLACEMENTS, Bad, Batch, Made, Plan
+from hyperbatch.data.batch import MAX_REPLACEMENTS, Bad, Batch, Made, Plan, too_many_in_a_row
 from hyperbatch.data.cache import DeviceCache, PixelCache
-from hyperbatch.data.decode import decode_full, gpu_can_decode
-from hyperbatch.data.host import MAX_CHUNK, default_threads, eval_mask, too_many_in_a_row
+from hyperbatch.data.decode import choose_decoder, decode_full
+from hyperbatch.data.host import default_threads, eval_mask
 from hyperbatch.data.meter import Meter
+from hyperbatch.data.parts import Block, Handle, ProcessReaders, SampleLoader, ThreadReaders
 from hyperbatch.data.render import Normaliser, pinned, render_views, view_table
 from hyperbatch.data.source import ArraySource, BadSample, EncodedSource, Source
+from hyperbatch.data.workers import can_use_processes
 
 Decode = Callable[[list[Tensor], torch.device], list[Tensor]]
 
 
-@dataclass(slots=True)
-class _Part:
-    """What the readers found for rows [start, start + len(used)) of a batch."""
-
-    start: int
-    used: list[int] = field(default_factory=list)  # the plan's samples, or what replaced them
-    files: dict[int, Tensor] = field(default_factory=dict)  # row -> bytes for the GPU's decoder
-    places: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # row -> offset in `pixels`, width, height
-    pixels: Tensor | None = None  # decoded on the host, one after the other, pinned
-    bad: Bad = field(default_factory=list)
+# Threads that only read: more of them fight for Python's lock (measured on 16 cores: 4 read twice as much as 16).
+_READING_THREADS = 4
+_READING_PROCESSES = 8
+_WORTH_PROCESSES = 4096  # samples; a smaller set is read before processes have started
 
 
 class DeviceMaker:
-    """Makes batches ahead of the step. `decoder` is "nvjpeg" or one of the CPU's."""
+    """Makes batches ahead of the step. `decoder` is "nvjpeg" or one of the CPU's.
+
+    processes: read by processes instead of threads; None: where the set is large enough.
+    """
 
     def __init__(
         self,
@@ -62,6 +60,7 @@ class DeviceMaker:
         cpu_decoder: str,
         cache: PixelCache | DeviceCache | None = None,
         meter: Meter | None = None,
+        processes: bool | None = None,
         decode: Decode = nvjpeg.decode_batch,
     ) -> None:
         self.source = source
@@ -71,7 +70,9 @@ class DeviceMaker:
         self.decoder = decoder
         self.cpu_decoder = cpu_decoder
         self.meter = meter or Meter()
-        self.threads = config.data_threads or default_threads()
+        if processes is None:
+            processes = can_use_processes() and len(source) >= _WORTH_PROCESSES
+        self.processes = processes
         self._host_cache = cache if isinstance(cache, PixelCache) else None
         self._device_cache = cache if isinstance(cache, DeviceCache) else None
         self._decode = decode
@@ -84,9 +85,39 @@ class DeviceMaker:
             self._scale = pinned(self._normaliser.scale.astype(np.float32), device)
             self._black = torch.zeros(source.channels, dtype=torch.uint8, device=device)
 
+    def _readers(self) -> ThreadReaders | ProcessReaders:
+        on_gpu = self.decoder == "nvjpeg"
+        threads = self.config.data_threads or default_threads()
+        processes = (
+            self.processes
+            and self._host_cache is None
+            and isinstance(self.source, EncodedSource)
+            and self.source.locations([0]) is not None
+        )
+        loader = SampleLoader(
+            self.source,
+            on_gpu=on_gpu,
+            # Processes do not load torch, so torchvision's decoder is not for them.
+            decoder=choose_decoder("auto") if processes else self.cpu_decoder,
+            pin=self._cuda,
+            meter=self.meter,
+            threads=min(threads, _READING_THREADS) if on_gpu else threads,
+            kept=self._kept,
+        )
+        if not processes:
+            return ThreadReaders(loader)
+        workers = min(threads, _READING_PROCESSES) if on_gpu else threads
+        return ProcessReaders(loader, workers, slots=self.config.prefetch + 2)
+
+    def _kept(self, index: int) -> np.ndarray | bool:
+        if self._device_cache is not None and self._device_cache.table[index, 0]:
+            return True
+        kept = None if self._host_cache is None else self._host_cache.get(index)
+        return False if kept is None else kept
+
     def run(self, plans: Iterator[Plan]) -> Made:
         """(batch, its unreadable samples as (id, line)) for each plan, in order."""
-        readers = ThreadPoolExecutor(self.threads, thread_name_prefix="hyperbatch-data")
+        readers = self._readers()
         maker = ThreadPoolExecutor(1, thread_name_prefix="hyperbatch-data-device")
         ahead: deque[Future[tuple[Batch, Bad, Any]]] = deque()
         try:
@@ -96,16 +127,15 @@ class DeviceMaker:
                     plan = next(plans, None)
                     more = plan is not None
                     if plan is not None:
-                        parts = [readers.submit(self._read, plan, *rows) for rows in self._chunks(plan)]
-                        ahead.append(maker.submit(self._make, plan, parts))
+                        ahead.append(maker.submit(self._make, plan, readers.submit(plan, self._unread(plan))))
                 if ahead:
                     batch, bad, ready = ahead.popleft().result()
                     self._hand_over(batch, ready)
                     yield batch, bad
         finally:
-            # The maker waits for readers, so it goes first; a cancelled reader ends its wait.
+            # The maker waits for readers, so they are ended after it was told to take no more.
             maker.shutdown(wait=False, cancel_futures=True)
-            readers.shutdown(wait=True, cancel_futures=True)
+            readers.close()
             maker.shutdown(wait=True)
 
     def _hand_over(self, batch: Batch, ready: torch.cuda.Event | None) -> None:
@@ -118,86 +148,38 @@ class DeviceMaker:
             if tensor is not None:
                 tensor.record_stream(stream)  # its memory is not reused before the step has read it
 
-    def _chunks(self, plan: Plan) -> list[tuple[int, int]]:
-        if self._device_cache is not None and self._device_cache.table[plan.ids, 0].all():
-            return []  # every image lies in device memory
-        chunk = min(MAX_CHUNK, -(-plan.real // self.threads))
-        return [(start, min(start + chunk, plan.real)) for start in range(0, plan.real, max(chunk, 1))]
-
-    # --- reader threads
-
-    def _read(self, plan: Plan, start: int, stop: int) -> _Part:
-        part, images = _Part(start), {}
-        for row in range(start, stop):
-            index = int(plan.ids[row])
-            for _ in range(MAX_REPLACEMENTS):
-                try:
-                    loaded = self._load(index, exact=not plan.training)
-                    break
-                except BadSample as error:
-                    part.bad.append((index, str(error)))
-                    loaded = None
-                    if not plan.training:  # evaluation: the sample counts, as a black image
-                        break
-                    index = (index + 1) % len(self.source)
-            else:
-                raise too_many_in_a_row(part.bad)
-            part.used.append(index)
-            if isinstance(loaded, Tensor):
-                part.files[row] = loaded
-            elif loaded is not None:
-                images[row] = loaded
-        if images:
-            start_s = time.perf_counter()
-            part.pixels = torch.empty(
-                sum(image.size for image in images.values()), dtype=torch.uint8, pin_memory=self._cuda
-            )
-            flat, offset = part.pixels.numpy(), 0
-            for row, image in images.items():
-                flat[offset : offset + image.size] = image.reshape(-1)
-                part.places[row] = (offset, image.shape[1], image.shape[0])
-                offset += image.size
-            self.meter.add("copy", time.perf_counter() - start_s, self.threads)
-        return part
-
-    def _load(self, index: int, *, exact: bool) -> Tensor | np.ndarray | None:
-        """A file for the GPU's decoder, pixels [h, w, c], or None for an image that lies in device memory."""
-        source = self.source
-        if self._device_cache is not None and self._device_cache.table[index, 0]:
-            return None
-        if self._host_cache is not None and (kept := self._host_cache.get(index)) is not None:
-            return kept
-        if not isinstance(source, EncodedSource):
-            return source.image(index)
-        start_s = time.perf_counter()
-        data = source.read_buffer(index)
-        read_s = time.perf_counter()
-        self.meter.add("read", read_s - start_s, self.threads)
-        if self.decoder == "nvjpeg" and not exact and gpu_can_decode(data):
-            return torch.frombuffer(data, dtype=torch.uint8)
-        pixels = decode_full(data, source.describe(index), decoder=self.cpu_decoder)
-        self.meter.add("decode", time.perf_counter() - read_s, self.threads)
-        if self._host_cache is not None and not exact:
-            self._host_cache.put(index, pixels)
-        return pixels
+    def _unread(self, plan: Plan) -> np.ndarray:
+        """Rows whose images do not lie in device memory yet."""
+        rows = np.arange(plan.real)
+        if self._device_cache is None:
+            return rows
+        return rows[self._device_cache.table[plan.ids[rows], 0] == 0]
 
     # --- the device thread
 
-    def _make(self, plan: Plan, parts: list[Future[_Part]]) -> tuple[Batch, Bad, torch.cuda.Event | None]:
+    def _make(self, plan: Plan, parts: Sequence[Handle]) -> tuple[Batch, Bad, torch.cuda.Event | None]:
         found = [part.result() for part in parts]
         start_s, decode_s = time.perf_counter(), 0.0
+        if self._last is not None:
+            # The decoder writes on a stream of its own into memory that the last batch's kernel may still read, and
+            # readers will write where its copies came from.
+            self._last.synchronize()
         bad = [line for part in found for line in part.bad]
-        used = np.zeros(len(plan.ids), dtype=np.int64)
-        used[: plan.real] = [index for part in found for index in part.used] if found else plan.ids[: plan.real]
-        # Rows nothing fills are padding and unreadable images: one black pixel.
+        used, black = plan.ids.copy(), np.arange(len(plan.ids)) >= plan.real
+        for part in found:
+            for row, index in part.replaced.items():
+                used[row] = index
+            black[list(part.black)] = True
+        # Padding and unreadable images: one black pixel.
         samples = np.tile(np.array([self._black.data_ptr(), 1, 1, 0, 0, 1]), (len(plan.ids), 1))
         with self._on_stream():
             alive: list[Tensor] = []
             if self._device_cache is not None:
-                kept = np.flatnonzero(self._device_cache.table[used[: plan.real], 0])
+                kept = np.flatnonzero((self._device_cache.table[used, 0] != 0) & ~black)
                 samples[kept] = self._device_cache.table[used[kept]]
             for part in found:
-                self._upload(part, samples, used, alive)
+                for block in part.blocks:
+                    self._upload(block, samples, used, alive)
             files = {row: file for part in found for row, file in part.files.items()}
             if files:
                 decode_s = self._decode_files(files, samples, used, alive, bad)
@@ -209,25 +191,24 @@ class DeviceMaker:
         self.meter.add("device", time.perf_counter() - start_s - decode_s)
         return batch, bad, ready
 
-    def _upload(self, part: _Part, samples: np.ndarray, used: np.ndarray, alive: list[Tensor]) -> None:
-        if part.pixels is None:
-            return
-        pixels = part.pixels.to(self.device, non_blocking=True)
+    def _upload(self, block: Block, samples: np.ndarray, used: np.ndarray, alive: list[Tensor]) -> None:
+        # A copy also where there is nothing to copy to: readers write into the block again.
+        pixels = block.pixels.to(self.device, non_blocking=True, copy=True)
         alive.append(pixels)
         base, channels = pixels.data_ptr(), self.source.channels
-        for row, (offset, width, height) in part.places.items():
+        for row, (offset, width, height) in block.places.items():
             samples[row] = (base + offset, width, height, channels, width * channels, 1)
+            image = pixels[offset : offset + width * height * channels]
             if self._device_cache is not None:
-                image = pixels[offset : offset + width * height * channels]
                 self._device_cache.put(int(used[row]), samples[row], image)
+            elif self._host_cache is not None:
+                host = block.pixels[offset : offset + image.numel()].view(height, width, channels)
+                self._host_cache.put(int(used[row]), host.numpy().copy())
 
     def _decode_files(
         self, files: dict[int, Tensor], samples: np.ndarray, used: np.ndarray, alive: list[Tensor], bad: Bad
     ) -> float:
         """Fills the files' rows; returns the seconds the decoder took."""
-        if self._last is not None:
-            # The decoder writes on a stream of its own into memory that the last batch's kernel may still read.
-            self._last.synchronize()
         start_s = time.perf_counter()
         rows = list(files)
         try:
@@ -283,7 +264,7 @@ class DeviceMaker:
             pinned(self._normaliser.offsets(plan).astype(np.float32), self.device),
         )
         labels = self.source.labels[used]
-        labels[plan.real :] = 0
+        labels[plan.real :] = 0  # padding repeats the last sample's id
         return Batch(
             images.permute(0, 3, 1, 2).to(self.dtype), pinned(labels, self.device), eval_mask(plan, self.device)
         )

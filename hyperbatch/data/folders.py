@@ -45,6 +45,13 @@ class FolderSource(EncodedSource):
         except OSError as error:
             raise BadSample(f"{self.path(index)}: {error.strerror}") from error
 
+    def locations(self, ids: list[int]) -> list[tuple[str, int, int, int]]:
+        labels, names = self.labels[ids].tolist(), self._names[ids].tolist()
+        return [
+            (f"{self.folder}{os.sep}{self.classes[label]}{os.sep}{os.fsdecode(name)}", 0, -1, -1)
+            for label, name in zip(labels, names, strict=True)
+        ]
+
     def describe(self, index: int) -> str:
         return str(self.path(index))
 

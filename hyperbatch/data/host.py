@@ -17,12 +17,12 @@ from torch import Tensor
 
 from hyperbatch.config import DataConfig
 from hyperbatch.data import augment
-from hyperbatch.data.batch import MAX_REPLACEMENTS, Bad, Batch, Made, Plan
+from hyperbatch.data.batch import MAX_REPLACEMENTS, Bad, Batch, Made, Plan, too_many_in_a_row
 from hyperbatch.data.cache import PixelCache
 from hyperbatch.data.decode import decode_full, decode_view, render_array, resized_view
 from hyperbatch.data.meter import Meter
 from hyperbatch.data.render import Normaliser
-from hyperbatch.data.source import ArraySource, BadSample, DataError, EncodedSource, Source
+from hyperbatch.data.source import ArraySource, BadSample, EncodedSource, Source
 
 MAX_CHUNK = 16  # samples a thread takes at a time: small enough to share a batch, large enough to be worth a task
 
@@ -200,10 +200,6 @@ def eval_mask(plan: Plan, device: torch.device) -> Tensor | None:
     mask = torch.ones(len(plan.ids), dtype=torch.bool, device=device)
     mask[plan.real :] = False
     return mask
-
-
-def too_many_in_a_row(bad: Bad) -> DataError:
-    return DataError(f"{MAX_REPLACEMENTS} unreadable samples in a row, the last {bad[-1][1]}; repair the data")
 
 
 def write_array_views(out: np.ndarray, pixels: np.ndarray, config: DataConfig, uniforms: np.ndarray | None) -> None:

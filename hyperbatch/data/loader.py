@@ -141,7 +141,7 @@ def eval_batches(
     An unreadable sample is shown as a black image under its own label, so the count of samples never changes, and
     adds a line to `bad_samples`.
     """
-    maker = make_maker(source, config, device=device, dtype=dtype)
+    maker = make_maker(source, config, device=device, dtype=dtype, exact=True)
     made = maker.run(_eval_plans(len(source), batch_per_rank, rank, world_size, config.eval_size))
     try:
         for batch, bad in made:
@@ -166,10 +166,14 @@ def make_maker(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    exact: bool = False,
     cache: PixelCache | DeviceCache | None = None,
     meter: Meter | None = None,
 ) -> HostMaker | DeviceMaker:
-    """The device makes its batches itself where it can run the fused kernel; else the CPU does."""
+    """The device makes its batches itself where it can run the fused kernel; else the CPU does.
+
+    exact: for evaluation, decoded by the CPU, since nvJPEG interpolates colours less well than the CPU's decoders.
+    """
     augment.check_options(config, source.channels)
     decoder, cpu_decoder = resolve_decoders(config.decoder, device)
     if device.type != "cuda" or not has_triton():
@@ -178,6 +182,8 @@ def make_maker(
     if cache is None and isinstance(source, ArraySource) and choose_cache(source, config, device)[0] == "gpu":
         cache = DeviceCache(len(source), source.images.nbytes)
         cache.put_array(source, device)
+    if exact:
+        decoder = cpu_decoder
     return DeviceMaker(
         source, config, device=device, dtype=dtype, decoder=decoder, cpu_decoder=cpu_decoder, cache=cache, meter=meter
     )

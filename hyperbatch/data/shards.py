@@ -39,6 +39,7 @@ class ShardSource(EncodedSource):
     def __init__(self, folder: Path, split: str, manifest: dict[str, Any]) -> None:
         shards = manifest["splits"][split]["shards"]
         self._paths = [folder / _plain_name(folder, shard["name"]) for shard in shards]
+        self._names = [str(path) for path in self._paths]
         indexes = [read_index(path, shard["samples"]) for path, shard in zip(self._paths, shards, strict=True)]
         self.index = np.concatenate(indexes)
         self._ends = np.cumsum([len(index) for index in indexes])
@@ -74,6 +75,12 @@ class ShardSource(EncodedSource):
         if len(data) != length or zlib.crc32(data) != checksum:
             raise BadSample(f"{self.describe(index)}: the bytes do not match the index's checksum")
         return data
+
+    def locations(self, ids: list[int]) -> list[tuple[str, int, int, int]]:
+        rows = self.index[ids]
+        shards = np.searchsorted(self._ends, ids, side="right").tolist()
+        columns = (rows[name].tolist() for name in ("offset", "length", "crc32"))
+        return [(self._names[shard], *row) for shard, row in zip(shards, zip(*columns, strict=True), strict=True)]
 
     def describe(self, index: int) -> str:
         shard = int(np.searchsorted(self._ends, index, side="right"))

@@ -111,6 +111,10 @@ class EncodedSource:
         """`read` into memory of the caller's own, which decoders that refuse read-only bytes need."""
         return bytearray(self.read(index))
 
+    def locations(self, ids: list[int]) -> list[tuple[str, int, int, int]] | None:
+        """(path, offset, length or -1, crc32 or -1) of samples that another process can read; None: it cannot."""
+        return None
+
     def describe(self, index: int) -> str:
         """Where the sample lies, for messages and for the name it is packed under."""
         return f"{self.name}[{index}]"

@@ -26,8 +26,10 @@ from hyperbatch.data.cache import DeviceCache, PixelCache
 from hyperbatch.data.decode import decode_full, gpu_can_decode, render_array
 from hyperbatch.data.device import DeviceMaker
 from hyperbatch.data.host import HostMaker
+from hyperbatch.data.pack import pack
 from hyperbatch.data.render import render_reference, render_views, view_table
-from hyperbatch.data.source import ArraySource, BadSample, EncodedSource
+from hyperbatch.data.source import ArraySource, BadSample, DataError, EncodedSource, open_data
+from hyperbatch.data.workers import ReaderPool
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
@@ -101,7 +103,7 @@ def decode_on_the_cpu(files, device):
     return found
 
 
-def device_maker(source, config=CONFIG, *, decoder="nvjpeg", cache=None, dtype=torch.float32):
+def device_maker(source, config=CONFIG, *, decoder="nvjpeg", cache=None, dtype=torch.float32, processes=False):
     return DeviceMaker(
         source,
         config,
@@ -110,6 +112,7 @@ def device_maker(source, config=CONFIG, *, decoder="nvjpeg", cache=None, dtype=t
         decoder=decoder,
         cpu_decoder="pillow",
         cache=cache,
+        processes=processes,
         decode=decode_on_the_cpu,
     )
 
@@ -246,7 +249,7 @@ def test_evaluation_pads_masks_and_shows_unreadable_images_black():
     (ours, bad), (theirs, _) = (
         made(maker, plan)[0]
         for maker in (
-            device_maker(source),
+            device_maker(source, decoder="pillow"),
             HostMaker(source, CONFIG, device=CPU, dtype=torch.float32, decoder="pillow"),
         )
     )
@@ -290,6 +293,42 @@ def test_kept_images_give_the_same_batches_and_are_not_read_again(place):
     for (ours, _), (theirs, _) in zip([*first, *rest], expected, strict=True):
         assert torch.equal(ours.images, theirs.images)
         assert torch.equal(ours.labels, theirs.labels)
+
+
+@inside
+@pytest.mark.parametrize("form", ["folder", "shards", "decoded"])
+def test_reading_processes_give_the_batches_of_threads(form, tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / "tree" / split / "a").mkdir(parents=True)
+        for i in range(6):
+            path = tmp_path / "tree" / split / "a" / f"{i}.jpg"
+            path.write_bytes(encoded(photo(20 + i, 30 - i, i), "PNG" if i == 4 else "JPEG"))
+    broken = tmp_path / "tree" / "train" / "a" / "2.jpg"
+    broken.write_bytes(broken.read_bytes()[:200])
+    if form != "folder":
+        pack(tmp_path / "tree", tmp_path / form, decoded=form == "decoded")
+    source, _ = open_data(DataConfig(data=str(tmp_path / ("tree" if form == "folder" else form))))
+    plans = [planned(source, CONFIG, epoch=epoch) for epoch in range(4)]  # more than there are slots
+    expected = made(device_maker(source), *plans)
+    for (ours, bad), (theirs, other_bad) in zip(
+        made(device_maker(source, dataclasses.replace(CONFIG, prefetch=1), processes=True), *plans), expected
+    ):
+        assert torch.equal(ours.images, theirs.images)
+        assert torch.equal(ours.labels, theirs.labels)
+        assert bad == other_bad
+        assert len(bad) == 1
+
+
+@inside
+def test_a_reading_process_that_dies_is_reported(tmp_path):
+    pool = ReaderPool(1, 1, 1 << 16, pin=False)
+    try:
+        pool._processes[0].kill()
+        pool._processes[0].wait()
+        with pytest.raises(DataError, match="ended"):
+            pool.reply(0)
+    finally:
+        pool.close()
 
 
 @inside

@@ -1,0 +1,105 @@
+"""A process that reads files into shared memory and decodes those the GPU cannot. No torch here: it starts at once.
+
+    parent: (slot, options, locations) ──pipe──>  read, check, perhaps decode  ──>  shared memory
+            rows: kind, offset, a, b   <──pipe──
+
+It knows nothing of sets and ends when its pipe does, whatever became of the parent.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import sys
+import zlib
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import numpy as np
+
+from hyperbatch.data.decode import decode_full, gpu_can_decode, raw_header_bytes
+from hyperbatch.data.source import BadSample
+
+FILE, PIXELS, FAILED = 0, 1, 2  # kinds of rows: bytes for the GPU's decoder, pixels, neither
+
+
+class Location(NamedTuple):
+    """Where a sample's bytes lie. length -1: the whole file; crc32 -1: not checked."""
+
+    path: str
+    offset: int
+    length: int
+    crc32: int
+
+
+class Row(NamedTuple):
+    """Offset in the slab; for FILE its bytes, for PIXELS width and height."""
+
+    kind: int
+    offset: int = 0
+    a: int = 0
+    b: int = 0
+
+
+@functools.lru_cache(maxsize=256)
+def _descriptor(path: str) -> int:
+    return os.open(path, os.O_RDONLY)
+
+
+def _read(where: Location, room: memoryview) -> int:
+    """Bytes of the sample, written to the front of `room`; BadSample when they are not there or do not fit."""
+    if where.length < 0:
+        with open(where.path, "rb", buffering=0) as file:
+            length = file.readinto(room) or 0
+            if length == len(room):
+                raise BadSample("no room")
+    else:
+        length = os.preadv(_descriptor(where.path), [room[: where.length]], where.offset)
+        if length != where.length:
+            raise BadSample("cut off, or no room")
+    if where.crc32 >= 0 and zlib.crc32(room[:length]) != where.crc32:
+        raise BadSample("wrong checksum")
+    return length
+
+
+def fill(slab: memoryview, start: int, stop: int, decoder: str, on_gpu: bool, wanted: list[Location]) -> list[Row]:
+    """Puts the samples one after the other into slab[start:stop]. A row that fails is left to the parent to explain."""
+    rows = []
+    for where in wanted:
+        try:
+            length = _read(where, slab[start:stop])
+            data = slab[start : start + length]
+            if (header := raw_header_bytes(data)) is not None:
+                width, height, size = header
+                rows.append(Row(PIXELS, start + size, width, height))
+                start += length
+            elif on_gpu and gpu_can_decode(data):
+                rows.append(Row(FILE, start, length))
+                start += length
+            else:
+                pixels = decode_full(bytes(data), "", decoder=decoder)
+                if pixels.size > stop - start:
+                    raise BadSample("no room")
+                np.frombuffer(slab, np.uint8)[start : start + pixels.size] = pixels.reshape(-1)
+                rows.append(Row(PIXELS, start, pixels.shape[1], pixels.shape[0]))
+                start += pixels.size
+        except (BadSample, OSError):
+            rows.append(Row(FAILED))
+    return rows
+
+
+def main() -> None:
+    requests = Connection(int(sys.argv[1]), writable=False)
+    replies = Connection(int(sys.argv[2]), readable=False)
+    try:
+        slab = memoryview(b"")
+        while True:
+            message = requests.recv()
+            if isinstance(message, str):  # the slab's file
+                with open(message, "r+b") as file:
+                    slab = memoryview(mmap.mmap(file.fileno(), 0))
+                continue
+            replies.send(fill(slab, *message))
+    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+        pass

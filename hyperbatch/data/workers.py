@@ -1,0 +1,101 @@
+"""The parent's side of `reader.py`: processes and the shared, pinned memory they fill.
+
+    slab   [ worker 0: slot 0 | slot 1 | ... ][ worker 1: slot 0 | ... ]      batch b uses slot b % slots of each worker
+
+Threads that read thousands of files a second would fight the step for Python's lock; processes leave it alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyperbatch.data.reader import Location, Row
+from hyperbatch.data.source import DataError
+
+_PACKAGE_ROOT = str(Path(__file__).parents[2])
+_CHILD = "from hyperbatch.data.reader import main; main()"  # not -m, which would name its classes after __main__
+
+
+def can_use_processes() -> bool:
+    return hasattr(os, "memfd_create") and hasattr(os, "preadv")
+
+
+class ReaderPool:
+    """`workers` processes, each with `slots` pieces of the slab. Requests to a worker are answered in order."""
+
+    def __init__(self, workers: int, slots: int, slot_bytes: int, *, pin: bool) -> None:
+        self.workers, self.slots, self.slot_bytes = workers, slots, slot_bytes
+        size = workers * slots * slot_bytes
+        # Memory without a name in any file system: /dev/shm is tiny in many containers.
+        self._descriptor = os.memfd_create("hyperbatch-data")
+        os.ftruncate(self._descriptor, size)
+        self._map = mmap.mmap(self._descriptor, size)
+        self.slab: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._pinned = pin
+        if pin:
+            runtime: Any = torch.cuda.cudart()
+            self._pinned = int(runtime.cudaHostRegister(self.slab.data_ptr(), size, 0)) == 0  # else: slower copies
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._requests: list[Connection] = []
+        self._replies: list[Connection] = []
+        for _ in range(workers):
+            self._start()
+
+    def _start(self) -> None:
+        child_in, ours_out = os.pipe()
+        ours_in, child_out = os.pipe()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([_PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")])}
+        environment["OMP_NUM_THREADS"] = "1"
+        self._processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", _CHILD, str(child_in), str(child_out)],
+                pass_fds=(child_in, child_out),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+            )
+        )
+        os.close(child_in)
+        os.close(child_out)
+        self._requests.append(Connection(ours_out, readable=False))
+        self._replies.append(Connection(ours_in, writable=False))
+        self._requests[-1].send(f"/proc/{os.getpid()}/fd/{self._descriptor}")
+
+    def request(self, worker: int, slot: int, decoder: str, on_gpu: bool, wanted: list[Location]) -> None:
+        start = (worker * self.slots + slot) * self.slot_bytes
+        with self._told(worker):
+            self._requests[worker].send((start, start + self.slot_bytes, decoder, on_gpu, wanted))
+
+    def reply(self, worker: int) -> list[Row]:
+        with self._told(worker):
+            return self._replies[worker].recv()
+
+    @contextlib.contextmanager
+    def _told(self, worker: int):
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            code = self._processes[worker].poll()
+            raise DataError(f"a data reading process ended ({code}); is the machine out of memory?") from error
+
+    def close(self) -> None:
+        for connection in (*self._requests, *self._replies):
+            connection.close()
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.wait()
+        if self._pinned:
+            runtime: Any = torch.cuda.cudart()
+            runtime.cudaHostUnregister(self.slab.data_ptr())
+        os.close(self._descriptor)
+        del self.slab  # the map goes with the last tensor that looks into it
