@@ -171,6 +171,9 @@ def _check_placement(grid: RankGrid, ranks: list[list[int]], world_size: int, re
     grid.check_world(world_size)
     if sorted(rank for row in ranks for rank in row) != list(range(world_size)):
         raise InputError(f"ranks {ranks} must name each of 0 to {world_size - 1} once")
+    # torch numbers a group's ranks in ascending order; a shard would land in the wrong column otherwise.
+    if any(row != sorted(row) for row in ranks):
+        raise InputError(f"ranks {ranks}: the ranks of a row must ascend; sort each row")
 
 
 def _world_timeout() -> timedelta | None:

@@ -33,7 +33,9 @@ def own_shard(numel: int, comm: GridComm, algorithm: str) -> tuple[int, int]:
     if algorithm != "torus":
         return shard_bounds(numel, comm.size, comm.rank)
     start, stop = shard_bounds(numel, comm.grid.columns, comm.column_index)
-    first, last = shard_bounds(stop - start, comm.grid.rows, comm.row_index)
+    # A group numbers its ranks in ascending order, whatever the order of the rows.
+    place = 0 if comm.column is None else dist.get_rank(comm.column)
+    first, last = shard_bounds(stop - start, comm.grid.rows, place)
     return start + first, start + last
 
 

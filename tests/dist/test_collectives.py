@@ -18,7 +18,7 @@ from hyperbatch.comm import pipeline, shards
 from hyperbatch.comm.collectives import ALGORITHMS, all_gather, all_reduce, reduce_scatter
 from hyperbatch.comm.doctor import check_collectives
 from hyperbatch.comm.grid import GridComm
-from hyperbatch.comm.shards import shard_bounds
+from hyperbatch.comm.shards import own_shard, shard_bounds
 from hyperbatch.errors import InputError
 from hyperbatch.plan.types import RankGrid
 
@@ -208,6 +208,8 @@ def build(rank: int, case: str) -> str:
             GridComm(RankGrid(2, 2) if rank != 1 else RankGrid(3, 2))
         elif case == "twice":
             GridComm(RankGrid(2, 2), ranks=[[0, 1], [1, 3]])
+        elif case == "descending":
+            GridComm(RankGrid(2, 2), ranks=[[1, 0], [2, 3]])
     except InputError as error:
         return str(error)
     return "no error"
@@ -220,12 +222,36 @@ def build(rank: int, case: str) -> str:
         ("placement", "rank 0 has 'grid 2x2 with ranks [[0, 2], [1, 3]]', rank 1 has"),
         ("one wrong", "rank 1: grid 3x2 holds 6 ranks, but there are 4"),
         ("twice", "must name each of 0 to 3 once"),
+        ("descending", "the ranks of a row must ascend"),
     ],
 )
 def test_a_wrong_grid_is_an_error_on_every_rank(case: str, message: str) -> None:
     errors = run_ranks(4, build, case, timeout_s=20)
     assert len(set(errors)) == 1
     assert message in errors[0]
+
+
+def rows_in_any_order(rank: int) -> None:
+    comm = GridComm(RankGrid(2, 2), ranks=[[1, 3], [0, 2]])
+    whole = integers(1023, rank, torch.float32)
+    expected = whole.clone()
+    dist.all_reduce(expected)
+    for algorithm in ALGORITHMS:
+        tensor = whole.clone()
+        all_reduce(tensor, comm, algorithm=algorithm, op="sum")
+        assert torch.equal(tensor, expected), algorithm
+    for algorithm in ("flat", "torus"):
+        start, stop = own_shard(1023, comm, algorithm)
+        shard = torch.empty(stop - start)
+        reduce_scatter(shard, whole, comm, op="sum", algorithm=algorithm)
+        assert torch.equal(shard, expected[start:stop]), algorithm
+        gathered = torch.zeros(1023)
+        all_gather(gathered, shard, comm, algorithm=algorithm)
+        assert torch.equal(gathered, expected), algorithm
+
+
+def test_hosts_may_come_in_any_order() -> None:
+    run_ranks(4, rows_in_any_order)
 
 
 def with_mesh(rank: int) -> tuple[str, list[list[int]]]:
