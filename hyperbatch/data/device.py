@@ -133,10 +133,10 @@ class DeviceMaker:
                     self._hand_over(batch, ready)
                     yield batch, bad
         finally:
-            # The maker waits for readers, so they are ended after it was told to take no more.
-            maker.shutdown(wait=False, cancel_futures=True)
+            maker.shutdown(wait=True, cancel_futures=True)
+            if self._last is not None:
+                self._last.synchronize()  # others may write where the last batch's copies come from
             readers.close()
-            maker.shutdown(wait=True)
 
     def _hand_over(self, batch: Batch, ready: torch.cuda.Event | None) -> None:
         """The step's stream waits for the batch; the host does not."""

@@ -20,7 +20,7 @@ from hyperbatch.data.decode import decode_full, gpu_can_decode
 from hyperbatch.data.meter import Meter
 from hyperbatch.data.reader import FILE, PIXELS, Location
 from hyperbatch.data.source import BadSample, EncodedSource, Source
-from hyperbatch.data.workers import ReaderPool
+from hyperbatch.data.workers import ReaderPool, give_back, take_pool
 
 _MAX_CHUNK = 16  # samples a thread takes at a time
 _PROBED_SAMPLES = 32  # of which the size of a slot is guessed
@@ -177,11 +177,11 @@ class ProcessReaders:
         self._chunk = chunk
         size = mean_bytes(self._loader.source, files=self._loader.on_gpu)
         slot_bytes = max(1 << 20, int(_ROOM * chunk * size))
-        self._pools.append(ReaderPool(self._workers, self._slots, slot_bytes, pin=self._loader.pin))
+        self._pools.append(take_pool(self._workers, self._slots, slot_bytes, pin=self._loader.pin))
 
     def close(self) -> None:
         for pool in self._pools:
-            pool.close()
+            give_back(pool)
         self._pools.clear()
 
 

@@ -7,6 +7,7 @@ Threads that read thousands of files a second would fight the step for Python's 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import mmap
 import os
@@ -30,11 +31,38 @@ def can_use_processes() -> bool:
     return hasattr(os, "memfd_create") and hasattr(os, "preadv")
 
 
+_idle: list[ReaderPool] = []  # for the next evaluation: starting processes takes half a second
+
+
+def take_pool(workers: int, slots: int, slot_bytes: int, *, pin: bool) -> ReaderPool:
+    """An idle pool that fits, or a new one."""
+    for pool in _idle:
+        if (pool.workers, pool.slots, pool.pin) == (workers, slots, pin) and slot_bytes <= pool.slot_bytes:
+            _idle.remove(pool)
+            return pool
+    return ReaderPool(workers, slots, slot_bytes, pin=pin)
+
+
+def give_back(pool: ReaderPool) -> None:
+    """Keeps the pool for others, unless answers are still to come."""
+    if pool.unanswered:
+        pool.close()
+    else:
+        _idle.append(pool)
+
+
+@atexit.register
+def close_idle() -> None:
+    while _idle:
+        _idle.pop().close()
+
+
 class ReaderPool:
     """`workers` processes, each with `slots` pieces of the slab. Requests to a worker are answered in order."""
 
     def __init__(self, workers: int, slots: int, slot_bytes: int, *, pin: bool) -> None:
-        self.workers, self.slots, self.slot_bytes = workers, slots, slot_bytes
+        self.workers, self.slots, self.slot_bytes, self.pin = workers, slots, slot_bytes, pin
+        self._asked = self._answered = 0  # each counted by one thread
         size = workers * slots * slot_bytes
         # Memory without a name in any file system: /dev/shm is tiny in many containers.
         self._descriptor = os.memfd_create("hyperbatch-data")
@@ -73,11 +101,14 @@ class ReaderPool:
     def request(self, worker: int, slot: int, decoder: str, on_gpu: bool, wanted: list[Location]) -> None:
         start = (worker * self.slots + slot) * self.slot_bytes
         with self._told(worker):
+            self._asked += 1
             self._requests[worker].send((start, start + self.slot_bytes, decoder, on_gpu, wanted))
 
     def reply(self, worker: int) -> list[Row]:
         with self._told(worker):
-            return self._replies[worker].recv()
+            rows = self._replies[worker].recv()
+            self._answered += 1
+            return rows
 
     @contextlib.contextmanager
     def _told(self, worker: int):
@@ -86,6 +117,10 @@ class ReaderPool:
         except (EOFError, OSError) as error:
             code = self._processes[worker].poll()
             raise DataError(f"a data reading process ended ({code}); is the machine out of memory?") from error
+
+    @property
+    def unanswered(self) -> int:
+        return self._asked - self._answered
 
     def close(self) -> None:
         for connection in (*self._requests, *self._replies):
