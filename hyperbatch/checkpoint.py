@@ -30,6 +30,7 @@ FORMAT = 1
 FREE_FIELDS = frozenset(
     (
         *("data", "out", "resume", "init_from", "nproc", "grid", "device", "accumulate", "data_threads"),
+        *("prefetch", "cache", "cache_bytes", "eval_batch_per_rank", "max_bad_samples"),
         *("timeout_s", "max_steps", "log_every_steps", "checkpoint_every_epochs", "keep_checkpoints"),
     )
 )
@@ -45,7 +46,10 @@ def save(folder: Path, step: int, state: Mapping[str, Any], *, keep: int) -> Pat
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
-    for old in _saved(folder)[:-keep]:
+    saved = _saved(folder)
+    newest = saved.index(path)
+    # Later files are of an attempt that this run went back behind; they must not pass for its newest.
+    for old in [*saved[: max(0, newest + 1 - keep)], *saved[newest + 1 :]]:
         old.unlink(missing_ok=True)
     return path
 
@@ -55,7 +59,7 @@ def _saved(folder: Path) -> list[Path]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """One checkpoint, or the newest of a run's folder that can be read."""
+    """One checkpoint, or the newest of a run's folder that can be read; `path` and `skipped` say which it was."""
     if path.is_dir():
         return _load_newest(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     try:
@@ -63,10 +67,10 @@ def load(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise InputError(f"checkpoint {path} does not exist") from None
     except Exception as error:
-        raise InputError(f"checkpoint {path} cannot be read: {str(error).splitlines()[0]}") from error
+        raise InputError(f"checkpoint {path} cannot be read: {type(error).__name__}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise InputError(f"{path} is not a hyperbatch checkpoint of format {FORMAT}")
-    return state
+    return state | {"path": str(path), "skipped": []}
 
 
 def _load_newest(folder: Path) -> dict[str, Any]:
@@ -77,19 +81,24 @@ def _load_newest(folder: Path) -> dict[str, Any]:
         except InputError as error:  # torn by a full disk, say: the one before it still counts
             failures.append(str(error))
             continue
-        state["skipped"] = failures
-        return state
+        return state | {"skipped": failures}
     raise InputError("; ".join(failures) or f"no checkpoint in {folder}: nothing to resume or evaluate")
 
 
 def check_same_run(saved: Mapping[str, Any], config: Config) -> None:
     """InputError naming every field in which the resumed config differs and may not."""
+    if saved.get("recipe") != config.recipe:
+        name = saved.get("recipe")
+        raise InputError(
+            f"--resume: the saved run is of recipe {name}; continue it with `hyperbatch train {name} --resume`"
+        )
+    defaults = Config().to_dict()  # of fields that a checkpoint of an older version does not know
     differences = [
-        f"{name} {saved.get(section, {}).get(name)} -> {value}"
+        f"{name} {before} -> {value}"
         for section, values in config.to_dict().items()
         if isinstance(values, Mapping)
         for name, value in values.items()
-        if name not in FREE_FIELDS and saved.get(section, {}).get(name) != value
+        if name not in FREE_FIELDS and (before := saved.get(section, {}).get(name, defaults[section][name])) != value
     ]
     if differences:
         raise InputError(f"--resume: the saved run had another config: {'; '.join(differences)}; use another --out")
@@ -111,7 +120,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise InputError(f"weights {path} cannot be read: {str(error).splitlines()[0]}") from error
+        raise InputError(f"{path} is no weights file: neither .safetensors nor what torch.save writes") from error
     if isinstance(state, dict) and state.get("format") == FORMAT:
         return weights_of(state)
     for key in ("state_dict", "model"):
@@ -141,5 +150,8 @@ def export(run: Path, output: Path | None = None) -> Path:
     path = output or (run if run.is_dir() else run.parent) / "model.safetensors"
     tensors = {name: tensor.contiguous() for name, tensor in weights_of(state).items()}
     metadata = {"format": "pt", "model": state["config"]["model"]["model"], "step": str(state["progress"]["step"])}
-    save_file(tensors, path, metadata=metadata)
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except Exception as error:
+        raise InputError(f"{path} cannot be written: {error}; choose another --output") from None
     return path

@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hyperbatch import __version__
 from hyperbatch.config import Config, fields, format_value
 from hyperbatch.errors import InputError, RunFailed, nearest
+from hyperbatch.record import strict_json
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _fail(message: object, code: int) -> int:
-    if _is_first_rank():
+    if _is_first_rank():  # what one rank finds wrong is told on all of them, see engine.ranks.together
         print(f"hyperbatch: {message}", file=sys.stderr)
     return code
 
@@ -52,7 +53,7 @@ def _is_first_rank() -> bool:
 def _print(args: argparse.Namespace, values: Any, text: str | Callable[[], str]) -> None:
     """With --json one object on stdout and nothing else there; otherwise the text for a person."""
     if args.json:
-        print(json.dumps(values))
+        print(strict_json(values))
     else:
         print(text if isinstance(text, str) else text())
 
@@ -73,11 +74,13 @@ SECTION_TITLES = {
 def _train(args: argparse.Namespace) -> int:
     from hyperbatch.engine.ranks import find_ranks
 
+    if args.world_size and not args.dry_run:
+        raise InputError("--world-size belongs to --dry-run; start N processes with --nproc N or a launcher")
     config = _config(args)
     if args.dry_run:
         from hyperbatch.preview import format_preview, preview
 
-        values = preview(config, args.world_size or max(1, config.run.nproc))
+        values = preview(config, _world_size(args, config.run.nproc, config.run.device))
         _print(args, values, lambda: format_preview(values, config))
         return 0
     from hyperbatch.launch import train
@@ -263,28 +266,26 @@ def _config(args: argparse.Namespace) -> Config:
     if args.batch_per_rank is not None:
         if global_batch is not None:
             raise InputError("--batch-per-rank and --global-batch exclude each other; give one")
-        global_batch = args.batch_per_rank * _world_size(args, given)
+        global_batch = args.batch_per_rank * _world_size(args, given.get("nproc", 0), given.get("device", "auto"))
+    if global_batch is not None and "batch_phases" in given:
+        raise InputError("--batch-phases sets the batch of every phase; leave out --global-batch and --batch-per-rank")
     config = recipe.config(global_batch)
     return config.override(**given) if given else config
 
 
-def _world_size(args: argparse.Namespace, given: dict[str, Any]) -> int:
+def _world_size(args: argparse.Namespace, nproc: int, device: str) -> int:
+    """How many ranks this command has or would start."""
     from hyperbatch.engine.ranks import find_ranks
-
-    if args.world_size:
-        return args.world_size
-    ranks = find_ranks()
-    if ranks is not None:
-        return ranks.world_size
-    if given.get("nproc"):
-        return given["nproc"]
     from hyperbatch.launch import default_nproc
 
-    return default_nproc(given.get("device", "auto"))
+    ranks = find_ranks()
+    return args.world_size or (ranks.world_size if ranks is not None else nproc or default_nproc(device))
 
 
 class _Parser(argparse.ArgumentParser):
     """One line for a mistake, as everywhere else; argparse would print the usage, too."""
+
+    verbs: Mapping[str, argparse.ArgumentParser]
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message}; see `{self.prog} --help`")
@@ -300,9 +301,14 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = _build_parser()
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        flags = [f"--{name.replace('_', '-')}" for name in vars(args) if name not in ("function", "verb")]
-        name = unknown[0].split("=")[0]
-        raise InputError(f"unknown argument {name!r}{nearest(name, flags)}")
+        flag = unknown[0].split("=")[0]
+        if not flag.startswith("-"):
+            raise InputError(
+                f"{flag!r} is one argument too many; see `hyperbatch {args.verb or ''} --help`".replace("  ", " ")
+            )
+        subparser = parser.verbs.get(args.verb, parser)
+        flags = [option for action in subparser._actions for option in action.option_strings]
+        raise InputError(f"unknown argument {flag!r}{nearest(flag, flags)}")
     if args.function is None:
         parser.print_help()
         raise SystemExit(0)
@@ -318,6 +324,7 @@ def _build_parser() -> _Parser:
     parser.add_argument("--version", action="version", version=f"hyperbatch {__version__}")
     parser.set_defaults(function=None)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=_Parser)
+    parser.verbs = verbs.choices
 
     def verb(name: str, function: Callable[[argparse.Namespace], int], help: str, **more: Any) -> _Parser:
         sub = verbs.add_parser(name, help=help, description=more.pop("description", help), allow_abbrev=False, **more)

@@ -7,6 +7,7 @@ A config is a tree of sections, but every field name is unique in the whole tree
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -148,7 +149,9 @@ class RunConfig:
     nproc: int = option(0, "processes on this host; 0: one per GPU, or two on a CPU")
     accumulate: int = option(0, "micro-steps per step; 0: as many as the memory needs")
     max_steps: int = option(0, "stop after this many steps; 0: run all epochs")
-    checkpoint_every_epochs: float = option(0.0, "epochs between checkpoints; 0: only at the end")
+    checkpoint_every_epochs: float | None = option(
+        None, "epochs between checkpoints; none: with each evaluation, 0: only at the end"
+    )
     keep_checkpoints: int = option(2, "newest checkpoints to keep")
     log_every_steps: int = option(1, "steps between metric lines")
     timeout_s: float = option(300.0, "seconds after which a silent rank fails the run")
@@ -189,7 +192,11 @@ class Config:
             self,
             **{name: dataclasses.replace(getattr(self, name), **part) for name, part in by_section.items()},
         )
-        return config if global_batch is None else config._rescaled(int(global_batch))
+        if global_batch is None:
+            return config
+        if not isinstance(global_batch, int):
+            raise InputError(f"global batch {global_batch!r} is not a whole number")
+        return config._rescaled(global_batch)
 
     def _rescaled(self, global_batch: int) -> Self:
         first = self.global_batch
@@ -343,37 +350,45 @@ def check(config: Config) -> None:
         if spec.choices and value is not None and value not in spec.choices:
             raise InputError(f"{spec.flag}: {value!r} is not one of {', '.join(spec.choices)}")
 
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"{spec.flag} {value}: must be a finite number")
+
     def need(ok: bool, name: str, what: str) -> None:
         if not ok:
             section = next(spec.section for spec in fields() if spec.name == name)
             value = format_value(getattr(getattr(config, section), name))
             raise InputError(f"--{name.replace('_', '-')} {value}: {what}")
 
-    o, s, d, c, r = config.optim, config.schedule, config.data, config.comm, config.run
-    need(0 <= o.momentum < 1, "momentum", "must be in [0, 1)")
-    need(0 <= o.label_smoothing < 1, "label_smoothing", "must be in [0, 1)")
-    need(o.weight_decay >= 0, "weight_decay", "must not be negative")
-    need(o.trust_coefficient > 0, "trust_coefficient", "must be positive")
-    need(s.lr > 0, "lr", "must be positive")
-    need(s.epochs > 0, "epochs", "must be positive")
-    need(0 <= s.warmup_epochs <= s.epochs, "warmup_epochs", f"must be between 0 and the {s.epochs:g} epochs")
+    values = {spec.name: getattr(getattr(config, spec.section), spec.name) for spec in fields()}
+    for name in POSITIVE:
+        need(values[name] > 0, name, "must be positive")
+    for name in NOT_NEGATIVE:
+        need(values[name] is None or values[name] >= 0, name, "must not be negative")
+    for name in BELOW_ONE:
+        need(0 <= values[name] < 1, name, "must be in [0, 1)")
+    o, s, d, r = config.optim, config.schedule, config.data, config.run
+    need(0 < config.model.bn_momentum <= 1, "bn_momentum", "must be in (0, 1]")
+    need(s.decay_epochs is None or s.decay_epochs > 0, "decay_epochs", "must be positive, or none")
+    need(s.warmup_epochs <= s.epochs, "warmup_epochs", f"must be between 0 and the {s.epochs:g} epochs")
     need(bool(s.batch_phases) and s.batch_phases[0].from_epoch == 0, "batch_phases", "must start at epoch 0")
     need(all(p.global_batch > 0 for p in s.batch_phases), "batch_phases", "every global batch must be positive")
     starts = [p.from_epoch for p in s.batch_phases]
     need(starts == sorted(set(starts)), "batch_phases", "epochs must increase")
-    need(d.image_size > 0, "image_size", "must be positive")
     need(0 < d.crop_area[0] <= d.crop_area[1] <= 1, "crop_area", "must be LOW,HIGH with 0 < LOW <= HIGH <= 1")
     need(0 < d.crop_aspect[0] <= d.crop_aspect[1], "crop_aspect", "must be LOW,HIGH with 0 < LOW <= HIGH")
-    need(d.prefetch > 0, "prefetch", "must be positive")
-    need(d.cache_bytes >= 0, "cache_bytes", "must not be negative")
-    need(c.group_count > 0, "group_count", "must be positive")
-    need(c.group_base > 0, "group_base", "must be positive")
-    need(c.group_threshold_bytes > 0, "group_threshold_bytes", "must be positive")
+    need(0 < d.jitter_sides[0] <= d.jitter_sides[1], "jitter_sides", "must be LOW,HIGH with 0 < LOW <= HIGH")
+    need(not o.nesterov or o.momentum > 0, "nesterov", "needs a momentum above 0")
     need(r.target_top1 is None or 0 < r.target_top1 <= 1, "target_top1", "must be in (0, 1], e.g. 0.759")
-    need(r.eval_every_epochs > 0, "eval_every_epochs", "must be positive")
-    need(r.timeout_s > 0, "timeout_s", "must be positive")
-    need(r.log_every_steps > 0, "log_every_steps", "must be positive")
-    for name in ("nproc", "accumulate", "max_steps", "checkpoint_every_epochs", "eval_batch_per_rank"):
-        need(getattr(r, name) >= 0, name, "must not be negative")
-    need(r.keep_checkpoints > 0, "keep_checkpoints", "must be positive")
-    need(config.model.bn_group_ranks > 0, "bn_group_ranks", "must be positive")
+
+
+POSITIVE = (
+    *("trust_coefficient", "lr", "epochs", "decay_power", "image_size", "eval_size", "eval_resize"),
+    *("group_count", "group_base", "group_threshold_bytes", "eval_every_epochs", "timeout_s", "log_every_steps"),
+    *("keep_checkpoints", "bn_group_ranks", "train_samples", "eval_samples", "classes"),
+)
+NOT_NEGATIVE = (
+    *("weight_decay", "lars_eps", "warmup_epochs", "warmup_lr", "end_lr", "lr_batch", "decay_factor", "shift_pixels"),
+    *("color_noise", "data_threads", "max_bad_samples", "full_crop_from_epoch", "hybrid_switch_bytes", "seed"),
+    *("nproc", "accumulate", "max_steps", "checkpoint_every_epochs", "eval_batch_per_rank", "eval_offset_epochs"),
+)
+BELOW_ONE = ("momentum", "label_smoothing")

@@ -11,17 +11,21 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hyperbatch.config import Config
 from hyperbatch.data.source import check_data
-from hyperbatch.engine.folder import claim_folder, default_out
-from hyperbatch.engine.ranks import Ranks, find_ranks
+from hyperbatch.engine.folder import claim_folder, default_out, resume_hint
+from hyperbatch.engine.ranks import Ranks, ended_by_sigterm, find_ranks
 from hyperbatch.errors import InputError, RunFailed
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.record import RunRecord
@@ -29,6 +33,8 @@ from hyperbatch.schedule import resolve_phases
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+AGENT_PATIENCE_S = 20.0  # below the 30 s the elastic agent gives ranks to end
 
 
 def train(config: Config) -> RunRecord:
@@ -44,7 +50,8 @@ def train(config: Config) -> RunRecord:
         ranks = Ranks()
     from hyperbatch.engine.loop import run
 
-    record = run(config, ranks)
+    with ended_by_sigterm():
+        record = run(config, ranks)
     if ranks.rank == 0:
         finish(record)
     return record
@@ -63,12 +70,23 @@ def finish(record: RunRecord) -> None:
 
 
 def default_nproc(device: str) -> int:
-    """One process per GPU; on a CPU two, so that the path of a large run is the path of a small one."""
-    import torch
+    """One process per GPU; on a CPU two, so that the path of a large run is the path of a small one.
 
-    if device != "cpu" and torch.cuda.is_available():
-        return torch.cuda.device_count()
-    return min(2, os.cpu_count() or 1)
+    Asked without loading torch, since a dry run asks, too.
+    """
+    gpus = 0 if device == "cpu" else count_gpus()
+    return gpus or min(2, os.cpu_count() or 1)
+
+
+def count_gpus() -> int:
+    """GPUs a process started here would see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False).stdout
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
 def check_input(config: Config, world_size: int, train_samples: int) -> None:
@@ -89,14 +107,20 @@ def _train_elastic(config: Config, nproc: int) -> RunRecord:
     with tempfile.TemporaryDirectory(prefix="hyperbatch-") as scratch:
         config_path = Path(scratch) / "config.json"
         config_path.write_text(json.dumps(config.to_dict()))
-        start_ranks(nproc, "hyperbatch.engine.worker", config_path)
+        start_ranks(
+            nproc, "hyperbatch.engine.worker", config_path, hint=lambda: resume_hint(Path(config.run.out or "."))
+        )
     record = RunRecord.load(Path(config.run.out or "."))
     finish(record)
     return record
 
 
-def start_ranks(nproc: int, module: str, argument: Path) -> None:
-    """Runs `python -m module argument` as ranks 0 to nproc - 1 of this host, under torchrun's elastic agent."""
+def start_ranks(nproc: int, module: str, argument: Path, *, hint: Callable[[], str] = str) -> None:
+    """Runs `python -m module argument` as ranks 0 to nproc - 1 of this host, under torchrun's elastic agent.
+
+    hint: what to tell the user to do, asked for when the ranks have failed.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -116,22 +140,33 @@ def start_ranks(nproc: int, module: str, argument: Path) -> None:
     try:
         elastic_launch(agent, sys.executable)("-m", module, str(argument))
     except ChildFailedError as error:
-        raise _explain(error, argument.parent) from None
+        raise _explain(error, argument.parent, hint) from None
+    except SignalException as error:
+        name = signal.Signals(error.sigval).name
+        raise RunFailed("; ".join(part for part in (f"interrupted by {name}", hint()) if part)) from None
 
 
-def _explain(error: ChildFailedError, scratch: Path) -> InputError | RunFailed:
+def _explain(error: ChildFailedError, scratch: Path, hint: Callable[[], str]) -> InputError | RunFailed:
     """The first failure among the ranks, in one line. Ranks leave their own words in rank-N.json."""
-    # A rank that was killed says nothing, and the others fail within the same moment because of it: it comes first.
-    # SIGTERM is how the agent ends the survivors.
-    killed = [(rank, f) for rank, f in error.failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
-    rank, failure = killed[0] if killed else error.get_first_failure()
-    said = scratch / f"rank-{rank}.json"
-    if said.exists():
-        words = json.loads(said.read_text())
+    said = {
+        rank: json.loads(path.read_text())
+        for rank in error.failures
+        if (path := scratch / f"rank-{rank}.json").exists()
+    }
+    # SIGTERM is how the agent ends the survivors; after half a minute it uses SIGKILL on those that do not listen.
+    killed = [rank for rank, f in error.failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
+    first_words = min(said, key=lambda rank: said[rank]["time"], default=None)
+    if first_words is not None and (not killed or time.time() - said[first_words]["time"] > AGENT_PATIENCE_S):
+        words = said[first_words]
         print(words.get("traceback", ""), file=sys.stderr, end="")
-        return InputError(words["message"]) if words["kind"] == "InputError" else RunFailed(words["message"])
+        silent = f"; rank {killed[0]} did not answer and was ended" if killed else ""
+        kind = InputError if words["kind"] == "InputError" else RunFailed
+        return kind(words["message"] + silent)
+    # A rank that was killed says nothing, and the others fail within the same moment because of it: it is named.
+    rank = killed[0] if killed else error.get_first_failure()[0]
+    failure = error.failures[rank]
+    what = f"exited with {failure.exitcode}"
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
-        hint = "; out of memory?" if name == "SIGKILL" else ""
-        return RunFailed(f"rank {rank} (pid {failure.pid}) was killed by {name}{hint}; --resume continues the run")
-    return RunFailed(f"rank {rank} (pid {failure.pid}) exited with {failure.exitcode}")
+        what = f"was killed by {name}" + ("; out of memory?" if name == "SIGKILL" else "")
+    return RunFailed("; ".join(part for part in (f"rank {rank} (pid {failure.pid}) {what}", hint()) if part))

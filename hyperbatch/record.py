@@ -67,7 +67,7 @@ class RunRecord:
     def save(self, folder: Path) -> None:
         """Writes record.json in one atomic move, so a reader never sees half of it."""
         partial = folder / "record.json.partial"
-        partial.write_text(_json(self.to_dict(), indent=1) + "\n")
+        partial.write_text(strict_json(self.to_dict(), indent=1) + "\n")
         os.replace(partial, folder / "record.json")
 
     @classmethod
@@ -136,7 +136,7 @@ class RunWriter:
                 old.unlink(missing_ok=True)
         else:
             kept = [line for line in read_metrics(folder) if line["step"] < resume_from_step]
-            _replace(folder / "metrics.jsonl", "".join(_json(line) + "\n" for line in kept))
+            _replace(folder / "metrics.jsonl", "".join(strict_json(line) + "\n" for line in kept))
         self._metrics = open(folder / "metrics.jsonl", "w" if fresh else "a", buffering=1)  # noqa: SIM115
         self._mllog = open(folder / "mllog.txt", "w" if fresh else "a", buffering=1)  # noqa: SIM115
         self._trace = _Trace(folder / "trace.json", resume_from_step)
@@ -156,13 +156,13 @@ class RunWriter:
     ) -> None:
         scalars = {"loss": loss, "lr": lr, "global_batch": global_batch, "images_per_s": images_per_s}
         line = {"event": "step", "step": step, "epoch": epoch, "time_s": time_s, **scalars, **extra}
-        self._metrics.write(_json(line) + "\n")
+        self._metrics.write(strict_json(line) + "\n")
         if self._board:
             self._board.add("train", step, scalars)
 
     def eval(self, *, step: int, epoch: float, time_s: float, top1: float, samples: int, **extra: Any) -> None:
         line = {"event": "eval", "step": step, "epoch": epoch, "time_s": time_s, "top1": top1, "samples": samples}
-        self._metrics.write(_json({**line, **extra}) + "\n")
+        self._metrics.write(strict_json({**line, **extra}) + "\n")
         if self._board:
             self._board.add("eval", step, {"top1": top1}, always=True)
 
@@ -180,7 +180,7 @@ class RunWriter:
             "value": value,
             "metadata": {**place, **metadata},
         }
-        self._mllog.write(f":::MLLOG {_json(line)}\n")
+        self._mllog.write(f":::MLLOG {strict_json(line)}\n")
 
     def span(self, name: str, start_s: float, duration_s: float, *, track: str = "engine", **args: Any) -> None:
         """One slice of trace.json (Chrome trace format, opens in Perfetto); seconds since the run began.
@@ -251,7 +251,7 @@ class _Trace:
             "pid": self._process,
             "tid": self._tracks[track],
         }
-        self._pending.append(_json({**event, "args": args} if args else event).encode())
+        self._pending.append(strict_json({**event, "args": args} if args else event).encode())
         if len(self._pending) >= 512 or time.monotonic() >= self._flush_at:
             self.flush()
 
@@ -271,7 +271,7 @@ class _Trace:
 
     def _meta(self, kind: str, text: str, thread: int = 0) -> bytes:
         args = {"labels" if kind == "process_labels" else "name": text}
-        return _json({"name": kind, "ph": "M", "pid": self._process, "tid": thread, "args": args}).encode()
+        return strict_json({"name": kind, "ph": "M", "pid": self._process, "tid": thread, "args": args}).encode()
 
     def _put(self, events: bytes) -> None:
         self._file.seek(self._end)
@@ -352,7 +352,7 @@ class _Tensorboard:
             self._file.close()
 
 
-def _json(value: Any, indent: int | None = None) -> str:
+def strict_json(value: Any, indent: int | None = None) -> str:
     """Strict JSON: NaN and infinities, which other readers refuse, become null."""
     try:
         return json.dumps(

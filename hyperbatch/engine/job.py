@@ -22,7 +22,7 @@ from hyperbatch.data.source import Source, open_data
 from hyperbatch.engine import state
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.measure import choose_plan, fitting_batch, probe
-from hyperbatch.engine.ranks import Ranks, share
+from hyperbatch.engine.ranks import Ranks, share, together
 from hyperbatch.errors import InputError
 from hyperbatch.models import create_model
 from hyperbatch.models.norm import set_norm_group
@@ -68,11 +68,17 @@ class Job:
     fixed: dict[str, Any]  # measured once, kept with the run: order, groups, the batch that fits
     progress: Progress
     warnings: list[str]
+    waited_before_s: float = 0.0
 
     @property
     def epoch(self) -> float:
         """Passes over the training set so far."""
         return self.progress.position / len(self.train_set)
+
+    @property
+    def data_wait_s(self) -> float:
+        """Seconds this rank has waited for batches, in the runs this one continues, too."""
+        return self.waited_before_s + self.loader.wait_s
 
     @property
     def reached(self) -> bool:
@@ -82,20 +88,24 @@ class Job:
         """Every rank takes part (batch-norm statistics and shards are gathered); rank 0 writes."""
         if isinstance(self.update, ShardedUpdate):
             self.update.gather_state()
+        norm = state.gather_buffers(self.model, self.ranks)
+        if self.ranks.rank != 0:
+            return
         snapshot = {
             "config": self.config.to_dict(),
             "progress": asdict(self.progress),
             "fixed": self.fixed,
             "clock": clock.state_dict(),
+            "data_wait_s": self.data_wait_s,
             "model": state.weights(self.model, self.arena),
-            "norm": state.gather_buffers(self.model, self.ranks),
+            "norm": norm,
             "optimizer": named_state(self.optimizer, self.model),
             "scaler": self.scaler.state_dict(),
+            "train_samples": len(self.train_set),
             "classes": list(self.train_set.classes),
             "channels": self.train_set.channels,
         }
-        if self.ranks.rank == 0:
-            checkpoint.save(folder / "checkpoints", self.progress.step, snapshot, keep=self.config.run.keep_checkpoints)
+        checkpoint.save(folder / "checkpoints", self.progress.step, snapshot, keep=self.config.run.keep_checkpoints)
 
     def close(self) -> None:
         self.sync.close()
@@ -104,23 +114,23 @@ class Job:
 
 def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[str, Any] | None, clock: Clock) -> Job:
     """Builds the run, or rebuilds it as the checkpoint `saved` left it."""
-    if saved is not None:
-        checkpoint.check_same_run(saved["config"], config)
-    train_set, eval_set = open_data(config.data)
+    with together(ranks):
+        train_set, eval_set = open_data(config.data)
 
     # The same seed gives every rank the same weights; rank 0's are sent round all the same, below.
     dtype = working_dtype(config.optim.precision)
     torch.manual_seed(config.run.seed)
-    model = create_model(
-        config.model.model,
-        classes=len(train_set.classes),
-        in_channels=train_set.channels,
-        zero_init_last_gamma=config.model.zero_init_last_gamma,
-        bn_momentum=config.model.bn_momentum,
-    )
-    if config.model.init_from is not None and saved is None:
-        path = Path(config.model.init_from)
-        state.load_weights(model, checkpoint.load_weights(path), where=str(path))
+    with together(ranks):
+        model = create_model(
+            config.model.model,
+            classes=len(train_set.classes),
+            in_channels=train_set.channels,
+            zero_init_last_gamma=config.model.zero_init_last_gamma,
+            bn_momentum=config.model.bn_momentum,
+        )
+        if config.model.init_from is not None and saved is None:
+            path = Path(config.model.init_from)
+            state.load_weights(model, checkpoint.load_weights(path), where=str(path))
     model.to(device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     if dtype == torch.float64:
         model.double()
@@ -204,6 +214,7 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
         fixed=fixed,
         progress=progress,
         warnings=warnings,
+        waited_before_s=0.0 if saved is None else saved["data_wait_s"],
     )
 
 

@@ -1,6 +1,6 @@
 """What the loop says while it runs: metric lines, trace, MLPerf log, progress bar, and the record at the end.
 
-Steps are logged one step late: by then the device has finished the step, so reading its loss stops nothing.
+Steps are logged one step late: a loss travels to the host behind its step, and is read once the next one is queued.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from hyperbatch.errors import RunFailed
 from hyperbatch.mllog import MlperfEvents
 from hyperbatch.plan.types import GroupTiming, StepTiming
 from hyperbatch.record import Result, RunRecord, RunWriter
-from hyperbatch.schedule import Step, total_steps
+from hyperbatch.schedule import EpochGrid, Step, total_steps
 
 
 class _Pending(NamedTuple):
     step: Step
-    loss: Tensor
+    loss: Tensor  # on the host
+    arrived: torch.cuda.Event | None  # when its value is there
     rate: float
     end_s: float  # run time when it was launched
     marks: Marks
@@ -69,11 +70,12 @@ class Journal:
             return
         self.writer.close()
         if error is not None and self.job is not None:
-            self._record(self.job, error=str(error) or type(error).__name__).save(self.out)
+            reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
+            self._record(self.job, error=reason).save(self.out)
 
-    def start(self, job: Job) -> None:
+    def start(self, job: Job, evals: EpochGrid) -> None:
         """The run's time begins here."""
-        self.job = job
+        self.job, self._evals = job, evals
         samples, epochs = len(job.train_set), self.config.schedule.epochs
         self._last_s, self._last_position = self.clock.run_s, job.progress.position
         for note in job.warnings:
@@ -87,7 +89,7 @@ class Journal:
                 batch_per_rank=job.phases[0].batch_per_rank,
                 accumulation=job.phases[0].accumulation,
             )
-            self.mlperf.block_start(job.epoch, min(epochs, job.epoch + self.config.run.eval_every_epochs))
+            self.mlperf.block_start(job.epoch, min(epochs, evals.next_epoch(job.epoch)))
 
     def step(self, job: Job, step: Step, loss: Tensor, rate: float, timer: StepTimer) -> None:
         """Books a step just launched, and writes the one before it."""
@@ -100,14 +102,22 @@ class Journal:
         # On a GPU reading group times waits for the device, so a few steps must do.
         sampled = job.device.type == "cpu" or step.index % 100 == 50
         groups = job.sync.timings() if sampled else ()
-        self._pending = _Pending(step, loss, rate, self.clock.run_s, timer.marks(), groups)
+        arrived = None
+        if loss.is_cuda:
+            on_host = torch.empty((), dtype=loss.dtype, pin_memory=True)
+            on_host.copy_(loss, non_blocking=True)
+            loss, arrived = on_host, torch.cuda.Event()
+            arrived.record()
+        self._pending = _Pending(step, loss, arrived, rate, self.clock.run_s, timer.marks(), groups)
 
     def flush(self) -> None:
         if self._pending is None or self.job is None:
             return
-        step, loss_tensor, rate, end_s, marks, groups = self._pending
+        step, loss_tensor, arrived, rate, end_s, marks, groups = self._pending
         self._pending = None
-        loss = loss_tensor.item()  # synchronises with a step that has already finished, see above
+        if arrived is not None:
+            arrived.synchronize()  # with that step only: the one queued behind it goes on
+        loss = loss_tensor.item()
         samples = len(self.job.train_set)
         position = step.position + step.phase.global_batch
         rate_s = max(end_s - self._last_s, 1e-9)
@@ -156,11 +166,11 @@ class Journal:
 
     def eval(self, job: Job, top1: float, samples: int) -> None:
         step, epoch, now = job.progress.step, job.epoch, self.clock.run_s
-        self._last_s = now  # evaluation does not count against images/s
+        self._last_s, self._last_position = now, job.progress.position  # images/s leaves evaluation out
         if self.writer is not None and self.mlperf is not None:
             self.writer.eval(step=step, epoch=epoch, time_s=now, top1=top1, samples=samples)
             self.mlperf.eval_stop(epoch, top1)
-            until = min(self.config.schedule.epochs, epoch + self.config.run.eval_every_epochs)
+            until = min(self.config.schedule.epochs, self._evals.next_epoch(epoch))
             if until > epoch and not (self.config.run.stop_at_target and job.reached):
                 self.mlperf.block_start(epoch, until)
         self.console.eval(step, epoch, top1, self.config.run.target_top1)
@@ -204,9 +214,10 @@ class Journal:
                 for phase, first in zip(job.phases, firsts, strict=True)
                 if first < progress.step
             ],
-            trust_ratios=job.optimizer.trust_ratios(),
-            clock=clock | {"data_wait_s": job.loader.wait_s},
-            skipped_steps=job.scaler.state_dict()["skipped"],
+            # After a failure the device may be gone: what would have to be read from it is left out.
+            trust_ratios={} if error else job.optimizer.trust_ratios(),
+            clock=clock | {"data_wait_s": job.data_wait_s},
+            skipped_steps=0 if error else job.scaler.state_dict()["skipped"],
             timing=typical(list(self._timings)).to_dict() if self._timings else {},
             folder=str(self.out),
             error=error,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,12 @@ from hyperbatch.engine.evaluate import evaluate
 from hyperbatch.engine.folder import claim_folder, default_out
 from hyperbatch.engine.job import Job, build_job
 from hyperbatch.engine.journal import Journal
-from hyperbatch.engine.ranks import Ranks, join, share
+from hyperbatch.engine.ranks import Ranks, join, share, together
 from hyperbatch.engine.steptimer import StepTimer
-from hyperbatch.errors import InputError
 from hyperbatch.models import smoothed_cross_entropy
 from hyperbatch.optim.build import set_rate
 from hyperbatch.record import RunRecord
-from hyperbatch.schedule import Step, learning_rate, steps, weight_decay_scale
+from hyperbatch.schedule import EpochGrid, Step, learning_rate, position_of, steps, weight_decay_scale
 
 
 def run(config: Config, ranks: Ranks) -> RunRecord:
@@ -35,7 +34,9 @@ def run(config: Config, ranks: Ranks) -> RunRecord:
     clock = Clock()
     with kernel_choice(config.run.deterministic), join(ranks, config.run.device, config.run.timeout_s) as device:
         out = settle_folder(config, ranks)
-        saved = checkpoint.load(out) if config.run.resume else None
+        saved = find_checkpoint(config, ranks, out) if config.run.resume else None
+        if saved is not None and is_over(config, saved) and (out / "record.json").exists():
+            return RunRecord.load(out)
         resume_from = None if saved is None else saved["progress"]["step"] + 1
         with Journal(config, ranks, out, clock, resume_from_step=resume_from) as journal:
             job = build_job(config, ranks, device, saved, clock)
@@ -61,18 +62,35 @@ def kernel_choice(deterministic: bool) -> Iterator[None]:
 
 
 def settle_folder(config: Config, ranks: Ranks) -> Path:
-    """Rank 0 makes the run's folder; if it cannot, every rank says so, since under torchrun no parent checked."""
-    out = Path(share(config.run.out or str(default_out(config)), ranks))
-    problem = None
-    if ranks.rank == 0 and ranks.launcher != "none":
-        try:
-            claim_folder(out, resume=config.run.resume)
-        except InputError as error:
-            problem = str(error)
-    problem = share(problem, ranks)
-    if problem is not None:
-        raise InputError(problem)
-    return out
+    """The run's folder, made by rank 0; a parent command has done so already."""
+    out = config.run.out
+    with together(ranks):
+        if ranks.rank == 0 and ranks.launcher != "none":
+            out = out or str(default_out(config))
+            claim_folder(Path(out), resume=config.run.resume)
+    return Path(share(out, ranks) or default_out(config))
+
+
+def find_checkpoint(config: Config, ranks: Ranks, out: Path) -> dict[str, Any]:
+    """The newest readable checkpoint, chosen and checked by rank 0: ranks must not go on from different steps."""
+    saved: dict[str, Any] = {}
+    with together(ranks):
+        if ranks.rank == 0:
+            saved = checkpoint.load(out)
+            checkpoint.check_same_run(saved["config"], config)
+    path, skipped = share((saved.get("path"), saved.get("skipped")), ranks)
+    with together(ranks):
+        if ranks.rank != 0:
+            saved = checkpoint.load(Path(path)) | {"skipped": skipped}
+    return saved
+
+
+def is_over(config: Config, saved: dict[str, Any]) -> bool:
+    """Whether a resumed run has nothing left to do."""
+    progress = saved["progress"]
+    reached = progress["time_to_target_s"] is not None and config.run.stop_at_target
+    stopped = 0 < config.run.max_steps <= progress["step"]
+    return reached or stopped or progress["position"] >= position_of(config.schedule.epochs, saved["train_samples"])
 
 
 def train_job(job: Job, journal: Journal, clock: Clock) -> RunRecord:
@@ -81,10 +99,12 @@ def train_job(job: Job, journal: Journal, clock: Clock) -> RunRecord:
     plan = steps(job.phases, samples, config.schedule.epochs, index=progress.step, position=progress.position)
     todo, ahead = itertools.tee(plan)
     batches = job.loader.batches(ahead)
+    end = position_of(config.schedule.epochs, samples)
+    evals = EpochGrid(config.run.eval_every_epochs, config.run.eval_offset_epochs, samples)
+    every = config.run.checkpoint_every_epochs
+    saves = evals if every is None else EpochGrid(every, 0.0, samples)
     clock.switch("train")
-    journal.start(job)
-    if job.reached and config.run.stop_at_target:  # a run that was over before it was resumed
-        return journal.finish(job)
+    journal.start(job, evals)
 
     for step in todo:
         rate = learning_rate(config.schedule, step.epoch, step.phase.global_batch)
@@ -98,16 +118,16 @@ def train_job(job: Job, journal: Journal, clock: Clock) -> RunRecord:
         progress.step, progress.position = step.index + 1, step.position + step.phase.global_batch
         journal.step(job, step, loss, rate, timer)
 
-        finished = progress.position >= math.ceil(config.schedule.epochs * samples)
-        stopped = config.run.max_steps and progress.step >= config.run.max_steps
-        if due(config.run.eval_every_epochs, config.run.eval_offset_epochs, step, samples) or finished:
+        finished = progress.position >= end
+        if finished or evals.crossed(step):
             journal.flush()
-            reached = evaluate_job(job, clock, journal)
-            finished = finished or (reached and config.run.stop_at_target)
-        if finished or stopped or due(config.run.checkpoint_every_epochs, 0.0, step, samples):
+            finished = (evaluate_job(job, clock, journal) and config.run.stop_at_target) or finished
+        stopped = finished or progress.step == config.run.max_steps
+        if stopped or saves.crossed(step):
+            journal.flush()  # a checkpoint must not hold a step whose loss nobody has looked at
             with clock.booked("pause"):
                 job.save(journal.out, clock)
-        if finished or stopped:
+        if stopped:
             break
     return journal.finish(job)
 
@@ -158,14 +178,3 @@ def evaluate_job(job: Job, clock: Clock, journal: Journal) -> bool:
         job.progress.time_to_target_s = clock.run_s
     journal.eval(job, top1, samples)
     return reached
-
-
-def due(every_epochs: float, offset_epochs: float, step: Step, samples: int) -> bool:
-    """Whether this step crosses a point of the grid offset, offset + every, ... in epochs."""
-    if every_epochs == 0:
-        return False
-    before, after = (
-        math.floor((position / samples - offset_epochs) / every_epochs)
-        for position in (step.position, step.position + step.phase.global_batch)
-    )
-    return after > before

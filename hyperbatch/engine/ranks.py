@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import socket
+import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -130,12 +132,9 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch sees no GPU here; use --device cpu or check the driver")
-    if device == "cuda" and ranks.local_rank >= torch.cuda.device_count():
-        raise InputError(
-            f"{ranks.local_size} processes on {socket.gethostname()}, but torch sees {torch.cuda.device_count()} GPUs; "
-            f"start one process per GPU"
-        )
-    chosen = torch.device(device, ranks.local_rank) if device == "cuda" else torch.device("cpu")
+    chosen = (
+        torch.device("cuda", _gpu_index(ranks, torch.cuda.device_count())) if device == "cuda" else torch.device("cpu")
+    )
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     elif ranks.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
@@ -156,6 +155,57 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
         yield chosen
     finally:
         dist.destroy_process_group()
+
+
+def _gpu_index(ranks: Ranks, gpus: int) -> int:
+    """This rank's GPU among those it sees: all of the host's, or only its own (srun --gpus-per-task=1)."""
+    if gpus == 1 and ranks.launcher == "slurm":
+        return 0
+    if ranks.local_rank >= gpus:
+        raise InputError(
+            f"{ranks.local_size} processes on {socket.gethostname()}, but torch sees {gpus} GPUs; "
+            f"start one process per GPU"
+        )
+    return ranks.local_rank
+
+
+@contextlib.contextmanager
+def together(ranks: Ranks) -> Iterator[None]:
+    """Work each rank does for itself: an InputError on one of them is raised on all, so that nobody waits in vain."""
+    problem = None
+    try:
+        yield
+    except InputError as error:
+        if ranks.world_size == 1:
+            raise
+        problem = str(error)
+    if ranks.world_size == 1:
+        return
+    import torch.distributed as dist
+
+    problems: list[str | None] = [None] * ranks.world_size
+    dist.all_gather_object(problems, problem)
+    found = {text: rank for rank, text in reversed(list(enumerate(problems))) if text is not None}
+    if found:
+        text, rank = min(found.items(), key=lambda item: item[1])
+        raise InputError(text if None not in problems else f"rank {rank}: {text}")
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does, so that the folder is left readable. Only a main thread may ask for it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def share(value: Any, ranks: Ranks) -> Any:

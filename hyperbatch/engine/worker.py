@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import time
 import traceback
 from pathlib import Path
 
 from hyperbatch.config import Config
-from hyperbatch.engine.ranks import find_ranks
+from hyperbatch.engine.ranks import ended_by_sigterm, find_ranks
 from hyperbatch.errors import InputError, RunFailed
 
 
@@ -20,11 +22,13 @@ def main(config_path: Path) -> int:
     try:
         from hyperbatch.engine.loop import run
 
-        run(config, ranks)
+        # Rank 0 leaves a record when it is told to stop; the others may be waiting for it in code no signal reaches.
+        with ended_by_sigterm() if ranks.rank == 0 else contextlib.nullcontext():
+            run(config, ranks)
     except (InputError, RunFailed) as error:
-        words = {"kind": type(error).__name__, "message": str(error)}
+        words = {"kind": "InputError" if isinstance(error, InputError) else "RunFailed", "message": str(error)}
     except KeyboardInterrupt:
-        words = {"kind": "RunFailed", "message": "interrupted; --resume continues from the newest checkpoint"}
+        return 1  # the parent was told to stop, and says so
     except Exception as error:
         # Our bug or the machine's fault. The parent prints the traceback if this rank was the first to fail; the others
         # only heard of it through a lost connection.
@@ -32,7 +36,8 @@ def main(config_path: Path) -> int:
         words = {"kind": "RunFailed", "message": message, "traceback": traceback.format_exc()}
     else:
         return 0
-    (config_path.parent / f"rank-{ranks.rank}.json").write_text(json.dumps(words))
+    said = {**words, "time": time.time()}
+    (config_path.parent / f"rank-{ranks.rank}.json").write_text(json.dumps(said))
     return 2 if words["kind"] == "InputError" else 1
 
 

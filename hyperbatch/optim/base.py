@@ -277,6 +277,11 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
             rows.update(zip(stats.names, zip(*columns, strict=True), strict=True))
         return rows
 
+    def trust_ratios(self) -> dict[str, float]:
+        """Last step's trust ratio of each adapted parameter, by name where param groups carry names. Synchronises."""
+        adapted = {name for group, names in self.group_names() if group.get("adapt", True) for name in names}
+        return {name: trust for name, (_, _, trust) in self.layer_norms().items() if name in adapted}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but fp32 state stays fp32 beside 16-bit weights (torch casts it), and stays in the arena."""
         live, state = [dict(group) for group in self.param_groups], dict(self.state)

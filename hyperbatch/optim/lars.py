@@ -184,11 +184,6 @@ class LARS(LayerwiseOptimizer):
         if group["nesterov"] and group["momentum"] == 0.0:
             raise ValueError("nesterov needs a momentum above 0")
 
-    def trust_ratios(self) -> dict[str, float]:
-        """Last step's trust ratio of each adapted parameter, by name where param groups carry names. Synchronises."""
-        adapted = {name for group, names in self.group_names() if group["adapt"] for name in names}
-        return {name: trust for name, (_, _, trust) in self.layer_norms().items() if name in adapted}
-
     def step_fused(self) -> bool:
         if self._fused is False or (self._fused is None and self._foreach is not None):
             return False

@@ -61,7 +61,7 @@ def resolve_phases(
         if not accumulate and max_batch_per_rank is not None:
             micro_steps = _fewest_micro_steps(share, max(1, max_batch_per_rank))
             share //= micro_steps
-        start = math.ceil(phase.from_epoch * train_samples)
+        start = position_of(phase.from_epoch, train_samples)
         resolved.append(
             Phase(
                 from_position=start,
@@ -81,7 +81,7 @@ def steps(
     phases: tuple[Phase, ...], train_samples: int, epochs: float, *, index: int = 0, position: int = 0
 ) -> Iterator[Step]:
     """The steps from `position` on, until `epochs` passes over the data are consumed."""
-    end = math.ceil(epochs * train_samples)
+    end = position_of(epochs, train_samples)
     while position < end:
         phase = next(p for p in reversed(phases) if p.from_position <= position)
         yield Step(index=index, position=position, epoch=position / train_samples, phase=phase)
@@ -91,7 +91,7 @@ def steps(
 
 def total_steps(phases: tuple[Phase, ...], train_samples: int, epochs: float) -> int:
     """How many steps `steps` yields, without walking them."""
-    end = math.ceil(epochs * train_samples)
+    end = position_of(epochs, train_samples)
     position = count = 0
     for i, phase in enumerate(phases):
         stop = min(end, phases[i + 1].from_position if i + 1 < len(phases) else end)
@@ -99,3 +99,30 @@ def total_steps(phases: tuple[Phase, ...], train_samples: int, epochs: float) ->
         position += taken * phase.global_batch
         count += taken
     return count
+
+
+def position_of(epoch: float, train_samples: int) -> int:
+    """Samples consumed once `epoch` epochs are done, rounded up to a whole one but not by the noise of the product."""
+    return math.ceil(round(epoch * train_samples, 6))
+
+
+@dataclass(frozen=True, slots=True)
+class EpochGrid:
+    """The moments offset, offset + every, ... in epochs, after the start; `every` 0: none."""
+
+    every: float
+    offset: float
+    train_samples: int
+
+    def crossed(self, step: Step) -> bool:
+        """Whether the step ends at or after a moment that it began before."""
+        return bool(self.every) and self._passed(step.position + step.phase.global_batch) > self._passed(step.position)
+
+    def next_epoch(self, epoch: float) -> float:
+        """The first moment after `epoch`."""
+        return self.offset + self.every * (self._passed(epoch * self.train_samples) + 1)
+
+    def _passed(self, position: float) -> int:
+        """Moments up to here, from -1 (none, with an offset) or 0 (the start itself, without)."""
+        done = math.floor(round((position / self.train_samples - self.offset) / self.every, 9))
+        return max(done, -1 if self.offset else 0)

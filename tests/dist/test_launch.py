@@ -59,6 +59,41 @@ def test_two_by_two_torus_then_eval_export_report_and_resume(tmp_path):
     assert json.loads(resumed.stdout)["result"]["steps"] == 9
 
 
+def test_the_default_reaches_its_target(tmp_path):
+    """What `make train` runs, from a folder with a space in its name: exit code 0, the record says how it was reached."""
+    folder = tmp_path / "some where"
+    folder.mkdir()
+    done = hyperbatch("train", "--json", "--device", "cpu", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert record["recipe"] == "digits"
+    assert record["world_size"] == 2
+    assert record["result"]["reached"]
+    assert record["result"]["top1"] >= 0.99
+    assert len(record["plan"]["groups"]) >= 2
+    assert [phase["global_batch"] for phase in record["phases"]] == [64, 128]
+    assert any(ratio != 1 for ratio in record["trust_ratios"].values())
+    assert (folder / record["folder"] / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_run_says_so_and_can_go_on(tmp_path, number):
+    run = tmp_path / "run"
+    words = [sys.executable, "-m", "hyperbatch", "train", "digits", "--nproc", "2", "--out", str(run), "--device", "cpu"]
+    words += ["--epochs", "10000", "--no-stop-at-target", "--eval-every-epochs", "0.1"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            wait_for_rank(process.pid, 0, run / "metrics.jsonl")
+            process.send_signal(number)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    assert "Traceback" not in err
+    last = err.strip().splitlines()[-1]
+    assert last == f"hyperbatch: interrupted by {number.name}; --resume --out {run} continues from the newest checkpoint"
+
+
 def test_killed_rank_takes_the_run_down_by_name(tmp_path):
     words = [sys.executable, "-m", "hyperbatch", "train", "digits", "--nproc", "2", "--out", str(tmp_path / "run")]
     words += ["--epochs", "10000", "--no-stop-at-target", "--device", "cpu"]

@@ -1,11 +1,15 @@
 """A model without batch norm, one with it, and a small data set: what the training tests train."""
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch import nn
 
+from hyperbatch import checkpoint
 from hyperbatch.config import BatchPhase, Config
 from hyperbatch.data.source import ArraySource
+from hyperbatch.errors import InputError
 
 
 def data(config):
@@ -21,6 +25,12 @@ def data(config):
         return ArraySource(name, images, labels.astype(np.int64), classes=("a", "b", "c", "d"))
 
     return split("train", 240), split("val", 50)
+
+
+def data_on_rank_0(config):
+    if torch.distributed.get_rank() != 0:
+        raise InputError("the data is not on this host")
+    return data(config)
 
 
 def plain(classes, in_channels):
@@ -73,13 +83,10 @@ def config(**values):
 
 
 def flat_weights(folder):
-    """All weights of a run's newest checkpoint, by name."""
-    from pathlib import Path
-
-    from hyperbatch import checkpoint
-
+    """Weights, batch-norm statistics of each rank and optimizer state of a run's newest checkpoint, by name."""
     state = checkpoint.load(Path(folder))
-    return {**state["model"], **{f"norm.{name}": tensor for name, tensor in state["norm"].items()}}
+    norm = {f"norm.{name}": tensor for name, tensor in state["norm"].items()}
+    return {**state["model"], **norm, **{f"optimizer.{name}": tensor for name, tensor in state["optimizer"].items()}}
 
 
 def same_bits(left, right):

@@ -103,14 +103,20 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["train", "--nproc", "2", "--grid", "3x2"], "grid 3x2 holds 6 ranks, but there are 2"),
         (["train", "--nproc", "2", "--accumulate", "48"], "cannot be divided by 2 ranks x 48"),
         (["train", "resnet50"], "--data"),
-        (["train", "resnet50", "--data", "nowhere"], "nowhere"),
+        (["train", "resnet50", "--data", "nowhere"], "nowhere does not exist"),
+        (["train", "--batch-phases", "0:64", "--global-batch", "64"], "--batch-phases sets the batch of every phase"),
+        (["train", "--world-size", "4"], "--world-size belongs to --dry-run"),
+        (["train", "--lr", "inf"], "--lr inf: must be a finite number"),
+        (["train", "--eval-size", "0"], "--eval-size 0: must be positive"),
+        (["train", "digits", "cifar10"], "'cifar10' is one argument too many"),
+        (["train", "--recipe", "digits"], "unknown argument '--recipe'"),
         (["train", "--resume", "--out", "nowhere"], "nowhere does not exist"),
         (["train", "nomodule:recipe"], "nomodule"),
         (["trian"], "invalid choice"),
         (["eval", "nowhere"], "nowhere does not exist"),
-        (["report", "nowhere"], "nowhere"),
+        (["report", "nowhere"], "nowhere is not a run folder"),
         (["simulate", "--gpus", "many"], "--gpus 'many' is not a list of positive numbers"),
-        (["simulate", "--gpus", "8", "--cluster", "abcy"], "abc"),
+        (["simulate", "--gpus", "8", "--cluster", "abcy"], "did you mean 'abci'?"),
     ],
 )
 def test_mistakes_get_one_line_and_exit_code_2(capsys, arguments, words, tmp_path, monkeypatch):
@@ -121,6 +127,27 @@ def test_mistakes_get_one_line_and_exit_code_2(capsys, arguments, words, tmp_pat
     assert words in err
     assert err.startswith("hyperbatch: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ([], "is empty"),
+        (["train/a/1.jpg", "val/a/1.jpg", "train/b/", "val/b/1.jpg"], "train/b"),
+        (["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"], "only in train: b"),
+    ],
+)
+def test_data_folders_that_cannot_be_trained_on(capsys, tmp_path, files, words):
+    """Empty; a class without images; a class that validation lacks."""
+    (tmp_path / "data").mkdir()
+    for name in files:
+        path = tmp_path / "data" / name
+        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            path.write_bytes(b"not read before workers start")
+    code, out, err = command(capsys, "train", "imagenette", "--data", str(tmp_path / "data"), "--nproc", "2")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert words in err.replace(str(tmp_path), "")
 
 
 def test_unwritable_output_folder(capsys, tmp_path):

@@ -27,14 +27,19 @@ FORBIDDEN = {
 
 
 def imports(path):
-    """(module, whether at the top level and outside TYPE_CHECKING) for each import of a file."""
+    """(module, whether it is loaded with the file) for each import; TYPE_CHECKING blocks and functions load nothing."""
     tree = ast.parse(path.read_text())
-    top = {id(node) for node in tree.body}
+    late = set()
+    for node in ast.walk(tree):
+        is_checking = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        if is_checking or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            late |= {id(inner) for inner in ast.walk(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, id(node) in top) for alias in node.names)
+            yield from ((alias.name, id(node) not in late) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module, id(node) in top
+            yield node.module, id(node) not in late
+            yield from ((f"{node.module}.{alias.name}", id(node) not in late) for alias in node.names)
 
 
 def files():
