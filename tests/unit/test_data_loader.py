@@ -2,7 +2,9 @@
 
 import dataclasses
 import io
+import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from PIL import Image
 from hyperbatch.config import BatchPhase, DataConfig, SizePhase
 from hyperbatch.data import stream
 from hyperbatch.data.loader import TrainLoader, eval_batches
+from hyperbatch.data.meter import Meter
 from hyperbatch.data.source import ArraySource, DataError, EncodedSource, open_data
 from hyperbatch.errors import InputError
 from hyperbatch.schedule import resolve_phases, steps
@@ -33,14 +36,14 @@ def numbered(n, size=8, channels=1):
 class Encoded(EncodedSource):
     """JPEGs in memory; `broken` ones are cut short."""
 
-    def __init__(self, n=24, broken=()):
+    def __init__(self, n=24, broken=(), size=(40, 30)):
         super().__init__("encoded", tuple(map(str, range(n))), np.arange(n))
         rng = np.random.default_rng(0)
         self.files = []
         for i in range(n):
             buffer = io.BytesIO()
             coarse = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8))
-            coarse.resize((40, 30), Image.Resampling.BICUBIC).save(buffer, "JPEG")
+            coarse.resize(size, Image.Resampling.BICUBIC).save(buffer, "JPEG")
             self.files.append(buffer.getvalue()[: 300 if i in broken else None])
 
     def read(self, index):
@@ -294,3 +297,79 @@ def test_an_unreadable_sample_still_counts_in_evaluation():
     assert len(lines) == 1
     assert len(batches[0].images[2, 0].unique()) == 1
     assert batches[0].labels[2] == 2
+
+
+# --- memory, and where time goes
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
+@pytest.mark.parametrize("cache", ["none", "host"])
+def test_memory_is_bounded_and_flat_over_epochs(cache):
+    source = Encoded(64, size=(160, 120))
+    config = dataclasses.replace(CROP, cache=cache, cache_bytes=20 * 160 * 120 * 3)
+    after_epoch = []
+    with loader(source, config) as made:
+        for i, _ in enumerate(made.batches(walk(source, 1, global_batch=16, epochs=24.0))):
+            if i % 16 == 15:
+                after_epoch.append(resident_bytes())
+        kept = made._maker.cache
+        assert kept is None or (len(kept) == 20 and kept.bytes <= config.cache_bytes)
+    # 1.5 MB of decoded images pass through in each of the 20 epochs; a leak of them would show.
+    assert after_epoch[-1] - after_epoch[1] < 8 << 20
+
+
+@pytest.mark.parametrize("decoder", ["pillow", "auto"])
+def test_kept_images_give_the_same_batches(decoder):
+    """At the set's own size: no image is decoded smaller, so the cache changes no pixel."""
+    source = Encoded()
+    config = dataclasses.replace(CROP, image_size=40, eval_size=40, decoder=decoder)
+    seen = []
+    for cache in ("none", "host"):
+        with loader(source, dataclasses.replace(config, cache=cache)) as made:
+            seen.append(torch.cat([batch.images for batch in made.batches(walk(source, 1))]))
+    assert torch.equal(*seen)
+
+
+def test_images_are_kept_when_the_set_fits():
+    source = Encoded()
+    needed = 24 * 40 * 30 * 3
+    for limit, expected in ((needed, 24), (needed - 1, None)):
+        with loader(source, dataclasses.replace(CROP, cache_bytes=limit)) as made:
+            list(made.batches(walk(source, 1)))
+            assert (None if made._maker.cache is None else len(made._maker.cache)) == expected
+    with pytest.raises(InputError, match="--cache gpu"):
+        loader(source, dataclasses.replace(CROP, cache="gpu"))
+
+
+def test_the_bottleneck_is_named():
+    class Slow(Encoded):
+        def read(self, index):
+            time.sleep(0.005)
+            return super().read(index)
+
+    config = dataclasses.replace(CROP, cache="none", data_threads=1)
+    with loader(Slow(), config) as made:
+        list(made.batches(walk(Slow(), 1)))
+        assert made.bottleneck == "read"
+        report = made.report()
+    assert report["read_s"] >= 72 * 0.005
+    assert 0 < report["wait_fraction"] <= 1
+
+
+def test_a_meter_names_the_busiest_stage_per_thread():
+    meter = Meter()
+    assert meter.bottleneck == "step"
+    meter.add("read", 4.0, 8)
+    meter.add("decode", 3.0, 4)
+    meter.add("device", 0.6)
+    with meter.waiting():
+        time.sleep(0.02)
+    assert meter.bottleneck == "decode"
+    assert meter.report()["decode_s"] == 0.75
+    meter.wait_s = 0.0
+    assert meter.bottleneck == "step"
