@@ -38,17 +38,18 @@ def bench_data(
     height: int = 375,
     image_size: int = 224,
     batch: int = 0,
+    passes: int = 0,
     threads: int = 0,
     rounds: int = 5,
     device: str = "auto",
 ) -> dict[str, Any]:
     """Rows of images a second. threads: of ours, and worker processes of others; 0: one per core.
 
-    images, batch: 0 for 256 and 64 on a CPU, 2,048 and 256 on a GPU.
+    images, batch, passes over the set in a round: 0 for 256, 64 and 1 on a CPU; 2,048, 256 and 4 on a GPU.
     """
     target = torch.device("cuda:0" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
     gpu = target.type == "cuda"
-    images, batch = images or (2048 if gpu else 256), batch or (256 if gpu else 64)
+    images, batch, passes = images or (2048 if gpu else 256), batch or (256 if gpu else 64), passes or (4 if gpu else 1)
     threads = threads or len(os.sched_getaffinity(0))
     dtype = torch.float16 if gpu else torch.float32
     with tempfile.TemporaryDirectory(prefix="hyperbatch-bench-") as folder:
@@ -75,8 +76,9 @@ def bench_data(
             config = DataConfig(image_size=image_size, decoder=decoder, data_threads=threads, cache=cache)
             loader = TrainLoader(source, config, seed=0, rank=0, world_size=1, device=target, dtype=dtype)
             loaders.append(loader)
-            candidates.append(Candidate(name=f"hyperbatch, {name}", run=_ours(loader, len(source), batch)))
-        candidates += peers.data_peers(tree, image_size=image_size, batch=batch, workers=threads, device=target)
+            candidates.append(Candidate(name=f"hyperbatch, {name}", run=_ours(loader, len(source), batch, passes)))
+        others = peers.data_peers(tree, image_size=image_size, batch=batch, workers=threads, device=target)
+        candidates += [Candidate(name=c.name, run=_repeated(c.run, passes), peer=True) for c in others]
         try:
             samples = harness.interleave(candidates, _images_per_s, rounds=rounds, warmup=1)
         finally:
@@ -127,6 +129,10 @@ def _images_per_s(run: Callable[[], int]) -> float:
     return images / (time.perf_counter() - start)
 
 
-def _ours(loader: TrainLoader, samples: int, batch: int) -> Callable[[], int]:
-    plan = list(steps(resolve_phases((BatchPhase(0, batch),), samples, 1), samples, 1.0))
+def _ours(loader: TrainLoader, samples: int, batch: int, passes: int) -> Callable[[], int]:
+    plan = list(steps(resolve_phases((BatchPhase(0, batch),), samples, 1), samples, float(passes)))
     return lambda: sum(len(made.labels) for made in loader.batches(plan))
+
+
+def _repeated(run: Callable[[], int], passes: int) -> Callable[[], int]:
+    return lambda: sum(run() for _ in range(passes))

@@ -40,7 +40,7 @@ Decode = Callable[[list[Tensor], torch.device], list[Tensor]]
 # Threads that only read: more of them fight for Python's lock (measured on 16 cores: 4 read twice as much as 16).
 _READING_THREADS = 4
 _READING_PROCESSES = 8
-_WORTH_PROCESSES = 4096  # samples; a smaller set is read before processes have started
+_WORTH_PROCESSES = 2048  # samples; a smaller set is read before processes have started
 
 
 class DeviceMaker:
