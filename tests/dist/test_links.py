@@ -1,0 +1,33 @@
+"""Links of a process group are measured the same on every rank, whatever the grid."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import run_ranks
+
+from hyperbatch.engine import links
+from hyperbatch.plan.machine import Network
+from hyperbatch.plan.types import RankGrid
+
+
+def measured(rank: int, rows: int) -> Network:
+    links.LARGE_BYTES = {"cpu": (1 << 14, 1 << 18)}
+    return links.measure_network(RankGrid(rows, 4 // rows), torch.device("cpu"), rounds=1)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_every_rank_gets_the_same_answer(rows: int) -> None:
+    first, *others = run_ranks(4, measured, rows)
+    assert all(other == first for other in others)
+    assert first.devices_per_node == 4 // rows
+    assert 1 <= first.nics_per_node <= 4 // rows
+    assert not first.flat_uses_all_nics, "gloo"
+    for link in (first.intra, first.inter):
+        assert link.bytes_per_s > 0
+        assert link.latency_s >= 0
+
+
+def test_alone_there_is_nothing_to_measure() -> None:
+    network = links.measure_network(RankGrid(1, 1), torch.device("cpu"))
+    assert network.intra == network.inter == links.ASSUMED
