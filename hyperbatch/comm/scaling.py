@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_BLOCK = 1 << 17  # elements of a cast on a CPU: source, scaled block and target stay in the cache together
+
 
 def scale(flat: Tensor, ranks: int, op: str) -> None:
     if op == "mean" and ranks > 1:
@@ -16,8 +18,15 @@ def scaled_copy(target: Tensor, source: Tensor, ranks: int, op: str) -> None:
     """Scaled in the wider of both precisions."""
     if op != "mean" or ranks == 1:
         target.copy_(source)
-    elif target.dtype.itemsize <= source.dtype.itemsize:
-        torch.mul(source, 1.0 / ranks, out=target)
-    else:
+    elif target.dtype.itemsize > source.dtype.itemsize:
         target.copy_(source)
         scale(target, ranks, op)
+    elif source.is_cuda:
+        torch.mul(source, 1.0 / ranks, out=target)
+    else:
+        # In one go torch would put the product into a temporary as large as the source, in fresh pages each time.
+        scaled = torch.empty(min(_BLOCK, source.numel()), dtype=source.dtype)
+        for start in range(0, source.numel(), _BLOCK):
+            part = source[start : start + _BLOCK]
+            torch.mul(part, 1.0 / ranks, out=scaled[: part.numel()])
+            target[start : start + _BLOCK].copy_(scaled[: part.numel()])
