@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import run_ranks
 from torch import nn
 
@@ -19,8 +20,7 @@ from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.types import RankGrid
 
 STEPS = 1000
-# torch's own flight recorder keeps the last 2,000 messages, 2 kB each: it must be full before memory is compared.
-WARM_UP_STEPS = 1100
+RECORDED = 2000  # messages that torch's flight recorder keeps, 1 kB each: it must be full before memory is compared
 
 
 def resident_kb() -> int:
@@ -71,7 +71,9 @@ def many_steps(rank: int, sharded: bool) -> dict[str, int]:
             "tensors": tensors,
         }
 
-    steps(WARM_UP_STEPS)
+    for _ in range(RECORDED):
+        dist.all_reduce(x)
+    steps(100)
     before = state()
     steps(STEPS)
     after = state()
