@@ -5,7 +5,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # The pin must hold for build isolation too, hence the variable and not only the flag.
-export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 train: .venv/installed

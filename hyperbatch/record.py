@@ -27,7 +27,7 @@ TENSORBOARD_INTERVAL_S = 0.05  # a point costs 50 us (the CRC is Python); no eye
 
 @dataclass(kw_only=True, slots=True)
 class Result:
-    """How the run ended. Times are seconds of training as the clock counts them, evaluation included."""
+    """How the run ended. `time_to_target_s` counts evaluation, as MLPerf does; `train_s` is training alone."""
 
     reached: bool = False
     target_top1: float | None = None
