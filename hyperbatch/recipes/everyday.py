@@ -55,7 +55,7 @@ def digits() -> Config:
             lr=_SMALL_LR,
             warmup_epochs=2,
             decay_epochs=12,
-            end_lr=0.02,
+            end_lr=0.01,
         ),
         comm=CommConfig(grouping="cubic"),
         run=RunConfig(target_top1=0.99, eval_every_epochs=1),
