@@ -1,14 +1,15 @@
 """What an exchange costs where nobody is to be exchanged with: one rank that talks to itself.
 
 host_cost_s    CPU: seconds of the main thread that hooks, launches and waits of a 161-tensor step take
-nccl_cost      GPU: the same step of a real ResNet-50 with and without every collective going through NCCL
+bench_nccl     GPU: a step of a real ResNet-50 with and without every collective going through NCCL
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,7 @@ def host_cost_s(rounds: int = 60) -> list[float]:
     With and without it in turn; a sample is the difference between neighbours.
     """
     specs = [TensorSpec(name=f"layer{i}", shape=(4,)) for i in range(TENSORS)]
-    with _alone("gloo"), closing(GridComm(RankGrid(1, 1), alone=True)) as comm:
+    with _group_of_one("gloo"), closing(GridComm(RankGrid(1, 1), alone=True)) as comm:
         own, bare = (_small_model(specs) for _ in range(2))
         plan = plan_groups(own[1].specs, "cubic")
         with closing(GradSync(own[1], plan, comm)) as sync:
@@ -64,7 +65,7 @@ def bench_nccl(*, batch: int = 256, rounds: int = 10) -> dict[str, Any]:
     """On one GPU, every collective forced through NCCL: a ResNet-50 step in bf16 with and without the exchange."""
     device = torch.device("cuda", 0)
     torch.backends.cudnn.benchmark = True
-    with _alone("nccl"):
+    with _group_of_one("nccl"):
         model = create_model("resnet50").to(device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         probe = torch.zeros(2, 3, 224, 224, device=device)
         order = backward_order(model, lambda: model(probe).sum().backward())
@@ -119,16 +120,11 @@ def _collectives(run: Any) -> dict[str, int]:
     return {event.key: event.count for event in profile.key_averages() if event.key.startswith("nccl:")}
 
 
-class _alone:
-    """A process group of one, unless there is one already."""
-
-    def __init__(self, backend: str) -> None:
-        self._backend = backend
-
-    def __enter__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="hyperbatch-")
-        dist.init_process_group(self._backend, init_method=f"file://{self._folder.name}/store", rank=0, world_size=1)
-
-    def __exit__(self, *_: object) -> None:
-        dist.destroy_process_group()
-        self._folder.cleanup()
+@contextmanager
+def _group_of_one(backend: str) -> Iterator[None]:
+    with tempfile.TemporaryDirectory(prefix="hyperbatch-") as folder:
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hyperbatch.comm.collectives import all_reduce
+from hyperbatch.comm.doctor import settle
 from hyperbatch.comm.grid import GridComm
 
 SIZES_BYTES = tuple(1 << power for power in range(12, 27, 2))  # 4 KiB to 64 MiB
@@ -35,10 +36,10 @@ def measure_switch(
         samples: dict[str, list[float]] = {name: [] for name in seconds}
         for _ in range(1 + rounds):
             for name, times in samples.items():
-                _settle(device)
+                settle(device)
                 start = time.perf_counter()
                 all_reduce(tensor, comm, algorithm=name)
-                _settle(device)
+                settle(device)
                 times.append(time.perf_counter() - start)
         for name, times in samples.items():
             seconds[name].append(times[1:])  # the first one warms up
@@ -57,8 +58,3 @@ def switch_point(seconds: Mapping[int, tuple[float, float]]) -> int:
             break
         last = size_bytes
     return last
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # a stopwatch on the host must see the end of the device's work

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hyperbatch.bench.cluster import NAMESPACES, emulated_cluster, why_not
+from hyperbatch.bench.comm import bench_comm
 from hyperbatch.bench.comm_ranks import sent_bytes
 from hyperbatch.comm import GridComm, all_gather, all_reduce, reduce_scatter
 from hyperbatch.comm.shards import own_shard
@@ -71,15 +72,29 @@ def test_bytes_on_every_link_match_theory() -> None:
                 assert measured - wanted <= 0.01 * max(expected), (algorithm, table[algorithm], expected)
 
 
+def test_bench_reports_rows_of_the_agreed_shape() -> None:
+    report = bench_comm(hosts=2, ranks=1, mbit=2000, size_mb=1, rounds=1, backward_shares=())
+    assert report["bench"] == "comm"
+    assert {"device", "versions", "commit", "rows"} <= report.keys()
+    for row in report["rows"]:
+        assert {"name", "median", "p20", "p80", "unit", "ratio_to_best_peer"} <= row.keys()
+    ratios = {row["name"]: row["ratio_to_best_peer"] for row in report["rows"]}
+    assert ratios["dist.all_reduce"] == ratios["dist.all_reduce, cast to bf16"] == 1.0
+    assert {"flat", "hierarchical", "torus", "torus, bf16 wire"} <= ratios.keys()
+    # A quarter of a megabyte of fp32, twice half of it over each of two hosts' links.
+    assert [wire["theory_host_bytes"] for wire in report["wire"]] == [250_000, 125_000] * 2
+    assert all(wire["excess"] >= 0 for wire in report["wire"])
+
+
 def fails(rank: int) -> None:
     if rank == 1:
         raise ValueError("from rank one")
 
 
 def test_a_failing_rank_is_named_and_the_cluster_is_gone() -> None:
-    with emulated_cluster(hosts=2, ranks_per_host=1, mbit=1000, nic="host") as cluster:
-        with pytest.raises(RunFailed, match=r"(?s)rank 1: .*from rank one"):
-            cluster.run(fails, timeout_s=30)
+    two = emulated_cluster(hosts=2, ranks_per_host=1, mbit=1000, nic="host")
+    with two as cluster, pytest.raises(RunFailed, match=r"(?s)rank 1: .*from rank one"):
+        cluster.run(fails, timeout_s=30)
     assert list(NAMESPACES.glob(f"{cluster.name}-*")) == []
 
 
