@@ -82,9 +82,9 @@ def many_steps(rank: int, count: int, sharded: bool) -> dict[str, int]:
 @pytest.mark.parametrize(("count", "sharded"), [(1000, False), (300, True)])
 def test_many_steps_leak_nothing(count: int, sharded: bool) -> None:
     for grown in run_ranks(2, many_steps, count, sharded, timeout_s=120):
-        assert grown["descriptors"] == 0
-        assert grown["threads"] == 0
-        assert grown["kernel_threads"] == 0
+        assert grown["descriptors"] <= 0
+        assert grown["threads"] <= 0
+        assert grown["kernel_threads"] <= 0
         assert grown["tensors"] <= 0
         assert grown["objects"] < count // 10, "not one Python object in ten steps"
         assert grown["resident_kb"] < 350, "of 1000 steps: a tensor of 100 floats lost in each would be 400 kB"
