@@ -41,17 +41,17 @@ class View(NamedTuple):
     shift_y: int = 0
     flip: bool = False
 
-    def finish(self, pixels: np.ndarray) -> np.ndarray:
-        """Shifts (black comes in at the edge) and mirrors [h, w, c]."""
+    def finish(self, pixels: np.ndarray, *, mirrored: bool = False) -> np.ndarray:
+        """Shifts (black comes in at the edge) and mirrors [h, w, c]; mirrored: that is done already."""
         if self.shift_x or self.shift_y:
             height, width, _ = pixels.shape
-            dx, dy = self.shift_x, self.shift_y
+            dx, dy = -self.shift_x if mirrored else self.shift_x, self.shift_y
             shifted = np.zeros_like(pixels)
             shifted[max(0, dy) : height + min(0, dy), max(0, dx) : width + min(0, dx)] = pixels[
                 max(0, -dy) : height + min(0, -dy), max(0, -dx) : width + min(0, -dx)
             ]
             pixels = shifted
-        return pixels[:, ::-1] if self.flip else pixels
+        return pixels[:, ::-1] if self.flip and not mirrored else pixels
 
 
 def check_options(config: DataConfig, channels: int) -> None:

@@ -180,7 +180,7 @@ def resized_view(pixels: np.ndarray, view: View, size: int, *, full_size: tuple[
     from hyperbatch.data.resize import resize_box  # here, because it loads torch
 
     box = _decoded_box(view, (pixels.shape[1], pixels.shape[0]), full_size)
-    return view.finish(resize_box(pixels, box, size))
+    return view.finish(resize_box(pixels, box, size, mirror=view.flip), mirrored=view.flip)
 
 
 def _torchvision_pixels(data: bytes | bytearray) -> np.ndarray:

@@ -91,17 +91,19 @@ class DeviceMaker:
         processes = (
             self.processes
             and self._host_cache is None
+            and self.config.decoder != "torchvision"  # asked for by name, and processes do not load torch
             and isinstance(self.source, EncodedSource)
             and self.source.locations([0]) is not None
         )
         loader = SampleLoader(
             self.source,
             on_gpu=on_gpu,
-            # Processes do not load torch, so torchvision's decoder is not for them.
+            # 16 processes of Pillow decode more than 16 threads of torchvision.
             decoder=choose_decoder("auto") if processes else self.cpu_decoder,
             pin=self._cuda,
             meter=self.meter,
-            threads=min(threads, _READING_THREADS) if on_gpu else threads,
+            # Copies of kept images run without Python's lock: every core helps.
+            threads=min(threads, _READING_THREADS) if on_gpu and self._host_cache is None else threads,
             kept=self._kept,
         )
         if not processes:

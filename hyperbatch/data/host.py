@@ -18,6 +18,7 @@ from torch import Tensor
 from hyperbatch.config import DataConfig
 from hyperbatch.data import augment
 from hyperbatch.data.batch import MAX_REPLACEMENTS, Bad, Batch, Made, Plan, too_many_in_a_row
+from hyperbatch.data.buffers import BatchBuffers
 from hyperbatch.data.cache import PixelCache
 from hyperbatch.data.decode import decode_full, decode_view, render_array, resized_view
 from hyperbatch.data.meter import Meter
@@ -49,6 +50,7 @@ class HostMaker:
         self.cache = cache
         self.meter = meter or Meter()
         self.threads = config.data_threads or default_threads()
+        self._buffers = BatchBuffers(config.prefetch + 3)
         self._normaliser = Normaliser(config, source.mean, source.std)
         # 16-bit results are computed in 32.
         self._math_dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -97,11 +99,14 @@ class HostMaker:
         return min(MAX_CHUNK, -(-len(plan.ids) // self.threads))
 
     def _host_buffers(self, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Bytes; or, where threads cut the views of a CPU run, the normalised images themselves."""
         # Pinned so that the copy runs beside the step; torch's host allocator reuses a block once its copy is done.
         pin = self.device.type == "cuda"
         shape = (len(plan.ids), plan.size, plan.size, self.source.channels)
-        pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=pin)
-        return pixels, torch.empty(len(plan.ids), dtype=torch.int64, pin_memory=pin)
+        labels = torch.empty(len(plan.ids), dtype=torch.int64, pin_memory=pin)
+        if pin or self._is_vectorised(plan):
+            return torch.empty(shape, dtype=torch.uint8, pin_memory=pin), labels
+        return self._buffers.take(shape, self._math_dtype), labels
 
     def _is_vectorised(self, plan: Plan) -> bool:
         source = self.source
@@ -119,23 +124,39 @@ class HostMaker:
             write_array_views(pixels.numpy(), self.source.gather(plan.ids), self.config, plan.uniforms)
             return []
         out, out_labels, bad = pixels.numpy(), labels.numpy(), []
-        out[plan.real :], out_labels[plan.real :] = 0, 0
+        offsets = self._normaliser.offsets(plan)
+        black = np.zeros(out.shape[1:], dtype=np.uint8)
+        for i in range(max(start, plan.real), min(stop, len(plan.ids))):
+            out_labels[i] = 0
+            self._put(out[i], black, offsets[i])
         for i in range(start, min(stop, plan.real)):
             index = int(plan.ids[i])
             for _ in range(MAX_REPLACEMENTS):
                 out_labels[i] = self.source.labels[index]
                 try:
-                    out[i] = self._view(plan, i, index)
+                    self._put(out[i], self._view(plan, i, index), offsets[i])
                     break
                 except BadSample as error:
                     bad.append((index, str(error)))
-                    out[i] = 0
+                    self._put(out[i], black, offsets[i])
                     if not plan.training:  # evaluation: the sample counts, as a black image
                         break
                     index = (index + 1) % len(self.source)
             else:
                 raise too_many_in_a_row(bad)
         return bad
+
+    def _put(self, out: np.ndarray, view: np.ndarray, offset: np.ndarray) -> None:
+        """Bytes as they are; floats normalised, while they are still in the cache."""
+        if out.dtype == np.uint8:
+            out[:] = view
+            return
+        # As rows of width x channels: an inner loop over 3 channels alone would not be vectorised.
+        height, width, _ = out.shape
+        rows = out.reshape(height, -1)
+        rows[:] = view.reshape(height, -1)
+        rows *= np.tile(self._normaliser.scale, width).astype(out.dtype)
+        rows += np.tile(offset, width).astype(out.dtype)
 
     def _view(self, plan: Plan, row: int, index: int) -> np.ndarray:
         """uint8[size, size, c] of sample `index` (the plan's, or what replaces it) with the row's randomness."""
@@ -179,6 +200,8 @@ class HostMaker:
 
     def _finish(self, plan: Plan, pixels: Tensor, labels: Tensor) -> Batch:
         """Copies to the device and normalises there: bytes travel, not floats."""
+        if pixels.dtype != torch.uint8:
+            return Batch(pixels.permute(0, 3, 1, 2).to(self.dtype), labels, eval_mask(plan, self.device))
         n, height, width, channels = pixels.shape
         # As rows of width x channels: an inner loop over 3 channels alone would not be vectorised.
         rows = pixels.to(self.device, non_blocking=True).view(n * height, width * channels).to(self._math_dtype)

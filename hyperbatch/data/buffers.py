@@ -1,0 +1,39 @@
+"""Host memory for batches, used again once nobody looks at a batch any more.
+
+Fresh memory costs a page fault for every 4 kB: for a batch of 64 images that is four times the work of normalising it.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class BatchBuffers:
+    """Gives tensors whose memory comes back when the last tensor that shares it is gone."""
+
+    def __init__(self, keep: int) -> None:
+        self._free: deque[np.ndarray] = deque(maxlen=keep)  # of one size; more than `keep` are let go
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Uninitialised memory."""
+        size = math.prod(shape) * dtype.itemsize
+        memory = self._reused(size)
+        if memory is None:
+            memory = np.empty(size, dtype=np.uint8)
+        # torch holds on to the array it was made from as long as any view of the tensor lives.
+        lent = memory[:]
+        weakref.finalize(lent, self._free.append, memory).atexit = False
+        return torch.from_numpy(lent).view(dtype).view(shape)
+
+    def _reused(self, size: int) -> np.ndarray | None:
+        while self._free:
+            memory = self._free.popleft()
+            if memory.nbytes == size:
+                return memory
+        return None
