@@ -5,7 +5,7 @@ chunk 1              [cast, rows]    [====== columns ======][rows, cast]
 chunk 2                               [cast, rows]   [====== columns ======][rows, cast]
 
 The links between nodes (columns) are the slow ones: two chunks are always on them, while the one before is gathered in
-its row and the one after is cast, exchanged and summed. NCCL needs none of this: its kernels overlap by themselves.
+its row and the one after is cast, exchanged and summed. On GPUs the phases follow each other on one stream.
 """
 
 from __future__ import annotations
