@@ -1,4 +1,4 @@
-"""Host memory for batches, used again once nobody looks at a batch any more.
+"""Host memory that is used again: of batches once nobody looks at them any more, of threads for each sample.
 
 Fresh memory costs a page fault for every 4 kB: for a batch of 64 images that is four times the work of normalising it.
 """
@@ -6,12 +6,28 @@ Fresh memory costs a page fault for every 4 kB: for a batch of 64 images that is
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections import deque
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:  # reading processes use this without torch
+    import torch
+    from torch import Tensor
+
+
+_local = threading.local()
+
+
+def scratch(name: str, size: int) -> np.ndarray:
+    """uint8[at least size] of this thread's own, the same memory each time: for what does not outlive a sample."""
+    memory = getattr(_local, name, None)
+    if memory is None or memory.nbytes < size:
+        memory = np.empty(size, dtype=np.uint8)
+        setattr(_local, name, memory)
+    return memory
 
 
 class BatchBuffers:
@@ -22,6 +38,8 @@ class BatchBuffers:
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised memory."""
+        import torch
+
         size = math.prod(shape) * dtype.itemsize
         memory = self._reused(size)
         if memory is None:

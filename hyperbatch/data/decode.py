@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image
 
 from hyperbatch.data.augment import Box, View
+from hyperbatch.data.buffers import scratch
 from hyperbatch.data.source import BadSample
 from hyperbatch.errors import InputError
 
@@ -165,7 +166,14 @@ def _fast_view(data: bytes | bytearray, view_of: ViewOf, size: int, decoder: str
         least = (0, 0) if exact else _least_size(view, width, height, size)
         if width * height > _MAX_PIXELS:
             raise ValueError("too large")
-        pixels = simplejpeg.decode_jpeg(data, "RGB", min_width=least[0], min_height=least[1], min_factor=2)
+        pixels = simplejpeg.decode_jpeg(
+            data,
+            "RGB",
+            min_width=least[0],
+            min_height=least[1],
+            min_factor=2,
+            buffer=scratch("decoded", 3 * width * height),
+        )
     else:
         pixels = _torchvision_pixels(data)
         height, width, _ = pixels.shape

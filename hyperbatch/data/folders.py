@@ -40,10 +40,21 @@ class FolderSource(EncodedSource):
         return self.folder / self.classes[self.labels[index]] / os.fsdecode(bytes(self._names[index]))
 
     def read(self, index: int) -> bytes:
+        return bytes(self.read_buffer(index))
+
+    def read_buffer(self, index: int) -> bytearray:
+        path = self.locations([index])[0][0]
         try:
-            return self.path(index).read_bytes()
+            # Four calls of the system; Python's own file objects make eight.
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                data = bytearray(os.fstat(descriptor).st_size)
+                del data[os.readv(descriptor, [data]) :]
+            finally:
+                os.close(descriptor)
         except OSError as error:
-            raise BadSample(f"{self.path(index)}: {error.strerror}") from error
+            raise BadSample(f"{path}: {error.strerror}") from error
+        return data
 
     def locations(self, ids: list[int]) -> list[tuple[str, int, int, int]]:
         labels, names = self.labels[ids].tolist(), self._names[ids].tolist()

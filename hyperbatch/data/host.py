@@ -155,8 +155,8 @@ class HostMaker:
         height, width, _ = out.shape
         rows = out.reshape(height, -1)
         rows[:] = view.reshape(height, -1)
-        rows *= np.tile(self._normaliser.scale, width).astype(out.dtype)
-        rows += np.tile(offset, width).astype(out.dtype)
+        rows *= np.tile(self._normaliser.scale.astype(out.dtype), width)
+        rows += np.tile(offset.astype(out.dtype), width)
 
     def _view(self, plan: Plan, row: int, index: int) -> np.ndarray:
         """uint8[size, size, c] of sample `index` (the plan's, or what replaces it) with the row's randomness."""

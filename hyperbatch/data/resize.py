@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from hyperbatch.data.buffers import scratch
+
 
 def resize_box(
     pixels: np.ndarray, box: tuple[float, float, float, float], size: int, *, mirror: bool = False
@@ -19,7 +21,10 @@ def resize_box(
     """uint8[size, size, c] of the box of uint8[h, w, c], widened to whole pixels; mirrored last."""
     left, top, right, bottom = math.floor(box[0]), math.floor(box[1]), math.ceil(box[2]), math.ceil(box[3])
     cut = pixels[top:bottom, left:right]
-    part = torch.from_numpy(cut if cut.flags.writeable else cut.copy()).permute(2, 0, 1)[None]
+    # Rows one after the other and the batch's stride as it should be: else torch gives planes back, not pixels.
+    rows = scratch("cut", cut.size)[: cut.size].reshape(cut.shape)
+    rows[:] = cut
+    part = torch.from_numpy(rows)[None].permute(0, 3, 1, 2)
     resized = functional.interpolate(part, (size, size), mode="bilinear", antialias=True)
     if mirror:
         resized = resized.flip(3)  # 15 times as quick as numpy's view from right to left
