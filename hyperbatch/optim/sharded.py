@@ -5,8 +5,8 @@ gradients  --reduce-scatter-->  my shard  --update-->  my shard of the weights  
                                    '--> one small all-reduce --> trust ratios, skip
 
 Half of the all-reduce happens before the update and half after it, so the wire carries as much as ever (less, when the
-weights are 16-bit and gradients are not), and each rank does an N-th of the update's work. Momentum and masters are kept at
-full size but are up to date in this rank's shard alone until `gather_state`; memory is not what is saved here.
+weights are 16-bit and gradients are not), and each rank does an N-th of the update's work. Momentum and masters keep
+their full size but are up to date in this rank's shard alone until `gather_state`: memory is not what is saved here.
 """
 
 # pyright: reportPrivateImportUsage=false
