@@ -411,7 +411,12 @@ def _build_parser() -> _Parser:
     cluster.add_argument("--nic", choices=("rank", "host"), help="a NIC for each rank, the default, or for each host")
     cluster.add_argument("--size-mb", type=_positive, help="size of the all-reduced message; 25 unless given")
     cluster.add_argument("--rounds", type=_positive, help="interleaved rounds; 2 unless given")
-    cluster.add_argument("--ablate", action="store_true", default=None, help="grouping, algorithm, precision in turn")
+    cluster.add_argument(
+        "--ablate",
+        action="store_true",
+        default=None,
+        help="also grouping, algorithm and precision one at a time, and a longer backward",
+    )
 
     sub = verb("data", _data, "pack, verify or describe a data set")
     actions = sub.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=_Parser)
