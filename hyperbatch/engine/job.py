@@ -5,7 +5,7 @@ ranks -> data -> model -> backward order -> arena -> groups -> exchange -> updat
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from hyperbatch import checkpoint
 from hyperbatch.arena import Arena
 from hyperbatch.comm import GradSync, GridComm
 from hyperbatch.config import Config
+from hyperbatch.data.decoders import measured_decoder
 from hyperbatch.data.loader import TrainLoader
 from hyperbatch.data.source import Source, open_data
 from hyperbatch.engine import state
@@ -146,6 +147,7 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
         fixed = {
             "order": share(order, ranks),
             "max_batch_per_rank": fitting_batch(model, sample_bytes, dtype, device, ranks),
+            "decoder": share(measured_decoder(train_set, config.data, device), ranks),
         }
     else:
         fixed = saved["fixed"]
@@ -178,7 +180,7 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
     scaler = LossScaler(config.optim.precision, optimizer, device=device)
     loader = TrainLoader(
         train_set,
-        config.data,
+        replace(config.data, decoder=fixed["decoder"]),
         seed=config.run.seed,
         rank=ranks.rank,
         world_size=ranks.world_size,
