@@ -51,7 +51,7 @@ def digits() -> Config:
         schedule=ScheduleConfig(
             # The rate is down by epoch 14 and stays there: late epochs are for seeds that are slow to reach the target.
             epochs=20,
-            batch_phases=(BatchPhase(0, 64), BatchPhase(8, 128)),
+            batch_phases=(BatchPhase(0, 64), BatchPhase(5, 128)),
             lr=_SMALL_LR,
             warmup_epochs=2,
             decay_epochs=12,
