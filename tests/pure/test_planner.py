@@ -49,7 +49,8 @@ def test_optimal_is_never_worse(gpus: int, model: str) -> None:
 
 def exposed_on_2048_v100(strategy: str, **options: int) -> tuple[int, float]:
     """(groups, exposed seconds) of Fujitsu's run: 512 nodes of 4, batch 86,016, their all-reduce."""
-    cluster, fujitsu = load_cluster("abci"), config(algorithm="torus", wire_dtype="fp16", **options)
+    cluster = load_cluster("abci")
+    fujitsu = config(algorithm="torus", wire_dtype="fp16").override(**options)
     phase = resolve_all(fujitsu, cluster, 2048)[0]
     step = plan_step(cluster, fujitsu, 2048, phase, algorithm="torus", strategy=strategy)
     assert str(step.grid) == "512x4"
