@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hyperbatch
+from hyperbatch.comm.sync import PhaseTiming
 from hyperbatch.config import Config
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.console import Console
@@ -41,6 +42,7 @@ class _Pending(NamedTuple):
     end_s: float  # run time when it was launched
     marks: Marks
     groups: tuple[GroupTiming, ...]
+    phases: tuple[PhaseTiming, ...]
 
 
 class Journal:
@@ -101,19 +103,19 @@ class Journal:
             loss = loss / job.ranks.world_size
         # On a GPU reading group times waits for the device, so a few steps must do.
         sampled = job.device.type == "cpu" or step.index % 100 == 50
-        groups = job.sync.timings() if sampled else ()
+        groups, phases = (job.sync.timings(), job.sync.phases()) if sampled else ((), ())
         arrived = None
         if loss.is_cuda:
             on_host = torch.empty((), dtype=loss.dtype, pin_memory=True)
             on_host.copy_(loss, non_blocking=True)
             loss, arrived = on_host, torch.cuda.Event()
             arrived.record()
-        self._pending = _Pending(step, loss, arrived, rate, self.clock.run_s, timer.marks(), groups)
+        self._pending = _Pending(step, loss, arrived, rate, self.clock.run_s, timer.marks(), groups, phases)
 
     def flush(self) -> None:
         if self._pending is None or self.job is None:
             return
-        step, loss_tensor, arrived, rate, end_s, marks, groups = self._pending
+        step, loss_tensor, arrived, rate, end_s, marks, groups, phases = self._pending
         self._pending = None
         if arrived is not None:
             arrived.synchronize()  # with that step only: the one queued behind it goes on
@@ -157,6 +159,14 @@ class Journal:
                     track="exchange",
                     algorithm=group.algorithm,
                     bytes=group.bytes,
+                )
+            for phase in phases:  # a track each, since chunks of a pipelined torus overlap
+                self.writer.span(
+                    f"group {phase.index}",
+                    start_s + forward_end + phase.start_s,
+                    phase.end_s - phase.start_s,
+                    track=phase.phase,
+                    bytes=phase.bytes,
                 )
         self.console.step(step.index + 1, epoch, loss, rate, images_per_s)
 
