@@ -23,7 +23,7 @@ from hyperbatch.errors import InputError
 # Columns of a sample's uniforms: the mirror, the colour noise (two pairs of normals), then geometry.
 _FLIP, _NOISE, _GEOMETRY = 0, 1, 5
 _CROP_ATTEMPTS = 10
-_NEAR_FULL_AREA = 0.9  # smallest area of a near-full crop; Fujitsu does not give one
+_NEAR_FULL_AREA = 0.999  # smallest area of a near-full crop, as in Fujitsu's MLPerf v0.6 job file
 
 # Eigenvalues and eigenvectors (columns) of the covariance of ImageNet's RGB pixels in [0, 1] (Krizhevsky et al.).
 _PCA_VALUES = np.array([0.2175, 0.0188, 0.0045])
