@@ -22,13 +22,14 @@ def preview(config: Config, world_size: int) -> dict[str, Any]:
     counts = data_counts(config)
     samples, classes, channels = counts["train_samples"], counts["classes"], counts["channels"]
     size = config.data.image_size
-    largest = None
-    memory: dict[str, int] = {}
     available = device_memory_bytes()
+
+    def memory_of(batch_per_rank: int) -> dict[str, int]:
+        model, precision = config.model.model, config.optim.precision
+        return inventory.memory_bytes(model, batch_per_rank, precision, size, classes, in_channels=channels)
+
+    largest, memory = None, {}
     if config.model.model in inventory.model_names():
-        memory_of = lambda n: inventory.memory_bytes(  # noqa: E731
-            config.model.model, n, config.optim.precision, size, classes, in_channels=channels
-        )
         fixed, one = memory_of(0)["total"], memory_of(1)["total"]
         largest = max(1, int((0.8 * available - fixed) / (1.5 * (one - fixed))))
     phases = resolve_phases(
