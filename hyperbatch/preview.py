@@ -13,8 +13,9 @@ from hyperbatch.data.source import check_data
 from hyperbatch.plan import inventory
 from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.types import DTYPE_BYTES, GroupPlan, RankGrid, TensorSpec
-from hyperbatch.recipes import batch_note
+from hyperbatch.recipes import all_recipes, batch_note
 from hyperbatch.schedule import learning_rate, resolve_phases, total_steps
+from hyperbatch.sim.clusters import load_cluster
 
 
 def preview(config: Config, world_size: int) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def preview(config: Config, world_size: int) -> dict[str, Any]:
         memory = memory_of(max(phase.batch_per_rank for phase in phases))
     specs = tensor_table(config, classes, channels)
     plan = preview_plan(config, specs)
-    grid = RankGrid.parse(config.comm.grid) if config.comm.grid else default_grid(world_size)
+    grid = RankGrid.parse(config.comm.grid) if config.comm.grid else default_grid(config, world_size)
     grid.check_world(world_size)
     epochs = config.schedule.epochs
     return {
@@ -128,9 +129,12 @@ def preview_plan(config: Config, specs: tuple[TensorSpec, ...]) -> GroupPlan:
     )
 
 
-def default_grid(world_size: int) -> RankGrid:
-    """Hosts of eight, where that divides; the run itself takes the hosts it finds."""
-    return RankGrid(world_size // 8, 8) if world_size > 8 and world_size % 8 == 0 else RankGrid(1, world_size)
+def default_grid(config: Config, world_size: int) -> RankGrid:
+    """Hosts as the recipe's cluster has them, where that divides; the run itself takes the hosts it finds."""
+    recipe = all_recipes().get(config.recipe)
+    per_host = load_cluster(recipe.cluster).network.devices_per_node if recipe else 8
+    whole = world_size > per_host and world_size % per_host == 0
+    return RankGrid(world_size // per_host, per_host) if whole else RankGrid(1, world_size)
 
 
 def schedule_table(config: Config, phases: Any, samples: int) -> list[dict[str, float]]:
