@@ -47,9 +47,14 @@ def resolve_decoders(name: str, device: torch.device) -> tuple[str, str]:
 
 def measured_decoder(source: Source, config: DataConfig, device: torch.device) -> str:
     """The decoder `auto` stands for on this set: the GPU's if its pixels are right and it is quicker than the CPU's."""
-    decoder, cpu_decoder = resolve_decoders(config.decoder, device)
-    if config.decoder != "auto" or decoder != "nvjpeg" or not isinstance(source, EncodedSource):
-        return decoder
+    if config.decoder != "auto" or not isinstance(source, EncodedSource):
+        return config.decoder
+    decoder, cpu_decoder = resolve_decoders("auto", device)
+    if device.type == "cpu":
+        return cpu_decoder
+    fallback = choose_decoder("auto")  # of the processes that read for a GPU: they do not load torch
+    if decoder != "nvjpeg":
+        return fallback
     files = []
     for index in np.unique(np.linspace(0, len(source) - 1, _PROBED_SAMPLES).astype(int)).tolist():
         try:
@@ -59,7 +64,7 @@ def measured_decoder(source: Source, config: DataConfig, device: torch.device) -
         if gpu_can_decode(data):
             files.append(data)
     if not files:
-        return cpu_decoder
+        return fallback
     encoded = [torch.frombuffer(data, dtype=torch.uint8) for data in files]
     try:
         nvjpeg.decode_batch(encoded[:8], device)  # sets the decoder up
@@ -69,7 +74,7 @@ def measured_decoder(source: Source, config: DataConfig, device: torch.device) -
         torch.cuda.synchronize(device)
         gpu_s = time.perf_counter() - start_s
     except RuntimeError:
-        return cpu_decoder
+        return fallback
     with ThreadPoolExecutor(config.data_threads or default_threads()) as pool:
         start_s = time.perf_counter()
         on_cpu = list(pool.map(lambda data: decode_full(data, "", decoder=cpu_decoder), files))
@@ -77,8 +82,8 @@ def measured_decoder(source: Source, config: DataConfig, device: torch.device) -
     for ours, theirs in zip(on_gpu, on_cpu, strict=True):
         pixels = ours.permute(1, 2, 0).cpu().numpy()
         if pixels.shape != theirs.shape or brightness_difference(pixels, theirs) > _MEAN_TOLERANCE:
-            return cpu_decoder
-    return "nvjpeg" if gpu_s < cpu_s else cpu_decoder
+            return fallback
+    return "nvjpeg" if gpu_s < cpu_s else fallback
 
 
 def brightness_difference(ours: np.ndarray, theirs: np.ndarray) -> float:

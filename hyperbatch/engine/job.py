@@ -180,7 +180,7 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
     scaler = LossScaler(config.optim.precision, optimizer, device=device)
     loader = TrainLoader(
         train_set,
-        replace(config.data, decoder=fixed["decoder"]),
+        replace(config.data, decoder=fixed.get("decoder", config.data.decoder)),
         seed=config.run.seed,
         rank=ranks.rank,
         world_size=ranks.world_size,
