@@ -1,0 +1,126 @@
+"""Bytes one training step has to move through the GPU's memory, from the shapes of the model. No torch here.
+
+    rung       what is fused                                                              MB per image of ResNet-50
+    unfused    nothing: each operation reads its inputs and writes its output             479
+    norm       statistics; normalise + ReLU (+ add); their backwards                      394
+    conv       statistics in the convolution's epilogue, normalise + ReLU in its          259
+               prologue, forward and backward
+    minimal    a convolution's output is written once and read once forward and once      112
+               backward; its gradient is written and read once
+
+Only activations and their gradients count per image; weights, their gradients and the update count per step. A tensor
+that an operation reads is counted whole, once: caches are left out, so a measured rate may pass the copy bandwidth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hyperbatch.plan.inventory import Layer, layers
+
+RUNGS = ("unfused", "norm", "conv", "minimal")
+INDEX_BYTES = {"unfused": 8, "norm": 8, "conv": 1, "minimal": 0}  # of a max pool's output: torch keeps int64
+# Per parameter and step in 16-bit training with fp32 masters: the working weight is read forward and backward and its
+# gradient written (6); gradient read for its norm, read again with master and momentum, these two and the working
+# weight written, the gradient cleared (24).
+WEIGHT_BYTES = 6
+UPDATE_BYTES = 24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Elements per image, summed over the layers of a kind."""
+
+    image: int  # the network's input
+    conv_in: int
+    conv_out: int
+    relu: int  # outputs of norms followed by a ReLU alone
+    add: int  # outputs of norms that close a residual block: add, then ReLU
+    plain: int  # outputs of norms with nothing behind them: on a downsampling shortcut
+    joins: int  # inputs of residual blocks: their gradient is the sum of two
+    pool_in: int  # of max pools
+    pool_out: int
+    linear: int  # inputs and outputs of the head, its average pool included
+
+
+def sizes(model: str, *, image_size: int = 224, classes: int = 1000, in_channels: int = 3) -> Sizes:
+    table = layers(model, classes=classes, image_size=image_size, in_channels=in_channels)
+    convs = [layer for layer in table if layer.kind == "conv"]
+    norms = {role: [layer for layer in table if _role(layer, table) == role] for role in ("relu", "add", "plain")}
+    pools = [layer for layer in table if layer.kind == "pool" and "max" in layer.name]
+    head = [layer for layer in table if layer.kind == "linear" or layer.name == "avgpool"]
+    first_in_block = [layer for layer in convs if layer.name.endswith(".conv1")]
+    return Sizes(
+        image=table[0].inputs,
+        conv_in=sum(layer.inputs for layer in convs),
+        conv_out=sum(layer.activations for layer in convs),
+        relu=_elements(norms["relu"]),
+        add=_elements(norms["add"]),
+        plain=_elements(norms["plain"]),
+        joins=sum(layer.inputs for layer in first_in_block),
+        pool_in=sum(layer.inputs for layer in pools),
+        pool_out=_elements(pools),
+        linear=sum(layer.inputs + layer.activations for layer in head),
+    )
+
+
+def image_bytes(
+    model: str, rung: str, *, image_size: int = 224, classes: int = 1000, in_channels: int = 3, itemsize: int = 2
+) -> dict[str, int]:
+    """Bytes per image by family of kernels, with their `total`."""
+    s = sizes(model, image_size=image_size, classes=classes, in_channels=in_channels)
+    # Forward reads the input and writes the output; backward reads the output's gradient twice and the input once,
+    # and writes the input's gradient, which nobody needs of the image.
+    convolution = 3 * s.conv_in + 3 * s.conv_out - s.image
+    normed = s.relu + s.add + s.plain
+    norm = relu = add = 0
+    pool = 2 * (s.pool_in + s.pool_out)
+    head = 3 * s.linear
+    if rung == "unfused":
+        norm = (3 + 5) * normed  # statistics, apply; backward: two sums, apply
+        relu = (2 + 3) * (s.relu + s.add)  # in place; backward reads its output, too
+        add = 3 * s.add + 3 * s.joins  # forward; the sum of gradients where a block begins
+    elif rung == "norm":
+        # The ReLU comes with the norm: from its input its sign is found again. After an add it is not, so backward
+        # reads the block's output (twice) and writes the shortcut's gradient; forward reads the shortcut.
+        norm = (3 + 5) * normed + 4 * s.add
+        add = 3 * s.joins
+    elif rung == "conv":
+        # Backward reads, beside each gradient, the output it belongs to (both products) and, to mask what it writes,
+        # the input. At a block's end forward reads the last output and the shortcut and writes the sum; backward adds
+        # the shortcut's gradient and takes the sums of the last norm and the shortcut's.
+        convolution = 4 * s.conv_in + 5 * s.conv_out - s.image
+        norm = (3 + 2) * s.add + s.plain
+    elif rung == "minimal":
+        convolution, pool = 5 * s.conv_out + 2 * s.image, 0
+    else:
+        raise ValueError(f"unknown rung {rung!r}; one of {', '.join(RUNGS)}")
+    indices = 2 * s.pool_out * INDEX_BYTES[rung]  # written and read
+    parts = {"convolution": convolution, "norm": norm, "relu": relu, "add": add, "pool": pool, "head": head}
+    found = {name: elements * itemsize for name, elements in parts.items()}
+    found["pool"] += indices
+    return {**found, "total": sum(found.values())}
+
+
+def step_bytes(model: str, rung: str, batch: int, *, image_size: int = 224, classes: int = 1000) -> float:
+    """Of a whole 16-bit step: the images' share, weights and their gradients, the update."""
+    table = layers(model, classes=classes, image_size=image_size)
+    parameters = sum(spec.numel for layer in table for spec in layer.tensors)
+    per_image = image_bytes(model, rung, image_size=image_size, classes=classes)["total"]
+    return batch * per_image + parameters * (WEIGHT_BYTES + UPDATE_BYTES)
+
+
+def _elements(chosen: list[Layer]) -> int:
+    return sum(layer.activations for layer in chosen)
+
+
+def _role(layer: Layer, table: tuple[Layer, ...]) -> str | None:
+    """What follows a norm: "relu", "add" (a block's last norm), or "plain" (nothing)."""
+    if layer.kind != "norm":
+        return None
+    block, _, name = layer.name.rpartition(".")
+    before = table[table.index(layer) - 1]
+    if block.endswith("downsample") or before.kind != "conv":
+        return "plain"
+    last = max((other.name for other in table if other.name.startswith(f"{block}.bn")), default="")
+    return "add" if block.startswith("layer") and layer.name == last else "relu"
