@@ -32,7 +32,12 @@ class Candidate:
 
 
 def interleave(
-    candidates: Sequence[Candidate], measure: Callable[[Callable[[], Any]], float], *, rounds: int, warmup: int = 3
+    candidates: Sequence[Candidate],
+    measure: Callable[[Callable[[], Any]], float],
+    *,
+    rounds: int,
+    warmup: int = 3,
+    before_round: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
     """name -> one sample per round. Each round starts with another candidate."""
     for candidate in candidates:
@@ -40,6 +45,7 @@ def interleave(
             measure(candidate.run)
     samples: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
     for i in range(rounds):
+        before_round()
         for k in range(len(candidates)):
             candidate = candidates[(i + k) % len(candidates)]
             samples[candidate.name].append(measure(candidate.run))

@@ -118,7 +118,7 @@ def _role(layer: Layer, table: tuple[Layer, ...]) -> str | None:
     """What follows a norm: "relu", "add" (a block's last norm), or "plain" (nothing)."""
     if layer.kind != "norm":
         return None
-    block, _, name = layer.name.rpartition(".")
+    block = layer.name.rpartition(".")[0]
     before = table[table.index(layer) - 1]
     if block.endswith("downsample") or before.kind != "conv":
         return "plain"

@@ -1,0 +1,133 @@
+"""`bench step --data`: a short run through the engine, from JPEG files to updated weights, and how fast it goes.
+
+Decoded images are not kept between epochs, so every image of every step is read and decoded. Files are read once by
+whoever wrote or copied them, so they come from the page cache: decoding is measured, disks are not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hyperbatch.bench import harness
+from hyperbatch.bench.data import write_jpegs
+from hyperbatch.bench.harness import Candidate
+from hyperbatch.config import BatchPhase, Config, DataConfig
+from hyperbatch.data.source import EncodedSource, open_data
+from hyperbatch.engine.loop import run
+from hyperbatch.engine.ranks import Ranks
+from hyperbatch.errors import InputError
+from hyperbatch.record import read_metrics
+
+GENERATED = "generated"
+GENERATED_IMAGES = {"cuda": 4096, "cpu": 64}
+GENERATED_SIZE = (500, 375)  # about 70 kB each, as in `bench data`
+MLPERF_H200_IMAGES_PER_S = 7950  # MLPerf training v4.0, 8 x H200, per GPU: decoding and all-reduce included
+WINDOWS = 10
+
+
+def end_to_end(
+    data: str,
+    *,
+    model: str,
+    batches: Sequence[int],
+    steps: int | None,
+    device: str,
+    precision: str,
+    image_size: int,
+    classes: int,
+) -> list[dict[str, Any]]:
+    """A row for each batch. data: a folder as `train --data` takes it, or "generated" (with so many classes)."""
+    steps = steps or (200 if device == "cuda" else 2 * WINDOWS)
+    if steps < 2 * WINDOWS:
+        raise InputError(f"--steps {steps}: give at least {2 * WINDOWS}, so that the start can be left out")
+    with tempfile.TemporaryDirectory(prefix="hyperbatch-bench-") as scratch:
+        folder = Path(data)
+        if data == GENERATED:
+            folder = generate(Path(scratch), GENERATED_IMAGES[device], classes)
+        source, _ = open_data(DataConfig(data=str(folder)))
+        about = describe(source)
+        config = Config(recipe="bench-step").override(
+            model=model,
+            data=str(folder),
+            image_size=image_size,
+            cache="none",
+            precision=precision,
+            warmup_epochs=0.0,
+            eval_every_epochs=1e9,
+            checkpoint_every_epochs=0.0,
+            max_steps=steps,
+            device=device,
+            nproc=1,
+        )
+        rows = []
+        for batch in batches:
+            config = config.override(
+                batch_phases=(BatchPhase(0, batch),),
+                epochs=(steps + 1) * batch / len(source),  # it stops before the end, which would be evaluated
+                out=str(Path(scratch) / f"run-{batch}"),
+            )
+            rows.append(trained(config, batch) | {"data": about})
+    return rows
+
+
+def trained(config: Config, batch: int) -> dict[str, Any]:
+    """Trains as the config says, and reads the speed off the run's own metrics."""
+    record = run(config, Ranks())
+    ends_s = [line["time_s"] for line in read_metrics(Path(record.folder)) if line["event"] == "step"]
+    speeds, mean = window_speeds(ends_s, batch)
+    candidate = Candidate(name=f"batch {batch} / hyperbatch train, files to weights", run=lambda: None)
+    samples = {candidate.name: speeds}
+    model = config.model.model
+    row = harness.rows([candidate], samples, unit="images/s", higher_is_better=True, model=model, batch=batch)[0]
+    comparable = model == "resnet50" and config.data.image_size == 224 and "H200" in harness.device_name()
+    return row | {
+        "mean": mean,
+        "ms_per_step": 1e3 * batch / mean,
+        "steps": len(ends_s),
+        "data_wait_fraction": record.data["wait_fraction"],
+        "bottleneck": record.data["bottleneck"],
+        "loader": record.data,
+        "timing": record.timing,
+        "ratio_to_mlperf_v4_h200": mean / MLPERF_H200_IMAGES_PER_S if comparable else None,
+    }
+
+
+def generate(scratch: Path, images: int, classes: int) -> Path:
+    """JPEGs with the detail of photographs, in as many classes as the head is to have; its folder."""
+    made, tree = scratch / "made", scratch / "tree"
+    write_jpegs(made, images, *GENERATED_SIZE)
+    files = sorted((made / "train").rglob("*.jpg"))
+    for i, file in enumerate(files):
+        for split in ("train", "val")[: 1 + (i < classes)]:  # the same classes in both
+            (tree / split / f"{i % classes:04}").mkdir(parents=True, exist_ok=True)
+            os.link(file, tree / split / f"{i % classes:04}" / file.name)
+    return tree
+
+
+def window_speeds(ends_s: list[float], batch: int) -> tuple[list[float], float]:
+    """(images a second in each of WINDOWS stretches, over all of them), the first steps left out.
+
+    Stretches, since single steps are noted by the host, which may run a step ahead of the device.
+    """
+    steady = ends_s[len(ends_s) // 5 :]
+    edges = np.linspace(0, len(steady) - 1, WINDOWS + 1).astype(int)
+    speeds = [batch * int(b - a) / (steady[b] - steady[a]) for a, b in itertools.pairwise(edges)]
+    return speeds, batch * (len(steady) - 1) / (steady[-1] - steady[0])
+
+
+def describe(source: Any) -> str:
+    """How large the files are, since decoding pays by the pixel."""
+    if not isinstance(source, EncodedSource):
+        return f"{len(source):,} images in memory"
+    chosen = np.linspace(0, len(source) - 1, min(64, len(source))).astype(int)
+    shapes = [source.image(int(i)).shape for i in chosen]
+    height, width = np.mean([shape[:2] for shape in shapes], axis=0)
+    kilobytes = np.mean([len(source.read(int(i))) for i in chosen]) / 1e3
+    return f"{len(source):,} files of {width:.0f}x{height:.0f} px and {kilobytes:.0f} kB on average"

@@ -1,0 +1,131 @@
+"""What `bench step` reads off the machine: clocks, copy bandwidth, memory; and kernel caches that start empty."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from hyperbatch.bench import harness
+
+CLOCK_FIELDS = {
+    "sm_mhz": "clocks.sm",
+    "memory_mhz": "clocks.mem",
+    "power_w": "power.draw",
+    "celsius": "temperature.gpu",
+}
+CACHE_VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+
+
+class Clocks:
+    """Asks nvidia-smi once a round, beside the work: the answer is collected when the next round begins."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.samples: list[dict[str, float]] = []
+        self._asked: subprocess.Popen[str] | None = None
+        self._command = None
+        if device.type == "cuda":
+            # By its UUID: nvidia-smi counts GPUs that CUDA_VISIBLE_DEVICES may hide.
+            uuid = torch.cuda.get_device_properties(device).uuid
+            query = ",".join(CLOCK_FIELDS.values())
+            self._command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+
+    def ask(self) -> None:
+        self.collect()
+        if self._command is not None:
+            # Without nvidia-smi the clocks stay unknown.
+            with contextlib.suppress(OSError):
+                self._asked = subprocess.Popen(
+                    self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                )
+
+    def collect(self) -> None:
+        if self._asked is None:
+            return
+        try:
+            line, _ = self._asked.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._asked.kill()
+            line, _ = self._asked.communicate()
+        self._asked = None
+        sample = parse_clocks(line)
+        if sample:
+            self.samples.append(sample)
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """Smallest, median and largest of each reading; empty when there were none."""
+        self.collect()
+        found = {name: sorted(s[name] for s in self.samples if name in s) for name in CLOCK_FIELDS}
+        return {
+            name: {"min": values[0], "median": statistics.median(values), "max": values[-1]}
+            for name, values in found.items()
+            if values
+        }
+
+
+def parse_clocks(line: str) -> dict[str, float]:
+    """nvidia-smi's answer; a reading it does not have ("[N/A]") is left out."""
+    sample = {}
+    for name, text in zip(CLOCK_FIELDS, line.strip().split(","), strict=False):
+        with contextlib.suppress(ValueError):
+            sample[name] = float(text)
+    return sample
+
+
+def copy_bytes_per_s(device: torch.device, *, size_bytes: int = 1 << 31) -> float:
+    """Bytes read and written a second by a copy far larger than the caches."""
+    source = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    measure = partial(harness.device_s, calls=5)
+    seconds = [measure(lambda: target.copy_(source)) for _ in range(4)][1:]
+    return 2 * size_bytes / statistics.median(seconds)
+
+
+def warm_libraries(device: torch.device) -> None:
+    """Loads the context, cuDNN and cuBLAS, so that the first candidate does not pay for all of them."""
+    conv = torch.nn.Conv2d(8, 8, 3).to(device)
+    conv(torch.randn(2, 8, 8, 8, device=device)).flatten(1).matmul(torch.randn(288, 8, device=device)).sum().backward()
+
+
+@contextlib.contextmanager
+def empty_caches() -> Iterator[None]:
+    """Fresh folders for compiled kernels, so that set-up times are those of a first run; put back afterwards."""
+    before = {name: os.environ.get(name) for name in CACHE_VARIABLES}
+    with tempfile.TemporaryDirectory(prefix="hyperbatch-kernels-") as folder:
+        os.environ.update({name: os.path.join(folder, name.lower()) for name in CACHE_VARIABLES})
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+class MemoryPeak:
+    """Most memory that tensors took since it was made, beside what was there before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        release_memory(device)
+        if self._device is not None:
+            self._before = torch.cuda.memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def read(self) -> int | None:
+        """None on a CPU, where nobody counts."""
+        return None if self._device is None else torch.cuda.max_memory_allocated(self._device) - self._before
+
+
+def release_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

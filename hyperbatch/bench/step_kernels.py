@@ -1,0 +1,96 @@
+"""Where a step's GPU time goes: its kernels by name, added up into families a person can compare.
+
+cuDNN and cuBLAS     convolution, norm          hyperbatch     one family for each module of hyperbatch.kernels
+torch and inductor   the rest
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hyperbatch import kernels
+from hyperbatch.kernels import has_triton
+
+# The first family with a word that the name holds wins, so the narrow ones come first.
+FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("inductor", ("triton_poi_", "triton_red_", "triton_per_", "triton_for_")),
+    ("norm", ("bn_fw", "bn_bw", "bnfw", "bnbw", "batch_norm", "batchnorm")),
+    ("pooling", ("pool",)),
+    ("loss", ("softmax", "nll_loss", "cross_entropy")),
+    ("optimizer", ("fusedsgd", "fused_sgd", "fusedoptimizer", "amp_update_scale", "nonfinite", "non_finite")),
+    ("copies", ("memcpy", "memset", "copy", "fillfunctor", "catarray", "tonhwc", "tonchw", "nhwcaddpadding")),
+    (
+        "convolution",
+        ("fprop", "dgrad", "wgrad", "conv", "gemm", "gemv", "cutlass", "nvjet", "xmma", "splitk", "triton_tem_"),
+    ),
+    ("optimizer", ("multi_tensor_apply",)),
+    ("elementwise", ("elementwise",)),
+    ("reduction", ("reduce",)),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelTime:
+    """All launches of one kernel in one step."""
+
+    name: str
+    launches: int
+    seconds: float
+
+
+def family(name: str, ours: Mapping[str, str]) -> str:
+    """The family of a kernel. ours: the names of our kernels, each with its module's name."""
+    if name in ours:
+        return f"hyperbatch {ours[name]}"
+    lower = name.lower()
+    return next((title for title, words in FAMILIES if any(word in lower for word in words)), "other")
+
+
+@functools.cache
+def our_kernels() -> dict[str, str]:
+    """Name of each Triton kernel of ours -> the module of hyperbatch.kernels it stands in."""
+    found: dict[str, str] = {}
+    if not has_triton():
+        return found
+    from triton import JITFunction
+
+    for module in pkgutil.iter_modules(kernels.__path__):
+        members = vars(importlib.import_module(f"{kernels.__name__}.{module.name}")).values()
+        jitted = [getattr(member, "fn", member) for member in members]  # an autotuned kernel wraps the plain one
+        found |= {member.__name__: module.name for member in jitted if isinstance(member, JITFunction)}
+    return found
+
+
+def profiled(run: Callable[[], Any]) -> list[KernelTime]:
+    """The kernels and copies of one call, as the device saw them, longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()  # what ran before must not be counted
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()  # the profiler sees what has finished
+    on_device = [
+        event
+        for event in seen.key_averages()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    ]
+    times = [
+        KernelTime(name=event.key, launches=event.count, seconds=event.device_time_total / 1e6) for event in on_device
+    ]
+    return sorted(times, key=lambda kernel: -kernel.seconds)
+
+
+def by_family(times: list[KernelTime], ours: Mapping[str, str]) -> dict[str, float]:
+    """Seconds of each family, longest first."""
+    seconds: dict[str, float] = {}
+    for kernel in times:
+        title = family(kernel.name, ours)
+        seconds[title] = seconds.get(title, 0.0) + kernel.seconds
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))

@@ -1,0 +1,77 @@
+"""The result of `bench step` for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def format_step(report: dict[str, Any]) -> str:
+    setting = f"{report['model']}, {report['image_size']} px, {report['precision']}"
+    lines = [f"step on {report['device']}, {setting} (commit {report['commit'] or 'unknown'})"]
+    lines += [f"note: {note}" for note in report["notes"]]
+    rows = report["rows"]
+    if rows and "data" in rows[0]:
+        return "\n".join(lines + [_run_line(row) for row in rows])
+    width = max(len(row["name"]) for row in rows)
+    lines.append(
+        f"  {'':<{width}} {'img/s':>9} {'p20 .. p80':>19} {'x best peer':>11} {'ms':>8} {'GiB':>6}"
+        f" {'first step s':>12} {'kernels':>8} {'of copy':>8}"
+    )
+    lines += [_line(row, width) for row in rows]
+    for title, clocks in report["clocks"].items():
+        readings = ", ".join(
+            f"{name} {v['median']:.0f} ({v['min']:.0f} .. {v['max']:.0f})" for name, v in clocks.items()
+        )
+        lines.append(f"  clocks, {title}: {readings}")
+    for batch in dict.fromkeys(row["batch"] for row in rows):
+        lines += _families([row for row in rows if row["batch"] == batch], f"batch {batch}")
+    if report["traffic"]:
+        copy = report["copy_bytes_per_s"]
+        lines.append(f"  traffic model, roofs at the measured copy bandwidth of {copy / 1e12:.2f} TB/s")
+        for rung in report["traffic"]:
+            megabytes, roof = rung["bytes_per_image"]["total"] / 1e6, rung["roof_images_per_s"]
+            lines.append(f"    {rung['rung']:<8} {megabytes:6.0f} MB per image  {roof:8,.0f} img/s")
+    if any(not row["finite"] for row in rows):
+        lines.append("  warning: weights of some candidates are not finite: their load is not that of training")
+    return "\n".join(lines)
+
+
+def _line(row: dict[str, Any], width: int) -> str:
+    memory = row["peak_memory_bytes"]
+    return (
+        f"  {row['name']:<{width}} {row['median']:>9,.0f} {row['p20']:>9,.0f} .. {row['p80']:>6,.0f}"
+        f" {_number(row['ratio_to_best_peer'], '.3f'):>11} {row['ms_per_step']:>8.2f}"
+        f" {_number(None if memory is None else memory / 2**30, '.1f'):>6} {row['first_step_s']:>12.1f}"
+        f" {_number(row['kernels_per_step'], 'd'):>8} {_number(row['copy_share'], '.0%'):>8}"
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _families(rows: list[dict[str, Any]], title: str) -> list[str]:
+    """Kernel time by family: our fastest beside the fastest peer."""
+    timed = [row for row in rows if row["kernel_ms"] and "ratio_to_fp32" not in row]
+    sides = [[row for row in timed if row["peer"] == peer] for peer in (False, True)]
+    best = [max(side, key=lambda row: row["median"]) for side in sides if side]
+    if not best:
+        return []
+    names = dict.fromkeys(name for row in best for name in row["kernel_ms"])
+    short = [row["name"].split(" / ")[-1] for row in best]
+    lines = [f"  {title}: ms by kernel family{'':<8}" + "".join(f"{name:>28}" for name in short)]
+    for name in names:
+        lines.append(f"    {name:<34}" + "".join(f"{row['kernel_ms'].get(name, 0.0):>28.3f}" for row in best))
+    idle = [row["ms_per_step"] - sum(row["kernel_ms"].values()) for row in best]
+    lines.append(f"    {'step less kernels':<34}" + "".join(f"{ms:>28.3f}" for ms in idle))
+    return lines
+
+
+def _run_line(row: dict[str, Any]) -> str:
+    ratio = row["ratio_to_mlperf_v4_h200"]
+    against = "" if ratio is None else f", {ratio:.3f} x MLPerf v4.0's H200 (7,950 per GPU of 8)"
+    return (
+        f"  {row['name']}: {row['mean']:,.0f} img/s over {row['steps']} steps (windows {row['p20']:,.0f} .. "
+        f"{row['p80']:,.0f}), waits for data {row['data_wait_fraction']:.1%}, bottleneck {row['bottleneck']}, "
+        f"{row['data']}{against}"
+    )

@@ -1,0 +1,258 @@
+"""The training steps that `bench step` times: forward, label-smoothed loss, backward, loss scaling, update.
+
+    ours    our model (fused kernels, or plain torch), weights in an arena, LARS; captured in one CUDA graph
+    peers   torchvision's model (ours where there is none), torch's fused SGD:
+            eager     autocast, GradScaler
+            graph     the same, captured
+            masters   16-bit weights with fp32 masters kept by hand, captured
+            compile   torch.compile of the model; loss, scaler and SGD as in eager
+
+All work on one batch that lies on the device, in the working precision and channels_last.
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hyperbatch.arena import Arena
+from hyperbatch.config import OptimConfig
+from hyperbatch.engine.measure import probe
+from hyperbatch.models import create_model, smoothed_cross_entropy
+from hyperbatch.optim.build import build_optimizer
+from hyperbatch.optim.precision import LossScaler, working_dtype
+
+SMOOTHING = 0.1
+LOSS_SCALE = 1024.0  # low enough that no step is skipped: a skipped update would be a cheaper one
+WARMUP_STEPS = 3  # before a capture: kernels are chosen, lazy state is made
+PEERS = ("eager", "graph", "masters", "compile")
+MAX_AUTOTUNE = "max-autotune"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """What is trained on."""
+
+    model: str
+    precision: str
+    classes: int
+    images: Tensor
+    labels: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.images.device
+
+    @property
+    def half(self) -> bool:
+        return self.precision == "fp16"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Built:
+    """A step ready to run. `loss_scale` reads the device: below LOSS_SCALE steps were skipped."""
+
+    run: Callable[[], Any]
+    model: nn.Module
+    loss_scale: Callable[[], float]
+
+    def is_finite(self) -> bool:
+        """Whether it still trains: infinities and nans would be a lighter load than numbers."""
+        return all(bool(param.isfinite().all()) for param in self.model.parameters())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spec:
+    """A candidate before it is built. rung: of the traffic model (bench/traffic.py)."""
+
+    name: str
+    build: Callable[[Task], Built]
+    rung: str
+    peer: bool = False
+
+
+def make_task(model: str, batch: int, *, precision: str, image_size: int, classes: int, device: torch.device) -> Task:
+    images = torch.randn(batch, 3, image_size, image_size, device=device, dtype=working_dtype(precision))
+    return Task(
+        model=model,
+        precision=precision,
+        classes=classes,
+        images=images.contiguous(memory_format=torch.channels_last),
+        labels=torch.randint(classes, (batch,), device=device),
+    )
+
+
+def our_specs(model: str, precision: str, device: torch.device) -> list[Spec]:
+    """The fused step where it can run, and the plain one."""
+    if device.type != "cuda":
+        return [Spec(name="hyperbatch plain", build=lambda task: ours(task, fused=False, graph=False), rung="unfused")]
+    plain = Spec(name="hyperbatch plain, graph", build=lambda task: ours(task, fused=False), rung="unfused")
+    if not _can_fuse(model, precision, device):
+        return [plain]
+    fused = Spec(name="hyperbatch fused, graph", build=lambda task: ours(task, fused=True), rung=FUSED_RUNG)
+    return [fused, plain]
+
+
+def peer_specs(names: list[str]) -> list[Spec]:
+    modes = {"compile": "reduce-overhead", MAX_AUTOTUNE: MAX_AUTOTUNE}
+    known = {
+        "eager": Spec(name="torch eager", build=eager, rung="unfused", peer=True),
+        "graph": Spec(name="torch graph", build=autocast_graph, rung="unfused", peer=True),
+        "masters": Spec(name="torch graph, fp32 masters", build=masters_graph, rung="unfused", peer=True),
+        **{
+            name: Spec(
+                name=f"torch.compile {mode}", build=lambda task, mode=mode: compiled(task, mode), rung="norm", peer=True
+            )
+            for name, mode in modes.items()
+        },
+    }
+    return [known[name] for name in names]
+
+
+# Ours
+
+FUSED_RUNG = "norm"  # what models/fused.py has fused so far
+
+
+def _can_fuse(model: str, precision: str, device: torch.device) -> bool:
+    if importlib.util.find_spec("hyperbatch.models.fused") is None:
+        return False
+    from hyperbatch.models.fused import why_not_fused
+
+    return why_not_fused(create_model(model), working_dtype(precision), device) is None
+
+
+def ours(task: Task, *, fused: bool, graph: bool = True) -> Built:
+    """As a run on one rank is built: arena, LARS and loss scaling; the fused model where asked for."""
+    network = _to_device(create_model(task.model, classes=task.classes), task.device)
+    order, _ = probe(network, torch.zeros_like(task.images[:2]))
+    arena = Arena(network, order, dtype=working_dtype(task.precision), copy_on_ready=False)
+    optimizer = build_optimizer(OptimConfig(precision=task.precision), network, arena, lr=0.1, capturable=graph)
+    scaler = LossScaler(task.precision, optimizer, device=task.device, initial_scale=LOSS_SCALE)
+    if fused:
+        from hyperbatch.models.fused import fuse
+
+        fuse(network)
+
+    def step() -> None:
+        arena.zero_grad()
+        scaler.scale(smoothed_cross_entropy(network(task.images), task.labels, SMOOTHING)).backward()
+        arena.collect()
+        optimizer.step()
+        scaler.update()
+
+    run = captured(step) if graph else step
+    return Built(run=run, model=network, loss_scale=lambda: scaler.state_dict()["scale"])
+
+
+# Peers
+
+
+def eager(task: Task) -> Built:
+    """What a plain script does."""
+    network = peer_network(task)
+    return _autocast_step(task, network, network)
+
+
+def autocast_graph(task: Task) -> Built:
+    network = peer_network(task)
+    # A graph must not take 16-bit weights from autocast's cache: they would be those of the capture.
+    built = _autocast_step(task, network, network, cache_weights=False)
+    return Built(run=captured(built.run), model=network, loss_scale=built.loss_scale)
+
+
+def compiled(task: Task, mode: str) -> Built:
+    network = peer_network(task)
+    # Not dynamic: a second batch size would otherwise be compiled for any batch size, and slower.
+    return _autocast_step(task, network, torch.compile(network, mode=mode, dynamic=False))
+
+
+def _autocast_step(task: Task, network: nn.Module, call: Callable[..., Tensor], *, cache_weights: bool = True) -> Built:
+    optimizer = _sgd(list(network.parameters()))
+    scaler = torch.amp.GradScaler(task.device.type, init_scale=LOSS_SCALE, enabled=task.half)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(
+            task.device.type, dtype=torch.float16, enabled=task.half, cache_enabled=cache_weights and task.half
+        ):
+            loss = functional.cross_entropy(call(task.images), task.labels, label_smoothing=SMOOTHING)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Built(run=step, model=network, loss_scale=scaler.get_scale)
+
+
+def masters_graph(task: Task) -> Built:
+    """The quickest form known for torch's own parts: no cast of every weight in every step."""
+    network = peer_network(task)
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            module.half()
+    params = list(network.parameters())
+    masters = [param.detach().float() if param.dtype == torch.float16 else param for param in params]
+    pairs = [(param, master) for param, master in zip(params, masters, strict=True) if param is not master]
+    for _, master in pairs:
+        master.grad = torch.zeros_like(master)
+    working = [param.detach() for param, _ in pairs]
+    wide = [master for _, master in pairs]
+    optimizer = _sgd(masters)
+    scaler = torch.amp.GradScaler(task.device.type, init_scale=LOSS_SCALE)
+
+    def step() -> None:
+        for param in params:
+            param.grad = None
+        logits = network(task.images)
+        scaler.scale(functional.cross_entropy(logits.float(), task.labels, label_smoothing=SMOOTHING)).backward()
+        torch._foreach_copy_([master.grad for master in wide], [param.grad for param, _ in pairs])
+        scaler.step(optimizer)
+        scaler.update()
+        torch._foreach_copy_(working, wide)
+
+    return Built(run=captured(step), model=network, loss_scale=scaler.get_scale)
+
+
+def _sgd(params: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9, weight_decay=5e-5, fused=True)
+
+
+def peer_network(task: Task) -> nn.Module:
+    """torchvision's, where it is installed and has the model."""
+    build = torchvision_model(task.model)
+    return _to_device(
+        build(num_classes=task.classes) if build else create_model(task.model, classes=task.classes), task.device
+    )
+
+
+def torchvision_model(name: str) -> Callable[..., nn.Module] | None:
+    try:
+        from torchvision import models  # pyright: ignore[reportMissingImports]
+    except (ImportError, RuntimeError):  # RuntimeError: a torchvision that does not fit this torch
+        return None
+    return getattr(models, name, None)
+
+
+def _to_device(network: nn.Module, device: torch.device) -> nn.Module:
+    return network.to(device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+
+
+def captured(step: Callable[[], Any]) -> Callable[[], None]:
+    """One replay of it. Warmed up on the stream it is captured on, where autograd's nodes were made, too."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARMUP_STEPS):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    return graph.replay
