@@ -1,0 +1,275 @@
+"""Batch norm, ReLU and max-pool of 16-bit channels-last tensors, with nothing stored at the size of x (Triton).
+
+Reference: torch.batch_norm, relu, max_pool2d. Norms as in `hyperbatch.kernels.norm`: coef, back, one row of partials.
+
+    normalise_pool          x          -> pooled; of each window the peak of x and its tap      1 read, 5/8 of a write *
+    reduce_pool_gradient    g, peak    -> sums of g and g * (peak - mean) -> back               1/2 of a read
+    apply_pool_gradient     g, tap, x  -> dx = a * (g of windows that peak here) + b * x + d    1 + 3/8 reads, 1 write
+
+    * in passes over x, for a stride of 2
+
+    window (3x3, stride 2)   0 1 2      block of 2x2 pixels   . .     what apply deals out: each pixel of a block asks
+    and its taps             3 4 5      (as the stride)       . .     the few windows over it whether their tap is here,
+                             6 7 8                                    so nothing is added atomically: same bits always
+
+A norm and a ReLU keep the order of x (or turn it round, where the scale is negative), so a window's maximum is its peak
+of x, normalised. Peaks are compared as x, before the rounding to 16 bits: where torch sees two different values of x
+rounded to the same number and takes the first, we take the larger, as exact arithmetic would. Equal values of x: the
+first, as torch. A window whose maximum the ReLU cut off has no tap, and passes no gradient on.
+"""
+
+# Triton's decorator hides what a kernel takes from the type checker.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOptionalMemberAccess=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hyperbatch.kernels.norm import NormGradients, finish_backward, is_last, matrix, reducing, store_partials
+
+NO_TAP = tl.constexpr(255)
+WARPS = 4
+ELEMENTS = WARPS * 32 * 8  # of a tile: 16 bytes of x a thread, so that 1-byte taps are dealt out as x is
+STRIPS = 4  # rows of windows a program walks down: it meets the rows they share while they are still in its cache
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peaks:
+    """What backward needs of each window [n, c, windows down, windows across], channels-last."""
+
+    value: Tensor  # the x whose normalised value is the maximum
+    tap: Tensor  # uint8: where in the window it stood, in row-major order; 255: the ReLU cut it off
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _pool_kernel(
+    x,
+    coef,
+    pooled,
+    peak,
+    tap,
+    H,
+    W,
+    HO,
+    WO,
+    C,
+    STRIPS_IN_ALL,
+    STRIPS: tl.constexpr,
+    KERNEL: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+):
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    scale, shift = tl.load(coef + 2 * C + c)[None, :], tl.load(coef + 3 * C + c)[None, :]
+    sign = tl.where(scale < 0, -1.0, 1.0)
+    first = tl.program_id(0) * STRIPS
+    for s in range(0, tl.minimum(STRIPS_IN_ALL - first, STRIPS)):
+        strip = first + s
+        image, i = strip // HO, strip % HO
+        plane = x + image.to(tl.int64) * H * W * C
+        out = strip.to(tl.int64) * WO * C
+        for across in range(0, WO, BM):
+            j = across + tl.arange(0, BM)
+            inside = (j < WO)[:, None]
+            best = tl.full([BM, BC], float("-inf"), tl.float32)
+            best_tap = tl.full([BM, BC], 0, tl.int32)
+            for a in tl.static_range(KERNEL):
+                row = i * STRIDE - PADDING + a
+                for b in tl.static_range(KERNEL):
+                    column = j * STRIDE - PADDING + b
+                    there = inside & ((column >= 0) & (column < W) & (row >= 0) & (row < H))[:, None]
+                    at = (row * W + column)[:, None] * C + c[None, :]
+                    v = tl.load(plane + at, mask=there, other=0.0).to(tl.float32)
+                    better = there & (v * sign > best)
+                    best = tl.where(better, v * sign, best)
+                    best_tap = tl.where(better, a * KERNEL + b, best_tap)
+            v = best * sign
+            y = v * scale + shift
+            at = out + j[:, None] * C + c[None, :]
+            # Not tl.maximum: a nan goes through, as through torch's ReLU.
+            tl.store(pooled + at, tl.where(y < 0, 0.0, y).to(pooled.dtype.element_ty), mask=inside)
+            tl.store(peak + at, v.to(peak.dtype.element_ty), mask=inside)
+            tl.store(tap + at, tl.where(y > 0, best_tap, NO_TAP).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _reduce_kernel(
+    dpooled,
+    peak,
+    coef,
+    part,
+    counters,
+    back,
+    dweight,
+    dbias,
+    PIXELS,
+    M,
+    C,
+    ROWS,
+    LOCAL: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """As the reduction of `kernels.norm`, over M windows; PIXELS of x went into mean and variance."""
+    column, p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    c = column * BC + tl.arange(0, BC)
+    rows = tl.minimum(M - p * ROWS, ROWS)
+    base = (p * ROWS).to(tl.int64) * C
+    mean = tl.load(coef + c)[None, :]
+    scale, shift = tl.load(coef + 2 * C + c)[None, :], tl.load(coef + 3 * C + c)[None, :]
+    first = tl.zeros([BM, BC], tl.float32)
+    second = tl.zeros([BM, BC], tl.float32)
+    for i in range(0, rows, BM):
+        r = i + tl.arange(0, BM)
+        inside = (r < rows)[:, None]
+        at = base + r[:, None] * C + c[None, :]
+        g = tl.load(dpooled + at, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(peak + at, mask=inside, other=0.0).to(tl.float32)
+        g = tl.where(v * scale + shift > 0, g, 0.0)
+        first += g
+        second += g * (v - mean)
+    store_partials(part, p, programs, C, c, tl.sum(first, 0), tl.sum(second, 0))
+    if is_last(counters + column, programs):
+        finish_backward(part, coef, back, dweight, dbias, c, PIXELS, C, programs, LOCAL)
+
+
+@triton.jit
+def _apply_kernel(
+    dpooled,
+    tap,
+    x,
+    back,
+    dx,
+    H,
+    W,
+    HO,
+    WO,
+    C,
+    STRIPS_IN_ALL,
+    STRIPS: tl.constexpr,
+    KERNEL: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Blocks of STRIDE x STRIDE pixels: windows LOW .. HIGH from block i (and j) on lie over its pixels."""
+    LOW: tl.constexpr = -((KERNEL - 1 - PADDING) // STRIDE)
+    HIGH: tl.constexpr = (STRIDE - 1 + PADDING) // STRIDE
+    SPAN: tl.constexpr = HIGH - LOW + 1
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    of_g, of_x, of_one = tl.load(back + c)[None, :], tl.load(back + C + c)[None, :], tl.load(back + 2 * C + c)[None, :]
+    down, wide = tl.cdiv(H, STRIDE), tl.cdiv(W, STRIDE)
+    first = tl.program_id(0) * STRIPS
+    for s in range(0, tl.minimum(STRIPS_IN_ALL - first, STRIPS)):
+        strip = first + s
+        image, i = strip // down, strip % down
+        plane = image.to(tl.int64) * H * W * C
+        windows = image.to(tl.int64) * HO * WO * C
+        for across in range(0, wide, BM):
+            j = across + tl.arange(0, BM)
+            grads, taps = (), ()
+            for e in tl.static_range(SPAN * SPAN):
+                row, column = i + LOW + e // SPAN, j + LOW + e % SPAN
+                there = ((row >= 0) & (row < HO) & (column >= 0) & (column < WO))[:, None]
+                at = windows + (row * WO + column)[:, None] * C + c[None, :]
+                grads = grads + (tl.load(dpooled + at, mask=there, other=0.0).to(tl.float32),)
+                taps = taps + (tl.load(tap + at, mask=there, other=NO_TAP).to(tl.int32),)
+            for e in tl.static_range(STRIDE * STRIDE):
+                row, column = i * STRIDE + e // STRIDE, j * STRIDE + e % STRIDE
+                there = ((row < H) & (column < W))[:, None]
+                at = plane + (row * W + column)[:, None] * C + c[None, :]
+                g = tl.zeros([BM, BC], tl.float32)
+                for f in tl.static_range(SPAN * SPAN):
+                    # Where the pixel stands in that window.
+                    a = e // STRIDE + PADDING - STRIDE * (LOW + f // SPAN)
+                    b = e % STRIDE + PADDING - STRIDE * (LOW + f % SPAN)
+                    if a >= 0 and a < KERNEL and b >= 0 and b < KERNEL:
+                        g += tl.where(taps[f] == a * KERNEL + b, grads[f], 0.0)
+                v = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+                tl.store(dx + at, (of_g * g + of_x * v + of_one).to(dx.dtype.element_ty), mask=there)
+
+
+# --- what the models call ---------------------------------------------------------------------------------------------
+
+
+def _launch(kernel, tensors: list[Tensor], x: Tensor, pooled: Tensor, down: int, across: int, geometry: dict[str, int]):
+    """`down` strips of `across` windows or blocks in each image."""
+    n, c, h, w = x.shape
+    columns = min(64, c & -c)  # the largest power of two that divides c: no column is ever masked
+    pixels = min(triton.next_power_of_2(across), max(1, ELEMENTS // columns))
+    strips = n * down
+    kernel[(triton.cdiv(strips, STRIPS), c // columns)](
+        *tensors,
+        h,
+        w,
+        *pooled.shape[2:],
+        c,
+        strips,
+        STRIPS=STRIPS,
+        **geometry,
+        BM=pixels,
+        BC=columns,
+        num_warps=WARPS,
+    )
+
+
+def normalise_pool(
+    x: Tensor, coef: Tensor, *, kernel: int = 3, stride: int = 2, padding: int = 1
+) -> tuple[Tensor, Peaks]:
+    """max_pool2d(relu(norm(x))) and what its backward needs besides x."""
+    n, c, h, w = x.shape
+    down, across = ((side + 2 * padding - kernel) // stride + 1 for side in (h, w))
+    pooled = torch.empty(n, c, down, across, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    peaks = Peaks(value=torch.empty_like(pooled), tap=torch.empty_like(pooled, dtype=torch.uint8))
+    geometry = {"KERNEL": kernel, "STRIDE": stride, "PADDING": padding}
+    _launch(_pool_kernel, [x, coef, pooled, peaks.value, peaks.tap], x, pooled, down, across, geometry)
+    return pooled, peaks
+
+
+def reduce_pool_gradient(
+    dpooled: Tensor, peaks: Peaks, x: Tensor, coef: Tensor, grads: NormGradients, counters: Tensor
+) -> None:
+    """Fills `grads` of the norm from dpooled; of x only the size counts."""
+    m, c = matrix(dpooled)
+    tiling = reducing(m, c)
+    part = x.new_empty(2, tiling.programs, c, dtype=torch.float32)
+    _reduce_kernel[(c // tiling.columns, tiling.programs)](
+        dpooled,
+        peaks.value,
+        coef,
+        part,
+        counters,
+        grads.back,
+        grads.weight,
+        grads.bias,
+        matrix(x)[0],
+        m,
+        c,
+        tiling.rows_per_program,
+        LOCAL=grads.local,
+        BM=tiling.rows,
+        BC=tiling.columns,
+        num_warps=tiling.warps,
+    )
+
+
+def apply_pool_gradient(
+    dpooled: Tensor, peaks: Peaks, x: Tensor, back: Tensor, *, kernel: int = 3, stride: int = 2, padding: int = 1
+) -> Tensor:
+    """dx from dpooled, with the same window as in `normalise_pool`."""
+    dx = torch.empty_like(x)
+    down, across = (triton.cdiv(side, stride) for side in x.shape[2:])
+    geometry = {"KERNEL": kernel, "STRIDE": stride, "PADDING": padding}
+    _launch(_apply_kernel, [dpooled, peaks.tap, x, back, dx], x, dpooled, down, across, geometry)
+    return dx
