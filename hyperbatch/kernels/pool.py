@@ -19,7 +19,7 @@ first, as torch. A window whose maximum the ReLU cut off has no tap, and passes 
 """
 
 # Triton's decorator hides what a kernel takes from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _pool_kernel(
     scale, shift = tl.load(coef + 2 * C + c)[None, :], tl.load(coef + 3 * C + c)[None, :]
     sign = tl.where(scale < 0, -1.0, 1.0)
     first = tl.program_id(0) * STRIPS
-    for s in range(0, tl.minimum(STRIPS_IN_ALL - first, STRIPS)):
+    for s in range(tl.minimum(STRIPS_IN_ALL - first, STRIPS)):
         strip = first + s
         image, i = strip // HO, strip % HO
         plane = x + image.to(tl.int64) * H * W * C
@@ -171,7 +171,7 @@ def _apply_kernel(
     of_g, of_x, of_one = tl.load(back + c)[None, :], tl.load(back + C + c)[None, :], tl.load(back + 2 * C + c)[None, :]
     down, wide = tl.cdiv(H, STRIDE), tl.cdiv(W, STRIDE)
     first = tl.program_id(0) * STRIPS
-    for s in range(0, tl.minimum(STRIPS_IN_ALL - first, STRIPS)):
+    for s in range(tl.minimum(STRIPS_IN_ALL - first, STRIPS)):
         strip = first + s
         image, i = strip // down, strip % down
         plane = image.to(tl.int64) * H * W * C
