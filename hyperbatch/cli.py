@@ -68,6 +68,13 @@ SECTION_TITLES = {
 }
 
 
+# What each bench takes beside --json
+BENCH_OPTIONS = {
+    "comm": ("hosts", "ranks", "mbit", "nic", "size_mb", "rounds", "ablate"),
+    "step": ("model", "batch", "peers", "max_autotune", "rounds", "data", "steps"),
+}
+
+
 # Verbs
 
 
@@ -206,16 +213,22 @@ def _export(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     import importlib
 
-    names = ("hosts", "ranks", "mbit", "nic", "size_mb", "rounds", "ablate")
+    names = dict.fromkeys(name for takes in BENCH_OPTIONS.values() for name in takes)
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
-    if options and args.what != "comm":
-        raise InputError(
-            f"--{next(iter(options)).replace('_', '-')} belongs to `bench comm`, not to `bench {args.what}`"
-        )
-    values = getattr(importlib.import_module(f"hyperbatch.bench.{args.what}"), f"bench_{args.what}")(**options)
+    for name in options:
+        homes = [f"`bench {what}`" for what, takes in BENCH_OPTIONS.items() if name in takes]
+        if f"`bench {args.what}`" not in homes:
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"{flag} belongs to {' and '.join(homes)}, not to `bench {args.what}`")
+    if "batch" in options:
+        options["batch"] = _numbers(options["batch"], "--batch")
+    if "peers" in options:
+        options["peers"] = [name for name in options["peers"].split(",") if name]
+    module = importlib.import_module(f"hyperbatch.bench.{args.what}")
+    values = getattr(module, f"bench_{args.what}")(**options)
     from hyperbatch.bench.harness import format_table
 
-    _print(args, values, lambda: format_table(values))
+    _print(args, values, lambda: getattr(module, "format_result", format_table)(values))
     return 0
 
 
@@ -404,13 +417,28 @@ def _build_parser() -> _Parser:
 
     sub = verb("bench", _bench, "measure one part against its peers")
     sub.add_argument("what", choices=("lars", "step", "comm", "data"))
+    sub.add_argument("--rounds", type=_positive, help="interleaved rounds of comm (2 unless given) and step (10)")
+    step = sub.add_argument_group(
+        "step", "the whole training step against torch's, on synthetic data on the device; on a CPU a small smoke run"
+    )
+    step.add_argument("--model", metavar="NAME", help="a built-in model [resnet50; on a CPU resnet20]")
+    step.add_argument("--batch", metavar="N,N,...", help="samples a step, one after the other [16,42,256,400; 32]")
+    step.add_argument(
+        "--peers", metavar="NAME,...", help="of eager, graph, masters and compile, which takes a minute a batch [all]"
+    )
+    step.add_argument(
+        "--max-autotune", action="store_true", default=None, help="torch.compile's max-autotune, too: takes minutes"
+    )
+    step.add_argument(
+        "--data", metavar="DIR", help='train through the engine on these images instead; "generated": JPEGs made for it'
+    )
+    step.add_argument("--steps", type=_positive, metavar="N", help="steps of --data [200; on a CPU 20]")
     cluster = sub.add_argument_group("comm", "the emulated cluster (needs root) and what is measured on it")
     cluster.add_argument("--hosts", type=_positive, help="emulated hosts; 4 unless given")
     cluster.add_argument("--ranks", type=_positive, help="ranks on each host; 2 unless given")
     cluster.add_argument("--mbit", type=_positive, help="Mbit/s of each NIC; 200 unless given")
     cluster.add_argument("--nic", choices=("rank", "host"), help="a NIC for each rank, the default, or for each host")
     cluster.add_argument("--size-mb", type=_positive, help="size of the all-reduced message; 25 unless given")
-    cluster.add_argument("--rounds", type=_positive, help="interleaved rounds; 2 unless given")
     cluster.add_argument(
         "--ablate",
         action="store_true",

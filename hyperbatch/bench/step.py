@@ -32,6 +32,7 @@ from hyperbatch.bench.step_runs import (
     PEERS,
     Built,
     Spec,
+    Task,
     make_task,
     our_specs,
     ours,
@@ -154,7 +155,7 @@ def timed(
 ) -> list[dict[str, Any]]:
     """The rows of one batch; adds the clocks of its rounds to `clocks`."""
     task = make_task(model, batch, device=device, **setting)
-    ready = [set_up(spec, partial(spec.build, task), device) for spec in specs]
+    ready = [set_up(spec, task) for spec in specs]
     rows = measured(ready, model, batch, setting, device, rounds, clocks, f"batch {batch}")
     for row in rows:
         # A kernel once compiled stays in this process, so only the first batch meets truly empty caches.
@@ -173,9 +174,9 @@ def precisions(
     ready = []
     for precision in ("fp16", "fp32"):
         task = make_task(model, batch, device=device, **{**setting, "precision": precision})
-        build = partial(ours, task, fused=False)
-        rung = "unfused" if precision == "fp16" else ""
-        ready.append(set_up(Spec(name=f"reference path, {precision}", build=ours, rung=rung), build, device))
+        rung = "unfused" if precision == "fp16" else None
+        spec = Spec(name=f"reference path, {precision}", build=partial(ours, fused=False), rung=rung)
+        ready.append(set_up(spec, task))
     rows = measured(ready, model, batch, setting, device, rounds, clocks, f"batch {batch}, precisions")
     for row in rows:
         row["ratio_to_fp32"] = row["median"] / rows[1]["median"]
@@ -184,20 +185,20 @@ def precisions(
     return rows
 
 
-def set_up(spec: Spec, build: Any, device: torch.device) -> Ready:
+def set_up(spec: Spec, task: Task) -> Ready:
     """Builds a candidate up to its first finished step."""
     torch.manual_seed(0)
-    memory = MemoryPeak(device)
+    memory = MemoryPeak(task.device)
     start = time.perf_counter()
-    built = build()
+    built = spec.build(task)
     built.run()
-    if device.type == "cuda":
+    if task.device.type == "cuda":
         torch.cuda.synchronize()  # a first step counts when it has finished
     first_step_s = time.perf_counter() - start
     for _ in range(2):  # torch.compile records its graphs in these
         built.run()
     peak = memory.read()
-    release_memory(device)
+    release_memory(task.device)
     return Ready(spec=spec, built=built, first_step_s=first_step_s, peak_memory_bytes=peak)
 
 
@@ -231,8 +232,8 @@ def _details(
 ) -> dict[str, Any]:
     step_s, rung = batch / images_per_s, ready.spec.rung
     sizes = {"image_size": setting["image_size"], "classes": setting["classes"]}
-    kernels = profiled(ready.built.run) if device.type == "cuda" else []
-    is_modelled = rung and setting["precision"] == "fp16"
+    on_gpu = device.type == "cuda"
+    kernels = profiled(ready.built.run) if on_gpu else []
     return {
         "ms_per_step": step_s * 1e3,
         "first_step_s": ready.first_step_s,
@@ -243,8 +244,8 @@ def _details(
             {"name": kernel.name[:120], "launches": kernel.launches, "ms": kernel.seconds * 1e3}
             for kernel in kernels[:12]
         ],
-        "rung": rung or None,
-        "model_bytes_per_s": step_bytes(model, rung, batch, **sizes) / step_s if is_modelled else None,
+        "rung": rung,
+        "model_bytes_per_s": step_bytes(model, rung, batch, **sizes) / step_s if rung and on_gpu else None,
         "finite": ready.built.is_finite(),
         "loss_scale": ready.built.loss_scale(),
     }

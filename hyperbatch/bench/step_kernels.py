@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
 
 from hyperbatch import kernels
 from hyperbatch.kernels import has_triton
@@ -61,10 +62,13 @@ def our_kernels() -> dict[str, str]:
         return found
     from triton import JITFunction
 
-    for module in pkgutil.iter_modules(kernels.__path__):
-        members = vars(importlib.import_module(f"{kernels.__name__}.{module.name}")).values()
-        jitted = [getattr(member, "fn", member) for member in members]  # an autotuned kernel wraps the plain one
-        found |= {member.__name__: module.name for member in jitted if isinstance(member, JITFunction)}
+    for info in pkgutil.iter_modules(kernels.__path__):
+        module = importlib.import_module(f"{kernels.__name__}.{info.name}")
+        for member in vars(module).values():
+            while member is not None and not isinstance(member, JITFunction):
+                member = getattr(member, "fn", None)  # what an autotuner or a heuristic wraps
+            if member is not None and member.__module__ == module.__name__:
+                found[member.__name__] = info.name
     return found
 
 
@@ -79,7 +83,7 @@ def profiled(run: Callable[[], Any]) -> list[KernelTime]:
     on_device = [
         event
         for event in seen.key_averages()
-        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
     ]
     times = [
         KernelTime(name=event.key, launches=event.count, seconds=event.device_time_total / 1e6) for event in on_device

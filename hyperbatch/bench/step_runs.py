@@ -70,11 +70,11 @@ class Built:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spec:
-    """A candidate before it is built. rung: of the traffic model (bench/traffic.py)."""
+    """A candidate before it is built. rung: of the traffic model (bench/traffic.py), where it knows the step."""
 
     name: str
     build: Callable[[Task], Built]
-    rung: str
+    rung: str | None
     peer: bool = False
 
 
@@ -200,10 +200,11 @@ def masters_graph(task: Task) -> Built:
     params = list(network.parameters())
     masters = [param.detach().float() if param.dtype == torch.float16 else param for param in params]
     pairs = [(param, master) for param, master in zip(params, masters, strict=True) if param is not master]
-    for _, master in pairs:
-        master.grad = torch.zeros_like(master)
     working = [param.detach() for param, _ in pairs]
     wide = [master for _, master in pairs]
+    wide_grads = [torch.zeros_like(master) for master in wide]
+    for master, grad in zip(wide, wide_grads, strict=True):
+        master.grad = grad
     optimizer = _sgd(masters)
     scaler = torch.amp.GradScaler(task.device.type, init_scale=LOSS_SCALE)
 
@@ -212,7 +213,7 @@ def masters_graph(task: Task) -> Built:
             param.grad = None
         logits = network(task.images)
         scaler.scale(functional.cross_entropy(logits.float(), task.labels, label_smoothing=SMOOTHING)).backward()
-        torch._foreach_copy_([master.grad for master in wide], [param.grad for param, _ in pairs])
+        torch._foreach_copy_(wide_grads, [param.grad for param, _ in pairs if param.grad is not None])
         scaler.step(optimizer)
         scaler.update()
         torch._foreach_copy_(working, wide)

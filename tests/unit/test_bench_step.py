@@ -1,0 +1,256 @@
+"""`bench step` on a CPU: the rows it promises, what it refuses, and its parts. No timing decides anything here."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from hyperbatch import cli
+from hyperbatch.bench import step_runs
+from hyperbatch.bench.step import bench_step, format_result
+from hyperbatch.bench.step_data import WINDOWS, describe, generate, window_speeds
+from hyperbatch.bench.step_device import CACHE_VARIABLES, Clocks, empty_caches, parse_clocks
+from hyperbatch.bench.step_kernels import KernelTime, by_family, family, our_kernels
+from hyperbatch.config import DataConfig
+from hyperbatch.data.source import open_data
+from hyperbatch.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def report():
+    return json.loads(json.dumps(bench_step("resnet8", batch=(2, 4), rounds=2, image_size=8, device="cpu")))
+
+
+def test_every_batch_has_ours_and_the_eager_peer(report):
+    names = [row["name"] for row in report["rows"]]
+    assert names == [f"batch {n} / {who}" for n in (2, 4) for who in ("hyperbatch plain", "torch eager")]
+    assert report["bench"] == "step"
+    assert "GPU only" in report["notes"][0]
+
+
+def test_rows_hold_what_is_promised(report):
+    for row in report["rows"]:
+        assert {"name", "median", "p20", "p80", "unit", "ratio_to_best_peer", "peak_memory_bytes"} <= set(row)
+        assert row["ms_per_step"] == pytest.approx(1e3 * row["batch"] / row["median"])
+        assert row["first_step_s"] > 0
+        assert row["finite"]
+        assert (row["ratio_to_best_peer"] == 1) == row["peer"]
+        assert row["peak_memory_bytes"] is None
+    assert [row["first_step_caches"] for row in report["rows"]][::2] == ["empty", "filled by the batches before"]
+
+
+def test_the_text_names_every_row_and_says_it_is_a_cpu(report):
+    text = format_result(report)
+    assert all(row["name"] in text for row in report["rows"])
+    assert "measured on a CPU" in text
+
+
+def gpu_row(name, median, *, peer, kernel_ms, **more):
+    return {
+        "name": f"batch 64 / {name}",
+        "batch": 64,
+        "median": median,
+        "p20": median,
+        "p80": median,
+        "ratio_to_best_peer": median / 4000,
+        "peer": peer,
+        "ms_per_step": 64e3 / median,
+        "peak_memory_bytes": 3 << 30,
+        "first_step_s": 4.5,
+        "kernels_per_step": 400,
+        "kernel_ms": kernel_ms,
+        "copy_share": 0.5,
+        "finite": True,
+        **more,
+    }
+
+
+def test_the_text_of_a_gpu_sets_our_best_beside_the_best_peer(report):
+    rows = [
+        gpu_row("hyperbatch fused, graph", 5000, peer=False, kernel_ms={"convolution": 5.5, "hyperbatch norm": 4.25}),
+        gpu_row("hyperbatch plain, graph", 3900, peer=False, kernel_ms={"convolution": 7.5}),
+        gpu_row("torch graph", 4000, peer=True, kernel_ms={"convolution": 6.5, "norm": 8.0}),
+        gpu_row("torch eager", 3000, peer=True, kernel_ms={"convolution": 9.5}),
+    ]
+    clocks = {"batch 64": {"sm_mhz": {"min": 1900, "median": 1950, "max": 1980}}}
+    traffic = [{"rung": "norm", "bytes_per_image": {"total": 394e6}, "roof_images_per_s": 10650}]
+    made = report | {"rows": rows, "clocks": clocks, "traffic": traffic, "copy_bytes_per_s": 4.2e12, "notes": []}
+    lines = format_result(made).splitlines()
+    assert any("sm_mhz 1950 (1900 .. 1980)" in line for line in lines)
+    assert any(line.split() == ["convolution", "5.500", "6.500"] for line in lines)
+    assert any(line.split() == ["norm", "0.000", "8.000"] for line in lines)
+    assert any(line.split()[:3] == ["step", "less", "kernels"] and "3.050" in line for line in lines)
+    assert any(line.split() == ["norm", "394", "MB", "per", "image", "10,650", "img/s"] for line in lines)
+    assert "not finite" not in lines[-1]
+    rows[0]["finite"] = False
+    assert "not finite" in format_result(made).splitlines()[-1]
+
+
+def test_ours_and_the_peer_are_whole_training_steps():
+    """Both are whole training steps: one of either moves every weight, and nothing is skipped."""
+    task = step_runs.make_task("resnet8", 8, precision="fp32", image_size=8, classes=4, device=torch.device("cpu"))
+    for build in (lambda t: step_runs.ours(t, fused=False, graph=False), step_runs.eager):
+        torch.manual_seed(0)
+        built = build(task)
+        weights = [param.detach().clone() for param in built.model.parameters()]
+        built.run()
+        moved = [not torch.equal(old, new) for old, new in zip(weights, built.model.parameters(), strict=True)]
+        assert all(moved)
+        assert built.is_finite()
+        assert built.loss_scale() == 1.0
+
+
+def test_a_step_with_a_nan_is_not_finite():
+    task = step_runs.make_task("resnet8", 2, precision="fp32", image_size=8, classes=4, device=torch.device("cpu"))
+    task.images.fill_(float("nan"))
+    built = step_runs.eager(task)
+    built.run()
+    assert not built.is_finite()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "resnet51"}, "unknown model 'resnet51'"),
+        ({"peers": ["eager", "jit"]}, "unknown peer 'jit'"),
+        ({"peers": ["compile"]}, "compile needs a GPU"),
+        ({"steps": 5}, "--steps belongs to"),
+        ({"data": "generated", "steps": 5}, "--steps 5: give at least"),
+    ],
+)
+def test_wrong_options_are_told(options, message):
+    with pytest.raises(InputError, match=message):
+        bench_step(device="cpu", **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lars", "--batch", "4"], "--batch belongs to `bench step`, not to `bench lars`"),
+        (["step", "--hosts", "4"], "--hosts belongs to `bench comm`, not to `bench step`"),
+        (["data", "--rounds", "4"], "--rounds belongs to `bench comm` and `bench step`"),
+        (["step", "--batch", "4,x"], "--batch '4,x' is not a list"),
+    ],
+)
+def test_the_command_says_where_an_option_belongs(arguments, message, capsys):
+    assert cli.main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+# Families of kernels
+
+OURS = {"stats_kernel": "norm", "update_kernel": "lars"}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("stats_kernel", "hyperbatch norm"),
+        ("update_kernel", "hyperbatch lars"),
+        ("sm90_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x128x64", "convolution"),
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_TNN", "convolution"),
+        ("void cutlass_cudnn::Kernel<cutlass_tensorop_f16_s16816dgrad_optimized_f16_128x128_32x5_nhwc>", "convolution"),
+        ("void cudnn::bn_fw_tr_1C11_kernel_NHWC<__half, float, int, 512, true, 1, true>(...)", "norm"),
+        ("void cudnn::bn_bw_1C11_kernel_new<__half, float, float2, 512, true, 1>(...)", "norm"),
+        ("void at::native::batch_norm_backward_reduce_channels_last_kernel<4, ...>", "norm"),
+        ("void at::native::(anonymous namespace)::max_pool_forward_nhwc<c10::Half, int>", "pooling"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "elementwise"),
+        ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>", "copies"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, ...>", "copies"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("Memset (Device)", "copies"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<c10::Half, ...>>", "reduction"),
+        ("void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, true, false>", "loss"),
+        ("void at::native::multi_tensor_apply_kernel<..., at::native::FusedSgdMathFunctor<float, 3>>", "optimizer"),
+        ("void at::native::multi_tensor_apply_kernel<..., at::native::Copy<c10::Half, float>, ...>", "copies"),
+        ("triton_poi_fused__native_batch_norm_legit_functional_add_relu_12", "inductor"),
+        ("triton_red_fused_convolution_backward_3", "inductor"),
+        ("some_unheard_of_kernel", "other"),
+    ],
+)  # fmt: skip
+def test_the_family_of_a_kernel(name, expected):
+    assert family(name, OURS) == expected
+
+
+def test_families_add_up():
+    times = [
+        KernelTime(name="stats_kernel", launches=53, seconds=0.002),
+        KernelTime(name="sm90_xmma_fprop", launches=53, seconds=0.005),
+        KernelTime(name="sm90_xmma_wgrad", launches=53, seconds=0.004),
+    ]
+    found = by_family(times, OURS)
+    assert list(found) == ["convolution", "hyperbatch norm"]
+    assert sum(found.values()) == pytest.approx(0.011)
+
+
+def test_our_kernels_are_found_by_name():
+    pytest.importorskip("triton")
+    found = our_kernels()
+    assert found["update_kernel"] == "lars"
+    assert found["_views"] == "augment"
+
+
+# What is read off the machine
+
+
+def test_clocks_are_parsed_and_gaps_left_out():
+    assert parse_clocks("1980, 3201, 693.12, 45\n") == {
+        "sm_mhz": 1980, "memory_mhz": 3201, "power_w": 693.12, "celsius": 45,
+    }  # fmt: skip
+    assert parse_clocks("1980, 3201, [N/A], 45") == {"sm_mhz": 1980, "memory_mhz": 3201, "celsius": 45}
+    assert parse_clocks("") == {}
+
+
+def test_clocks_are_summed_up_over_rounds():
+    clocks = Clocks(torch.device("cpu"))
+    clocks.ask()
+    assert clocks.summary() == {}
+    clocks.samples += [{"sm_mhz": 1900.0}, {"sm_mhz": 1980.0}, {"sm_mhz": 1950.0, "power_w": 700.0}]
+    assert clocks.summary() == {
+        "sm_mhz": {"min": 1900, "median": 1950, "max": 1980},
+        "power_w": {"min": 700, "median": 700, "max": 700},
+    }
+
+
+def test_kernel_caches_are_fresh_inside_and_put_back_after(monkeypatch):
+    monkeypatch.setenv(CACHE_VARIABLES[0], "kept")
+    monkeypatch.delenv(CACHE_VARIABLES[1], raising=False)
+    with empty_caches():
+        inside = [os.environ[name] for name in CACHE_VARIABLES]
+        assert "kept" not in inside
+        assert len(set(inside)) == 2
+    assert os.environ[CACHE_VARIABLES[0]] == "kept"
+    assert CACHE_VARIABLES[1] not in os.environ
+
+
+# Files to weights
+
+
+def test_end_to_end_trains_through_the_engine_and_reports_the_wait(tmp_path):
+    tree = generate(tmp_path, 8, 2)
+    report = bench_step("resnet8", batch=(2,), data=str(tree), steps=2 * WINDOWS, image_size=16, device="cpu")
+    (row,) = report["rows"]
+    assert row["steps"] == 2 * WINDOWS
+    assert row["mean"] > 0
+    assert 0 <= row["data_wait_fraction"] <= 1
+    assert row["ratio_to_mlperf_v4_h200"] is None
+    assert row["data"].startswith("8 files of 500x375 px")
+    assert "files to weights" in format_result(report)
+
+
+def test_generated_images_have_the_classes_of_the_head_in_both_splits(tmp_path):
+    tree = generate(tmp_path, 7, 3)
+    train, val = open_data(DataConfig(data=str(tree)))
+    assert (len(train), len(val)) == (7, 3)
+    assert len(train.classes) == len(val.classes) == 3
+    assert "kB" in describe(train)
+
+
+def test_speeds_leave_the_start_out():
+    ends_s = [60.0 + 0.1 * i for i in range(50)]
+    ends_s[0] = 0.0  # a first step of a minute
+    speeds, mean = window_speeds(ends_s, 8)
+    assert len(speeds) == WINDOWS
+    assert speeds == pytest.approx([80.0] * WINDOWS)
+    assert mean == pytest.approx(80.0)
