@@ -78,6 +78,7 @@ def _pool_kernel(
         image, i = strip // HO, strip % HO
         plane = x + image.to(tl.int64) * H * W * C
         out = strip.to(tl.int64) * WO * C
+        pooled_row, peak_row, tap_row = pooled + out, peak + out, tap + out
         for across in range(0, WO, BM):
             j = across + tl.arange(0, BM)
             inside = (j < WO)[:, None]
@@ -95,11 +96,11 @@ def _pool_kernel(
                     best_tap = tl.where(better, a * KERNEL + b, best_tap)
             v = best * sign
             y = v * scale + shift
-            at = out + j[:, None] * C + c[None, :]
+            at = j[:, None] * C + c[None, :]
             # Not tl.maximum: a nan goes through, as through torch's ReLU.
-            tl.store(pooled + at, tl.where(y < 0, 0.0, y).to(pooled.dtype.element_ty), mask=inside)
-            tl.store(peak + at, v.to(peak.dtype.element_ty), mask=inside)
-            tl.store(tap + at, tl.where(y > 0, best_tap, NO_TAP).to(tl.uint8), mask=inside)
+            tl.store(pooled_row + at, tl.where(y < 0, 0.0, y).to(pooled.dtype.element_ty), mask=inside)
+            tl.store(peak_row + at, v.to(peak.dtype.element_ty), mask=inside)
+            tl.store(tap_row + at, tl.where(y > 0, best_tap, NO_TAP).to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -176,19 +177,21 @@ def _apply_kernel(
         image, i = strip // down, strip % down
         plane = image.to(tl.int64) * H * W * C
         windows = image.to(tl.int64) * HO * WO * C
+        grad_plane, tap_plane = dpooled + windows, tap + windows
+        x_plane, dx_plane = x + plane, dx + plane
         for across in range(0, wide, BM):
             j = across + tl.arange(0, BM)
             grads, taps = (), ()
             for e in tl.static_range(SPAN * SPAN):
                 row, column = i + LOW + e // SPAN, j + LOW + e % SPAN
                 there = ((row >= 0) & (row < HO) & (column >= 0) & (column < WO))[:, None]
-                at = windows + (row * WO + column)[:, None] * C + c[None, :]
-                grads = grads + (tl.load(dpooled + at, mask=there, other=0.0).to(tl.float32),)
-                taps = taps + (tl.load(tap + at, mask=there, other=NO_TAP).to(tl.int32),)
+                at = (row * WO + column)[:, None] * C + c[None, :]
+                grads = grads + (tl.load(grad_plane + at, mask=there, other=0.0).to(tl.float32),)
+                taps = taps + (tl.load(tap_plane + at, mask=there, other=NO_TAP).to(tl.int32),)
             for e in tl.static_range(STRIDE * STRIDE):
                 row, column = i * STRIDE + e // STRIDE, j * STRIDE + e % STRIDE
                 there = ((row < H) & (column < W))[:, None]
-                at = plane + (row * W + column)[:, None] * C + c[None, :]
+                at = (row * W + column)[:, None] * C + c[None, :]
                 g = tl.zeros([BM, BC], tl.float32)
                 for f in tl.static_range(SPAN * SPAN):
                     # Where the pixel stands in that window.
@@ -196,8 +199,8 @@ def _apply_kernel(
                     b = e % STRIDE + PADDING - STRIDE * (LOW + f % SPAN)
                     if a >= 0 and a < KERNEL and b >= 0 and b < KERNEL:
                         g += tl.where(taps[f] == a * KERNEL + b, grads[f], 0.0)
-                v = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
-                tl.store(dx + at, (of_g * g + of_x * v + of_one).to(dx.dtype.element_ty), mask=there)
+                v = tl.load(x_plane + at, mask=there, other=0.0).to(tl.float32)
+                tl.store(dx_plane + at, (of_g * g + of_x * v + of_one).to(dx.dtype.element_ty), mask=there)
 
 
 # --- what the models call ---------------------------------------------------------------------------------------------
