@@ -68,7 +68,8 @@ def our_kernels() -> dict[str, str]:
             while member is not None and not isinstance(member, JITFunction):
                 member = getattr(member, "fn", None)  # what an autotuner or a heuristic wraps
             if member is not None and member.__module__ == module.__name__:
-                found[member.__name__] = info.name
+                name = member.__name__
+                found[name] = f"{found[name]} or {info.name}" if name in found else info.name
     return found
 
 

@@ -1,6 +1,6 @@
 """The training steps that `bench step` times: forward, label-smoothed loss, backward, loss scaling, update.
 
-    ours    our model (fused kernels, or plain torch), weights in an arena, LARS; captured in one CUDA graph
+    ours    the engine's step: our model (fused kernels, or plain torch), weights in an arena, LARS, one CUDA graph
     peers   torchvision's model (ours where there is none), torch's fused SGD:
             eager     autocast, GradScaler
             graph     the same, captured
@@ -14,6 +14,7 @@ All work on one batch that lies on the device, in the working precision and chan
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +23,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hyperbatch.arena import Arena
-from hyperbatch.config import OptimConfig
-from hyperbatch.engine.measure import probe
-from hyperbatch.models import create_model, smoothed_cross_entropy
-from hyperbatch.optim.build import build_optimizer
-from hyperbatch.optim.precision import LossScaler, working_dtype
+from hyperbatch.config import BatchPhase, Config
+from hyperbatch.data.batch import Batch
+from hyperbatch.engine.clock import Clock
+from hyperbatch.engine.graph import StepRunner
+from hyperbatch.engine.job import build_job
+from hyperbatch.engine.loop import steps_left, train_step
+from hyperbatch.engine.ranks import Ranks
+from hyperbatch.engine.steptimer import StepTimer
+from hyperbatch.models import create_model
+from hyperbatch.optim.precision import working_dtype
 
 SMOOTHING = 0.1
 LOSS_SCALE = 1024.0  # low enough that no step is skipped: a skipped update would be a cheaper one
@@ -130,26 +135,35 @@ def _can_fuse(model: str, precision: str, device: torch.device) -> bool:
 
 
 def ours(task: Task, *, fused: bool, graph: bool = True) -> Built:
-    """As a run on one rank is built: arena, LARS and loss scaling; the fused model where asked for."""
-    network = _to_device(create_model(task.model, classes=task.classes), task.device)
-    order, _ = probe(network, torch.zeros_like(task.images[:2]))
-    arena = Arena(network, order, dtype=working_dtype(task.precision), copy_on_ready=False)
-    optimizer = build_optimizer(OptimConfig(precision=task.precision), network, arena, lr=0.1, capturable=graph)
-    scaler = LossScaler(task.precision, optimizer, device=task.device, initial_scale=LOSS_SCALE)
-    if fused:
-        from hyperbatch.models.fused import fuse
+    """The engine's own step on one rank, as `hyperbatch train` builds, captures and runs it; only the batch is ours."""
+    batch = len(task.labels)
+    config = Config(recipe="bench-step").override(
+        model=task.model,
+        fused="on" if fused else "off",
+        dataset="synthetic",
+        train_samples=batch,
+        eval_samples=1,
+        classes=task.classes,
+        image_size=task.images.shape[-1],
+        precision=task.precision,
+        batch_phases=(BatchPhase(0, batch),),
+        accumulate=1,
+        device=task.device.type,
+        graph="on" if graph else "off",
+    )
+    job = build_job(config, Ranks(), task.device, None, Clock())
+    runner, timer = StepRunner(job), StepTimer(task.device)
+    step = next(steps_left(job))
+    if not runner.knows(step):
+        runner.prepare(step)
+    job.scaler.load_state_dict(job.scaler.state_dict() | {"scale": LOSS_SCALE})
+    batches = itertools.repeat(Batch(task.images, task.labels))
 
-        fuse(network)
+    def run() -> None:
+        timer.start()
+        train_step(runner, step, batches, timer)
 
-    def step() -> None:
-        arena.zero_grad()
-        scaler.scale(smoothed_cross_entropy(network(task.images), task.labels, SMOOTHING)).backward()
-        arena.collect()
-        optimizer.step()
-        scaler.update()
-
-    run = captured(step) if graph else step
-    return Built(run=run, model=network, loss_scale=lambda: scaler.state_dict()["scale"])
+    return Built(run=run, model=job.model, loss_scale=lambda: job.scaler.state_dict()["scale"])
 
 
 # Peers
