@@ -30,7 +30,7 @@ FORMAT = 1
 FREE_FIELDS = frozenset(
     (
         *("data", "out", "resume", "init_from", "nproc", "grid", "device", "accumulate", "data_threads"),
-        *("prefetch", "cache", "cache_bytes", "eval_batch_per_rank", "max_bad_samples"),
+        *("fused", "graph", "prefetch", "cache", "cache_bytes", "eval_batch_per_rank", "max_bad_samples"),
         *("timeout_s", "max_steps", "log_every_steps", "checkpoint_every_epochs", "keep_checkpoints"),
     )
 )

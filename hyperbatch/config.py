@@ -42,6 +42,9 @@ class ModelConfig:
     zero_init_last_gamma: bool = option(False, "start the last norm scale of each residual block at 0 (Goyal et al.)")
     bn_momentum: float = option(0.1, "weight of the new batch in the running batch-norm statistics")
     bn_group_ranks: int = option(1, "ranks that share batch-norm statistics; 1: each rank its own")
+    fused: str = option(
+        "auto", "forward and backward by our kernels (GPU, 16 bit); auto: where they can run", ("auto", "on", "off")
+    )
     init_from: str | None = option(None, "start from the weights in this file (.safetensors, .pt, or a checkpoint)")
 
 
@@ -146,6 +149,9 @@ class RunConfig:
     seed: int = option(0, "seed of weights, sample order and augmentation")
     deterministic: bool = option(False, "bit-exact kernels on GPUs too (CPU runs always are)")
     device: str = option("auto", "where to run", ("auto", "cpu", "cuda"))
+    graph: str = option(
+        "auto", "capture whole steps in CUDA graphs; auto: on a GPU, unless a step cannot be", ("auto", "on", "off")
+    )
     nproc: int = option(0, "processes on this host; 0: one per GPU, or two on a CPU")
     accumulate: int = option(0, "micro-steps per step; 0: as many as the memory needs")
     max_steps: int = option(0, "stop after this many steps; 0: run all epochs")

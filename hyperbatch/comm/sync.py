@@ -201,6 +201,13 @@ class GradSync:
         at = self._begin_s
         return tuple(replace(t, ready_s=t.ready_s + at, start_s=t.start_s + at, end_s=t.end_s + at) for t in timings)
 
+    def forget(self) -> None:
+        """As if no step had been run yet: nothing in flight, no timings, and ranks compare what they use once more."""
+        self._open = self._last = None
+        self._used = [False] * len(self._slots)
+        self._timings, self._phases = (), ()
+        self._finished_steps = 0
+
     def close(self) -> None:
         """Removes the hooks."""
         for hook in self._hooks:

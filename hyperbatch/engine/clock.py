@@ -1,6 +1,6 @@
 """Where the seconds of a run went. A resumed run goes on counting from where its checkpoint stood.
 
-init | train ... eval ... train ... pause ... train | stop
+init | train ... eval ... train ... capture ... train ... pause ... train | stop
      ^ the run's time starts here: MLPerf counts from the first training sample
 """
 
@@ -12,10 +12,14 @@ from collections.abc import Iterator
 
 
 class Clock:
-    """Books every moment to exactly one of init, train, eval and pause (checkpoints, reports)."""
+    """Books every moment to exactly one account.
+
+    `capture` is what a shape costs that is met for the first time during the run; the first one's belongs to `init`.
+    `pause` is for checkpoints and reports.
+    """
 
     def __init__(self) -> None:
-        self.seconds = {"init": 0.0, "train": 0.0, "eval": 0.0, "pause": 0.0}
+        self.seconds = {"init": 0.0, "train": 0.0, "capture": 0.0, "eval": 0.0, "pause": 0.0}
         self._account = "init"
         self._since = time.perf_counter()
 
@@ -35,9 +39,15 @@ class Clock:
 
     @property
     def run_s(self) -> float:
-        """Seconds since training began, evaluation included, pauses and initialisation not."""
+        """Seconds since training began, evaluation and captures included, pauses and initialisation not."""
         self.switch(self._account)
-        return self.seconds["train"] + self.seconds["eval"]
+        return self.seconds["train"] + self.seconds["capture"] + self.seconds["eval"]
+
+    @property
+    def train_s(self) -> float:
+        """Seconds of training alone: what images per second are counted in."""
+        self.switch(self._account)
+        return self.seconds["train"]
 
     def state_dict(self) -> dict[str, float]:
         self.switch(self._account)
@@ -46,4 +56,4 @@ class Clock:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Adds the seconds of the run this one continues; its own initialisation is added, not hidden."""
         for name in self.seconds:
-            self.seconds[name] += state[f"{name}_s"]
+            self.seconds[name] += state.get(f"{name}_s", 0.0)  # an older checkpoint knows no captures

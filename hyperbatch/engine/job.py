@@ -69,6 +69,8 @@ class Job:
     fixed: dict[str, Any]  # measured once, kept with the run: order, groups, the batch that fits
     progress: Progress
     warnings: list[str]
+    fused: bool  # forward and backward run through our kernels
+    graph: bool  # steps are to be captured in CUDA graphs; False again once that has failed
     waited_before_s: float = 0.0
 
     @property
@@ -115,6 +117,8 @@ class Job:
 
 def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[str, Any] | None, clock: Clock) -> Job:
     """Builds the run, or rebuilds it as the checkpoint `saved` left it."""
+    progress, warnings = Progress(), notes(config, device)
+    graph = wants_graph(config, device, warnings)
     with together(ranks):
         train_set, eval_set = open_data(config.data)
 
@@ -141,7 +145,7 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
         set_norm_group(model, _norm_group(config.model.bn_group_ranks, ranks))
 
     size = config.data.image_size
-    sample = torch.zeros(2, train_set.channels, size, size, device=device)
+    sample = torch.zeros(2, size, size, train_set.channels, device=device).permute(0, 3, 1, 2)
     if saved is None:
         order, sample_bytes = probe(model, sample)
         fixed = {
@@ -153,6 +157,7 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
         fixed = saved["fixed"]
     # Gradients stay where autograd put them until their group leaves: one multi-tensor copy per group.
     arena = Arena(model, fixed["order"], dtype=dtype, copy_on_ready=False)
+    fused = use_fused(config, model, dtype, device)
     if saved is None:
         state.broadcast_model(model, arena, ranks)
         fixed["plan"] = share(choose_plan(config.comm, arena, model, sample, comm).to_dict(), ranks)
@@ -175,7 +180,7 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
         hybrid_switch_bytes=config.comm.hybrid_switch_bytes,
         sharded=config.comm.sharded_update,
     )
-    optimizer = build_optimizer(config.optim, model, arena, lr=config.schedule.lr)
+    optimizer = build_optimizer(config.optim, model, arena, lr=config.schedule.lr, capturable=graph)
     update = ShardedUpdate(optimizer, arena, sync) if config.comm.sharded_update else optimizer
     scaler = LossScaler(config.optim.precision, optimizer, device=device)
     loader = TrainLoader(
@@ -187,7 +192,6 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
         device=device,
         dtype=dtype,
     )
-    progress, warnings = Progress(), notes(config, device)
     if saved is not None:
         state.load_weights(model, saved["model"], where="the checkpoint", arena=arena)
         state.load_buffers(model, saved["norm"], ranks)
@@ -216,6 +220,8 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
         fixed=fixed,
         progress=progress,
         warnings=warnings,
+        fused=fused,
+        graph=graph,
         waited_before_s=0.0 if saved is None else saved["data_wait_s"],
     )
 
@@ -226,6 +232,38 @@ def notes(config: Config, device: torch.device) -> list[str]:
     if device.type == "cpu" and config.optim.precision in ("fp16", "bf16"):
         found.append(f"{config.optim.precision} is many times slower than fp32 on a CPU; use --precision fp32 here")
     return [note for note in found if note]
+
+
+def wants_graph(config: Config, device: torch.device, warnings: list[str]) -> bool:
+    """Whether to capture steps; what is known to forbid it is an error where it was asked for, else a warning."""
+    if config.run.graph == "off":
+        return False
+    reason = None
+    if device.type != "cuda":
+        reason = f"CUDA graphs need a GPU, and this run is on the {device.type.upper()}"
+    elif config.comm.sharded_update:
+        reason = "the sharded update (--sharded-update) sends a table from the host in every step"
+    if reason is None:
+        return True
+    if config.run.graph == "on":
+        raise InputError(f"--graph on: {reason}; use --graph auto")
+    if device.type == "cuda":  # nobody expects them elsewhere
+        warnings.append(f"steps run without a CUDA graph: {reason}")
+    return False
+
+
+def use_fused(config: Config, model: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
+    """Switches the model to the fused kernels where they can run; where they cannot, asking for them is an error."""
+    if config.model.fused == "off" or (config.model.fused == "auto" and device.type != "cuda"):
+        return False
+    from hyperbatch.models import fused  # imports Triton
+
+    reason = fused.why_not_fused(model, dtype, device)
+    if reason is None:
+        fused.fuse(model)
+    elif config.model.fused == "on":
+        raise InputError(f"--fused on: {reason}; use --fused auto")
+    return reason is None
 
 
 def choose_grid(config: Config, ranks: Ranks) -> RankGrid:

@@ -40,6 +40,7 @@ class _Pending(NamedTuple):
     arrived: torch.cuda.Event | None  # when its value is there
     rate: float
     end_s: float  # run time when it was launched
+    trained_s: float  # of that, training alone
     marks: Marks
     groups: tuple[GroupTiming, ...]
     phases: tuple[PhaseTiming, ...]
@@ -79,7 +80,7 @@ class Journal:
         """The run's time begins here."""
         self.job, self._evals = job, evals
         samples, epochs = len(job.train_set), self.config.schedule.epochs
-        self._last_s, self._last_position = self.clock.run_s, job.progress.position
+        self._last_s, self._last_position = self.clock.train_s, job.progress.position
         for note in job.warnings:
             self.console.say(f"note: {note}")
         self.console.start(total_steps(job.phases, samples, epochs), job.progress.step)
@@ -110,28 +111,29 @@ class Journal:
             on_host.copy_(loss, non_blocking=True)
             loss, arrived = on_host, torch.cuda.Event()
             arrived.record()
-        self._pending = _Pending(step, loss, arrived, rate, self.clock.run_s, timer.marks(), groups, phases)
+        end_s, trained_s = self.clock.run_s, self.clock.train_s
+        self._pending = _Pending(step, loss, arrived, rate, end_s, trained_s, timer.marks(), groups, phases)
 
     def flush(self) -> None:
         if self._pending is None or self.job is None:
             return
-        step, loss_tensor, arrived, rate, end_s, marks, groups, phases = self._pending
+        step, loss_tensor, arrived, rate, end_s, trained_s, marks, groups, phases = self._pending
         self._pending = None
         if arrived is not None:
             arrived.synchronize()  # with that step only: the one queued behind it goes on
         loss = loss_tensor.item()
         samples = len(self.job.train_set)
         position = step.position + step.phase.global_batch
-        rate_s = max(end_s - self._last_s, 1e-9)
+        rate_s = max(trained_s - self._last_s, 1e-9)
         images_per_s = (position - self._last_position) / rate_s
-        self._last_s, self._last_position = end_s, position
+        self._last_s, self._last_position = trained_s, position
         if not math.isfinite(loss):
             raise RunFailed(
                 f"the loss became {loss} at step {step.index + 1} (epoch {step.epoch:.2f}, rate {rate:.4g}); "
                 f"lower --lr, lengthen --warmup-epochs or use --precision bf16"
             )
         # GradSync counts from its last begin(), which follows the last forward.
-        forward_end = max(end for name, _, end in marks.spans() if name == "forward")
+        forward_end = max((end for name, _, end in marks.spans() if name == "forward"), default=0.0)
         groups = tuple(shifted(group, forward_end) for group in groups)
         timing = marks.timing(groups)
         self._timings.append(timing)
@@ -176,7 +178,7 @@ class Journal:
 
     def eval(self, job: Job, top1: float, samples: int) -> None:
         step, epoch, now = job.progress.step, job.epoch, self.clock.run_s
-        self._last_s, self._last_position = now, job.progress.position  # images/s leaves evaluation out
+        self._last_s = self.clock.train_s  # waiting for the last step before it belongs to that step
         if self.writer is not None and self.mlperf is not None:
             self.writer.eval(step=step, epoch=epoch, time_s=now, top1=top1, samples=samples)
             self.mlperf.eval_stop(epoch, top1)
@@ -260,4 +262,6 @@ def environment(job: Job) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
         "launcher": job.ranks.launcher,
+        "fused_kernels": job.fused,
+        "cuda_graph": job.graph,
     }

@@ -19,11 +19,12 @@ from hyperbatch.data.loader import Batch, eval_batches
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.evaluate import evaluate
 from hyperbatch.engine.folder import claim_folder, default_out
+from hyperbatch.engine.graph import StepRunner
 from hyperbatch.engine.job import Job, build_job
 from hyperbatch.engine.journal import Journal
 from hyperbatch.engine.ranks import Ranks, join, share, together
+from hyperbatch.engine.step import pieces
 from hyperbatch.engine.steptimer import StepTimer
-from hyperbatch.models import smoothed_cross_entropy
 from hyperbatch.optim.build import set_rate
 from hyperbatch.record import RunRecord
 from hyperbatch.schedule import EpochGrid, Step, learning_rate, position_of, steps, weight_decay_scale
@@ -95,18 +96,24 @@ def is_over(config: Config, saved: dict[str, Any]) -> bool:
 
 def train_job(job: Job, journal: Journal, clock: Clock) -> RunRecord:
     config, progress, samples = job.config, job.progress, len(job.train_set)
-    timer = StepTimer(job.device)
-    plan = steps(job.phases, samples, config.schedule.epochs, index=progress.step, position=progress.position)
-    todo, ahead = itertools.tee(plan)
+    timer, runner = StepTimer(job.device), StepRunner(job)
+    todo, ahead = itertools.tee(steps_left(job))
     batches = job.loader.batches(ahead)
     end = position_of(config.schedule.epochs, samples)
     evals = EpochGrid(config.run.eval_every_epochs, config.run.eval_offset_epochs, samples)
     every = config.run.checkpoint_every_epochs
     saves = evals if every is None else EpochGrid(every, 0.0, samples)
+    for first in itertools.islice(steps_left(job), 1):
+        if not runner.knows(first):
+            runner.prepare(first)  # the run's time starts with the first training sample: kernels are there by then
     clock.switch("train")
     journal.start(job, evals)
 
     for step in todo:
+        if not runner.knows(step):
+            journal.flush()  # waits for the step before: it is training, and what follows is not
+            with clock.booked("capture"):
+                runner.prepare(step)
         rate = learning_rate(config.schedule, step.epoch, step.phase.global_batch)
         decay = weight_decay_scale(config.schedule, step.epoch, step.phase.global_batch)
         set_rate(job.optimizer, rate, decay if config.optim.decoupled_weight_decay else 1.0)
@@ -114,7 +121,7 @@ def train_job(job: Job, journal: Journal, clock: Clock) -> RunRecord:
         torch.manual_seed(zlib.crc32(f"{config.run.seed} {step.index} {job.ranks.rank}".encode()))
 
         timer.start()
-        loss = train_step(job, step, batches, timer)
+        loss = train_step(runner, step, batches, timer)
         progress.step, progress.position = step.index + 1, step.position + step.phase.global_batch
         journal.step(job, step, loss, rate, timer)
 
@@ -129,29 +136,23 @@ def train_job(job: Job, journal: Journal, clock: Clock) -> RunRecord:
                 job.save(journal.out, clock)
         if stopped:
             break
+    runner.leave()
     return journal.finish(job)
 
 
-def train_step(job: Job, step: Step, batches: Iterator[Batch], timer: StepTimer) -> Tensor:
+def steps_left(job: Job) -> Iterator[Step]:
+    """From where the run stands to its end."""
+    samples, progress = len(job.train_set), job.progress
+    return steps(job.phases, samples, job.config.schedule.epochs, index=progress.step, position=progress.position)
+
+
+def train_step(runner: StepRunner, step: Step, batches: Iterator[Batch], timer: StepTimer) -> Tensor:
     """One optimizer step of one or more micro-steps; returns this rank's mean loss, still on the device."""
-    job.arena.zero_grad()
-    parts, total = step.phase.accumulation, None
-    for part in range(parts):
+    for piece in pieces(step.phase.accumulation):
         batch = next(batches)
         timer.mark("data_wait")
-        loss = smoothed_cross_entropy(job.model(batch.images), batch.labels, job.config.optim.label_smoothing) / parts
-        timer.mark("forward")
-        job.sync.begin(last_micro_step=part == parts - 1)
-        job.scaler.scale(loss).backward()
-        timer.mark("backward")
-        total = loss.detach() if total is None else total + loss.detach()
-    job.sync.finish()
-    timer.mark("exposed_comm")
-    job.update.step()
-    job.scaler.update()
-    timer.mark("update")
-    assert total is not None
-    return total
+        runner.run(piece, batch, timer)
+    return runner.total.clone()  # the next step writes there
 
 
 def evaluate_job(job: Job, clock: Clock, journal: Journal) -> bool:

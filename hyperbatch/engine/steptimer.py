@@ -9,13 +9,16 @@ import torch
 
 from hyperbatch.plan.types import GroupTiming, StepTiming
 
+Moment = torch.cuda.Event | float  # an event on a GPU, seconds on a CPU
+Ends = tuple[tuple[str, Moment], ...]  # (phase that ended, moment)
+
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """One step's marks: (phase that ended, moment). Moments are CUDA events on a GPU, seconds on a CPU."""
+    """One step's marks."""
 
-    start: torch.cuda.Event | float
-    ends: tuple[tuple[str, torch.cuda.Event | float], ...]
+    start: Moment
+    ends: Ends
 
     def spans(self) -> list[tuple[str, float, float]]:
         """(phase, start_s, end_s) from the step's start. On a GPU the step must have finished."""
@@ -30,33 +33,50 @@ class Marks:
         return spans
 
     def timing(self, groups: tuple[GroupTiming, ...]) -> StepTiming:
-        seconds: dict[str, float] = dict.fromkeys(("data_wait", "forward", "backward", "exposed_comm", "update"), 0.0)
+        names = ("data_wait", "forward", "backward", "exposed_comm", "update", "micro_step")
+        seconds: dict[str, float] = dict.fromkeys(names, 0.0)
         spans = self.spans()
         for name, start, end in spans:
             seconds[name] += end - start
+        # A micro-step that was replayed as a whole divides as the step's other micro-steps do.
+        whole, known = seconds.pop("micro_step"), seconds["forward"] + seconds["backward"]
+        share = seconds["forward"] / known if known else 0.5
+        seconds["forward"] += share * whole
+        seconds["backward"] += (1 - share) * whole
         return StepTiming(step_s=spans[-1][2], groups=groups, **{f"{name}_s": s for name, s in seconds.items()})
 
 
 class StepTimer:
-    """`start()`, then `mark(phase)` at the end of each phase; a mark costs a clock read or one recorded event."""
+    """`start()`, then `mark(phase)` at the end of each phase; a mark costs a clock read or one recorded event.
+
+    Marks made while a CUDA graph is captured belong to the graph: each replay writes them anew.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self.start()
 
     def start(self) -> None:
-        self._ends: list[tuple[str, torch.cuda.Event | float]] = []
+        self._ends: list[tuple[str, Moment]] = []
         self._start = self._now()
 
     def mark(self, phase: str) -> None:
         self._ends.append((phase, self._now()))
 
-    def marks(self) -> Marks:
-        return Marks(self._start, tuple(self._ends))
+    def replayed(self, ends: Ends) -> None:
+        """A graph was launched that writes these marks."""
+        self._ends += ends
 
-    def _now(self) -> torch.cuda.Event | float:
+    @property
+    def ends(self) -> Ends:
+        return tuple(self._ends)
+
+    def marks(self) -> Marks:
+        return Marks(self._start, self.ends)
+
+    def _now(self) -> Moment:
         if not self._cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
         event.record()
         return event

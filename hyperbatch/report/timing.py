@@ -15,6 +15,7 @@ from hyperbatch.report.sections import card
 CLOCK = (
     ("init", "set-up", 7),
     ("train", "training", 5),
+    ("capture", "preparing new shapes", 2),
     ("eval", "evaluation", 3),
     ("pause", "pauses (checkpoints)", 6),
 )

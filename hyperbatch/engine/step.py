@@ -1,0 +1,48 @@
+"""One micro-step: all that happens between "the batch is there" and "the update is done".
+
+It asks the device for nothing, so the same code runs as it stands or is captured in a CUDA graph (engine/graph.py).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hyperbatch.engine.job import Job
+from hyperbatch.engine.steptimer import StepTimer
+from hyperbatch.models import smoothed_cross_entropy
+
+
+class Piece(NamedTuple):
+    """Which micro-step of an optimizer step: the first clears gradients, the last exchanges them and updates."""
+
+    parts: int  # micro-steps of the step
+    first: bool
+    last: bool
+
+
+def pieces(parts: int) -> list[Piece]:
+    """The micro-steps of one optimizer step, in order."""
+    return [Piece(parts, first=i == 0, last=i == parts - 1) for i in range(parts)]
+
+
+def micro_step(job: Job, piece: Piece, images: Tensor, labels: Tensor, total: Tensor, timer: StepTimer) -> None:
+    """`total` becomes this rank's mean loss over the step's micro-steps so far."""
+    if piece.first:
+        job.arena.zero_grad()
+        total.zero_()
+    loss = smoothed_cross_entropy(job.model(images), labels, job.config.optim.label_smoothing) / piece.parts
+    timer.mark("forward")
+    job.sync.begin(last_micro_step=piece.last)
+    job.scaler.scale(loss).backward()
+    total.add_(loss.detach())
+    timer.mark("backward")
+    if not piece.last:
+        job.arena.collect()  # the next micro-step adds to gradients that lie where every graph finds them
+        return
+    job.sync.finish()
+    timer.mark("exposed_comm")
+    job.update.step()
+    job.scaler.update()
+    timer.mark("update")

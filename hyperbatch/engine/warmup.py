@@ -1,0 +1,54 @@
+"""Steps that leave no trace: kernels are chosen, compiled and captured before the clock of training runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hyperbatch.engine.job import Job
+from hyperbatch.optim.base import Scalar, put
+
+
+@contextlib.contextmanager
+def put_back(job: Job) -> Iterator[None]:
+    """Whatever steps run inside, the job is afterwards as it was, bit for bit.
+
+    That is weights and masters, buffers of the model, optimizer state and rates, loss scale and skipped steps, random
+    numbers, gradients, and what the exchange has counted. Numbers a model keeps in Python are its own affair.
+    """
+    optimizer = job.optimizer
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    # Flat buffers, so that parameters do not look as if somebody else had written them.
+    tensors = [*job.arena.flat_weights(), *job.model.buffers()]
+    tensors += [optimizer.init_state(param)[name] for param in params for name in optimizer.state_names]
+    kept = [tensor.detach().clone() for tensor in tensors]
+    names = ("lr", "weight_decay", *optimizer.group_state_names)
+    numbers = [{name: _copy(group[name]) for name in names} for group in optimizer.param_groups]
+    skipped = None if optimizer.skipped_steps is None else optimizer.skipped_steps.clone()
+    scaler = job.scaler.state_dict()
+    with torch.random.fork_rng(devices=[job.device] if job.device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(tensors, kept, strict=True):
+                    tensor.copy_(value)
+                for group, values in zip(optimizer.param_groups, numbers, strict=True):
+                    for name, value in values.items():
+                        put(group, name, value)
+                if optimizer.skipped_steps is not None:
+                    optimizer.skipped_steps.zero_() if skipped is None else optimizer.skipped_steps.copy_(skipped)
+                for stats in optimizer.layer_stats():
+                    for column in (stats.weight_norms, stats.grad_norms, stats.trust):
+                        column.fill_(torch.nan)
+            job.scaler.load_state_dict(scaler)
+            job.sync.forget()
+            job.arena.zero_grad()
+            optimizer.refresh()
+
+
+def _copy(value: Scalar) -> Scalar:
+    return value.clone() if isinstance(value, Tensor) else value

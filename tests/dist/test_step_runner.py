@@ -1,0 +1,324 @@
+"""Steps that are warmed up and captured give what plain steps give. Capture itself needs a GPU: here it is played."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+import types
+
+import pytest
+import torch
+from harness import run_ranks
+from test_training import ranks_here
+from toy import config, flat_weights, same_bits
+
+from hyperbatch.config import BatchPhase, SizePhase
+from hyperbatch.engine import graph, loop
+from hyperbatch.engine.clock import Clock
+from hyperbatch.engine.graph import StepRunner
+from hyperbatch.engine.job import build_job
+from hyperbatch.engine.ranks import Ranks
+from hyperbatch.engine.step import micro_step, pieces
+from hyperbatch.engine.steptimer import Marks, StepTimer
+from hyperbatch.engine.warmup import put_back
+from hyperbatch.errors import InputError
+from hyperbatch.record import RunRecord
+
+
+class Played:
+    """A backend without graphs: a replay runs the function again, over the same static tensors."""
+
+    def __init__(self) -> None:
+        self.captured = self.replayed = self.released = 0
+        self.fail: Exception | None = None  # what the next capture raises
+        self.waits = False  # whether the model waits for the device
+
+    def beside(self):
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def checked(self):
+        if self.waits:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        yield
+
+    def capture(self, run):
+        if self.fail is not None:
+            error, self.fail = self.fail, None
+            raise error
+        self.captured += 1
+
+        def replay():
+            self.replayed += 1
+            run()
+
+        return replay
+
+    def release(self):
+        self.released += 1
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """Runs of this process are captured, in play."""
+    torch.set_num_threads(1)
+    backend = Played()
+    monkeypatch.setattr(loop, "StepRunner", functools.partial(StepRunner, backend=backend, warm=True))
+    return backend
+
+
+def train(out, **values):
+    record = loop.run(config(out=str(out), **values), Ranks())
+    return record, flat_weights(out), losses(out)
+
+
+def losses(out):
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line.get("loss"), line.get("top1")) for line in lines]
+
+
+CASES = {
+    "plain": {},
+    "norm and dropout": {"model": "toy:normed"},
+    "accumulation": {"model": "toy:normed", "accumulate": 3},
+    "fp16": {"model": "toy:normed", "precision": "fp16"},
+    "lamb": {"optimizer": "lamb", "lr": 0.02},
+    "rescaled momentum": {"momentum_rule": "rescaled"},
+    "resizing": {"model": "toy:pooled", "size_phases": (SizePhase(0, 8), SizePhase(1, 6), SizePhase(3, 8))},
+}
+
+
+@pytest.mark.parametrize("values", CASES.values(), ids=CASES)
+def test_warmed_and_captured_runs_give_the_same_bits(tmp_path, monkeypatch, values):
+    torch.set_num_threads(1)
+    _, plain, plain_losses = train(tmp_path / "plain", **values)
+    monkeypatch.setattr(loop, "StepRunner", functools.partial(StepRunner, warm=True))
+    _, warmed, warmed_losses = train(tmp_path / "warmed", **values)
+    assert warmed_losses == plain_losses
+    assert same_bits(plain, warmed)
+    backend = Played()
+    monkeypatch.setattr(loop, "StepRunner", functools.partial(StepRunner, backend=backend, warm=True))
+    record, captured, captured_losses = train(tmp_path / "captured", **values)
+    assert captured_losses == plain_losses
+    assert same_bits(plain, captured)
+    assert backend.replayed == record.result.steps * values.get("accumulate", 1)
+    assert record.environment["cuda_graph"]
+    assert not any("CUDA graph" in line for line in record.warnings)
+
+
+def test_warm_up_after_a_resume_leaves_no_trace(tmp_path, monkeypatch):
+    torch.set_num_threads(1)
+    values = {"model": "toy:normed", "momentum_rule": "rescaled"}
+    _, whole, whole_losses = train(tmp_path / "whole", **values)
+    monkeypatch.setattr(loop, "StepRunner", functools.partial(StepRunner, backend=Played(), warm=True))
+    train(tmp_path / "parts", max_steps=7, **values)
+    _, resumed, resumed_losses = train(tmp_path / "parts", resume=True, **values)
+    assert same_bits(whole, resumed)
+    assert resumed_losses == whole_losses
+
+
+def test_everything_is_put_back(tmp_path):
+    """Also what no later step would show: random numbers, gradients, counts, rates."""
+    torch.set_num_threads(1)
+    job = build_job(config(model="toy:normed", precision="fp16"), Ranks(), torch.device("cpu"), None, Clock())
+    images, labels = torch.randn(8, 1, 8, 8).half(), torch.arange(8) % 4
+
+    def step():
+        for piece in pieces(2):
+            micro_step(job, piece, images, labels, torch.zeros(()), StepTimer(job.device))
+
+    def everything():
+        tensors = [*job.arena.flat_weights(), *job.arena.grads.values(), *job.model.buffers(), torch.get_rng_state()]
+        tensors += [
+            job.optimizer.init_state(p)["momentum_buffer"] for g in job.optimizer.param_groups for p in g["params"]
+        ]
+        return [tensor.clone() for tensor in tensors]
+
+    before, scaler, groups = everything(), job.scaler.state_dict(), [dict(g) for g in job.optimizer.param_groups]
+    with put_back(job):
+        for group in job.optimizer.param_groups:
+            group["lr"] = 0.5
+        step()
+        images[0] = torch.inf  # a skipped step, too: the scale and the counts change
+        step()
+        assert job.scaler.state_dict()["skipped"] == 1
+        assert not torch.equal(
+            job.arena.masters, before[list(map(id, job.arena.flat_weights())).index(id(job.arena.masters))]
+        )
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
+    assert job.scaler.state_dict() == scaler
+    assert [g["lr"] for g in job.optimizer.param_groups] == [g["lr"] for g in groups]
+    assert job.optimizer.skipped_steps.item() == 0
+    assert all(slot.param.grad is None for slot in job.arena.slots)
+    assert job.sync.timings() == ()
+    job.close()
+
+
+def test_a_step_that_fails_is_put_back_too():
+    job = build_job(config(), Ranks(), torch.device("cpu"), None, Clock())
+    before = [tensor.clone() for tensor in job.arena.flat_weights()]
+    with contextlib.suppress(ZeroDivisionError), put_back(job):
+        for tensor in job.arena.flat_weights():
+            tensor.zero_()
+        raise ZeroDivisionError
+    assert all(torch.equal(a, b) for a, b in zip(before, job.arena.flat_weights(), strict=True))
+    job.close()
+
+
+def test_graphs_are_kept_per_shape_place_and_turn(tmp_path, played):
+    """24 and then 48 samples in 3 micro-steps: first, middle and last, in two turns, of two shapes."""
+    record, *_ = train(tmp_path, accumulate=3)
+    assert played.captured == 2 * 3 * 2
+    assert played.released == 0
+    assert record.clock["capture_s"] > 0
+    assert record.result.images_per_s == pytest.approx(record.result.epochs * 240 / record.clock["train_s"])
+
+
+def test_the_same_shape_in_other_micro_steps_is_another_graph(tmp_path, played, monkeypatch):
+    monkeypatch.setattr("hyperbatch.engine.job.fitting_batch", lambda *_: 24)
+    train(tmp_path, batch_phases=(BatchPhase(0, 24), BatchPhase(2, 48)))
+    assert played.captured == 2 * 1 + 2 * 2, "the loss of half a step is halved inside the graph"
+
+
+@pytest.mark.parametrize("how", ["capture", "waits"])
+def test_a_step_that_cannot_be_captured_runs_plain_and_says_why(tmp_path, monkeypatch, played, how):
+    if how == "waits":
+        played.waits, reason = True, "called a synchronizing CUDA operation"
+    else:
+        played.fail, reason = (
+            RuntimeError("operation not permitted\nwhen stream is capturing"),
+            "operation not permitted",
+        )
+    record, weights, found = train(tmp_path / "captured")
+    assert len(record.warnings) == 1
+    assert record.warnings[0].startswith(f"steps run without a CUDA graph: {reason} (in ")
+    assert RunRecord.load(tmp_path / "captured").warnings == record.warnings
+    assert not record.environment["cuda_graph"]
+    assert played.replayed == 0
+    monkeypatch.setattr(loop, "StepRunner", StepRunner)
+    _, plain, plain_losses = train(tmp_path / "plain")
+    assert same_bits(weights, plain)
+    assert found == plain_losses
+
+
+def test_graph_on_makes_it_an_error(monkeypatch):
+    job = build_job(config(), Ranks(), torch.device("cpu"), None, Clock())
+    job.config = job.config.override(graph="on")
+    backend = Played()
+    backend.fail = RuntimeError("operation not permitted")
+    runner = StepRunner(job, backend=backend)
+    with pytest.raises(InputError, match="--graph on: the step cannot be captured: operation not permitted"):
+        runner.prepare(next(loop.steps_left(job)))
+    job.close()
+    with pytest.raises(InputError, match="--graph on: CUDA graphs need a GPU"):
+        build_job(config(graph="on"), Ranks(), torch.device("cpu"), None, Clock())
+
+
+def test_graphs_of_other_shapes_make_room(tmp_path, played, monkeypatch):
+    """A second shape that does not fit beside the first is captured after the first has gone."""
+    capture = played.capture
+
+    def out_of_memory_once(run):
+        if played.captured == 2 and not played.released:
+            raise torch.OutOfMemoryError("no room")
+        return capture(run)
+
+    monkeypatch.setattr(played, "capture", out_of_memory_once)
+    record, *_ = train(tmp_path)
+    assert played.released == 1
+    assert played.captured == 4
+    assert record.environment["cuda_graph"]
+    played.fail = torch.OutOfMemoryError("no room")
+    with pytest.raises(torch.OutOfMemoryError):  # nothing to make room with
+        train(tmp_path / "again")
+
+
+def test_fused_kernels_are_used_where_they_can_run(monkeypatch):
+    fused = types.ModuleType("hyperbatch.models.fused")
+    seen = []
+    fused.fuse = seen.append
+    fused.why_not_fused = lambda model, dtype, device: None
+    monkeypatch.setitem(sys.modules, "hyperbatch.models.fused", fused)
+    monkeypatch.setattr("hyperbatch.models.fused", fused, raising=False)
+    cpu = torch.device("cpu")
+    for choice, used in (("auto", False), ("off", False), ("on", True)):  # auto does not look for a GPU's kernels here
+        job = build_job(config(fused=choice), Ranks(), cpu, None, Clock())
+        assert job.fused == used
+        assert seen == ([job.model] if used else [])
+        job.close()
+    fused.why_not_fused = lambda model, dtype, device: "Triton is not installed"
+    with pytest.raises(InputError, match="--fused on: Triton is not installed; use --fused auto"):
+        build_job(config(fused="on"), Ranks(), cpu, None, Clock())
+
+
+def watched(rank):
+    """Whether a run with captured collectives beats, and is silent afterwards."""
+    events = []
+
+    class Heart:
+        def __init__(self, store, rank, world_size, *, timeout_s):
+            events.append((rank, world_size, timeout_s))
+            store.set(f"heart-{rank}", "there")
+
+        def start(self):
+            events.append("start")
+            return self
+
+        def stop(self):
+            events.append("stop")
+
+    graph.Heartbeat = Heart
+    loop.StepRunner = functools.partial(StepRunner, backend=Played(), warm=True)
+    job = build_job(config(timeout_s=77.0), ranks_here(), torch.device("cpu"), None, Clock())
+    runner = loop.StepRunner(job)
+    for step in (next(loop.steps_left(job)), list(loop.steps_left(job))[-1]):
+        runner.prepare(step)
+    runner.leave()
+    runner.leave()
+    job.close()
+    return events
+
+
+def test_captured_collectives_are_watched_from_outside():
+    assert run_ranks(2, watched) == [[(rank, 2, 77.0), "start", "stop"] for rank in (0, 1)]
+
+
+def fails_on_one(rank):
+    backend = Played()
+    if rank == 1:
+        backend.fail = RuntimeError("no room on this device")
+    job = build_job(config(), ranks_here(), torch.device("cpu"), None, Clock())
+    runner = StepRunner(job, backend=backend, warm=True)
+    runner.prepare(next(loop.steps_left(job)))
+    job.close()
+    return runner.captures, job.warnings
+
+
+def test_all_ranks_replay_or_none():
+    for captures, warnings in run_ranks(2, fails_on_one):
+        assert not captures
+        assert warnings[0].startswith("steps run without a CUDA graph: rank 1: no room on this device")
+
+
+def test_middle_micro_steps_are_split_like_the_others():
+    names = ("data_wait", "forward", "backward", "data_wait", "micro_step", "data_wait", "forward", "backward")
+    moments = (1.0, 2.0, 5.0, 5.5, 9.5, 10.0, 11.0, 14.0)
+    ends = [*zip(names, moments), ("exposed_comm", 14.5), ("update", 15.0)]
+    timing = Marks(0.0, tuple(ends)).timing(())
+    assert (timing.forward_s, timing.backward_s) == (3.0, 9.0)
+    assert timing.data_wait_s == 2.0
+    assert timing.step_s == 15.0
+    parts = (timing.data_wait_s, timing.forward_s, timing.backward_s, timing.exposed_comm_s, timing.update_s)
+    assert sum(parts) == timing.step_s
+
+
+def test_the_runs_time_counts_captures_and_training_does_not():
+    clock = Clock()
+    clock.load_state_dict({"init_s": 1.0, "train_s": 10.0, "eval_s": 2.0, "pause_s": 5.0})  # as before captures
+    with clock.booked("capture"):
+        clock._since -= 4.0
+    assert 16.0 <= clock.run_s < 16.5
+    assert clock.train_s == 10.0
+    assert 4.0 <= clock.state_dict()["capture_s"] < 4.5
