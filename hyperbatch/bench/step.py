@@ -216,13 +216,14 @@ def measured(
     candidates = [Candidate(name=f"{title} / {r.spec.name}", run=r.built.run, peer=r.spec.peer) for r in ready]
     fastest_s = min(harness.device_s(candidate.run) for candidate in candidates)
     measure = partial(harness.device_s, calls=min(MOST_CALLS, math.ceil(SAMPLE_S / fastest_s)))
-    watch = Clocks(device)
+    watch, scales = Clocks(device), [r.built.loss_scale() for r in ready]
     samples = harness.interleave(candidates, measure, rounds=rounds, warmup=1, before_round=watch.ask)
     if summary := watch.summary():
         clocks[title] = summary
     speeds = {name: [batch / seconds for seconds in values] for name, values in samples.items()}
     rows = harness.rows(candidates, speeds, unit="images/s", higher_is_better=True, model=model, batch=batch)
-    for row, candidate in zip(rows, ready, strict=True):
+    for row, candidate, scale in zip(rows, ready, scales, strict=True):
+        row["skipped_updates"] = candidate.built.loss_scale() < scale
         row.update(_details(candidate, row["median"], model, batch, setting, device))
     return rows
 
@@ -247,7 +248,6 @@ def _details(
         "rung": rung,
         "model_bytes_per_s": step_bytes(model, rung, batch, **sizes) / step_s if rung and on_gpu else None,
         "finite": ready.built.is_finite(),
-        "loss_scale": ready.built.loss_scale(),
     }
 
 

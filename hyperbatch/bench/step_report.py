@@ -31,8 +31,11 @@ def format_step(report: dict[str, Any]) -> str:
         for rung in report["traffic"]:
             megabytes, roof = rung["bytes_per_image"]["total"] / 1e6, rung["roof_images_per_s"]
             lines.append(f"    {rung['rung']:<8} {megabytes:6.0f} MB per image  {roof:8,.0f} img/s")
-    if any(not row["finite"] for row in rows):
-        lines.append("  warning: weights of some candidates are not finite: their load is not that of training")
+    lines += [
+        f"  warning: {row['name']} had nans or skipped updates: its load is not that of training"
+        for row in rows
+        if row["skipped_updates"] or not row["finite"]
+    ]
     return "\n".join(lines)
 
 

@@ -62,7 +62,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Built:
-    """A step ready to run. `loss_scale` reads the device: below LOSS_SCALE steps were skipped."""
+    """A step ready to run. `loss_scale` reads the device: it falls when an update is skipped."""
 
     run: Callable[[], Any]
     model: nn.Module

@@ -35,6 +35,7 @@ def test_rows_hold_what_is_promised(report):
         assert row["ms_per_step"] == pytest.approx(1e3 * row["batch"] / row["median"])
         assert row["first_step_s"] > 0
         assert row["finite"]
+        assert not row["skipped_updates"]
         assert (row["ratio_to_best_peer"] == 1) == row["peer"]
         assert row["peak_memory_bytes"] is None
     assert [row["first_step_caches"] for row in report["rows"]][::2] == ["empty", "filled by the batches before"]
@@ -62,6 +63,7 @@ def gpu_row(name, median, *, peer, kernel_ms, **more):
         "kernel_ms": kernel_ms,
         "copy_share": 0.5,
         "finite": True,
+        "skipped_updates": False,
         **more,
     }
 
@@ -82,9 +84,14 @@ def test_the_text_of_a_gpu_sets_our_best_beside_the_best_peer(report):
     assert any(line.split() == ["norm", "0.000", "8.000"] for line in lines)
     assert any(line.split()[:3] == ["step", "less", "kernels"] and "3.050" in line for line in lines)
     assert any(line.split() == ["norm", "394", "MB", "per", "image", "10,650", "img/s"] for line in lines)
-    assert "not finite" not in lines[-1]
-    rows[0]["finite"] = False
-    assert "not finite" in format_result(made).splitlines()[-1]
+    assert "warning" not in format_result(made)
+
+
+@pytest.mark.parametrize("wrong", [{"finite": False}, {"skipped_updates": True}])
+def test_a_load_unlike_training_is_told(report, wrong):
+    rows = [gpu_row("torch graph", 4000, peer=True, kernel_ms={}, **wrong)]
+    text = format_result(report | {"rows": rows, "traffic": []})
+    assert text.splitlines()[-1].startswith("  warning: batch 64 / torch graph had nans or skipped updates")
 
 
 def test_ours_and_the_peer_are_whole_training_steps():
