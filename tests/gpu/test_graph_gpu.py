@@ -1,0 +1,221 @@
+"""Steps captured in CUDA graphs against plain ones: whole runs, the same losses bit for bit with `--deterministic`."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hyperbatch.comm import GridComm
+from hyperbatch.config import BatchPhase, Config, SizePhase
+from hyperbatch.engine import job as job_module
+from hyperbatch.engine import loop
+from hyperbatch.engine.clock import Clock
+from hyperbatch.engine.graph import StepRunner
+from hyperbatch.engine.job import build_job
+from hyperbatch.engine.ranks import Ranks
+from hyperbatch.errors import InputError
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+CUDA = torch.device("cuda", 0)
+
+
+def config(**values):
+    """Twelve steps of a small residual network on random images."""
+    defaults = {
+        "dataset": "synthetic",
+        "model": "resnet8",
+        "fused": "off",
+        "train_samples": 512,
+        "eval_samples": 64,
+        "classes": 10,
+        "image_size": 16,
+        "eval_size": 16,
+        "eval_resize": 16,
+        "augment": "shift",
+        "shift_pixels": 1,
+        "epochs": 4.0,
+        "max_steps": 12,
+        "warmup_epochs": 1.0,
+        "batch_phases": (BatchPhase(0, 64),),
+        "lr": 0.5,
+        "trust_coefficient": 0.02,
+        "weight_decay": 1e-3,
+        "eval_every_epochs": 1.0,
+        "precision": "fp16",
+        "device": "cuda",
+        "deterministic": True,
+    }
+    return Config(recipe="toy").override(**{**defaults, **values})
+
+
+def train(out, **values):
+    record = loop.run(config(out=str(out), **values), Ranks())
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return record, [(line["step"], line.get("loss"), line.get("top1")) for line in lines]
+
+
+def dropped(classes, in_channels):
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Flatten(),
+        nn.Linear(16 * 256, classes),
+    )
+
+
+class Loud(nn.Module):
+    """Its gradients overflow fp16 until the loss scale has come down."""
+
+    def __init__(self, classes, in_channels):
+        super().__init__()
+        self.body = dropped(classes, in_channels)
+
+    def forward(self, x):
+        return self.body(x) * 100
+
+
+class Asking(nn.Module):
+    """Reads a number from the device in every forward."""
+
+    def __init__(self, classes, in_channels):
+        super().__init__()
+        self.body = dropped(classes, in_channels)
+
+    def forward(self, x):
+        return self.body(x) * (1.0 if x.abs().max().item() >= 0 else 2.0)
+
+
+class Waiting(Asking):
+    """Waits in a way that only a capture notices."""
+
+    def forward(self, x):
+        torch.cuda.synchronize()
+        return self.body(x)
+
+
+CASES = {
+    "fp16": {},
+    "fp32 resnet20": {"model": "resnet20", "precision": "fp32", "image_size": 32, "eval_size": 32},
+    "bf16 resnet50": {"model": "resnet50", "precision": "bf16", "image_size": 64, "eval_size": 64, "max_steps": 10},
+    "accumulation": {"accumulate": 4},
+    "a batch change": {"batch_phases": (BatchPhase(0, 64), BatchPhase(0.5, 128))},
+    "resizing": {"size_phases": (SizePhase(0, 16), SizePhase(0.5, 24), SizePhase(1, 16))},
+    "dropout": {"model": "test_graph_gpu:dropped"},
+    "skipped steps": {"model": "test_graph_gpu:Loud", "lr": 0.05},
+    "rescaled momentum": {"momentum_rule": "rescaled"},
+    "decoupled decay": {"decoupled_weight_decay": True, "weight_decay": 1e-2},
+    "lamb": {"optimizer": "lamb", "lr": 0.01},
+    "sgd": {"optimizer": "sgd", "lr": 0.05},
+}
+
+
+@pytest.mark.parametrize("values", CASES.values(), ids=CASES)
+def test_captured_runs_give_the_bits_of_plain_ones(tmp_path, values):
+    plain, plain_losses = train(tmp_path / "plain", graph="off", **values)
+    record, losses = train(tmp_path / "captured", graph="on", **values)
+    assert losses == plain_losses
+    assert record.environment["cuda_graph"]
+    assert not plain.environment["cuda_graph"]
+    assert record.skipped_steps == plain.skipped_steps
+    assert record.trust_ratios == plain.trust_ratios
+    assert bool(record.skipped_steps) == (values.get("model") == "test_graph_gpu:Loud")
+    timing = record.timing
+    parts = [timing[f"{name}_s"] for name in ("data_wait", "forward", "backward", "exposed_comm", "update")]
+    assert all(seconds > 0 for seconds in (timing["forward_s"], timing["backward_s"], timing["update_s"])), timing
+    assert sum(parts) == pytest.approx(timing["step_s"], rel=1e-3), "events of one step, not of two"
+
+
+def test_warm_up_leaves_no_trace(tmp_path, monkeypatch):
+    values = {"model": "test_graph_gpu:dropped", "graph": "off", "max_steps": 6, "momentum_rule": "rescaled"}
+    _, warmed = train(tmp_path / "warmed", **values)
+    monkeypatch.setattr(loop, "StepRunner", functools.partial(StepRunner, warm=False))
+    _, cold = train(tmp_path / "cold", **values)
+    assert warmed == cold
+
+
+def test_stop_and_resume_equals_no_stop(tmp_path):
+    values = {"model": "test_graph_gpu:dropped", "momentum_rule": "rescaled"}
+    _, whole = train(tmp_path / "whole", **values)
+    train(tmp_path / "parts", **{**values, "max_steps": 5})
+    _, parts = train(tmp_path / "parts", resume=True, **values)
+    assert [line for line in parts if line[1] is not None] == [line for line in whole if line[1] is not None]
+
+
+def test_fastest_kernels_train_within_rounding(tmp_path):
+    """Without --deterministic cuDNN may choose other kernels for each run."""
+    _, plain = train(tmp_path / "plain", graph="off", deterministic=False)
+    _, captured = train(tmp_path / "captured", graph="on", deterministic=False)
+    for (_, a, _), (_, b, _) in zip(plain, captured, strict=True):
+        if a is not None:
+            assert a == pytest.approx(b, rel=0.02)
+
+
+@pytest.mark.parametrize(("model", "reason"), [("Asking", "synchronizing"), ("Waiting", "captur")])
+def test_a_model_that_waits_runs_plain_and_is_named(tmp_path, model, reason):
+    values = {"model": f"test_graph_gpu:{model}"}
+    record, losses = train(tmp_path / "auto", **values)
+    (warning,) = (line for line in record.warnings if "CUDA graph" in line)
+    assert reason in warning
+    assert "forward, " in warning
+    assert "test_graph_gpu.py:" in warning
+    _, plain = train(tmp_path / "plain", graph="off", **values)
+    assert losses == plain
+    with pytest.raises(InputError, match="--graph on: the step cannot be captured"):
+        train(tmp_path / "on", graph="on", **values)
+    # The broken captures have left nothing behind: dropout and capture work.
+    record, _ = train(tmp_path / "next", model="test_graph_gpu:dropped", graph="on")
+    assert record.environment["cuda_graph"]
+
+
+def test_graphs_share_their_memory():
+    values = {"model": "resnet20", "image_size": 32, "batch_phases": (BatchPhase(0, 512), BatchPhase(1, 256))}
+    job = build_job(config(train_samples=1024, **values), Ranks(), CUDA, None, Clock())
+    runner = StepRunner(job)
+    large, *_, small = loop.steps_left(job)
+    reserved = []
+    for step in (large, small):
+        runner.prepare(step)
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+    job.close()
+    assert len(runner._graphs) == 4
+    assert len({captured.replay.__self__.pool() for captured in runner._graphs.values()}) == 1
+    assert reserved[1] < 1.15 * reserved[0], reserved
+
+
+def test_collectives_are_captured_and_watched(tmp_path, monkeypatch):
+    """One rank that talks to itself through NCCL."""
+    _, alone = train(tmp_path / "alone", graph="on")
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1, device_id=CUDA)
+    beats = []
+    watch = StepRunner._watch
+    monkeypatch.setattr(job_module, "GridComm", functools.partial(GridComm, alone=True))
+    monkeypatch.setattr(StepRunner, "_watch", lambda self: (watch(self), beats.append(self._heartbeat)))
+    try:
+        _, plain = train(tmp_path / "plain", graph="off")
+        record, captured = train(tmp_path / "captured", graph="on")
+    finally:
+        dist.destroy_process_group()
+    assert record.environment["cuda_graph"]
+    assert captured == plain == alone
+    assert len(beats) == 1
+    assert not beats[0]._thread.is_alive()
+
+
+def test_fused_kernels_are_captured(tmp_path):
+    """The fused path is another rounding of the same network, captured or not."""
+    pytest.importorskip("hyperbatch.models.fused")
+    values = {"model": "resnet50", "image_size": 64, "eval_size": 64, "fused": "on", "max_steps": 8}
+    _, plain = train(tmp_path / "plain", graph="off", **values)
+    record, captured = train(tmp_path / "captured", graph="on", **values)
+    assert record.environment["fused_kernels"]
+    for (_, a, _), (_, b, _) in zip(plain, captured, strict=True):
+        if a is not None:
+            assert a == pytest.approx(b, rel=0.02)
