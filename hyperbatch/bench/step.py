@@ -6,10 +6,11 @@ for each batch:  build every candidate (first step, memory) -> interleaved round
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,8 +32,8 @@ from hyperbatch.bench.step_runs import (
     MAX_AUTOTUNE,
     PEERS,
     Built,
+    Setting,
     Spec,
-    Task,
     make_task,
     our_specs,
     ours,
@@ -86,156 +87,122 @@ def bench_step(
     if model not in model_names():
         raise InputError(f"bench step: unknown model {model!r}{nearest(model, model_names())}")
     small = model in SMALL_MODELS
-    setting = {
-        "precision": "fp16" if gpu else "fp32",
-        "image_size": image_size or (32 if small else 224),
-        "classes": 10 if small else 1000,
-    }
+    setting = Setting(
+        model=model,
+        precision="fp16" if gpu else "fp32",
+        image_size=image_size or (32 if small else 224),
+        classes=10 if small else 1000,
+        device=target,
+    )
+    about: dict[str, Any] = {**asdict(setting), "device": harness.device_name(), "notes": [] if gpu else [CPU_NOTE]}
     batches = tuple(batch or (GPU_BATCHES if gpu else CPU_BATCHES))
-    notes = [] if gpu else [CPU_NOTE]
     if data is not None:
-        table = step_data.end_to_end(data, model=model, batches=batches, steps=steps, device=target.type, **setting)
-        return harness.result("step", table, model=model, **setting, notes=notes)
+        if peers is not None or rounds is not None or max_autotune:
+            raise InputError("--data times no peers and no rounds; give --steps, --batch and --model with it")
+        return harness.result("step", step_data.end_to_end(data, setting, batches, steps), **about)
     if steps is not None:
         raise InputError("--steps belongs to `bench step --data`; give --rounds here")
-    names = check_peers(peers, gpu=gpu) + ([MAX_AUTOTUNE] if max_autotune and gpu else [])
-    rounds = rounds or (10 if gpu else 3)
+    names = check_peers([*(peers if peers is not None else PEERS if gpu else PEERS[:1])], max_autotune, gpu=gpu)
 
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
+    table, clocks = [], {}
+    bandwidth = copy_bytes_per_s(target) if gpu else None
+    with empty_caches(), chosen_kernels():
         warm_libraries(target)
-        bandwidth = copy_bytes_per_s(target) if gpu else None
-        table, clocks = [], {}
-        with empty_caches():
-            for size in batches:
-                specs = our_specs(model, setting["precision"], target) + peer_specs(names)
-                table += timed(model, size, specs, setting, target, rounds, clocks, cold=size == batches[0])
-            if gpu:
-                table += precisions(model, max(batches), setting, target, rounds, clocks)
-    finally:
-        torch.backends.cudnn.benchmark = before
+        for size in batches:
+            # A kernel once compiled stays in this process, so only the first batch meets truly empty caches.
+            caches = {"first_step_caches": "empty" if size == batches[0] else "filled by the batches before"}
+            pairs = [(spec, setting) for spec in our_specs(setting) + peer_specs(names)]
+            rows, clocks[f"batch {size}"] = timed(pairs, size, rounds or (10 if gpu else 3), f"batch {size}")
+            table += [row | caches for row in rows]
+        if gpu:
+            title = f"batch {max(batches)}, precisions"
+            rows, clocks[title] = timed(reference_path(setting), max(batches), rounds or 10, title)
+            table += [row | {"ratio_to_fp32": row["median"] / rows[-1]["median"]} for row in rows]
     for row in table:
         row["copy_share"] = row["model_bytes_per_s"] / bandwidth if bandwidth and row["model_bytes_per_s"] else None
     return harness.result(
         "step",
         table,
-        model=model,
-        **setting,
+        **about,
         peer_network="torchvision" if torchvision_model(model) else "hyperbatch",
         copy_bytes_per_s=bandwidth,
-        traffic=traffic(model, setting, bandwidth) if gpu else [],
+        traffic=traffic(setting, bandwidth) if bandwidth else [],
         clocks=clocks,
-        notes=notes,
     )
 
 
-def check_peers(peers: Sequence[str] | None, *, gpu: bool) -> list[str]:
-    """Those asked for, or all that run here."""
-    if peers is None:
-        return list(PEERS) if gpu else ["eager"]
-    for name in peers:
+def check_peers(names: list[str], max_autotune: bool, *, gpu: bool) -> list[str]:
+    for name in names:
         if name not in PEERS:
             raise InputError(f"--peers: unknown peer {name!r}; of {', '.join(PEERS)}")
+    names = list(dict.fromkeys([*names, *([MAX_AUTOTUNE] if max_autotune else [])]))
+    for name in names:
         if name != "eager" and not gpu:
-            raise InputError(f"--peers: {name} needs a GPU; on a CPU only eager runs")
-    return list(dict.fromkeys(peers))
+            raise InputError(f"bench step: {name} needs a GPU; on a CPU only eager runs")
+    return names
+
+
+def reference_path(setting: Setting) -> list[tuple[Spec, Setting]]:
+    """The plain model in fp16 and in fp32, whose convolutions run in TF32, as torch does by default."""
+    build = partial(ours, fused=False)
+    fp16 = Spec(name="reference path, fp16", build=build, rung="unfused")
+    fp32 = Spec(name="reference path, fp32", build=build, rung=None)
+    return [(fp16, replace(setting, precision="fp16")), (fp32, replace(setting, precision="fp32"))]
 
 
 def timed(
-    model: str,
-    batch: int,
-    specs: list[Spec],
-    setting: dict[str, Any],
-    device: torch.device,
-    rounds: int,
-    clocks: dict[str, Any],
-    *,
-    cold: bool,
-) -> list[dict[str, Any]]:
-    """The rows of one batch; adds the clocks of its rounds to `clocks`."""
-    task = make_task(model, batch, device=device, **setting)
-    ready = [set_up(spec, task) for spec in specs]
-    rows = measured(ready, model, batch, setting, device, rounds, clocks, f"batch {batch}")
-    for row in rows:
-        # A kernel once compiled stays in this process, so only the first batch meets truly empty caches.
-        row["first_step_caches"] = "empty" if cold else "filled by the batches before"
-    del ready
-    if any(spec.name.startswith("torch.compile") for spec in specs):  # loading it takes seconds
+    candidates: list[tuple[Spec, Setting]], batch: int, rounds: int, title: str
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(rows, clocks) of one batch. When it returns, the candidates' memory is free again."""
+    ready = [set_up(spec, setting, batch) for spec, setting in candidates]
+    runs = [Candidate(name=f"{title} / {r.spec.name}", run=r.built.run, peer=r.spec.peer) for r in ready]
+    fastest_s = min(harness.device_s(candidate.run) for candidate in runs)
+    measure = partial(harness.device_s, calls=min(MOST_CALLS, math.ceil(SAMPLE_S / fastest_s)))
+    device = candidates[0][1].device
+    clocks, scales = Clocks(device), [r.built.loss_scale() for r in ready]
+    samples = harness.interleave(runs, measure, rounds=rounds, warmup=1, before_round=clocks.ask)
+    readings = clocks.summary()
+    speeds = {name: [batch / seconds for seconds in values] for name, values in samples.items()}
+    rows = harness.rows(runs, speeds, unit="images/s", higher_is_better=True, batch=batch)
+    for row, (_, setting), candidate, scale in zip(rows, candidates, ready, scales, strict=True):
+        row["skipped_updates"] = candidate.built.loss_scale() < scale
+        row.update(details(candidate, setting, batch, row["median"]))
+    del ready, runs
+    if any(spec.name.startswith("torch.compile") for spec, _ in candidates):  # loading it takes seconds
         torch.compiler.reset()  # it keeps the graphs, and their memory, of models that are gone
     release_memory(device)
-    return rows
+    return rows, readings
 
 
-def precisions(
-    model: str, batch: int, setting: dict[str, Any], device: torch.device, rounds: int, clocks: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """fp16 against fp32 (convolutions in TF32, as torch does by default) on the plain model, one row each."""
-    ready = []
-    for precision in ("fp16", "fp32"):
-        task = make_task(model, batch, device=device, **{**setting, "precision": precision})
-        rung = "unfused" if precision == "fp16" else None
-        spec = Spec(name=f"reference path, {precision}", build=partial(ours, fused=False), rung=rung)
-        ready.append(set_up(spec, task))
-    rows = measured(ready, model, batch, setting, device, rounds, clocks, f"batch {batch}, precisions")
-    for row in rows:
-        row["ratio_to_fp32"] = row["median"] / rows[1]["median"]
-    del ready
-    release_memory(device)
-    return rows
-
-
-def set_up(spec: Spec, task: Task) -> Ready:
-    """Builds a candidate up to its first finished step."""
+def set_up(spec: Spec, setting: Setting, batch: int) -> Ready:
+    """Builds a candidate up to its first finished step. Everyone's batch is the same, and no part of its memory."""
     torch.manual_seed(0)
-    memory = MemoryPeak(task.device)
+    task = make_task(setting, batch)
+    memory = MemoryPeak(setting.device)
     start = time.perf_counter()
     built = spec.build(task)
     built.run()
-    if task.device.type == "cuda":
+    if setting.device.type == "cuda":
         torch.cuda.synchronize()  # a first step counts when it has finished
     first_step_s = time.perf_counter() - start
     for _ in range(2):  # torch.compile records its graphs in these
         built.run()
     peak = memory.read()
-    release_memory(task.device)
+    release_memory(setting.device)
     return Ready(spec=spec, built=built, first_step_s=first_step_s, peak_memory_bytes=peak)
 
 
-def measured(
-    ready: list[Ready],
-    model: str,
-    batch: int,
-    setting: dict[str, Any],
-    device: torch.device,
-    rounds: int,
-    clocks: dict[str, Any],
-    title: str,
-) -> list[dict[str, Any]]:
-    """Interleaved rounds over candidates that are all alive, then one profiled step of each."""
-    candidates = [Candidate(name=f"{title} / {r.spec.name}", run=r.built.run, peer=r.spec.peer) for r in ready]
-    fastest_s = min(harness.device_s(candidate.run) for candidate in candidates)
-    measure = partial(harness.device_s, calls=min(MOST_CALLS, math.ceil(SAMPLE_S / fastest_s)))
-    watch, scales = Clocks(device), [r.built.loss_scale() for r in ready]
-    samples = harness.interleave(candidates, measure, rounds=rounds, warmup=1, before_round=watch.ask)
-    if summary := watch.summary():
-        clocks[title] = summary
-    speeds = {name: [batch / seconds for seconds in values] for name, values in samples.items()}
-    rows = harness.rows(candidates, speeds, unit="images/s", higher_is_better=True, model=model, batch=batch)
-    for row, candidate, scale in zip(rows, ready, scales, strict=True):
-        row["skipped_updates"] = candidate.built.loss_scale() < scale
-        row.update(_details(candidate, row["median"], model, batch, setting, device))
-    return rows
-
-
-def _details(
-    ready: Ready, images_per_s: float, model: str, batch: int, setting: dict[str, Any], device: torch.device
-) -> dict[str, Any]:
+def details(ready: Ready, setting: Setting, batch: int, images_per_s: float) -> dict[str, Any]:
+    """What a row says beside its speed; profiles one more step."""
     step_s, rung = batch / images_per_s, ready.spec.rung
-    sizes = {"image_size": setting["image_size"], "classes": setting["classes"]}
-    on_gpu = device.type == "cuda"
-    kernels = profiled(ready.built.run) if on_gpu else []
+    kernels, moved = [], None
+    if setting.device.type == "cuda":
+        kernels = profiled(ready.built.run)
+        sizes = {"image_size": setting.image_size, "classes": setting.classes}
+        moved = step_bytes(setting.model, rung, batch, **sizes) / step_s if rung else None
     return {
+        "model": setting.model,
+        "precision": setting.precision,
         "ms_per_step": step_s * 1e3,
         "first_step_s": ready.first_step_s,
         "peak_memory_bytes": ready.peak_memory_bytes,
@@ -246,16 +213,26 @@ def _details(
             for kernel in kernels[:12]
         ],
         "rung": rung,
-        "model_bytes_per_s": step_bytes(model, rung, batch, **sizes) / step_s if rung and on_gpu else None,
+        "model_bytes_per_s": moved,
         "finite": ready.built.is_finite(),
     }
 
 
-def traffic(model: str, setting: dict[str, Any], bandwidth: float | None) -> list[dict[str, Any]]:
-    """What each rung must move per image, and the speed at which the copy bandwidth would be used up."""
+def traffic(setting: Setting, bandwidth: float) -> list[dict[str, Any]]:
+    """What each rung must move per image, and the speed at which that uses up the copy bandwidth."""
     table = []
     for rung in RUNGS:
-        parts = image_bytes(model, rung, image_size=setting["image_size"], classes=setting["classes"])
-        roof = bandwidth / parts["total"] if bandwidth else None
-        table.append({"rung": rung, "bytes_per_image": parts, "roof_images_per_s": roof})
+        parts = image_bytes(setting.model, rung, image_size=setting.image_size, classes=setting.classes)
+        table.append({"rung": rung, "bytes_per_image": parts, "roof_images_per_s": bandwidth / parts["total"]})
     return table
+
+
+@contextlib.contextmanager
+def chosen_kernels() -> Iterator[None]:
+    """cuDNN tries its kernels and takes the fastest, for everybody."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before

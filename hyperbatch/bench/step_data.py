@@ -18,6 +18,7 @@ import numpy as np
 from hyperbatch.bench import harness
 from hyperbatch.bench.data import write_jpegs
 from hyperbatch.bench.harness import Candidate
+from hyperbatch.bench.step_runs import Setting
 from hyperbatch.config import BatchPhase, Config, DataConfig
 from hyperbatch.data.source import EncodedSource, open_data
 from hyperbatch.engine.loop import run
@@ -32,33 +33,24 @@ MLPERF_H200_IMAGES_PER_S = 7950  # MLPerf training v4.0, 8 x H200, per GPU: deco
 WINDOWS = 10
 
 
-def end_to_end(
-    data: str,
-    *,
-    model: str,
-    batches: Sequence[int],
-    steps: int | None,
-    device: str,
-    precision: str,
-    image_size: int,
-    classes: int,
-) -> list[dict[str, Any]]:
-    """A row for each batch. data: a folder as `train --data` takes it, or "generated" (with so many classes)."""
+def end_to_end(data: str, setting: Setting, batches: Sequence[int], steps: int | None) -> list[dict[str, Any]]:
+    """A row for each batch. data: a folder as `train --data` takes it, or "generated"."""
+    device = setting.device.type
     steps = steps or (200 if device == "cuda" else 2 * WINDOWS)
     if steps < 2 * WINDOWS:
         raise InputError(f"--steps {steps}: give at least {2 * WINDOWS}, so that the start can be left out")
     with tempfile.TemporaryDirectory(prefix="hyperbatch-bench-") as scratch:
         folder = Path(data)
         if data == GENERATED:
-            folder = generate(Path(scratch), GENERATED_IMAGES[device], classes)
+            folder = generate(Path(scratch), GENERATED_IMAGES[device], setting.classes)
         source, _ = open_data(DataConfig(data=str(folder)))
         about = describe(source)
         config = Config(recipe="bench-step").override(
-            model=model,
+            model=setting.model,
             data=str(folder),
-            image_size=image_size,
+            image_size=setting.image_size,
             cache="none",
-            precision=precision,
+            precision=setting.precision,
             warmup_epochs=0.0,
             eval_every_epochs=1e9,
             checkpoint_every_epochs=0.0,

@@ -42,22 +42,31 @@ MAX_AUTOTUNE = "max-autotune"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """What is trained on."""
+class Setting:
+    """What all candidates have in common."""
 
     model: str
     precision: str
+    image_size: int
     classes: int
+    device: torch.device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One batch, and what is trained on it."""
+
+    setting: Setting
     images: Tensor
     labels: Tensor
 
     @property
     def device(self) -> torch.device:
-        return self.images.device
+        return self.setting.device
 
     @property
     def half(self) -> bool:
-        return self.precision == "fp16"
+        return self.setting.precision == "fp16"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,23 +92,22 @@ class Spec:
     peer: bool = False
 
 
-def make_task(model: str, batch: int, *, precision: str, image_size: int, classes: int, device: torch.device) -> Task:
-    images = torch.randn(batch, 3, image_size, image_size, device=device, dtype=working_dtype(precision))
+def make_task(setting: Setting, batch: int) -> Task:
+    side, dtype = setting.image_size, working_dtype(setting.precision)
+    images = torch.randn(batch, 3, side, side, device=setting.device, dtype=dtype)
     return Task(
-        model=model,
-        precision=precision,
-        classes=classes,
+        setting=setting,
         images=images.contiguous(memory_format=torch.channels_last),
-        labels=torch.randint(classes, (batch,), device=device),
+        labels=torch.randint(setting.classes, (batch,), device=setting.device),
     )
 
 
-def our_specs(model: str, precision: str, device: torch.device) -> list[Spec]:
+def our_specs(setting: Setting) -> list[Spec]:
     """The fused step where it can run, and the plain one."""
-    if device.type != "cuda":
+    if setting.device.type != "cuda":
         return [Spec(name="hyperbatch plain", build=lambda task: ours(task, fused=False, graph=False), rung="unfused")]
     plain = Spec(name="hyperbatch plain, graph", build=lambda task: ours(task, fused=False), rung="unfused")
-    if not _can_fuse(model, precision, device):
+    if not _can_fuse(setting):
         return [plain]
     fused = Spec(name="hyperbatch fused, graph", build=lambda task: ours(task, fused=True), rung=FUSED_RUNG)
     return [fused, plain]
@@ -126,26 +134,27 @@ def peer_specs(names: list[str]) -> list[Spec]:
 FUSED_RUNG = "norm"  # what models/fused.py has fused so far
 
 
-def _can_fuse(model: str, precision: str, device: torch.device) -> bool:
+def _can_fuse(setting: Setting) -> bool:
     if importlib.util.find_spec("hyperbatch.models.fused") is None:
         return False
     from hyperbatch.models.fused import why_not_fused
 
-    return why_not_fused(create_model(model), working_dtype(precision), device) is None
+    model = create_model(setting.model, classes=setting.classes)
+    return why_not_fused(model, working_dtype(setting.precision), setting.device) is None
 
 
 def ours(task: Task, *, fused: bool, graph: bool = True) -> Built:
     """The engine's own step on one rank, as `hyperbatch train` builds, captures and runs it; only the batch is ours."""
-    batch = len(task.labels)
+    setting, batch = task.setting, len(task.labels)
     config = Config(recipe="bench-step").override(
-        model=task.model,
+        model=setting.model,
         fused="on" if fused else "off",
         dataset="synthetic",
         train_samples=batch,
         eval_samples=1,
-        classes=task.classes,
-        image_size=task.images.shape[-1],
-        precision=task.precision,
+        classes=setting.classes,
+        image_size=setting.image_size,
+        precision=setting.precision,
         batch_phases=(BatchPhase(0, batch),),
         accumulate=1,
         device=task.device.type,
@@ -241,10 +250,10 @@ def _sgd(params: list[Any]) -> torch.optim.Optimizer:
 
 def peer_network(task: Task) -> nn.Module:
     """torchvision's, where it is installed and has the model."""
-    build = torchvision_model(task.model)
-    return _to_device(
-        build(num_classes=task.classes) if build else create_model(task.model, classes=task.classes), task.device
-    )
+    name, classes = task.setting.model, task.setting.classes
+    build = torchvision_model(name)
+    network = create_model(name, classes=classes) if build is None else build(num_classes=classes)
+    return network.to(task.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
 def torchvision_model(name: str) -> Callable[..., nn.Module] | None:
@@ -253,10 +262,6 @@ def torchvision_model(name: str) -> Callable[..., nn.Module] | None:
     except (ImportError, RuntimeError):  # RuntimeError: a torchvision that does not fit this torch
         return None
     return getattr(models, name, None)
-
-
-def _to_device(network: nn.Module, device: torch.device) -> nn.Module:
-    return network.to(device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
 def captured(step: Callable[[], Any]) -> Callable[[], None]:

@@ -16,6 +16,8 @@ from hyperbatch.config import DataConfig
 from hyperbatch.data.source import open_data
 from hyperbatch.errors import InputError
 
+TINY = step_runs.Setting(model="resnet8", precision="fp32", image_size=8, classes=4, device=torch.device("cpu"))
+
 
 @pytest.fixture(scope="module")
 def report():
@@ -96,7 +98,7 @@ def test_a_load_unlike_training_is_told(report, wrong):
 
 def test_ours_and_the_peer_are_whole_training_steps():
     """Both are whole training steps: one of either moves every weight, and nothing is skipped."""
-    task = step_runs.make_task("resnet8", 8, precision="fp32", image_size=8, classes=4, device=torch.device("cpu"))
+    task = step_runs.make_task(TINY, 8)
     for build in (lambda t: step_runs.ours(t, fused=False, graph=False), step_runs.eager):
         torch.manual_seed(0)
         built = build(task)
@@ -109,7 +111,7 @@ def test_ours_and_the_peer_are_whole_training_steps():
 
 
 def test_a_step_with_a_nan_is_not_finite():
-    task = step_runs.make_task("resnet8", 2, precision="fp32", image_size=8, classes=4, device=torch.device("cpu"))
+    task = step_runs.make_task(TINY, 2)
     task.images.fill_(float("nan"))
     built = step_runs.eager(task)
     built.run()
@@ -122,7 +124,9 @@ def test_a_step_with_a_nan_is_not_finite():
         ({"model": "resnet51"}, "unknown model 'resnet51'"),
         ({"peers": ["eager", "jit"]}, "unknown peer 'jit'"),
         ({"peers": ["compile"]}, "compile needs a GPU"),
+        ({"max_autotune": True}, "max-autotune needs a GPU"),
         ({"steps": 5}, "--steps belongs to"),
+        ({"data": "generated", "rounds": 2}, "--data times no peers and no rounds"),
         ({"data": "generated", "steps": 5}, "--steps 5: give at least"),
     ],
 )
