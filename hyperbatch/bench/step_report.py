@@ -20,7 +20,7 @@ def format_step(report: dict[str, Any]) -> str:
     lines += [_line(row, width) for row in rows]
     for title, clocks in report["clocks"].items():
         readings = [f"{name} {v['median']:.0f} ({v['min']:.0f} .. {v['max']:.0f})" for name, v in clocks.items()]
-        lines.append(f"  clocks, {title}: {', '.join(readings) or 'unknown'}")
+        lines += [f"  clocks, {title}: {', '.join(readings)}"] if readings else []
     for batch in dict.fromkeys(row["batch"] for row in rows):
         lines += _families([row for row in rows if row["batch"] == batch], f"batch {batch}")
     if report["traffic"]:
