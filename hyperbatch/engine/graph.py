@@ -104,6 +104,8 @@ class StepRunner:
         if self.captures and (reason := self._agreed(reason)):
             self._fall_back(reason)
         self._known.add((shape, parts))
+        if not self.captures:
+            self._inputs.clear()
         if self._graphs:
             self._job.graph = self._job.arena.pinned = True
             self._watch()
@@ -208,7 +210,7 @@ class StepRunner:
             raise InputError(f"--graph on: the step cannot be captured: {reason}; repair it or use --graph auto")
         self._drop()
         self._backend = None
-        self._job.graph = False
+        self._job.graph = self._job.arena.pinned = False
         self._job.arena.zero_grad()
         self._job.warnings.append(f"steps run without a CUDA graph: {reason}")
 

@@ -277,6 +277,12 @@ def watched(rank):
         runner.prepare(step)
     runner.leave()
     runner.leave()
+    with put_back(job):
+        for piece in pieces(1):
+            images = torch.zeros(12, 1, 8, 8)
+            micro_step(job, piece, images, torch.zeros(12).long(), runner.total, StepTimer(job.device))
+        assert job.sync.timings() != ()
+    assert job.sync.timings() == (), "the exchange, too, has forgotten the step"
     job.close()
     return events
 
