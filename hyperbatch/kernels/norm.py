@@ -4,6 +4,7 @@ A channels-last tensor [n, c, h, w] is a matrix of n*h*w rows and c columns. Ref
 
     statistics   x                      -> coef: mean, rstd, scale, shift; running statistics     1 read
     normalise    relu(x * scale + shift [+ shortcut])                                             1 read, 1 write
+    join         relu(norm(x) + shortcut), and one bit per element: whether the ReLU let it through
     reduce       g = dy where the ReLU let through -> sums of g and g * (x - mean)                2 reads
                                         -> back: a, b, d; gradients of weight and bias
     apply        dx = a * g + b * x + d                                                           2 reads, 1 write
@@ -11,7 +12,7 @@ A channels-last tensor [n, c, h, w] is a matrix of n*h*w rows and c columns. Ref
     program p of a column block    rows [p * ROWS, (p + 1) * ROWS) -> one row of partials
     the last program to arrive     sums the partials in their order, so the bits never depend on who was last
 
-Variances are sums of squares about a value of the program's own first row, merged by Chan's rule: never E[x^2] - E[x]^2.
+Variances are sums of squares about a value near the mean, merged by Chan's rule: never E[x^2] - E[x]^2.
 """
 
 # Triton's decorator hides what a kernel takes from the type checker.
@@ -19,6 +20,8 @@ Variances are sums of squares about a value of the program's own first row, merg
 # pyright: reportOptionalMemberAccess=false
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,8 +30,6 @@ import triton.language as tl
 from torch import Tensor, nn
 
 COLUMN_BLOCKS = 64  # most column blocks of one tensor: as many counters
-MAX_PROGRAMS = 1024  # rows of partials: what the last program has to read
-PARTIALS_AT_ONCE = tl.constexpr(32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +47,7 @@ class Tiling:
         """Tiles of about `elements`; at least one tile a program, at most about `programs` programs in all."""
         columns = min(widest, c & -c)  # the largest power of two that divides c: no column is ever masked
         rows = max(1, elements // columns)
-        share = max(1, min(MAX_PROGRAMS, programs // (c // columns)))
+        share = max(1, programs // (c // columns))
         rows_per_program = triton.cdiv(triton.cdiv(m, share), rows) * rows
         return cls(
             rows=rows,
@@ -60,6 +61,11 @@ class Tiling:
 def matrix(x: Tensor) -> tuple[int, int]:
     """(rows, columns) of a channels-last tensor."""
     return x.numel() // x.shape[1], x.shape[1]
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """x itself when it lies so; gradients that torch's own operations hand over may not."""
+    return x.contiguous(memory_format=torch.channels_last)
 
 
 def new_counters(device: torch.device) -> Tensor:
@@ -87,30 +93,34 @@ def store_partials(part, p, programs, C, c, first, second):
 
 
 @triton.jit
+def merge_moments(part, count, c, M, C, ROWS):
+    """(mean, sum of squares about it) of M rows from `count` partials of ROWS rows each (the last: of what is left).
+
+    One pass, about the first partial's mean: the others are near it. Squares lie `count` rows behind the means.
+    """
+    AT_ONCE: tl.constexpr = 8192 // c.shape[0]
+    about = tl.load(part + c, cache_modifier=".cg")[None, :]
+    total = tl.zeros([AT_ONCE, c.shape[0]], tl.float32)
+    squares = tl.zeros([AT_ONCE, c.shape[0]], tl.float32)
+    for i in range(0, count, AT_ONCE):
+        p = i + tl.arange(0, AT_ONCE)
+        there = (p < count)[:, None]
+        n = tl.minimum(M - p * ROWS, ROWS).to(tl.float32)[:, None]
+        at = p[:, None] * C + c[None, :]
+        apart = tl.where(there, tl.load(part + at, mask=there, other=0.0, cache_modifier=".cg") - about, 0.0)
+        total += n * apart
+        squares += n * apart * apart + tl.load(part + count * C + at, mask=there, other=0.0, cache_modifier=".cg")
+    total = tl.sum(total, 0)
+    return tl.sum(about, 0) + total / M, tl.sum(squares, 0) - total * total / M
+
+
+@triton.jit
 def finish_statistics(
     part, coef, weight, bias, running_mean, running_var, c, M, C, ROWS, programs, momentum, eps, LOCAL: tl.constexpr
 ):
     """Partials (mean, sum of squares about it) -> coef and running statistics. LOCAL: mean and variance alone."""
-    lanes = tl.arange(0, PARTIALS_AT_ONCE)
-    total = tl.zeros([PARTIALS_AT_ONCE, c.shape[0]], tl.float32)
-    for i in range(0, programs, PARTIALS_AT_ONCE):
-        p = i + lanes
-        n = tl.minimum(M - p * ROWS, ROWS).to(tl.float32)
-        there = (p < programs)[:, None]
-        mean_p = tl.load(part + p[:, None] * C + c[None, :], mask=there, other=0.0, cache_modifier=".cg")
-        total += mean_p * n[:, None]
-    mean = tl.sum(total, 0) / M
-    squares = tl.zeros([PARTIALS_AT_ONCE, c.shape[0]], tl.float32)
-    for i in range(0, programs, PARTIALS_AT_ONCE):
-        p = i + lanes
-        n = tl.minimum(M - p * ROWS, ROWS).to(tl.float32)
-        there = (p < programs)[:, None]
-        at = p[:, None] * C + c[None, :]
-        mean_p = tl.load(part + at, mask=there, other=0.0, cache_modifier=".cg")
-        squares_p = tl.load(part + programs * C + at, mask=there, other=0.0, cache_modifier=".cg")
-        apart = mean_p - mean[None, :]
-        squares += tl.where(there, squares_p + n[:, None] * apart * apart, 0.0)
-    var = tl.sum(squares, 0) / M
+    mean, squares = merge_moments(part, programs, c, M, C, ROWS)
+    var = tl.maximum(squares / M, 0.0)
     tl.store(coef + c, mean)
     if LOCAL:
         tl.store(coef + C + c, var)
@@ -128,18 +138,20 @@ def finish_statistics(
 
 
 @triton.jit
-def finish_backward(part, coef, back, dweight, dbias, c, M, C, programs, LOCAL: tl.constexpr):
-    """Partials (sum of g, sum of g * (x - mean)) -> gradients of weight and bias, and back. LOCAL: gradients alone."""
-    lanes = tl.arange(0, PARTIALS_AT_ONCE)
-    first = tl.zeros([PARTIALS_AT_ONCE, c.shape[0]], tl.float32)
-    second = tl.zeros([PARTIALS_AT_ONCE, c.shape[0]], tl.float32)
-    for i in range(0, programs, PARTIALS_AT_ONCE):
-        p = i + lanes
-        there = (p < programs)[:, None]
+def add_partials(part, count, c, C):
+    """Column sums of `count` rows of partials."""
+    AT_ONCE: tl.constexpr = 8192 // c.shape[0]
+    total = tl.zeros([AT_ONCE, c.shape[0]], tl.float32)
+    for i in range(0, count, AT_ONCE):
+        p = i + tl.arange(0, AT_ONCE)
         at = p[:, None] * C + c[None, :]
-        first += tl.load(part + at, mask=there, other=0.0, cache_modifier=".cg")
-        second += tl.load(part + programs * C + at, mask=there, other=0.0, cache_modifier=".cg")
-    sum_g, sum_gx = tl.sum(first, 0), tl.sum(second, 0)
+        total += tl.load(part + at, mask=(p < count)[:, None], other=0.0, cache_modifier=".cg")
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def store_gradients(sum_g, sum_gx, coef, back, dweight, dbias, c, M, C, LOCAL: tl.constexpr):
+    """Sums of g and of g * (x - mean) -> gradients of weight and bias, and back. LOCAL: gradients alone."""
     mean, rstd = tl.load(coef + c), tl.load(coef + C + c)
     tl.store(dbias + c, sum_g)
     tl.store(dweight + c, sum_gx * rstd)
@@ -149,6 +161,13 @@ def finish_backward(part, coef, back, dweight, dbias, c, M, C, programs, LOCAL: 
         tl.store(back + c, scale)
         tl.store(back + C + c, b)
         tl.store(back + 2 * C + c, -scale * sum_g / M - b * mean)
+
+
+@triton.jit
+def finish_backward(part, coef, back, dweight, dbias, c, M, C, programs, LOCAL: tl.constexpr):
+    """Partials (sum of g, sum of g * (x - mean)) -> what `store_gradients` stores."""
+    sum_g, sum_gx = add_partials(part, programs, c, C), add_partials(part + programs * C, programs, c, C)
+    store_gradients(sum_g, sum_gx, coef, back, dweight, dbias, c, M, C, LOCAL)
 
 
 @triton.jit
@@ -200,11 +219,13 @@ def _normalise_kernel(
     shortcut,
     shortcut_coef,
     y,
+    bits,
     M,
     C,
     ROWS,
     SHORTCUT: tl.constexpr,  # 0 none, 1 as it is, 2 to be normalised, too
     RELU: tl.constexpr,
+    BITS: tl.constexpr,  # keep what the ReLU let through
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -228,7 +249,13 @@ def _normalise_kernel(
             v += s
         if RELU:
             v = tl.maximum(v, 0.0)
-        tl.store(y + at, v.to(y.dtype.element_ty), mask=inside)
+        v = v.to(y.dtype.element_ty)
+        tl.store(y + at, v, mask=inside)
+        if BITS:
+            eights = tl.reshape((v > 0).to(tl.int32), [BM, BC // 8, 8]) << tl.arange(0, 8)[None, None, :]
+            byte = column * (BC // 8) + tl.arange(0, BC // 8)
+            where = base // 8 + r[:, None] * (C // 8) + byte[None, :]
+            tl.store(bits + where, tl.sum(eights, 2).to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -307,15 +334,15 @@ def _apply_kernel(
 def _join_reduce_kernel(
     dy,
     dy2,
-    out,
+    bits,
     x,
     coef,
     x2,
     coef2,
     g_out,
     part,
-    part2,
     counters,
+    sums,
     back,
     dweight,
     dbias,
@@ -328,7 +355,7 @@ def _join_reduce_kernel(
     PIXELS,
     POOLED: tl.constexpr,  # dy is a gradient of means over PIXELS rows
     ADD: tl.constexpr,  # dy2 is there
-    NORMS: tl.constexpr,  # 2: the shortcut was normalised, too
+    NORMS: tl.constexpr,  # whose x is at hand: 0 to 2
     LOCAL: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
@@ -336,11 +363,13 @@ def _join_reduce_kernel(
     """Where two branches met: out = relu(norm(x) + shortcut). g goes down both, so it is stored."""
     column, p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     c = column * BC + tl.arange(0, BC)
+    byte = column * (BC // 8) + tl.arange(0, BC // 8)
     rows = tl.minimum(M - p * ROWS, ROWS)
     base = (p * ROWS).to(tl.int64) * C
-    mean = tl.load(coef + c)[None, :]
     first = tl.zeros([BM, BC], tl.float32)
-    second = tl.zeros([BM, BC], tl.float32)
+    if NORMS > 0:
+        mean = tl.load(coef + c)[None, :]
+        second = tl.zeros([BM, BC], tl.float32)
     if NORMS == 2:
         mean2 = tl.load(coef2 + c)[None, :]
         third = tl.zeros([BM, BC], tl.float32)
@@ -350,41 +379,56 @@ def _join_reduce_kernel(
         at = base + r[:, None] * C + c[None, :]
         if POOLED:
             image = (p * ROWS + r) // PIXELS
-            g = tl.load(dy + image[:, None] * C + c[None, :], mask=inside, other=0.0).to(tl.float32) / PIXELS
+            g = tl.load(dy + image[:, None] * C + c[None, :], mask=inside, other=0.0).to(tl.float32)
         else:
             g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
         if ADD:
             g += tl.load(dy2 + at, mask=inside, other=0.0).to(tl.float32)
-        through = tl.load(out + at, mask=inside, other=0.0).to(tl.float32) > 0
+        where = base // 8 + r[:, None] * (C // 8) + byte[None, :]
+        eights = tl.load(bits + where, mask=inside, other=0)[:, :, None] >> tl.arange(0, 8)[None, None, :].to(tl.uint8)
+        through = tl.reshape(eights & 1, [BM, BC]) != 0
         # Sums are those of g as it is stored, so that both passes see the same numbers.
         g = tl.where(through, g, 0.0).to(g_out.dtype.element_ty)
         tl.store(g_out + at, g, mask=inside)
         g = g.to(tl.float32)
         first += g
-        second += g * (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean)
+        if NORMS > 0:
+            second += g * (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean)
         if NORMS == 2:
             third += g * (tl.load(x2 + at, mask=inside, other=0.0).to(tl.float32) - mean2)
-    first = tl.sum(first, 0)
-    store_partials(part, p, programs, C, c, first, tl.sum(second, 0))
+    # Partials: sums of g, then what belongs to each norm.
+    tl.store(part + p * C + c, tl.sum(first, 0))
+    if NORMS > 0:
+        tl.store(part + (programs + p) * C + c, tl.sum(second, 0))
     if NORMS == 2:
-        store_partials(part2, p, programs, C, c, first, tl.sum(third, 0))
+        tl.store(part + (2 * programs + p) * C + c, tl.sum(third, 0))
     if is_last(counters + column, programs):
-        finish_backward(part, coef, back, dweight, dbias, c, M, C, programs, LOCAL)
+        sum_g = add_partials(part, programs, c, C)
+        tl.store(sums + c, sum_g)
+        if NORMS > 0:
+            sum_gx = add_partials(part + programs * C, programs, c, C)
+            store_gradients(sum_g, sum_gx, coef, back, dweight, dbias, c, M, C, LOCAL)
         if NORMS == 2:
-            finish_backward(part2, coef2, back2, dweight2, dbias2, c, M, C, programs, LOCAL)
+            sum_gx = add_partials(part + 2 * programs * C, programs, c, C)
+            store_gradients(sum_g, sum_gx, coef2, back2, dweight2, dbias2, c, M, C, LOCAL)
 
 
 # --- what the models call ---------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def processors() -> int:
+    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 2
+
+
 def streaming(m: int, c: int) -> Tiling:
     """Element by element: one tile a program, the hardware deals them out."""
-    return Tiling.of(m, c, elements=4096, warps=4, widest=128, programs=1 << 30)
+    return Tiling.of(m, c, elements=8192, warps=8, widest=64, programs=1 << 30)
 
 
-def reducing(m: int, c: int) -> Tiling:
+def reducing(m: int, c: int, *, elements: int = 4096, warps: int = 8, per_processor: int = 4) -> Tiling:
     """Sums: as many programs as run at once, so that few partials are left."""
-    return Tiling.of(m, c, elements=4096, warps=8, widest=64, programs=132 * 4)
+    return Tiling.of(m, c, elements=elements, warps=warps, widest=64, programs=processors() * per_processor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +451,7 @@ def statistics(x: Tensor, norm: nn.BatchNorm2d, counters: Tensor, *, local: bool
     local: mean and variance alone, for ranks that share their statistics.
     """
     m, c = matrix(x)
-    coef, tiling = new_coef(norm), reducing(m, c)
+    coef, tiling = new_coef(norm), reducing(m, c, elements=8192)
     part = x.new_empty(2, tiling.programs, c, dtype=torch.float32)
     _statistics_kernel[(c // tiling.columns, tiling.programs)](
         x,
@@ -431,10 +475,23 @@ def statistics(x: Tensor, norm: nn.BatchNorm2d, counters: Tensor, *, local: bool
     return coef
 
 
-def normalise(
-    x: Tensor, coef: Tensor, *, relu: bool, shortcut: Tensor | None = None, shortcut_coef: Tensor | None = None
+def normalise(x: Tensor, coef: Tensor) -> Tensor:
+    """relu(norm(x))."""
+    return _normalise(x, coef, None, None, None)
+
+
+def join(x: Tensor, coef: Tensor, shortcut: Tensor, shortcut_coef: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out = relu(norm(x) + shortcut), and its bits; with a coef the shortcut is normalised, too.
+
+    bits: uint8, one bit per element, in the order of memory: where out > 0.
+    """
+    bits = torch.empty(x.numel() // 8, dtype=torch.uint8, device=x.device)
+    return _normalise(x, coef, shortcut, shortcut_coef, bits), bits
+
+
+def _normalise(
+    x: Tensor, coef: Tensor, shortcut: Tensor | None, shortcut_coef: Tensor | None, bits: Tensor | None
 ) -> Tensor:
-    """relu(norm(x) + shortcut); with `shortcut_coef` the shortcut is normalised, too."""
     m, c = matrix(x)
     y, tiling = torch.empty_like(x), streaming(m, c)
     _normalise_kernel[(c // tiling.columns, tiling.programs)](
@@ -443,11 +500,13 @@ def normalise(
         x if shortcut is None else shortcut,
         coef if shortcut_coef is None else shortcut_coef,
         y,
+        y if bits is None else bits,
         m,
         c,
         tiling.rows_per_program,
         SHORTCUT=0 if shortcut is None else 1 if shortcut_coef is None else 2,
-        RELU=relu,
+        RELU=True,
+        BITS=bits is not None,
         BM=tiling.rows,
         BC=tiling.columns,
         num_warps=tiling.warps,
@@ -503,32 +562,38 @@ def apply_gradient(dy: Tensor, x: Tensor, coef: Tensor, back: Tensor, *, relu: b
 
 def reduce_joined_gradient(
     dy: Tensor,
-    out: Tensor,
-    branches: list[tuple[Tensor, Tensor, NormGradients]],
+    bits: Tensor,
+    branches: Sequence[tuple[Tensor, Tensor, NormGradients]],
     counters: Tensor,
     *,
     dy2: Tensor | None = None,
-) -> Tensor:
-    """g, the gradient of the sum in out = relu(sum), from dy (+ dy2); fills the gradients of the norms before the sum.
+) -> tuple[Tensor, Tensor]:
+    """(g, its column sums): g, the gradient of the sum in out = relu(sum), is dy (+ dy2) where `bits` are set.
 
-    branches: (x, coef, gradients) of one or two norms. A dy of [n, c] is the gradient of means over pixels.
+    branches: (x, coef, gradients) of up to two norms before the sum, whose gradients are filled.
+    A dy that repeats each image's value over its pixels (strides of 0) is read once per image.
     """
-    m, c = matrix(out)
-    g, tiling = torch.empty_like(out), reducing(m, c)
-    part = out.new_empty(len(branches), 2, tiling.programs, c, dtype=torch.float32)
-    (x, coef, grads), (x2, coef2, grads2) = branches[0], branches[-1]
+    m, c = matrix(dy)
+    g = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
+    pooled = m > len(dy) and dy.stride(2) == 0 and dy.stride(3) == 0
+    dy = dy[:, :, 0, 0].contiguous() if pooled else channels_last(dy)
+    tiling = reducing(m, c, warps=4, per_processor=8)
+    part = g.new_empty(1 + len(branches), tiling.programs, c, dtype=torch.float32)
+    sums = part.new_empty(c)
+    unused = (g, sums, NormGradients(sums, sums, sums))
+    (x, coef, grads), (x2, coef2, grads2) = (branches[0], branches[-1]) if branches else (unused, unused)
     _join_reduce_kernel[(c // tiling.columns, tiling.programs)](
         dy,
         dy if dy2 is None else dy2,
-        out,
+        bits,
         x,
         coef,
         x2,
         coef2,
         g,
-        part[0],
-        part[-1],
+        part,
         counters,
+        sums,
         grads.back,
         grads.weight,
         grads.bias,
@@ -538,8 +603,8 @@ def reduce_joined_gradient(
         m,
         c,
         tiling.rows_per_program,
-        m // len(out),
-        POOLED=dy.dim() == 2,
+        m // len(g),
+        POOLED=pooled,
         ADD=dy2 is not None,
         NORMS=len(branches),
         LOCAL=grads.local,
@@ -547,4 +612,4 @@ def reduce_joined_gradient(
         BC=tiling.columns,
         num_warps=tiling.warps,
     )
-    return g
+    return g, sums
