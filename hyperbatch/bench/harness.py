@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,11 @@ def _wait() -> None:
     # A time means nothing while the device is still at work.
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def say(text: str) -> None:
+    """Where a bench of minutes stands, on stderr: stdout is the result's."""
+    print(f"  ... {text}", file=sys.stderr, flush=True)
 
 
 def rows(

@@ -159,6 +159,7 @@ def timed(
     fastest_s = min(harness.device_s(candidate.run) for candidate in runs)
     measure = partial(harness.device_s, calls=min(MOST_CALLS, math.ceil(SAMPLE_S / fastest_s)))
     device = candidates[0][1].device
+    harness.say(f"{title}: {rounds} rounds, fastest step {fastest_s * 1e3:.1f} ms")
     clocks, scales = Clocks(device), [r.built.loss_scale() for r in ready]
     samples = harness.interleave(runs, measure, rounds=rounds, warmup=1, before_round=clocks.ask)
     readings = clocks.summary()
@@ -167,6 +168,7 @@ def timed(
     for row, (_, setting), candidate, scale in zip(rows, candidates, ready, scales, strict=True):
         row["skipped_updates"] = candidate.built.loss_scale() < scale
         row.update(details(candidate, setting, batch, row["median"]))
+    harness.say(f"{title}: timed and profiled")
     del ready, runs
     if any(spec.name.startswith("torch.compile") for spec, _ in candidates):  # loading it takes seconds
         torch.compiler.reset()  # it keeps the graphs, and their memory, of models that are gone
@@ -185,6 +187,7 @@ def set_up(spec: Spec, setting: Setting, batch: int) -> Ready:
     if setting.device.type == "cuda":
         torch.cuda.synchronize()  # a first step counts when it has finished
     first_step_s = time.perf_counter() - start
+    harness.say(f"batch {batch}, {spec.name}: first step after {first_step_s:.1f} s")
     for _ in range(2):  # torch.compile records its graphs in these
         built.run()
     peak = memory.read()

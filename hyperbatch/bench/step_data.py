@@ -27,7 +27,7 @@ from hyperbatch.errors import InputError
 from hyperbatch.record import read_metrics
 
 GENERATED = "generated"
-GENERATED_IMAGES = {"cuda": 4096, "cpu": 64}
+GENERATED_IMAGES = {"cuda": 2048, "cpu": 64}
 GENERATED_SIZE = (500, 375)  # about 70 kB each, as in `bench data`
 MLPERF_H200_IMAGES_PER_S = 7950  # MLPerf training v4.0, 8 x H200, per GPU: decoding and all-reduce included
 WINDOWS = 10
@@ -65,6 +65,7 @@ def end_to_end(data: str, setting: Setting, batches: Sequence[int], steps: int |
                 epochs=(steps + 1) * batch / len(source),  # it stops before the end, which would be evaluated
                 out=str(Path(scratch) / f"run-{batch}"),
             )
+            harness.say(f"batch {batch}: {steps} steps")
             rows.append(trained(config, batch) | {"data": about})
     return rows
 
@@ -95,6 +96,7 @@ def generate(scratch: Path, images: int, classes: int) -> Path:
     """JPEGs with the detail of photographs, in as many classes as the head is to have; its folder."""
     made, tree = scratch / "made", scratch / "tree"
     write_jpegs(made, images, *GENERATED_SIZE)
+    harness.say(f"{images} JPEGs written")
     files = sorted((made / "train").rglob("*.jpg"))
     for i, file in enumerate(files):
         for split in ("train", "val")[: 1 + (i < classes)]:  # the same classes in both

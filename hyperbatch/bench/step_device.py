@@ -25,7 +25,7 @@ CACHE_VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
 class Clocks:
-    """Asks nvidia-smi once a round, beside the work: the answer is collected when the next round begins."""
+    """Asks nvidia-smi beside the work, once a round at most; nobody waits for its answer."""
 
     def __init__(self, device: torch.device) -> None:
         self.samples: list[dict[str, float]] = []
@@ -38,15 +38,16 @@ class Clocks:
             self._command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
 
     def ask(self) -> None:
-        self.collect()
+        if self._asked is not None and self._asked.poll() is None:
+            return  # still at it: a pause of the GPU would change what it reads
+        self._collect()
         if self._command is not None:
-            # Without nvidia-smi the clocks stay unknown.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # without nvidia-smi the clocks stay unknown
                 self._asked = subprocess.Popen(
                     self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
                 )
 
-    def collect(self) -> None:
+    def _collect(self) -> None:
         if self._asked is None:
             return
         try:
@@ -61,7 +62,7 @@ class Clocks:
 
     def summary(self) -> dict[str, dict[str, float]]:
         """Smallest, median and largest of each reading; empty when there were none."""
-        self.collect()
+        self._collect()
         found = {name: sorted(s[name] for s in self.samples if name in s) for name in CLOCK_FIELDS}
         return {
             name: {"min": values[0], "median": statistics.median(values), "max": values[-1]}
