@@ -35,7 +35,7 @@ from hyperbatch.kernels.norm import NormGradients, finish_backward, is_last, mat
 NO_TAP = tl.constexpr(255)
 WARPS = 4
 ELEMENTS = WARPS * 32 * 8  # of a tile: 16 bytes of x a thread, so that 1-byte taps are dealt out as x is
-STRIPS = 4  # rows of windows a program walks down: it meets the rows they share while they are still in its cache
+ACROSS = 8  # windows or blocks of a tile, or fewer: divides 56; the others lie below them, and share rows of x
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +50,17 @@ class Peaks:
 
 
 @triton.jit
+def tile_of(down, across, BI: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr):
+    """This program's image, its BI * BJ windows or blocks (rows i, columns j, inside or not), and its channels c."""
+    tiles_across = tl.cdiv(across, BJ)
+    r = tl.arange(0, BI * BJ)
+    i = tl.program_id(0) // tiles_across * BI + r // BJ
+    j = tl.program_id(0) % tiles_across * BJ + r % BJ
+    image = tl.program_id(2).to(tl.int64)
+    return image, i, j, ((i < down) & (j < across))[:, None], (tl.program_id(1) * BC + tl.arange(0, BC))[None, :]
+
+
+@triton.jit
 def _pool_kernel(
     x,
     coef,
@@ -61,46 +72,41 @@ def _pool_kernel(
     HO,
     WO,
     C,
-    STRIPS_IN_ALL,
-    STRIPS: tl.constexpr,
     KERNEL: tl.constexpr,
     STRIDE: tl.constexpr,
     PADDING: tl.constexpr,
-    BM: tl.constexpr,
+    BI: tl.constexpr,
+    BJ: tl.constexpr,
     BC: tl.constexpr,
 ):
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    scale, shift = tl.load(coef + 2 * C + c)[None, :], tl.load(coef + 3 * C + c)[None, :]
-    sign = tl.where(scale < 0, -1.0, 1.0)
-    first = tl.program_id(0) * STRIPS
-    for s in range(tl.minimum(STRIPS_IN_ALL - first, STRIPS)):
-        strip = first + s
-        image, i = strip // HO, strip % HO
-        plane = x + image.to(tl.int64) * H * W * C
-        out = strip.to(tl.int64) * WO * C
-        pooled_row, peak_row, tap_row = pooled + out, peak + out, tap + out
-        for across in range(0, WO, BM):
-            j = across + tl.arange(0, BM)
-            inside = (j < WO)[:, None]
-            best = tl.full([BM, BC], float("-inf"), tl.float32)
-            best_tap = tl.full([BM, BC], 0, tl.int32)
-            for a in tl.static_range(KERNEL):
-                row = i * STRIDE - PADDING + a
-                for b in tl.static_range(KERNEL):
-                    column = j * STRIDE - PADDING + b
-                    there = inside & ((column >= 0) & (column < W) & (row >= 0) & (row < H))[:, None]
-                    at = (row * W + column)[:, None] * C + c[None, :]
-                    v = tl.load(plane + at, mask=there, other=0.0).to(tl.float32)
-                    better = there & (v * sign > best)
-                    best = tl.where(better, v * sign, best)
-                    best_tap = tl.where(better, a * KERNEL + b, best_tap)
-            v = best * sign
-            y = v * scale + shift
-            at = j[:, None] * C + c[None, :]
-            # Not tl.maximum: a nan goes through, as through torch's ReLU.
-            tl.store(pooled_row + at, tl.where(y < 0, 0.0, y).to(pooled.dtype.element_ty), mask=inside)
-            tl.store(peak_row + at, v.to(peak.dtype.element_ty), mask=inside)
-            tl.store(tap_row + at, tl.where(y > 0, best_tap, NO_TAP).to(tl.uint8), mask=inside)
+    image, i, j, inside, c = tile_of(HO, WO, BI, BJ, BC)
+    x += image * H * W * C
+    scale, shift = tl.load(coef + 2 * C + c), tl.load(coef + 3 * C + c)
+    # fp16 is compared as it is, two values to an instruction; bf16 is widened, as Triton's interpreter cannot compare it.
+    dtype: tl.constexpr = tl.float16 if x.dtype.element_ty == tl.float16 else tl.float32
+    sign = tl.where(scale < 0, -1.0, 1.0).to(dtype)
+    top, left = i * STRIDE - PADDING, j * STRIDE - PADDING
+    for e in tl.static_range(KERNEL * KERNEL):
+        # A tap outside the image stands for the nearest one inside, under that one's number: no harm to a maximum, nor
+        # to the order of equals, and nothing to mask.
+        row = tl.minimum(tl.maximum(top + e // KERNEL, 0), H - 1)
+        column = tl.minimum(tl.maximum(left + e % KERNEL, 0), W - 1)
+        v = tl.load(x + (row * W + column)[:, None] * C + c).to(dtype) * sign
+        number = ((row - top) * KERNEL + column - left)[:, None]
+        if e == 0:
+            best = v
+            best_tap = number + tl.zeros_like(v).to(tl.int32)
+        else:
+            best_tap = tl.where(v > best, number, best_tap)
+            best = tl.maximum(best, v)
+    v = (best * sign).to(tl.float32)
+    y = v * scale + shift
+    at = (i * WO + j)[:, None] * C + c
+    out = image * HO * WO * C
+    # Not tl.maximum: a nan goes through, as through torch's ReLU.
+    tl.store(pooled + out + at, tl.where(y < 0, 0.0, y).to(pooled.dtype.element_ty), mask=inside)
+    tl.store(peak + out + at, v.to(peak.dtype.element_ty), mask=inside)
+    tl.store(tap + out + at, tl.where(y > 0, best_tap, NO_TAP).to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -156,74 +162,55 @@ def _apply_kernel(
     HO,
     WO,
     C,
-    STRIPS_IN_ALL,
-    STRIPS: tl.constexpr,
     KERNEL: tl.constexpr,
     STRIDE: tl.constexpr,
     PADDING: tl.constexpr,
-    BM: tl.constexpr,
+    BI: tl.constexpr,
+    BJ: tl.constexpr,
     BC: tl.constexpr,
 ):
     """Blocks of STRIDE x STRIDE pixels: windows LOW .. HIGH from block i (and j) on lie over its pixels."""
     LOW: tl.constexpr = -((KERNEL - 1 - PADDING) // STRIDE)
-    HIGH: tl.constexpr = (STRIDE - 1 + PADDING) // STRIDE
-    SPAN: tl.constexpr = HIGH - LOW + 1
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    of_g, of_x, of_one = tl.load(back + c)[None, :], tl.load(back + C + c)[None, :], tl.load(back + 2 * C + c)[None, :]
-    down, wide = tl.cdiv(H, STRIDE), tl.cdiv(W, STRIDE)
-    first = tl.program_id(0) * STRIPS
-    for s in range(tl.minimum(STRIPS_IN_ALL - first, STRIPS)):
-        strip = first + s
-        image, i = strip // down, strip % down
-        plane = image.to(tl.int64) * H * W * C
-        windows = image.to(tl.int64) * HO * WO * C
-        grad_plane, tap_plane = dpooled + windows, tap + windows
-        x_plane, dx_plane = x + plane, dx + plane
-        for across in range(0, wide, BM):
-            j = across + tl.arange(0, BM)
-            grads, taps = (), ()
-            for e in tl.static_range(SPAN * SPAN):
-                row, column = i + LOW + e // SPAN, j + LOW + e % SPAN
-                there = ((row >= 0) & (row < HO) & (column >= 0) & (column < WO))[:, None]
-                at = (row * WO + column)[:, None] * C + c[None, :]
-                grads = grads + (tl.load(grad_plane + at, mask=there, other=0.0).to(tl.float32),)
-                taps = taps + (tl.load(tap_plane + at, mask=there, other=NO_TAP).to(tl.int32),)
-            for e in tl.static_range(STRIDE * STRIDE):
-                row, column = i * STRIDE + e // STRIDE, j * STRIDE + e % STRIDE
-                there = ((row < H) & (column < W))[:, None]
-                at = (row * W + column)[:, None] * C + c[None, :]
-                g = tl.zeros([BM, BC], tl.float32)
-                for f in tl.static_range(SPAN * SPAN):
-                    # Where the pixel stands in that window.
-                    a = e // STRIDE + PADDING - STRIDE * (LOW + f // SPAN)
-                    b = e % STRIDE + PADDING - STRIDE * (LOW + f % SPAN)
-                    if a >= 0 and a < KERNEL and b >= 0 and b < KERNEL:
-                        g += tl.where(taps[f] == a * KERNEL + b, grads[f], 0.0)
-                v = tl.load(x_plane + at, mask=there, other=0.0).to(tl.float32)
-                tl.store(dx_plane + at, (of_g * g + of_x * v + of_one).to(dx.dtype.element_ty), mask=there)
+    SPAN: tl.constexpr = (STRIDE - 1 + PADDING) // STRIDE - LOW + 1
+    image, i, j, inside, c = tile_of(tl.cdiv(H, STRIDE), tl.cdiv(W, STRIDE), BI, BJ, BC)
+    dpooled += image * HO * WO * C
+    tap += image * HO * WO * C
+    x += image * H * W * C
+    dx += image * H * W * C
+    of_g, of_x, of_one = tl.load(back + c), tl.load(back + C + c), tl.load(back + 2 * C + c)
+    grads, taps = (), ()
+    for f in tl.static_range(SPAN * SPAN):
+        row, column = i + LOW + f // SPAN, j + LOW + f % SPAN
+        there = ((row >= 0) & (row < HO) & (column >= 0) & (column < WO))[:, None]
+        at = (row * WO + column)[:, None] * C + c
+        grads = grads + (tl.load(dpooled + at, mask=there, other=0.0).to(tl.float32),)
+        taps = taps + (tl.load(tap + at, mask=there, other=NO_TAP).to(tl.int32),)
+    for e in tl.static_range(STRIDE * STRIDE):
+        row, column = i * STRIDE + e // STRIDE, j * STRIDE + e % STRIDE
+        there = inside & ((row < H) & (column < W))[:, None]
+        at = (row * W + column)[:, None] * C + c
+        g = tl.zeros([BI * BJ, BC], tl.float32)
+        for f in tl.static_range(SPAN * SPAN):
+            # Where the pixel stands in that window.
+            a = e // STRIDE + PADDING - STRIDE * (LOW + f // SPAN)
+            b = e % STRIDE + PADDING - STRIDE * (LOW + f % SPAN)
+            if a >= 0 and a < KERNEL and b >= 0 and b < KERNEL:
+                g = tl.where(taps[f] == a * KERNEL + b, g + grads[f], g)
+        v = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+        tl.store(dx + at, (of_g * g + (of_x * v + of_one)).to(dx.dtype.element_ty), mask=there)
 
 
 # --- what the models call ---------------------------------------------------------------------------------------------
 
 
-def _launch(kernel, tensors: list[Tensor], x: Tensor, pooled: Tensor, down: int, across: int, geometry: dict[str, int]):
-    """`down` strips of `across` windows or blocks in each image."""
+def _launch(kernel, tensors: list[Tensor], x: Tensor, pooled: Tensor, down: int, across: int, window: dict[str, int]):
+    """`down` rows of `across` windows or blocks in each image."""
     n, c, h, w = x.shape
-    columns = min(64, c & -c)  # the largest power of two that divides c: no column is ever masked
-    pixels = min(triton.next_power_of_2(across), max(1, ELEMENTS // columns))
-    strips = n * down
-    kernel[(triton.cdiv(strips, STRIPS), c // columns)](
-        *tensors,
-        h,
-        w,
-        *pooled.shape[2:],
-        c,
-        strips,
-        STRIPS=STRIPS,
-        **geometry,
-        BM=pixels,
-        BC=columns,
-        num_warps=WARPS,
+    channels = min(64, c & -c)  # the largest power of two that divides c: no channel is ever masked
+    columns = min(ACROSS, triton.next_power_of_2(across))
+    rows = max(1, ELEMENTS // (channels * columns))
+    kernel[(triton.cdiv(down, rows) * triton.cdiv(across, columns), c // channels, n)](
+        *tensors, h, w, *pooled.shape[2:], c, **window, BI=rows, BJ=columns, BC=channels, num_warps=WARPS
     )
 
 
@@ -235,8 +222,8 @@ def normalise_pool(
     down, across = ((side + 2 * padding - kernel) // stride + 1 for side in (h, w))
     pooled = torch.empty(n, c, down, across, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     peaks = Peaks(value=torch.empty_like(pooled), tap=torch.empty_like(pooled, dtype=torch.uint8))
-    geometry = {"KERNEL": kernel, "STRIDE": stride, "PADDING": padding}
-    _launch(_pool_kernel, [x, coef, pooled, peaks.value, peaks.tap], x, pooled, down, across, geometry)
+    window = {"KERNEL": kernel, "STRIDE": stride, "PADDING": padding}
+    _launch(_pool_kernel, [x, coef, pooled, peaks.value, peaks.tap], x, pooled, down, across, window)
     return pooled, peaks
 
 
@@ -273,6 +260,6 @@ def apply_pool_gradient(
     """dx from dpooled, with the same window as in `normalise_pool`."""
     dx = torch.empty_like(x)
     down, across = (triton.cdiv(side, stride) for side in x.shape[2:])
-    geometry = {"KERNEL": kernel, "STRIDE": stride, "PADDING": padding}
-    _launch(_apply_kernel, [dpooled, peaks.tap, x, back, dx], x, dpooled, down, across, geometry)
+    window = {"KERNEL": kernel, "STRIDE": stride, "PADDING": padding}
+    _launch(_apply_kernel, [dpooled, peaks.tap, x, back, dx], x, dpooled, down, across, window)
     return dx

@@ -37,7 +37,8 @@ def test_kernels_compile_for_hopper_with_wide_accesses_and_no_shuffles(name):
     from hyperbatch.kernels import pool
 
     kernel = getattr(pool, name)
-    constants = {"STRIPS": pool.STRIPS, "KERNEL": 3, "STRIDE": 2, "PADDING": 1, "BM": pool.ELEMENTS // 64, "BC": 64}
+    constants = {"KERNEL": 3, "STRIDE": 2, "PADDING": 1, "BI": pool.ELEMENTS // (64 * pool.ACROSS), "BJ": pool.ACROSS}
+    constants["BC"] = 64
     types = dict.fromkeys(("x", "dx", "pooled", "dpooled", "peak"), "*fp16")
     types |= {"coef": "*fp32", "back": "*fp32", "tap": "*u8"}
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
