@@ -71,7 +71,7 @@ SECTION_TITLES = {
 # What each bench takes beside --json
 BENCH_OPTIONS = {
     "comm": ("hosts", "ranks", "mbit", "nic", "size_mb", "rounds", "ablate"),
-    "step": ("model", "batch", "peers", "max_autotune", "rounds", "data", "steps"),
+    "step": ("model", "batch", "peers", "max_autotune", "first_step", "rounds", "data", "steps"),
 }
 
 
@@ -428,6 +428,12 @@ def _build_parser() -> _Parser:
     )
     step.add_argument(
         "--max-autotune", action="store_true", default=None, help="torch.compile's max-autotune, too: takes minutes"
+    )
+    step.add_argument(
+        "--first-step",
+        action="store_true",
+        default=None,
+        help="each candidate's first step, too, in a process of its own with empty kernel caches",
     )
     step.add_argument(
         "--data", metavar="DIR", help='train through the engine on these images instead; "generated": JPEGs made for it'

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -20,24 +19,23 @@ from hyperbatch.bench import harness, step_data
 from hyperbatch.bench.harness import Candidate
 from hyperbatch.bench.step_device import (
     Clocks,
-    MemoryPeak,
     copy_bytes_per_s,
-    empty_caches,
     release_memory,
     warm_libraries,
 )
+from hyperbatch.bench.step_first import first_step_s
 from hyperbatch.bench.step_kernels import by_family, our_kernels, profiled
 from hyperbatch.bench.step_report import format_step
 from hyperbatch.bench.step_runs import (
     MAX_AUTOTUNE,
     PEERS,
-    Built,
+    Ready,
     Setting,
     Spec,
-    make_task,
     our_specs,
     ours,
     peer_specs,
+    set_up,
     torchvision_model,
 )
 from hyperbatch.bench.traffic import RUNGS, image_bytes, step_bytes
@@ -54,22 +52,13 @@ CPU_NOTE = "measured on a CPU: small model, fp32, no CUDA graph; absolute times 
 format_result = format_step  # what the command line prints
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ready:
-    """A built candidate and what building it took."""
-
-    spec: Spec
-    built: Built
-    first_step_s: float
-    peak_memory_bytes: int | None
-
-
 def bench_step(
     model: str | None = None,
     *,
     batch: Sequence[int] | None = None,
     peers: Sequence[str] | None = None,
     max_autotune: bool = False,
+    first_step: bool = False,
     rounds: int | None = None,
     image_size: int | None = None,
     data: str | None = None,
@@ -79,7 +68,8 @@ def bench_step(
     """Rows of images a second for each batch, on synthetic data; with `data` the engine's, files included.
 
     On a GPU: ResNet-50, fp16, batches 16, 42, 256 and 400. On a CPU: ResNet-20, fp32, against torch eager alone.
-    peers: of eager, graph, masters, compile. data: a folder, or "generated" for JPEGs like ImageNet's.
+    peers: of eager, graph, masters, compile. first_step: time each candidate's first step, too, in a process of its
+    own. data: a folder, or "generated" for JPEGs like ImageNet's.
     """
     target = torch.device("cuda:0" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
     gpu = target.type == "cuda"
@@ -97,8 +87,8 @@ def bench_step(
     about: dict[str, Any] = {**asdict(setting), "device": harness.device_name(), "notes": [] if gpu else [CPU_NOTE]}
     batches = tuple(batch or (GPU_BATCHES if gpu else CPU_BATCHES))
     if data is not None:
-        if peers is not None or rounds is not None or max_autotune:
-            raise InputError("--data times no peers and no rounds; give --steps, --batch and --model with it")
+        if peers is not None or rounds is not None or max_autotune or first_step:
+            raise InputError("--data runs one training and no rounds; give --steps, --batch and --model with it")
         return harness.result("step", step_data.end_to_end(data, setting, batches, steps), **about)
     if steps is not None:
         raise InputError("--steps belongs to `bench step --data`; give --rounds here")
@@ -106,14 +96,13 @@ def bench_step(
 
     table, clocks = [], {}
     bandwidth = copy_bytes_per_s(target) if gpu else None
-    with empty_caches(), chosen_kernels():
+    with chosen_kernels():
         warm_libraries(target)
         for size in batches:
-            # A kernel once compiled stays in this process, so only the first batch meets truly empty caches.
-            caches = {"first_step_caches": "empty" if size == batches[0] else "filled by the batches before"}
             pairs = [(spec, setting) for spec in our_specs(setting) + peer_specs(names)]
+            firsts = [first_step_s(spec, setting, size) if first_step else None for spec, setting in pairs]
             rows, clocks[f"batch {size}"] = timed(pairs, size, rounds or (10 if gpu else 3), f"batch {size}")
-            table += [row | caches for row in rows]
+            table += [row | {"first_step_s": seconds} for row, seconds in zip(rows, firsts, strict=True)]
         if gpu:
             title = f"batch {max(batches)}, precisions"
             rows, clocks[title] = timed(reference_path(setting), max(batches), rounds or 10, title)
@@ -154,7 +143,14 @@ def timed(
     candidates: list[tuple[Spec, Setting]], batch: int, rounds: int, title: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """(rows, clocks) of one batch. When it returns, the candidates' memory is free again."""
-    ready = [set_up(spec, setting, batch) for spec, setting in candidates]
+    if candidates[0][1].device.type == "cuda":
+        # cuDNN's trials take time and memory once in a process: nobody's set-up shall count them.
+        for setting in {setting.precision: setting for _, setting in candidates}.values():
+            set_up(Spec(name="trials", build=partial(ours, fused=False), rung=None), setting, batch)
+    ready = []
+    for spec, setting in candidates:
+        ready.append(set_up(spec, setting, batch))
+        harness.say(f"{title}, {spec.name}: set up in {ready[-1].set_up_s:.1f} s")
     runs = [Candidate(name=f"{title} / {r.spec.name}", run=r.built.run, peer=r.spec.peer) for r in ready]
     fastest_s = min(harness.device_s(candidate.run) for candidate in runs)
     measure = partial(harness.device_s, calls=min(MOST_CALLS, math.ceil(SAMPLE_S / fastest_s)))
@@ -176,25 +172,6 @@ def timed(
     return rows, readings
 
 
-def set_up(spec: Spec, setting: Setting, batch: int) -> Ready:
-    """Builds a candidate up to its first finished step. Everyone's batch is the same, and no part of its memory."""
-    torch.manual_seed(0)
-    task = make_task(setting, batch)
-    memory = MemoryPeak(setting.device)
-    start = time.perf_counter()
-    built = spec.build(task)
-    built.run()
-    if setting.device.type == "cuda":
-        torch.cuda.synchronize()  # a first step counts when it has finished
-    first_step_s = time.perf_counter() - start
-    harness.say(f"batch {batch}, {spec.name}: first step after {first_step_s:.1f} s")
-    for _ in range(2):  # torch.compile records its graphs in these
-        built.run()
-    peak = memory.read()
-    release_memory(setting.device)
-    return Ready(spec=spec, built=built, first_step_s=first_step_s, peak_memory_bytes=peak)
-
-
 def details(ready: Ready, setting: Setting, batch: int, images_per_s: float) -> dict[str, Any]:
     """What a row says beside its speed; profiles one more step."""
     step_s, rung = batch / images_per_s, ready.spec.rung
@@ -207,7 +184,7 @@ def details(ready: Ready, setting: Setting, batch: int, images_per_s: float) -> 
         "model": setting.model,
         "precision": setting.precision,
         "ms_per_step": step_s * 1e3,
-        "first_step_s": ready.first_step_s,
+        "set_up_s": ready.set_up_s,
         "peak_memory_bytes": ready.peak_memory_bytes,
         "kernels_per_step": sum(kernel.launches for kernel in kernels) or None,
         "kernel_ms": {title: s * 1e3 for title, s in by_family(kernels, our_kernels()).items()},

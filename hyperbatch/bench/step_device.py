@@ -1,14 +1,11 @@
-"""What `bench step` reads off the machine: clocks, copy bandwidth, memory; and kernel caches that start empty."""
+"""What `bench step` reads off the machine: clocks while it runs, copy bandwidth, and memory."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import statistics
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -21,7 +18,6 @@ CLOCK_FIELDS = {
     "power_w": "power.draw",
     "celsius": "temperature.gpu",
 }
-CACHE_VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
 class Clocks:
@@ -93,22 +89,6 @@ def warm_libraries(device: torch.device) -> None:
     """Loads the context, cuDNN and cuBLAS, so that the first candidate does not pay for all of them."""
     conv = torch.nn.Conv2d(8, 8, 3).to(device)
     conv(torch.randn(2, 8, 8, 8, device=device)).flatten(1).matmul(torch.randn(288, 8, device=device)).sum().backward()
-
-
-@contextlib.contextmanager
-def empty_caches() -> Iterator[None]:
-    """Fresh folders for compiled kernels, so that set-up times are those of a first run; put back afterwards."""
-    before = {name: os.environ.get(name) for name in CACHE_VARIABLES}
-    with tempfile.TemporaryDirectory(prefix="hyperbatch-kernels-") as folder:
-        os.environ.update({name: os.path.join(folder, name.lower()) for name in CACHE_VARIABLES})
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
 
 class MemoryPeak:

@@ -15,7 +15,7 @@ def format_step(report: dict[str, Any]) -> str:
     width = max(len(row["name"]) for row in rows)
     lines.append(
         f"  {'':<{width}} {'img/s':>9} {'p20 .. p80':>19} {'x best peer':>11} {'ms':>8} {'GiB':>6}"
-        f" {'first step s':>12} {'kernels':>8} {'of copy':>8}"
+        f" {'set-up s':>8} {'first step s':>12} {'kernels':>8} {'of copy':>8}"
     )
     lines += [_line(row, width) for row in rows]
     for title, clocks in report["clocks"].items():
@@ -42,7 +42,8 @@ def _line(row: dict[str, Any], width: int) -> str:
     return (
         f"  {row['name']:<{width}} {row['median']:>9,.0f} {row['p20']:>9,.0f} .. {row['p80']:>6,.0f}"
         f" {_number(row['ratio_to_best_peer'], '.3f'):>11} {row['ms_per_step']:>8.2f}"
-        f" {_number(None if memory is None else memory / 2**30, '.1f'):>6} {row['first_step_s']:>12.1f}"
+        f" {_number(None if memory is None else memory / 2**30, '.1f'):>6} {row['set_up_s']:>8.1f}"
+        f" {_number(row.get('first_step_s'), '.1f'):>12}"
         f" {_number(row['kernels_per_step'], 'd'):>8} {_number(row['copy_share'], '.0%'):>8}"
     )
 

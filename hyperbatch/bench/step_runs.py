@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hyperbatch.bench.step_device import MemoryPeak, release_memory
 from hyperbatch.config import BatchPhase, Config
 from hyperbatch.data.batch import Batch
 from hyperbatch.engine.clock import Clock
@@ -92,6 +94,16 @@ class Spec:
     peer: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    """A built candidate and what building it took; its memory is without the batch, which everyone has."""
+
+    spec: Spec
+    built: Built
+    set_up_s: float
+    peak_memory_bytes: int | None
+
+
 def make_task(setting: Setting, batch: int) -> Task:
     side, dtype = setting.image_size, working_dtype(setting.precision)
     images = torch.randn(batch, 3, side, side, device=setting.device, dtype=dtype)
@@ -113,7 +125,7 @@ def our_specs(setting: Setting) -> list[Spec]:
     return [fused, plain]
 
 
-def peer_specs(names: list[str]) -> list[Spec]:
+def peer_specs(names: Sequence[str] = (*PEERS, MAX_AUTOTUNE)) -> list[Spec]:
     modes = {"compile": "reduce-overhead", MAX_AUTOTUNE: MAX_AUTOTUNE}
     known = {
         "eager": Spec(name="torch eager", build=eager, rung="unfused", peer=True),
@@ -127,6 +139,24 @@ def peer_specs(names: list[str]) -> list[Spec]:
         },
     }
     return [known[name] for name in names]
+
+
+def set_up(spec: Spec, setting: Setting, batch: int) -> Ready:
+    """Builds a candidate up to its first finished step, and runs two more."""
+    torch.manual_seed(0)
+    task = make_task(setting, batch)
+    memory = MemoryPeak(setting.device)
+    start = time.perf_counter()
+    built = spec.build(task)
+    built.run()
+    if setting.device.type == "cuda":
+        torch.cuda.synchronize()  # a first step counts when it has finished
+    set_up_s = time.perf_counter() - start
+    for _ in range(2):  # torch.compile records its graphs in these
+        built.run()
+    peak = memory.read()
+    release_memory(setting.device)
+    return Ready(spec=spec, built=built, set_up_s=set_up_s, peak_memory_bytes=peak)
 
 
 # Ours

@@ -1,21 +1,20 @@
 """`bench step` on a CPU: the rows it promises, what it refuses, and its parts. No timing decides anything here."""
 
 import json
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 
 from hyperbatch import cli
-from hyperbatch.bench import step_runs
+from hyperbatch.bench import step_first, step_runs
 from hyperbatch.bench.step import bench_step, format_result
 from hyperbatch.bench.step_data import WINDOWS, describe, generate, window_speeds
-from hyperbatch.bench.step_device import CACHE_VARIABLES, Clocks, empty_caches, parse_clocks
+from hyperbatch.bench.step_device import Clocks, parse_clocks
 from hyperbatch.bench.step_kernels import KernelTime, by_family, family, our_kernels
 from hyperbatch.config import DataConfig
 from hyperbatch.data.source import open_data
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, RunFailed
 
 TINY = step_runs.Setting(model="resnet8", precision="fp32", image_size=8, classes=4, device=torch.device("cpu"))
 
@@ -36,12 +35,12 @@ def test_rows_hold_what_is_promised(report):
     for row in report["rows"]:
         assert {"name", "median", "p20", "p80", "unit", "ratio_to_best_peer", "peak_memory_bytes"} <= set(row)
         assert row["ms_per_step"] == pytest.approx(1e3 * row["batch"] / row["median"])
-        assert row["first_step_s"] > 0
+        assert row["set_up_s"] > 0
+        assert row["first_step_s"] is None
         assert row["finite"]
         assert not row["skipped_updates"]
         assert (row["ratio_to_best_peer"] == 1) == row["peer"]
         assert row["peak_memory_bytes"] is None
-    assert [row["first_step_caches"] for row in report["rows"]][::2] == ["empty", "filled by the batches before"]
 
 
 def test_the_text_names_every_row_and_says_it_is_a_cpu(report):
@@ -61,6 +60,7 @@ def gpu_row(name, median, *, peer, kernel_ms, **more):
         "peer": peer,
         "ms_per_step": 64e3 / median,
         "peak_memory_bytes": 3 << 30,
+        "set_up_s": 2.5,
         "first_step_s": 4.5,
         "kernels_per_step": 400,
         "kernel_ms": kernel_ms,
@@ -147,7 +147,7 @@ def test_a_step_with_a_nan_is_not_finite():
         ({"peers": ["compile"]}, "compile needs a GPU"),
         ({"max_autotune": True}, "max-autotune needs a GPU"),
         ({"steps": 5}, "--steps belongs to"),
-        ({"data": "generated", "rounds": 2}, "--data times no peers and no rounds"),
+        ({"data": "generated", "rounds": 2}, "--data runs one training and no rounds"),
         ({"data": "generated", "steps": 5}, "--steps 5: give at least"),
     ],
 )
@@ -245,15 +245,19 @@ def test_clocks_are_summed_up_over_rounds():
     }
 
 
-def test_kernel_caches_are_fresh_inside_and_put_back_after(monkeypatch):
-    monkeypatch.setenv(CACHE_VARIABLES[0], "kept")
-    monkeypatch.delenv(CACHE_VARIABLES[1], raising=False)
-    with empty_caches():
-        inside = [os.environ[name] for name in CACHE_VARIABLES]
-        assert "kept" not in inside
-        assert len(set(inside)) == 2
-    assert os.environ[CACHE_VARIABLES[0]] == "kept"
-    assert CACHE_VARIABLES[1] not in os.environ
+def test_a_first_step_is_timed_in_a_process_of_its_own(monkeypatch, tmp_path):
+    """With caches of its own, which are gone afterwards."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (spec,) = step_runs.our_specs(TINY)
+    assert 0 < step_first.first_step_s(spec, TINY, 2) < 60
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_first_step_that_fails_is_told():
+    spec = step_runs.Spec(name="nobody", build=step_runs.eager, rung=None)
+    with pytest.raises(RunFailed, match="first step of nobody failed in its own process: KeyError"):
+        step_first.first_step_s(spec, TINY, 2)
 
 
 # Files to weights
