@@ -75,7 +75,7 @@ class SmoothedCrossEntropy(torch.autograd.Function):
                 logits.stride(0),
                 rows,
                 classes,
-                smoothing,
+                float(smoothing),
                 SMOOTHED=smoothing != 0,
                 WITH_GRADIENT=with_gradient,
                 BLOCK=block,

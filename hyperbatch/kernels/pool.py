@@ -14,8 +14,8 @@ Reference: torch.batch_norm, relu, max_pool2d. Norms as in `hyperbatch.kernels.n
 
 A norm and a ReLU keep the order of x (or turn it round, where the scale is negative), so a window's maximum is its peak
 of x, normalised. Peaks are compared as x, before the rounding to 16 bits: where torch sees two different values of x
-rounded to the same number and takes the first, we take the larger, as exact arithmetic would. Equal values of x: the
-first, as torch. A window whose maximum the ReLU cut off has no tap, and passes no gradient on.
+rounded to the same number and takes the first, we take the larger, as exact arithmetic would (and at a scale of 0).
+Equal values of x: the first, as torch. A window whose maximum the ReLU cut off has no tap, and passes no gradient on.
 """
 
 # Triton's decorator hides what a kernel takes from the type checker.
@@ -35,7 +35,7 @@ from hyperbatch.kernels.norm import NormGradients, finish_backward, is_last, mat
 NO_TAP = tl.constexpr(255)
 WARPS = 4
 ELEMENTS = WARPS * 32 * 8  # of a tile: 16 bytes of x a thread, so that 1-byte taps are dealt out as x is
-ACROSS = 8  # windows or blocks of a tile, or fewer: divides 56; the others lie below them, and share rows of x
+ACROSS = 8  # windows or blocks side by side in a tile (divides 56); the others lie below them, and share rows of x
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +82,7 @@ def _pool_kernel(
     image, i, j, inside, c = tile_of(HO, WO, BI, BJ, BC)
     x += image * H * W * C
     scale, shift = tl.load(coef + 2 * C + c), tl.load(coef + 3 * C + c)
-    # fp16 is compared as it is, two values to an instruction; bf16 is widened, as Triton's interpreter cannot compare it.
+    # fp16 is compared as it is, two values to an instruction; bf16 is widened: Triton's interpreter cannot compare it.
     dtype: tl.constexpr = tl.float16 if x.dtype.element_ty == tl.float16 else tl.float32
     sign = tl.where(scale < 0, -1.0, 1.0).to(dtype)
     top, left = i * STRIDE - PADDING, j * STRIDE - PADDING
