@@ -14,8 +14,8 @@ from collections.abc import Iterator
 class Clock:
     """Books every moment to exactly one account.
 
-    `capture` is what a shape costs that is met for the first time during the run; the first one's belongs to `init`.
-    `pause` is for checkpoints and reports.
+    `capture` is what preparing a shape costs that is met during the run; the first one's belongs to `init`. `pause` is
+    for checkpoints and reports.
     """
 
     def __init__(self) -> None:

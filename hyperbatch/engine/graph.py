@@ -1,7 +1,8 @@
 """Whole steps as CUDA graphs: one launch in the place of thousands.
 
-    a shape met for the first time:   warm up (nothing is kept) -> capture each micro-step of it
-    every step:                       batch -> copy into the graph's input -> replay -> loss, already updated weights
+    before the run:      every shape ahead is warmed up (nothing is kept), since choosing and compiling kernels is slow
+    a shape's first step:  its micro-steps are captured
+    every step:          batch -> copy into the graph's input -> replay -> loss, already updated weights
 
 Graphs are kept per shape of a micro-step, number of micro-steps, place among them, and turn. Two turns take alternate
 steps: a graph's time marks are written anew at each replay, and the journal reads them while the next step runs. All
@@ -14,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -67,7 +68,7 @@ class StepRunner:
     """Runs the micro-steps of a job: replayed where they can be captured, plain elsewhere."""
 
     def __init__(self, job: Job, *, backend: Backend | None = None, warm: bool | None = None) -> None:
-        """warm: run a shape once, without a trace, before it counts; None: on GPUs."""
+        """warm: run shapes without a trace before they count; None: on GPUs."""
         self._job = job
         self._warm = job.device.type == "cuda" if warm is None else warm
         self._backend = backend
@@ -75,11 +76,11 @@ class StepRunner:
             self._backend = CudaGraphs(job.device)
         dtype = torch.promote_types(job.dtype, torch.float32)
         self.total = torch.zeros((), dtype=dtype, device=job.device)  # this step's loss
-        self._known: set[tuple[Shape, int]] = set()
+        self._warmed: set[tuple[Shape, int]] = set()
+        self._known: set[tuple[Shape, int]] = set()  # captured
         self._inputs: dict[Shape, tuple[Tensor, Tensor]] = {}
         self._graphs: dict[tuple[Shape, Piece, int], Captured] = {}
         self._turn = 0
-        self._checked = False
         self._heartbeat: Heartbeat | None = None
 
     @property
@@ -88,24 +89,27 @@ class StepRunner:
 
     def knows(self, step: Step) -> bool:
         """Whether the step can run at once."""
-        return not (self._warm or self.captures) or self._key(step) in self._known
+        return not self.captures or self._key(step) in self._known
+
+    def warm_up(self, steps: Iterable[Step]) -> None:
+        """Runs steps of these shapes without a trace: kernels are chosen and compiled, communicators opened."""
+        for step in steps:
+            if self._warm and self._key(step) not in self._warmed:
+                self._attempt(self._warm_up, *self._key(step))
+                self._warmed.add(self._key(step))
 
     def prepare(self, step: Step) -> None:
-        """Warms up and captures the step's shape. A capture that fails leaves the run plain, with a warning."""
-        shape, parts = self._key(step)
-        try:
-            reason = self._prepare(shape, parts)
-        except torch.OutOfMemoryError:
-            if not self._graphs:
-                raise
+        """Captures the step's shape. A capture that fails leaves the run plain, with a warning."""
+        self.warm_up([step])
+        fits = False
+        with contextlib.suppress(torch.OutOfMemoryError) if self._graphs else contextlib.nullcontext():
+            self._attempt(self._capture, *self._key(step))
+            fits = True
+        if not fits:
             # Other shapes' graphs hold the memory that this one needs: they are captured anew if they come again.
             self._drop()
-            reason = self._prepare(shape, parts)
-        if self.captures and (reason := self._agreed(reason)):
-            self._fall_back(reason)
-        self._known.add((shape, parts))
-        if not self.captures:
-            self._inputs.clear()
+            self._attempt(self._capture, *self._key(step))
+        self._known.add(self._key(step))
         if self._graphs:
             self._job.graph = self._job.arena.pinned = True
             self._watch()
@@ -142,60 +146,61 @@ class StepRunner:
         size = size_at(self._job.config.data, step.epoch)
         return (step.phase.batch_per_rank, self._job.train_set.channels, size, size), step.phase.accumulation
 
-    def _prepare(self, shape: Shape, parts: int) -> str | None:
-        """What kept it from being captured, if anything."""
-        if shape not in self._inputs:
-            # Laid out as the loader's batches: channels last.
-            count, channels, height, width = shape
-            images = torch.zeros(count, height, width, channels, dtype=self._job.dtype, device=self._job.device)
-            labels = torch.zeros(count, dtype=torch.int64, device=self._job.device)
-            self._inputs[shape] = images.permute(0, 3, 1, 2), labels
+    def _attempt(self, work: Callable[[Shape, int], None], shape: Shape, parts: int) -> None:
+        """Warms up or captures, unless there is nothing to capture with; goes on plain if it cannot be done."""
+        reason = None
         try:
             with self._backend.beside() if self._backend is not None else contextlib.nullcontext():
-                if self._warm:
-                    self._warm_up(shape, parts)
-                if self._backend is not None:
-                    self._capture(self._backend, shape, parts)
+                work(shape, parts)
         except NotCaptured as error:
-            return str(error)
-        return None
+            reason = str(error)
+        if self.captures and (reason := self._agreed(reason)):
+            self._fall_back(reason)
 
     def _warm_up(self, shape: Shape, parts: int) -> None:
-        """The step itself on an empty batch: kernels are chosen and compiled, tables made, communicators opened."""
-        timer = StepTimer(self._job.device)
-        images, labels = self._inputs[shape]
+        timer, (images, labels) = StepTimer(self._job.device), self._blank(shape)
 
         def step() -> None:
-            for piece in pieces(parts):
+            for piece in pieces(min(parts, 2)):  # those between the first and the last run nothing else
                 micro_step(self._job, piece, images, labels, self.total, timer)
 
         with put_back(self._job):
             # Ranks compare on the host in the first steps which parameters they used.
             for _ in range(1 if self._backend is None else CHECKED_STEPS):
                 step()
-            # Once: later shapes run the same code, and by then the loader's threads wait for the device as they may.
-            if self._backend is not None and not self._checked:
-                self._checked = True
+            # Once: other shapes run the same code, and later the loader's threads wait for the device as they may.
+            if self._backend is not None and not self._warmed:
                 try:
                     with self._backend.checked():
                         step()
                 except RuntimeError as error:
                     raise NotCaptured(error) from error
 
-    def _capture(self, backend: Backend, shape: Shape, parts: int) -> None:
-        job, (images, labels) = self._job, self._inputs[shape]
+    def _capture(self, shape: Shape, parts: int) -> None:
+        job, backend = self._job, self._backend
+        if backend is None:
+            return
+        if shape not in self._inputs:
+            self._inputs[shape] = self._blank(shape)
+        images, labels = self._inputs[shape]
         try:
             for turn in range(TURNS):
                 for piece in dict.fromkeys(pieces(parts)):
                     marks = StepTimer(job.device)
                     replay = backend.capture(partial(micro_step, job, piece, images, labels, self.total, marks))
                     self._graphs[shape, piece, turn] = Captured(replay, marks.ends, job.optimizer.layer_stats())
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if isinstance(first_cause(error), torch.OutOfMemoryError):
+                raise first_cause(error) from None
             raise NotCaptured(error) from error
         finally:
             job.sync.forget()
+
+    def _blank(self, shape: Shape) -> tuple[Tensor, Tensor]:
+        """Images and labels laid out as the loader's: channels last."""
+        count, channels, height, width = shape
+        images = torch.zeros(count, height, width, channels, dtype=self._job.dtype, device=self._job.device)
+        return images.permute(0, 3, 1, 2), torch.zeros(count, dtype=torch.int64, device=self._job.device)
 
     def _agreed(self, reason: str | None) -> str | None:
         """The reason of the first rank that has one: all replay, or none does."""
@@ -216,6 +221,7 @@ class StepRunner:
 
     def _drop(self) -> None:
         self._graphs.clear()
+        self._inputs.clear()
         self._known.clear()
         if self._backend is not None:
             self._backend.release()
@@ -234,14 +240,19 @@ class NotCaptured(Exception):
     """Says in one line what kept a step from being captured, and where it stands."""
 
     def __init__(self, error: BaseException) -> None:
-        # Ending a broken capture fails, too: what broke it is the first of the chain.
-        while error.__context__ is not None:
-            error = error.__context__
+        error = first_cause(error)
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
         super().__init__(
             f"{line} (in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno})" if frames else line
         )
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """Ending a broken capture fails, too: what broke it is the first of the chain."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 class CudaGraphs:

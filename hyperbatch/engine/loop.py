@@ -103,9 +103,11 @@ def train_job(job: Job, journal: Journal, clock: Clock) -> RunRecord:
     evals = EpochGrid(config.run.eval_every_epochs, config.run.eval_offset_epochs, samples)
     every = config.run.checkpoint_every_epochs
     saves = evals if every is None else EpochGrid(every, 0.0, samples)
+    # The run's time starts with the first training sample: by then its kernels are there.
+    runner.warm_up(stages(job))
     for first in itertools.islice(steps_left(job), 1):
         if not runner.knows(first):
-            runner.prepare(first)  # the run's time starts with the first training sample: kernels are there by then
+            runner.prepare(first)
     clock.switch("train")
     journal.start(job, evals)
 
@@ -144,6 +146,20 @@ def steps_left(job: Job) -> Iterator[Step]:
     """From where the run stands to its end."""
     samples, progress = len(job.train_set), job.progress
     return steps(job.phases, samples, job.config.schedule.epochs, index=progress.step, position=progress.position)
+
+
+def stages(job: Job) -> Iterator[Step]:
+    """A step of each batch phase and image size that lies ahead."""
+    samples, epochs, here = len(job.train_set), job.config.schedule.epochs, job.progress.position
+    end = position_of(epochs, samples)
+    if job.config.run.max_steps:
+        left = job.config.run.max_steps - job.progress.step
+        end = min(end, here + left * max(phase.global_batch for phase in job.phases))
+    starts = {here, *(phase.from_position for phase in job.phases)}
+    starts |= {position_of(phase.from_epoch, samples) for phase in job.config.data.size_phases}
+    for position in sorted(starts):
+        if here <= position < end:
+            yield next(steps(job.phases, samples, epochs, position=position))
 
 
 def train_step(runner: StepRunner, step: Step, batches: Iterator[Batch], timer: StepTimer) -> Tensor:

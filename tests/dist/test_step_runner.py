@@ -15,6 +15,7 @@ from test_training import ranks_here
 from toy import config, flat_weights, same_bits
 
 from hyperbatch.config import BatchPhase, SizePhase
+from hyperbatch.data.augment import size_at
 from hyperbatch.engine import graph, loop
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.graph import StepRunner
@@ -174,6 +175,35 @@ def test_graphs_are_kept_per_shape_place_and_turn(tmp_path, played):
     assert played.released == 0
     assert record.clock["capture_s"] > 0
     assert record.result.images_per_s == pytest.approx(record.result.epochs * 240 / record.clock["train_s"])
+
+
+def test_every_shape_ahead_is_warmed_up_before_the_run(played, monkeypatch):
+    sizes = (SizePhase(0, 8), SizePhase(1, 6), SizePhase(3, 8))
+    job = build_job(config(model="toy:pooled", size_phases=sizes), Ranks(), torch.device("cpu"), None, Clock())
+
+    def ahead():
+        return [(step.phase.global_batch, size_at(job.config.data, step.epoch)) for step in loop.stages(job)]
+
+    def met():
+        return {(step.phase.global_batch, size_at(job.config.data, step.epoch)) for step in loop.steps_left(job)}
+
+    assert ahead() == [(24, 8), (24, 6), (48, 6), (48, 8)]
+    assert set(ahead()) == met()
+    runner = loop.StepRunner(job)
+    runner.warm_up(loop.stages(job))
+    run, steps = [], list(loop.steps_left(job))
+    monkeypatch.setattr(graph, "put_back", lambda job: run.append(job) or contextlib.nullcontext())
+    for step in steps:
+        if not runner.knows(step):
+            runner.prepare(step)
+    assert run == [], "what is captured later needs no warm-up any more"
+    assert played.captured == 2 * 4
+    job.progress.step, job.progress.position = 20, 480  # resumed where the batch changes
+    assert ahead() == [(48, 6), (48, 8)]
+    assert set(ahead()) == met()
+    job.config = job.config.override(max_steps=22)
+    assert ahead() == [(48, 6)]
+    job.close()
 
 
 def test_the_same_shape_in_other_micro_steps_is_another_graph(tmp_path, played, monkeypatch):
