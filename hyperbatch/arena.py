@@ -288,6 +288,7 @@ class Arena:
         # Hooks hold the arena weakly and check whom they serve: a deep copy of the model carries copies of them.
         me: weakref.ref[Arena] = weakref.ref(self)
         for slot in self.slots:
+            slot.param.place_of_grad = GradPlace(me, slot.name)  # type: ignore[attr-defined]
             slot.param.register_post_accumulate_grad_hook(_copy_hook(me, slot.name))
         local = {slot.param: slot.name for slot in self.slots}
         for module in model.modules():
@@ -295,6 +296,21 @@ class Arena:
             if mine:
                 module.register_load_state_dict_pre_hook(_load_hook(me, weakref.ref(module), mine))
         model.register_load_state_dict_post_hook(_loaded_hook(me, weakref.ref(model)))
+
+
+class GradPlace:
+    """Tells whoever computes a gradient itself where the arena keeps it. Copied or pickled, it knows no arena."""
+
+    def __init__(self, arena_ref: weakref.ref[Arena] | None, name: str) -> None:
+        self._arena_ref, self._name = arena_ref, name
+
+    def __call__(self) -> Tensor | None:
+        """A fresh view: autograd keeps a gradient that nobody else holds, and copies any other."""
+        arena = None if self._arena_ref is None else self._arena_ref()
+        return None if arena is None else arena.grad_view(self._name).detach()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GradPlace, (None, self._name)
 
 
 def _copy_hook(arena_ref: weakref.ref[Arena], name: str) -> Callable[[Tensor], None]:

@@ -17,7 +17,7 @@ Variances are sums of squares about a value near the mean, merged by Chan's rule
 
 # Triton's decorator hides what a kernel takes from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOptionalMemberAccess=false
+# pyright: reportCallIssue=false
 from __future__ import annotations
 
 import functools

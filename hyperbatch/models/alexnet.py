@@ -6,6 +6,8 @@ classifier:  dropout - 4096 - dropout - 4096 - classes
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -55,10 +57,17 @@ class AlexNetBN(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
+    fused: Callable[[Tensor], Tensor] | None = None  # what training runs instead, see models.fused
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.fused is not None:
+            return self.fused(x)
         first = self.features[0]
         assert isinstance(first, nn.Conv2d)
-        x = self.features(x.to(first.weight.dtype))
-        if x.shape[2:] != (POOL5_SIDE, POOL5_SIDE):
-            x = F.adaptive_avg_pool2d(x, POOL5_SIDE)
-        return to_logits(self.classifier(x.flatten(1)))
+        return classify(self, self.features(x.to(first.weight.dtype)))
+
+
+def classify(model: AlexNetBN, features: Tensor) -> Tensor:
+    if features.shape[2:] != (POOL5_SIDE, POOL5_SIDE):
+        features = F.adaptive_avg_pool2d(features, POOL5_SIDE)
+    return to_logits(model.classifier(features.flatten(1)))

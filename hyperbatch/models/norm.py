@@ -53,6 +53,14 @@ class BatchNorm2d(nn.BatchNorm2d):
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
+        self.blend_running(mean, var, count)
+
+    @torch.no_grad()
+    def blend_running(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
+        """Takes this batch's mean and biased variance into the running statistics; the batch is counted already."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
         # momentum None means a plain average over all batches, as in torch; a tensor weight avoids a host read.
         weight = 1.0 / self.num_batches_tracked if self.momentum is None else self.momentum
         unbiased = var * (count / (count - 1))
@@ -75,7 +83,7 @@ class _SharedBatchNorm(torch.autograd.Function):
         wide = _widen(x)
         local_var, local_mean = torch.var_mean(wide, dim=(0, 2, 3), correction=0)
         local_count = local_mean.new_full((1,), x.numel() // x.shape[1])
-        mean, var, count = _pool(_gather(torch.cat([local_mean, local_var, local_count]), group))
+        mean, var, count = pool_moments(gather_rows(torch.cat([local_mean, local_var, local_count]), group))
         scale = torch.rsqrt(var + eps)
         normal = (wide - _lift(mean)) * _lift(scale)
         output = normal
@@ -116,14 +124,14 @@ def _lift(per_channel: Tensor) -> Tensor:
     return per_channel.view(1, -1, 1, 1)
 
 
-def _gather(row: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather_rows(row: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[ranks, len(row)], in rank order, so that every rank pools in the same order."""
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, row, group=group)
     return torch.stack(rows)
 
 
-def _pool(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def pool_moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, biased variance and count of all samples from rows of (means, biased variances, count) per rank."""
     channels = (rows.shape[1] - 1) // 2
     means, variances, counts = rows.split([channels, channels, 1], dim=1)

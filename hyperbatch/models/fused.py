@@ -1,0 +1,58 @@
+"""Switches a ResNet or AlexNet-BN to the fused training path of `models.fused_blocks`, and back.
+
+fuse(model)      after its arena is built; from then on model(images) in training mode runs the fused kernels
+
+Parameters, buffers, names and the state dict stay as they are; evaluation stays on the plain path, the reference.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hyperbatch.errors import InputError
+from hyperbatch.kernels import has_triton, interpreted
+from hyperbatch.models.alexnet import AlexNetBN
+from hyperbatch.models.norm import BatchNorm2d
+from hyperbatch.models.resnet import ResNet
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def why_not_fused(model: nn.Module, dtype: torch.dtype, device: torch.device) -> str | None:
+    """One line saying why the fused kernels cannot train this model; None when they can."""
+    if not isinstance(model, ResNet | AlexNetBN):
+        return f"{type(model).__name__} is none of our ResNets and AlexNets"
+    if not has_triton():
+        return "Triton is not installed"
+    if device.type != "cuda" and not interpreted():
+        return f"the kernels run on CUDA devices, not on a {device.type}"
+    if dtype not in HALF_DTYPES and not interpreted():
+        return f"they compute in fp16 and bf16, not in {str(dtype).removeprefix('torch.')}"
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d) and (module.out_channels % 8 or module.bias is not None):
+            return f"{name} has a bias, or a number of channels that 8 does not divide"
+        if isinstance(module, nn.BatchNorm2d):
+            if not isinstance(module, BatchNorm2d) or module.momentum is None or not module.track_running_stats:
+                return f"{name} averages its statistics in another way"
+            if module.weight is None or module.weight.dtype != torch.float32:
+                return f"{name} has no fp32 scale and shift"
+    return None
+
+
+def fuse(model: nn.Module) -> None:
+    """From now on, training forwards take the fused path. InputError when they cannot."""
+    weight = next(module.weight for module in model.modules() if isinstance(module, nn.Conv2d))
+    reason = why_not_fused(model, weight.dtype, weight.device)
+    if reason is not None:
+        raise InputError(f"the fused training path cannot run: {reason}")
+    from hyperbatch.models.fused_blocks import FusedAlexNet, FusedResNet
+
+    assert isinstance(model, ResNet | AlexNetBN)
+    model.fused = FusedResNet(model) if isinstance(model, ResNet) else FusedAlexNet(model)
+
+
+def unfuse(model: nn.Module) -> None:
+    """Back to the plain path."""
+    assert isinstance(model, ResNet | AlexNetBN)
+    model.fused = None

@@ -1,0 +1,320 @@
+"""The training path of ResNet and AlexNet-BN in fused 16-bit kernels. Reference: the models' own forward.
+
+One autograd function per residual block, so that its gradients are there, and can travel, as soon as its backward is
+done; weight gradients are written where the arena keeps them.
+
+    x ─┬─ conv norm relu ─ conv norm relu ─ conv norm ─(+)─ relu ─ out
+       └───────────────── [conv norm] ──────────────────┘
+
+Kept for backward: inputs and outputs of the convolutions, and one bit per element of out. The gradient of the shortcut
+does not pass through autograd, which would spend a pass on adding it: it is handed to the block before, whose backward
+reads both parts anyway.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hyperbatch.kernels import conv as convolution
+from hyperbatch.kernels import norm as kernels
+from hyperbatch.kernels import pool
+from hyperbatch.models.alexnet import AlexNetBN, classify
+from hyperbatch.models.layers import to_logits
+from hyperbatch.models.norm import BatchNorm2d, gather_rows, pool_moments
+from hyperbatch.models.resnet import BasicBlock, Bottleneck, ResNet
+
+
+class Layer:
+    """A convolution and the batch norm after it."""
+
+    def __init__(self, conv: nn.Conv2d, norm: BatchNorm2d, counters: Tensor) -> None:
+        self.conv, self.norm, self.counters = conv, norm, counters
+
+    @property
+    def parameters(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.conv.weight, self.norm.weight, self.norm.bias
+
+    @property
+    def shared(self) -> bool:
+        """Whether statistics span a group of ranks."""
+        return self.norm.norm_group is not None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(z, coef): the convolution's output and its norm's coefficients."""
+        z = convolution.convolve(x, self.conv)
+        coef = kernels.statistics(z, self.norm, self.counters, local=self.shared)
+        return z, share_statistics(coef, kernels.matrix(z)[0], self.norm) if self.shared else coef
+
+    def new_gradients(self) -> kernels.NormGradients:
+        back = torch.empty(3, self.norm.num_features, device=self.norm.weight.device)
+        return kernels.NormGradients(back, new_grad(self.norm.weight), new_grad(self.norm.bias), local=self.shared)
+
+    def reduce(self, dy: Tensor, z: Tensor, coef: Tensor) -> kernels.NormGradients:
+        """Gradients of relu(norm(z)) with respect to the norm's parameters."""
+        grads = self.new_gradients()
+        kernels.reduce_gradient(dy, z, coef, grads, self.counters, relu=True)
+        return self.settle(grads, coef)
+
+    def settle(self, grads: kernels.NormGradients, coef: Tensor) -> kernels.NormGradients:
+        """After its sums are there: ranks that share statistics add them up."""
+        if self.shared:
+            share_sums(grads, coef, self.norm)
+        return grads
+
+    def weight_gradient(self, dz: Tensor, x: Tensor) -> Tensor:
+        return convolution.weight_gradient(dz, x, self.conv, new_grad(self.conv.weight))
+
+
+class Handover:
+    """Brings the gradient of a block's output that came through the next block's shortcut."""
+
+    gradient: Tensor | None = None
+
+    def take(self) -> Tensor | None:
+        gradient, self.gradient = self.gradient, None
+        return gradient
+
+
+class Residual(torch.autograd.Function):
+    """out = relu(path(x) + shortcut(x)) of one block. dy is the gradient of out, less what the handover brings."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: FusedBlock, before: Handover | None, after: Handover, *_: Tensor) -> Tensor:
+        inputs, outputs, coefs = [x], [], []
+        for layer in block.path:
+            z, coef = layer.forward(inputs[-1])
+            outputs.append(z)
+            coefs.append(coef)
+            if layer is not block.path[-1]:
+                inputs.append(kernels.normalise(z, coef))
+        shortcut, shortcut_coef = x, None
+        if block.shortcut is not None:
+            shortcut, shortcut_coef = block.shortcut.forward(x)
+            outputs.append(shortcut)
+            coefs.append(shortcut_coef)
+        out, bits = kernels.join(outputs[len(block.path) - 1], coefs[len(block.path) - 1], shortcut, shortcut_coef)
+        ctx.save_for_backward(bits, *inputs, *outputs, *coefs)
+        ctx.block, ctx.before, ctx.after = block, before, after
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        block: FusedBlock = ctx.block
+        depth, layers = len(block.path), block.layers
+        bits, *kept = ctx.saved_tensors
+        inputs, outputs, coefs = kept[:depth], kept[depth : depth + len(layers)], kept[depth + len(layers) :]
+        grads: list[Any] = [None] * len(layers)
+        weights: list[Tensor] = [bits] * len(layers)
+
+        # The sum: its gradient goes down both branches, the norms at their ends take their sums on the way.
+        ends = range(depth - 1, len(layers))
+        for i in ends:
+            grads[i] = layers[i].new_gradients()
+        branches = [(outputs[i], coefs[i], grads[i]) for i in ends]
+        g, _ = kernels.reduce_joined_gradient(dy, bits, branches, block.counters, dy2=ctx.after.take())
+        for i in ends:
+            layers[i].settle(grads[i], coefs[i])
+
+        through_shortcut = g
+        if block.shortcut is not None:
+            dz = kernels.apply_gradient(g, outputs[depth], coefs[depth], grads[depth].back, relu=False)
+            weights[depth] = block.shortcut.weight_gradient(dz, inputs[0])
+            through_shortcut = convolution.input_gradient(dz, inputs[0], block.shortcut.conv)
+        d = g
+        for i in reversed(range(depth)):
+            layer, last = layers[i], i == depth - 1
+            if not last:
+                grads[i] = layer.reduce(d, outputs[i], coefs[i])
+            dz = kernels.apply_gradient(d, outputs[i], coefs[i], grads[i].back, relu=not last)
+            weights[i] = layer.weight_gradient(dz, inputs[i])
+            d = convolution.input_gradient(dz, inputs[i], layer.conv)
+        if ctx.before is None:
+            d = d.add_(through_shortcut)
+        else:
+            ctx.before.gradient = through_shortcut
+        parameters = [tensor for w, norm in zip(weights, grads) for tensor in (w, norm.weight, norm.bias)]
+        return d, None, None, None, *parameters
+
+
+class ConvNormPool(torch.autograd.Function):
+    """relu(norm(conv(x))), and a max-pool after it when there is a window."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Layer, window: dict[str, int] | None, *_: Tensor) -> Tensor:
+        z, coef = layer.forward(x)
+        ctx.layer, ctx.window = layer, window
+        if window is None:
+            ctx.save_for_backward(x, z, coef)
+            return kernels.normalise(z, coef)
+        pooled, peaks = pool.normalise_pool(z, coef, **window)
+        ctx.save_for_backward(x, z, coef, peaks.value, peaks.tap)
+        return pooled
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        layer: Layer = ctx.layer
+        x, z, coef, *peaks = ctx.saved_tensors
+        dy = kernels.channels_last(dy)
+        if ctx.window is None:
+            grads = layer.reduce(dy, z, coef)
+            dz = kernels.apply_gradient(dy, z, coef, grads.back, relu=True)
+        else:
+            peaks, grads = pool.Peaks(value=peaks[0], tap=peaks[1]), layer.new_gradients()
+            pool.reduce_pool_gradient(dy, peaks, z, coef, grads, layer.counters)
+            layer.settle(grads, coef)
+            dz = pool.apply_pool_gradient(dy, peaks, z, grads.back, **ctx.window)
+        dw = layer.weight_gradient(dz, x)
+        dx = convolution.input_gradient(dz, x, layer.conv) if ctx.needs_input_grad[0] else None
+        return dx, None, None, dw, grads.weight, grads.bias
+
+
+class MeanOfPixels(torch.autograd.Function):
+    """x.mean((2, 3)), whose gradient stays one value per image and channel for the block before to spread."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return x.mean((2, 3))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+        n, c, h, w = ctx.shape
+        return (dy / (h * w)).view(n, c, 1, 1).expand(ctx.shape)
+
+
+class FusedBlock:
+    def __init__(self, block: BasicBlock | Bottleneck, counters: Tensor) -> None:
+        pairs = [(block.conv1, block.bn1), (block.conv2, block.bn2)]
+        if isinstance(block, Bottleneck):
+            pairs.append((block.conv3, block.bn3))
+        self.counters = counters
+        self.path = [Layer(conv, norm, counters) for conv, norm in pairs]
+        self.shortcut = None
+        if block.downsample is not None:
+            conv, norm = block.downsample
+            assert isinstance(conv, nn.Conv2d)
+            assert isinstance(norm, BatchNorm2d)
+            self.shortcut = Layer(conv, norm, counters)
+
+    @property
+    def layers(self) -> list[Layer]:
+        """Those of the path, then the shortcut's."""
+        return self.path if self.shortcut is None else [*self.path, self.shortcut]
+
+    def __call__(self, x: Tensor, before: Handover | None) -> tuple[Tensor, Handover]:
+        after = Handover()
+        parameters = [tensor for layer in self.layers for tensor in layer.parameters]
+        return Residual.apply(x, self, before, after, *parameters), after  # pyright: ignore[reportReturnType]
+
+
+class FusedResNet:
+    """What `ResNet.forward` computes in training mode."""
+
+    def __init__(self, model: ResNet) -> None:
+        self.model = model
+        counters = kernels.new_counters(model.conv1.weight.device)
+        self.stem = Layer(model.conv1, model.bn1, counters)
+        self.window = _window(model.maxpool)
+        self.blocks = [FusedBlock(block, counters) for stage in model.stages for block in getattr(model, stage)]
+        self.batch_counts = _batch_counts(model)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        _count_batch(self.batch_counts)
+        x = ConvNormPool.apply(_images(images, self.stem), self.stem, self.window, *self.stem.parameters)
+        handover = None
+        for block in self.blocks:
+            x, handover = block(x, handover)
+        return to_logits(self.model.fc(MeanOfPixels.apply(x)))
+
+
+class FusedAlexNet:
+    """What `AlexNetBN.forward` computes in training mode: each convolution with its norm, ReLU and pool."""
+
+    def __init__(self, model: AlexNetBN) -> None:
+        self.model = model
+        counters = kernels.new_counters(next(model.parameters()).device)
+        self.layers: list[tuple[Layer, dict[str, int] | None]] = []
+        modules = list(model.features)
+        for i, module in enumerate(modules):
+            if isinstance(module, nn.Conv2d):
+                norm, follower = modules[i + 1], modules[i + 3]
+                assert isinstance(norm, BatchNorm2d)
+                self.layers.append((Layer(module, norm, counters), _window(follower)))
+        last = modules[-1]
+        self.last_norm = last if isinstance(last, BatchNorm2d) else None  # of 6x6 pixels: torch's own will do
+        self.batch_counts = _batch_counts(model, but=self.last_norm)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        _count_batch(self.batch_counts)
+        x: Any = _images(images, self.layers[0][0])
+        for layer, window in self.layers:
+            x = ConvNormPool.apply(x, layer, window, *layer.parameters)
+        return classify(self.model, x if self.last_norm is None else self.last_norm(x))
+
+
+def _window(module: nn.Module) -> dict[str, int] | None:
+    """Of the max-pool after a ReLU; None when there is none."""
+    if not isinstance(module, nn.MaxPool2d):
+        return None
+    kernel, stride, padding = module.kernel_size, module.stride, module.padding
+    assert isinstance(kernel, int)
+    assert isinstance(stride, int)
+    assert isinstance(padding, int)
+    return {"kernel": kernel, "stride": stride, "padding": padding}
+
+
+def _images(images: Tensor, first: Layer) -> Tensor:
+    return kernels.channels_last(images.to(first.conv.weight.dtype))
+
+
+def _batch_counts(model: nn.Module, but: nn.Module | None = None) -> list[Tensor]:
+    norms = [module for module in model.modules() if isinstance(module, BatchNorm2d) and module is not but]
+    return [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
+
+
+def _count_batch(counts: list[Tensor]) -> None:
+    """One launch for all norms, where torch's own take one each."""
+    with torch.no_grad():
+        torch._foreach_add_(counts, 1)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def new_grad(param: Tensor) -> Tensor:
+    """Where to write a gradient of this parameter: in its arena, from where it need not be moved, or in new memory.
+
+    A fresh view each time, so that autograd keeps it instead of a copy of it.
+    """
+    place = getattr(param, "place_of_grad", None)
+    view = place() if place is not None and param.grad is None else None
+    return torch.empty_like(param) if view is None else view
+
+
+# --- statistics over a group of ranks ---------------------------------------------------------------------------------
+
+
+def share_statistics(coef: Tensor, rows: int, norm: BatchNorm2d) -> Tensor:
+    """coef over all ranks of the norm's group, from one that holds this rank's mean and variance."""
+    assert norm.norm_group is not None
+    mean, var = coef[0], coef[1]
+    own = torch.cat([mean, var, mean.new_full((1,), rows)])
+    mean, var, count = pool_moments(gather_rows(own, norm.norm_group.process_group))
+    norm.blend_running(mean, var, count)
+    rstd = torch.rsqrt(var + norm.eps)
+    scale = norm.weight.detach() * rstd
+    # One row more than a rank's own: how many samples the statistics are of.
+    return torch.stack([mean, rstd, scale, norm.bias.detach() - mean * scale, count.expand_as(mean)])
+
+
+def share_sums(grads: kernels.NormGradients, coef: Tensor, norm: BatchNorm2d) -> None:
+    """Fills `back`; the parameters' gradients stay those of this rank's samples."""
+    assert norm.norm_group is not None
+    sums = torch.stack([grads.bias, grads.weight])
+    dist.all_reduce(sums, group=norm.norm_group.process_group)
+    mean, rstd, scale, _, count = coef
+    mean_g, mean_gx = sums / count
+    grads.back[0] = scale
+    grads.back[1] = -scale * rstd * mean_gx
+    grads.back[2] = -scale * mean_g - grads.back[1] * mean
