@@ -100,6 +100,18 @@ class Waiting(Asking):
         return self.body(x)
 
 
+class Picky(Asking):
+    """Fails once, while the larger batch is captured."""
+
+    error = None
+
+    def forward(self, x):
+        if torch.cuda.is_current_stream_capturing() and len(x) == 128 and Picky.error is not None:
+            error, Picky.error = Picky.error, None
+            raise error
+        return self.body(x)
+
+
 CASES = {
     "fp16": {},
     "fp32 resnet20": {"model": "resnet20", "precision": "fp32", "image_size": 32, "eval_size": 32},
@@ -173,6 +185,19 @@ def test_a_model_that_waits_runs_plain_and_is_named(tmp_path, model, reason):
     # The broken captures have left nothing behind: dropout and capture work.
     record, _ = train(tmp_path / "next", model="test_graph_gpu:dropped", graph="on")
     assert record.environment["cuda_graph"]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("not in a graph")])
+def test_a_capture_that_fails_in_mid_run_changes_nothing(tmp_path, error):
+    """The other graphs make room, or the run goes on plain."""
+    values = {"model": "test_graph_gpu:Picky", "batch_phases": (BatchPhase(0, 64), BatchPhase(0.5, 128))}
+    _, plain = train(tmp_path / "plain", graph="off", **values)
+    Picky.error = error
+    record, losses = train(tmp_path / "auto", **values)
+    assert Picky.error is None
+    assert losses == plain
+    assert record.environment["cuda_graph"] == isinstance(error, torch.OutOfMemoryError)
+    assert any("not in a graph" in line for line in record.warnings) != record.environment["cuda_graph"]
 
 
 def test_graphs_share_their_memory():
