@@ -161,9 +161,11 @@ def timed(
     readings = clocks.summary()
     speeds = {name: [batch / seconds for seconds in values] for name, values in samples.items()}
     rows = harness.rows(runs, speeds, unit="images/s", higher_is_better=True, batch=batch)
-    for row, (_, setting), candidate, scale in zip(rows, candidates, ready, scales, strict=True):
-        row["skipped_updates"] = candidate.built.loss_scale() < scale
-        row.update(details(candidate, setting, batch, row["median"]))
+    # In one expression: a loop's variable would keep its last candidate alive.
+    rows = [
+        row | {"skipped_updates": r.built.loss_scale() < scale} | details(r, setting, batch, row["median"])
+        for row, (_, setting), r, scale in zip(rows, candidates, ready, scales, strict=True)
+    ]
     harness.say(f"{title}: timed and profiled")
     del ready, runs
     if any(spec.name.startswith("torch.compile") for spec, _ in candidates):  # loading it takes seconds

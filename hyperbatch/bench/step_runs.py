@@ -13,7 +13,6 @@ All work on one batch that lies on the device, in the working precision and chan
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ from hyperbatch.engine.loop import steps_left, train_step
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.models import create_model
+from hyperbatch.models.fused import why_not_fused
 from hyperbatch.optim.precision import working_dtype
 
 SMOOTHING = 0.1
@@ -41,6 +41,7 @@ LOSS_SCALE = 1024.0  # low enough that no step is skipped: a skipped update woul
 WARMUP_STEPS = 3  # before a capture: kernels are chosen, lazy state is made
 PEERS = ("eager", "graph", "masters", "compile")
 MAX_AUTOTUNE = "max-autotune"
+FUSED_RUNG = "norm"  # of the traffic model: what models/fused.py has fused throughout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,14 +162,8 @@ def set_up(spec: Spec, setting: Setting, batch: int) -> Ready:
 
 # Ours
 
-FUSED_RUNG = "norm"  # what models/fused.py has fused so far
-
 
 def _can_fuse(setting: Setting) -> bool:
-    if importlib.util.find_spec("hyperbatch.models.fused") is None:
-        return False
-    from hyperbatch.models.fused import why_not_fused
-
     model = create_model(setting.model, classes=setting.classes)
     return why_not_fused(model, working_dtype(setting.precision), setting.device) is None
 

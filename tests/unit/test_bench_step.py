@@ -1,17 +1,20 @@
 """`bench step` on a CPU: the rows it promises, what it refuses, and its parts. No timing decides anything here."""
 
+import contextlib
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._C._autograd import DeviceType
 
 from hyperbatch import cli
 from hyperbatch.bench import step_first, step_runs
 from hyperbatch.bench.step import bench_step, format_result
 from hyperbatch.bench.step_data import WINDOWS, describe, generate, window_speeds
 from hyperbatch.bench.step_device import Clocks, parse_clocks
-from hyperbatch.bench.step_kernels import KernelTime, by_family, family, our_kernels
+from hyperbatch.bench.step_kernels import KernelTime, by_family, family, our_kernels, profiled
 from hyperbatch.config import DataConfig
 from hyperbatch.data.source import open_data
 from hyperbatch.errors import InputError, RunFailed
@@ -214,6 +217,31 @@ def test_families_add_up():
     found = by_family(times, OURS)
     assert list(found) == ["convolution", "hyperbatch norm"]
     assert sum(found.values()) == pytest.approx(0.011)
+
+
+def test_only_what_ran_on_the_device_is_counted(monkeypatch):
+    """Host calls and annotated regions span kernels that are listed themselves."""
+
+    def event(key, device_type, microseconds, annotation=False):
+        return SimpleNamespace(
+            key=key, count=2, device_type=device_type, device_time_total=microseconds, is_user_annotation=annotation
+        )
+
+    seen = [
+        event("short", DeviceType.CUDA, 10.0),
+        event("long", DeviceType.CUDA, 50.0),
+        event("cudaGraphLaunch", DeviceType.CPU, 60.0),
+        event("## Call CompiledFxGraph", DeviceType.CUDA, 60.0, annotation=True),
+    ]
+    fake = SimpleNamespace(key_averages=lambda: seen)
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: contextlib.nullcontext(fake))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls = []
+    assert profiled(lambda: calls.append(1)) == [
+        KernelTime(name="long", launches=2, seconds=5e-5),
+        KernelTime(name="short", launches=2, seconds=1e-5),
+    ]
+    assert calls == [1]
 
 
 def test_our_kernels_are_found_by_name():
