@@ -1,7 +1,9 @@
 """`bench step` on a CPU: the rows it promises, what it refuses, and its parts. No timing decides anything here."""
 
 import contextlib
+import gc
 import json
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,7 +13,7 @@ from torch._C._autograd import DeviceType
 
 from hyperbatch import cli
 from hyperbatch.bench import step_first, step_runs
-from hyperbatch.bench.step import bench_step, format_result
+from hyperbatch.bench.step import bench_step, format_result, timed
 from hyperbatch.bench.step_data import WINDOWS, describe, generate, window_speeds
 from hyperbatch.bench.step_device import Clocks, parse_clocks
 from hyperbatch.bench.step_kernels import KernelTime, by_family, family, our_kernels, profiled
@@ -171,6 +173,26 @@ def test_wrong_options_are_told(options, message):
 def test_the_command_says_where_an_option_belongs(arguments, message, capsys):
     assert cli.main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_no_candidate_outlives_its_batch():
+    """The next batch needs the memory."""
+    models = []
+
+    def remembered(build):
+        def wrapped(task):
+            built = build(task)
+            models.append(weakref.ref(built.model))
+            return built
+
+        return wrapped
+
+    builds = {"peer": step_runs.eager, "ours": lambda task: step_runs.ours(task, fused=False, graph=False)}
+    specs = [step_runs.Spec(name=name, build=remembered(build), rung=None) for name, build in builds.items()]
+    rows, _ = timed([(spec, TINY) for spec in specs], 2, 1, "tiny")
+    gc.collect()
+    assert [row["name"] for row in rows] == ["tiny / peer", "tiny / ours"]
+    assert [model() for model in models] == [None, None]
 
 
 # Families of kernels
