@@ -73,8 +73,11 @@ def end_to_end(data: str, setting: Setting, batches: Sequence[int], steps: int |
 def trained(config: Config, batch: int) -> dict[str, Any]:
     """Trains as the config says, and reads the speed off the run's own metrics."""
     record = run(config, Ranks())
-    ends_s = [line["time_s"] for line in read_metrics(Path(record.folder)) if line["event"] == "step"]
+    lines = [line for line in read_metrics(Path(record.folder)) if line["event"] == "step"]
+    steady = lines[len(lines) // 5 :]  # without the start
+    ends_s = [line["time_s"] for line in steady]
     speeds, mean = window_speeds(ends_s, batch)
+    wait_s = sum(line["data_wait_s"] for line in steady[1:])
     candidate = Candidate(name=f"batch {batch} / hyperbatch train, files to weights", run=lambda: None)
     samples = {candidate.name: speeds}
     model = config.model.model
@@ -83,8 +86,8 @@ def trained(config: Config, batch: int) -> dict[str, Any]:
     return row | {
         "mean": mean,
         "ms_per_step": 1e3 * batch / mean,
-        "steps": len(ends_s),
-        "data_wait_fraction": record.data["wait_fraction"],
+        "steps": len(steady),
+        "data_wait_fraction": wait_s / (ends_s[-1] - ends_s[0]),  # of the device, between steps
         "bottleneck": record.data["bottleneck"],
         "loader": record.data,
         "timing": record.timing,
@@ -106,14 +109,13 @@ def generate(scratch: Path, images: int, classes: int) -> Path:
 
 
 def window_speeds(ends_s: list[float], batch: int) -> tuple[list[float], float]:
-    """(images a second in each of WINDOWS stretches, over all of them), the first steps left out.
+    """(images a second in each of WINDOWS stretches, over all of them), from the moments at which steps ended.
 
     Stretches, since single steps are noted by the host, which may run a step ahead of the device.
     """
-    steady = ends_s[len(ends_s) // 5 :]
-    edges = np.linspace(0, len(steady) - 1, WINDOWS + 1).astype(int)
-    speeds = [batch * int(b - a) / (steady[b] - steady[a]) for a, b in itertools.pairwise(edges)]
-    return speeds, batch * (len(steady) - 1) / (steady[-1] - steady[0])
+    edges = np.linspace(0, len(ends_s) - 1, WINDOWS + 1).astype(int)
+    speeds = [batch * int(b - a) / (ends_s[b] - ends_s[a]) for a, b in itertools.pairwise(edges)]
+    return speeds, batch * (len(ends_s) - 1) / (ends_s[-1] - ends_s[0])
 
 
 def describe(source: Any) -> str:
