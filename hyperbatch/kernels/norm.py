@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+MAX_PROGRAMS = 65535  # CUDA's limit for a grid's second axis
 COLUMN_BLOCKS = 64  # most column blocks of one tensor: as many counters
 
 
@@ -47,7 +48,7 @@ class Tiling:
         """Tiles of about `elements`; at least one tile a program, at most about `programs` programs in all."""
         columns = min(widest, c & -c)  # the largest power of two that divides c: no column is ever masked
         rows = max(1, elements // columns)
-        share = max(1, programs // (c // columns))
+        share = max(1, min(MAX_PROGRAMS, programs // (c // columns)))
         rows_per_program = triton.cdiv(triton.cdiv(m, share), rows) * rows
         return cls(
             rows=rows,
@@ -248,7 +249,7 @@ def _normalise_kernel(
                 s *= scale2
             v += s
         if RELU:
-            v = tl.maximum(v, 0.0)
+            v = tl.where(v < 0, 0.0, v)  # a nan stays one, as in torch
         v = v.to(y.dtype.element_ty)
         tl.store(y + at, v, mask=inside)
         if BITS:
