@@ -1,0 +1,188 @@
+"""Batch norm of a 1x1 convolution from the moments of its input, by Triton's interpreter, against float64 torch.
+
+The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
+has it; there the tests below do the work.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from gram_reference import check, column_sums, make, nans, new_norm, reference, through_kernels
+from torch import nn
+
+if importlib.util.find_spec("triton"):
+    from hyperbatch.kernels import gram
+    from hyperbatch.kernels import norm as kernels
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
+SUMS = 1e-6  # a few hundred rows, added one by one
+# fp16 alone: the interpreter knows no products of bf16.
+
+
+@pytest.mark.skipif(INTERPRETED, reason="starts the other process")
+def test_kernels_by_the_interpreter():
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@pytest.mark.parametrize("name", ["_gram_kernel", "_outer_kernel", "_input_gradient_kernel"])
+def test_products_compile_for_hopper_on_its_tensor_cores(name):
+    """Without a GPU: wgmma, 16 bytes a thread, no register spilled to a stack frame."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from hyperbatch.kernels import gram
+
+    kernel = getattr(gram, name)
+    tiling, gram_stages = gram._gram_tiling(1 << 18, 128)
+    across, outer, outer_stages = gram._outer_tiling(1 << 18, 512, 128)
+    rows, columns, depth, warps, stages = gram._input_tiling(512, 128)
+    constants, warps = {
+        "_gram_kernel": (
+            {"C": 128, "NORM": True, "BM": tiling.rows, "BC": tiling.columns, "STAGES": gram_stages},
+            tiling.warps,
+        ),
+        "_outer_kernel": (
+            {"N": 512, "C": 128, "BM": outer.rows, "BN": across, "BC": outer.columns, "STAGES": outer_stages},
+            outer.warps,
+        ),
+        "_input_gradient_kernel": (
+            {"N": 512, "C": 128, "BM": rows, "BC": columns, "BK": depth, "STAGES": stages},
+            warps,
+        ),
+    }[name]
+    types = dict.fromkeys(("x", "y", "g", "aw", "q", "dy"), "*fp16") | dict.fromkeys(("M", "ROWS"), "i32")
+    signature = {n: "constexpr" if n in constants else types.get(n, "*fp32") for n in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n][0] == "*"}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    assert "cp.async.cg.shared.global" in compiled.asm["ptx"]
+    assert "st.global.v4.b32" in compiled.asm["ptx"]
+
+
+@inside
+@pytest.mark.parametrize(
+    ("size", "c", "n"), [((2, 7, 9), 16, 64), ((3, 5, 7), 64, 64), ((1, 11, 13), 128, 32), ((1, 5, 5), 256, 16)]
+)
+def test_agrees_with_float64(size, c, n):
+    case = make(size, c, n)
+    check(case, through_kernels(case), sums=SUMS)
+
+
+@inside
+@pytest.mark.parametrize("far", [10.0, 200.0])
+def test_channels_far_from_zero(far):
+    """Rounding Q leaves its mark on y - mean alone, and the Gram matrix is taken about a centre."""
+    case = make((2, 9, 10), 64, 32, far=far)
+    check(case, through_kernels(case), sums=SUMS)
+
+
+@inside
+def test_all_channels_far_from_zero():
+    """Uncentred sums of squares would keep no digit of a variance that is 1e-8 of the mean's square."""
+    case = make((2, 9, 10), 16, 16)
+    y = 1 + torch.randint(-2, 3, case.y.shape, generator=torch.Generator().manual_seed(0)) * 2.0**-10
+    case = replace(case, y=y.half().to(memory_format=torch.channels_last))
+    norm, counters = new_norm(case), kernels.new_counters(case.y.device)
+    norm.eps = 0.0
+    kept = gram.product_statistics(case.y, case.w, norm, counters)
+    z = case.y.double().permute(0, 2, 3, 1).reshape(-1, 16) @ case.w.double().T
+    torch.testing.assert_close(kept.coef[1].double(), z.var(0, correction=0).rsqrt(), rtol=1e-5, atol=0)
+
+
+@inside
+@pytest.mark.parametrize("c", [16, 256])
+def test_moments_are_taken_while_y_is_made(c):
+    case = make((2, 5, 7), c, 16)
+    random = torch.Generator().manual_seed(3)
+    x = torch.randn(2, c, 5, 7, generator=random).half().to(memory_format=torch.channels_last)
+    norm, counters = nn.BatchNorm2d(c), kernels.new_counters(x.device)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.5, generator=random)
+        norm.bias.normal_(generator=random)
+        norm.weight[::3] = 0.02
+        norm.bias[::3] = 2.0  # about a centre
+        norm.bias[1::3] = -8.0  # all 0
+    coef = kernels.statistics(x, norm, counters)
+    y, moments = gram.normalise_with_gram(x, coef)
+    assert torch.equal(y, kernels.normalise(x, coef))
+    case = replace(case, y=y)
+    check(case, through_kernels(case, moments), sums=SUMS)
+
+
+@inside
+@pytest.mark.parametrize(("scale", "gamma"), [(2.0**-10, 1.0), (1.0, 2.0**-14), (2.0**2, 2.0**4)])
+def test_gradients_of_any_size(scale, gamma):
+    """a w and Q are scaled: dy is as exact as fp16 can hold it, also where they would be subnormal or too large."""
+    case = make((2, 6, 7), 16, 64, scale=scale, gamma=gamma)
+    check(case, through_kernels(case), sums=SUMS)
+
+
+@inside
+def test_a_start_from_zero_gives_zero():
+    case = make((2, 3, 5), 16, 32, gamma=0.0)
+    got = through_kernels(case)
+    assert not got.dy.any()
+    assert not got.dw.any()
+    assert got.dweight.all()
+
+
+@inside
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_overflowed_gradients_are_seen(value):
+    """A loss scaler looks for them."""
+    case = make((2, 3, 5), 16, 32)
+    case.g[1, 7, 2, 3] = value
+    got = through_kernels(case)
+    assert not got.dw[7].isfinite().any()
+    assert not got.dy[1, :, 2, 3].isfinite().any()
+
+
+@inside
+def test_nothing_unwritten_is_read(monkeypatch):
+    def poisoned(make_tensor):
+        return lambda *a, **k: make_tensor(*a, **k).fill_(float("nan"))
+
+    case = make((1, 9, 13), 64, 32)
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    got = through_kernels(case)
+    monkeypatch.undo()
+    check(case, got, sums=SUMS)
+
+
+@inside
+def test_local_statistics_are_mean_and_variance_alone():
+    case = make((2, 3, 5), 16, 32)
+    norm, counters = new_norm(case), kernels.new_counters(case.y.device)
+    kept = gram.product_statistics(case.y, case.w[:, :, None, None], norm, counters, local=True)
+    exact = reference(case)
+    torch.testing.assert_close(kept.coef[0].double(), exact.mean, rtol=0, atol=1e-5)
+    torch.testing.assert_close(kept.coef[1].double(), exact.rstd**-2 - norm.eps, rtol=1e-5, atol=0)
+    torch.testing.assert_close(norm.running_var, new_norm(case).running_var, rtol=0, atol=0)
+    grads = kernels.NormGradients(*(nans(3, 32, like=case.y) for _ in range(3)), local=True)
+    dw = nans(32, 16, like=case.y, dtype=torch.float16)
+    with pytest.raises(ValueError, match="no group of ranks"):
+        gram.product_backward(case.g, case.y, case.w, kept, column_sums(case.g), grads, dw, counters)
+
+
+@inside
+@pytest.mark.parametrize(("c", "n"), [(48, 64), (8, 64), (16, 24)])
+def test_other_widths_are_refused(c, n):
+    case = make((1, 2, 2), c, n)
+    with pytest.raises(ValueError, match="16, 32, 64"):
+        gram.product_statistics(case.y, case.w, new_norm(case), kernels.new_counters(case.y.device))
