@@ -11,13 +11,11 @@ that its batch norm needs follows from sums over rows that are as small as w (ca
                dw = dz.T @ y = a P' + b (w @ G')
                dy = dz @ w   = g @ (a w) + y @ Q + constant,   Q = w.T @ diag(b) @ w
 
-    normalise_with_gram   x -> y, partials of G and s      1 read, 1 write of c columns
-                          sum of the partials              [c, c]
-    product_statistics    coef, running statistics, w @ G' [n, c]
-    product_backward      partials of P                    1 read of n + c columns
-                          dw, a w, back                    [n, c]
-                          Q, constant                      [c, c]
-                          dy                               1 read of n + c columns, 1 write of c
+    normalise_with_gram   x -> y, s, and G up to 128 channels      1 read, 1 write of c columns (+ 1 read for a wider G)
+    product_statistics    coef, running statistics, w @ G'         small
+    product_backward      P                                        1 read of n + c columns
+                          dw, a w, back; Q, constant               small
+                          dy                                       1 read of n + c columns, 1 write of c
 
 The norm so sees z before it is rounded to 16 bits. References: `kernels.norm` after torch's convolution. Partials are
 summed in their order: the same bits every time.
@@ -36,20 +34,22 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from hyperbatch.kernels.norm import (
-    COLUMN_BLOCKS,
     NormGradients,
     Tiling,
+    add_partials,
     finish_statistics,
     is_last,
     matrix,
     new_coef,
     processors,
+    reducing,
     store_gradients,
     store_partials,
 )
 
+WIDEST = 128  # channels whose Gram matrix one program can hold in registers
+ROW_BLOCKS = 64  # of w at most: each takes a counter
 FAR = tl.constexpr(16.0)  # squared mean over variance from which a column is taken about a centre
-PARTS = tl.constexpr(8)  # partials summed at once
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -91,6 +91,7 @@ def _gram_kernel(
     coef,
     y,
     part,
+    counters,
     moments,
     M,
     ROWS,
@@ -100,52 +101,49 @@ def _gram_kernel(
     BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = C // BC
-    i, j, p = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
-    if i > j:  # G is symmetric
-        return
-    ci, cj = i * BC + tl.arange(0, BC), j * BC + tl.arange(0, BC)
-    scale_i, shift_i = tl.load(coef + 2 * C + ci), tl.load(coef + 3 * C + ci)
-    scale_j, shift_j = tl.load(coef + 2 * C + cj), tl.load(coef + 3 * C + cj)
-    centre_i = _centre(x, coef, scale_i, shift_i, ci, M, C, NORM, BM)
-    centre_j = _centre(x, coef, scale_j, shift_j, cj, M, C, NORM, BM)
+    """Partials of G and s for all columns at once, or, where they are too many for one program, s alone."""
+    GRAM: tl.constexpr = BC == C
+    column, p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    c = column * BC + tl.arange(0, BC)
+    scale, shift = tl.load(coef + 2 * C + c), tl.load(coef + 3 * C + c)
+    centre = tl.zeros([BC], x.dtype.element_ty)
+    if GRAM:
+        centre = _centre(x, coef, scale, shift, c, M, C, NORM, BM)
+        gram = tl.zeros([BC, BC], tl.float32)
     rows = tl.minimum(M - p * ROWS, ROWS)
     base = (p * ROWS).to(tl.int64) * C
     x += base
     y += base
-    gram = tl.zeros([BC, BC], tl.float32)
     total = tl.zeros([BM, BC], tl.float32)
     for k in tl.range(0, rows, BM, num_stages=STAGES):
         r = k + tl.arange(0, BM)
         inside = (r < rows)[:, None]
-        v = _rows(x, r, inside, cj, scale_j, shift_j, C, NORM)
+        v = _rows(x, r, inside, c, scale, shift, C, NORM)
         if NORM:
-            tl.store(y + r[:, None] * C + cj[None, :], v, mask=inside & (i == j))
-        right = tl.where(inside, v - centre_j[None, :], 0.0).to(v.dtype)
-        left = right
-        if BLOCKS > 1:
-            left = _rows(x, r, inside, ci, scale_i, shift_i, C, NORM) - centre_i[None, :]
-        total += right.to(tl.float32)
-        gram = tl.dot(tl.trans(left.to(v.dtype)), right, gram)
-    part += p * (C + 1) * C
-    tl.store(part + ci[:, None] * C + cj[None, :], gram)
-    if i == j:
-        tl.store(part + C * C + cj, tl.sum(total, 0))
-        if p == 0:
-            tl.store(moments + (C + 1) * C + cj, centre_j.to(tl.float32))
+            tl.store(y + r[:, None] * C + c[None, :], v, mask=inside)
+        v = tl.where(inside, v - centre[None, :], 0.0).to(v.dtype)
+        total += v.to(tl.float32)
+        if GRAM:
+            gram = tl.dot(tl.trans(v), v, gram)
+    total = tl.sum(total, 0)
+    if p == 0:
+        tl.store(moments + (C + 1) * C + c, centre.to(tl.float32))
+    if GRAM:
+        part += p * (C + 1) * C
+        tl.store(part + c[:, None] * C + c[None, :], gram)
+        tl.store(part + C * C + c, total)
+    else:
+        tl.store(part + p * C + c, total)
+        if is_last(counters + column, programs):
+            tl.store(moments + C * C + c, add_partials(part, programs, c, C))
 
 
 @triton.jit
-def _sum_kernel(part, moments, programs, C: tl.constexpr, BC: tl.constexpr):
-    """One row of G, or s, of all programs. Blocks below the diagonal are read from above it."""
-    row = tl.program_id(0)
+def _sum_kernel(part, moments, programs, C: tl.constexpr):
+    """One row of G, or s, of all programs."""
     c = tl.arange(0, C)
-    at = tl.where((row < C) & (row // BC > c // BC), c * C + row, row * C + c)
-    total = tl.zeros([PARTS, C], tl.float32)
-    for i in range(0, programs, PARTS):
-        p = i + tl.arange(0, PARTS)
-        total += tl.load(part + p[:, None] * (C + 1) * C + at[None, :], mask=(p < programs)[:, None], other=0.0)
-    tl.store(moments + row * C + c, tl.sum(total, 0))
+    row = tl.program_id(0) * C
+    tl.store(moments + row + c, add_partials(part + row, programs, c, (C + 1) * C))
 
 
 @triton.jit
@@ -182,7 +180,7 @@ def _statistics_kernel(
         apart = tl.load(moments + C * C + k) / M  # mean of y about its centre
         left = tl.load(w + n[:, None] * C + k[None, :]).to(tl.float32)
         right = tl.load(moments + k[:, None] * C + c[None, :]) - apart[:, None] * total[None, :]
-        product = tl.dot(left, right, product, input_precision="ieee")
+        product = tl.dot(left, right, product, input_precision="tf32x3")  # of fp32: w is exact in tf32
         mean += tl.sum(left * (tl.load(moments + (C + 1) * C + k) + apart)[None, :], 1)
     tl.store(centred + n[:, None] * C + c[None, :], product)
     own = tl.load(w + n[:, None] * C + c[None, :]).to(tl.float32)
@@ -190,45 +188,13 @@ def _statistics_kernel(
     if row == 0:
         tl.store(sums + c, total + M * tl.load(moments + (C + 1) * C + c))
     if is_last(counters + row, tl.num_programs(0)):
-        total = tl.zeros([BN], tl.float32)
+        all_squares = tl.zeros([BN], tl.float32)
         for j in range(C // BC):
-            total += tl.load(squares + j * N + n, cache_modifier=".cg")
+            all_squares += tl.load(squares + j * N + n, cache_modifier=".cg")
         # Of a constant z rounding may leave less than nothing.
-        store_partials(part, 0, 1, N, n, mean, tl.maximum(total, 0.0))
+        store_partials(part, 0, 1, N, n, mean, tl.maximum(all_squares, 0.0))
         tl.debug_barrier()  # stored by some threads, read by others
         finish_statistics(part, coef, weight, bias, running_mean, running_var, n, M, N, M, 1, momentum, eps, LOCAL)
-
-
-@triton.jit
-def _outer_kernel(
-    g,
-    y,
-    part,
-    M,
-    ROWS,
-    N: tl.constexpr,
-    C: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BC: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """P = g.T @ y of some rows."""
-    block, p = tl.program_id(0), tl.program_id(1)
-    n = block // (C // BC) * BN + tl.arange(0, BN)
-    c = block % (C // BC) * BC + tl.arange(0, BC)
-    rows = tl.minimum(M - p * ROWS, ROWS)
-    base = (p * ROWS).to(tl.int64)
-    g += base * N
-    y += base * C
-    product = tl.zeros([BN, BC], tl.float32)
-    for k in tl.range(0, rows, BM, num_stages=STAGES):
-        r = k + tl.arange(0, BM)
-        inside = (r < rows)[:, None]
-        left = tl.load(g + r[:, None] * N + n[None, :], mask=inside, other=0.0)
-        right = tl.load(y + r[:, None] * C + c[None, :], mask=inside, other=0.0)
-        product = tl.dot(tl.trans(left), right, product)
-    tl.store(part + p * N * C + n[:, None] * C + c[None, :], product)
 
 
 @triton.jit
@@ -240,8 +206,7 @@ def _largest_to_one(values, N: tl.constexpr):
 
 @triton.jit
 def _weight_gradient_kernel(
-    part,
-    programs,
+    outer,
     centred,
     sums,
     w,
@@ -258,22 +223,16 @@ def _weight_gradient_kernel(
     BN: tl.constexpr,
 ):
     """Some rows of P -> back and the gradients of the norm, dw, and a * w for the gradient of y."""
-    first = tl.program_id(0) * BN
-    n, c = first + tl.arange(0, BN), tl.arange(0, C)
-    flat = first * C + tl.arange(0, BN * C)
-    total = tl.zeros([PARTS, BN * C], tl.float32)
-    for i in range(0, programs, PARTS):
-        p = i + tl.arange(0, PARTS)
-        total += tl.load(part + p[:, None] * N * C + flat[None, :], mask=(p < programs)[:, None], other=0.0)
-    g = tl.load(sum_g + n)
-    outer = tl.reshape(tl.sum(total, 0), [BN, C]) - (g / M)[:, None] * tl.load(sums + c)[None, :]
+    n, c = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, C)
     at = n[:, None] * C + c[None, :]
+    g = tl.load(sum_g + n)
+    about_mean = tl.load(outer + at) - (g / M)[:, None] * tl.load(sums + c)[None, :]
     own = tl.load(w + at).to(tl.float32)
-    sum_gz = tl.sum(own * outer, 1)
+    sum_gz = tl.sum(own * about_mean, 1)
     store_gradients(g, sum_gz, coef, back, dweight, dbias, n, M, N, False)
     rstd, a = tl.load(coef + N + n), tl.load(coef + 2 * N + n)
     b = -a * rstd * rstd * sum_gz / M
-    tl.store(dw + at, (a[:, None] * outer + b[:, None] * tl.load(centred + at)).to(dw.dtype.element_ty))
+    tl.store(dw + at, (a[:, None] * about_mean + b[:, None] * tl.load(centred + at)).to(dw.dtype.element_ty))
     # The norm's weight may be tiny, as after a start from 0: scaled, a * w stays a normal number of 16 bits.
     unit = _largest_to_one(coef + 2 * N, N)
     tl.store(aw + at, (own * (a * unit)[:, None]).to(aw.dtype.element_ty))
@@ -391,34 +350,44 @@ class ProductNorm:
 
 def _gram_tiling(m: int, c: int) -> tuple[Tiling, int]:
     """How rows are dealt out, and the stages of the loop over them."""
-    return Tiling.of(m, c, elements=4096, warps=8, widest=128, programs=2 * processors() * (c // min(128, c))), 3
-
-
-def _outer_tiling(m: int, n: int, c: int) -> tuple[int, Tiling, int]:
-    """Columns of g and, by a tiling of y's, rows and columns of y in a program's tile; stages."""
-    across, columns = min(256, n), min(128, c)
-    programs = max(1, processors() * columns // c * across // n)
-    return across, Tiling.of(m, columns, elements=64 * columns, warps=8, widest=columns, programs=programs), 3
+    if c > WIDEST:
+        return reducing(m, c), 1
+    return Tiling.of(m, c, elements=8192, warps=8, widest=c, programs=processors()), 4
 
 
 def _input_tiling(n: int, c: int) -> tuple[int, int, int, int, int]:
     """Rows, columns and depth of a tile of dy; warps, stages."""
-    return 128, min(128, c), min(64, n), 4 if c <= 64 else 8, 3
+    return 128, min(256, c), min(64, n), 4 if c <= 64 else 8, 3
 
 
-def _moments(x: Tensor, coef: Tensor | None) -> tuple[Tensor, Moments]:
+def _as_rows(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+
+
+def _outer(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """a.T @ b of rows of 16 bits, into fp32: cuBLAS reads them as fast as the memory gives them."""
+    a, b = _as_rows(a), _as_rows(b)
+    if out.is_cuda:
+        torch.mm(a.t(), b, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(a.t().float(), b.float(), out=out)
+
+
+def _moments(x: Tensor, coef: Tensor | None, counters: Tensor) -> tuple[Tensor, Moments]:
     m, c = matrix(x)
     if c & (c - 1) or c < 16:
         raise ValueError(f"the Gram matrix of y is made for 16, 32, 64, ... channels, not for {c}")
     tiling, stages = _gram_tiling(m, c)
+    in_one_pass = tiling.columns == c
     y = x if coef is None else torch.empty_like(x)
-    part = torch.empty(tiling.programs, c + 1, c, device=x.device, dtype=torch.float32)
+    part = torch.empty(tiling.programs, c + 1 if in_one_pass else 1, c, device=x.device, dtype=torch.float32)
     about = torch.empty(c + 2, c, device=x.device, dtype=torch.float32)
-    _gram_kernel[((c // tiling.columns) ** 2, tiling.programs)](
+    _gram_kernel[(c // tiling.columns, tiling.programs)](
         x,
         about if coef is None else coef,
         y,
         part,
+        counters,
         about,
         m,
         tiling.rows_per_program,
@@ -429,18 +398,21 @@ def _moments(x: Tensor, coef: Tensor | None) -> tuple[Tensor, Moments]:
         STAGES=stages,
         num_warps=tiling.warps,
     )
-    _sum_kernel[(c + 1,)](part, about, tiling.programs, C=c, BC=tiling.columns, num_warps=4)
+    if in_one_pass:
+        _sum_kernel[(c + 1,)](part, about, tiling.programs, C=c, num_warps=4)
+    else:
+        _outer(y, y, about[:c])
     return y, Moments(about=about, rows=m)
 
 
-def normalise_with_gram(x: Tensor, coef: Tensor) -> tuple[Tensor, Moments]:
-    """y = relu(norm(x)) and its moments, in one pass over x."""
-    return _moments(x, coef)
+def normalise_with_gram(x: Tensor, coef: Tensor, counters: Tensor) -> tuple[Tensor, Moments]:
+    """y = relu(norm(x)) and its moments, in one pass over x up to 128 channels."""
+    return _moments(x, coef, counters)
 
 
-def gram(y: Tensor) -> Moments:
-    """The moments of a y that is there already: one more read of it."""
-    return _moments(y, None)[1]
+def gram(y: Tensor, counters: Tensor) -> Moments:
+    """The moments of a y that is there already."""
+    return _moments(y, None, counters)[1]
 
 
 def product_statistics(
@@ -451,11 +423,12 @@ def product_statistics(
     w: [n, c] or [n, c, 1, 1], both powers of two from 16 on. local: coef holds mean and variance alone, for ranks that
     share their statistics; what such ranks do with them is theirs, product_backward knows no group.
     """
-    moments = y if isinstance(y, Moments) else gram(y)
+    moments = y if isinstance(y, Moments) else gram(y, counters)
     n, c = w.shape[:2]
     if n & (n - 1) or n < 16:
         raise ValueError(f"the norm of a product is made for 16, 32, 64, ... channels, not for {n}")
-    rows, columns = max(16, n // COLUMN_BLOCKS), 16
+    side = 16 if c <= 64 else 32  # enough programs for a small product, larger tiles for a large one
+    rows, columns = max(min(side, n), n // ROW_BLOCKS), side
     coef = new_coef(norm)
     centred = torch.empty(n, c, device=w.device, dtype=torch.float32)
     sums = torch.empty(c, device=w.device, dtype=torch.float32)
@@ -506,30 +479,15 @@ def product_backward(
     if grads.local:
         raise ValueError("product_backward knows no group of ranks: use reduce_gradient and apply_gradient there")
     (m, c), n = matrix(y), w.shape[0]
-    across, tiling, stages = _outer_tiling(m, n, c)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, device=y.device, dtype=dtype)
 
-    part, aw, q = scratch(tiling.programs, n, c), scratch(n, c, dtype=y.dtype), scratch(c, c, dtype=y.dtype)
-    _outer_kernel[((n // across) * (c // tiling.columns), tiling.programs)](
-        g,
-        y,
-        part,
-        m,
-        tiling.rows_per_program,
-        N=n,
-        C=c,
-        BM=tiling.rows,
-        BN=across,
-        BC=tiling.columns,
-        STAGES=stages,
-        num_warps=tiling.warps,
-    )
-    rows = max(1, 256 // c)
+    outer, aw, q = scratch(n, c), scratch(n, c, dtype=y.dtype), scratch(c, c, dtype=y.dtype)
+    _outer(g, y, outer)
+    rows = max(1, min(n, 512 // c))
     _weight_gradient_kernel[(n // rows,)](
-        part,
-        tiling.programs,
+        outer,
         kept.centred,
         kept.sums,
         w,
@@ -549,7 +507,7 @@ def product_backward(
     side = min(32, c)
     constant, units, shifts = scratch(c), scratch(2), scratch(c // side, c)
     _quadratic_kernel[(c // side, c // side)](
-        w, sum_g, kept.sums, grads.back, q, constant, units, shifts, counters, m, N=n, C=c, BC=side, BK=min(64, n)
+        w, sum_g, kept.sums, grads.back, q, constant, units, shifts, counters, m, N=n, C=c, BC=side, BK=min(128, n)
     )
     dy, (rows, columns, depth, warps, stages) = torch.empty_like(y), _input_tiling(n, c)
     _input_gradient_kernel[(c // columns, triton.cdiv(m, rows))](
