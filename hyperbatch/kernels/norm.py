@@ -12,6 +12,8 @@ A channels-last tensor [n, c, h, w] is a matrix of n*h*w rows and c columns. Ref
     program p of a column block    rows [p * ROWS, (p + 1) * ROWS) -> one row of partials
     the last program to arrive     sums the partials in their order, so the bits never depend on who was last
 
+Of a small tensor, both passes run in one launch: programs wait for the last one, and find the tensor in the L2 cache.
+
 Variances are sums of squares about a value near the mean, merged by Chan's rule: never E[x^2] - E[x]^2.
 """
 
@@ -23,14 +25,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from hyperbatch.kernels import interpreted
+
+TOGETHER_BYTES = 24 << 20  # what surely stays in the L2 cache between two passes
+TOGETHER_PER_PROCESSOR = 2
 MAX_PROGRAMS = 65535  # CUDA's limit for a grid's second axis
-COLUMN_BLOCKS = 64  # most column blocks of one tensor: as many counters
+COLUMN_BLOCKS = tl.constexpr(64)  # most of one tensor: as many counters of each kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +77,8 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def new_counters(device: torch.device) -> Tensor:
-    """Counts the programs that arrived, per column block; each kernel leaves zeros. One for each stream that runs."""
-    return torch.zeros(COLUMN_BLOCKS, dtype=torch.int32, device=device)
+    """Of programs that arrived, may go on, have left, per column block; each kernel leaves zeros. One per stream."""
+    return torch.zeros(3 * COLUMN_BLOCKS.value, dtype=torch.int32, device=device)
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -88,6 +95,23 @@ def is_last(counter, programs):
 
 
 @triton.jit
+def meet(counters, column, programs, last):
+    """The programs of a column block go on together, once the last one has finished the sums."""
+    go, left = counters + COLUMN_BLOCKS + column, counters + 2 * COLUMN_BLOCKS + column
+    tl.debug_barrier()
+    if last:
+        tl.atomic_xchg(go, 1, sem="release", scope="gpu")
+    else:
+        waiting = tl.atomic_add(go, 0, sem="acquire", scope="gpu") == 0
+        while waiting:
+            waiting = tl.atomic_add(go, 0, sem="acquire", scope="gpu") == 0
+    tl.debug_barrier()
+    if tl.atomic_add(left, 1, sem="acq_rel", scope="gpu") == programs - 1:
+        tl.store(left, 0)
+        tl.store(go, 0)
+
+
+@triton.jit
 def store_partials(part, p, programs, C, c, first, second):
     tl.store(part + p * C + c, first)
     tl.store(part + (programs + p) * C + c, second)
@@ -99,7 +123,7 @@ def merge_moments(part, count, c, M, C, ROWS):
 
     One pass, about the first partial's mean: the others are near it. Squares lie `count` rows behind the means.
     """
-    AT_ONCE: tl.constexpr = 8192 // c.shape[0]
+    AT_ONCE: tl.constexpr = 2048 // c.shape[0]
     about = tl.load(part + c, cache_modifier=".cg")[None, :]
     total = tl.zeros([AT_ONCE, c.shape[0]], tl.float32)
     squares = tl.zeros([AT_ONCE, c.shape[0]], tl.float32)
@@ -141,7 +165,7 @@ def finish_statistics(
 @triton.jit
 def add_partials(part, count, c, C):
     """Column sums of `count` rows of partials."""
-    AT_ONCE: tl.constexpr = 8192 // c.shape[0]
+    AT_ONCE: tl.constexpr = 2048 // c.shape[0]
     total = tl.zeros([AT_ONCE, c.shape[0]], tl.float32)
     for i in range(0, count, AT_ONCE):
         p = i + tl.arange(0, AT_ONCE)
@@ -172,69 +196,27 @@ def finish_backward(part, coef, back, dweight, dbias, c, M, C, programs, LOCAL: 
 
 
 @triton.jit
-def _statistics_kernel(
-    x,
-    part,
-    counters,
-    coef,
-    weight,
-    bias,
-    running_mean,
-    running_var,
-    M,
-    C,
-    ROWS,
-    momentum,
-    eps,
-    LOCAL: tl.constexpr,
-    BM: tl.constexpr,
-    BC: tl.constexpr,
-):
-    column, p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    c = column * BC + tl.arange(0, BC)
-    rows = tl.minimum(M - p * ROWS, ROWS)
-    x += (p * ROWS).to(tl.int64) * C
-    about = tl.load(x + c).to(tl.float32)
-    # A tile of sums, folded once at the end: a fold in every turn would cost more than the loads.
-    total = tl.zeros([BM, BC], tl.float32)
-    squares = tl.zeros([BM, BC], tl.float32)
-    for i in range(0, rows, BM):
-        r = i + tl.arange(0, BM)
-        inside = (r < rows)[:, None]
-        v = tl.load(x + r[:, None] * C + c[None, :], mask=inside, other=0.0).to(tl.float32)
-        v = tl.where(inside, v - about[None, :], 0.0)
-        total += v
-        squares += v * v
-    apart = tl.sum(total, 0) / rows
-    store_partials(part, p, programs, C, c, about + apart, tl.sum(squares, 0) - apart * apart * rows)
-    if is_last(counters + column, programs):
-        finish_statistics(
-            part, coef, weight, bias, running_mean, running_var, c, M, C, ROWS, programs, momentum, eps, LOCAL
-        )
-
-
-@triton.jit
-def _normalise_kernel(
+def normalise_rows(
     x,
     coef,
     shortcut,
     shortcut_coef,
     y,
     bits,
-    M,
+    column,
+    base,
+    rows,
     C,
-    ROWS,
-    SHORTCUT: tl.constexpr,  # 0 none, 1 as it is, 2 to be normalised, too
-    RELU: tl.constexpr,
-    BITS: tl.constexpr,  # keep what the ReLU let through
+    SHORTCUT: tl.constexpr,
+    BITS: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
-    column, p = tl.program_id(0), tl.program_id(1)
+    """relu(norm(x) + shortcut) of `rows` rows from element `base` on."""
     c = column * BC + tl.arange(0, BC)
-    rows = tl.minimum(M - p * ROWS, ROWS)
-    base = (p * ROWS).to(tl.int64) * C
-    scale, shift = tl.load(coef + 2 * C + c)[None, :], tl.load(coef + 3 * C + c)[None, :]
+    # Past the L1 cache, which knows nothing of what another processor wrote in this launch.
+    scale = tl.load(coef + 2 * C + c, cache_modifier=".cg")[None, :]
+    shift = tl.load(coef + 3 * C + c, cache_modifier=".cg")[None, :]
     if SHORTCUT == 2:
         scale2 = tl.load(shortcut_coef + 2 * C + c)[None, :]
         shift += tl.load(shortcut_coef + 3 * C + c)[None, :]
@@ -248,15 +230,107 @@ def _normalise_kernel(
             if SHORTCUT == 2:
                 s *= scale2
             v += s
-        if RELU:
-            v = tl.where(v < 0, 0.0, v)  # a nan stays one, as in torch
-        v = v.to(y.dtype.element_ty)
+        v = tl.where(v < 0, 0.0, v).to(y.dtype.element_ty)  # a nan stays one, as in torch
         tl.store(y + at, v, mask=inside)
         if BITS:
             eights = tl.reshape((v > 0).to(tl.int32), [BM, BC // 8, 8]) << tl.arange(0, 8)[None, None, :]
             byte = column * (BC // 8) + tl.arange(0, BC // 8)
             where = base // 8 + r[:, None] * (C // 8) + byte[None, :]
             tl.store(bits + where, tl.sum(eights, 2).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def apply_rows(dy, x, coef, back, dx, column, base, rows, C, RELU: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+    """dx of `rows` rows from element `base` on."""
+    c = column * BC + tl.arange(0, BC)
+    a = tl.load(back + c, cache_modifier=".cg")[None, :]
+    b = tl.load(back + C + c, cache_modifier=".cg")[None, :]
+    d = tl.load(back + 2 * C + c, cache_modifier=".cg")[None, :]
+    if RELU:
+        scale, shift = tl.load(coef + 2 * C + c)[None, :], tl.load(coef + 3 * C + c)[None, :]
+    for i in range(0, rows, BM):
+        r = i + tl.arange(0, BM)
+        inside = (r < rows)[:, None]
+        at = base + r[:, None] * C + c[None, :]
+        g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        if RELU:
+            g = tl.where(v * scale + shift > 0, g, 0.0)
+        tl.store(dx + at, (a * g + b * v + d).to(dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _statistics_kernel(
+    x,
+    part,
+    counters,
+    coef,
+    weight,
+    bias,
+    running_mean,
+    running_var,
+    shortcut,
+    shortcut_coef,
+    y,
+    bits,
+    M,
+    C,
+    ROWS,
+    momentum,
+    eps,
+    LOCAL: tl.constexpr,
+    TOGETHER: tl.constexpr,  # normalise in the same launch
+    SHORTCUT: tl.constexpr,  # 0 none, 1 as it is, 2 to be normalised, too
+    BITS: tl.constexpr,  # keep what the ReLU let through
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+):
+    column, p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    c = column * BC + tl.arange(0, BC)
+    rows = tl.minimum(M - p * ROWS, ROWS)
+    base = (p * ROWS).to(tl.int64) * C
+    about = tl.load(x + base + c).to(tl.float32)
+    # A tile of sums, folded once at the end: a fold in every turn would cost more than the loads.
+    total = tl.zeros([BM, BC], tl.float32)
+    squares = tl.zeros([BM, BC], tl.float32)
+    for i in range(0, rows, BM):
+        r = i + tl.arange(0, BM)
+        inside = (r < rows)[:, None]
+        v = tl.load(x + base + r[:, None] * C + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        v = tl.where(inside, v - about[None, :], 0.0)
+        total += v
+        squares += v * v
+    apart = tl.sum(total, 0) / rows
+    store_partials(part, p, programs, C, c, about + apart, tl.sum(squares, 0) - apart * apart * rows)
+    last = is_last(counters + column, programs)
+    if last:
+        finish_statistics(
+            part, coef, weight, bias, running_mean, running_var, c, M, C, ROWS, programs, momentum, eps, LOCAL
+        )
+    if TOGETHER:
+        meet(counters, column, programs, last)
+        normalise_rows(x, coef, shortcut, shortcut_coef, y, bits, column, base, rows, C, SHORTCUT, BITS, BM, BC)
+
+
+@triton.jit
+def _normalise_kernel(
+    x,
+    coef,
+    shortcut,
+    shortcut_coef,
+    y,
+    bits,
+    M,
+    C,
+    ROWS,
+    SHORTCUT: tl.constexpr,
+    BITS: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+):
+    column, p = tl.program_id(0), tl.program_id(1)
+    base, rows = (p * ROWS).to(tl.int64) * C, tl.minimum(M - p * ROWS, ROWS)
+    normalise_rows(x, coef, shortcut, shortcut_coef, y, bits, column, base, rows, C, SHORTCUT, BITS, BM, BC)
 
 
 @triton.jit
@@ -269,11 +343,13 @@ def _reduce_kernel(
     back,
     dweight,
     dbias,
+    dx,
     M,
     C,
     ROWS,
     RELU: tl.constexpr,
     LOCAL: tl.constexpr,
+    TOGETHER: tl.constexpr,  # apply in the same launch
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -296,8 +372,12 @@ def _reduce_kernel(
         first += g
         second += g * (v - mean)
     store_partials(part, p, programs, C, c, tl.sum(first, 0), tl.sum(second, 0))
-    if is_last(counters + column, programs):
+    last = is_last(counters + column, programs)
+    if last:
         finish_backward(part, coef, back, dweight, dbias, c, M, C, programs, LOCAL)
+    if TOGETHER:
+        meet(counters, column, programs, last)
+        apply_rows(dy, x, coef, back, dx, column, base, rows, C, RELU, BM, BC)
 
 
 @triton.jit
@@ -315,20 +395,8 @@ def _apply_kernel(
     BC: tl.constexpr,
 ):
     column, p = tl.program_id(0), tl.program_id(1)
-    c = column * BC + tl.arange(0, BC)
-    rows = tl.minimum(M - p * ROWS, ROWS)
-    base = (p * ROWS).to(tl.int64) * C
-    a, b, d = tl.load(back + c)[None, :], tl.load(back + C + c)[None, :], tl.load(back + 2 * C + c)[None, :]
-    scale, shift = tl.load(coef + 2 * C + c)[None, :], tl.load(coef + 3 * C + c)[None, :]
-    for i in range(0, rows, BM):
-        r = i + tl.arange(0, BM)
-        inside = (r < rows)[:, None]
-        at = base + r[:, None] * C + c[None, :]
-        g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        if RELU:
-            g = tl.where(v * scale + shift > 0, g, 0.0)
-        tl.store(dx + at, (a * g + b * v + d).to(dx.dtype.element_ty), mask=inside)
+    base, rows = (p * ROWS).to(tl.int64) * C, tl.minimum(M - p * ROWS, ROWS)
+    apply_rows(dy, x, coef, back, dx, column, base, rows, C, RELU, BM, BC)
 
 
 @triton.jit
@@ -350,6 +418,8 @@ def _join_reduce_kernel(
     back2,
     dweight2,
     dbias2,
+    dx,
+    dx2,
     M,
     C,
     ROWS,
@@ -358,6 +428,7 @@ def _join_reduce_kernel(
     ADD: tl.constexpr,  # dy2 is there
     NORMS: tl.constexpr,  # whose x is at hand: 0 to 2
     LOCAL: tl.constexpr,
+    TOGETHER: tl.constexpr,  # apply in the same launch
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -403,7 +474,8 @@ def _join_reduce_kernel(
         tl.store(part + (programs + p) * C + c, tl.sum(second, 0))
     if NORMS == 2:
         tl.store(part + (2 * programs + p) * C + c, tl.sum(third, 0))
-    if is_last(counters + column, programs):
+    last = is_last(counters + column, programs)
+    if last:
         sum_g = add_partials(part, programs, c, C)
         tl.store(sums + c, sum_g)
         if NORMS > 0:
@@ -412,6 +484,11 @@ def _join_reduce_kernel(
         if NORMS == 2:
             sum_gx = add_partials(part + 2 * programs * C, programs, c, C)
             store_gradients(sum_g, sum_gx, coef2, back2, dweight2, dbias2, c, M, C, LOCAL)
+    if TOGETHER:
+        meet(counters, column, programs, last)
+        apply_rows(g_out, x, coef, back, dx, column, base, rows, C, False, BM, BC)
+        if NORMS == 2:
+            apply_rows(g_out, x2, coef2, back2, dx2, column, base, rows, C, False, BM, BC)
 
 
 # --- what the models call ---------------------------------------------------------------------------------------------
@@ -428,8 +505,26 @@ def streaming(m: int, c: int) -> Tiling:
 
 
 def reducing(m: int, c: int, *, elements: int = 4096, warps: int = 8, per_processor: int = 4) -> Tiling:
-    """Sums: as many programs as run at once, so that few partials are left."""
+    """Sums: about as many programs as run at once, so that few partials are left."""
     return Tiling.of(m, c, elements=elements, warps=warps, widest=64, programs=processors() * per_processor)
+
+
+def together(m: int, c: int) -> Tiling:
+    """Sums and what follows from them in one launch: programs wait for each other, so all must run at once.
+
+    The interpreter runs one after the other: there, one a column block.
+    """
+    return reducing(m, c, per_processor=0 if interpreted() else TOGETHER_PER_PROCESSOR)
+
+
+def fits_cache(x: Tensor, tensors: int) -> bool:
+    """Whether a second pass over this many tensors like x would find them in the L2 cache, and launches count more."""
+    return x.numel() * x.element_size() * tensors <= TOGETHER_BYTES
+
+
+def _waiting(is_together: bool) -> dict[str, Any]:
+    """Launch options: the driver refuses a grid whose programs cannot all run at once, instead of letting them hang."""
+    return {"launch_cooperative_grid": True, "maxnreg": 65536 // (256 * TOGETHER_PER_PROCESSOR)} if is_together else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,8 +546,73 @@ def statistics(x: Tensor, norm: nn.BatchNorm2d, counters: Tensor, *, local: bool
 
     local: mean and variance alone, for ranks that share their statistics.
     """
+    coef = new_coef(norm)
+    _statistics(x, norm, counters, coef, None, None, None, None, local=local)
+    return coef
+
+
+def normalise(x: Tensor, coef: Tensor) -> Tensor:
+    """relu(norm(x))."""
+    y = torch.empty_like(x)
+    _normalise(x, coef, None, None, y, None)
+    return y
+
+
+def join(x: Tensor, coef: Tensor, shortcut: Tensor, shortcut_coef: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out = relu(norm(x) + shortcut), and its bits; with a coef the shortcut is normalised, too.
+
+    bits: uint8, one bit per element, in the order of memory: where out > 0.
+    """
+    out, bits = torch.empty_like(x), _new_bits(x)
+    _normalise(x, coef, shortcut, shortcut_coef, out, bits)
+    return out, bits
+
+
+def norm_relu(x: Tensor, norm: nn.BatchNorm2d, counters: Tensor) -> tuple[Tensor, Tensor]:
+    """(relu(norm(x)), coef): `statistics` and `normalise`, in one launch where x is small."""
+    if not fits_cache(x, 1):
+        coef = statistics(x, norm, counters)
+        return normalise(x, coef), coef
+    y, coef = torch.empty_like(x), new_coef(norm)
+    _statistics(x, norm, counters, coef, None, None, y, None)
+    return y, coef
+
+
+def norm_join(
+    x: Tensor, norm: nn.BatchNorm2d, counters: Tensor, shortcut: Tensor, shortcut_coef: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, bits, coef): `statistics` and `join`, in one launch where x is small."""
+    if not fits_cache(x, 1):
+        coef = statistics(x, norm, counters)
+        return *join(x, coef, shortcut, shortcut_coef), coef
+    out, bits, coef = torch.empty_like(x), _new_bits(x), new_coef(norm)
+    _statistics(x, norm, counters, coef, shortcut, shortcut_coef, out, bits)
+    return out, bits, coef
+
+
+def _new_bits(x: Tensor) -> Tensor:
+    return torch.empty(x.numel() // 8, dtype=torch.uint8, device=x.device)
+
+
+def _shortcut_kind(shortcut: Tensor | None, shortcut_coef: Tensor | None) -> int:
+    return 0 if shortcut is None else 1 if shortcut_coef is None else 2
+
+
+def _statistics(
+    x: Tensor,
+    norm: nn.BatchNorm2d,
+    counters: Tensor,
+    coef: Tensor,
+    shortcut: Tensor | None,
+    shortcut_coef: Tensor | None,
+    y: Tensor | None,
+    bits: Tensor | None,
+    *,
+    local: bool = False,
+) -> None:
+    """Into coef; and, with y, normalises into it."""
     m, c = matrix(x)
-    coef, tiling = new_coef(norm), reducing(m, c, elements=8192)
+    tiling = reducing(m, c, elements=8192, per_processor=2) if y is None else together(m, c)
     part = x.new_empty(2, tiling.programs, c, dtype=torch.float32)
     _statistics_kernel[(c // tiling.columns, tiling.programs)](
         x,
@@ -463,38 +623,36 @@ def statistics(x: Tensor, norm: nn.BatchNorm2d, counters: Tensor, *, local: bool
         norm.bias,
         norm.running_mean,
         norm.running_var,
+        x if shortcut is None else shortcut,
+        coef if shortcut_coef is None else shortcut_coef,
+        x if y is None else y,
+        x if bits is None else bits,
         m,
         c,
         tiling.rows_per_program,
         norm.momentum,
         norm.eps,
         LOCAL=local,
+        TOGETHER=y is not None,
+        SHORTCUT=_shortcut_kind(shortcut, shortcut_coef),
+        BITS=bits is not None,
         BM=tiling.rows,
         BC=tiling.columns,
         num_warps=tiling.warps,
+        **_waiting(y is not None),
     )
-    return coef
-
-
-def normalise(x: Tensor, coef: Tensor) -> Tensor:
-    """relu(norm(x))."""
-    return _normalise(x, coef, None, None, None)
-
-
-def join(x: Tensor, coef: Tensor, shortcut: Tensor, shortcut_coef: Tensor | None) -> tuple[Tensor, Tensor]:
-    """out = relu(norm(x) + shortcut), and its bits; with a coef the shortcut is normalised, too.
-
-    bits: uint8, one bit per element, in the order of memory: where out > 0.
-    """
-    bits = torch.empty(x.numel() // 8, dtype=torch.uint8, device=x.device)
-    return _normalise(x, coef, shortcut, shortcut_coef, bits), bits
 
 
 def _normalise(
-    x: Tensor, coef: Tensor, shortcut: Tensor | None, shortcut_coef: Tensor | None, bits: Tensor | None
-) -> Tensor:
+    x: Tensor,
+    coef: Tensor,
+    shortcut: Tensor | None,
+    shortcut_coef: Tensor | None,
+    y: Tensor,
+    bits: Tensor | None,
+) -> None:
     m, c = matrix(x)
-    y, tiling = torch.empty_like(x), streaming(m, c)
+    tiling = streaming(m, c)
     _normalise_kernel[(c // tiling.columns, tiling.programs)](
         x,
         coef,
@@ -505,20 +663,33 @@ def _normalise(
         m,
         c,
         tiling.rows_per_program,
-        SHORTCUT=0 if shortcut is None else 1 if shortcut_coef is None else 2,
-        RELU=True,
+        SHORTCUT=_shortcut_kind(shortcut, shortcut_coef),
         BITS=bits is not None,
         BM=tiling.rows,
         BC=tiling.columns,
         num_warps=tiling.warps,
     )
-    return y
 
 
-def reduce_gradient(dy: Tensor, x: Tensor, coef: Tensor, grads: NormGradients, counters: Tensor, *, relu: bool) -> None:
-    """Fills `grads` of y = norm(x), or relu of it, from dy."""
+def norm_relu_backward(dy: Tensor, x: Tensor, coef: Tensor, grads: NormGradients, counters: Tensor) -> Tensor:
+    """dx of relu(norm(x)); fills `grads`. Ranks that share statistics take the two steps themselves."""
+    assert not grads.local
+    if not fits_cache(x, 2):
+        reduce_gradient(dy, x, coef, grads, counters)
+        return apply_gradient(dy, x, coef, grads.back, relu=True)
+    dx = torch.empty_like(x)
+    _reduce(dy, x, coef, grads, counters, dx)
+    return dx
+
+
+def reduce_gradient(dy: Tensor, x: Tensor, coef: Tensor, grads: NormGradients, counters: Tensor) -> None:
+    """Fills `grads` of y = relu(norm(x)) from dy."""
+    _reduce(dy, x, coef, grads, counters, None)
+
+
+def _reduce(dy: Tensor, x: Tensor, coef: Tensor, grads: NormGradients, counters: Tensor, dx: Tensor | None) -> None:
     m, c = matrix(x)
-    tiling = reducing(m, c)
+    tiling = reducing(m, c) if dx is None else together(m, c)
     part = x.new_empty(2, tiling.programs, c, dtype=torch.float32)
     _reduce_kernel[(c // tiling.columns, tiling.programs)](
         dy,
@@ -529,14 +700,17 @@ def reduce_gradient(dy: Tensor, x: Tensor, coef: Tensor, grads: NormGradients, c
         grads.back,
         grads.weight,
         grads.bias,
+        x if dx is None else dx,
         m,
         c,
         tiling.rows_per_program,
-        RELU=relu,
+        RELU=True,
         LOCAL=grads.local,
+        TOGETHER=dx is not None,
         BM=tiling.rows,
         BC=tiling.columns,
         num_warps=tiling.warps,
+        **_waiting(dx is not None),
     )
 
 
@@ -561,46 +735,75 @@ def apply_gradient(dy: Tensor, x: Tensor, coef: Tensor, back: Tensor, *, relu: b
     return dx
 
 
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A norm whose output went into a sum."""
+
+    x: Tensor
+    coef: Tensor
+    grads: NormGradients
+
+
+def join_backward(
+    dy: Tensor, bits: Tensor, branches: Sequence[Branch], counters: Tensor, *, dy2: Tensor | None = None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(g, its column sums, dx of each branch): `reduce_joined_gradient` and `apply_gradient` of each branch, in one
+    launch where they are small. Ranks that share statistics take the steps themselves."""
+    assert not any(branch.grads.local for branch in branches)
+    if not branches or not fits_cache(branches[0].x, 3 + len(branches)):
+        g, sums = reduce_joined_gradient(dy, bits, branches, counters, dy2=dy2)
+        return g, sums, [apply_gradient(g, b.x, b.coef, b.grads.back, relu=False) for b in branches]
+    dxs = [torch.empty_like(branch.x) for branch in branches]
+    return *_join_reduce(dy, bits, branches, counters, dy2, dxs), dxs
+
+
 def reduce_joined_gradient(
-    dy: Tensor,
-    bits: Tensor,
-    branches: Sequence[tuple[Tensor, Tensor, NormGradients]],
-    counters: Tensor,
-    *,
-    dy2: Tensor | None = None,
+    dy: Tensor, bits: Tensor, branches: Sequence[Branch], counters: Tensor, *, dy2: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(g, its column sums): g, the gradient of the sum in out = relu(sum), is dy (+ dy2) where `bits` are set.
 
-    branches: (x, coef, gradients) of up to two norms before the sum, whose gradients are filled.
+    branches: up to two norms before the sum, whose gradients are filled.
     A dy that repeats each image's value over its pixels (strides of 0) is read once per image.
     """
+    return _join_reduce(dy, bits, branches, counters, dy2, None)
+
+
+def _join_reduce(
+    dy: Tensor,
+    bits: Tensor,
+    branches: Sequence[Branch],
+    counters: Tensor,
+    dy2: Tensor | None,
+    dxs: list[Tensor] | None,
+) -> tuple[Tensor, Tensor]:
     m, c = matrix(dy)
     g = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
     pooled = m > len(dy) and dy.stride(2) == 0 and dy.stride(3) == 0
     dy = dy[:, :, 0, 0].contiguous() if pooled else channels_last(dy)
-    tiling = reducing(m, c, warps=4, per_processor=8)
+    tiling = reducing(m, c, per_processor=4) if dxs is None else together(m, c)
     part = g.new_empty(1 + len(branches), tiling.programs, c, dtype=torch.float32)
     sums = part.new_empty(c)
-    unused = (g, sums, NormGradients(sums, sums, sums))
-    (x, coef, grads), (x2, coef2, grads2) = (branches[0], branches[-1]) if branches else (unused, unused)
+    first, last = (branches[0], branches[-1]) if branches else (Branch(g, sums, NormGradients(sums, sums, sums)),) * 2
     _join_reduce_kernel[(c // tiling.columns, tiling.programs)](
         dy,
         dy if dy2 is None else dy2,
         bits,
-        x,
-        coef,
-        x2,
-        coef2,
+        first.x,
+        first.coef,
+        last.x,
+        last.coef,
         g,
         part,
         counters,
         sums,
-        grads.back,
-        grads.weight,
-        grads.bias,
-        grads2.back,
-        grads2.weight,
-        grads2.bias,
+        first.grads.back,
+        first.grads.weight,
+        first.grads.bias,
+        last.grads.back,
+        last.grads.weight,
+        last.grads.bias,
+        g if dxs is None else dxs[0],
+        g if dxs is None else dxs[-1],
         m,
         c,
         tiling.rows_per_program,
@@ -608,9 +811,11 @@ def reduce_joined_gradient(
         POOLED=pooled,
         ADD=dy2 is not None,
         NORMS=len(branches),
-        LOCAL=grads.local,
+        LOCAL=first.grads.local,
+        TOGETHER=dxs is not None,
         BM=tiling.rows,
         BC=tiling.columns,
         num_warps=tiling.warps,
+        **_waiting(dxs is not None),
     )
     return g, sums

@@ -110,7 +110,7 @@ def _pool_kernel(
 
 
 @triton.jit
-def _reduce_kernel(
+def _pool_reduce_kernel(
     dpooled,
     peak,
     coef,
@@ -151,7 +151,7 @@ def _reduce_kernel(
 
 
 @triton.jit
-def _apply_kernel(
+def _pool_apply_kernel(
     dpooled,
     tap,
     x,
@@ -234,7 +234,7 @@ def reduce_pool_gradient(
     m, c = matrix(dpooled)
     tiling = reducing(m, c)
     part = x.new_empty(2, tiling.programs, c, dtype=torch.float32)
-    _reduce_kernel[(c // tiling.columns, tiling.programs)](
+    _pool_reduce_kernel[(c // tiling.columns, tiling.programs)](
         dpooled,
         peaks.value,
         coef,
@@ -261,5 +261,5 @@ def apply_pool_gradient(
     dx = torch.empty_like(x)
     down, across = (triton.cdiv(side, stride) for side in x.shape[2:])
     window = {"KERNEL": kernel, "STRIDE": stride, "PADDING": padding}
-    _launch(_apply_kernel, [dpooled, peaks.tap, x, back, dx], x, dpooled, down, across, window)
+    _launch(_pool_apply_kernel, [dpooled, peaks.tap, x, back, dx], x, dpooled, down, across, window)
     return dx

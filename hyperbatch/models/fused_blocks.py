@@ -43,27 +43,37 @@ class Layer:
         """Whether statistics span a group of ranks."""
         return self.norm.norm_group is not None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(z, coef): the convolution's output and its norm's coefficients."""
-        z = convolution.convolve(x, self.conv)
+    def statistics(self, z: Tensor) -> Tensor:
+        """coef of the norm for the convolution's output z."""
         coef = kernels.statistics(z, self.norm, self.counters, local=self.shared)
-        return z, share_statistics(coef, kernels.matrix(z)[0], self.norm) if self.shared else coef
+        return share_statistics(coef, kernels.matrix(z)[0], self.norm) if self.shared else coef
+
+    def norm_relu(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """(relu(norm(z)), coef)."""
+        if not self.shared:
+            return kernels.norm_relu(z, self.norm, self.counters)
+        coef = self.statistics(z)
+        return kernels.normalise(z, coef), coef
+
+    def norm_join(self, z: Tensor, shortcut: Tensor, shortcut_coef: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(relu(norm(z) + shortcut), its bits, coef)."""
+        if not self.shared:
+            return kernels.norm_join(z, self.norm, self.counters, shortcut, shortcut_coef)
+        coef = self.statistics(z)
+        return *kernels.join(z, coef, shortcut, shortcut_coef), coef
 
     def new_gradients(self) -> kernels.NormGradients:
         back = torch.empty(3, self.norm.num_features, device=self.norm.weight.device)
         return kernels.NormGradients(back, new_grad(self.norm.weight), new_grad(self.norm.bias), local=self.shared)
 
-    def reduce(self, dy: Tensor, z: Tensor, coef: Tensor) -> kernels.NormGradients:
-        """Gradients of relu(norm(z)) with respect to the norm's parameters."""
+    def norm_relu_backward(self, dy: Tensor, z: Tensor, coef: Tensor) -> tuple[Tensor, kernels.NormGradients]:
+        """dz from the gradient of relu(norm(z)), and the norm's own gradients."""
         grads = self.new_gradients()
-        kernels.reduce_gradient(dy, z, coef, grads, self.counters, relu=True)
-        return self.settle(grads, coef)
-
-    def settle(self, grads: kernels.NormGradients, coef: Tensor) -> kernels.NormGradients:
-        """After its sums are there: ranks that share statistics add them up."""
-        if self.shared:
-            share_sums(grads, coef, self.norm)
-        return grads
+        if not self.shared:
+            return kernels.norm_relu_backward(dy, z, coef, grads, self.counters), grads
+        kernels.reduce_gradient(dy, z, coef, grads, self.counters)
+        share_sums(grads, coef, self.norm)
+        return kernels.apply_gradient(dy, z, coef, grads.back, relu=True), grads
 
     def weight_gradient(self, dz: Tensor, x: Tensor) -> Tensor:
         return convolution.weight_gradient(dz, x, self.conv, new_grad(self.conv.weight))
@@ -85,18 +95,22 @@ class Residual(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: FusedBlock, before: Handover | None, after: Handover, *_: Tensor) -> Tensor:
         inputs, outputs, coefs = [x], [], []
-        for layer in block.path:
-            z, coef = layer.forward(inputs[-1])
-            outputs.append(z)
+        for layer in block.path[:-1]:
+            outputs.append(convolution.convolve(inputs[-1], layer.conv))
+            y, coef = layer.norm_relu(outputs[-1])
+            inputs.append(y)
             coefs.append(coef)
-            if layer is not block.path[-1]:
-                inputs.append(kernels.normalise(z, coef))
+        last = block.path[-1]
+        outputs.append(convolution.convolve(inputs[-1], last.conv))
         shortcut, shortcut_coef = x, None
         if block.shortcut is not None:
-            shortcut, shortcut_coef = block.shortcut.forward(x)
+            shortcut = convolution.convolve(x, block.shortcut.conv)
+            shortcut_coef = block.shortcut.statistics(shortcut)
+        out, bits, coef = last.norm_join(outputs[-1], shortcut, shortcut_coef)
+        coefs.append(coef)
+        if shortcut_coef is not None:
             outputs.append(shortcut)
             coefs.append(shortcut_coef)
-        out, bits = kernels.join(outputs[len(block.path) - 1], coefs[len(block.path) - 1], shortcut, shortcut_coef)
         ctx.save_for_backward(bits, *inputs, *outputs, *coefs)
         ctx.block, ctx.before, ctx.after = block, before, after
         return out
@@ -108,30 +122,25 @@ class Residual(torch.autograd.Function):
         bits, *kept = ctx.saved_tensors
         inputs, outputs, coefs = kept[:depth], kept[depth : depth + len(layers)], kept[depth + len(layers) :]
         grads: list[Any] = [None] * len(layers)
-        weights: list[Tensor] = [bits] * len(layers)
+        weights: list[Any] = [None] * len(layers)
 
-        # The sum: its gradient goes down both branches, the norms at their ends take their sums on the way.
+        # The sum: its gradient g goes down both branches, through the norms at their ends.
         ends = range(depth - 1, len(layers))
         for i in ends:
             grads[i] = layers[i].new_gradients()
-        branches = [(outputs[i], coefs[i], grads[i]) for i in ends]
-        g, _ = kernels.reduce_joined_gradient(dy, bits, branches, block.counters, dy2=ctx.after.take())
-        for i in ends:
-            layers[i].settle(grads[i], coefs[i])
+        branches = [kernels.Branch(outputs[i], coefs[i], grads[i]) for i in ends]
+        g, dzs = block.join_backward(dy, ctx.after.take(), bits, branches)
 
         through_shortcut = g
         if block.shortcut is not None:
-            dz = kernels.apply_gradient(g, outputs[depth], coefs[depth], grads[depth].back, relu=False)
-            weights[depth] = block.shortcut.weight_gradient(dz, inputs[0])
-            through_shortcut = convolution.input_gradient(dz, inputs[0], block.shortcut.conv)
-        d = g
+            weights[depth] = block.shortcut.weight_gradient(dzs[1], inputs[0])
+            through_shortcut = convolution.input_gradient(dzs[1], inputs[0], block.shortcut.conv)
+        dz, d = dzs[0], g
         for i in reversed(range(depth)):
-            layer, last = layers[i], i == depth - 1
-            if not last:
-                grads[i] = layer.reduce(d, outputs[i], coefs[i])
-            dz = kernels.apply_gradient(d, outputs[i], coefs[i], grads[i].back, relu=not last)
-            weights[i] = layer.weight_gradient(dz, inputs[i])
-            d = convolution.input_gradient(dz, inputs[i], layer.conv)
+            if i < depth - 1:
+                dz, grads[i] = layers[i].norm_relu_backward(d, outputs[i], coefs[i])
+            weights[i] = layers[i].weight_gradient(dz, inputs[i])
+            d = convolution.input_gradient(dz, inputs[i], layers[i].conv)
         if ctx.before is None:
             d = d.add_(through_shortcut)
         else:
@@ -145,11 +154,13 @@ class ConvNormPool(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Layer, window: dict[str, int] | None, *_: Tensor) -> Tensor:
-        z, coef = layer.forward(x)
+        z = convolution.convolve(x, layer.conv)
         ctx.layer, ctx.window = layer, window
         if window is None:
+            y, coef = layer.norm_relu(z)
             ctx.save_for_backward(x, z, coef)
-            return kernels.normalise(z, coef)
+            return y
+        coef = layer.statistics(z)
         pooled, peaks = pool.normalise_pool(z, coef, **window)
         ctx.save_for_backward(x, z, coef, peaks.value, peaks.tap)
         return pooled
@@ -160,12 +171,12 @@ class ConvNormPool(torch.autograd.Function):
         x, z, coef, *peaks = ctx.saved_tensors
         dy = kernels.channels_last(dy)
         if ctx.window is None:
-            grads = layer.reduce(dy, z, coef)
-            dz = kernels.apply_gradient(dy, z, coef, grads.back, relu=True)
+            dz, grads = layer.norm_relu_backward(dy, z, coef)
         else:
             peaks, grads = pool.Peaks(value=peaks[0], tap=peaks[1]), layer.new_gradients()
             pool.reduce_pool_gradient(dy, peaks, z, coef, grads, layer.counters)
-            layer.settle(grads, coef)
+            if layer.shared:
+                share_sums(grads, coef, layer.norm)
             dz = pool.apply_pool_gradient(dy, peaks, z, grads.back, **ctx.window)
         dw = layer.weight_gradient(dz, x)
         dx = convolution.input_gradient(dz, x, layer.conv) if ctx.needs_input_grad[0] else None
@@ -204,6 +215,18 @@ class FusedBlock:
     def layers(self) -> list[Layer]:
         """Those of the path, then the shortcut's."""
         return self.path if self.shortcut is None else [*self.path, self.shortcut]
+
+    def join_backward(
+        self, dy: Tensor, dy2: Tensor | None, bits: Tensor, branches: list[kernels.Branch]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """(g, dz of each branch)."""
+        if not self.path[-1].shared:
+            g, _, dzs = kernels.join_backward(dy, bits, branches, self.counters, dy2=dy2)
+            return g, dzs
+        g, _ = kernels.reduce_joined_gradient(dy, bits, branches, self.counters, dy2=dy2)
+        for branch, layer in zip(branches, self.layers[len(self.path) - 1 :], strict=True):
+            share_sums(branch.grads, branch.coef, layer.norm)
+        return g, [kernels.apply_gradient(g, b.x, b.coef, b.grads.back, relu=False) for b in branches]
 
     def __call__(self, x: Tensor, before: Handover | None) -> tuple[Tensor, Handover]:
         after = Handover()
@@ -268,7 +291,7 @@ def _window(module: nn.Module) -> dict[str, int] | None:
 
 
 def _images(images: Tensor, first: Layer) -> Tensor:
-    return kernels.channels_last(images.to(first.conv.weight.dtype))
+    return convolution.padded(kernels.channels_last(images.to(first.conv.weight.dtype)))
 
 
 def _batch_counts(model: nn.Module, but: nn.Module | None = None) -> list[Tensor]:
