@@ -6,9 +6,11 @@ done; weight gradients are written where the arena keeps them.
     x ─┬─ conv norm relu ─ conv norm relu ─ conv norm ─(+)─ relu ─ out
        └───────────────── [conv norm] ──────────────────┘
 
-Kept for backward: inputs and outputs of the convolutions, and one bit per element of out. The gradient of the shortcut
-does not pass through autograd, which would spend a pass on adding it: it is handed to the block before, whose backward
-reads both parts anyway.
+Kept for backward: inputs and outputs of the convolutions, and one bit per element of out. Of the widest tensor, the
+output of the last 1x1 convolution, not even that: its norm follows from the moments of its input (`kernels.gram`).
+
+The gradient of the shortcut does not pass through autograd, which would spend a pass on adding it: it is handed to the
+block before, whose backward reads both parts anyway.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyperbatch.kernels import conv as convolution
+from hyperbatch.kernels import gram, pool
 from hyperbatch.kernels import norm as kernels
-from hyperbatch.kernels import pool
 from hyperbatch.models.alexnet import AlexNetBN, classify
 from hyperbatch.models.layers import to_logits
 from hyperbatch.models.norm import BatchNorm2d, gather_rows, pool_moments
 from hyperbatch.models.resnet import BasicBlock, Bottleneck, ResNet
+
+BY_MOMENTS_BYTES = 64 << 20  # a convolution's output from which on its norm is taken from the moments of the input
 
 
 class Layer:
@@ -75,8 +79,26 @@ class Layer:
         share_sums(grads, coef, self.norm)
         return kernels.apply_gradient(dy, z, coef, grads.back, relu=True), grads
 
+    def by_moments(self, x: Tensor) -> bool:
+        """Whether the norm of the convolution's output is taken from the moments of its input: a product whose output
+        is too large for the L2 cache, of channels that the kernels can take."""
+        n, c = self.conv.weight.shape[:2]
+        large = x.numel() // c * n * x.element_size() >= BY_MOMENTS_BYTES
+        powers = n & (n - 1) == 0 and c & (c - 1) == 0 and c >= 16
+        return large and powers and not self.shared and convolution.is_product(self.conv)
+
+    def statistics_of_product(self, x: Tensor, z: Tensor) -> Tensor | gram.ProductNorm:
+        """Of z = conv(x), from x where that is cheaper."""
+        if not self.by_moments(x):
+            return self.statistics(z)
+        return gram.product_statistics(x, self.conv.weight, self.norm, self.counters)
+
     def weight_gradient(self, dz: Tensor, x: Tensor) -> Tensor:
         return convolution.weight_gradient(dz, x, self.conv, new_grad(self.conv.weight))
+
+
+def coef_of(norm: Tensor | gram.ProductNorm) -> Tensor:
+    return norm.coef if isinstance(norm, gram.ProductNorm) else norm
 
 
 class Handover:
@@ -94,24 +116,42 @@ class Residual(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: FusedBlock, before: Handover | None, after: Handover, *_: Tensor) -> Tensor:
-        inputs, outputs, coefs = [x], [], []
-        for layer in block.path[:-1]:
-            outputs.append(convolution.convolve(inputs[-1], layer.conv))
-            y, coef = layer.norm_relu(outputs[-1])
+        depth, layers = len(block.path), block.layers
+        inputs, outputs = [x], [x] * len(layers)
+        norms: list[Any] = [None] * len(layers)  # a coef, or what a norm of a product keeps
+        moments = None
+        for i, layer in enumerate(block.path[:-1]):
+            outputs[i] = convolution.convolve(inputs[-1], layer.conv)
+            if i == depth - 2 and block.path[-1].by_moments(outputs[i]):
+                norms[i] = layer.statistics(outputs[i])
+                y, moments = gram.normalise_with_gram(outputs[i], norms[i], block.counters)
+            else:
+                y, norms[i] = layer.norm_relu(outputs[i])
             inputs.append(y)
-            coefs.append(coef)
-        last = block.path[-1]
-        outputs.append(convolution.convolve(inputs[-1], last.conv))
+
         shortcut, shortcut_coef = x, None
         if block.shortcut is not None:
-            shortcut = convolution.convolve(x, block.shortcut.conv)
-            shortcut_coef = block.shortcut.statistics(shortcut)
-        out, bits, coef = last.norm_join(outputs[-1], shortcut, shortcut_coef)
-        coefs.append(coef)
-        if shortcut_coef is not None:
-            outputs.append(shortcut)
-            coefs.append(shortcut_coef)
-        ctx.save_for_backward(bits, *inputs, *outputs, *coefs)
+            outputs[depth] = shortcut = convolution.convolve(x, block.shortcut.conv)
+            norms[depth] = block.shortcut.statistics_of_product(x, shortcut)
+            shortcut_coef = coef_of(norms[depth])
+        last, end = block.path[-1], depth - 1
+        outputs[end] = convolution.convolve(inputs[-1], last.conv)
+        if moments is None:
+            out, bits, norms[end] = last.norm_join(outputs[end], shortcut, shortcut_coef)
+        else:
+            norms[end] = gram.product_statistics(moments, last.conv.weight, last.norm, block.counters)
+            out, bits = kernels.join(outputs[end], norms[end].coef, shortcut, shortcut_coef)
+
+        # The output of a product whose norm knows its moments is not needed again.
+        products = [norm if isinstance(norm, gram.ProductNorm) else None for norm in norms]
+        ctx.save_for_backward(
+            bits,
+            *inputs,
+            *(z if product is None else None for z, product in zip(outputs, products)),
+            *(coef_of(norm) for norm in norms),
+            *(product and product.centred for product in products),
+            *(product and product.sums for product in products),
+        )
         ctx.block, ctx.before, ctx.after = block, before, after
         return out
 
@@ -120,7 +160,8 @@ class Residual(torch.autograd.Function):
         block: FusedBlock = ctx.block
         depth, layers = len(block.path), block.layers
         bits, *kept = ctx.saved_tensors
-        inputs, outputs, coefs = kept[:depth], kept[depth : depth + len(layers)], kept[depth + len(layers) :]
+        inputs, rest = kept[:depth], kept[depth:]
+        outputs, coefs, centred, sums = (rest[i : i + len(layers)] for i in range(0, len(rest), len(layers)))
         grads: list[Any] = [None] * len(layers)
         weights: list[Any] = [None] * len(layers)
 
@@ -128,17 +169,25 @@ class Residual(torch.autograd.Function):
         ends = range(depth - 1, len(layers))
         for i in ends:
             grads[i] = layers[i].new_gradients()
-        branches = [kernels.Branch(outputs[i], coefs[i], grads[i]) for i in ends]
-        g, dzs = block.join_backward(dy, ctx.after.take(), bits, branches)
+        plain = [i for i in ends if outputs[i] is not None]
+        branches = [kernels.Branch(outputs[i], coefs[i], grads[i]) for i in plain]
+        g, sum_g, dzs = block.join_backward(dy, ctx.after.take(), bits, branches)
 
-        through_shortcut = g
-        if block.shortcut is not None:
-            weights[depth] = block.shortcut.weight_gradient(dzs[1], inputs[0])
-            through_shortcut = convolution.input_gradient(dzs[1], inputs[0], block.shortcut.conv)
-        dz, d = dzs[0], g
-        for i in reversed(range(depth)):
-            if i < depth - 1:
-                dz, grads[i] = layers[i].norm_relu_backward(d, outputs[i], coefs[i])
+        def through(i: int, x: Tensor) -> Tensor:
+            """The gradient of x, the input of the layer at an end; leaves that of its weight."""
+            if i in plain:
+                dz = dzs[plain.index(i)]
+                weights[i] = layers[i].weight_gradient(dz, x)
+                return convolution.input_gradient(dz, x, layers[i].conv)
+            weights[i] = new_grad(layers[i].conv.weight)
+            product = gram.ProductNorm(coef=coefs[i], centred=centred[i], sums=sums[i], rows=kernels.matrix(x)[0])
+            w = layers[i].conv.weight
+            return gram.product_backward(g, x, w, product, sum_g, grads[i], weights[i], block.counters)
+
+        through_shortcut = g if block.shortcut is None else through(depth, inputs[0])
+        d = through(depth - 1, inputs[-1])
+        for i in reversed(range(depth - 1)):
+            dz, grads[i] = layers[i].norm_relu_backward(d, outputs[i], coefs[i])
             weights[i] = layers[i].weight_gradient(dz, inputs[i])
             d = convolution.input_gradient(dz, inputs[i], layers[i].conv)
         if ctx.before is None:
@@ -218,15 +267,14 @@ class FusedBlock:
 
     def join_backward(
         self, dy: Tensor, dy2: Tensor | None, bits: Tensor, branches: list[kernels.Branch]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """(g, dz of each branch)."""
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """(g, sums of its columns, dz of each branch)."""
         if not self.path[-1].shared:
-            g, _, dzs = kernels.join_backward(dy, bits, branches, self.counters, dy2=dy2)
-            return g, dzs
-        g, _ = kernels.reduce_joined_gradient(dy, bits, branches, self.counters, dy2=dy2)
+            return kernels.join_backward(dy, bits, branches, self.counters, dy2=dy2)
+        g, sums = kernels.reduce_joined_gradient(dy, bits, branches, self.counters, dy2=dy2)
         for branch, layer in zip(branches, self.layers[len(self.path) - 1 :], strict=True):
             share_sums(branch.grads, branch.coef, layer.norm)
-        return g, [kernels.apply_gradient(g, b.x, b.coef, b.grads.back, relu=False) for b in branches]
+        return g, sums, [kernels.apply_gradient(g, b.x, b.coef, b.grads.back, relu=False) for b in branches]
 
     def __call__(self, x: Tensor, before: Handover | None) -> tuple[Tensor, Handover]:
         after = Handover()
