@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -36,8 +38,20 @@ def probe(model: nn.Module, images: Tensor) -> tuple[list[str], int]:
             loss = model(images).float().sum()
         loss.backward()
 
-    order = backward_order(model, run_backward)
+    with _any_kernels():
+        order = backward_order(model, run_backward)
     return order, sum(kept.values()) // len(images)
+
+
+@contextlib.contextmanager
+def _any_kernels() -> Iterator[None]:
+    """No trials for convolutions that run once, in a shape and precision that training never uses: seconds of them."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def fitting_batch(

@@ -34,7 +34,8 @@ from torch import Tensor, nn
 
 from hyperbatch.kernels import interpreted
 
-TOGETHER_BYTES = 24 << 20  # what surely stays in the L2 cache between two passes
+SIZES = ("M", "ROWS", "PIXELS")  # numbers a kernel is not compiled anew for
+TOGETHER_BYTES = 32 << 20  # what surely stays in the L2 cache between two passes
 TOGETHER_PER_PROCESSOR = 2
 MAX_PROGRAMS = 65535  # CUDA's limit for a grid's second axis
 COLUMN_BLOCKS = tl.constexpr(64)  # most of one tensor: as many counters of each kind
@@ -259,7 +260,7 @@ def apply_rows(dy, x, coef, back, dx, column, base, rows, C, RELU: tl.constexpr,
         tl.store(dx + at, (a * g + b * v + d).to(dx.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _statistics_kernel(
     x,
     part,
@@ -312,7 +313,7 @@ def _statistics_kernel(
         normalise_rows(x, coef, shortcut, shortcut_coef, y, bits, column, base, rows, C, SHORTCUT, BITS, BM, BC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _normalise_kernel(
     x,
     coef,
@@ -333,7 +334,7 @@ def _normalise_kernel(
     normalise_rows(x, coef, shortcut, shortcut_coef, y, bits, column, base, rows, C, SHORTCUT, BITS, BM, BC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _reduce_kernel(
     dy,
     x,
@@ -380,7 +381,7 @@ def _reduce_kernel(
         apply_rows(dy, x, coef, back, dx, column, base, rows, C, RELU, BM, BC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _apply_kernel(
     dy,
     x,
@@ -399,7 +400,7 @@ def _apply_kernel(
     apply_rows(dy, x, coef, back, dx, column, base, rows, C, RELU, BM, BC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _join_reduce_kernel(
     dy,
     dy2,
@@ -506,7 +507,9 @@ def streaming(m: int, c: int) -> Tiling:
 
 def reducing(m: int, c: int, *, elements: int = 4096, warps: int = 8, per_processor: int = 4) -> Tiling:
     """Sums: about as many programs as run at once, so that few partials are left."""
-    return Tiling.of(m, c, elements=elements, warps=warps, widest=64, programs=processors() * per_processor)
+    # Few columns make many partials for the last program: narrower tiles share them out.
+    widest = 32 if c <= 128 else 64
+    return Tiling.of(m, c, elements=elements, warps=warps, widest=widest, programs=processors() * per_processor)
 
 
 def together(m: int, c: int) -> Tiling:
