@@ -60,7 +60,8 @@ def _rows(x, r, inside, c, scale, shift, C: tl.constexpr, NORM: tl.constexpr):
     """Rows of y: those of x, or relu(norm(x)) rounded as it is stored."""
     v = tl.load(x + r[:, None] * C + c[None, :], mask=inside, other=0.0)
     if NORM:
-        v = tl.maximum(v.to(tl.float32) * scale[None, :] + shift[None, :], 0.0).to(x.dtype.element_ty)
+        v = v.to(tl.float32) * scale[None, :] + shift[None, :]
+        v = tl.where(v < 0, 0.0, v).to(x.dtype.element_ty)  # a nan stays one, as in torch
     return v
 
 
@@ -188,11 +189,9 @@ def _statistics_kernel(
     if row == 0:
         tl.store(sums + c, total + M * tl.load(moments + (C + 1) * C + c))
     if is_last(counters + row, tl.num_programs(0)):
-        all_squares = tl.zeros([BN], tl.float32)
-        for j in range(C // BC):
-            all_squares += tl.load(squares + j * N + n, cache_modifier=".cg")
-        # Of a constant z rounding may leave less than nothing.
-        store_partials(part, 0, 1, N, n, mean, tl.maximum(all_squares, 0.0))
+        block = tl.arange(0, C // BC)
+        of_blocks = tl.load(squares + block[:, None] * N + n[None, :], cache_modifier=".cg")
+        store_partials(part, 0, 1, N, n, mean, tl.sum(of_blocks, 0))
         tl.debug_barrier()  # stored by some threads, read by others
         finish_statistics(part, coef, weight, bias, running_mean, running_var, n, M, N, M, 1, momentum, eps, LOCAL)
 
@@ -217,6 +216,7 @@ def _weight_gradient_kernel(
     dbias,
     dw,
     aw,
+    units,
     M,
     N: tl.constexpr,
     C: tl.constexpr,
@@ -235,6 +235,8 @@ def _weight_gradient_kernel(
     tl.store(dw + at, (a[:, None] * about_mean + b[:, None] * tl.load(centred + at)).to(dw.dtype.element_ty))
     # The norm's weight may be tiny, as after a start from 0: scaled, a * w stays a normal number of 16 bits.
     unit = _largest_to_one(coef + 2 * N, N)
+    if tl.program_id(0) == 0:
+        tl.store(units, unit)
     tl.store(aw + at, (own * (a * unit)[:, None]).to(aw.dtype.element_ty))
 
 
@@ -261,30 +263,28 @@ def _quadratic_kernel(
     """
     i, j = tl.program_id(0), tl.program_id(1)
     ci, cj = i * BC + tl.arange(0, BC), j * BC + tl.arange(0, BC)
-    a_unit, b_unit = _largest_to_one(back, N), _largest_to_one(back + N, N)
+    unit = _largest_to_one(back + N, N)
     product = tl.zeros([BC, BC], tl.float32)
     shift = tl.zeros([BC], tl.float32)
     for k in range(0, N, BK):
         n = k + tl.arange(0, BK)
-        b = tl.load(back + N + n) * b_unit
-        left = tl.load(w + n[None, :] * C + ci[:, None]).to(tl.float32) * b[None, :]
-        right = tl.load(w + n[:, None] * C + cj[None, :]).to(tl.float32)
-        product = tl.dot(left, right, product, input_precision="tf32")  # w is exact in tf32
-        shift += tl.sum((tl.load(back + n) * tl.load(sum_g + n))[:, None] * right, 0)
+        left = tl.load(w + n[:, None] * C + ci[None, :])
+        left = (left.to(tl.float32) * (tl.load(back + N + n) * unit)[:, None]).to(left.dtype)
+        right = tl.load(w + n[:, None] * C + cj[None, :])
+        product = tl.dot(tl.trans(left), right, product)
+        shift += tl.sum((tl.load(back + n) * tl.load(sum_g + n))[:, None] * right.to(tl.float32), 0)
     stored = product.to(q.dtype.element_ty)
     tl.store(q + ci[:, None] * C + cj[None, :], stored)
     # The mean of y is taken off with Q as it is stored: what rounding did to Q meets y - mean alone.
     shift = tl.where(i == 0, shift, 0.0)
-    shift += tl.sum(tl.load(sums + ci)[:, None] * (stored.to(tl.float32) / b_unit), 0)
+    shift += tl.sum(tl.load(sums + ci)[:, None] * stored.to(tl.float32), 0) / unit
     tl.store(part + i * C + cj, -shift / M)
     if (i == 0) & (j == 0):
-        tl.store(units, 1.0 / a_unit)
-        tl.store(units + 1, a_unit / b_unit)
+        tl.store(units + 1, unit)
     if is_last(counters + j, C // BC):
-        total = tl.zeros([BC], tl.float32)
-        for k in range(C // BC):
-            total += tl.load(part + k * C + cj, cache_modifier=".cg")
-        tl.store(constant + cj, total)
+        block = tl.arange(0, C // BC)
+        of_blocks = tl.load(part + block[:, None] * C + cj[None, :], cache_modifier=".cg")
+        tl.store(constant + cj, tl.sum(of_blocks, 0))
 
 
 @triton.jit
@@ -318,12 +318,13 @@ def _input_gradient_kernel(
         k = j + tl.arange(0, DEPTH)
         left = tl.load(y + r[:, None] * C + k[None, :], mask=inside, other=0.0)
         product = tl.dot(left, tl.load(q + k[:, None] * C + c[None, :]), product)
-    product *= tl.load(units + 1)
+    a_unit = tl.load(units)
+    product *= a_unit / tl.load(units + 1)
     for j in tl.range(0, N, BK, num_stages=STAGES):
         k = j + tl.arange(0, BK)
         left = tl.load(g + r[:, None] * N + k[None, :], mask=inside, other=0.0)
         product = tl.dot(left, tl.load(aw + k[:, None] * C + c[None, :]), product)
-    result = product * tl.load(units) + tl.load(constant + c)[None, :]
+    result = product / a_unit + tl.load(constant + c)[None, :]
     tl.store(dy + first * C + r[:, None] * C + c[None, :], result.to(dy.dtype.element_ty), mask=inside)
 
 
@@ -357,7 +358,8 @@ def _gram_tiling(m: int, c: int) -> tuple[Tiling, int]:
 
 def _input_tiling(n: int, c: int) -> tuple[int, int, int, int, int]:
     """Rows, columns and depth of a tile of dy; warps, stages."""
-    return 128, min(256, c), min(64, n), 4 if c <= 64 else 8, 3
+    warps, stages = (4, 2) if c <= 64 else (8, 3)
+    return 128, min(256, c), min(64, n), warps, stages
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -455,7 +457,7 @@ def product_statistics(
         LOCAL=local,
         BN=rows,
         BC=columns,
-        BK=min(64, c),
+        BK=min(128, c),
         num_warps=4,
     )
     return ProductNorm(coef=coef, centred=centred, sums=sums, rows=moments.rows)
@@ -483,7 +485,7 @@ def product_backward(
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, device=y.device, dtype=dtype)
 
-    outer, aw, q = scratch(n, c), scratch(n, c, dtype=y.dtype), scratch(c, c, dtype=y.dtype)
+    outer, aw, q, units = scratch(n, c), scratch(n, c, dtype=y.dtype), scratch(c, c, dtype=y.dtype), scratch(2)
     _outer(g, y, outer)
     rows = max(1, min(n, 512 // c))
     _weight_gradient_kernel[(n // rows,)](
@@ -498,6 +500,7 @@ def product_backward(
         grads.bias,
         dw,
         aw,
+        units,
         m,
         N=n,
         C=c,
@@ -505,7 +508,7 @@ def product_backward(
         num_warps=4,
     )
     side = min(32, c)
-    constant, units, shifts = scratch(c), scratch(2), scratch(c // side, c)
+    constant, shifts = scratch(c), scratch(c // side, c)
     _quadratic_kernel[(c // side, c // side)](
         w, sum_g, kept.sums, grads.back, q, constant, units, shifts, counters, m, N=n, C=c, BC=side, BK=min(128, n)
     )

@@ -27,8 +27,8 @@ def test_agrees_with_float64(layer, dtype):
 
 
 @pytest.mark.parametrize("layer", ["layer1", "layer2", "layer3"])
-def test_no_worse_than_the_plain_path(layer):
-    """The separate passes round z and dz; here a w and Q are rounded instead."""
+def test_no_worse_than_torch(layer):
+    """torch rounds z and dz; here a w and Q are rounded instead."""
     size, c = LAYERS[layer]
     case = make(size, c, 4 * c, device="cuda", scale=0.01)
     exact, got, other = reference(case), through_kernels(case), plain(case)

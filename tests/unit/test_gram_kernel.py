@@ -36,32 +36,50 @@ def test_kernels_by_the_interpreter():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
-@pytest.mark.parametrize("name", ["_gram_kernel", "_input_gradient_kernel"])
-def test_products_compile_for_hopper_on_its_tensor_cores(name):
-    """Without a GPU: wgmma, loads ahead of their use, 16 bytes a thread."""
+@pytest.mark.parametrize("c", [16, 128, 256])
+def test_kernels_compile_for_hopper(c, monkeypatch):
+    """Without a GPU: what the interpreter lets pass, and the large products on its tensor cores, 16 bytes a thread."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(gram, name)
-    constants = {"C": 128}
-    if name == "_gram_kernel":
-        tiling, stages = gram._gram_tiling(1 << 18, 128)
-        rows, columns, warps = tiling.rows, tiling.columns, tiling.warps
-        constants |= {"NORM": True}
-    else:
-        rows, columns, depth, warps, stages = gram._input_tiling(512, 128)
-        constants |= {"N": 512, "BK": depth}
-    constants |= {"BM": rows, "BC": columns, "STAGES": stages}
-    types = dict.fromkeys(("x", "y", "g", "aw", "q", "dy"), "*fp16") | dict.fromkeys(("M", "ROWS"), "i32")
-    types["counters"] = "*i32"
-    signature = {n: "constexpr" if n in constants else types.get(n, "*fp32") for n in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n][0] == "*"}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    assert "wgmma.mma_async" in compiled.asm["ptx"]
-    assert "cp.async.cg.shared.global" in compiled.asm["ptx"]
-    assert "st.global.v4.b32" in compiled.asm["ptx"]
+    compiled = {}
+
+    class Compiler:
+        def __init__(self, kernel, name):
+            self.kernel, self.name = kernel, name
+
+        def __getitem__(self, grid):
+            return self
+
+        def __call__(self, *args, num_warps=4, **constants):
+            names = self.kernel.arg_names
+            types = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32", int: "i32", float: "fp32"}
+            values = dict(zip(names, args))
+            signature = {n: types[v.dtype if isinstance(v, torch.Tensor) else type(v)] for n, v in values.items()}
+            signature = {n: signature.get(n, "constexpr") for n in names}
+            aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"}
+            source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=aligned)
+            target, options = GPUTarget("cuda", 90, 32), {"num_warps": num_warps}
+            compiled[self.name] = triton.compile(source, target=target, options=options).asm["ptx"]
+
+    kernel_names = [name for name in vars(gram) if name.endswith("_kernel")]
+    for name in kernel_names:
+        monkeypatch.setattr(gram, name, Compiler(getattr(gram, name), name))
+    case, coef = make((4, 5, 7), c, 4 * c), torch.ones(4, c)
+    counters = kernels.new_counters(case.y.device)
+    _, moments = gram.normalise_with_gram(case.y, coef, counters)
+    kept = gram.product_statistics(moments, case.w, new_norm(case), counters)
+    if c > gram.WIDEST:  # all that differs there
+        return
+    grads = kernels.NormGradients(*(nans(3, 4 * c, like=case.y) for _ in range(3)))
+    gram.product_backward(case.g, case.y, case.w, kept, grads.bias, grads, torch.empty_like(case.w), counters)
+    assert len(kernel_names) == 6
+    assert set(kernel_names) == set(compiled)
+    for name in ("_gram_kernel", "_input_gradient_kernel") if c == 128 else ():
+        assert "wgmma.mma_async" in compiled[name]
+        assert "cp.async.cg.shared.global" in compiled[name]
+        assert "st.global.v4.b32" in compiled[name]
 
 
 @inside
