@@ -1,0 +1,344 @@
+"""Batch norm, ReLU and the residual add in kernels, by Triton's interpreter, against float64 torch.
+
+The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
+has it; there the tests below do the work. fp32 tensors show the arithmetic, 16-bit ones the roundings at its ends.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
+if importlib.util.find_spec("triton"):
+    from norm_reference import (
+        FP32,
+        ROUND_OFF,
+        VARIANCE,
+        Case,
+        check_bits,
+        check_gradients,
+        check_rounded,
+        check_statistics,
+        exact,
+        make,
+        new_gradients,
+        poisoned,
+        wide,
+    )
+
+    from hyperbatch.kernels import norm as kernels
+
+# [n, c, h, w]: odd rows, one row, one image, few and many columns, several blocks of them.
+SIZES = [(2, 16, 5, 7), (1, 8, 1, 1), (3, 24, 3, 3), (1, 192, 4, 5), (2, 64, 9, 9), (5, 8, 61, 13)]
+MANY = 64  # processors: enough that a few hundred rows are dealt to several programs
+
+
+@pytest.mark.skipif(INTERPRETED, reason="starts the other process")
+def test_kernels_by_the_interpreter():
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.fixture
+def counters():
+    """Every test leaves them as it found them."""
+    counters = kernels.new_counters(torch.device("cpu"))
+    yield counters
+    assert not counters.any()
+
+
+@pytest.fixture(params=["one launch", "two launches"])
+def launches(request, monkeypatch):
+    monkeypatch.setattr(kernels, "TOGETHER_BYTES", 1 << 60 if request.param == "one launch" else 0)
+    return request.param
+
+
+@pytest.fixture
+def many(monkeypatch):
+    """Several programs a column block, whose partials are merged."""
+    monkeypatch.setattr(kernels, "processors", lambda: MANY)
+
+
+def forward(case: Case, shortcut: str, counters: torch.Tensor) -> Any:
+    """(out, bits or None, coef, coef of the shortcut or None), through what the models call."""
+    if shortcut == "none":
+        y, coef = kernels.norm_relu(case.x, case.norm, counters)
+        return y, None, coef, None
+    coef2 = kernels.statistics(case.x2, case.norm2, counters) if shortcut == "norm" else None
+    out, bits, coef = kernels.norm_join(case.x, case.norm, counters, case.x2, coef2)
+    return out, bits, coef, coef2
+
+
+def check(case: Case, shortcut: str, counters: torch.Tensor, *, dy2=None, dy=None) -> None:
+    """Forward and backward against float64, in memory that starts as nan."""
+    want = exact(case, shortcut, dy2=dy2, dy=dy)
+    dy = case.dy if dy is None else dy
+    with poisoned():
+        out, bits, coef, coef2 = forward(case, shortcut, counters)
+        grads, grads2 = new_gradients(case.norm), new_gradients(case.norm2)
+        if bits is None:
+            dxs = [kernels.norm_relu_backward(dy, case.x, coef, grads, counters)]
+        else:
+            branches = [kernels.Branch(case.x, coef, grads)]
+            if coef2 is not None:
+                branches.append(kernels.Branch(case.x2, coef2, grads2))
+            g, sums, dxs = kernels.join_backward(dy, bits, branches, counters, dy2=dy2)
+    check_statistics(coef, case, want)
+    check_rounded(out, want.y, want.size)
+    rounded = 0.0
+    if bits is not None:
+        check_bits(bits, out)
+        whole = dy.double() + (0 if dy2 is None else dy2.double())
+        check_rounded(g, torch.where(out > 0, whole, 0.0), whole.abs().max().item())
+        assert torch.equal(sums, grads.bias)
+        rounded = ROUND_OFF[g.dtype] if dy2 is not None else 0.0
+    check_gradients(dxs[0], grads, case, want, 0, rounded)
+    if coef2 is not None:
+        check_gradients(dxs[1], grads2, case, want, 1, rounded)
+
+
+@inside
+@pytest.mark.parametrize("shortcut", ["none", "plain", "norm"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.usefixtures("launches", "many")
+def test_agrees_with_float64(size, shortcut, counters):
+    check(make(*size), shortcut, counters)
+
+
+@inside
+def test_many_column_blocks(counters):
+    check(make(1, 2048, 3, 1), "norm", counters)
+
+
+@inside
+@pytest.mark.parametrize("shortcut", ["none", "norm"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.usefixtures("launches", "many")
+def test_16_bits_are_one_rounding_away(dtype, shortcut, counters):
+    check(make(3, 24, 9, 7, dtype), shortcut, counters)
+
+
+@inside
+@pytest.mark.usefixtures("launches")
+def test_one_program_a_column_block(monkeypatch, counters):
+    monkeypatch.setattr(kernels, "processors", lambda: 0)
+    check(make(2, 64, 17, 9), "norm", counters)
+
+
+@inside
+@pytest.mark.parametrize("processors", [0, 3, MANY])
+@pytest.mark.parametrize(("dtype", "far"), [(torch.float32, 1e4), (torch.float16, 500.0)], ids=["fp32", "fp16"])
+def test_variances_of_means_far_from_zero(monkeypatch, counters, processors, dtype, far):
+    """E[x^2] - E[x]^2 would keep no digit: 1e8 of 1."""
+    monkeypatch.setattr(kernels, "processors", lambda: processors)
+    case = make(3, 16, 41, 11, dtype, far=far)
+    check_statistics(kernels.statistics(case.x, case.norm, counters), case, exact(case))
+
+
+@inside
+def test_constant_channels_have_no_variance(counters):
+    case = make(2, 8, 9, 9)
+    case.x.copy_(torch.full_like(case.x, 0.1))
+    case.norm.eps = 0.25
+    coef = kernels.statistics(case.x, case.norm, counters)
+    assert torch.equal(coef[1], torch.full((8,), 2.0))
+
+
+@inside
+@pytest.mark.parametrize("momentum", [0.1, 0.9])
+@pytest.mark.parametrize("local", [False, True])
+def test_running_statistics_are_those_of_torch(momentum, local, counters):
+    case = make(2, 24, 9, 7, momentum=momentum)
+    reference, start = wide(case.norm), copy.deepcopy(case.norm)
+    reference(case.x.double())
+    coef = kernels.statistics(case.x, case.norm, counters, local=local)
+    if local:  # whoever adds up the ranks takes them in
+        assert torch.equal(case.norm.running_mean, start.running_mean)
+        assert torch.equal(case.norm.running_var, start.running_var)
+        want = exact(case)
+        torch.testing.assert_close(coef[:2].double(), torch.stack([want.mean, want.var]), rtol=VARIANCE, atol=FP32)
+    else:
+        torch.testing.assert_close(case.norm.running_mean.double(), reference.running_mean, rtol=1e-6, atol=FP32)
+        torch.testing.assert_close(case.norm.running_var.double(), reference.running_var, rtol=VARIANCE, atol=0)
+    assert case.norm.num_batches_tracked == 0
+
+
+@inside
+def test_one_row_keeps_its_biased_variance(counters):
+    """torch refuses it in training."""
+    case = make(1, 8, 1, 1)
+    before = case.norm.running_var.clone()
+    kernels.statistics(case.x, case.norm, counters)
+    torch.testing.assert_close(case.norm.running_var, 0.9 * before)
+
+
+@inside
+@pytest.mark.usefixtures("many")
+def test_one_launch_gives_the_bits_of_two(monkeypatch, counters):
+    """The second pass reads the same coefficients, and rounds alike."""
+    case = make(2, 24, 9, 7, torch.float16)
+    monkeypatch.setattr(kernels, "TOGETHER_BYTES", 1 << 60)
+    y, coef = kernels.norm_relu(case.x, case.norm, counters)
+    assert torch.equal(y, kernels.normalise(case.x, coef))
+    coef2 = kernels.statistics(case.x2, case.norm2, counters)
+    for other in (None, coef2):
+        out, bits, coef = kernels.norm_join(case.x, case.norm, counters, case.x2, other)
+        again, same_bits = kernels.join(case.x, coef, case.x2, other)
+        assert torch.equal(out, again)
+        assert torch.equal(bits, same_bits)
+    grads, grads2 = new_gradients(case.norm), new_gradients(case.norm2)
+    dx = kernels.norm_relu_backward(case.dy, case.x, coef, grads, counters)
+    assert torch.equal(dx, kernels.apply_gradient(case.dy, case.x, coef, grads.back, relu=True))
+    branches = [kernels.Branch(case.x, coef, grads), kernels.Branch(case.x2, coef2, grads2)]
+    g, _, dxs = kernels.join_backward(case.dy, bits, branches, counters)
+    for branch, dx in zip(branches, dxs, strict=True):
+        assert torch.equal(dx, kernels.apply_gradient(g, branch.x, branch.coef, branch.grads.back, relu=False))
+
+
+@inside
+def test_sums_of_whole_numbers_are_the_same_bits_however_they_are_dealt(monkeypatch, counters):
+    """No order of summation can show where every sum is exact: then all forms give the same bits."""
+    random = torch.Generator().manual_seed(0)
+    case = make(4, 16, 16, 16)
+    case.x.copy_(torch.randint(-3, 4, case.x.shape, generator=random))
+    case.x[2:] = -case.x[:2]  # the mean is 0, and that of each program
+    case.x[:, :, 1::2] = -case.x[:, :, ::2]
+    case.dy.copy_(torch.randint(-3, 4, case.x.shape, generator=random))
+    results = []
+    for bytes_, processors in ((1 << 60, 2), (0, 0), (0, 2), (0, MANY)):
+        monkeypatch.setattr(kernels, "TOGETHER_BYTES", bytes_)
+        monkeypatch.setattr(kernels, "processors", lambda processors=processors: processors)
+        norm, grads = copy.deepcopy(case.norm), new_gradients(case.norm)
+        y, coef = kernels.norm_relu(case.x, norm, counters)
+        dx = kernels.norm_relu_backward(case.dy, case.x, coef, grads, counters)
+        results.append((y, coef, norm.running_var, dx, grads.back, grads.weight, grads.bias))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert torch.equal(a, b)
+
+
+@inside
+@pytest.mark.parametrize("shortcut", ["plain", "norm"])
+@pytest.mark.usefixtures("launches", "many")
+def test_a_second_part_of_the_gradient_is_added(shortcut, counters):
+    case = make(2, 24, 5, 7)
+    check(case, shortcut, counters, dy2=torch.randn_like(case.x) * 0.5)
+
+
+@inside
+@pytest.mark.parametrize("with_second", [False, True])
+@pytest.mark.usefixtures("launches", "many")
+def test_a_gradient_of_means_is_read_once_per_image(with_second, counters):
+    case = make(3, 16, 5, 7)
+    dy = torch.randn(3, 16, generator=torch.Generator().manual_seed(1)).view(3, 16, 1, 1).expand(case.x.shape)
+    check(case, "norm", counters, dy=dy, dy2=torch.randn_like(case.x) if with_second else None)
+
+
+@inside
+def test_a_gradient_in_another_memory_format_is_taken(counters):
+    case = make(2, 16, 5, 7)
+    check(case, "plain", counters, dy=case.dy.contiguous())
+
+
+@inside
+@pytest.mark.usefixtures("many")
+def test_a_sum_without_norms_at_hand_gives_its_gradient_and_sums(counters):
+    case = make(2, 64, 9, 7)
+    out, bits, *_ = forward(case, "plain", counters)
+    with poisoned():
+        g, sums, dxs = kernels.join_backward(case.dy, bits, [], counters)
+    assert torch.equal(g, torch.where(out > 0, case.dy, 0.0))
+    assert dxs == []
+    torch.testing.assert_close(sums.double(), g.double().sum((0, 2, 3)), rtol=1e-5, atol=1e-5)
+
+
+@inside
+def test_local_sums_leave_the_rest_to_who_adds_up_the_ranks(counters):
+    case = make(2, 16, 5, 7)
+    want = exact(case)
+    coef = kernels.statistics(case.x, case.norm, counters)
+    grads = new_gradients(case.norm, local=True)
+    kernels.reduce_gradient(case.dy, case.x, coef, grads, counters)
+    check_gradients(None, grads, case, want)
+    assert grads.back.isnan().all()
+    joined = [new_gradients(norm, local=True) for norm in (case.norm, case.norm2)]
+    _, bits, coef, coef2 = forward(case, "norm", counters)
+    branches = [kernels.Branch(case.x, coef, joined[0]), kernels.Branch(case.x2, coef2, joined[1])]
+    kernels.reduce_joined_gradient(case.dy, bits, branches, counters)
+    want = exact(case, "norm")
+    for i, grads in enumerate(joined):
+        check_gradients(None, grads, case, want, i)
+        assert grads.back.isnan().all()
+    with pytest.raises(AssertionError):
+        kernels.join_backward(case.dy, bits, branches, counters)
+    with pytest.raises(AssertionError):
+        kernels.norm_relu_backward(case.dy, case.x, coef, joined[0], counters)
+
+
+@inside
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.usefixtures("launches")
+def test_a_nan_reaches_the_output_of_its_channel_alone(value, counters):
+    case = make(2, 16, 5, 7, torch.float16)
+    case.x[1, 3, 2, 2] = value
+    for out in (forward(case, "none", counters)[0], forward(case, "plain", counters)[0]):
+        assert out[:, 3].isnan().any()
+        assert out[:, [i for i in range(16) if i != 3]].isfinite().all()
+
+
+@inside
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.usefixtures("launches")
+def test_an_overflowed_gradient_is_seen(counters):
+    """A loss scaler looks for it."""
+    case = make(2, 16, 5, 7, torch.float16)
+    out, bits, coef, coef2 = forward(case, "norm", counters)
+    at = (out[:, 3] > 0).nonzero()[0].tolist()
+    case.dy[at[0], 3, at[1], at[2]] = float("inf")
+    grads, grads2 = new_gradients(case.norm), new_gradients(case.norm2)
+    branches = [kernels.Branch(case.x, coef, grads), kernels.Branch(case.x2, coef2, grads2)]
+    _, _, dxs = kernels.join_backward(case.dy, bits, branches, counters)
+    for dx, of_norm in zip(dxs, (grads, grads2), strict=True):
+        assert not of_norm.weight[3].isfinite()
+        assert not of_norm.bias[3].isfinite()
+        assert not dx[:, 3].isfinite().any()
+        assert dx[:, 4:].isfinite().all()
+
+
+@inside
+def test_a_zero_weight_passes_no_gradient_down_but_learns(counters):
+    """As the last norm of a block starts."""
+    case = make(2, 16, 5, 7)
+    with torch.no_grad():
+        case.norm.weight.zero_()
+    check(case, "plain", counters)
+    _, bits, coef, _ = forward(case, "plain", counters)
+    grads = new_gradients(case.norm)
+    _, _, (dx,) = kernels.join_backward(case.dy, bits, [kernels.Branch(case.x, coef, grads)], counters)
+    assert not dx.any()
+    assert grads.weight.abs().min() > 0
+
+
+@inside
+@pytest.mark.parametrize("c", [8, 24, 64, 192, 2048])
+@pytest.mark.parametrize("m", [1, 2, 63, 4097, 12544])
+def test_tilings_cover_every_row_once(monkeypatch, m, c):
+    monkeypatch.setattr(kernels, "processors", lambda: 132)
+    for tiling in (kernels.streaming(m, c), kernels.reducing(m, c), kernels.together(m, c)):
+        assert c % tiling.columns == 0
+        assert c // tiling.columns <= kernels.COLUMN_BLOCKS.value
+        assert tiling.programs * tiling.rows_per_program >= m
+        assert (tiling.programs - 1) * tiling.rows_per_program < m, "a program without rows would divide by 0"
+        assert tiling.rows_per_program % tiling.rows == 0
