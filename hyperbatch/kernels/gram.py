@@ -1,7 +1,7 @@
 """Batch norm after a 1x1 convolution without reading the convolution's output: its moments are those of the input.
 
 z = y @ w.T is the widest tensor of a residual block: y [m, c] (rows of a channels-last tensor), w [n, c], n = 4 c. All
-that its batch norm needs follows from sums over rows that are as small as w (capitals: the matrix, ' : about its mean).
+that its batch norm needs follows from sums over rows that are as small as w. y' and z' are y and z about their means.
 
     forward    s = sum of y's rows, G' = y'.T @ y'    taken while y = relu(norm(x)) is made: no pass of their own
                mean of z = w @ s / m,  variance of z = diagonal of w @ G' @ w.T / m
@@ -48,6 +48,7 @@ from hyperbatch.kernels.norm import (
 )
 
 WIDEST = 128  # channels whose Gram matrix one program can hold in registers
+WORTH_BYTES = 48 << 20  # measured on an H200: 34 MB break even, 67 MB win a third
 ROW_BLOCKS = 64  # of w at most: each takes a counter
 FAR = tl.constexpr(16.0)  # squared mean over variance from which a column is taken about a centre
 
@@ -181,7 +182,8 @@ def _statistics_kernel(
         apart = tl.load(moments + C * C + k) / M  # mean of y about its centre
         left = tl.load(w + n[:, None] * C + k[None, :]).to(tl.float32)
         right = tl.load(moments + k[:, None] * C + c[None, :]) - apart[:, None] * total[None, :]
-        product = tl.dot(left, right, product, input_precision="tf32x3")  # of fp32: w is exact in tf32
+        # As good as fp32: w is exact in tf32, and two parts of G' hold 22 bits.
+        product = tl.dot(left, right, product, input_precision="tf32x3")
         mean += tl.sum(left * (tl.load(moments + (C + 1) * C + k) + apart)[None, :], 1)
     tl.store(centred + n[:, None] * C + c[None, :], product)
     own = tl.load(w + n[:, None] * C + c[None, :]).to(tl.float32)
@@ -305,8 +307,8 @@ def _input_gradient_kernel(
     STAGES: tl.constexpr,
 ):
     """dy = g @ (a w) + y @ Q + constant."""
-    column, tile = tl.program_id(0), tl.program_id(1)
-    c = column * BC + tl.arange(0, BC)
+    tile = tl.program_id(0) // (C // BC)
+    c = tl.program_id(0) % (C // BC) * BC + tl.arange(0, BC)
     r = tl.arange(0, BM)
     first = (tile * BM).to(tl.int64)
     inside = (r < M - tile * BM)[:, None]
@@ -407,6 +409,14 @@ def _moments(x: Tensor, coef: Tensor | None, counters: Tensor) -> tuple[Tensor, 
     return y, Moments(about=about, rows=m)
 
 
+def pays(rows: int, channels: int) -> bool:
+    """Whether a z of this many rows and channels is large enough that this way is faster than `kernels.norm`'s.
+
+    Smaller ones stay in the L2 cache from one pass to the next, and the small kernels here take 20 to 40 us a layer.
+    """
+    return rows * channels * 2 > WORTH_BYTES
+
+
 def normalise_with_gram(x: Tensor, coef: Tensor, counters: Tensor) -> tuple[Tensor, Moments]:
     """y = relu(norm(x)) and its moments, in one pass over x up to 128 channels."""
     return _moments(x, coef, counters)
@@ -429,8 +439,8 @@ def product_statistics(
     n, c = w.shape[:2]
     if n & (n - 1) or n < 16:
         raise ValueError(f"the norm of a product is made for 16, 32, 64, ... channels, not for {n}")
-    side = 16 if c <= 64 else 32  # enough programs for a small product, larger tiles for a large one
-    rows, columns = max(min(side, n), n // ROW_BLOCKS), side
+    rows = max(16, n // ROW_BLOCKS, 32 if n >= 1024 else 16)
+    columns, depth = (16, c) if c <= 64 else (32, 128) if c == 128 else (32, 64)
     coef = new_coef(norm)
     centred = torch.empty(n, c, device=w.device, dtype=torch.float32)
     sums = torch.empty(c, device=w.device, dtype=torch.float32)
@@ -457,7 +467,7 @@ def product_statistics(
         LOCAL=local,
         BN=rows,
         BC=columns,
-        BK=min(128, c),
+        BK=depth,
         num_warps=4,
     )
     return ProductNorm(coef=coef, centred=centred, sums=sums, rows=moments.rows)
@@ -507,13 +517,13 @@ def product_backward(
         BN=rows,
         num_warps=4,
     )
-    side = min(32, c)
+    side = 16
     constant, shifts = scratch(c), scratch(c // side, c)
     _quadratic_kernel[(c // side, c // side)](
-        w, sum_g, kept.sums, grads.back, q, constant, units, shifts, counters, m, N=n, C=c, BC=side, BK=min(128, n)
+        w, sum_g, kept.sums, grads.back, q, constant, units, shifts, counters, m, N=n, C=c, BC=side, BK=min(256, n)
     )
     dy, (rows, columns, depth, warps, stages) = torch.empty_like(y), _input_tiling(n, c)
-    _input_gradient_kernel[(c // columns, triton.cdiv(m, rows))](
+    _input_gradient_kernel[(c // columns * triton.cdiv(m, rows),)](
         g, y, aw, q, constant, units, dy, m, N=n, C=c, BM=rows, BC=columns, BK=depth, STAGES=stages, num_warps=warps
     )
     return dy
