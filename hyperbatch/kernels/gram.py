@@ -412,7 +412,7 @@ def _moments(x: Tensor, coef: Tensor | None, counters: Tensor) -> tuple[Tensor, 
 def pays(rows: int, channels: int) -> bool:
     """Whether a z of this many rows and channels is large enough that this way is faster than `kernels.norm`'s.
 
-    Smaller ones stay in the L2 cache from one pass to the next, and the small kernels here take 20 to 40 us a layer.
+    Smaller ones stay in the L2 cache from one pass to the next, and the small kernels here take 15 to 40 us a layer.
     """
     return rows * channels * 2 > WORTH_BYTES
 
