@@ -409,14 +409,6 @@ def _moments(x: Tensor, coef: Tensor | None, counters: Tensor) -> tuple[Tensor, 
     return y, Moments(about=about, rows=m)
 
 
-def pays(rows: int, channels: int) -> bool:
-    """Whether a z of this many rows and channels is large enough that this way is faster than `kernels.norm`'s.
-
-    Smaller ones stay in the L2 cache from one pass to the next, and the small kernels here take 15 to 40 us a layer.
-    """
-    return rows * channels * 2 > WORTH_BYTES
-
-
 def normalise_with_gram(x: Tensor, coef: Tensor, counters: Tensor) -> tuple[Tensor, Moments]:
     """y = relu(norm(x)) and its moments, in one pass over x up to 128 channels."""
     return _moments(x, coef, counters)

@@ -783,7 +783,7 @@ def _join_reduce(
     g = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
     pooled = m > len(dy) and dy.stride(2) == 0 and dy.stride(3) == 0
     dy = dy[:, :, 0, 0].contiguous() if pooled else channels_last(dy)
-    tiling = reducing(m, c, per_processor=4) if dxs is None else together(m, c)
+    tiling = reducing(m, c, warps=4, per_processor=8) if dxs is None else together(m, c)
     part = g.new_empty(1 + len(branches), tiling.programs, c, dtype=torch.float32)
     sums = part.new_empty(c)
     first, last = (branches[0], branches[-1]) if branches else (Branch(g, sums, NormGradients(sums, sums, sums)),) * 2

@@ -189,13 +189,6 @@ def test_local_statistics_are_mean_and_variance_alone():
         gram.product_backward(case.g, case.y, case.w, kept, column_sums(case.g), grads, dw, counters)
 
 
-def test_it_pays_for_large_tensors():
-    pytest.importorskip("triton")
-    assert gram.pays(256 * 56 * 56, 256)
-    assert gram.pays(256 * 14 * 14, 1024)
-    assert not gram.pays(32 * 14 * 14, 1024)
-
-
 @inside
 @pytest.mark.parametrize(("c", "n"), [(48, 64), (8, 64), (16, 24)])
 def test_other_widths_are_refused(c, n):

@@ -27,7 +27,7 @@ def test_kernels_by_the_interpreter():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
-@pytest.mark.parametrize("name", ["_pool_kernel", "_apply_kernel"])
+@pytest.mark.parametrize("name", ["_pool_kernel", "_pool_apply_kernel"])
 def test_kernels_compile_for_hopper_with_wide_accesses_and_no_shuffles(name):
     """Without a GPU: 16 bytes of x a thread, 8 of taps, dealt out alike, so that nothing goes through shared memory."""
     triton = pytest.importorskip("triton")
