@@ -48,7 +48,6 @@ from hyperbatch.kernels.norm import (
 )
 
 WIDEST = 128  # channels whose Gram matrix one program can hold in registers
-WORTH_BYTES = 48 << 20  # measured on an H200: 34 MB break even, 67 MB win a third
 ROW_BLOCKS = 64  # of w at most: each takes a counter
 FAR = tl.constexpr(16.0)  # squared mean over variance from which a column is taken about a centre
 
