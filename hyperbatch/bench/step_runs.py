@@ -41,7 +41,7 @@ LOSS_SCALE = 1024.0  # low enough that no step is skipped: a skipped update woul
 WARMUP_STEPS = 3  # before a capture: kernels are chosen, lazy state is made
 PEERS = ("eager", "graph", "masters", "compile")
 MAX_AUTOTUNE = "max-autotune"
-FUSED_RUNG = "norm"  # of the traffic model: what models/fused.py has fused throughout
+FUSED_RUNG = "moments"  # of the traffic model: what models/fused.py has fused throughout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,9 @@
     rung       what is fused                                                              MB per image of ResNet-50
     unfused    nothing: each operation reads its inputs and writes its output             479
     norm       statistics; normalise + ReLU (+ add); their backwards                      394
+    moments    also: max-pool with its norm; one bit per element of a block's output;     278
+               the norm before its sum from the moments of the convolution's input;
+               the shortcut's gradient added where it is read (models/fused_blocks.py)
     conv       statistics in the convolution's epilogue, normalise + ReLU in its          259
                prologue, forward and backward
     minimal    a convolution's output is written once and read once forward and once      112
@@ -18,8 +21,14 @@ from dataclasses import dataclass
 
 from hyperbatch.plan.inventory import Layer, layers
 
-RUNGS = ("unfused", "norm", "conv", "minimal")
-INDEX_BYTES = {"unfused": 8, "norm": 8, "conv": 1, "minimal": 0}  # of a max pool's output: torch keeps int64
+RUNGS = ("unfused", "norm", "moments", "conv", "minimal")
+INDEX_BYTES = {
+    "unfused": 8,
+    "norm": 8,
+    "moments": 1,
+    "conv": 1,
+    "minimal": 0,
+}  # of a max pool's output: torch keeps int64
 # Per parameter and step in 16-bit training with fp32 masters: the working weight is read forward and backward and its
 # gradient written (6); gradient read for its norm, read again with master and momentum, these two and the working
 # weight written, the gradient cleared (24).
@@ -41,6 +50,7 @@ class Sizes:
     pool_in: int  # of max pools
     pool_out: int
     linear: int  # inputs and outputs of the head, its average pool included
+    ends_in_1x1: bool  # residual blocks: bottlenecks
 
 
 def sizes(model: str, *, image_size: int = 224, classes: int = 1000, in_channels: int = 3) -> Sizes:
@@ -61,6 +71,7 @@ def sizes(model: str, *, image_size: int = 224, classes: int = 1000, in_channels
         pool_in=sum(layer.inputs for layer in pools),
         pool_out=_elements(pools),
         linear=sum(layer.inputs + layer.activations for layer in head),
+        ends_in_1x1=any(layer.name.endswith(".conv3") for layer in convs),
     )
 
 
@@ -85,6 +96,15 @@ def image_bytes(
         # reads the block's output (twice) and writes the shortcut's gradient; forward reads the shortcut.
         norm = (3 + 5) * normed + 4 * s.add
         add = 3 * s.joins
+    elif rung == "moments":
+        # Where a pool follows, neither the normalised tensor nor its gradient exists: statistics, pool; apply. What
+        # backward needs of the maxima is as large as the pool's output.
+        norm = (3 + 5) * (s.relu - s.pool_in) + (2 + 2) * s.pool_in
+        pool = (2 + 4) * s.pool_out
+        # The sum at a block's end: two reads and a write each way, a bit per element written and read. Then the norm
+        # before it: backward reads the input of a 1x1 convolution (a quarter as wide) once more; any other needs
+        # statistics, sums and apply.
+        norm += 6 * s.add + s.add // 8 + (s.add // 4 if s.ends_in_1x1 else 5 * s.add) + (1 + 4) * s.plain
     elif rung == "conv":
         # Backward reads, beside each gradient, the output it belongs to (both products) and, to mask what it writes,
         # the input. At a block's end forward reads the last output and the shortcut and writes the sum; backward adds

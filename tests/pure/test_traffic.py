@@ -21,6 +21,12 @@ def test_resnet50_agrees_with_the_figures_of_the_probe(rung, known_mb):
     assert image_bytes("resnet50", rung)["total"] / 1e6 == pytest.approx(known_mb, rel=0.1)
 
 
+def test_moments_take_the_widest_tensors_out_of_backward():
+    """A block's last norm and its sum: 12 passes by the norm rung, 6.4 by moments."""
+    norm, moments = (image_bytes("resnet50", rung)["total"] for rung in ("norm", "moments"))
+    assert norm - moments > 0.9 * (12 - 6.4) * 2 * sizes("resnet50").add
+
+
 def test_the_sum_of_gradients_explains_the_norm_rung():
     parts = image_bytes("resnet50", "norm")
     assert (parts["total"] - parts["add"]) / 1e6 == pytest.approx(360, rel=0.01)
