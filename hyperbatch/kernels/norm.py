@@ -124,7 +124,7 @@ def merge_moments(part, count, c, M, C, ROWS):
 
     One pass, about the first partial's mean: the others are near it. Squares lie `count` rows behind the means.
     """
-    AT_ONCE: tl.constexpr = 2048 // c.shape[0]
+    AT_ONCE: tl.constexpr = 4096 // c.shape[0]
     about = tl.load(part + c, cache_modifier=".cg")[None, :]
     total = tl.zeros([AT_ONCE, c.shape[0]], tl.float32)
     squares = tl.zeros([AT_ONCE, c.shape[0]], tl.float32)
@@ -145,6 +145,9 @@ def finish_statistics(
     part, coef, weight, bias, running_mean, running_var, c, M, C, ROWS, programs, momentum, eps, LOCAL: tl.constexpr
 ):
     """Partials (mean, sum of squares about it) -> coef and running statistics. LOCAL: mean and variance alone."""
+    if not LOCAL:  # asked for before the partials: one wait for memory instead of two
+        w, shift = tl.load(weight + c), tl.load(bias + c)
+        old_mean, old_var = tl.load(running_mean + c), tl.load(running_var + c)
     mean, squares = merge_moments(part, programs, c, M, C, ROWS)
     var = tl.maximum(squares / M, 0.0)
     tl.store(coef + c, mean)
@@ -152,13 +155,11 @@ def finish_statistics(
         tl.store(coef + C + c, var)
     else:
         rstd = 1.0 / tl.sqrt(var + eps)
-        scale = tl.load(weight + c) * rstd
         tl.store(coef + C + c, rstd)
-        tl.store(coef + 2 * C + c, scale)
-        tl.store(coef + 3 * C + c, tl.load(bias + c) - mean * scale)
+        tl.store(coef + 2 * C + c, w * rstd)
+        tl.store(coef + 3 * C + c, shift - mean * w * rstd)
         # One sample has no unbiased variance: torch refuses it, we keep the biased one.
         unbiased = var * (M / tl.maximum(M - 1, 1))
-        old_mean, old_var = tl.load(running_mean + c), tl.load(running_var + c)
         tl.store(running_mean + c, old_mean + momentum * (mean - old_mean))
         tl.store(running_var + c, old_var + momentum * (unbiased - old_var))
 
@@ -166,7 +167,7 @@ def finish_statistics(
 @triton.jit
 def add_partials(part, count, c, C):
     """Column sums of `count` rows of partials."""
-    AT_ONCE: tl.constexpr = 2048 // c.shape[0]
+    AT_ONCE: tl.constexpr = 4096 // c.shape[0]
     total = tl.zeros([AT_ONCE, c.shape[0]], tl.float32)
     for i in range(0, count, AT_ONCE):
         p = i + tl.arange(0, AT_ONCE)
