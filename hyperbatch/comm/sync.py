@@ -81,16 +81,17 @@ class GradSync:
         hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES,
         sharded: bool = False,
         debug: bool = False,
+        checked_steps: int = CHECKED_STEPS,
     ) -> None:
         """Compares the plan's hash over all ranks; a difference is an error on each of them.
 
         sharded: gradients are only reduce-scattered, by rows and columns with `torus` and at once with any other; each
         rank then holds the mean in its `shard` of a group alone (see optim/sharded.py).
-        debug: compare which parameters the ranks used in every step, not in the first few only.
+        debug: compare which parameters the ranks used in every step, not in the first `checked_steps` only.
         """
         self.plan, self.comm = plan, comm
         self.sharded = sharded
-        self._arena, self._wire_dtype, self._debug = arena, wire_dtype, debug
+        self._arena, self._wire_dtype, self._debug, self._checked_steps = arena, wire_dtype, debug, checked_steps
         self._slots = arena.slots
         self._algorithms: list[str] = []
         problem = None
@@ -155,7 +156,7 @@ class GradSync:
             while step.launched < len(step.flights):
                 self._launch(step)
             captured = _captured(self._device)
-            checks = (self._debug or self._finished_steps < CHECKED_STEPS) and not captured
+            checks = (self._debug or self._finished_steps < self._checked_steps) and not captured
             usage = self._compare_usage(used) if checks else None
             for flight in step.flights:
                 assert flight.handle is not None

@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from hyperbatch.kernels.compile import kernel
 from hyperbatch.kernels.norm import (
     NormGradients,
     Tiling,
@@ -86,7 +87,7 @@ def _centre(x, coef, scale, shift, c, M, C: tl.constexpr, NORM: tl.constexpr, BM
     return tl.where(mean * mean > variance * FAR, mean, 0.0).to(x.dtype.element_ty)
 
 
-@triton.jit
+@kernel
 def _gram_kernel(
     x,
     coef,
@@ -139,7 +140,7 @@ def _gram_kernel(
             tl.store(moments + C * C + c, add_partials(part, programs, c, C))
 
 
-@triton.jit
+@kernel
 def _sum_kernel(part, moments, programs, C: tl.constexpr):
     """One row of G, or s, of all programs."""
     c = tl.arange(0, C)
@@ -147,7 +148,7 @@ def _sum_kernel(part, moments, programs, C: tl.constexpr):
     tl.store(moments + row + c, add_partials(part + row, programs, c, (C + 1) * C))
 
 
-@triton.jit
+@kernel
 def _statistics_kernel(
     moments,
     w,
@@ -204,7 +205,7 @@ def _largest_to_one(values, N: tl.constexpr):
     return tl.exp2(-tl.floor(tl.log2(tl.minimum(tl.maximum(largest, 2.0**-100), 2.0**100))))
 
 
-@triton.jit
+@kernel
 def _weight_gradient_kernel(
     outer,
     centred,
@@ -241,7 +242,7 @@ def _weight_gradient_kernel(
     tl.store(aw + at, (own * (a * unit)[:, None]).to(aw.dtype.element_ty))
 
 
-@triton.jit
+@kernel
 def _quadratic_kernel(
     w,
     sum_g,
@@ -288,7 +289,7 @@ def _quadratic_kernel(
         tl.store(constant + cj, tl.sum(of_blocks, 0))
 
 
-@triton.jit
+@kernel
 def _input_gradient_kernel(
     g,
     y,

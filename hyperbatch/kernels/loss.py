@@ -19,10 +19,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hyperbatch.kernels.compile import kernel
+
 MAX_CLASSES = 32768  # a row is held in the registers of one program
 
 
-@triton.jit
+@kernel
 def _loss_kernel(
     logits,
     labels,

@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from hyperbatch.kernels import interpreted
+from hyperbatch.kernels.compile import kernel
 
 SIZES = ("M", "ROWS", "PIXELS")  # numbers a kernel is not compiled anew for
 TOGETHER_BYTES = 32 << 20  # what surely stays in the L2 cache between two passes
@@ -261,7 +262,7 @@ def apply_rows(dy, x, coef, back, dx, column, base, rows, C, RELU: tl.constexpr,
         tl.store(dx + at, (a * g + b * v + d).to(dx.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel(do_not_specialize=SIZES)
 def _statistics_kernel(
     x,
     part,
@@ -314,7 +315,7 @@ def _statistics_kernel(
         normalise_rows(x, coef, shortcut, shortcut_coef, y, bits, column, base, rows, C, SHORTCUT, BITS, BM, BC)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel(do_not_specialize=SIZES)
 def _normalise_kernel(
     x,
     coef,
@@ -335,7 +336,7 @@ def _normalise_kernel(
     normalise_rows(x, coef, shortcut, shortcut_coef, y, bits, column, base, rows, C, SHORTCUT, BITS, BM, BC)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel(do_not_specialize=SIZES)
 def _reduce_kernel(
     dy,
     x,
@@ -382,7 +383,7 @@ def _reduce_kernel(
         apply_rows(dy, x, coef, back, dx, column, base, rows, C, RELU, BM, BC)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel(do_not_specialize=SIZES)
 def _apply_kernel(
     dy,
     x,
@@ -401,7 +402,7 @@ def _apply_kernel(
     apply_rows(dy, x, coef, back, dx, column, base, rows, C, RELU, BM, BC)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel(do_not_specialize=SIZES)
 def _join_reduce_kernel(
     dy,
     dy2,

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hyperbatch.kernels.compile import kernel
 from hyperbatch.kernels.norm import NormGradients, finish_backward, is_last, matrix, reducing, store_partials
 
 NO_TAP = tl.constexpr(255)
@@ -60,7 +61,7 @@ def tile_of(down, across, BI: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr):
     return image, i, j, ((i < down) & (j < across))[:, None], (tl.program_id(1) * BC + tl.arange(0, BC))[None, :]
 
 
-@triton.jit
+@kernel
 def _pool_kernel(
     x,
     coef,
@@ -109,7 +110,7 @@ def _pool_kernel(
     tl.store(tap + out + at, tl.where(y > 0, best_tap, NO_TAP).to(tl.uint8), mask=inside)
 
 
-@triton.jit
+@kernel
 def _pool_reduce_kernel(
     dpooled,
     peak,
@@ -150,7 +151,7 @@ def _pool_reduce_kernel(
         finish_backward(part, coef, back, dweight, dbias, c, PIXELS, C, programs, LOCAL)
 
 
-@triton.jit
+@kernel
 def _pool_apply_kernel(
     dpooled,
     tap,

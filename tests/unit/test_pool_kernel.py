@@ -36,7 +36,7 @@ def test_kernels_compile_for_hopper_with_wide_accesses_and_no_shuffles(name):
 
     from hyperbatch.kernels import pool
 
-    kernel = getattr(pool, name)
+    kernel = getattr(pool, name).fn
     constants = {"KERNEL": 3, "STRIDE": 2, "PADDING": 1, "BI": pool.ELEMENTS // (64 * pool.ACROSS), "BJ": pool.ACROSS}
     constants["BC"] = 64
     types = dict.fromkeys(("x", "dx", "pooled", "dpooled", "peak"), "*fp16")
