@@ -50,6 +50,11 @@ def input_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d) -> Tensor:
     return _faster("input", x, conv, by_cudnn, lambda: _image(torch.mm(rows(dz), conv.weight.flatten(1)), x))
 
 
+def read_pixels_gradient(dz: Tensor, conv: nn.Conv2d) -> Tensor:
+    """The gradient of the pixels that a 1x1 convolution reads, those of its stride; the others' is zero."""
+    return _image(torch.mm(rows(dz), conv.weight.flatten(1)), dz)
+
+
 def weight_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, out: Tensor | None) -> Tensor:
     """dw from dz: in `out` when a matrix product makes it, else where cuDNN puts it."""
 
@@ -67,8 +72,9 @@ def weight_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, out: Tensor | None) 
     return _faster("weight", x, conv, by_cudnn, by_product)
 
 
-def is_product(conv: nn.Conv2d) -> bool:
-    return conv.kernel_size == (1, 1) and conv.stride == (1, 1) and conv.padding == (0, 0) and conv.groups == 1
+def is_product(conv: nn.Conv2d, stride: int = 1) -> bool:
+    """Of the pixels it reads, with this stride."""
+    return conv.kernel_size == (1, 1) and conv.stride == (stride,) * 2 and conv.padding == (0, 0) and conv.groups == 1
 
 
 def rows(x: Tensor) -> Tensor:

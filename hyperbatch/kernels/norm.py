@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from hyperbatch.kernels import interpreted
 from hyperbatch.kernels.compile import kernel
 
-SIZES = ("M", "ROWS", "PIXELS")  # numbers a kernel is not compiled anew for
+SIZES = ("M", "ROWS", "PIXELS", "WIDTH")  # numbers a kernel is not compiled anew for
 TOGETHER_BYTES = 32 << 20  # what surely stays in the L2 cache between two passes
 TOGETHER_PER_PROCESSOR = 2
 MAX_PROGRAMS = 65535  # CUDA's limit for a grid's second axis
@@ -427,8 +427,9 @@ def _join_reduce_kernel(
     C,
     ROWS,
     PIXELS,
+    WIDTH,
     POOLED: tl.constexpr,  # dy is a gradient of means over PIXELS rows
-    ADD: tl.constexpr,  # dy2 is there
+    ADD: tl.constexpr,  # dy2: 0 none, 1 of every pixel, 2 of every other one, both ways
     NORMS: tl.constexpr,  # whose x is at hand: 0 to 2
     LOCAL: tl.constexpr,
     TOGETHER: tl.constexpr,  # apply in the same launch
@@ -457,8 +458,15 @@ def _join_reduce_kernel(
             g = tl.load(dy + image[:, None] * C + c[None, :], mask=inside, other=0.0).to(tl.float32)
         else:
             g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-        if ADD:
+        if ADD == 1:
             g += tl.load(dy2 + at, mask=inside, other=0.0).to(tl.float32)
+        if ADD == 2:
+            row = p * ROWS + r
+            line, place = row % PIXELS // WIDTH, row % WIDTH
+            across, down = (WIDTH + 1) // 2, (PIXELS // WIDTH + 1) // 2
+            coarse = (row // PIXELS * down + line // 2) * across + place // 2
+            there = inside & ((line % 2 == 0) & (place % 2 == 0))[:, None]
+            g += tl.load(dy2 + coarse.to(tl.int64)[:, None] * C + c[None, :], mask=there, other=0.0).to(tl.float32)
         where = base // 8 + r[:, None] * (C // 8) + byte[None, :]
         eights = tl.load(bits + where, mask=inside, other=0)[:, :, None] >> tl.arange(0, 8)[None, None, :].to(tl.uint8)
         through = tl.reshape(eights & 1, [BM, BC]) != 0
@@ -768,7 +776,8 @@ def reduce_joined_gradient(
     """(g, its column sums): g, the gradient of the sum in out = relu(sum), is dy (+ dy2) where `bits` are set.
 
     branches: up to two norms before the sum, whose gradients are filled.
-    A dy that repeats each image's value over its pixels (strides of 0) is read once per image.
+    A dy that repeats each image's value over its pixels (strides of 0) is read once per image. A dy2 of half as many
+    pixels each way belongs to the even ones: what a convolution of stride 2 has read.
     """
     return _join_reduce(dy, bits, branches, counters, dy2, None)
 
@@ -813,8 +822,9 @@ def _join_reduce(
         c,
         tiling.rows_per_program,
         m // len(g),
+        g.shape[3],
         POOLED=pooled,
-        ADD=dy2 is not None,
+        ADD=0 if dy2 is None else 1 if dy2.shape == g.shape else 2,
         NORMS=len(branches),
         LOCAL=first.grads.local,
         TOGETHER=dxs is not None,

@@ -147,7 +147,8 @@ def coef_of(norm: Tensor | gram.ProductNorm) -> Tensor:
 
 
 class Handover:
-    """Brings the gradient of a block's output that came through the next block's shortcut."""
+    """Brings the gradient of a block's output that came through the next block's shortcut: of all its pixels, or of
+    the even ones, if the shortcut has a stride of 2."""
 
     gradient: Tensor | None = None
 
@@ -223,6 +224,8 @@ class Residual(torch.autograd.Function):
             if i in plain:
                 dz = dzs[plain.index(i)]
                 weights[i] = aside.weight_gradient(layers[i], dz, x)
+                if i == depth and ctx.before is not None and convolution.is_product(layers[i].conv, stride=2):
+                    return convolution.read_pixels_gradient(dz, layers[i].conv)
                 return convolution.input_gradient(dz, x, layers[i].conv)
             weights[i] = new_grad(layers[i].conv.weight)
             product = gram.ProductNorm(coef=coefs[i], centred=centred[i], sums=sums[i], rows=kernels.matrix(x)[0])
