@@ -113,6 +113,7 @@ def _faster(what: str, x: Tensor, conv: nn.Conv2d, *ways: Callable[[], Tensor]) 
 def _seconds(way: Callable[[], Tensor]) -> float:
     """The best of a few rounds, as cuDNN itself judges. Waits for the device: in the first step of a shape only."""
     best = float("inf")
+    torch.cuda.synchronize()  # nothing else runs meanwhile, on any stream
     for _ in range(1 + ROUNDS):  # the first loads kernels and lets cuDNN choose
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
