@@ -1,0 +1,99 @@
+"""Kernels whose variants are compiled side by side, before they are first launched.
+
+    @kernel                     with compiling():     this thread     forward and backward: convolution trials, products
+    def add(x, y, N): ...           step()            other threads   add  add'  mul  ...   each variant once
+    add[grid](x, y, n)          step()                                now they are there
+
+Triton compiles a variant (types, constants, alignment of pointers) when it is first launched: half a second each, one
+after the other, nine tenths of it in LLVM and ptxas, outside Python's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from hyperbatch.kernels import interpreted
+
+MAX_THREADS = 16
+_kernels: list[Kernel] = []
+# Triton's own mode for this holds in one context only, but backward runs in autograd's threads: they all enter that one.
+_mode: contextvars.Context | None = None  # None: kernels are launched
+
+
+class Kernel:
+    """A function of Triton's: kernel[grid](...) launches it, or has it compiled inside of `compiling`."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn  # the name that Triton's own wrappers give it
+        _kernels.append(self)
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        if _mode is None:
+            return self.fn[grid]
+        if interpreted():
+            return lambda *args, **options: None
+        context = _mode.copy()  # one thread at a time can be in a context
+        return lambda *args, **options: context.run(self.fn.warmup, *args, grid=grid, **options)
+
+
+def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """In the place of triton.jit, with its options. What kernels call in turn stays with triton.jit."""
+    import triton
+
+    if function is None:
+        return lambda function: Kernel(triton.jit(function, **options))
+    return Kernel(triton.jit(function, **options))
+
+
+def is_compiling() -> bool:
+    """Whether kernels are compiled and not launched: what they should have written is whatever lay in memory."""
+    return _mode is not None
+
+
+@contextlib.contextmanager
+def compiling(*, ranks: int = 1) -> Iterator[None]:
+    """Kernels called inside, by any thread, are compiled and not launched. Waits for all, raises the first error.
+
+    ranks: processes of this host that do so at once.
+    """
+    import triton
+
+    global _mode
+    if _mode is not None:
+        raise RuntimeError("compiling() inside of compiling()")
+    with ThreadPoolExecutor(max_workers=_threads(ranks), thread_name_prefix="compile") as pool:
+        mode = triton.AsyncCompileMode(pool)  # all but the compilation itself happens in the thread that calls
+        context = contextvars.copy_context()
+        context.run(mode.__enter__)
+        _mode = context
+        try:
+            yield
+        finally:
+            _mode = None
+            pool.shutdown()
+            _settle()
+    for future in mode.raw_futures:
+        future.result()
+
+
+def _threads(ranks: int) -> int:
+    """Leaves room for the thread that goes on meanwhile."""
+    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // ranks - 1))
+
+
+def _settle() -> None:
+    """In Triton's tables compiled kernels take the place of promises. What failed goes: a launch tries it again."""
+    from triton import FutureKernel
+
+    for kernel in _kernels:
+        for table, *_ in getattr(kernel.fn, "device_caches", {}).values():  # the interpreter has none
+            for key, entry in list(table.items()):
+                if isinstance(entry, FutureKernel):
+                    table[key] = entry.result(ignore_errors=True)
+                    if table[key] is None:
+                        del table[key]
