@@ -21,7 +21,7 @@ from hyperbatch.kernels import interpreted
 
 MAX_THREADS = 16
 _kernels: list[Kernel] = []
-# Triton's own mode for this holds in one context only, but backward runs in autograd's threads: they all enter that one.
+# Triton's own mode for this holds in one context, and backward runs in autograd's threads: all of them enter that one.
 _mode: contextvars.Context | None = None  # None: kernels are launched
 
 

@@ -148,6 +148,18 @@ def test_nothing_is_measured_where_it_may_not_be(monkeypatch, state):
     assert Chooser(monkeypatch, [1.0, 2.0]).choose() == 0  # and nothing was settled
 
 
+def test_while_kernels_are_compiled_every_way_runs_once_unmeasured(monkeypatch):
+    """So that cuDNN's own trials are done by then."""
+    chooser, ran = Chooser(monkeypatch, [1.0, 2.0]), []
+    x = SimpleNamespace(is_cuda=True, shape=(8, 6), dtype=torch.float16, device="cuda:0")
+    ways = (lambda: ran.append("cudnn"), lambda: ran.append("product"))
+    monkeypatch.setattr(convolution, "is_compiling", lambda: True)
+    convolution._faster("convolve", x, make(*PRODUCT)[0], *ways)  # type: ignore[arg-type]
+    assert ran == ["cudnn", "product"]
+    assert chooser.measured == 0
+    assert not convolution._chosen
+
+
 def test_a_choice_made_before_holds_in_a_capture(monkeypatch):
     chooser = Chooser(monkeypatch, [1.0, 2.0])
     chooser.choose()
