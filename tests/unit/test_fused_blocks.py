@@ -1,0 +1,377 @@
+"""Fused networks by Triton's interpreter against the plain models in float64, and how they live with autograd.
+
+The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
+has it; there most of the tests below do the work.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import subprocess
+import sys
+from statistics import median
+
+import pytest
+import torch
+from fused_reference import alexnet, backward, batch, check, error, errors, exact_step, residual, shuffled, step
+from torch import nn
+
+from hyperbatch.arena import Arena, backward_order
+from hyperbatch.errors import InputError
+from hyperbatch.models import create_model
+from hyperbatch.models.fused import fuse, unfuse, why_not_fused
+from hyperbatch.models.norm import BatchNorm2d
+from hyperbatch.models.resnet import BasicBlock, Bottleneck
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
+outside = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
+if importlib.util.find_spec("triton"):
+    from norm_reference import poisoned
+
+    from hyperbatch.kernels import norm as kernels
+    from hyperbatch.models import fused_blocks
+
+FP32 = 5e-5  # relative, per tensor: some ten layers of fp32 on both ways, each amplified by the norms behind it
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@outside
+def test_networks_by_the_interpreter():
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=["moments", "outputs"])
+def norms_from(request, monkeypatch):
+    """Norms after 1x1 convolutions from the moments of their input wherever that is possible, or nowhere."""
+    monkeypatch.setattr(fused_blocks, "BY_MOMENTS_BYTES", 0 if request.param == "moments" else 1 << 60)
+    return request.param
+
+
+def tiny(block=BasicBlock, blocks=2, **options):
+    """One stage under a stem that keeps the size of the image: cheap at a few pixels."""
+    return shuffled(residual(block, (blocks,), (8 if block is BasicBlock else 16,), small_stem=True, **options))
+
+
+def fused(model):
+    fuse(model)
+    return model
+
+
+@inside
+@pytest.mark.usefixtures("norms_from")
+def test_bottlenecks_agree_with_float64():
+    model, data = shuffled(residual()), batch(2, (33, 31))
+    want = exact_step(model, *data)
+    got = step(fused(model), *data)
+    check(got, want, FP32)
+    assert got.logits.dtype == torch.float32
+    assert not model.fused.stem.counters.any()
+
+
+@inside
+@pytest.mark.usefixtures("norms_from")
+def test_blocks_that_start_as_the_identity():
+    model, data = tiny(Bottleneck, zero_init_last_gamma=True), batch(2, (3, 4))
+    want = exact_step(model, *data)
+    got = step(fused(model), *data)
+    check(got, want, FP32)
+    assert not got.grads["layer1.0.conv3.weight"].any()
+    assert got.grads["layer1.0.bn3.weight"].all()
+
+
+NETWORKS = {
+    "one image": (lambda: residual(blocks=(1, 1)), 1, (40, 33)),
+    "basic blocks": (lambda: residual(BasicBlock), 2, (35, 32)),
+    "resnet8": (lambda: create_model("resnet8", classes=10), 3, (9, 8)),
+    "alexnet": (alexnet, 1, (64, 63)),
+    "alexnet_pool5": (lambda: alexnet(norm_after_pool5=True), 2, (95, 95)),
+}
+
+
+@inside
+@pytest.mark.parametrize("network", NETWORKS)
+def test_networks_agree_with_float64(network):
+    build, n, size = NETWORKS[network]
+    model, data = shuffled(build()), batch(n, size)
+    want = exact_step(model, *data)
+    # A norm after the last pool all but takes the scale of the norm before it out: what is left of its gradient is less
+    # than a tenth of the terms it is added up from.
+    check(step(fused(model), *data), want, 10 * FP32 if network == "alexnet_pool5" else FP32)
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_16_bits_are_as_near_as_the_plain_path(dtype, monkeypatch):
+    """Both round the same tensors, each in its own way: which ReLUs turn over is chance, and decides one case's error.
+
+    So the mean of three is compared, with room for chance; twice that where the interpreter cuts bf16 off.
+    """
+    moments = dtype == torch.float16  # the interpreter knows no products of bf16
+    monkeypatch.setattr(fused_blocks, "BY_MOMENTS_BYTES", 0 if moments else 1 << 60)
+    medians = {"ours": 0.0, "theirs": 0.0}
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model, data, scale = shuffled(tiny(Bottleneck, 1), seed), batch(8, (4, 5), seed), 1024.0
+        Arena(model, [name for name, _ in model.named_parameters()], dtype=dtype)
+        want = exact_step(model, *data)
+        plain = step(copy.deepcopy(model), *data, scale=scale)
+        got = step(fused(model), *data, scale=scale)
+        assert got.logits.dtype == torch.float32
+        assert model.conv1.weight.grad.dtype == dtype
+        assert model.bn1.weight.grad.dtype == torch.float32
+        assert max(errors(got.buffers, want.buffers).values()) < 4 * torch.finfo(dtype).eps
+        medians["ours"] += median(errors(got.grads, want.grads).values())
+        medians["theirs"] += median(errors(plain.grads, want.grads).values())
+    assert medians["ours"] < (1.5 if dtype == torch.float16 else 3) * medians["theirs"]
+
+
+@inside
+def test_every_step_starts_from_memory_that_means_nothing(monkeypatch):
+    for bytes_, together in ((0, 0), (1 << 60, 1 << 60)):
+        monkeypatch.setattr(fused_blocks, "BY_MOMENTS_BYTES", bytes_)
+        monkeypatch.setattr(kernels, "TOGETHER_BYTES", together)
+        model, data = tiny(Bottleneck, 1), batch(2, (3, 3))
+        want = exact_step(model, *data)
+        with poisoned():
+            got = step(fused(model), *data)
+        check(got, want, FP32)
+
+
+@inside
+def test_evaluation_and_the_way_back_are_the_plain_path():
+    plain, data = tiny(), batch(2, (3, 3))
+    model = copy.deepcopy(plain)
+    names, start = list(model.state_dict()), copy.deepcopy(model.state_dict())
+    fuse(model)
+    assert list(model.state_dict()) == names
+    assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
+    with torch.no_grad():
+        assert torch.equal(model.eval()(data[0]), plain.eval()(data[0]))
+    assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
+    unfuse(model)
+    ours, theirs = (step(one.train(), *data) for one in (model, plain))
+    assert torch.equal(ours.logits, theirs.logits)
+    assert all(torch.equal(grad, theirs.grads[name]) for name, grad in ours.grads.items())
+    model.load_state_dict(start)
+    assert error(fused(model)(data[0]), theirs.logits) < FP32  # the weights that were loaded, fused anew
+
+
+@inside
+def test_loaded_weights_are_the_ones_that_train():
+    model, other, data = fused(tiny()), shuffled(tiny(), seed=7), batch(2, (3, 3))
+    model.load_state_dict(other.state_dict())
+    check(step(model, *data), exact_step(other, *data), FP32)
+
+
+@inside
+@pytest.mark.parametrize("in_arena", [False, True])
+def test_a_copy_trains_on_its_own(in_arena):
+    """Its gradients, running statistics and counts are its own; so are the original's."""
+    model, data = tiny(), batch(2, (3, 3))
+    want = exact_step(model, *data)
+    arena = Arena(model, [name for name, _ in model.named_parameters()]) if in_arena else None
+    other = copy.deepcopy(fused(model))
+    with torch.no_grad():
+        for param in other.parameters():
+            param.mul_(0.9)
+    expect = exact_step(other, *data)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    check(step(other, *data), expect, FP32)
+    assert all(param.grad is None for param in model.parameters())
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    if arena is not None:
+        assert not any(grad.any() for grad in arena.grads.values())
+    of_copy = {name: param.grad.clone() for name, param in other.named_parameters()}
+    check(step(model, *data), want, FP32)
+    assert all(torch.equal(param.grad, of_copy[name]) for name, param in other.named_parameters())
+
+
+@inside
+def test_gradients_are_written_where_the_arena_keeps_them(norms_from):
+    layout = torch.channels_last if norms_from == "moments" else torch.contiguous_format
+    model, data = tiny(Bottleneck).to(memory_format=layout), batch(2, (3, 3))
+    want = exact_step(model, *data)
+    # Left where autograd put them: only what was written there is in the arena.
+    arena = Arena(model, [name for name, _ in model.named_parameters()], copy_on_ready=False)
+    fuse(model)
+    arena.zero_grad()
+    backward(model, *data)
+    for name, param in model.named_parameters():
+        in_place = param.grad.data_ptr() == arena.grad_view(name).data_ptr()
+        owner = model.get_submodule(name.rpartition(".")[0])
+        product = isinstance(owner, nn.Conv2d) and owner.kernel_size == (1, 1)
+        assert in_place == (product or isinstance(owner, BatchNorm2d)), name
+    arena.collect()
+    for name, param in model.named_parameters():
+        assert param.grad.data_ptr() == arena.grad_view(name).data_ptr(), name
+        assert error(param.grad, want.grads[name]) < FP32, name
+
+
+@inside
+@pytest.mark.parametrize("room", ["arena", "none", "zeros"])
+def test_micro_steps_add_up(room):
+    """In an arena, without one, and into gradients that are there already; forwards of both before any backward."""
+    model, first, second = (
+        tiny(Bottleneck if room == "arena" else BasicBlock),
+        batch(2, (3, 3)),
+        batch(3, (4, 3), seed=1),
+    )
+    plain = copy.deepcopy(model)
+    parts = [exact_step(plain, *data).grads for data in (first, second)]
+    arena = Arena(model, [name for name, _ in model.named_parameters()]) if room == "arena" else None
+    fuse(model)
+    if arena is not None:
+        arena.zero_grad()
+    if room == "zeros":
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+    losses = [nn.functional.cross_entropy(model(images), labels) for images, labels in (first, second)]
+    for loss in reversed(losses):
+        loss.backward()
+    for name, param in model.named_parameters():
+        assert error(param.grad, parts[0][name] + parts[1][name]) < FP32, name
+        if arena is not None:
+            assert param.grad.data_ptr() == arena.grad_view(name).data_ptr(), name
+    assert model.bn1.num_batches_tracked == 2
+
+
+@inside
+def test_backward_twice_through_one_graph_gives_the_same_bits():
+    model, (images, labels) = fused(tiny()), batch(2, (3, 3))
+    loss = nn.functional.cross_entropy(model(images), labels)
+    params = list(model.parameters())
+    last = torch.autograd.grad(loss, [params[-1]], retain_graph=True)
+    # The first block is left out.
+    part = torch.autograd.grad(loss, list(model.layer1[1].parameters()), retain_graph=True)
+    runs = [torch.autograd.grad(loss, params, retain_graph=True) for _ in range(2)]
+    for a, b in zip(*runs, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(last[0], runs[0][-1])
+    of_last = [p for name, p in zip(dict(model.named_parameters()), runs[0], strict=True) if "layer1.1" in name]
+    assert all(torch.equal(a, b) for a, b in zip(part, of_last, strict=True))
+
+
+@inside
+def test_gradients_appear_block_by_block():
+    """What a later block leaves can travel before an earlier one starts."""
+    model, data = fused(residual(BasicBlock, (1, 2), (8, 8), small_stem=True)), batch(2, (4, 4))
+    seen = []
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    backward(model, *data)
+    assert sorted(seen) == sorted(dict(model.named_parameters()))
+    groups = [".".join(name.split(".")[:2]) if name.startswith("layer") else "" for name in seen]
+    blocks = [group for i, group in enumerate(groups) if group and (i == 0 or groups[i - 1] != group)]
+    assert blocks == ["layer2.1", "layer2.0", "layer1.0"]
+    assert seen[:2] == ["fc.weight", "fc.bias"] or seen[:2] == ["fc.bias", "fc.weight"]
+    assert set(seen[-3:]) == {"conv1.weight", "bn1.weight", "bn1.bias"}
+
+
+@inside
+def test_the_order_of_backward_is_found_in_a_fused_model():
+    model, data = fused(tiny()), batch(2, (3, 3))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    order = backward_order(model, lambda: backward(model, *data))
+    assert order[0].startswith("fc.")
+    assert sorted(order) == sorted(dict(model.named_parameters()))
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+@inside
+def test_a_training_forward_without_gradients():
+    model, (images, _) = fused(tiny()), batch(2, (3, 3))
+    want = copy.deepcopy(model).double()
+    unfuse(want)
+    with torch.no_grad():
+        got = model(images)
+    expect = want(images.double())
+    assert not got.requires_grad
+    assert error(got, expect.detach()) < FP32
+    assert max(errors(dict(model.named_buffers()), dict(want.named_buffers())).values()) < FP32
+
+
+@inside
+def test_frozen_parameters_and_images_that_want_a_gradient():
+    model, (images, labels) = tiny(Bottleneck, 1), batch(2, (3, 3))
+    frozen = ["conv1.weight", "layer1.0.bn2.weight", "layer1.0.downsample.0.weight"]
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    plain = copy.deepcopy(model).double()
+    fuse(model)
+    wants = []
+    for one, dtype in ((model, torch.float32), (plain, torch.float64)):
+        leaf = images.to(dtype).clone().requires_grad_()
+        backward(one, leaf, labels)
+        wants.append(leaf.grad)
+    assert error(*wants) < FP32
+    for name, param in plain.named_parameters():
+        got = model.get_parameter(name).grad
+        assert (got is None) == (name in frozen), name
+        if got is not None:
+            assert error(got, param.grad) < FP32, name
+
+
+# --- why not ----------------------------------------------------------------------------------------------------------
+
+
+def test_reasons_are_given():
+    pytest.importorskip("triton")
+    model = residual()
+    assert why_not_fused(model, torch.float16, CUDA) is None
+    assert why_not_fused(alexnet(), torch.bfloat16, CUDA) is None
+    assert "Linear is none of our" in str(why_not_fused(nn.Linear(2, 2), torch.float16, CUDA))
+    model.layer1[0].conv2.bias = nn.Parameter(torch.zeros(16))  # type: ignore[index]
+    assert "layer1.0.conv2 has a bias" in str(why_not_fused(model, torch.float16, CUDA))
+    assert "channels" in str(why_not_fused(create_narrow(), torch.float16, CUDA))
+
+
+def create_narrow():
+    model = residual(BasicBlock)
+    model.layer2[0].conv1 = nn.Conv2d(16, 12, 3, bias=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"momentum": None}, "averages its statistics in another way"),
+        ({"track_running_stats": False}, "averages its statistics in another way"),
+        ({"affine": False}, "no fp32 scale and shift"),
+        ({"dtype": torch.float16}, "no fp32 scale and shift"),
+    ],
+    ids=str,
+)
+def test_other_norms_are_named(change, reason):
+    pytest.importorskip("triton")
+    model = residual()
+    model.layer2[1].bn2 = BatchNorm2d(32, **change)  # type: ignore[index]
+    assert f"layer2.1.bn2 {reason}" in str(why_not_fused(model, torch.float16, CUDA)).replace("has no", "no")
+    model.layer2[1].bn2 = nn.BatchNorm2d(32)  # type: ignore[index]
+    assert "in another way" in str(why_not_fused(model, torch.float16, CUDA))
+
+
+@outside
+def test_only_cuda_and_16_bits_without_the_interpreter():
+    pytest.importorskip("triton")
+    model = residual()
+    assert "not on a cpu" in str(why_not_fused(model, torch.float16, CPU))
+    assert "not in float32" in str(why_not_fused(model, torch.float32, CUDA))
+    with pytest.raises(InputError, match="the fused training path cannot run: the kernels run on CUDA devices"):
+        fuse(model)
+    assert model.fused is None
+
+
+def test_without_triton_it_says_so(monkeypatch):
+    monkeypatch.setattr("hyperbatch.models.fused.has_triton", lambda: False)
+    assert why_not_fused(residual(), torch.float16, CUDA) == "Triton is not installed"
