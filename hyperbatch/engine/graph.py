@@ -30,7 +30,7 @@ from hyperbatch.data.batch import Batch
 from hyperbatch.engine.job import Job
 from hyperbatch.engine.step import Piece, micro_step, pieces
 from hyperbatch.engine.steptimer import Ends, StepTimer
-from hyperbatch.engine.warmup import put_back
+from hyperbatch.engine.warmup import compile_kernels, put_back
 from hyperbatch.errors import InputError
 from hyperbatch.optim.base import LayerStats
 from hyperbatch.schedule import Step
@@ -165,6 +165,7 @@ class StepRunner:
                 micro_step(self._job, piece, images, labels, self.total, timer)
 
         with put_back(self._job):
+            compile_kernels(self._job, images, labels, self.total)
             # Ranks compare on the host in the first steps which parameters they used.
             for _ in range(1 if self._backend is None else CHECKED_STEPS):
                 step()

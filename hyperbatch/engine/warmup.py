@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from hyperbatch.engine.job import Job
+from hyperbatch.engine.step import Piece, micro_step
+from hyperbatch.engine.steptimer import StepTimer
+from hyperbatch.kernels.compile import compiling
 from hyperbatch.optim.base import Scalar, put
 
 
@@ -48,6 +51,26 @@ def put_back(job: Job) -> Iterator[None]:
             job.sync.forget()
             job.arena.zero_grad()
             optimizer.refresh()
+
+
+def compile_kernels(job: Job, images: Tensor, labels: Tensor, total: Tensor) -> None:
+    """Compiles what the fused kernels of a forward and a backward need side by side, while cuDNN makes its trials.
+
+    For inside of `put_back`: our kernels are not launched, so what lay in memory goes through the rest of the model. It
+    speeds up what comes next and nothing more: if it fails, that is noted, and the steps compile for themselves.
+    """
+    # Norms over ranks exchange sums in forward: a rank that fails would leave the others waiting.
+    if not job.fused or job.config.model.bn_group_ranks > 1:
+        return
+    try:
+        with compiling(ranks=job.ranks.local_size):
+            # Not the last of its step: no exchange, no update.
+            micro_step(job, Piece(2, first=True, last=False), images, labels, total, StepTimer(job.device))
+    except Exception as error:
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        job.warnings.append(f"kernels are compiled one after the other: {line}")
+    finally:
+        job.sync.forget()
 
 
 def _copy(value: Scalar) -> Scalar:

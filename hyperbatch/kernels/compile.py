@@ -14,7 +14,7 @@ import contextlib
 import contextvars
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from hyperbatch.kernels import interpreted
@@ -66,7 +66,7 @@ def compiling(*, ranks: int = 1) -> Iterator[None]:
     global _mode
     if _mode is not None:
         raise RuntimeError("compiling() inside of compiling()")
-    with ThreadPoolExecutor(max_workers=_threads(ranks), thread_name_prefix="compile") as pool:
+    with _Pool(max_workers=_threads(ranks), thread_name_prefix="compile") as pool:
         mode = triton.AsyncCompileMode(pool)  # all but the compilation itself happens in the thread that calls
         context = contextvars.copy_context()
         context.run(mode.__enter__)
@@ -79,6 +79,20 @@ def compiling(*, ranks: int = 1) -> Iterator[None]:
             _settle()
     for future in mode.raw_futures:
         future.result()
+
+
+class _Pool(ThreadPoolExecutor):
+    """Makes the launcher in the same thread: Triton 3.6 runs a C compiler for it, and finds it in its cache later."""
+
+    def submit(self, compile: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
+        from triton.runtime import driver
+
+        def work() -> Any:
+            compiled = compile()
+            driver.active.launcher_cls(compiled.src, compiled.metadata)  # type: ignore[attr-defined]
+            return compiled
+
+        return super().submit(work)
 
 
 def _threads(ranks: int) -> int:

@@ -25,6 +25,7 @@ from hyperbatch.engine.step import micro_step, pieces
 from hyperbatch.engine.steptimer import Marks, StepTimer
 from hyperbatch.engine.warmup import put_back
 from hyperbatch.errors import InputError
+from hyperbatch.kernels.compile import is_compiling
 from hyperbatch.record import RunRecord
 
 
@@ -155,6 +156,42 @@ def test_everything_is_put_back(tmp_path):
     assert all(slot.param.grad is None for slot in job.arena.slots)
     assert job.sync.timings() == ()
     job.close()
+
+
+@pytest.mark.parametrize("failure", [None, "no room for 3 GiB\nand more"])
+def test_compiling_before_the_first_step_leaves_no_trace(tmp_path, monkeypatch, played, failure):
+    """The kernels do not run then, and what the rest of the model makes of it is rubbish. It may fail, too."""
+    pytest.importorskip("triton")
+    values = {"model": "toy:normed", "precision": "fp16", "accumulate": 2}
+    _, expected, expected_losses = train(tmp_path / "plain", **values)
+    passes = []
+
+    class Rubbish(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.full_like(x, torch.nan) if is_compiling() else x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            if is_compiling():
+                passes.append(dy.shape)
+                if failure:
+                    raise ValueError(failure)
+            return dy
+
+    def build_fused(*args):
+        job = build_job(*args)
+        job.fused = True
+        job.model[3].register_forward_hook(lambda module, inputs, output: Rubbish.apply(output))
+        return job
+
+    monkeypatch.setattr(loop, "build_job", build_fused)
+    record, weights, losses = train(tmp_path / "compiled", **values)
+    assert len(passes) == 2  # one per shape
+    assert losses == expected_losses
+    assert same_bits(weights, expected)
+    told = [line for line in record.warnings if "compiled" in line]
+    assert told == (["kernels are compiled one after the other: no room for 3 GiB"] * 2 if failure else [])
 
 
 def test_a_step_that_fails_is_put_back_too():
