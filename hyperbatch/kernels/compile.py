@@ -76,7 +76,7 @@ def compiling(*, ranks: int = 1) -> Iterator[None]:
         finally:
             _mode = None
             pool.shutdown()
-            _settle()
+            _settle(mode)
     for future in mode.raw_futures:
         future.result()
 
@@ -100,14 +100,17 @@ def _threads(ranks: int) -> int:
     return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // ranks - 1))
 
 
-def _settle() -> None:
-    """In Triton's tables compiled kernels take the place of promises. What failed goes: a launch tries it again."""
+def _settle(mode: Any) -> None:
+    """Compiled kernels enter Triton's tables. What failed leaves no trace there: a launch tries it again."""
     from triton import FutureKernel
 
+    for future in mode.future_kernels.values():
+        future.result(ignore_errors=True)
+    # Triton 3.7 keeps promises in the tables: failed ones, and those that share a compilation with another.
     for kernel in _kernels:
         for table, *_ in getattr(kernel.fn, "device_caches", {}).values():  # the interpreter has none
             for key, entry in list(table.items()):
                 if isinstance(entry, FutureKernel):
-                    table[key] = entry.result(ignore_errors=True)
-                    if table[key] is None:
+                    table[key] = entry.kernel
+                    if entry.kernel is None:
                         del table[key]

@@ -135,6 +135,7 @@ def test_each_variant_is_compiled_once_and_not_launched(gpu, compiled):
     assert all(thread.startswith("compile") for _, thread in compiled)
     assert not gpu.launched
     assert gpu.launchers == 6
+    assert len(tables()) == 6
     halve[(1,)](x, y, 48, BLOCK=64)
     double[(1,)](x, y, 9, BLOCK=64)
     assert gpu.launched == ["halve", "double"]
