@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ class Case:
 class Exact:
     """Of relu(norm(x) [+ shortcut]), in float64."""
 
+    before: Tensor  # the ReLU
     y: Tensor
     size: Tensor  # the terms that y was added up from, in magnitude
     mean: Tensor
@@ -104,11 +106,11 @@ def exact(case: Case, shortcut: str = "none", *, dy2: Tensor | None = None, dy: 
     if shortcut != "none":
         other = leaves[1] if shortcut == "plain" else norm64(leaves[1], case.norm2, *affine[1])[0]
         y, size = y + other, size + other.abs() + 1
-    y = y.relu()
+    before, y = y, y.relu()
     g = (case.dy if dy is None else dy).double() + (0 if dy2 is None else dy2.double())
     gradients = torch.autograd.grad(y, [*leaves, *(p for pair in affine for p in pair)], g)
     of_affine = gradients[len(leaves) :]
-    result = Exact(y.detach(), size.detach(), mean.detach(), var.detach())
+    result = Exact(before.detach(), y.detach(), size.detach(), mean.detach(), var.detach())
     result.dx, result.dweight, result.dbias = (
         list(gradients[: len(leaves)]),
         list(of_affine[::2]),
@@ -189,3 +191,45 @@ def check_gradients(
 
 def wide(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
     return copy.deepcopy(norm).double()
+
+
+def forward(case: Case, shortcut: str, counters: Tensor) -> Any:
+    """(out, bits or None, coef, coef of the shortcut or None), through what the models call."""
+    if shortcut == "none":
+        y, coef = kernels.norm_relu(case.x, case.norm, counters)
+        return y, None, coef, None
+    coef2 = kernels.statistics(case.x2, case.norm2, counters) if shortcut == "norm" else None
+    out, bits, coef = kernels.norm_join(case.x, case.norm, counters, case.x2, coef2)
+    return out, bits, coef, coef2
+
+
+def check(case: Case, shortcut: str, counters: Tensor, *, dy2=None, dy=None) -> None:
+    """Forward and backward against float64, in memory that starts as nan."""
+    want = exact(case, shortcut, dy2=dy2, dy=dy)
+    if dy is None:
+        # Where fp32 and float64 may not agree on which side of the ReLU a value is, no gradient tells.
+        dy = torch.where(want.before.abs() < FP32 * want.size, 0.0, case.dy)
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        want = exact(case, shortcut, dy2=dy2, dy=dy)
+    with poisoned():
+        out, bits, coef, coef2 = forward(case, shortcut, counters)
+        grads, grads2 = new_gradients(case.norm), new_gradients(case.norm2)
+        if bits is None:
+            dxs = [kernels.norm_relu_backward(dy, case.x, coef, grads, counters)]
+        else:
+            branches = [kernels.Branch(case.x, coef, grads)]
+            if coef2 is not None:
+                branches.append(kernels.Branch(case.x2, coef2, grads2))
+            g, sums, dxs = kernels.join_backward(dy, bits, branches, counters, dy2=dy2)
+    check_statistics(coef, case, want)
+    check_rounded(out, want.y, want.size)
+    rounded = 0.0
+    if bits is not None:
+        check_bits(bits, out)
+        whole = dy.double() + (0 if dy2 is None else dy2.double())
+        check_rounded(g, torch.where(out > 0, whole, 0.0), whole.abs().max().item())
+        assert torch.equal(sums, grads.bias)
+        rounded = ROUND_OFF[g.dtype] if dy2 is not None else 0.0
+    check_gradients(dxs[0], grads, case, want, 0, rounded)
+    if coef2 is not None:
+        check_gradients(dxs[1], grads2, case, want, 1, rounded)

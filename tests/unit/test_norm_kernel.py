@@ -11,7 +11,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -21,14 +20,12 @@ inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Tr
 if importlib.util.find_spec("triton"):
     from norm_reference import (
         FP32,
-        ROUND_OFF,
         VARIANCE,
-        Case,
-        check_bits,
+        check,
         check_gradients,
-        check_rounded,
         check_statistics,
         exact,
+        forward,
         make,
         new_gradients,
         poisoned,
@@ -68,44 +65,6 @@ def launches(request, monkeypatch):
 def many(monkeypatch):
     """Several programs a column block, whose partials are merged."""
     monkeypatch.setattr(kernels, "processors", lambda: MANY)
-
-
-def forward(case: Case, shortcut: str, counters: torch.Tensor) -> Any:
-    """(out, bits or None, coef, coef of the shortcut or None), through what the models call."""
-    if shortcut == "none":
-        y, coef = kernels.norm_relu(case.x, case.norm, counters)
-        return y, None, coef, None
-    coef2 = kernels.statistics(case.x2, case.norm2, counters) if shortcut == "norm" else None
-    out, bits, coef = kernels.norm_join(case.x, case.norm, counters, case.x2, coef2)
-    return out, bits, coef, coef2
-
-
-def check(case: Case, shortcut: str, counters: torch.Tensor, *, dy2=None, dy=None) -> None:
-    """Forward and backward against float64, in memory that starts as nan."""
-    want = exact(case, shortcut, dy2=dy2, dy=dy)
-    dy = case.dy if dy is None else dy
-    with poisoned():
-        out, bits, coef, coef2 = forward(case, shortcut, counters)
-        grads, grads2 = new_gradients(case.norm), new_gradients(case.norm2)
-        if bits is None:
-            dxs = [kernels.norm_relu_backward(dy, case.x, coef, grads, counters)]
-        else:
-            branches = [kernels.Branch(case.x, coef, grads)]
-            if coef2 is not None:
-                branches.append(kernels.Branch(case.x2, coef2, grads2))
-            g, sums, dxs = kernels.join_backward(dy, bits, branches, counters, dy2=dy2)
-    check_statistics(coef, case, want)
-    check_rounded(out, want.y, want.size)
-    rounded = 0.0
-    if bits is not None:
-        check_bits(bits, out)
-        whole = dy.double() + (0 if dy2 is None else dy2.double())
-        check_rounded(g, torch.where(out > 0, whole, 0.0), whole.abs().max().item())
-        assert torch.equal(sums, grads.bias)
-        rounded = ROUND_OFF[g.dtype] if dy2 is not None else 0.0
-    check_gradients(dxs[0], grads, case, want, 0, rounded)
-    if coef2 is not None:
-        check_gradients(dxs[1], grads2, case, want, 1, rounded)
 
 
 @inside
