@@ -162,8 +162,11 @@ CASES = [(name, FP16) for name in BLOCKS] + [("layer1.0", BF16), ("layer3.1", BF
 @pytest.mark.parametrize("moments", [True, False], ids=["moments", "outputs"])
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=[f"{name} {NAMES[dtype]}" for name, dtype in CASES])
 def test_blocks_agree_with_float64(name, dtype, moments, monkeypatch):
-    """Outputs within three roundings. Gradients: an input of a ReLU that is off by a rounding turns it over now and then,
-    some 2^-11 of them (fp16), and its gradient is wrong by its whole size: a few roots of that, on the plain path, too."""
+    """Outputs within three roundings. Gradients: a value that is off by a rounding turns its ReLU over now and then.
+
+    So do some 2^-11 of them (fp16), and where they do the gradient is wrong by its whole size: a few roots of that in
+    all, on the plain path, too.
+    """
     kind, inputs, width, stride, n, side = BLOCKS[name]
     if kind is BasicBlock and moments:
         pytest.skip("has no product")
