@@ -97,7 +97,7 @@ class _Pool(ThreadPoolExecutor):
 
 def _threads(ranks: int) -> int:
     """Leaves room for the thread that goes on meanwhile."""
-    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // ranks - 1))
+    return max(2, min(MAX_THREADS, len(os.sched_getaffinity(0)) // ranks - 1))
 
 
 def _settle(mode: Any) -> None:

@@ -108,9 +108,11 @@ def _faster(what: str, x: Tensor, conv: nn.Conv2d, *ways: Callable[[], Tensor]) 
         if not (x.is_cuda and torch.backends.cudnn.benchmark) or torch.cuda.is_current_stream_capturing():
             return ways[-1]()
         if is_compiling():
-            # The threads that compile would come between the two marks of a measurement. Once, so that cuDNN makes its
-            # own trials meanwhile: it chooses by shape, and what lies in the tensors is no matter.
-            return [way() for way in ways][-1]
+            # The threads that compile would come between the two marks of a measurement. Each way once, so that cuDNN
+            # makes its own trials meanwhile: it chooses by shape, and what lies in the tensors is no matter.
+            for way in ways[:-1]:
+                way()
+            return ways[-1]()
         seconds = [_seconds(way) for way in ways]
         _chosen[key] = seconds.index(min(seconds))
     return ways[_chosen[key]]()

@@ -270,7 +270,7 @@ def test_interpreted_networks_are_as_before():
 
 def test_threads_are_shared_by_the_ranks_of_a_host(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    assert [kernels._threads(ranks) for ranks in (1, 4, 8, 64)] == [16, 15, 7, 1]
+    assert [kernels._threads(ranks) for ranks in (1, 4, 8, 64)] == [16, 15, 7, 2]
 
 
 def test_all_kernels_that_are_launched_in_a_step_are_covered():
