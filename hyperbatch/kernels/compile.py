@@ -5,7 +5,7 @@
     add[grid](x, y, n)          step()                                now they are there
 
 Triton compiles a variant (types, constants, alignment of pointers) when it is first launched: half a second each, one
-after the other, nine tenths of it in LLVM and ptxas, outside Python's lock.
+after the other, most of it in LLVM and ptxas, outside Python's lock.
 """
 
 from __future__ import annotations
