@@ -30,14 +30,19 @@ def why_not_fused(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
     if dtype not in HALF_DTYPES and not interpreted():
         return f"they compute in fp16 and bf16, not in {str(dtype).removeprefix('torch.')}"
     for name, module in model.named_modules():
-        if isinstance(module, nn.Conv2d) and (module.out_channels % 8 or module.bias is not None):
-            return f"{name} has a bias, or a number of channels that 8 does not divide"
+        if isinstance(module, nn.Conv2d) and (not _takes(module.out_channels) or module.bias is not None):
+            return f"{name} has a bias, or a number of channels that the kernels cannot take"
         if isinstance(module, nn.BatchNorm2d):
             if not isinstance(module, BatchNorm2d) or module.momentum is None or not module.track_running_stats:
                 return f"{name} averages its statistics in another way"
             if module.weight is None or module.weight.dtype != torch.float32:
                 return f"{name} has no fp32 scale and shift"
     return None
+
+
+def _takes(channels: int) -> bool:
+    """Whether 8 divides them, and blocks of at most 64 channels, a power of two, make no more than 64 of them."""
+    return channels % 8 == 0 and channels // min(64, channels & -channels) <= 64
 
 
 def fuse(model: nn.Module) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from hyperbatch.kernels import conv as convolution
 from hyperbatch.kernels import gram, pool
@@ -202,6 +203,7 @@ class Residual(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         block: FusedBlock = ctx.block
         depth, layers = len(block.path), block.layers
@@ -264,6 +266,7 @@ class ConvNormPool(torch.autograd.Function):
         return pooled
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         layer: Layer = ctx.layer
         x, z, coef, *peaks = ctx.saved_tensors
@@ -290,6 +293,7 @@ class MeanOfPixels(torch.autograd.Function):
         return x.mean((2, 3))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
         n, c, h, w = ctx.shape
         return (dy / (h * w)).view(n, c, 1, 1).expand(ctx.shape)
@@ -340,10 +344,12 @@ class FusedResNet:
         self.stem = Layer(model.conv1, model.bn1, counters)
         self.window = _window(model.maxpool)
         self.blocks = [FusedBlock(block, counters) for stage in model.stages for block in getattr(model, stage)]
-        self.batch_counts = _batch_counts(model)
+        self.counters, self.norms = counters, _norms(model)
 
     def __call__(self, images: Tensor) -> Tensor:
-        _count_batch(self.batch_counts)
+        if self.counters.device != images.device:  # the model has moved
+            self.__init__(self.model)
+        _count_batch(self.norms)
         x = ConvNormPool.apply(_images(images, self.stem), self.stem, self.window, *self.stem.parameters)
         handover = None
         for block in self.blocks:
@@ -366,10 +372,12 @@ class FusedAlexNet:
                 self.layers.append((Layer(module, norm, counters), _window(follower)))
         last = modules[-1]
         self.last_norm = last if isinstance(last, BatchNorm2d) else None  # of 6x6 pixels: torch's own will do
-        self.batch_counts = _batch_counts(model, but=self.last_norm)
+        self.counters, self.norms = counters, _norms(model, but=self.last_norm)
 
     def __call__(self, images: Tensor) -> Tensor:
-        _count_batch(self.batch_counts)
+        if self.counters.device != images.device:  # the model has moved
+            self.__init__(self.model)
+        _count_batch(self.norms)
         x: Any = _images(images, self.layers[0][0])
         for layer, window in self.layers:
             x = ConvNormPool.apply(x, layer, window, *layer.parameters)
@@ -391,13 +399,13 @@ def _images(images: Tensor, first: Layer) -> Tensor:
     return convolution.padded(kernels.channels_last(images.to(first.conv.weight.dtype)))
 
 
-def _batch_counts(model: nn.Module, but: nn.Module | None = None) -> list[Tensor]:
-    norms = [module for module in model.modules() if isinstance(module, BatchNorm2d) and module is not but]
-    return [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
+def _norms(model: nn.Module, but: nn.Module | None = None) -> list[BatchNorm2d]:
+    return [module for module in model.modules() if isinstance(module, BatchNorm2d) and module is not but]
 
 
-def _count_batch(counts: list[Tensor]) -> None:
+def _count_batch(norms: list[BatchNorm2d]) -> None:
     """One launch for all norms, where torch's own take one each."""
+    counts = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
     with torch.no_grad():
         torch._foreach_add_(counts, 1)  # pyright: ignore[reportPrivateImportUsage]
 
