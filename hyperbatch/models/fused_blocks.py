@@ -15,7 +15,6 @@ block before, whose backward reads both parts anyway.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from hyperbatch.models.layers import to_logits
 from hyperbatch.models.norm import BatchNorm2d, gather_rows, pool_moments
 from hyperbatch.models.resnet import BasicBlock, Bottleneck, ResNet
 
-ASIDE_BYTES = 16 << 20  # the largest gradient beside whose chain weight gradients run on a stream of their own
 # A convolution's output from which on its norm is taken from the moments of the input: measured on an H200, 34 MB
 # break even, 67 MB win a third.
 BY_MOMENTS_BYTES = 56 << 20
@@ -101,46 +99,6 @@ class Layer:
 
     def weight_gradient(self, dz: Tensor, x: Tensor) -> Tensor:
         return convolution.weight_gradient(dz, x, self.conv, new_grad(self.conv.weight))
-
-
-class Aside:
-    """Weight gradients of small tensors beside the chain of backward, which waits for none of them.
-
-        with Aside(g) as aside:
-            dw = aside.weight_gradient(layer, dz, x)     # on a stream of its own, from where dz is there
-            ...                                          # the chain goes on
-                                                         # here the chain waits for what ran aside
-
-    A small batch's kernels fill a part of the GPU only; those of a large one would be in each other's way.
-    """
-
-    def __init__(self, like: Tensor) -> None:
-        self._stream = None
-        if like.is_cuda and like.numel() * like.element_size() <= ASIDE_BYTES:
-            self._stream = _side_stream(like.device)
-        self._read: list[Tensor] = []  # kept until their readers are done: freed memory is dealt out again at once
-
-    def weight_gradient(self, layer: Layer, dz: Tensor, x: Tensor) -> Tensor:
-        if self._stream is None:
-            return layer.weight_gradient(dz, x)
-        self._stream.wait_stream(torch.cuda.current_stream(dz.device))
-        self._read += [dz, x]
-        with torch.cuda.stream(self._stream):
-            return layer.weight_gradient(dz, x)
-
-    def __enter__(self) -> Aside:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._read:
-            assert self._stream is not None
-            torch.cuda.current_stream(self._read[0].device).wait_stream(self._stream)
-            self._read.clear()
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def coef_of(norm: Tensor | gram.ProductNorm) -> Tensor:
@@ -225,7 +183,7 @@ class Residual(torch.autograd.Function):
             """The gradient of x, the input of the layer at an end; leaves that of its weight."""
             if i in plain:
                 dz = dzs[plain.index(i)]
-                weights[i] = aside.weight_gradient(layers[i], dz, x)
+                weights[i] = layers[i].weight_gradient(dz, x)
                 if i == depth and ctx.before is not None and convolution.is_product(layers[i].conv, stride=2):
                     return convolution.read_pixels_gradient(dz, layers[i].conv)
                 return convolution.input_gradient(dz, x, layers[i].conv)
@@ -234,13 +192,12 @@ class Residual(torch.autograd.Function):
             w = layers[i].conv.weight
             return gram.product_backward(g, x, w, product, sum_g, grads[i], weights[i], block.counters)
 
-        with Aside(g) as aside:
-            through_shortcut = g if block.shortcut is None else through(depth, inputs[0])
-            d = through(depth - 1, inputs[-1])
-            for i in reversed(range(depth - 1)):
-                dz, grads[i] = layers[i].norm_relu_backward(d, outputs[i], coefs[i])
-                weights[i] = aside.weight_gradient(layers[i], dz, inputs[i])
-                d = convolution.input_gradient(dz, inputs[i], layers[i].conv)
+        through_shortcut = g if block.shortcut is None else through(depth, inputs[0])
+        d = through(depth - 1, inputs[-1])
+        for i in reversed(range(depth - 1)):
+            dz, grads[i] = layers[i].norm_relu_backward(d, outputs[i], coefs[i])
+            weights[i] = layers[i].weight_gradient(dz, inputs[i])
+            d = convolution.input_gradient(dz, inputs[i], layers[i].conv)
         if ctx.before is None:
             d = d.add_(through_shortcut)
         else:
