@@ -180,7 +180,7 @@ def test_blocks_agree_with_float64(name, dtype, moments, monkeypatch):
     as_16_bit(block, dtype)
     x = torch.randn(n, inputs, side, side, device=CUDA).relu_().to(dtype).to(memory_format=torch.channels_last)
     shape = block(x).shape
-    # Not scaled: the weights' gradients are sums over some ten thousand rows, and must stay below fp16's largest number.
+    # Not scaled: the weights' gradients are sums over ten thousand rows and must stay below fp16's largest number.
     dy = torch.randn(shape, device=CUDA).to(dtype).to(memory_format=torch.channels_last)
     exact, plain, fused = copy.deepcopy(block).double(), copy.deepcopy(block), block
     layers = fused_blocks.FusedBlock(fused, kernels.new_counters(CUDA))
