@@ -38,6 +38,7 @@ from hyperbatch.kernels.compile import kernel
 SIZES = ("M", "ROWS", "PIXELS", "WIDTH")  # numbers a kernel is not compiled anew for
 TOGETHER_BYTES = 32 << 20  # what surely stays in the L2 cache between two passes
 TOGETHER_PER_PROCESSOR = 2
+SPARE_PROCESSORS = 32  # NCCL's kernels take no more: programs that wait for each other must not wait for it
 MAX_PROGRAMS = 65535  # CUDA's limit for a grid's second axis
 COLUMN_BLOCKS = tl.constexpr(64)  # most of one tensor: as many counters of each kind
 
@@ -515,24 +516,33 @@ def streaming(m: int, c: int) -> Tiling:
     return Tiling.of(m, c, elements=8192, warps=8, widest=64, programs=1 << 30)
 
 
-def reducing(m: int, c: int, *, elements: int = 4096, warps: int = 8, per_processor: int = 4) -> Tiling:
-    """Sums: about as many programs as run at once, so that few partials are left."""
+def reducing(
+    m: int, c: int, *, elements: int = 4096, warps: int = 8, per_processor: int = 4, among: int | None = None
+) -> Tiling:
+    """Sums: about as many programs as run at once (among so many processors), so that few partials are left."""
+    programs = per_processor * (processors() if among is None else among)
     # Few columns make many partials for the last program: narrower tiles share them out.
     widest = 32 if c <= 128 else 64
-    return Tiling.of(m, c, elements=elements, warps=warps, widest=widest, programs=processors() * per_processor)
+    return Tiling.of(m, c, elements=elements, warps=warps, widest=widest, programs=programs)
 
 
 def together(m: int, c: int) -> Tiling:
     """Sums and what follows from them in one launch: programs wait for each other, so all must run at once.
 
-    The interpreter runs one after the other: there, one a column block.
+    Beside an all-reduce, too: some processors are left to it. The interpreter runs programs one after the other: there,
+    one a column block.
     """
-    return reducing(m, c, per_processor=0 if interpreted() else TOGETHER_PER_PROCESSOR)
+    ours = 0 if interpreted() else max(1, processors() - SPARE_PROCESSORS)
+    return reducing(m, c, per_processor=TOGETHER_PER_PROCESSOR, among=ours)
 
 
 def fits_cache(x: Tensor, tensors: int) -> bool:
-    """Whether a second pass over this many tensors like x would find them in the L2 cache, and launches count more."""
-    return x.numel() * x.element_size() * tensors <= TOGETHER_BYTES
+    """Whether one launch is the better way: a second pass over this many tensors like x finds them in the L2 cache,
+    and the programs fit the device all at once."""
+    m, c = matrix(x)
+    tiling = together(m, c)
+    at_once = interpreted() or c // tiling.columns * tiling.programs <= processors() * TOGETHER_PER_PROCESSOR
+    return at_once and x.numel() * x.element_size() * tensors <= TOGETHER_BYTES
 
 
 def _waiting(is_together: bool) -> dict[str, Any]:
