@@ -7,6 +7,8 @@ Parameters, buffers, names and the state dict stay as they are; evaluation stays
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -29,6 +31,10 @@ def why_not_fused(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
         return f"the kernels run on CUDA devices, not on a {device.type}"
     if dtype not in HALF_DTYPES and not interpreted():
         return f"they compute in fp16 and bf16, not in {str(dtype).removeprefix('torch.')}"
+    if torch.cuda.is_available() and not is_large_enough(torch.cuda.get_device_properties(device)):
+        return (
+            f"{torch.cuda.get_device_name(device)} has less shared memory than the kernels need (an A100's, at least)"
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d) and (not _takes(module.out_channels) or module.bias is not None):
             return f"{name} has a bias, or a number of channels that the kernels cannot take"
@@ -38,6 +44,11 @@ def why_not_fused(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
             if module.weight is None or module.weight.dtype != torch.float32:
                 return f"{name} has no fp32 scale and shift"
     return None
+
+
+def is_large_enough(properties: Any) -> bool:
+    """A device's properties, as torch tells them (not each version tells all): the largest tiles take 147 KB."""
+    return properties.major >= 8 and getattr(properties, "shared_memory_per_block_optin", 1 << 20) >= 160 << 10
 
 
 def _takes(channels: int) -> bool:

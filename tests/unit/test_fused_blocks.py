@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 from hyperbatch.arena import Arena, backward_order
 from hyperbatch.errors import InputError
 from hyperbatch.models import create_model
-from hyperbatch.models.fused import fuse, unfuse, why_not_fused
+from hyperbatch.models.fused import fuse, is_large_enough, unfuse, why_not_fused
 from hyperbatch.models.norm import BatchNorm2d
 from hyperbatch.models.resnet import BasicBlock, Bottleneck
 
@@ -368,6 +369,14 @@ def test_only_cuda_and_16_bits_without_the_interpreter():
     with pytest.raises(InputError, match="the fused training path cannot run: the kernels run on CUDA devices"):
         fuse(model)
     assert model.fused is None
+
+
+@pytest.mark.parametrize(
+    ("major", "shared_bytes", "enough"), [(9, 232448, True), (8, 166912, True), (8, 101376, False), (7, 98304, False)]
+)
+def test_devices_with_little_shared_memory_stay_plain(major, shared_bytes, enough):
+    """H100, A100; RTX 30 and 40; V100."""
+    assert is_large_enough(SimpleNamespace(major=major, shared_memory_per_block_optin=shared_bytes)) is enough
 
 
 def test_without_triton_it_says_so(monkeypatch):
