@@ -31,10 +31,10 @@ def why_not_fused(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
         return f"the kernels run on CUDA devices, not on a {device.type}"
     if dtype not in HALF_DTYPES and not interpreted():
         return f"they compute in fp16 and bf16, not in {str(dtype).removeprefix('torch.')}"
-    if torch.cuda.is_available() and not is_large_enough(torch.cuda.get_device_properties(device)):
-        return (
-            f"{torch.cuda.get_device_name(device)} has less shared memory than the kernels need (an A100's, at least)"
-        )
+    if device.type == "cuda" and torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(device)
+        if not is_large_enough(properties):
+            return f"{properties.name} has less shared memory than the kernels need (an A100's, at least)"
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d) and (not _takes(module.out_channels) or module.bias is not None):
             return f"{name} has a bias, or a number of channels that the kernels cannot take"
