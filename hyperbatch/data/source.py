@@ -152,6 +152,19 @@ def open_data(config: DataConfig) -> tuple[Source, Source]:
     return train, val
 
 
+def open_eval(config: DataConfig) -> Source:
+    """The validation set alone: a folder of images need not hold the training set beside it."""
+    if config.dataset == "images":
+        from hyperbatch.data.folders import FolderSource, TarSource, tar_paths
+
+        folder = data_folder(config)
+        if (folder / "val").is_dir() and not (folder / "train").is_dir():
+            return FolderSource(folder / "val")
+        if tar_paths(folder, "val") and not tar_paths(folder, "train"):
+            return TarSource(tar_paths(folder, "val"), "val")
+    return open_data(config)[1]
+
+
 def check_data(config: DataConfig) -> dict[str, int]:
     """What open_data would give, as counts; the InputErrors of opening and loading, without decoding an image."""
     from hyperbatch.data.augment import check_options

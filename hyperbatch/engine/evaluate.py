@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hyperbatch import checkpoint
 from hyperbatch.config import Config
 from hyperbatch.data.loader import Batch, eval_batches
-from hyperbatch.data.source import open_data
+from hyperbatch.data.source import open_eval
 from hyperbatch.engine.ranks import Ranks, join
 from hyperbatch.engine.state import load_weights
 from hyperbatch.errors import InputError
@@ -50,7 +50,7 @@ def evaluate_checkpoint(path: Path, *, data: str | None = None, device: str = "a
     if data is not None:
         config = config.override(data=data)
     with join(Ranks(), device, config.run.timeout_s) as place:
-        _, eval_set = open_data(config.data)
+        eval_set = open_eval(config.data)
         if list(eval_set.classes) != state["classes"]:
             raise InputError(f"the data has {len(eval_set.classes)} other classes than the checkpoint; check --data")
         model = create_model(config.model.model, classes=len(state["classes"]), in_channels=state["channels"])

@@ -16,7 +16,7 @@ from hyperbatch.config import DataConfig
 from hyperbatch.data.cifar import count_cifar10, open_cifar10
 from hyperbatch.data.digits import open_digits
 from hyperbatch.data.folders import FolderSource, TarSource
-from hyperbatch.data.source import ArraySource, BadSample, Source, check_data, open_data
+from hyperbatch.data.source import ArraySource, BadSample, Source, check_data, open_data, open_eval
 from hyperbatch.errors import InputError
 
 
@@ -171,6 +171,16 @@ def test_missing_empty_and_wrong_folders(tmp_path):
 
 def test_a_missing_split(tmp_path):
     assert "has no val/ folder" in message(images(tree(tmp_path, splits=("train",))))
+
+
+def test_evaluation_needs_the_validation_set_alone(tmp_path):
+    alone = open_eval(DataConfig(data=str(tree(tmp_path / "alone", splits=("val",)))))
+    beside = open_eval(DataConfig(data=str(tree(tmp_path / "beside"))))
+    assert alone.classes == beside.classes == ("cat", "dog")
+    assert len(alone) == len(beside) == 6
+    (tmp_path / "tars").mkdir()
+    write_tar(tmp_path / "tars" / "val.tar", [(f"val/{name}/0.jpg", jpeg()) for name in ("cat", "dog")])
+    assert len(open_eval(DataConfig(data=str(tmp_path / "tars")))) == 2
 
 
 def test_a_split_without_classes(tmp_path):
