@@ -34,19 +34,8 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from hyperbatch.kernels.compile import kernel
-from hyperbatch.kernels.norm import (
-    NormGradients,
-    Tiling,
-    add_partials,
-    finish_statistics,
-    is_last,
-    matrix,
-    new_coef,
-    processors,
-    reducing,
-    store_gradients,
-    store_partials,
-)
+from hyperbatch.kernels.norm import NormGradients, Tiling, matrix, new_coef, processors, reducing
+from hyperbatch.kernels.sums import add_partials, finish_statistics, is_last, store_gradients, store_partials
 
 WIDEST = 128  # channels whose Gram matrix one program can hold in registers
 ROW_BLOCKS = 64  # of w at most: each takes a counter
@@ -149,7 +138,7 @@ def _sum_kernel(part, moments, programs, C: tl.constexpr):
 
 
 @kernel
-def _statistics_kernel(
+def _product_statistics_kernel(
     moments,
     w,
     centred,
@@ -438,7 +427,7 @@ def product_statistics(
     sums = torch.empty(c, device=w.device, dtype=torch.float32)
     squares = torch.empty(c // columns, n, device=w.device, dtype=torch.float32)
     part = torch.empty(2, n, device=w.device, dtype=torch.float32)
-    _statistics_kernel[(c // columns, n // rows)](
+    _product_statistics_kernel[(c // columns, n // rows)](
         moments.about,
         w,
         centred,

@@ -31,7 +31,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hyperbatch.kernels.compile import kernel
-from hyperbatch.kernels.norm import NormGradients, finish_backward, is_last, matrix, reducing, store_partials
+from hyperbatch.kernels.norm import NormGradients, matrix, reducing
+from hyperbatch.kernels.sums import finish_backward, is_last, store_partials
 
 NO_TAP = tl.constexpr(255)
 WARPS = 4
