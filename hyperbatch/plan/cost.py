@@ -104,7 +104,7 @@ def tree_cost(network: Network, ranks: int) -> Cost:
 
 
 def hierarchical_options(network: Network, grid: RankGrid) -> list[Cost]:
-    """A reduce and a broadcast in the row, each a pipelined chain of C-1 hops, and 2(R-1) hops between leaders; a leader
+    """A reduce and a broadcast in the row, each a chain of C-1 hops, and 2(R-1) hops between leaders; a leader
     drives one NIC. (Tencent, whose backend reduces and broadcasts in 2(C-1) hops each, counts 4(C-1).)"""
     row, hops = _row_link(network, grid), 2 * (grid.columns - 1)
     inside = Cost(hops * row.latency_s, 2 / row.bytes_per_s) if hops else FREE

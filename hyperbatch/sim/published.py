@@ -27,6 +27,15 @@ class Row:
     comm: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class TimedRun:
+    """A whole run to MLPerf's target, of which no more than its time is published."""
+
+    devices: int
+    global_batch: int  # assumed
+    seconds: float
+
+
 def run_rate(epochs: float, seconds: float, devices: int) -> float:
     """Images per second and device of a run of so many epochs of ImageNet."""
     return epochs * IMAGENET / seconds / devices
@@ -250,4 +259,15 @@ BEYOND = (
         source="Mikami et al. 2019",
         comm=_SONY,
     ),
+)
+
+# MLPerf v3.0, DGX H100 (the largest: CoreWeave's HGX H100), in minutes, as NVIDIA's performance page lists them. Found
+# when the model and dgx_h100's machine file, whose one measured speed is another round's, had long been written.
+LATER_CLUSTER, LATER_SOURCE = "dgx_h100", "MLPerf v3.0: 3.0-2053, 2071, 2068, 2075, 2002"
+LATER = (
+    TimedRun(8, 3264, 13.466 * 60),
+    TimedRun(64, 3264, 2.664 * 60),
+    TimedRun(512, 16_384, 0.509 * 60),
+    TimedRun(768, 24_576, 0.369 * 60),
+    TimedRun(3584, 64_512, 0.183 * 60),
 )

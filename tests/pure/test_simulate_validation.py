@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import median
 
-from hyperbatch.sim.published import ROWS
+from hyperbatch.sim.published import LATER, ROWS
 from hyperbatch.sim.sweep import STEP_ERROR
-from hyperbatch.sim.validate import absolute_errors, predict, report
+from hyperbatch.sim.validate import absolute_errors, predict, report, time_to_target_s
 
 PAGE = Path(__file__).parents[2] / "docs" / "simulator_validation.md"
 
@@ -25,6 +25,13 @@ def test_errors_stay_within_their_limits_and_below_the_naive_predictors() -> Non
 def test_nine_in_ten_are_within_the_error_that_intervals_allow_for() -> None:
     ours = absolute_errors([predict(row) for row in ROWS])["**simulator**"]
     assert sum(error <= STEP_ERROR for error in ours) >= 0.9 * len(ours)
+
+
+def test_intervals_hold_the_runs_found_later() -> None:
+    for run in LATER:
+        time = time_to_target_s(run)
+        assert time["low"] <= run.seconds <= time["high"]
+        assert abs(time["mid"] / run.seconds - 1) <= 0.10
 
 
 def test_the_page_is_what_the_command_writes() -> None:
