@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from hyperbatch.config import Config
 from hyperbatch.data.source import check_data
-from hyperbatch.engine.folder import claim_folder, default_out, resume_hint
+from hyperbatch.engine.folder import claimed, default_out, resume_hint
 from hyperbatch.engine.ranks import Ranks, ended_by_sigterm, find_ranks
 from hyperbatch.errors import InputError, RunFailed
 from hyperbatch.plan.types import RankGrid
@@ -45,9 +45,13 @@ def train(config: Config) -> RunRecord:
         nproc = config.run.nproc or default_nproc(config.run.device)
         config = config.override(out=str(config.run.out or default_out(config)), nproc=nproc)
         check_input(config, nproc, counts["train_samples"])
-        if nproc > 1:
-            return _train_elastic(config, nproc)
-        ranks = Ranks()
+        with claimed(Path(config.run.out or "."), resume=config.run.resume):
+            check_resume(config)
+            return _train_elastic(config, nproc) if nproc > 1 else _train_here(config, Ranks())
+    return _train_here(config, ranks)
+
+
+def _train_here(config: Config, ranks: Ranks) -> RunRecord:
     from hyperbatch.engine.loop import run
 
     with ended_by_sigterm():
@@ -96,7 +100,10 @@ def check_input(config: Config, world_size: int, train_samples: int) -> None:
     resolve_phases(config.schedule.batch_phases, train_samples, world_size, accumulate=config.run.accumulate)
     if config.model.init_from is not None and not Path(config.model.init_from).exists():
         raise InputError(f"--init-from {config.model.init_from}: no such file")
-    claim_folder(Path(config.run.out or "."), resume=config.run.resume)
+
+
+def check_resume(config: Config) -> None:
+    """That the run to continue is this one."""
     if config.run.resume:
         from hyperbatch import checkpoint
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import itertools
+import os
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from hyperbatch.config import Config
 from hyperbatch.errors import InputError
 from hyperbatch.record import RunRecord
+
+HELD = "HYPERBATCH_HOLDS"  # in the environment: the folder that the command which started this rank holds for it
 
 
 def default_out(config: Config) -> Path:
@@ -28,12 +34,16 @@ def default_out(config: Config) -> Path:
     raise AssertionError("names are endless")
 
 
-def claim_folder(out: Path, *, resume: bool) -> None:
-    """Makes the run's folder, or says why it cannot be this run's. A failed run without a checkpoint is replaced."""
+@contextlib.contextmanager
+def claimed(out: Path, *, resume: bool) -> Iterator[None]:
+    """Makes the run's folder and holds it, or says why it cannot be this run's. A failed run without a checkpoint is
+    replaced.
+
+    Nobody else can write there meanwhile, be it a second command or a --resume of a run that is thought dead. The
+    kernel lets go of the lock when the process ends, however it ends.
+    """
     if resume and not out.is_dir():
         raise InputError(f"--resume: {out} does not exist; give --out the folder of the run to continue")
-    if not resume and (has_checkpoint(out) or _is_finished(out)):
-        raise InputError(f"--out {out} already holds a run; continue it with --resume or choose another folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
         probe = out / f".writable-{uuid.uuid4().hex}"
@@ -41,6 +51,33 @@ def claim_folder(out: Path, *, resume: bool) -> None:
         probe.unlink()
     except OSError as error:
         raise InputError(f"--out {out} cannot be written: {error.strerror}; choose another folder") from None
+    with contextlib.nullcontext() if os.environ.get(HELD) == _name(out) else _lock(out):
+        if not resume and (has_checkpoint(out) or _is_finished(out)):
+            raise InputError(f"--out {out} already holds a run; continue it with --resume or choose another folder")
+        yield
+
+
+@contextlib.contextmanager
+def _lock(out: Path) -> Iterator[None]:
+    with (out / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"--out {out} is another run's, which is still going; choose another folder") from None
+        except OSError:
+            pass  # a file system without locks
+        before = os.environ.get(HELD)
+        os.environ[HELD] = _name(out)
+        try:
+            yield
+        finally:
+            os.environ.pop(HELD)
+            if before is not None:
+                os.environ[HELD] = before
+
+
+def _name(out: Path) -> str:
+    return str(out.resolve())
 
 
 def _is_finished(out: Path) -> bool:

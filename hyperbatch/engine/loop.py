@@ -18,7 +18,7 @@ from hyperbatch.config import Config
 from hyperbatch.data.loader import Batch, eval_batches
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.evaluate import evaluate
-from hyperbatch.engine.folder import claim_folder, default_out
+from hyperbatch.engine.folder import claimed, default_out
 from hyperbatch.engine.graph import StepRunner
 from hyperbatch.engine.job import Job, build_job
 from hyperbatch.engine.journal import Journal
@@ -33,8 +33,12 @@ from hyperbatch.schedule import EpochGrid, Step, learning_rate, position_of, ste
 def run(config: Config, ranks: Ranks) -> RunRecord:
     """Trains as one of `ranks`; every rank returns the record, rank 0 has written the folder."""
     clock = Clock()
-    with kernel_choice(config.run.deterministic), join(ranks, config.run.device, config.run.timeout_s) as device:
-        out = settle_folder(config, ranks)
+    with (
+        kernel_choice(config.run.deterministic),
+        join(ranks, config.run.device, config.run.timeout_s) as device,
+        contextlib.ExitStack() as held,
+    ):
+        out = settle_folder(config, ranks, held)
         saved = find_checkpoint(config, ranks, out) if config.run.resume else None
         if saved is not None and is_over(config, saved) and (out / "record.json").exists():
             return RunRecord.load(out)
@@ -62,13 +66,13 @@ def kernel_choice(deterministic: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[1])
 
 
-def settle_folder(config: Config, ranks: Ranks) -> Path:
-    """The run's folder, made by rank 0; a parent command has done so already."""
+def settle_folder(config: Config, ranks: Ranks, held: contextlib.ExitStack) -> Path:
+    """The run's folder, made by rank 0 and held until `held` ends; a parent command has done so already."""
     out = config.run.out
     with together(ranks):
         if ranks.rank == 0 and ranks.launcher != "none":
             out = out or str(default_out(config))
-            claim_folder(Path(out), resume=config.run.resume)
+            held.enter_context(claimed(Path(out), resume=config.run.resume))
     return Path(share(out, ranks) or default_out(config))
 
 

@@ -84,10 +84,14 @@ def test_stopped_run_says_so_and_can_go_on(tmp_path, number):
     with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             wait_for_rank(process.pid, 0, run / "metrics.jsonl")
+            meanwhile = hyperbatch(*words[3:], "--resume")  # of a run that is thought dead
             process.send_signal(number)
             _, err = process.communicate(timeout=60)
         finally:
             process.kill()
+    assert meanwhile.returncode == 2
+    said = f"hyperbatch: --out {run} is another run's, which is still going; choose another folder"
+    assert meanwhile.stderr.strip() == said
     assert process.returncode == 1
     assert "Traceback" not in err
     last = err.strip().splitlines()[-1]

@@ -1,0 +1,68 @@
+"""Who may write into a run's folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from hyperbatch.engine.folder import HELD, claimed
+from hyperbatch.errors import InputError
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from hyperbatch.engine.folder import claimed
+with claimed(Path(sys.argv[1]), resume=False):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_folder_that_another_process_holds_is_refused_until_that_is_gone(tmp_path):
+    out = tmp_path / "run"
+    with subprocess.Popen([sys.executable, "-c", HOLD, out], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "held\n"
+            with pytest.raises(InputError, match="is another run's, which is still going"), claimed(out, resume=True):
+                pass
+        finally:
+            os.kill(other.pid, signal.SIGKILL)
+    with claimed(out, resume=True):  # nothing has to be cleaned up
+        pass
+
+
+def test_ranks_share_what_the_command_holds_and_let_go_with_it(tmp_path):
+    out, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    with claimed(out, resume=False):
+        with claimed(out, resume=False):  # as rank 0 does, in a process that inherits the environment
+            assert os.environ[HELD] == str(out)
+        with claimed(elsewhere, resume=False):  # a run inside a run
+            assert os.environ[HELD] == str(elsewhere)
+        assert os.environ[HELD] == str(out)
+    assert HELD not in os.environ
+    with claimed(out, resume=False):
+        pass
+
+
+def test_a_run_that_is_refused_keeps_nothing(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-1.pt").touch()
+    with pytest.raises(InputError, match="already holds a run"), claimed(tmp_path, resume=False):
+        pass
+    assert HELD not in os.environ
+    with claimed(tmp_path, resume=True):
+        pass
+
+
+def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with claimed(tmp_path / "run", resume=False):
+        pass
