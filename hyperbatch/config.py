@@ -349,15 +349,40 @@ def _describe(hint: Any) -> str:
     return "a list of numbers" if args[-1] is Ellipsis else f"{len(args)} numbers LOW,HIGH"
 
 
+def _fits(hint: Any, value: Any) -> bool:
+    """Whether a value has a field's type. A whole number is a number; true and false are neither."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return any(_fits(arg, value) for arg in typing.get_args(hint))
+    item = _tuple_item(hint)
+    if item is not None:
+        args = typing.get_args(hint)
+        if not isinstance(value, tuple | list) or (args[-1] is not Ellipsis and len(value) != len(args)):
+            return False
+        return all(_fits(item, part) for part in value)
+    if hasattr(hint, "_fields"):
+        kinds = typing.get_type_hints(hint).values()
+        return isinstance(value, hint) and all(_fits(kind, part) for kind, part in zip(kinds, value, strict=True))
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, int | float if hint is float else hint)
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_finite(part) for part in value)
+    return not isinstance(value, float) or math.isfinite(value)
+
+
 def check(config: Config) -> None:
     """Raises InputError for a value no run could use; names the flag and the range."""
     for spec in fields():
         value = getattr(getattr(config, spec.section), spec.name)
+        if not _fits(spec.type, value):
+            raise InputError(f"{spec.flag}: {value!r} is not {_describe(spec.type)}")
         if spec.choices and value is not None and value not in spec.choices:
             raise InputError(f"{spec.flag}: {value!r} is not one of {', '.join(spec.choices)}")
-
-        if isinstance(value, float) and not math.isfinite(value):
-            raise InputError(f"{spec.flag} {value}: must be a finite number")
+        if not _finite(value):
+            raise InputError(f"{spec.flag} {format_value(value)}: must be a finite number")
 
     def need(ok: bool, name: str, what: str) -> None:
         if not ok:
@@ -380,6 +405,9 @@ def check(config: Config) -> None:
     need(all(p.global_batch > 0 for p in s.batch_phases), "batch_phases", "every global batch must be positive")
     starts = [p.from_epoch for p in s.batch_phases]
     need(starts == sorted(set(starts)), "batch_phases", "epochs must increase")
+    need(all(p.image_size > 0 for p in d.size_phases), "size_phases", "every image size must be positive")
+    need(all(epoch >= 0 for epoch in s.milestones), "milestones", "must not be negative")
+    need(r.seed < 1 << 63, "seed", "must be below 2^63")
     need(0 < d.crop_area[0] <= d.crop_area[1] <= 1, "crop_area", "must be LOW,HIGH with 0 < LOW <= HIGH <= 1")
     need(0 < d.crop_aspect[0] <= d.crop_aspect[1], "crop_aspect", "must be LOW,HIGH with 0 < LOW <= HIGH")
     need(0 < d.jitter_sides[0] <= d.jitter_sides[1], "jitter_sides", "must be LOW,HIGH with 0 < LOW <= HIGH")
@@ -396,5 +424,6 @@ NOT_NEGATIVE = (
     *("weight_decay", "lars_eps", "warmup_epochs", "warmup_lr", "end_lr", "lr_batch", "decay_factor", "shift_pixels"),
     *("color_noise", "data_threads", "max_bad_samples", "full_crop_from_epoch", "hybrid_switch_bytes", "seed"),
     *("nproc", "accumulate", "max_steps", "checkpoint_every_epochs", "eval_batch_per_rank", "eval_offset_epochs"),
+    *("prefetch", "cache_bytes"),
 )
 BELOW_ONE = ("momentum", "label_smoothing")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hyperbatch.config import BatchPhase, Config, fields, format_value
+from hyperbatch.config import BatchPhase, Config, SizePhase, fields, format_value
 from hyperbatch.errors import InputError
 
 
@@ -67,6 +67,13 @@ def test_text_that_cannot_be_read(field, text, words):
         ({"algorithm": "tree"}, "--algorithm: 'tree' is not one of flat"),
         ({"target_top1": 75.9}, "e.g. 0.759"),
         ({"nproc": -1}, "must not be negative"),
+        ({"prefetch": -1}, "--prefetch -1: must not be negative"),
+        ({"cache_bytes": -1}, "--cache-bytes -1: must not be negative"),
+        ({"size_phases": (SizePhase(0, 0),)}, "--size-phases 0:0: every image size must be positive"),
+        ({"size_phases": (SizePhase(0, -8),)}, "--size-phases 0:-8: every"),
+        ({"milestones": (-1.0, 3.0)}, "--milestones -1,3: must not be negative"),
+        ({"milestones": (float("nan"),)}, "--milestones nan: must be a finite number"),
+        ({"seed": 10**400}, "must be below 2^63"),
         ({"momentun": 0.9}, "did you mean 'momentum'"),
     ],
 )
@@ -75,3 +82,31 @@ def test_values_no_run_could_use(values, words):
         Config().override(**values)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"lr": "abc"}, "--lr: 'abc' is not a number"),
+        ({"lr": None}, "--lr: None is not a number"),
+        ({"seed": 1.5}, "--seed: 1.5 is not a whole number"),
+        ({"nproc": True}, "--nproc: True is not a whole number"),
+        ({"flip": 1}, "--flip: 1 is not true or false"),
+        ({"data": 3}, "--data: 3 is not a text or none"),
+        ({"model": None}, "--model: None is not a text"),
+        ({"target_top1": "0.7"}, "--target-top1: '0.7' is not a number or none"),
+        ({"crop_area": (0.1,)}, "--crop-area: (0.1,) is not 2 numbers LOW,HIGH"),
+        ({"milestones": 30.0}, "--milestones: 30.0 is not a list of numbers"),
+        ({"milestones": ("30",)}, "--milestones: ('30',) is not a list of numbers"),
+        ({"batch_phases": (64,)}, "--batch-phases: (64,) is not a list EPOCH:VALUE"),
+    ],
+)
+def test_values_of_another_type(values, words):
+    with pytest.raises(InputError) as caught:
+        Config().override(**values)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_whole_number_is_a_number():
+    assert Config().override(lr=2, epochs=9, seed=(1 << 63) - 1).schedule.lr == 2
