@@ -27,6 +27,8 @@ def load_object(path: str, what: str) -> Any:
     import sys
 
     module_name, _, name = path.partition(":")
+    if not module_name or not name or module_name.startswith("."):
+        raise InputError(f"{what} {path!r}: give package.module:callable")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:

@@ -57,11 +57,20 @@ class Recipe:
 
     def config(self, global_batch: int | None = None) -> Config:
         """The full config; a recipe whose values hang on the batch (MLPerf's table) is told it."""
-        if global_batch is None:
-            return self.build()
-        if "global_batch" in inspect.signature(self.build).parameters:
-            return self.build(global_batch=global_batch)
-        return self.build().override(global_batch=global_batch)
+        if global_batch is not None and "global_batch" in inspect.signature(self.build).parameters:
+            return self._built(global_batch=global_batch)
+        config = self._built()
+        return config if global_batch is None else config.override(global_batch=global_batch)
+
+    def _built(self, **arguments: int) -> Config:
+        try:
+            inspect.signature(self.build).bind(**arguments)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"recipe {self.name!r} cannot be called: {error}; only global_batch is given") from error
+        config = self.build(**arguments)
+        if not isinstance(config, Config):
+            raise InputError(f"recipe {self.name!r} returned a {type(config).__name__}; it must return a Config")
+        return config
 
     def batch_note(self, config: Config) -> str | None:
         """One line when a config leaves the batches the recipe's figures hold for."""
