@@ -72,13 +72,19 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def command(record: RunRecord) -> str:
-    """The command that does this run again, as far as the record tells."""
+def command(record: RunRecord) -> str | None:
+    """The command that does this run again, as far as the record tells; None for an own recipe that it only names."""
+    changed = changed_fields(record)
+    if changed is None and ":" not in record.recipe:
+        return None
     words = ["hyperbatch", "train", record.recipe]
     flags = {spec.name: spec.flag for spec in fields()}
-    for name, (_, value) in (changed_fields(record) or {}).items():
-        words += [flags[name], format_value(value)]
-    if record.world_size > 1 and "--nproc" not in words:
+    for name, (_, value) in (changed or {}).items():
+        if isinstance(value, bool):
+            words.append(flags[name] if value else flags[name].replace("--", "--no-", 1))
+        else:
+            words += [flags[name], format_value(value)]
+    if "--nproc" not in words:
         words += ["--nproc", str(record.world_size)]
     return shlex.join(words)
 
@@ -92,8 +98,13 @@ def reproduce(run: Run) -> Html | None:
         for name, value in record.environment.items()
         if value not in (None, "") and name != "command"  # a worker's own, where a launcher started it
     ]
-    note = None
-    if changed_fields(record) is None:
+    note, again = None, command(record)
+    if again is None:
+        note = (
+            f"{record.recipe} is a recipe of your own: run `hyperbatch train MODULE:FUNCTION --nproc "
+            f"{record.world_size}` with the module and function that make it, and the flags that it was given."
+        )
+    elif changed_fields(record) is None:
         note = f"{record.recipe} is not a built-in recipe: the command assumes that it still gives the values above."
     elif not record.grid.startswith("1x"):
         note = (
@@ -102,7 +113,7 @@ def reproduce(run: Run) -> Html | None:
     return card(
         "How to run it again",
         "The same seed on as many ranks gives the same result, bit for bit (on GPUs with --deterministic).",
-        el("pre", command(record)),
+        el("pre", again) if again else None,
         el("p", note, cls="note") if note else None,
         el("h3", "Environment") if environment else None,
         table([], environment) if environment else None,

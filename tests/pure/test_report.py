@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperbatch.config import BatchPhase, Config, fields
+from hyperbatch import cli
+from hyperbatch.config import BatchPhase, Config
 from hyperbatch.errors import InputError
 from hyperbatch.plan.types import GradGroup, GroupPlan, GroupTiming, StepTiming
 from hyperbatch.recipes import get_recipe
@@ -210,25 +211,43 @@ def test_changed_fields_are_highlighted_and_in_the_command(tmp_path):
 
 
 def test_the_command_parses_back_to_the_same_config(tmp_path):
+    flip = get_recipe("digits").config().data.flip
     config = (
         get_recipe("digits")
         .config()
         .override(
-            batch_phases=(BatchPhase(0, 16), BatchPhase(1.5, 48)), milestones=(1.0, 2.5), data="a folder", nesterov=True
+            batch_phases=(BatchPhase(0, 16), BatchPhase(1.5, 48)),
+            milestones=(1.0, 2.5),
+            data="a folder",
+            nesterov=True,
+            flip=not flip,
         )
     )
-    record = make_run(tmp_path, config=config)
-    specs = {spec.flag: spec for spec in fields()}
-    words = shlex.split(setup.command(record))[3:]
-    values = {specs[flag].name: specs[flag].parse(text) for flag, text in zip(words[::2], words[1::2], strict=True)}
-    values.pop("nproc")
-    assert get_recipe("digits").config().override(**values) == config
+    record = make_run(tmp_path, config=config.override(nproc=1), world_size=1, grid="1x1")
+    command = setup.command(record)
+    assert command is not None
+    assert ("--no-flip" if flip else "--flip") in command
+    again = cli._config(cli._parse(shlex.split(command)[1:]))
+    assert again == config.override(nproc=1)
+
+
+def test_the_command_names_one_rank_too(tmp_path):
+    record = make_run(tmp_path, world_size=1, grid="1x1")
+    assert setup.command(record) == "hyperbatch train digits --nproc 1"
 
 
 def test_a_foreign_recipe_is_shown_without_importing_it(tmp_path):
     make_run(tmp_path, recipe="this_module_does_not_exist:recipe")
     page = report(tmp_path)
     assert "is not a built-in recipe" in page.text
+    assert "hyperbatch train this_module_does_not_exist:recipe" in page.text
+
+
+def test_an_own_recipe_known_by_its_name_only_gets_no_command_that_cannot_run(tmp_path):
+    make_run(tmp_path, recipe="stripes")
+    page = report(tmp_path)
+    assert "stripes is a recipe of your own" in page.text
+    assert "hyperbatch train stripes" not in page.text
 
 
 @pytest.mark.parametrize(
