@@ -30,25 +30,29 @@ def list_recipes() -> list[dict[str, Any]]:
 
 
 def format_recipes() -> str:
-    """The rows as a table for a terminal, as wide as the terminal is."""
+    """A line a recipe for a terminal, below it claim and source, wrapped to the terminal's width."""
     from io import StringIO
 
     from rich.console import Console
-    from rich.table import Table
+    from rich.padding import Padding
+    from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold", row_styles=["", "dim"])
-    table.add_column("recipe", no_wrap=True)
-    table.add_column("model", no_wrap=True)
-    table.add_column("batch", justify="right", no_wrap=True)
-    table.add_column("ranks", justify="right", no_wrap=True)
-    table.add_column("claim", ratio=1)
-    for row in list_recipes():
-        name = f"{row['name']} *" if row["name"] == DEFAULT else row["name"]
-        table.add_row(name, row["model"], f"{row['global_batch']:,}", f"{row['ranks']:,}", row["claim"])
+    rows = list_recipes()
+    names = {row["name"]: f"{row['name']} *" if row["name"] == DEFAULT else row["name"] for row in rows}
+    wide = max(map(len, names.values()))
+    model_wide = max(len(row["model"]) for row in rows)
     # The console finds width and colour from the real terminal; what it draws is captured and returned.
     terminal = Console()
     console = Console(file=StringIO(), width=terminal.width, force_terminal=terminal.is_terminal)
     with console.capture() as capture:
-        console.print(table)
-        console.print("* the default. `hyperbatch train NAME --data DIR --dry-run` shows everything a recipe sets.")
+        for row in rows:
+            sizes = f"batch {row['global_batch']:>6,}  ranks {row['ranks']:>5,}"
+            console.print(
+                Text.assemble((f"{names[row['name']]:{wide}}", "bold"), f"  {row['model']:{model_wide}}  {sizes}")
+            )
+            console.print(Padding(Text(row["claim"]), (0, 0, 0, 4), expand=False))
+            console.print(Padding(Text(f"source: {row['source']}", style="dim"), (0, 0, 0, 4), expand=False))
+        console.print(
+            Text("* the default. `hyperbatch train NAME --data DIR --dry-run` shows everything a recipe sets.")
+        )
     return capture.get().rstrip("\n")

@@ -216,6 +216,16 @@ def test_listing():
     assert all(row["name"] in text for row in rows)
 
 
+@pytest.mark.parametrize("columns", ["40", "80", "200"])
+def test_the_listing_shows_claims_and_sources_at_any_width(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = format_recipes().splitlines()
+    assert max(map(len, lines)) <= int(columns)
+    text = " ".join(" ".join(lines).split())
+    for row in list_recipes():
+        assert f"{row['claim']} source: {row['source']}" in text
+
+
 def test_unknown_recipe_names_the_nearest():
     with pytest.raises(InputError, match="did you mean 'fujitsu_resnet50'"):
         get_recipe("fujitsu_resnet")
