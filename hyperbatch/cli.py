@@ -164,6 +164,9 @@ def _data(args: argparse.Namespace) -> int:
 
     from hyperbatch.data import pack
 
+    folder = Path(args.source if args.action == "pack" else args.folder)
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a folder" if folder.exists() else f"{folder} does not exist")
     if args.action == "info":
         values = pack.info(args.folder)
         _print(args, values, lambda: json.dumps(values, indent=1))
@@ -196,9 +199,14 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _watch(args: argparse.Namespace) -> int:
-    from hyperbatch.report.watch import watch
+    from hyperbatch.report.watch import state, watch
 
-    watch(Path(args.run), once=args.once)
+    if args.json and not args.once:
+        raise InputError("watch --json prints one object: give --once, too")
+    if args.json:
+        print(strict_json(state(Path(args.run))))
+    else:
+        watch(Path(args.run), once=args.once)
     return 0
 
 

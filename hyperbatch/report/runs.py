@@ -45,10 +45,25 @@ class Run:
         return next((int(step) for step, loss in pairs if math.isnan(loss)), None)
 
 
+def check_folder(folder: Path) -> None:
+    """InputError unless there is a folder of that name."""
+    if not folder.is_dir():
+        raise _not_a_run(folder, "is a file" if folder.exists() else "does not exist")
+
+
+def check_run(folder: Path, files: tuple[str, ...] = ("record.json", "metrics.jsonl")) -> None:
+    """InputError unless the folder holds one of the files."""
+    check_folder(folder)
+    if not any((folder / name).exists() for name in files):
+        raise _not_a_run(folder, "has neither record.json nor metrics.jsonl")
+
+
+def _not_a_run(path: Path, why: str) -> InputError:
+    return InputError(f"{path} is not a run folder: it {why}; give the folder that `hyperbatch train` named")
+
+
 def load_run(folder: Path) -> Run:
-    if not (folder / "record.json").exists() and not (folder / "metrics.jsonl").exists():
-        what = "has neither record.json nor metrics.jsonl" if folder.is_dir() else "does not exist"
-        raise InputError(f"{folder} is not a run folder: it {what}; give the folder that `hyperbatch train` named")
+    check_run(folder)
     record, problem = None, ""
     try:
         record = RunRecord.load(folder)

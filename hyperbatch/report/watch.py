@@ -16,10 +16,12 @@ from rich.text import Text
 from hyperbatch.errors import InputError
 from hyperbatch.record import RunRecord, parse_metric_line
 from hyperbatch.report import units
+from hyperbatch.report.runs import check_folder, check_run
 from hyperbatch.report.summary import summary
 
 BARS = "▁▂▃▄▅▆▇█"
 REFRESH_S = 0.5
+BEGUN = ("record.json", "metrics.jsonl", ".lock")  # a run has at least one of them, the lock before its first step
 
 
 class Follower:
@@ -52,8 +54,9 @@ class Follower:
 def watch(folder: Path, *, once: bool = False, console: Console | None = None) -> None:
     """Follows a run until its record appears or Ctrl-C; `once` prints the present state and returns."""
     folder = Path(folder)
-    if not folder.is_dir():
-        raise InputError(f"{folder} is not a run folder: it does not exist; give the one that `hyperbatch train` named")
+    if once:
+        check_run(folder, BEGUN)
+    check_folder(folder)  # one that is empty may be waited for
     console = console or Console()
     follower = Follower(folder / "metrics.jsonl")
     follower.look()
@@ -70,6 +73,24 @@ def watch(folder: Path, *, once: bool = False, console: Console | None = None) -
     if finished(folder):
         with contextlib.suppress(InputError):
             console.print(summary(RunRecord.load(folder)), highlight=False)
+
+
+def state(folder: Path) -> dict[str, Any]:
+    """What `watch --once` shows, as values: the last metrics, and the record of a run that has ended."""
+    check_run(folder, BEGUN)
+    follower = Follower(folder / "metrics.jsonl")
+    follower.look()
+    done, record = finished(folder), None
+    if done:
+        with contextlib.suppress(InputError):
+            record = RunRecord.load(folder).to_dict()
+    last = {"step": follower.steps, "eval": follower.evals}
+    return {
+        "run": str(folder),
+        "finished": done,
+        **{name: lines[-1] if lines else None for name, lines in last.items()},
+        "record": record,
+    }
 
 
 def finished(folder: Path) -> bool:

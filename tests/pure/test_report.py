@@ -27,7 +27,7 @@ from hyperbatch.report.chart import ticks
 from hyperbatch.report.markup import el
 from hyperbatch.report.runs import load_run, sample, smooth
 from hyperbatch.report.summary import summary
-from hyperbatch.report.watch import Follower, finished, spark, watch
+from hyperbatch.report.watch import Follower, finished, spark, state, watch
 
 PLAN = GroupPlan(
     strategy="cubic",
@@ -309,13 +309,24 @@ def test_a_single_step_is_a_dot(tmp_path):
     assert "Training loss" in report(tmp_path).text
 
 
-@pytest.mark.parametrize("text", [None, ""])
-def test_not_a_run_folder(tmp_path, text):
-    folder = tmp_path / "x"
-    if text is not None:
-        folder.mkdir()
-    with pytest.raises(InputError, match="is not a run folder"):
-        write_report([folder])
+@pytest.mark.parametrize(
+    ("kind", "why"), [("nothing", "does not exist"), ("folder", "has neither record.json"), ("file", "is a file")]
+)
+def test_not_a_run_folder(tmp_path, kind, why):
+    path = tmp_path / "x"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "file":
+        path.write_text("")
+    with pytest.raises(InputError, match=f"is not a run folder: it {why}"):
+        write_report([path])
+    with pytest.raises(InputError, match=f"is not a run folder: it {why}"):
+        watch(path, once=True)
+    with pytest.raises(InputError, match=f"is not a run folder: it {why}"):
+        state(path)
+    if kind != "folder":
+        with pytest.raises(InputError, match=f"is not a run folder: it {why}"):
+            watch(path)
 
 
 def test_no_folder_and_an_unwritable_place(tmp_path):
@@ -451,8 +462,21 @@ def test_watching_a_finished_run_prints_it_and_returns(tmp_path, capsys):
 
 
 def test_watching_once_a_run_that_has_not_begun(tmp_path, capsys):
+    (tmp_path / ".lock").touch()
     watch(tmp_path, once=True)
     assert "no step yet" in capsys.readouterr().out
+    assert state(tmp_path) == {"run": str(tmp_path), "finished": False, "step": None, "eval": None, "record": None}
+
+
+def test_watching_once_as_one_json_object(tmp_path, capsys):
+    make_run(tmp_path)
+    assert cli.main(["watch", str(tmp_path), "--once", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["finished"]
+    assert (values["step"]["step"], values["eval"]["top1"]) == (40, 0.994)
+    assert values["record"]["recipe"] == "digits"
+    (tmp_path / "record.json").unlink()
+    assert state(tmp_path)["record"] is None
 
 
 def test_following_reads_whole_lines_only_and_starts_over_with_a_new_run(tmp_path):
