@@ -94,6 +94,11 @@ class TarSource(EncodedSource):
                             classes.append(parts[1])
                             names.append(os.fsencode(parts[2]))
                             spans.append((number, member.offset_data, member.size))
+                    # tarfile takes the end of the file, or a block it cannot read, for the end of the archive.
+                    if content[tar.offset : tar.offset + tarfile.BLOCKSIZE] != bytes(tarfile.BLOCKSIZE):
+                        raise tarfile.ReadError("no end mark after the last member, so it is cut off or damaged")
+            except ValueError as error:  # a map cannot seek behind its end
+                raise InputError(f"{path} is cut off or damaged ({error}); fetch or write it again") from error
             except tarfile.TarError as error:
                 raise InputError(f"{path} cannot be read as a tar: {error}; fetch or write it again") from error
         if not classes:

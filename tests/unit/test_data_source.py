@@ -158,6 +158,25 @@ def test_a_damaged_tar_is_named(tmp_path):
 # --- wrong input
 
 
+@pytest.mark.parametrize("suffix", ["tar", "tar.gz"])
+def test_a_tar_that_is_cut_is_named(tmp_path, suffix):
+    write_tar(tmp_path / "val.tar", [("val/a/0.jpg", jpeg())])
+    path = tmp_path / "train.tar"
+    write_tar(path, [("train/a/0.jpg", jpeg()), ("train/a/1.jpg", jpeg())])
+    whole = path.read_bytes()
+    with tarfile.open(path) as tar:
+        second = tar.getmembers()[1]
+    path.unlink()
+    end = (second.offset_data + second.size + 511) // 512 * 512
+    for cut in (second.offset, second.offset + 100, second.offset_data + 10, end, end + 100):
+        data = gzip.compress(whole[:cut]) if suffix.endswith("gz") else whole[:cut]
+        (tmp_path / f"train.{suffix}").write_bytes(data)
+        told = message(images(tmp_path))
+        assert f"train.{suffix}" in told, cut
+        assert "fetch or write it again" in told, cut
+        assert "\n" not in told, cut
+
+
 def test_missing_empty_and_wrong_folders(tmp_path):
     assert "--data" in message(DataConfig(dataset="images"))
     assert "--data" in message(DataConfig(dataset="cifar10"))
