@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from hyperbatch.data.augment import Box, View
 from hyperbatch.data.buffers import scratch
@@ -237,6 +237,8 @@ def _guarded(decode: Callable[[], Any], where: str) -> Any:
         return decode()
     except BadSample:
         raise
+    except UnidentifiedImageError as error:  # its text holds an address, other each time
+        raise BadSample(f"{where}: not a readable image") from error
     # Pillow's plugins raise all of these on damaged files; none of them is a mistake of ours that should pass.
     except (OSError, ValueError, SyntaxError, TypeError, EOFError, OverflowError, IndexError, KeyError) as error:
         raise BadSample(f"{where}: {' '.join(str(error).split())}") from error

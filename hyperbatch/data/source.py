@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from hyperbatch.config import DataConfig
-from hyperbatch.errors import InputError, load_object, nearest
+from hyperbatch.errors import InputError, RunFailed, load_object, nearest
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -25,7 +25,7 @@ class BadSample(Exception):
     """This sample cannot be read or decoded; the message names it and says why."""
 
 
-class DataError(RuntimeError):
+class DataError(RunFailed):
     """The data cannot carry the run on: too many bad samples, or none readable."""
 
 

@@ -16,7 +16,7 @@ from hyperbatch.data import stream
 from hyperbatch.data.loader import TrainLoader, eval_batches
 from hyperbatch.data.meter import Meter
 from hyperbatch.data.source import ArraySource, DataError, EncodedSource, open_data
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, RunFailed
 from hyperbatch.schedule import resolve_phases, steps
 
 CPU = torch.device("cpu")
@@ -232,8 +232,13 @@ def test_too_many_bad_samples_stop_the_run():
     with loader(source, dataclasses.replace(CROP, max_bad_samples=5)) as made:
         assert len(list(made.batches(walk(source, 1)))) == 3
     message = r"5 unreadable training samples on rank 0.*--max-bad-samples"
-    with loader(source, dataclasses.replace(CROP, max_bad_samples=4)) as made, pytest.raises(DataError, match=message):
+    with (
+        loader(source, dataclasses.replace(CROP, max_bad_samples=4)) as made,
+        pytest.raises(DataError, match=message) as told,
+    ):
         list(made.batches(walk(source, 1)))
+    assert isinstance(told.value, RunFailed)  # one line, no traceback
+    assert "\n" not in str(told.value)
     assert not data_threads()
 
 

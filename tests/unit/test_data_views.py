@@ -278,6 +278,11 @@ def test_broken_files_are_bad_samples(kind, decoder):
         decode_full(data, "some/file.jpg")
 
 
+def test_a_file_that_is_no_image_gets_the_same_text_each_time():
+    with pytest.raises(BadSample, match=r"^some/file\.jpg: not a readable image$"):
+        decode_full(b"not an image", "some/file.jpg")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_decoder_that_cannot_be_used_is_refused():
     with pytest.raises(InputError, match="--decoder nvjpeg: needs"):
