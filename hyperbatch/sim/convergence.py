@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from hyperbatch.config import Config
+from hyperbatch.errors import InputError
 
 # (global batch, epochs to 75.9 %): mlcommons/logging, training 4.0.0 reference convergence points; the last from the
 # public v2.0 logs.
@@ -28,6 +29,7 @@ POINTS = (
     (65_536, 84.5),
     (67_840, 86.0),
 )
+LARGEST_BATCH = 64 * POINTS[-1][0]  # beyond it the spread says nothing any more, and soon is no number
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,11 @@ def epochs_to_target(config: Config, recipe_batch: int, global_batch: int) -> In
     The recipe's own epochs at its own batch, followed along the curve to others. Outside the points the spread doubles
     with each doubling of the batch: nobody has been there.
     """
+    if global_batch > LARGEST_BATCH:
+        raise InputError(
+            f"a global batch of {global_batch:,} is beyond prediction: the curve of epochs ends at "
+            f"{POINTS[-1][0]:,} and is followed to {LARGEST_BATCH:,}; give fewer --gpus or a smaller batch"
+        )
     mid = config.schedule.epochs * mlperf_epochs(global_batch) / mlperf_epochs(recipe_batch)
     beyond = max(0.0, math.log2(global_batch / POINTS[-1][0]))
     width = 1.645 * spread() * 2**beyond  # 5 % and 95 % of a normal distribution

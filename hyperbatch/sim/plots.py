@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,7 @@ def sweep_svg(values: Mapping[str, Any]) -> str:
     )
 
 
-def write_sweep(path: Path, values: Mapping[str, Any]) -> None:
+def write_sweep(path: str | Path, values: Mapping[str, Any]) -> None:
     write_file(path, sweep_svg(values))
 
 
@@ -185,7 +185,9 @@ def grouping_chart() -> str:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/pictures")
+    parser = argparse.ArgumentParser(description="Draw the pictures of the simulator's documents.")
+    parser.add_argument("folder", nargs="?", type=Path, default="docs/pictures", help="[%(default)s]")
+    folder: Path = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     names = ("single", "equal", "cubic", "optimal")
     fujitsu = [

@@ -32,16 +32,16 @@ def trace_events(values: Mapping[str, Any], *, process: int = 0) -> list[dict[st
     return events
 
 
-def write_trace(path: Path, *plans: Mapping[str, Any]) -> None:
+def write_trace(path: str | Path, *plans: Mapping[str, Any]) -> None:
     """Several plans beside each other, one process each: open the file in ui.perfetto.dev."""
     events = [event for index, plan in enumerate(plans) for event in trace_events(plan, process=index)]
     write_file(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def write_file(path: Path, text: str) -> None:
+def write_file(path: str | Path, text: str) -> None:
     """A file the user asked for; a path that cannot be written is their mistake."""
     try:
-        path.write_text(text)
+        Path(path).write_text(text)
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from None
 

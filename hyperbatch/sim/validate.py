@@ -5,7 +5,7 @@ Inputs are the machine files: data sheets and single-node results. No figure of 
 
 from __future__ import annotations
 
-import sys
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -180,7 +180,9 @@ def _table(outcomes: list[Outcome]) -> list[str]:
 
 
 def main() -> None:
-    target = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/simulator_validation.md")
+    parser = argparse.ArgumentParser(description="Write the simulator's comparison with published runs.")
+    parser.add_argument("file", nargs="?", type=Path, default="docs/simulator_validation.md", help="[%(default)s]")
+    target: Path = parser.parse_args().file
     target.write_text(report())
     print(f"{target} written")
 

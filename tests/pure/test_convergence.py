@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from hyperbatch.config import BatchPhase, Config, RunConfig, ScheduleConfig
-from hyperbatch.sim.convergence import POINTS, epochs_to_target, evaluations, failure_overhead, mlperf_epochs, spread
+from hyperbatch.errors import InputError
+from hyperbatch.sim.convergence import (
+    LARGEST_BATCH,
+    POINTS,
+    epochs_to_target,
+    evaluations,
+    failure_overhead,
+    mlperf_epochs,
+    spread,
+)
 
 
 def config(epochs: float = 90, every: float = 4, offset: float = 0) -> Config:
@@ -36,6 +45,12 @@ def test_a_recipe_takes_its_own_epochs_at_its_own_batch() -> None:
     assert larger.mid == pytest.approx(90 * 84.5 / 42)
     far = epochs_to_target(config(90), 8192, 1 << 20)
     assert far.high / far.low > larger.high / larger.low, "beyond the points nobody knows"
+
+
+def test_batches_beyond_all_knowledge_are_refused() -> None:
+    assert epochs_to_target(config(90), 8192, LARGEST_BATCH).high < float("inf")
+    with pytest.raises(InputError, match="a global batch of 999,999,999 is beyond prediction"):
+        epochs_to_target(config(90), 8192, 999_999_999)
 
 
 def test_the_target_shows_at_an_evaluation() -> None:

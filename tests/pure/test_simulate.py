@@ -125,6 +125,11 @@ def test_zero_gpus() -> None:
         simulate(LARGE, cluster="abci", gpus=[0])
 
 
+def test_more_gpus_than_anything_can_be_said_of() -> None:
+    with pytest.raises(InputError, match="is beyond prediction"):
+        simulate(LARGE, gpus=[999_999_999])
+
+
 def test_no_torch_is_loaded() -> None:
     code = (
         "import sys, hyperbatch.sim.sweep, hyperbatch.plan.planner as p\n"

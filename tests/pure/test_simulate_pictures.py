@@ -12,6 +12,7 @@ import pytest
 from hyperbatch.config import BatchPhase, Config, OptimConfig, ScheduleConfig
 from hyperbatch.errors import InputError
 from hyperbatch.plan.planner import make_plan
+from hyperbatch.sim import plots, validate
 from hyperbatch.sim.plots import line_chart, sweep_svg, write_sweep
 from hyperbatch.sim.sweep import simulate
 from hyperbatch.sim.trace import overlap_svg, trace_events, write_trace
@@ -33,7 +34,7 @@ def test_trace_covers_the_step_and_every_group(tmp_path: Path) -> None:
         assert before["ts"] + before["dur"] == pytest.approx(after["ts"])
     assert len([event for event in slices if event["tid"] == 1]) == len(PLANS[1]["groups"])
 
-    write_trace(tmp_path / "trace.json", *PLANS)
+    write_trace(str(tmp_path / "trace.json"), *PLANS)
     written = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in written} == {0, 1}
 
@@ -66,3 +67,14 @@ def test_a_sweep_is_four_charts(sizes: list[int], tmp_path: Path) -> None:
     assert len([element for element in picture.iter() if element.tag.endswith("polyline")]) == 7
     with pytest.raises(InputError, match="cannot be written"):
         write_sweep(tmp_path / "nowhere" / "sweep.svg", values)
+
+
+@pytest.mark.parametrize("module", [plots, validate])
+def test_asking_for_help_writes_nothing(module, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["module", "--help"])
+    with pytest.raises(SystemExit) as left:
+        module.main()
+    assert left.value.code == 0
+    assert "usage" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
