@@ -27,6 +27,7 @@ from hyperbatch.data.source import check_data
 from hyperbatch.engine.folder import claimed, default_out, resume_hint
 from hyperbatch.engine.ranks import Ranks, ended_by_sigterm, find_ranks
 from hyperbatch.errors import InputError, RunFailed
+from hyperbatch.plan import inventory
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.record import RunRecord
 from hyperbatch.schedule import resolve_phases
@@ -40,11 +41,13 @@ AGENT_PATIENCE_S = 20.0  # below the 30 s the elastic agent gives ranks to end
 def train(config: Config) -> RunRecord:
     """Trains and returns the record. InputError for wrong input, RunFailed when a run that began could not end."""
     ranks = find_ranks()
+    if config.run.resume and not config.run.out:
+        raise InputError("--resume needs the folder of the run to continue: give it with --out")
     if ranks is None:
         counts = check_data(config.data)  # before torch is loaded: the commonest mistake is answered at once
         nproc = config.run.nproc or default_nproc(config.run.device)
+        check_input(config, nproc, counts)
         config = config.override(out=str(config.run.out or default_out(config)), nproc=nproc)
-        check_input(config, nproc, counts["train_samples"])
         with claimed(Path(config.run.out or "."), resume=config.run.resume):
             check_resume(config)
             return _train_elastic(config, nproc) if nproc > 1 else _train_here(config, Ranks())
@@ -93,11 +96,19 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
-def check_input(config: Config, world_size: int, train_samples: int) -> None:
-    """Every other mistake that can be seen before a worker starts, so that it is told once and at once."""
+def check_input(config: Config, world_size: int, counts: dict[str, int]) -> None:
+    """Every other mistake that can be seen before a worker starts, so that it is told once and at once.
+
+    counts: what `check_data` found.
+    """
     if config.comm.grid is not None:
         RankGrid.parse(config.comm.grid).check_world(world_size)
-    resolve_phases(config.schedule.batch_phases, train_samples, world_size, accumulate=config.run.accumulate)
+    resolve_phases(config.schedule.batch_phases, counts["train_samples"], world_size, accumulate=config.run.accumulate)
+    model = config.model.model
+    if model in inventory.model_names():  # too small an image is refused
+        inventory.layers(
+            model, classes=counts["classes"], image_size=config.data.image_size, in_channels=counts["channels"]
+        )
     if config.model.init_from is not None and not Path(config.model.init_from).exists():
         raise InputError(f"--init-from {config.model.init_from}: no such file")
 
@@ -132,7 +143,9 @@ def start_ranks(nproc: int, module: str, argument: Path, *, hint: Callable[[], s
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # The agent's own log repeats, over many lines, what is said below in one.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", *logging.root.manager.loggerDict):  # some have levels of their own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     agent = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -10,6 +10,7 @@ from typing import Any
 
 from hyperbatch.config import Config, fields, format_value
 from hyperbatch.data.source import check_data
+from hyperbatch.launch import check_input
 from hyperbatch.plan import inventory
 from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.types import DTYPE_BYTES, GroupPlan, RankGrid, TensorSpec
@@ -22,6 +23,7 @@ def preview(config: Config, world_size: int) -> dict[str, Any]:
     """Everything resolved: batch, steps, rate over time, groups, grid, bytes, memory."""
     counts = data_counts(config)
     samples, classes, channels = counts["train_samples"], counts["classes"], counts["channels"]
+    check_input(config, world_size, counts)
     size = config.data.image_size
     available = device_memory_bytes()
 

@@ -136,12 +136,14 @@ def open_data(config: DataConfig) -> tuple[Source, Source]:
     elif config.dataset == "digits":
         from hyperbatch.data.digits import open_digits
 
+        _takes_no_folder(config)
         train, val = open_digits()
     elif config.dataset == "cifar10":
         from hyperbatch.data.cifar import open_cifar10
 
         train, val = open_cifar10(data_folder(config))
     elif config.dataset == "synthetic":
+        _takes_no_folder(config)
         train, val = _synthetic(config, "train", config.train_samples), _synthetic(config, "val", config.eval_samples)
     elif config.dataset == "images":
         train, val = _open_images(data_folder(config))
@@ -185,6 +187,14 @@ def check_data(config: DataConfig) -> dict[str, int]:
         }
     check_options(config, counts["channels"])
     return counts
+
+
+def _takes_no_folder(config: DataConfig) -> None:
+    if config.data:
+        raise InputError(
+            f"--data {config.data}: the {config.dataset} data set takes no folder; name a recipe for your images, "
+            "such as imagenette"
+        )
 
 
 def data_folder(config: DataConfig) -> Path:

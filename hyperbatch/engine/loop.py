@@ -41,7 +41,9 @@ def run(config: Config, ranks: Ranks) -> RunRecord:
         out = settle_folder(config, ranks, held)
         saved = find_checkpoint(config, ranks, out) if config.run.resume else None
         if saved is not None and is_over(config, saved) and (out / "record.json").exists():
-            return RunRecord.load(out)
+            record = RunRecord.load(out)
+            if not record.error:
+                return record
         resume_from = None if saved is None else saved["progress"]["step"] + 1
         with Journal(config, ranks, out, clock, resume_from_step=resume_from) as journal:
             job = build_job(config, ranks, device, saved, clock)
@@ -148,8 +150,9 @@ def train_job(job: Job, journal: Journal, clock: Clock) -> RunRecord:
 
 def steps_left(job: Job) -> Iterator[Step]:
     """From where the run stands to its end."""
-    samples, progress = len(job.train_set), job.progress
-    return steps(job.phases, samples, job.config.schedule.epochs, index=progress.step, position=progress.position)
+    samples, progress, limit = len(job.train_set), job.progress, job.config.run.max_steps
+    left = steps(job.phases, samples, job.config.schedule.epochs, index=progress.step, position=progress.position)
+    return itertools.islice(left, max(0, limit - progress.step)) if limit else left
 
 
 def stages(job: Job) -> Iterator[Step]:

@@ -53,6 +53,8 @@ def profile(
     layers(model, classes=classes, image_size=size)  # an unknown model is refused before anything starts
     if not output.parent.is_dir() or output.is_dir():
         raise InputError(f"--output {output}: give a file in a folder that is there")
+    if not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise InputError(f"--output {output} cannot be written; give another file")
     if batches is not None and (not batches or min(batches) < 1):
         raise InputError(f"batches {list(batches)}: must be positive numbers, e.g. 32,128")
     ranks = find_ranks() or Ranks()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import signal
 import sys
 import time
 import traceback
@@ -13,9 +15,12 @@ from hyperbatch.config import Config
 from hyperbatch.engine.ranks import ended_by_sigterm, find_ranks
 from hyperbatch.errors import InputError, RunFailed
 
+PR_SET_PDEATHSIG = 1
+
 
 def main(config_path: Path) -> int:
     """0 when the run ended, target reached or not: the parent reads the record. Failures are left beside the config."""
+    end_with_parent()
     ranks = find_ranks()
     assert ranks is not None, "the agent sets RANK and WORLD_SIZE"
     config = Config.from_dict(json.loads(config_path.read_text()))
@@ -39,6 +44,13 @@ def main(config_path: Path) -> int:
     said = {**words, "time": time.time()}
     (config_path.parent / f"rank-{ranks.rank}.json").write_text(json.dumps(said))
     return 2 if words["kind"] == "InputError" else 1
+
+
+def end_with_parent() -> None:
+    """A command that is killed cannot end its ranks, and they would go on in a folder that nobody holds any more."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 if __name__ == "__main__":

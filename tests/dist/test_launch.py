@@ -116,6 +116,29 @@ def test_killed_rank_takes_the_run_down_by_name(tmp_path):
     assert "Traceback" not in err
 
 
+def test_ranks_end_with_a_command_that_is_killed(tmp_path):
+    """It cannot tell them any more; the folder is free again."""
+    run = tmp_path / "run"
+    words = [sys.executable, "-m", "hyperbatch", "train", "digits", "--nproc", "2", "--out", str(run), "--device", "cpu"]
+    words += ["--epochs", "10000", "--no-stop-at-target"]
+    with subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+        try:
+            ranks = [wait_for_rank(process.pid, rank, run / "metrics.jsonl") for rank in (0, 1)]
+        finally:
+            process.kill()
+    deadline = time.monotonic() + 60
+    while any(is_alive(rank) for rank in ranks):
+        assert time.monotonic() < deadline, "ranks go on without their parent"
+        time.sleep(0.1)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def wait_for_rank(parent, rank, metrics):
     """The pid of a rank below `parent`, once the run has written steps."""
     deadline = time.monotonic() + 90

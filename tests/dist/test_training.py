@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from toy import config, flat_weights, same_bits
+from toy import config, files, flat_weights, same_bits
 
 from hyperbatch import checkpoint
+from hyperbatch.cli import main
 from hyperbatch.config import BatchPhase
 from hyperbatch.engine.loop import run
 from hyperbatch.engine.ranks import Ranks
@@ -100,6 +101,15 @@ def test_torn_checkpoint_falls_back_to_the_one_before(tmp_path):
     record, _ = train(1, tmp_path, max_steps=6, resume=True)
     assert record["result"]["steps"] == 6
     assert any("cannot be read" in warning for warning in record["warnings"])
+
+
+def test_a_resume_that_is_past_its_limit_trains_no_further(tmp_path):
+    _, weights = train(1, tmp_path, max_steps=4)
+    (tmp_path / "record.json").unlink()  # as after a run that was killed
+    record, same = train(1, tmp_path, max_steps=3, resume=True)
+    assert record["result"]["steps"] == 4
+    assert not record["error"]
+    assert same_bits(weights, same)
 
 
 def test_diverged_run_stops_with_a_reason(tmp_path):
@@ -241,3 +251,25 @@ def test_evaluation_counts_each_sample_once(tmp_path, world_size):
     evals = [line for line in lines if line["event"] == "eval"]
     assert [line["samples"] for line in evals] == [50, 50]
     assert all((line["top1"] * 50).is_integer() for line in evals)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_unreadable_images_of_every_rank_are_reported_once(tmp_path, capsys, world_size):
+    """Every image comes up in the two epochs, and the validation set is gone through twice."""
+    values = {"dataset": "toy:files", "augment": "random_resized_crop", "epochs": 2.0, "decoder": "pillow"}
+    record, _ = train(world_size, tmp_path, batch_phases=(BatchPhase(0, 24),), **values)
+    train_set, eval_set = files(None)
+    warnings = [line for line in record["warnings"] if "not a readable image" in line]
+    assert sorted(warnings) == sorted(f"{name}: not a readable image" for name in train_set.bad + eval_set.bad)
+
+    assert main(["eval", str(tmp_path), "--device", "cpu"]) == 0
+    assert "5 unreadable, shown black; the first: val[0]: not a readable image" in capsys.readouterr().out
+    assert main(["eval", str(tmp_path), "--device", "cpu", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["warnings"]
+    assert told == [f"{name}: not a readable image" for name in eval_set.bad]
+
+
+def test_too_many_unreadable_images_are_told_in_one_line(tmp_path):
+    values = {"dataset": "toy:files", "augment": "random_resized_crop", "max_bad_samples": 3}
+    with pytest.raises(RunFailed, match="unreadable training samples on rank 0, the last train"):
+        train(1, tmp_path, **values)

@@ -111,6 +111,11 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["train", "digits", "cifar10"], "'cifar10' is one argument too many"),
         (["train", "--recipe", "digits"], "unknown argument '--recipe'"),
         (["train", "--resume", "--out", "nowhere"], "nowhere does not exist"),
+        (["train", "--resume"], "--resume needs the folder of the run to continue: give it with --out"),
+        (["train", "--data", "somewhere"], "--data somewhere: the digits data set takes no folder"),
+        (["train", "--init-from", "nowhere.pt"], "--init-from nowhere.pt: no such file"),
+        (["train", "--init-from", "nowhere.pt", "--dry-run"], "--init-from nowhere.pt: no such file"),
+        (["train", "--model", "alexnet_bn"], "image size too small: features.3.maxpool"),
         (["train", "nomodule:recipe"], "nomodule"),
         (["train", ":recipe"], "recipe ':recipe': give package.module:callable"),
         (["train", "json:"], "recipe 'json:': give package.module:callable"),
@@ -141,6 +146,7 @@ def test_mistakes_get_one_line_and_exit_code_2(capsys, arguments, words, tmp_pat
     assert words in err
     assert err.startswith("hyperbatch: ")
     assert err.count("\n") == 1
+    assert not (tmp_path / "runs").exists(), "what is refused leaves nothing behind"
 
 
 @pytest.mark.parametrize(
