@@ -113,7 +113,10 @@ def _eval(args: argparse.Namespace) -> int:
     from hyperbatch.engine.evaluate import evaluate_checkpoint
 
     values = evaluate_checkpoint(Path(args.checkpoint), data=args.data, device=args.device)
-    _print(args, values, lambda: f"top-1 {values['top1']:.2%} of {values['samples']:,} images (step {values['step']})")
+    lines = [f"top-1 {values['top1']:.2%} of {values['samples']:,} images (step {values['step']})"]
+    if bad := values["warnings"]:
+        lines.append(f"  warning  {len(bad):,} unreadable, shown black; the first: {bad[0]} (--json lists all)")
+    _print(args, values, lambda: "\n".join(lines))
     return 0
 
 

@@ -57,6 +57,7 @@ def evaluate_checkpoint(path: Path, *, data: str | None = None, device: str = "a
         load_weights(model, checkpoint.weights_of(state), where=str(path))
         dtype = torch.float64 if config.optim.precision == "fp64" else torch.float32
         model.to(place, dtype).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        bad_samples: list[str] = []
         batches = eval_batches(
             eval_set,
             config.data,
@@ -65,6 +66,13 @@ def evaluate_checkpoint(path: Path, *, data: str | None = None, device: str = "a
             world_size=1,
             device=place,
             dtype=dtype,
+            bad_samples=bad_samples,
         )
         top1, samples = evaluate(model, batches)
-    return {"checkpoint": str(path), "step": state["progress"]["step"], "top1": top1, "samples": samples}
+    return {
+        "checkpoint": str(path),
+        "step": state["progress"]["step"],
+        "top1": top1,
+        "samples": samples,
+        "warnings": list(dict.fromkeys(bad_samples)),
+    }

@@ -62,6 +62,7 @@ class Journal:
         self.console = Console(enabled=chief)
         self.job: Job | None = None
         self._pending: _Pending | None = None
+        self._unreadable: dict[str, None] = {}  # validation images of this rank; in order, each once
         self._timings: deque[StepTiming] = deque(maxlen=256)
 
     def __enter__(self) -> Self:
@@ -74,7 +75,8 @@ class Journal:
         self.writer.close()
         if error is not None and self.job is not None:
             reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
-            self._record(self.job, error=reason).save(self.out)
+            # The other ranks may be gone: the bad samples are this one's.
+            self._record(self.job, bad_samples=self._bad_samples(self.job), error=reason).save(self.out)
 
     def start(self, job: Job, evals: EpochGrid) -> None:
         """The run's time begins here."""
@@ -187,6 +189,10 @@ class Journal:
                 self.mlperf.block_start(epoch, until)
         self.console.eval(step, epoch, top1, self.config.run.target_top1)
 
+    def unreadable(self, lines: list[str]) -> None:
+        """Books validation images that this rank could not read."""
+        self._unreadable.update(dict.fromkeys(lines))
+
     def finish(self, job: Job) -> RunRecord:
         """Writes what is pending and the record."""
         self.flush()
@@ -195,12 +201,15 @@ class Journal:
             self.mlperf.run_stop(job.reached)
         if self.writer is not None:
             self.writer.close()
-        record = self._record(job)
+        record = self._record(job, bad_samples=of_all_ranks(self._bad_samples(job), job.ranks))
         if self.writer is not None:
             record.save(self.out)
         return record
 
-    def _record(self, job: Job, *, error: str = "") -> RunRecord:
+    def _bad_samples(self, job: Job) -> list[str]:
+        return [*job.loader.bad_samples, *self._unreadable]
+
+    def _record(self, job: Job, *, bad_samples: list[str], error: str = "") -> RunRecord:
         progress, clock, samples = job.progress, self.clock.state_dict(), len(job.train_set)
         firsts = [total_steps(job.phases[:i], samples, p.from_position / samples) for i, p in enumerate(job.phases)]
         return RunRecord(
@@ -219,7 +228,7 @@ class Journal:
                 epochs=job.epoch,
                 steps=progress.step,
             ),
-            warnings=[*job.warnings, *job.loader.bad_samples, *(self.writer.warnings if self.writer else [])],
+            warnings=[*job.warnings, *bad_samples, *(self.writer.warnings if self.writer else [])],
             plan=job.plan.to_dict(),
             phases=[
                 asdict(phase) | {"first_step": first}
@@ -235,6 +244,15 @@ class Journal:
             folder=str(self.out),
             error=error,
         )
+
+
+def of_all_ranks(lines: list[str], ranks: Ranks) -> list[str]:
+    """The lines of every rank, each once: two ranks may have met the same sample."""
+    parts = [lines]
+    if ranks.world_size > 1:
+        parts = [[] for _ in range(ranks.world_size)]
+        dist.all_gather_object(parts, lines)
+    return list(dict.fromkeys(line for part in parts for line in part))
 
 
 def shifted(group: GroupTiming, by_s: float) -> GroupTiming:

@@ -194,7 +194,7 @@ def evaluate_job(job: Job, clock: Clock, journal: Journal) -> bool:
     journal.eval_start(job)
     with clock.booked("eval"):
         top1, samples = evaluate(job.model, batches, job.comm.world)
-    job.warnings += [line for line in bad_samples if line not in job.warnings]
+    journal.unreadable(bad_samples)
     target = job.config.run.target_top1
     reached = target is not None and top1 >= target
     job.progress.top1 = top1

@@ -1,14 +1,16 @@
 """A model without batch norm, one with it, and a small data set: what the training tests train."""
 
+import io
 from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import nn
 
 from hyperbatch import checkpoint
 from hyperbatch.config import BatchPhase, Config
-from hyperbatch.data.source import ArraySource
+from hyperbatch.data.source import ArraySource, EncodedSource
 from hyperbatch.errors import InputError
 
 
@@ -25,6 +27,25 @@ def data(config):
         return ArraySource(name, images, labels.astype(np.int64), classes=("a", "b", "c", "d"))
 
     return split("train", 240), split("val", 50)
+
+
+class Files(EncodedSource):
+    """8x8 PNGs of four classes; every tenth is none."""
+
+    def __init__(self, name, count):
+        super().__init__(name, ("a", "b", "c", "d"), np.arange(count) % 4)
+        self.bad = [self.describe(index) for index in range(0, count, 10)]
+
+    def read(self, index):
+        if index % 10 == 0:
+            return b"not an image"
+        file = io.BytesIO()
+        Image.new("RGB", (8, 8), (60 * int(self.labels[index]), 0, 0)).save(file, "PNG")
+        return file.getvalue()
+
+
+def files(config):
+    return Files("train", 240), Files("val", 50)
 
 
 def data_on_rank_0(config):
