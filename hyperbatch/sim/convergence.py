@@ -29,7 +29,7 @@ POINTS = (
     (65_536, 84.5),
     (67_840, 86.0),
 )
-LARGEST_BATCH = 64 * POINTS[-1][0]  # beyond it the spread says nothing any more, and soon is no number
+LARGEST_BATCH = 1024 * POINTS[-1][0]  # the spread has long ceased to say anything there, and soon is no number
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from hyperbatch.schedule import Phase
 from hyperbatch.sim.convergence import Interval, epochs_to_target, evaluations, failure_overhead
 
 STEP_ERROR = 0.15  # nine in ten published runs are predicted within it, see docs/simulator_validation.md
+YEAR_S = 365 * 24 * 3600
 
 
 def simulate(
@@ -217,4 +218,6 @@ def format_simulation(values: dict[str, Any]) -> str:
 def _clock(seconds: float) -> str:
     if seconds < 300:
         return f"{seconds:.1f}s"
+    if seconds >= YEAR_S:  # the interval of a batch nobody has tried
+        return "years"
     return f"{seconds / 60:.1f}m" if seconds < 3 * 3600 else f"{seconds / 3600:.1f}h"

@@ -65,4 +65,4 @@ def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch):
 
     monkeypatch.setattr("fcntl.flock", refuse)
     with claimed(tmp_path / "run", resume=False):
-        pass
+        assert os.environ[HELD] == str(tmp_path / "run")

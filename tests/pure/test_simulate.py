@@ -138,3 +138,8 @@ def test_no_torch_is_loaded() -> None:
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_an_interval_without_an_end_is_told_in_a_word() -> None:
+    values = simulate("mlperf_resnet50", cluster="dgx_h100", gpus=[65_536], batch_per_rank=1024)
+    assert "s-years)" in format_simulation(values)
