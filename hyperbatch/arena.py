@@ -82,9 +82,10 @@ def backward_order(model: nn.Module, run_backward: Callable[[], None]) -> list[s
 class Arena:
     """Owns the storage of a model's trainable parameters; `param.data` and `param.grad` become views of it.
 
-    After `zero_grad()` each `param.grad` is None and the gradient buffers are zero. Backward writes a gradient, a hook
-    copies it into its place and makes `param.grad` the view of it; further micro-steps accumulate there. A parameter
-    that backward did not touch keeps `param.grad` None, so optimizers skip it, and zeros in the buffer.
+    After `zero_grad()` each `param.grad` is None. Backward writes a gradient, a hook copies it into its place and makes
+    `param.grad` the view of it; further micro-steps accumulate there. A parameter that backward did not touch keeps
+    `param.grad` None, so optimizers skip it. Its place in the buffers keeps what was there before: `collect` makes
+    zeros of it, for those who read the buffers themselves.
     """
 
     slots: tuple[Slot, ...]  # in arena order
@@ -185,26 +186,36 @@ class Arena:
     # --- a step -------------------------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
-        """Clears every gradient; lays the arena out anew if the model was moved to another device since."""
+        """Forgets every gradient; lays the arena out anew if the model was moved to another device since.
+
+        The buffers are not touched: backward writes over them, and `collect` clears what it left out.
+        """
         self.settle()
-        for buffer in self.grads.values():
-            buffer.zero_()
         for slot in self.slots:
             slot.param.grad = None
 
     def collect(self, names: Sequence[str] | None = None) -> None:
-        """Moves gradients that autograd left elsewhere into the arena: one multi-tensor copy per dtype."""
+        """From here on the buffers hold the gradients of these parameters (of all: once backward is done).
+
+        Those that autograd left elsewhere are moved, one multi-tensor copy per dtype; where there is none, an old one
+        makes room for zeros.
+        """
         slots = self.slots if names is None else [self._by_name[name] for name in names]
         sources: dict[torch.dtype, list[Tensor]] = {}
         targets: dict[torch.dtype, list[Tensor]] = {}
+        missing: list[Tensor] = []
         for slot in slots:
             grad, view = slot.param.grad, self._grad_views[slot.name]
-            if grad is not None and grad.data_ptr() != view.data_ptr():
+            if grad is None:
+                missing.append(view)
+            elif grad.data_ptr() != view.data_ptr():
                 sources.setdefault(slot.dtype, []).append(grad.detach())
                 targets.setdefault(slot.dtype, []).append(view)
                 slot.param.grad = view
         for dtype, views in targets.items():
             torch._foreach_copy_(views, sources[dtype])  # pyright: ignore[reportPrivateImportUsage]
+        if missing:
+            torch._foreach_zero_(missing)  # pyright: ignore[reportPrivateImportUsage]
 
     def grad_view(self, name: str) -> Tensor:
         """Where a kernel writes this gradient itself; it then sets `param.grad` to this view."""

@@ -150,8 +150,7 @@ class GradSync:
             raise RuntimeError("GradSync.finish() without begin(): call begin() before the last backward of each step")
         try:
             if not self._hooks:
-                if not self._arena.copy_on_ready:
-                    self._arena.collect()
+                self._arena.collect()
                 return
             while step.launched < len(step.flights):
                 self._launch(step)
@@ -242,10 +241,7 @@ class GradSync:
         flight = step.flights[index]
         if flight.ready is None:  # it has parameters this backward did not use
             flight.ready = mark(self._device)
-            for i in self._members[index]:
-                if self._slots[i].param.grad is None:
-                    self._arena.grad_view(self._slots[i].name).zero_()  # an old gradient must not travel again
-        self._arena.collect(self.plan.groups[index].parameters)
+        self._arena.collect(self.plan.groups[index].parameters)  # where there is none, no old one travels again
         flight.phases = None if _captured(self._device) else []
         tensor, algorithm = self._slices[index], self._algorithms[index]
         if self.sharded:

@@ -295,6 +295,12 @@ def test_one_rank_does_nothing() -> None:
     sync.finish()
     assert (arena.slice_of(["third"], arena.grads)[:11] == 6).all(), "gradients are in the arena as with many ranks"
     assert sync.timings() == ()
+    arena.zero_grad()
+    sync.begin()
+    model(1.0, with_second=False).backward()
+    sync.finish()
+    assert model.second.grad is None
+    assert not arena.grad_view("second").any(), "an old gradient has gone"
 
 
 def alone(rank: int, algorithm: str) -> None:

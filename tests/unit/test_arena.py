@@ -153,7 +153,31 @@ def test_zero_grad_forgets_the_last_step():
     model(images()).sum().backward()
     arena.zero_grad()
     assert all(slot.param.grad is None for slot in arena.slots)
+    arena.collect()
+    assert all(slot.param.grad is None for slot in arena.slots)
     assert all(not buffer.any() for buffer in arena.grads.values())
+
+
+@pytest.mark.parametrize("copy_on_ready", [False, True])
+def test_an_old_gradient_reaches_nobody(copy_on_ready):
+    """Not the next gradient in its place, and after `collect` not those who read the buffers, where none came."""
+    model, arena = build(copy_on_ready=copy_on_ready)
+    plain = copy.deepcopy(model)
+    for slot in arena.slots:
+        arena.grad_view(slot.name).fill_(torch.nan)  # as after a step that was skipped
+    arena.zero_grad()
+    for _ in range(2):
+        for net in (model, plain):
+            net.fc(torch.ones(2, 7)).sum().backward()  # the rest of the model is idle
+    arena.collect(["fc.weight", "fc.bias"])
+    assert torch.equal(arena.grad_view("fc.weight"), plain.fc.weight.grad)
+    assert torch.equal(model.fc.bias.grad, plain.fc.bias.grad)
+    assert arena.grad_view("conv1.weight").isnan().all(), "nobody asked for it"
+    arena.collect()
+    fc = arena.slice_of(["fc.bias", "fc.weight"], arena.grads)
+    assert fc.isfinite().all()
+    assert arena.grads[torch.float32].count_nonzero() == fc.count_nonzero() > 0
+    assert model.conv1.weight.grad is None
 
 
 def test_collect_moves_a_whole_group_when_copies_are_left_to_it():
