@@ -56,16 +56,22 @@ def run(config: Config, ranks: Ranks) -> RunRecord:
 @contextlib.contextmanager
 def kernel_choice(deterministic: bool) -> Iterator[None]:
     """The fastest kernels, or those that give the same bits each time; the caller's settings come back afterwards."""
-    before = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
+    before = torch.backends.cudnn.benchmark, torch.get_deterministic_debug_mode()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, at its first use
     torch.backends.cudnn.benchmark = not deterministic
-    torch.use_deterministic_algorithms(deterministic)
+    _be_deterministic(2 if deterministic else 0)
     try:
         yield
     finally:
         torch.backends.cudnn.benchmark = before[0]
-        torch.use_deterministic_algorithms(before[1])
+        _be_deterministic(before[1])
+
+
+def _be_deterministic(mode: int) -> None:
+    """0: no, 1: warn, 2: yes. Only where something changes: torch tells torch.compile, and loads that for seconds."""
+    if mode != torch.get_deterministic_debug_mode():
+        torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
 
 
 def settle_folder(config: Config, ranks: Ranks, held: contextlib.ExitStack) -> Path:

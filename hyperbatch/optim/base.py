@@ -92,7 +92,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
     # --- groups -------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
+        # Not through torch's wrapper: it imports what torch.compile needs, which takes seconds.
+        plain = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", torch.optim.Optimizer.add_param_group)
+        plain(self, param_group)
         group = self.param_groups[-1]
         try:
             self._check(group)
@@ -314,6 +316,7 @@ def is_number(value: Any) -> bool:
     return not isinstance(value, Tensor)
 
 
+@torch.no_grad()
 def reconcile(param: Tensor, master: Tensor) -> None:
     """A weight that somebody else wrote wins over its master, except where it is just the master rounded."""
     same = master.to(param.dtype) == param

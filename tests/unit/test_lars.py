@@ -14,7 +14,7 @@ from torch import nn
 
 from hyperbatch.arena import Arena
 from hyperbatch.optim import LARS, param_groups
-from hyperbatch.optim.base import norms_of
+from hyperbatch.optim.base import norms_of, reconcile
 from hyperbatch.optim.lars import MOMENTUM_RULES
 
 PATHS = {"reference": {"foreach": False}, "foreach": {"foreach": True}, "default": {}}
@@ -390,3 +390,13 @@ def test_bad_tensors_are_named():
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="grad of weight is sparse"):
         optimizer.step()
+
+
+def test_masters_stay_out_of_autograd():
+    """Also where somebody forgets no_grad: a graph would keep them, and what made them, for the rest of the run."""
+    weight = nn.Parameter(torch.randn(8).half())
+    master = weight.detach().float()
+    weight.data.add_(1)
+    reconcile(weight, master)
+    assert not master.requires_grad
+    assert torch.equal(master.half(), weight)
