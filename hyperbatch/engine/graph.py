@@ -32,6 +32,7 @@ from hyperbatch.engine.step import Piece, micro_step, pieces
 from hyperbatch.engine.steptimer import Ends, StepTimer
 from hyperbatch.engine.warmup import compile_kernels, put_back
 from hyperbatch.errors import InputError
+from hyperbatch.kernels.memsets import replace_memsets
 from hyperbatch.optim.base import LayerStats
 from hyperbatch.schedule import Step
 
@@ -198,10 +199,18 @@ class StepRunner:
             job.sync.forget()
 
     def _blank(self, shape: Shape) -> tuple[Tensor, Tensor]:
-        """Images and labels laid out as the loader's: channels last."""
+        """Images and labels laid out as the loader's: channels last.
+
+        Fused kernels want a fourth channel of zeros: it is there once, and each copy of a batch goes beside it.
+        """
         count, channels, height, width = shape
-        images = torch.zeros(count, height, width, channels, dtype=self._job.dtype, device=self._job.device)
-        return images.permute(0, 3, 1, 2), torch.zeros(count, dtype=torch.int64, device=self._job.device)
+        pads = self._job.fused and channels == 3
+        stored = torch.zeros(count, height, width, channels + pads, dtype=self._job.dtype, device=self._job.device)
+        whole = stored.permute(0, 3, 1, 2)
+        images = whole[:, :channels]
+        if pads:
+            images.padded = whole  # type: ignore[attr-defined]  # what kernels.conv.padded looks for
+        return images, torch.zeros(count, dtype=torch.int64, device=self._job.device)
 
     def _agreed(self, reason: str | None) -> str | None:
         """The reason of the first rank that has one: all replay, or none does."""
@@ -256,6 +265,23 @@ def first_cause(error: BaseException) -> BaseException:
     return error
 
 
+def forget_workspaces() -> None:
+    """cuBLAS takes new workspaces from here on, in the whole process: for a graph that is captured next, from its pool.
+
+    One that was there before could be freed under the graph: torch.compile, other captures and, in newer versions of
+    torch, graphs that end clear them. Graphs of one pool share such memory and must not run at once.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextlib.contextmanager
+def _no_word_of_empty_graphs() -> Iterator[None]:
+    """A capture that breaks before its first kernel has a better reason to give."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        yield
+
+
 class CudaGraphs:
     """The backend of GPUs: one stream to capture on, one pool of memory."""
 
@@ -287,14 +313,20 @@ class CudaGraphs:
             torch.cuda.set_sync_debug_mode(before)
 
     def capture(self, run: Replay) -> Replay:
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        forget_workspaces()
         try:
             # The loader's threads use the device meanwhile, on streams of their own: only this thread is watched.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with (
+                _no_word_of_empty_graphs(),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
                 run()
         except BaseException:
             self._clean_up()
             raise
+        replace_memsets(graph)
+        graph.instantiate()
         return graph.replay
 
     def _clean_up(self) -> None:
@@ -307,5 +339,6 @@ class CudaGraphs:
 
     def release(self) -> None:
         torch.cuda.synchronize(self._device)  # a replay may still run in the memory that goes
+        forget_workspaces()
         self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()

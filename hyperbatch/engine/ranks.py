@@ -142,6 +142,8 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
     if ranks.world_size == 1 or dist.is_initialized():  # alone, or in a process group the caller opened and will close
         yield chosen
         return
+    # Norms whose programs wait for each other leave as many processors to NCCL (kernels/small_norm.py).
+    os.environ.setdefault("NCCL_MAX_CTAS", "32")
     # torchrun's agent already runs the store its workers meet at; elsewhere rank 0 opens one.
     init_method = "env://" if ranks.launcher == "torchrun" else f"tcp://{ranks.master_addr}:{ranks.master_port}"
     dist.init_process_group(

@@ -31,12 +31,13 @@ def micro_step(job: Job, piece: Piece, images: Tensor, labels: Tensor, total: Te
     """`total` becomes this rank's mean loss over the step's micro-steps so far."""
     if piece.first:
         job.arena.zero_grad()
-        total.zero_()
-    loss = smoothed_cross_entropy(job.model(images), labels, job.config.optim.label_smoothing) / piece.parts
+    loss = smoothed_cross_entropy(job.model(images), labels, job.config.optim.label_smoothing)
+    if piece.parts > 1:
+        loss = loss / piece.parts
     timer.mark("forward")
     job.sync.begin(last_micro_step=piece.last)
-    job.scaler.scale(loss).backward()
-    total.add_(loss.detach())
+    job.scaler.backward(loss)
+    total.copy_(loss.detach()) if piece.first else total.add_(loss.detach())
     timer.mark("backward")
     if not piece.last:
         job.arena.collect()  # the next micro-step adds to gradients that lie where every graph finds them

@@ -54,7 +54,7 @@ def put_back(job: Job) -> Iterator[None]:
 
 
 def compile_kernels(job: Job, images: Tensor, labels: Tensor, total: Tensor) -> None:
-    """Compiles what the fused kernels of a forward and a backward need side by side, while cuDNN makes its trials.
+    """Compiles what the fused kernels of a step need side by side, while cuDNN makes its trials.
 
     For inside of `put_back`: our kernels are not launched, so what lay in memory goes through the rest of the model. It
     speeds up what comes next and nothing more: if it fails, that is noted, and the steps compile for themselves.
@@ -64,13 +64,17 @@ def compile_kernels(job: Job, images: Tensor, labels: Tensor, total: Tensor) -> 
         return
     try:
         with compiling(ranks=job.ranks.local_size):
-            # Not the last of its step: no exchange, no update.
+            # Not the last of its step: no exchange.
             micro_step(job, Piece(2, first=True, last=False), images, labels, total, StepTimer(job.device))
+            if job.update is job.optimizer:  # a sharded one exchanges weights
+                with torch.no_grad():
+                    job.optimizer.step_fused()
     except Exception as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         job.warnings.append(f"kernels are compiled one after the other: {line}")
     finally:
         job.sync.forget()
+        job.optimizer.refresh()  # what its kernels should have left
 
 
 def _copy(value: Scalar) -> Scalar:

@@ -1,6 +1,6 @@
 """Kernels whose variants are compiled side by side, before they are first launched.
 
-    @kernel                     with compiling():     this thread     forward and backward: convolution trials, products
+    @kernel                     with compiling():     this thread     a step: convolution trials, products
     def add(x, y, N): ...           step()            other threads   add  add'  mul  ...   each variant once
     add[grid](x, y, n)          step()                                now they are there
 

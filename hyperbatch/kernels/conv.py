@@ -9,6 +9,8 @@ Reference: torch.nn.functional.conv2d.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +19,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hyperbatch.kernels.compile import is_compiling
+from hyperbatch.kernels.memsets import replace_memsets
 
-ROUNDS = 3
+CALLS, ROUNDS = 4, 3  # of a measurement
+SMALL_BYTES = 128 << 20  # of x or its product: up to here launches count, and memory for another one is there
 _chosen: dict[tuple[Any, ...], int] = {}
 
 
 def padded(images: Tensor) -> Tensor:
-    """With a fourth channel of zeros, if there are three: cuDNN pads them anyway, at twice the price, in each call."""
+    """With a fourth channel of zeros, if there are three: cuDNN pads them anyway, at twice the price, in each call.
+
+    Images that are the first channels of such a tensor may say so by an attribute `padded`, and need no copy.
+    """
+    whole = getattr(images, "padded", None)
+    if whole is not None and images.is_set_to(whole[:, :3]):  # not if somebody has given it other data since
+        return whole
     return functional.pad(images, (0, 0, 0, 0, 0, 1)) if images.shape[1] == 3 and images.is_cuda else images
 
 
@@ -96,9 +106,19 @@ def _weight(x: Tensor, conv: nn.Conv2d) -> Tensor:
 
 
 def _backward(dz: Tensor, x: Tensor, conv: nn.Conv2d, wanted: tuple[bool, bool, bool]) -> tuple[Tensor, ...]:
+    w = _weight(x, conv) if wanted[0] else _room_for_weight(x, conv)
     return torch.ops.aten.convolution_backward(
-        dz, x, _weight(x, conv), None, conv.stride, conv.padding, conv.dilation, False, (0, 0), conv.groups, wanted
+        dz, x, w, None, conv.stride, conv.padding, conv.dilation, False, (0, 0), conv.groups, wanted
     )
+
+
+def _room_for_weight(x: Tensor, conv: nn.Conv2d) -> Tensor:
+    """Of the weight's size: its own gradient needs to know no more of it."""
+    w = conv.weight
+    if x.shape[1] == conv.in_channels:
+        return w
+    size = (w.shape[0], x.shape[1], *w.shape[2:])
+    return torch.empty(size, dtype=w.dtype, device=w.device, memory_format=torch.channels_last)
 
 
 def _faster(what: str, x: Tensor, conv: nn.Conv2d, *ways: Callable[[], Tensor]) -> Tensor:
@@ -113,20 +133,54 @@ def _faster(what: str, x: Tensor, conv: nn.Conv2d, *ways: Callable[[], Tensor]) 
             for way in ways[:-1]:
                 way()
             return ways[-1]()
-        seconds = [_seconds(way) for way in ways]
+        pixels = x.numel() // x.shape[1]
+        small = pixels * max(conv.in_channels, conv.out_channels) * x.element_size() <= SMALL_BYTES
+        seconds = [_seconds(way, in_graph=small) for way in ways]
         _chosen[key] = seconds.index(min(seconds))
     return ways[_chosen[key]]()
 
 
-def _seconds(way: Callable[[], Tensor]) -> float:
-    """The best of a few rounds, as cuDNN itself judges. Waits for the device: in the first step of a shape only."""
-    best = float("inf")
+def _seconds(way: Callable[[], Tensor], *, in_graph: bool) -> float:
+    """Of one call, the best of a few rounds, as cuDNN itself judges. Waits for the device, in a shape's first step.
+
+    in_graph: where small products will run: launches from the host would take longer than they do.
+    """
+    here = torch.cuda.current_stream()
+    stream = _stream_to_measure_on(torch.cuda.current_device())
     torch.cuda.synchronize()  # nothing else runs meanwhile, on any stream
-    for _ in range(1 + ROUNDS):  # the first loads kernels and lets cuDNN choose
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        way()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end))
-    return best
+    with torch.cuda.stream(stream):
+        way()  # loads kernels and lets cuDNN choose
+        run, calls = (_captured(way), CALLS) if in_graph else (way, 1)
+        best = float("inf")
+        for _ in range(1 + ROUNDS):  # the first brings a graph to the device
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end))
+    here.wait_stream(stream)
+    return best / calls
+
+
+def _captured(way: Callable[[], Tensor]) -> Callable[[], None]:
+    """CALLS of it. Takes memory of its own for the result."""
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        for _ in range(CALLS):
+            way()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # the first error counts
+            graph.capture_end()
+        raise
+    graph.capture_end()
+    replace_memsets(graph)
+    graph.instantiate()
+    return graph.replay
+
+
+@functools.cache
+def _stream_to_measure_on(device: int) -> torch.cuda.Stream:
+    """Always the same: cuBLAS keeps 32 MiB for each stream that it has seen."""
+    return torch.cuda.Stream(device)

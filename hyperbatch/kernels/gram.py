@@ -32,9 +32,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hyperbatch.kernels.compile import kernel
-from hyperbatch.kernels.norm import NormGradients, Tiling, matrix, new_coef, processors, reducing
+from hyperbatch.kernels.norm import NormGradients, new_coef
+from hyperbatch.kernels.rows import Tiling, beside, matrix, overlaps, processors, reducing
 from hyperbatch.kernels.sums import add_partials, finish_statistics, is_last, store_gradients, store_partials
 
 WIDEST = 128  # channels whose Gram matrix one program can hold in registers
@@ -91,11 +93,14 @@ def _gram_kernel(
     BM: tl.constexpr,
     BC: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Partials of G and s for all columns at once, or, where they are too many for one program, s alone."""
     GRAM: tl.constexpr = BC == C
     column, p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     c = column * BC + tl.arange(0, BC)
+    if OVERLAP:
+        gdc_wait()
     scale, shift = tl.load(coef + 2 * C + c), tl.load(coef + 3 * C + c)
     centre = tl.zeros([BC], x.dtype.element_ty)
     if GRAM:
@@ -116,6 +121,8 @@ def _gram_kernel(
         total += v.to(tl.float32)
         if GRAM:
             gram = tl.dot(tl.trans(v), v, gram)
+    if OVERLAP:
+        gdc_launch_dependents()
     total = tl.sum(total, 0)
     if p == 0:
         tl.store(moments + (C + 1) * C + c, centre.to(tl.float32))
@@ -130,9 +137,11 @@ def _gram_kernel(
 
 
 @kernel
-def _sum_kernel(part, moments, programs, C: tl.constexpr):
-    """One row of G, or s, of all programs."""
-    c = tl.arange(0, C)
+def _sum_kernel(part, moments, programs, C: tl.constexpr, BC: tl.constexpr, OVERLAP: tl.constexpr):
+    """Some columns of one row of G, or of s, of all programs."""
+    if OVERLAP:
+        gdc_wait()
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
     row = tl.program_id(0) * C
     tl.store(moments + row + c, add_partials(part + row, programs, c, (C + 1) * C))
 
@@ -160,7 +169,10 @@ def _product_statistics_kernel(
     BN: tl.constexpr,
     BC: tl.constexpr,
     BK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
     column, row = tl.program_id(0), tl.program_id(1)
     n, c = row * BN + tl.arange(0, BN), column * BC + tl.arange(0, BC)
     total = tl.load(moments + C * C + c)
@@ -212,8 +224,11 @@ def _weight_gradient_kernel(
     N: tl.constexpr,
     C: tl.constexpr,
     BN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Some rows of P -> back and the gradients of the norm, dw, and a * w for the gradient of y."""
+    if OVERLAP:
+        gdc_launch_dependents()
     n, c = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, C)
     at = n[:, None] * C + c[None, :]
     g = tl.load(sum_g + n)
@@ -247,11 +262,15 @@ def _quadratic_kernel(
     C: tl.constexpr,
     BC: tl.constexpr,
     BK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Q = w.T @ diag(b) @ w in 16 bits, and the constant of dy.
 
     b is a mean of g * z' and can be far below g: unscaled, Q would fall among the subnormal numbers of fp16.
     """
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     i, j = tl.program_id(0), tl.program_id(1)
     ci, cj = i * BC + tl.arange(0, BC), j * BC + tl.arange(0, BC)
     unit = _largest_to_one(back + N, N)
@@ -294,6 +313,7 @@ def _input_gradient_kernel(
     BC: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """dy = g @ (a w) + y @ Q + constant."""
     tile = tl.program_id(0) // (C // BC)
@@ -303,6 +323,8 @@ def _input_gradient_kernel(
     inside = (r < M - tile * BM)[:, None]
     g += first * N
     y += first * C
+    if OVERLAP:
+        gdc_wait()
     product = tl.zeros([BM, BC], tl.float32)
     DEPTH: tl.constexpr = min(BK, C)
     for j in tl.range(0, C, DEPTH, num_stages=STAGES):
@@ -343,7 +365,7 @@ class ProductNorm:
 def _gram_tiling(m: int, c: int) -> tuple[Tiling, int]:
     """How rows are dealt out, and the stages of the loop over them."""
     if c > WIDEST:
-        return reducing(m, c), 1
+        return reducing(m, c, warps=8, per_processor=4), 1
     return Tiling.of(m, c, elements=8192, warps=8, widest=c, programs=processors()), 4
 
 
@@ -390,9 +412,11 @@ def _moments(x: Tensor, coef: Tensor | None, counters: Tensor) -> tuple[Tensor, 
         BC=tiling.columns,
         STAGES=stages,
         num_warps=tiling.warps,
+        **beside(),
     )
     if in_one_pass:
-        _sum_kernel[(c + 1,)](part, about, tiling.programs, C=c, num_warps=4)
+        width = min(c, 32)
+        _sum_kernel[(c + 1, c // width)](part, about, tiling.programs, C=c, BC=width, num_warps=4, **beside())
     else:
         _outer(y, y, about[:c])
     return y, Moments(about=about, rows=m)
@@ -449,6 +473,7 @@ def product_statistics(
         BN=rows,
         BC=columns,
         BK=depth,
+        OVERLAP=overlaps(),
         num_warps=4,
     )
     return ProductNorm(coef=coef, centred=centred, sums=sums, rows=moments.rows)
@@ -496,15 +521,45 @@ def product_backward(
         N=n,
         C=c,
         BN=rows,
+        OVERLAP=overlaps(),
         num_warps=4,
     )
     side = 16
     constant, shifts = scratch(c), scratch(c // side, c)
     _quadratic_kernel[(c // side, c // side)](
-        w, sum_g, kept.sums, grads.back, q, constant, units, shifts, counters, m, N=n, C=c, BC=side, BK=min(256, n)
+        w,
+        sum_g,
+        kept.sums,
+        grads.back,
+        q,
+        constant,
+        units,
+        shifts,
+        counters,
+        m,
+        N=n,
+        C=c,
+        BC=side,
+        BK=min(256, n),
+        **beside(),
     )
     dy, (rows, columns, depth, warps, stages) = torch.empty_like(y), _input_tiling(n, c)
     _input_gradient_kernel[(c // columns * triton.cdiv(m, rows),)](
-        g, y, aw, q, constant, units, dy, m, N=n, C=c, BM=rows, BC=columns, BK=depth, STAGES=stages, num_warps=warps
+        g,
+        y,
+        aw,
+        q,
+        constant,
+        units,
+        dy,
+        m,
+        N=n,
+        C=c,
+        BM=rows,
+        BC=columns,
+        BK=depth,
+        STAGES=stages,
+        num_warps=warps,
+        **beside(),
     )
     return dy

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from hyperbatch.kernels.compile import kernel
+
 MAX_PARTIALS = 1024  # of one layer
 RULE_CODES = {"lr_inside": 0, "rescaled": 1, "lr_outside": 2, "unscaled": 3}
 
@@ -79,7 +81,7 @@ def _squares(pointer, n, scale, BLOCK: tl.constexpr):
     return tl.sum(total)
 
 
-@triton.jit
+@kernel
 def grad_norms_kernel(
     chunks,
     grads,
@@ -127,7 +129,7 @@ def grad_norms_kernel(
         tl.atomic_max(clock + 2, step)
 
 
-@triton.jit
+@kernel
 def weight_norms_kernel(chunks, new_weight_partials, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Before the first step, and after somebody else wrote the weights."""
     c = tl.program_id(0)
@@ -340,7 +342,7 @@ def _update_chunk(
         tl.store(new_weight_partials + c, tl.sum(total))
 
 
-@triton.jit
+@kernel
 def update_kernel(
     first_chunk,  # of this launch; groups with other flags have their own
     chunks,

@@ -31,7 +31,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hyperbatch.kernels.compile import kernel
-from hyperbatch.kernels.norm import NormGradients, matrix, reducing
+from hyperbatch.kernels.norm import NormGradients
+from hyperbatch.kernels.rows import matrix, reducing, sum_gradient_rows
 from hyperbatch.kernels.sums import finish_backward, is_last, store_partials
 
 NO_TAP = tl.constexpr(255)
@@ -128,26 +129,15 @@ def _pool_reduce_kernel(
     LOCAL: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """As the reduction of `kernels.norm`, over M windows; PIXELS of x went into mean and variance."""
     column, p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     c = column * BC + tl.arange(0, BC)
     rows = tl.minimum(M - p * ROWS, ROWS)
     base = (p * ROWS).to(tl.int64) * C
-    mean = tl.load(coef + c)[None, :]
-    scale, shift = tl.load(coef + 2 * C + c)[None, :], tl.load(coef + 3 * C + c)[None, :]
-    first = tl.zeros([BM, BC], tl.float32)
-    second = tl.zeros([BM, BC], tl.float32)
-    for i in range(0, rows, BM):
-        r = i + tl.arange(0, BM)
-        inside = (r < rows)[:, None]
-        at = base + r[:, None] * C + c[None, :]
-        g = tl.load(dpooled + at, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(peak + at, mask=inside, other=0.0).to(tl.float32)
-        g = tl.where(v * scale + shift > 0, g, 0.0)
-        first += g
-        second += g * (v - mean)
-    store_partials(part, p, programs, C, c, tl.sum(first, 0), tl.sum(second, 0))
+    sum_g, sum_gx = sum_gradient_rows(dpooled, peak, coef, column, base, rows, C, BM, BC, STAGES)
+    store_partials(part, p, programs, C, c, sum_g, sum_gx)
     if is_last(counters + column, programs):
         finish_backward(part, coef, back, dweight, dbias, c, PIXELS, C, programs, LOCAL)
 
@@ -234,7 +224,7 @@ def reduce_pool_gradient(
 ) -> None:
     """Fills `grads` of the norm from dpooled; of x only the size counts."""
     m, c = matrix(dpooled)
-    tiling = reducing(m, c)
+    tiling = reducing(m, c, elements=8192, per_processor=1)
     part = x.new_empty(2, tiling.programs, c, dtype=torch.float32)
     _pool_reduce_kernel[(c // tiling.columns, tiling.programs)](
         dpooled,
@@ -252,6 +242,7 @@ def reduce_pool_gradient(
         LOCAL=grads.local,
         BM=tiling.rows,
         BC=tiling.columns,
+        STAGES=tiling.stages,
         num_warps=tiling.warps,
     )
 

@@ -2,6 +2,7 @@
 
     program p of a column block    rows [p * ROWS, (p + 1) * ROWS) -> one row of partials
     the last program to arrive     sums the partials in their order, so the bits never depend on who was last
+    or each program                does so, once all have met: nobody waits for what another makes of them
 
 Variances are sums of squares about a value near the mean, merged by Chan's rule: never E[x^2] - E[x]^2. What the norms
 call coef and back: `kernels.norm`.
@@ -16,6 +17,9 @@ import triton
 import triton.language as tl
 
 COLUMN_BLOCKS = tl.constexpr(64)  # most of one tensor: as many counters of each kind
+HIGHEST_BIT = tl.constexpr(-(2**31))  # of a counter
+# Partials that are added up at once, and how often they are asked for ahead: more would take registers from the rest.
+PARTIALS, PARTIALS_AHEAD = tl.constexpr(1024), tl.constexpr(3)
 
 
 @triton.jit
@@ -29,20 +33,19 @@ def is_last(counter, programs):
 
 
 @triton.jit
-def meet(counters, column, programs, last):
-    """The programs of a column block go on together, once the last one has finished the sums."""
-    go, left = counters + COLUMN_BLOCKS + column, counters + 2 * COLUMN_BLOCKS + column
+def meet(counters, column, p, programs):
+    """Waits for the other programs of a column block. What they stored before can then be read. All must run at once.
+
+    Each adds 1 but the first, which adds what turns the sum's highest bit round. So it counts anew each time, whatever
+    the number of programs, and nobody need tidy up: the other bits are 0 again.
+    """
+    counter = counters + COLUMN_BLOCKS + column
+    tl.debug_barrier()  # the whole program's stores come before its arrival
+    before = tl.atomic_add(counter, tl.where(p == 0, HIGHEST_BIT - (programs - 1), 1), sem="acq_rel", scope="gpu")
+    now = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+    while (now ^ before) >= 0:
+        now = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
     tl.debug_barrier()
-    if last:
-        tl.atomic_xchg(go, 1, sem="release", scope="gpu")
-    else:
-        waiting = tl.atomic_add(go, 0, sem="acquire", scope="gpu") == 0
-        while waiting:
-            waiting = tl.atomic_add(go, 0, sem="acquire", scope="gpu") == 0
-    tl.debug_barrier()
-    if tl.atomic_add(left, 1, sem="acq_rel", scope="gpu") == programs - 1:
-        tl.store(left, 0)
-        tl.store(go, 0)
 
 
 @triton.jit
@@ -57,11 +60,11 @@ def merge_moments(part, count, c, M, C, ROWS):
 
     One pass, about the first partial's mean: the others are near it. Squares lie `count` rows behind the means.
     """
-    AT_ONCE: tl.constexpr = 4096 // c.shape[0]
+    AT_ONCE: tl.constexpr = PARTIALS // c.shape[0]
     about = tl.load(part + c, cache_modifier=".cg")[None, :]
     total = tl.zeros([AT_ONCE, c.shape[0]], tl.float32)
     squares = tl.zeros([AT_ONCE, c.shape[0]], tl.float32)
-    for i in range(0, count, AT_ONCE):
+    for i in tl.range(0, count, AT_ONCE, num_stages=PARTIALS_AHEAD):
         p = i + tl.arange(0, AT_ONCE)
         there = (p < count)[:, None]
         n = tl.minimum(M - p * ROWS, ROWS).to(tl.float32)[:, None]
@@ -74,35 +77,52 @@ def merge_moments(part, count, c, M, C, ROWS):
 
 
 @triton.jit
+def load_norm(weight, bias, running_mean, running_var, c):
+    """To be asked for before the sums, so that there is one wait for memory instead of two."""
+    return tl.load(weight + c), tl.load(bias + c), tl.load(running_mean + c), tl.load(running_var + c)
+
+
+@triton.jit
+def store_statistics(mean, squares, norm, coef, running_mean, running_var, c, M, C, momentum, eps, here):
+    """(scale, shift) from a mean, a sum of squares about it and what `load_norm` found; coef and running statistics are
+    stored if `here`."""
+    w, b, old_mean, old_var = norm
+    here = (c >= 0) & here
+    var = tl.maximum(squares / M, 0.0)
+    rstd = 1.0 / tl.sqrt(var + eps)
+    scale, shift = w * rstd, b - mean * w * rstd
+    tl.store(coef + c, mean, mask=here)
+    tl.store(coef + C + c, rstd, mask=here)
+    tl.store(coef + 2 * C + c, scale, mask=here)
+    tl.store(coef + 3 * C + c, shift, mask=here)
+    # One sample has no unbiased variance: torch refuses it, we keep the biased one.
+    unbiased = var * (M / tl.maximum(M - 1, 1))
+    tl.store(running_mean + c, old_mean + momentum * (mean - old_mean), mask=here)
+    tl.store(running_var + c, old_var + momentum * (unbiased - old_var), mask=here)
+    return scale, shift
+
+
+@triton.jit
 def finish_statistics(
     part, coef, weight, bias, running_mean, running_var, c, M, C, ROWS, programs, momentum, eps, LOCAL: tl.constexpr
 ):
     """Partials (mean, sum of squares about it) -> coef and running statistics. LOCAL: mean and variance alone."""
-    if not LOCAL:  # asked for before the partials: one wait for memory instead of two
-        w, shift = tl.load(weight + c), tl.load(bias + c)
-        old_mean, old_var = tl.load(running_mean + c), tl.load(running_var + c)
-    mean, squares = merge_moments(part, programs, c, M, C, ROWS)
-    var = tl.maximum(squares / M, 0.0)
-    tl.store(coef + c, mean)
     if LOCAL:
-        tl.store(coef + C + c, var)
+        mean, squares = merge_moments(part, programs, c, M, C, ROWS)
+        tl.store(coef + c, mean)
+        tl.store(coef + C + c, tl.maximum(squares / M, 0.0))
     else:
-        rstd = 1.0 / tl.sqrt(var + eps)
-        tl.store(coef + C + c, rstd)
-        tl.store(coef + 2 * C + c, w * rstd)
-        tl.store(coef + 3 * C + c, shift - mean * w * rstd)
-        # One sample has no unbiased variance: torch refuses it, we keep the biased one.
-        unbiased = var * (M / tl.maximum(M - 1, 1))
-        tl.store(running_mean + c, old_mean + momentum * (mean - old_mean))
-        tl.store(running_var + c, old_var + momentum * (unbiased - old_var))
+        norm = load_norm(weight, bias, running_mean, running_var, c)
+        mean, squares = merge_moments(part, programs, c, M, C, ROWS)
+        store_statistics(mean, squares, norm, coef, running_mean, running_var, c, M, C, momentum, eps, True)
 
 
 @triton.jit
 def add_partials(part, count, c, C):
     """Column sums of `count` rows of partials."""
-    AT_ONCE: tl.constexpr = 4096 // c.shape[0]
+    AT_ONCE: tl.constexpr = PARTIALS // c.shape[0]
     total = tl.zeros([AT_ONCE, c.shape[0]], tl.float32)
-    for i in range(0, count, AT_ONCE):
+    for i in tl.range(0, count, AT_ONCE, num_stages=PARTIALS_AHEAD):
         p = i + tl.arange(0, AT_ONCE)
         at = p[:, None] * C + c[None, :]
         total += tl.load(part + at, mask=(p < count)[:, None], other=0.0, cache_modifier=".cg")
@@ -110,17 +130,20 @@ def add_partials(part, count, c, C):
 
 
 @triton.jit
-def store_gradients(sum_g, sum_gx, coef, back, dweight, dbias, c, M, C, LOCAL: tl.constexpr):
-    """Sums of g and of g * (x - mean) -> gradients of weight and bias, and back. LOCAL: gradients alone."""
-    mean, rstd = tl.load(coef + c), tl.load(coef + C + c)
-    tl.store(dbias + c, sum_g)
-    tl.store(dweight + c, sum_gx * rstd)
+def store_gradients(sum_g, sum_gx, coef, back, dweight, dbias, c, M, C, LOCAL: tl.constexpr, here=True):
+    """(a, b, d) of dx from sums of g and of g * (x - mean); they, as back, and the gradients of weight and bias are
+    stored if `here`. LOCAL: those gradients alone."""
+    here = (c >= 0) & here
+    mean, rstd, scale = tl.load(coef + c), tl.load(coef + C + c), tl.load(coef + 2 * C + c)
+    tl.store(dbias + c, sum_g, mask=here)
+    tl.store(dweight + c, sum_gx * rstd, mask=here)
+    b = -scale * rstd * rstd * sum_gx / M
+    d = -scale * sum_g / M - b * mean
     if not LOCAL:
-        scale = tl.load(coef + 2 * C + c)
-        b = -scale * rstd * rstd * sum_gx / M
-        tl.store(back + c, scale)
-        tl.store(back + C + c, b)
-        tl.store(back + 2 * C + c, -scale * sum_g / M - b * mean)
+        tl.store(back + c, scale, mask=here)
+        tl.store(back + C + c, b, mask=here)
+        tl.store(back + 2 * C + c, d, mask=here)
+    return scale, b, d
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from hyperbatch.engine.steptimer import Marks, StepTimer
 from hyperbatch.engine.warmup import put_back
 from hyperbatch.errors import InputError
 from hyperbatch.kernels.compile import is_compiling
+from hyperbatch.models import smoothed_cross_entropy
 from hyperbatch.record import RunRecord
 
 
@@ -132,6 +133,7 @@ def test_everything_is_put_back(tmp_path):
             micro_step(job, piece, images, labels, torch.zeros(()), StepTimer(job.device))
 
     def everything():
+        job.arena.collect()
         tensors = [*job.arena.flat_weights(), *job.arena.grads.values(), *job.model.buffers(), torch.get_rng_state()]
         tensors += [
             job.optimizer.init_state(p)["momentum_buffer"] for g in job.optimizer.param_groups for p in g["params"]
@@ -155,6 +157,38 @@ def test_everything_is_put_back(tmp_path):
     assert job.optimizer.skipped_steps.item() == 0
     assert all(slot.param.grad is None for slot in job.arena.slots)
     assert job.sync.timings() == ()
+    job.close()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_batches_are_copied_beside_a_channel_of_zeros(fused):
+    """Where fused kernels want it, and there are three others."""
+    job = build_job(config(), Ranks(), torch.device("cpu"), None, Clock())
+    job.fused = fused
+    runner = StepRunner(job, backend=Played())
+    for channels in (1, 3):
+        images, _ = runner._blank((2, channels, 5, 4))
+        batch = torch.randn(2, 5, 4, channels).permute(0, 3, 1, 2)
+        images.copy_(batch)
+        assert torch.equal(images, batch)
+        assert hasattr(images, "padded") == (fused and channels == 3)
+        if fused and channels == 3:
+            assert images.padded.is_contiguous(memory_format=torch.channels_last)
+            assert torch.equal(images.padded, torch.nn.functional.pad(batch, (0, 0, 0, 0, 0, 1)))
+        else:
+            assert images.stride() == batch.stride()
+    job.close()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_total_is_the_mean_loss_of_the_step(parts):
+    job = build_job(config(), Ranks(), torch.device("cpu"), None, Clock())
+    total, labels = torch.full((), 7.0), torch.arange(8) % 4  # what the step before has left
+    batches = [torch.randn(8, 1, 8, 8) for _ in range(parts)]
+    losses = [smoothed_cross_entropy(job.model(x), labels, job.config.optim.label_smoothing).item() for x in batches]
+    for piece, images in zip(pieces(parts), batches, strict=True):
+        micro_step(job, piece, images, labels, total, StepTimer(job.device))
+    assert total.item() == pytest.approx(sum(losses) / parts, rel=1e-6)
     job.close()
 
 

@@ -230,7 +230,8 @@ def test_a_fused_network_finds_all_its_kernels(gpu, compiled, monkeypatch):
     with compiling():
         step()
     names = [name for name, _ in compiled]
-    assert {"_statistics_kernel", "_join_reduce_kernel", "_pool_kernel", "_pool_apply_kernel"} <= set(names)
+    of_norms = {"_statistics_kernel", "_small_norm_kernel", "_small_join_backward_kernel"}
+    assert of_norms | {"_pool_kernel", "_pool_apply_kernel"} <= set(names)
     assert not gpu.launched
     step()
     assert set(gpu.launched) == set(names)
@@ -276,9 +277,9 @@ def test_threads_are_shared_by_the_ranks_of_a_host(monkeypatch):
 def test_all_kernels_that_are_launched_in_a_step_are_covered():
     """A plain triton.jit would be launched on the rubbish that the others leave."""
     pytest.importorskip("triton")
-    from hyperbatch.kernels import gram, loss, norm, pool
+    from hyperbatch.kernels import gram, lars, loss, norm, pool, small_norm
 
-    for module in (gram, loss, norm, pool):
+    for module in (gram, lars, loss, norm, pool, small_norm):
         found = [value for name, value in vars(module).items() if name.endswith("_kernel")]
         assert found
         assert all(isinstance(value, kernels.Kernel) for value in found)

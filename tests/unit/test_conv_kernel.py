@@ -119,14 +119,23 @@ class Chooser:
         monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
 
-    def time(self, way):
+    def time(self, way, *, in_graph):
         self.measured += 1
+        self.in_graph = in_graph
         return self.seconds[way()]
 
     def choose(self, rows=8, what="convolve"):
         x = SimpleNamespace(is_cuda=True, shape=(rows, 6), dtype=torch.float16, device="cuda:0")
+        x.numel, x.element_size = lambda: rows * 6, lambda: 2
         conv = make(*PRODUCT)[0]
         return convolution._faster(what, x, conv, lambda: 0, lambda: 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("rows", "in_graph"), [(8, True), (1 << 26, False)])
+def test_a_graph_that_measures_takes_memory_for_small_results_alone(monkeypatch, rows, in_graph):
+    chooser = Chooser(monkeypatch, [1.0, 2.0])
+    chooser.choose(rows)
+    assert chooser.in_graph == in_graph
 
 
 def test_the_faster_way_is_measured_once_per_shape(monkeypatch):

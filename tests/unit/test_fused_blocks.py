@@ -32,7 +32,7 @@ outside = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
 if importlib.util.find_spec("triton"):
     from norm_reference import poisoned
 
-    from hyperbatch.kernels import norm as kernels
+    from hyperbatch.kernels import small_norm
     from hyperbatch.models import fused_blocks
 
 FP32 = 5e-5  # relative, per tensor: some ten layers of fp32 on both ways, each amplified by the norms behind it
@@ -139,7 +139,7 @@ def test_16_bits_are_as_near_as_the_plain_path(dtype, monkeypatch):
 @inside
 def test_every_step_starts_from_memory_that_means_nothing(monkeypatch):
     monkeypatch.setattr(fused_blocks, "BY_MOMENTS_BYTES", 0)
-    monkeypatch.setattr(kernels, "TOGETHER_BYTES", 0)
+    monkeypatch.setattr(small_norm, "is_small", lambda x: False)
     model, data = tiny(Bottleneck, 1), batch(2, (3, 3))
     want = exact_step(model, *data)
     with poisoned():
@@ -205,16 +205,108 @@ def test_gradients_are_written_where_the_arena_keeps_them(norms_from):
     arena = Arena(model, [name for name, _ in model.named_parameters()], copy_on_ready=False)
     fuse(model)
     arena.zero_grad()
+    for grad in arena.grads.values():
+        grad.fill_(torch.nan)  # what a skipped step may have left
     backward(model, *data)
     for name, param in model.named_parameters():
         in_place = param.grad.data_ptr() == arena.grad_view(name).data_ptr()
         owner = model.get_submodule(name.rpartition(".")[0])
         product = isinstance(owner, nn.Conv2d) and owner.kernel_size == (1, 1)
-        assert in_place == (product or isinstance(owner, BatchNorm2d)), name
+        assert in_place == (product or isinstance(owner, BatchNorm2d | nn.Linear)), name
     arena.collect()
     for name, param in model.named_parameters():
         assert param.grad.data_ptr() == arena.grad_view(name).data_ptr(), name
         assert error(param.grad, want.grads[name]) < FP32, name
+
+
+def room_for_images(n, size):
+    """A batch's first three channels of four, as a step that is captured keeps them."""
+    whole = torch.zeros(n, *size, 4).permute(0, 3, 1, 2)
+    images = whole[:, :3]
+    images.padded = whole
+    return images
+
+
+@inside
+@pytest.mark.parametrize("build", [tiny, lambda: shuffled(alexnet())], ids=["resnet", "alexnet"])
+def test_images_with_room_for_a_fourth_channel_are_not_copied(build, monkeypatch):
+    model, size = build(), (3, 4) if build is tiny else (95, 95)
+    data = batch(2, size)
+    want = exact_step(model, *data)
+    images = room_for_images(2, size)
+    images.copy_(data[0])
+    given, convolve = [], fused_blocks.convolution.convolve
+    monkeypatch.setattr(fused_blocks.convolution, "convolve", lambda x, conv: given.append(x) or convolve(x, conv))
+    check(step(fused(model), images, data[1]), want, FP32)
+    assert given[0].data_ptr() == images.data_ptr()
+    assert given[0].shape[1] == 4
+    assert model.get_parameter("conv1.weight" if build is tiny else "features.0.weight").grad.shape[1] == 3
+
+
+@inside
+def test_only_images_that_say_so_are_taken_for_a_part_of_more():
+    images = room_for_images(2, (3, 4))
+    strange = torch.randn(2, 3, 4, 4).permute(0, 3, 1, 2)[:, :3]  # somebody's own fourth channel
+    other, part = room_for_images(2, (3, 4)), room_for_images(2, (3, 4))
+    other.data = torch.ones(2, 3, 3, 4)
+    part.data = part.data[:1]
+    for own in (strange, other, part, images.clone(), images[:1], images.double()):
+        assert fused_blocks.convolution.padded(own) is own
+    assert fused_blocks.convolution.padded(images) is images.padded
+    twin = copy.deepcopy(images)
+    twin.fill_(1)
+    assert torch.equal(fused_blocks.convolution.padded(twin)[:, :3], twin)
+    assert not images.any()
+
+
+HEADS = {
+    "another": lambda fc: nn.Sequential(nn.Flatten(), fc),
+    "no bias": lambda fc: nn.Linear(fc.in_features, fc.out_features, bias=False),
+    "watched": lambda fc: fc,
+    "watched in backward": lambda fc: fc,
+    "with a forward of its own": lambda fc: fc,
+    "torch's": lambda fc: nn.Linear(fc.in_features, fc.out_features),
+}
+
+
+@inside
+@pytest.mark.parametrize("head", HEADS)
+def test_somebody_elses_head(head):
+    model, data, seen = tiny(blocks=1), batch(2, (3, 4)), []
+    model.fc = HEADS[head](model.fc)
+    want = exact_step(model, *data)
+    if head == "watched":
+        model.fc.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    if head == "watched in backward":
+        model.fc.register_full_backward_pre_hook(lambda module, gradient: seen.append(gradient))
+    if head == "with a forward of its own":
+        forward = model.fc.forward
+        model.fc.forward = lambda x: seen.append(x) or forward(x)
+    check(step(fused(model), *data), want, FP32)
+    assert len(seen) == (head not in ("another", "no bias", "torch's"))
+
+
+@inside
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_the_head_in_16_bits(bias_dtype):
+    """An fp32 bias keeps its digits beside a 16-bit weight, and so does its gradient."""
+    x = torch.randn(4, 6, 5, 3).half().requires_grad_()
+    fc = nn.Linear(6, 3).half()
+    fc.bias = nn.Parameter(torch.full((3,), 1 + 2.0**-12, dtype=bias_dtype))
+    logits = fused_blocks.Classify.apply(x, fc, fc.weight, fc.bias)
+    exact = torch.nn.functional.linear(x.double().mean((2, 3)), fc.weight.double())
+    assert logits.dtype == bias_dtype
+    torch.testing.assert_close(logits.double() - fc.bias.double(), exact, rtol=0, atol=4e-3)
+    assert ((logits - logits.half()).count_nonzero() > 0) == (bias_dtype == torch.float32)
+    dy = torch.randn(4, 3).to(bias_dtype)
+    logits.backward(dy)
+    assert x.grad.dtype == fc.weight.grad.dtype == torch.float16
+    assert fc.bias.grad.dtype == bias_dtype
+    expect = (dy.half().double() @ fc.weight.double() / 15)[:, :, None, None].expand(x.shape)
+    torch.testing.assert_close(x.grad.double(), expect, rtol=2.0**-10, atol=1e-7)
+    torch.testing.assert_close(
+        fc.bias.grad.double(), dy.double().sum(0), rtol=1e-6 if bias_dtype == torch.float32 else 2e-3, atol=1e-6
+    )
 
 
 @inside

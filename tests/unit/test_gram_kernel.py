@@ -15,10 +15,11 @@ from dataclasses import replace
 import pytest
 import torch
 from gram_reference import check, column_sums, make, nans, new_norm, reference, through_kernels
+from hopper import before_the_wait, compile_launches
 from torch import nn
 
 if importlib.util.find_spec("triton"):
-    from hyperbatch.kernels import gram
+    from hyperbatch.kernels import gram, rows
     from hyperbatch.kernels import norm as kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -39,33 +40,10 @@ def test_kernels_by_the_interpreter():
 @pytest.mark.parametrize("c", [16, 128, 256])
 def test_kernels_compile_for_hopper(c, monkeypatch):
     """Without a GPU: what the interpreter lets pass, and the large products on its tensor cores, 16 bytes a thread."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    compiled = {}
-
-    class Compiler:
-        def __init__(self, kernel, name):
-            self.kernel, self.name = kernel, name
-
-        def __getitem__(self, grid):
-            return self
-
-        def __call__(self, *args, num_warps=4, **constants):
-            names = self.kernel.arg_names
-            types = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32", int: "i32", float: "fp32"}
-            values = dict(zip(names, args))
-            signature = {n: types[v.dtype if isinstance(v, torch.Tensor) else type(v)] for n, v in values.items()}
-            signature = {n: signature.get(n, "constexpr") for n in names}
-            aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"}
-            source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=aligned)
-            target, options = GPUTarget("cuda", 90, 32), {"num_warps": num_warps}
-            compiled[self.name] = triton.compile(source, target=target, options=options).asm["ptx"]
-
+    pytest.importorskip("triton")
     kernel_names = [name for name in vars(gram) if name.endswith("_kernel")]
-    for name in kernel_names:
-        monkeypatch.setattr(gram, name, Compiler(getattr(gram, name).fn, name))
+    compiled = compile_launches(monkeypatch, gram)
+    monkeypatch.setattr(rows, "overlaps", lambda: True)
     case, coef = make((4, 5, 7), c, 4 * c), torch.ones(4, c)
     counters = kernels.new_counters(case.y.device)
     _, moments = gram.normalise_with_gram(case.y, coef, counters)
@@ -76,6 +54,8 @@ def test_kernels_compile_for_hopper(c, monkeypatch):
     gram.product_backward(case.g, case.y, case.w, kept, grads.bias, grads, torch.empty_like(case.w), counters)
     assert len(kernel_names) == 6
     assert set(kernel_names) == set(compiled)
+    for name in ("_gram_kernel", "_sum_kernel", "_quadratic_kernel", "_input_gradient_kernel"):
+        assert before_the_wait(compiled[name]) == 0, "the launch before may still write what it reads"
     for name in ("_gram_kernel", "_input_gradient_kernel") if c == 128 else ():
         assert "wgmma.mma_async" in compiled[name]
         assert "cp.async.cg.shared.global" in compiled[name]

@@ -37,8 +37,9 @@ def test_kernels_compile_for_hopper_with_wide_accesses_and_no_shuffles(half):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from hyperbatch.kernels.lars import update_kernel
+    from hyperbatch.kernels import lars
 
+    update_kernel = lars.update_kernel.fn
     flags = {"FLAGS": (half, False, 0, False, False, False, False), "HALF": triton.language.float16, "HAS_HALF": half}
     flags |= {"ALIGNED": True, "PARTIALS": 1024, "BLOCK": 1024, "OVERLAP": True}
     types = {"first_chunk": "i32", "chunks": "*i64", "grads": "*i64", "rates": "*i64", "clock": "*i32"}

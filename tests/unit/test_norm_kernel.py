@@ -18,6 +18,7 @@ import torch
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
 if importlib.util.find_spec("triton"):
+    from hopper import before_the_wait, compile_launches
     from norm_reference import (
         FP32,
         VARIANCE,
@@ -33,6 +34,7 @@ if importlib.util.find_spec("triton"):
     )
 
     from hyperbatch.kernels import norm as kernels
+    from hyperbatch.kernels import rows, small_norm
 
 # [n, c, h, w] and what is added: odd rows, one row, one image, few and many columns, several blocks of them.
 CASES = [
@@ -56,24 +58,55 @@ def test_kernels_by_the_interpreter():
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+def test_kernels_compiled_for_hopper_wait_before_they_read_what_may_still_be_written(monkeypatch):
+    """Without a GPU. A launch comes up while the one before still runs."""
+    pytest.importorskip("triton")
+    compiled = compile_launches(monkeypatch, kernels)
+    monkeypatch.setattr(rows, "overlaps", lambda: True)
+    monkeypatch.setattr(small_norm, "is_small", lambda x: False)
+    case, counters = make(4, 64, 28, 28, torch.float16), kernels.new_counters(torch.device("cpu"))
+    grads = new_gradients(case.norm)
+    loads = 64 * 64 // (4 * 32 * 8)  # of one tensor, by each thread: 16 bytes each
+
+    _, coef = kernels.norm_relu(case.x, case.norm, counters)
+    assert before_the_wait(compiled["_statistics_kernel"]) == 0
+    assert before_the_wait(compiled["_normalise_kernel"]) == loads, "x alone"
+    kernels.norm_relu_backward(case.dy, case.x, coef, grads, counters)
+    assert before_the_wait(compiled["_reduce_kernel"]) == 0
+    coefs = 2 * 8 // 4  # scale and shift of the eight columns of a thread
+    assert before_the_wait(compiled["_apply_kernel"]) == 2 * loads + coefs, "x, dy and coef, which the reduction reads"
+    bits = torch.zeros(case.x.numel() // 8, dtype=torch.uint8)
+    kernels.join_backward(case.dy, bits, [kernels.Branch(case.x, coef, grads)], counters)
+    assert before_the_wait(compiled["_join_reduce_kernel"]) == 0
+    assert before_the_wait(compiled["_apply_kernel"]) == loads, "x alone: the reduction makes g"
+
+
 @pytest.fixture
 def counters():
     """Every test leaves them as it found them."""
     counters = kernels.new_counters(torch.device("cpu"))
     yield counters
-    assert not counters.any()
+    assert not (counters & 0x7FFFFFFF).any()
 
 
-@pytest.fixture(params=["one launch", "two launches"])
+@pytest.fixture(params=["whole", "meeting", "two launches"])
 def launches(request, monkeypatch):
-    monkeypatch.setattr(kernels, "TOGETHER_BYTES", 1 << 60 if request.param == "one launch" else 0)
-    return request.param
+    choose(monkeypatch, request.param)
+
+
+def choose(monkeypatch, how):
+    """One launch, of programs whose tile has all rows, which meet or not; or two."""
+    if how == "two launches":
+        monkeypatch.setattr(small_norm, "is_small", lambda x: False)
+    monkeypatch.setattr(small_norm.Launch, "meets", how == "meeting")
 
 
 @pytest.fixture
 def many(monkeypatch):
-    """Several programs a column block, whose partials are merged."""
-    monkeypatch.setattr(kernels, "processors", lambda: MANY)
+    """Several programs a column block, whose partials are merged, in two launches. The interpreter runs one program
+    after the other, so that of one launch none may wait for another."""
+    monkeypatch.setattr(rows, "processors", lambda: MANY)
 
 
 @inside
@@ -99,7 +132,7 @@ def test_16_bits_are_one_rounding_away(dtype, shortcut, counters):
 @inside
 @pytest.mark.usefixtures("launches")
 def test_one_program_a_column_block(monkeypatch, counters):
-    monkeypatch.setattr(kernels, "processors", lambda: 0)
+    monkeypatch.setattr(rows, "processors", lambda: 0)
     check(make(2, 64, 17, 9), "norm", counters)
 
 
@@ -108,7 +141,7 @@ def test_one_program_a_column_block(monkeypatch, counters):
 @pytest.mark.parametrize(("dtype", "far"), [(torch.float32, 1e4), (torch.float16, 500.0)], ids=["fp32", "fp16"])
 def test_variances_of_means_far_from_zero(monkeypatch, counters, processors, dtype, far):
     """E[x^2] - E[x]^2 would keep no digit: 1e8 of 1."""
-    monkeypatch.setattr(kernels, "processors", lambda: processors)
+    monkeypatch.setattr(rows, "processors", lambda: processors)
     case = make(3, 16, 41, 11, dtype, far=far)
     check_statistics(kernels.statistics(case.x, case.norm, counters), case, exact(case))
 
@@ -151,11 +184,12 @@ def test_one_row_keeps_its_biased_variance(counters):
 
 
 @inside
+@pytest.mark.parametrize("how", ["whole", "meeting"])
 @pytest.mark.usefixtures("many")
-def test_one_launch_gives_the_bits_of_two(monkeypatch, counters):
+def test_one_launch_gives_the_bits_of_two(how, monkeypatch, counters):
     """The second pass reads the same coefficients, and rounds alike."""
     case = make(2, 24, 9, 7, torch.float16)
-    monkeypatch.setattr(kernels, "TOGETHER_BYTES", 1 << 60)
+    choose(monkeypatch, how)
     y, coef = kernels.norm_relu(case.x, case.norm, counters)
     assert torch.equal(y, kernels.normalise(case.x, coef))
     coef2 = kernels.statistics(case.x2, case.norm2, counters)
@@ -183,9 +217,10 @@ def test_sums_of_whole_numbers_are_the_same_bits_however_they_are_dealt(monkeypa
     case.x[:, :, 1::2] = -case.x[:, :, ::2]
     case.dy.copy_(torch.randint(-3, 4, case.x.shape, generator=random))
     results = []
-    for bytes_, processors in ((1 << 60, 2), (0, 0), (0, 2), (0, MANY)):
-        monkeypatch.setattr(kernels, "TOGETHER_BYTES", bytes_)
-        monkeypatch.setattr(kernels, "processors", lambda processors=processors: processors)
+    ways = [("whole", 2), ("meeting", 2), ("two launches", 0), ("two launches", 2), ("two launches", MANY)]
+    for how, processors in ways:
+        choose(monkeypatch, how)
+        monkeypatch.setattr(rows, "processors", lambda processors=processors: processors)
         norm, grads = copy.deepcopy(case.norm), new_gradients(case.norm)
         y, coef = kernels.norm_relu(case.x, norm, counters)
         dx = kernels.norm_relu_backward(case.dy, case.x, coef, grads, counters)
@@ -299,13 +334,49 @@ def test_a_zero_weight_passes_no_gradient_down_but_learns(counters):
 
 
 @inside
-@pytest.mark.parametrize("c", [8, 24, 64, 192, 2048])
+@pytest.mark.parametrize("c", [8, 24, 64, 192, 2048, 2112])
 @pytest.mark.parametrize("m", [1, 2, 63, 4097, 12544])
 def test_tilings_cover_every_row_once(monkeypatch, m, c):
-    monkeypatch.setattr(kernels, "processors", lambda: 132)
-    for tiling in (kernels.streaming(m, c), kernels.reducing(m, c), kernels.together(m, c)):
+    monkeypatch.setattr(rows, "processors", lambda: 132)
+    for tiling in (rows.streaming(m, c), rows.reducing(m, c)):
         assert c % tiling.columns == 0
+        assert tiling.columns & (tiling.columns - 1) == 0
+        assert tiling.columns % 8 == 0, "bits of eight columns are a byte"
         assert c // tiling.columns <= kernels.COLUMN_BLOCKS.value
         assert tiling.programs * tiling.rows_per_program >= m
         assert (tiling.programs - 1) * tiling.rows_per_program < m, "a program without rows would divide by 0"
         assert tiling.rows_per_program % tiling.rows == 0
+
+
+@inside
+@pytest.mark.parametrize("c", [8, 24, 64, 192, 2048, 2112])
+@pytest.mark.parametrize("m", [1, 2, 63, 1024, 1025, 8232])
+def test_tiles_of_one_launch_cover_every_row_once_and_run_at_once(monkeypatch, m, c):
+    monkeypatch.setattr(small_norm, "processors", lambda: 132)
+    monkeypatch.setattr(small_norm, "interpreted", lambda: False)
+    launch = small_norm.Launch.of(m, c)
+    assert launch.columns * launch.width == c
+    assert launch.width % 8 == 0, "bits of eight columns are a byte"
+    assert (launch.programs - 1) * launch.rows < m <= launch.programs * launch.rows
+    assert launch.meets == (m > 1024)
+    if launch.meets and launch.fits:
+        assert launch.columns <= kernels.COLUMN_BLOCKS.value
+        assert launch.columns * launch.programs <= 2 * 132
+        assert launch.options["num_warps"] <= 4, "two of them run on a processor, whatever registers they take"
+    assert launch.fits or launch.columns * launch.programs > 2 * 132 or launch.columns > 64
+
+
+@inside
+@pytest.mark.parametrize(
+    ("ranks", "limit", "spare"),
+    [("1", None, 0), ("8", None, 64), ("8", "32", 32), ("8", "200", 132), ("8", "many", 64)],
+)
+def test_programs_that_meet_leave_processors_to_nccl(monkeypatch, ranks, limit, spare):
+    """An all-reduce that holds them may wait for a rank that waits for us."""
+    monkeypatch.setattr(small_norm, "processors", lambda: 132)
+    monkeypatch.setattr(small_norm, "interpreted", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    if limit is not None:
+        monkeypatch.setenv("NCCL_MAX_CTAS", limit)
+    assert small_norm._at_once() == 2 * (132 - spare)

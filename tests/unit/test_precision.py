@@ -82,6 +82,31 @@ def test_a_16_bit_loss_does_not_overflow_when_scaled():
     assert torch.isfinite(scaler.scale(torch.ones((), dtype=torch.float16)))
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_backward_gives_the_bits_of_the_scaled_loss(precision, dtype):
+    *_, scaler = build(precision, initial_scale=2.0**12)
+    start = torch.linspace(-1, 1, 7, dtype=dtype)
+    grads = []
+    for run in (scaler.backward, lambda loss: scaler.scale(loss).backward()):
+        for shape in ((), (1,)):
+            x = start.clone().requires_grad_()
+            run((x.exp().sum() / 3).reshape(shape))
+            grads.append(x.grad)
+    assert all(torch.equal(grad, grads[0]) for grad in grads)
+    assert torch.equal(scaler._scale, torch.tensor(2.0**12 if precision == "fp16" else 1.0))
+    exact = start.double().exp() / 3 * scaler._scale
+    torch.testing.assert_close(grads[0].double(), exact, rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_a_hook_on_the_loss_cannot_change_the_scale():
+    *_, scaler = build("fp16", initial_scale=2.0**12)
+    loss = torch.ones((), requires_grad=True) * 1
+    loss.register_hook(lambda gradient: gradient.mul_(2))
+    scaler.backward(loss)
+    assert scaler._scale == 2.0**12
+
+
 def test_lars_in_fp16_stalls_where_ours_converges():
     """The same least-squares problem, 16-bit gradients and weights in both; only the update's precision differs."""
     torch.manual_seed(0)

@@ -1,0 +1,291 @@
+"""A channels-last tensor [n, c, h, w] as a matrix of n*h*w rows and c columns: how its rows are dealt to programs, and
+what a program does with its own, in blocks of columns (Triton)."""
+
+# Triton's decorator hides what a kernel takes from the type checker.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hyperbatch.kernels import interpreted
+
+SIZES = ("M", "ROWS", "PIXELS", "WIDTH")  # numbers a kernel is not compiled anew for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiling:
+    """How a matrix of m rows and c columns is dealt to programs: grid (c // columns, programs)."""
+
+    rows: int  # of a tile
+    columns: int
+    rows_per_program: int
+    programs: int
+    warps: int
+    stages: int = 1
+
+    @classmethod
+    def of(cls, m: int, c: int, *, elements: int, warps: int, widest: int, programs: int, stages: int = 1) -> Tiling:
+        """Tiles of about `elements`; at least one tile a program, at most about `programs` programs in all."""
+        columns = min(widest, c & -c)  # the largest power of two that divides c: no column is ever masked
+        rows = max(1, elements // columns)
+        share = max(1, programs // (c // columns))
+        rows_per_program = triton.cdiv(triton.cdiv(m, share), rows) * rows
+        return cls(
+            rows=rows,
+            columns=columns,
+            rows_per_program=rows_per_program,
+            programs=triton.cdiv(m, rows_per_program),
+            warps=warps,
+            stages=stages,
+        )
+
+
+def matrix(x: Tensor) -> tuple[int, int]:
+    """(rows, columns) of a channels-last tensor."""
+    return x.numel() // x.shape[1], x.shape[1]
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """x itself when it lies so; gradients that torch's own operations hand over may not."""
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+@functools.cache
+def processors() -> int:
+    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 2
+
+
+@functools.cache
+def overlaps() -> bool:
+    """Whether a launch can come up while the one before still runs: from compute capability 9 on."""
+    return not interpreted() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def beside(follows: bool = True) -> dict[str, bool]:
+    """Options of a launch that may come up while the one before still runs.
+
+    A kernel that waits (gdc_wait) before it reads anything always may. One that reads something first must know that
+    it `follows` a launch that is younger than what it reads, and that was a plain one or waited before it let others
+    come up (gdc_launch_dependents).
+    """
+    return {"OVERLAP": True, "launch_pdl": True} if follows and overlaps() else {"OVERLAP": False}
+
+
+def streaming(m: int, c: int, *, elements: int = 4096, warps: int = 4) -> Tiling:
+    """Element by element: one tile a program, the hardware deals them out. Kernels take `own_tile`, and all in one axis
+    of the grid, which has room for any number."""
+    return Tiling.of(m, c, elements=elements, warps=warps, widest=64, programs=1 << 40)
+
+
+def sum_columns(c: int) -> int:
+    """Columns of a block whose sums are taken. Few columns make many partials for one program to add up: narrower
+    blocks share them out."""
+    return 32 if c <= 128 else 64
+
+
+def reducing(
+    m: int, c: int, *, elements: int = 4096, warps: int = 4, per_processor: int = 2, stages: int = 3
+) -> Tiling:
+    """Sums: about as many programs as run at once, so that few partials are left; tiles are asked for ahead."""
+    programs = per_processor * processors()
+    return Tiling.of(m, c, elements=elements, warps=warps, widest=sum_columns(c), programs=programs, stages=stages)
+
+
+@triton.jit
+def own_tile(M, C, BM: tl.constexpr, BC: tl.constexpr):
+    """Of a program of `streaming`: its column block and first element; its rows r and elements `at` from there on."""
+    columns = C // BC
+    column, p = tl.program_id(0) % columns, tl.program_id(0) // columns
+    r = tl.arange(0, BM)
+    at = r[:, None] * C + (column * BC + tl.arange(0, BC))[None, :]
+    return column, (p * BM).to(tl.int64) * C, r, at, (p * BM + r < M)[:, None]
+
+
+# --- what a program does with `rows` rows from element `base` on, of a block of columns -------------------------------
+
+
+@triton.jit
+def sum_rows(x, column, base, rows, C, BM: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr):
+    """(mean, sum of squares about it)."""
+    c = column * BC + tl.arange(0, BC)
+    about = tl.load(x + base + c).to(tl.float32)
+    # A tile of sums, folded once at the end: a fold in every turn would cost more than the loads.
+    total = tl.zeros([BM, BC], tl.float32)
+    squares = tl.zeros([BM, BC], tl.float32)
+    for i in tl.range(0, rows, BM, num_stages=STAGES):
+        r = i + tl.arange(0, BM)
+        inside = (r < rows)[:, None]
+        v = tl.load(x + base + r[:, None] * C + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        v = tl.where(inside, v - about[None, :], 0.0)
+        total += v
+        squares += v * v
+    apart = tl.sum(total, 0) / rows
+    return about + apart, tl.sum(squares, 0) - apart * apart * rows
+
+
+@triton.jit
+def store_normalised(
+    x,
+    scale,
+    shift,
+    added,
+    shortcut_coef,
+    y,
+    bits,
+    at,
+    r,
+    column,
+    inside,
+    C,
+    SHORTCUT: tl.constexpr,  # what is added: 0 nothing, 1 as it is, 2 to be normalised, too
+    BITS: tl.constexpr,  # keep what the ReLU let through
+):
+    """relu(x * scale + shift + added) of a tile, at elements `at` of y; bits of rows r."""
+    BC: tl.constexpr = x.shape[1]
+    c = column * BC + tl.arange(0, BC)
+    if SHORTCUT == 2:
+        shift += tl.load(shortcut_coef + 3 * C + c)
+    v = x.to(tl.float32) * scale[None, :] + shift[None, :]
+    if SHORTCUT == 1:
+        v += added.to(tl.float32)
+    if SHORTCUT == 2:
+        v += added.to(tl.float32) * tl.load(shortcut_coef + 2 * C + c)[None, :]
+    v = tl.where(v < 0, 0.0, v).to(y.dtype.element_ty)  # a nan stays one, as in torch
+    tl.store(y + at, v, mask=inside)
+    if BITS:
+        store_bits(bits, v, column, r, C, inside)
+
+
+@triton.jit
+def store_applied(g, x, a, b, d, dx, at, inside):
+    """dx = a * g + b * x + d of a tile."""
+    v = a[None, :] * g.to(tl.float32) + b[None, :] * x.to(tl.float32) + d[None, :]
+    tl.store(dx + at, v.to(dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_bits(bits, v, column, r, C, inside):
+    """One bit for each element of a tile of rows r: whether v > 0."""
+    BM: tl.constexpr = v.shape[0]
+    BC: tl.constexpr = v.shape[1]
+    eights = tl.reshape((v > 0).to(tl.int32), [BM, BC // 8, 8]) << tl.arange(0, 8)[None, None, :]
+    byte = column * (BC // 8) + tl.arange(0, BC // 8)
+    tl.store(bits + r[:, None] * (C // 8) + byte[None, :], tl.sum(eights, 2).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def sum_gradient_rows(dy, x, coef, column, base, rows, C, BM: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr):
+    """Sums of g and g * (x - mean), where g is dy where the ReLU let through."""
+    c = column * BC + tl.arange(0, BC)
+    mean = tl.load(coef + c)[None, :]
+    scale, shift = tl.load(coef + 2 * C + c)[None, :], tl.load(coef + 3 * C + c)[None, :]
+    first = tl.zeros([BM, BC], tl.float32)
+    second = tl.zeros([BM, BC], tl.float32)
+    for i in tl.range(0, rows, BM, num_stages=STAGES):
+        r = i + tl.arange(0, BM)
+        inside = (r < rows)[:, None]
+        at = base + r[:, None] * C + c[None, :]
+        g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        g = tl.where(v * scale + shift > 0, g, 0.0)
+        first += g
+        second += g * (v - mean)
+    return tl.sum(first, 0), tl.sum(second, 0)
+
+
+@triton.jit
+def load_joined(
+    dy,
+    dy2,
+    bits,
+    at,
+    r,
+    row,
+    column,
+    inside,
+    C,
+    PIXELS,
+    WIDTH,
+    POOLED: tl.constexpr,
+    ADD: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """g = dy + dy2 where the ReLU let through, of a tile: elements `at`, bits of rows r, `row` of the whole."""
+    c = column * BC + tl.arange(0, BC)
+    if POOLED:
+        g = tl.load(dy + (row // PIXELS)[:, None] * C + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    else:
+        g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD == 1:
+        g += tl.load(dy2 + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD == 2:
+        line, place = row % PIXELS // WIDTH, row % WIDTH
+        across, down = (WIDTH + 1) // 2, (PIXELS // WIDTH + 1) // 2
+        coarse = (row // PIXELS * down + line // 2) * across + place // 2
+        there = inside & ((line % 2 == 0) & (place % 2 == 0))[:, None]
+        g += tl.load(dy2 + coarse.to(tl.int64)[:, None] * C + c[None, :], mask=there, other=0.0).to(tl.float32)
+    byte = column * (BC // 8) + tl.arange(0, BC // 8)
+    eights = tl.load(bits + r[:, None] * (C // 8) + byte[None, :], mask=inside, other=0)
+    through = tl.reshape(eights[:, :, None] >> tl.arange(0, 8)[None, None, :].to(tl.uint8) & 1, [BM, BC]) != 0
+    return tl.where(through, g, 0.0)
+
+
+@triton.jit
+def sum_joined_rows(
+    dy,
+    dy2,
+    bits,
+    x,
+    coef,
+    x2,
+    coef2,
+    g_out,
+    column,
+    base,
+    start,
+    rows,
+    C,
+    PIXELS,
+    WIDTH,
+    POOLED: tl.constexpr,  # dy is a gradient of means over PIXELS rows
+    ADD: tl.constexpr,  # dy2: 0 none, 1 of every pixel, 2 of every other one, both ways
+    NORMS: tl.constexpr,  # whose x is at hand: 0 to 2
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Where two branches met, g = dy + dy2 where the ReLU let through goes down both, so it is stored. Its sums, and
+    those of g * (x - mean) of each norm. start: the first row."""
+    c = column * BC + tl.arange(0, BC)
+    first = tl.zeros([BM, BC], tl.float32)
+    second = tl.zeros([BM, BC], tl.float32)
+    third = tl.zeros([BM, BC], tl.float32)
+    if NORMS > 0:
+        mean = tl.load(coef + c)[None, :]
+    if NORMS == 2:
+        mean2 = tl.load(coef2 + c)[None, :]
+    for i in tl.range(0, rows, BM, num_stages=STAGES):
+        r = i + tl.arange(0, BM)
+        inside = (r < rows)[:, None]
+        at = base + r[:, None] * C + c[None, :]
+        g = load_joined(
+            dy, dy2, bits + base // 8, at, r, start + r, column, inside, C, PIXELS, WIDTH, POOLED, ADD, BM, BC
+        )
+        # Sums are those of g as it is stored, so that both passes see the same numbers.
+        g = g.to(g_out.dtype.element_ty)
+        tl.store(g_out + at, g, mask=inside)
+        g = g.to(tl.float32)
+        first += g
+        if NORMS > 0:
+            second += g * (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean)
+        if NORMS == 2:
+            third += g * (tl.load(x2 + at, mask=inside, other=0.0).to(tl.float32) - mean2)
+    return tl.sum(first, 0), tl.sum(second, 0), tl.sum(third, 0)

@@ -1,0 +1,55 @@
+"""Compiles kernels for a Hopper GPU where they would be launched. For machines without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+    int: "i32",
+    float: "fp32",
+}
+
+
+def compile_launches(monkeypatch: Any, module: Any) -> dict[str, str]:
+    """From now on, what `module` launches is compiled instead: name of each kernel -> its PTX, of the last launch."""
+    compiled: dict[str, str] = {}
+    for name in [name for name in vars(module) if name.endswith("_kernel")]:
+        monkeypatch.setattr(module, name, _Compiler(getattr(module, name).fn, name, compiled))
+    return compiled
+
+
+class _Compiler:
+    def __init__(self, kernel: Any, name: str, compiled: dict[str, str]) -> None:
+        self.kernel, self.name, self.compiled = kernel, name, compiled
+
+    def __getitem__(self, grid: Any) -> _Compiler:
+        return self
+
+    def __call__(self, *args: Any, num_warps: int = 4, launch_pdl: bool = False, **constants: Any) -> None:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        names = self.kernel.arg_names
+        values = dict(zip(names, args))
+        signature = {n: TYPES[v.dtype if isinstance(v, torch.Tensor) else type(v)] for n, v in values.items()}
+        signature = {n: signature.get(n, "constexpr") for n in names}
+        whole = [n for n, v in values.items() if isinstance(v, torch.Tensor) or n == "C"]
+        aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in whole}
+        source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=aligned)
+        options = {"num_warps": num_warps, "launch_pdl": launch_pdl}
+        asm = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+        self.compiled[self.name] = asm["ptx"]
+
+
+def before_the_wait(ptx: str) -> int:
+    """How often a kernel touches global memory before it waits for the launch before it (griddepcontrol.wait)."""
+    early, wait, _ = ptx.partition("griddepcontrol.wait")
+    assert wait, "it does not wait"
+    return sum(early.count(access) for access in ("ld.global", "st.global", "cp.async", "atom.global", "red.global"))
