@@ -147,15 +147,10 @@ def timed(
         # cuDNN's trials take time and memory once in a process: nobody's set-up shall count them.
         for setting in {setting.precision: setting for _, setting in candidates}.values():
             set_up(Spec(name="trials", build=partial(ours, fused=False), rung=None), setting, batch)
-    # torch.compile clears cuBLAS's workspaces when it records its graphs: graphs that others captured before would lose
-    # theirs. So it goes first.
-    first = sorted(range(len(candidates)), key=lambda i: not candidates[i][0].name.startswith("torch.compile"))
-    found: dict[int, Ready] = {}
-    for i in first:
-        spec, setting = candidates[i]
-        found[i] = set_up(spec, setting, batch)
-        harness.say(f"{title}, {spec.name}: set up in {found[i].set_up_s:.1f} s")
-    ready = [found[i] for i in range(len(candidates))]
+    ready = []
+    for spec, setting in candidates:
+        ready.append(set_up(spec, setting, batch))
+        harness.say(f"{title}, {spec.name}: set up in {ready[-1].set_up_s:.1f} s")
     runs = [Candidate(name=f"{title} / {r.spec.name}", run=r.built.run, peer=r.spec.peer) for r in ready]
     fastest_s = min(harness.device_s(candidate.run) for candidate in runs)
     measure = partial(harness.device_s, calls=min(MOST_CALLS, math.ceil(SAMPLE_S / fastest_s)))
@@ -172,7 +167,7 @@ def timed(
         for row, (_, setting), r, scale in zip(rows, candidates, ready, scales, strict=True)
     ]
     harness.say(f"{title}: timed and profiled")
-    del ready, runs, found
+    del ready, runs
     if any(spec.name.startswith("torch.compile") for spec, _ in candidates):  # loading it takes seconds
         torch.compiler.reset()  # it keeps the graphs, and their memory, of models that are gone
     release_memory(device)

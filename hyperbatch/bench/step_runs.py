@@ -27,7 +27,7 @@ from hyperbatch.bench.step_device import MemoryPeak, release_memory
 from hyperbatch.config import BatchPhase, Config
 from hyperbatch.data.batch import Batch
 from hyperbatch.engine.clock import Clock
-from hyperbatch.engine.graph import StepRunner
+from hyperbatch.engine.graph import StepRunner, forget_workspaces
 from hyperbatch.engine.job import build_job
 from hyperbatch.engine.loop import steps_left, train_step
 from hyperbatch.engine.ranks import Ranks
@@ -298,6 +298,11 @@ def captured(step: Callable[[], Any]) -> Callable[[], None]:
             step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
+    forget_workspaces()
     with torch.cuda.graph(graph, stream=stream):
         step()
-    return graph.replay
+
+    def replay(_: Any = step) -> None:  # what the graph reads and writes lives as long as the step does
+        graph.replay()
+
+    return replay

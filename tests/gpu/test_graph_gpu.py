@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hyperbatch.bench.step_runs import captured
 from hyperbatch.comm import GridComm
 from hyperbatch.config import BatchPhase, Config, SizePhase
 from hyperbatch.engine import job as job_module
@@ -245,3 +246,13 @@ def test_fused_kernels_are_captured(tmp_path):
     for (_, a, _), (_, b, _) in zip(plain, captured, strict=True):
         if a is not None:
             assert a == pytest.approx(b, rel=0.02)
+
+
+def test_a_captured_peer_of_the_bench_keeps_what_its_graph_reads():
+    """Freed and given back to the driver, its images would be an illegal address."""
+    images, total = torch.ones(1 << 24, device=CUDA), torch.zeros((), device=CUDA)
+    run = captured(functools.partial(torch.sum, images, dim=0, out=total))
+    del images
+    torch.cuda.empty_cache()
+    run()
+    assert total.item() == 1 << 24
