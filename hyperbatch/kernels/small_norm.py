@@ -43,9 +43,8 @@ WHOLE_ROWS, WHOLE_COLUMNS = 1024, 16  # so many rows are one tile's; 32 bytes of
 ROWS, COLUMNS = 256, 32  # of other tiles: 64 bytes of a row, and few sums for each program to add up
 PER_PROCESSOR = 2  # programs of 128 threads that meet: as many run at once, whatever registers they take
 NCCL_PROGRAMS = 64  # most that NCCL takes where nobody sets NCCL_MAX_CTAS (engine/ranks.py sets 32)
+OPAQUE = tl.constexpr(not interpreted())  # the interpreter knows no assembly
 
-
-OPAQUE = tl.constexpr(not interpreted())
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
