@@ -1,6 +1,8 @@
-"""Runs a function on several ranks: forked processes that share one import of torch, gloo over a file, one thread each.
+"""Runs a function on several ranks: forked processes that share one import of torch and meet at a file, one thread each.
 
-A rank that raises fails the test with its traceback; ranks that are stuck are named with their stacks and killed.
+On CPUs they talk through gloo. With `cuda=True` they share the first GPU and talk through NCCL, each as a host of its
+own (see `one_gpu`). A rank that raises fails the test with its traceback; ranks that are stuck are named with their
+stacks and killed.
 """
 
 from __future__ import annotations
@@ -32,6 +34,16 @@ class RankFailed(AssertionError):
     """A rank raised, died or got stuck."""
 
 
+def one_gpu(rank: int) -> dict[str, str]:
+    """What lets several NCCL ranks share a GPU, which NCCL refuses to ranks of one host: each is a host of its own.
+
+    They talk over sockets on loopback. Values, order, capture, hangs and faults are those of several GPUs; speeds are
+    not.
+    """
+    off = dict.fromkeys(("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"), "1")
+    return {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", **off}
+
+
 def run_ranks(
     world_size: int,
     fn: Callable[..., Any],
@@ -39,14 +51,19 @@ def run_ranks(
     timeout_s: float = 60,
     collective_timeout_s: float = 30,
     may_die: Sequence[int] = (),
+    cuda: bool = False,
+    backend: str | None = None,
 ) -> list[Any]:
     """[fn(rank, *args) for each rank], each in a process of its own with the default process group initialised.
 
     fn is a function of a test module (it travels by name); args and results are pickled. collective_timeout_s: of the
-    process group. may_die: ranks that may be killed; their result is None.
+    process group. may_die: ranks that may be killed; their result is None. backend: "gloo", or with `cuda`
+    "cpu:gloo,cuda:nccl", unless given.
     """
+    backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [_start(rank, world_size, fn, args, Path(folder), collective_timeout_s) for rank in range(world_size)]
+        group = (backend, cuda, world_size, folder, collective_timeout_s)
+        ranks = [_start(rank, fn, args, group) for rank in range(world_size)]
         try:
             return _collect(ranks, timeout_s, set(may_die), Path(folder))
         finally:
@@ -57,13 +74,10 @@ def run_ranks(
                 connection.close()
 
 
-def _start(rank: int, world_size: int, fn: Callable, args: tuple, folder: Path, collective_timeout_s: float):
+def _start(rank: int, fn: Callable, args: tuple, group: tuple):
     mine, theirs = _context.Pipe(duplex=False)
     process = _context.Process(
-        target=_rank_main,
-        args=(rank, world_size, fn, args, str(folder), collective_timeout_s, theirs, list(sys.path)),
-        name=f"rank {rank}",
-        daemon=True,
+        target=_rank_main, args=(rank, fn, args, *group, theirs, list(sys.path)), name=f"rank {rank}", daemon=True
     )
     process.start()
     theirs.close()
@@ -109,9 +123,11 @@ def _stack(pid: int, file: Path) -> str:
 
 def _rank_main(
     rank: int,
-    world_size: int,
     fn: Callable,
     args: tuple,
+    backend: str,
+    cuda: bool,
+    world_size: int,
     folder: str,
     collective_timeout_s: float,
     connection: Any,
@@ -123,11 +139,14 @@ def _rank_main(
     sys.path[:] = path
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    if cuda:
+        os.environ.update(one_gpu(rank))
+        torch.cuda.set_device(0)
     with open(f"{folder}/stack{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         try:
             dist.init_process_group(
-                "gloo",
+                backend,
                 init_method=f"file://{folder}/store",
                 rank=rank,
                 world_size=world_size,

@@ -1,0 +1,152 @@
+"""Whole runs over 2 and 4 NCCL ranks that share one GPU: captured against plain steps, and every way to exchange."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+
+from hyperbatch import checkpoint
+from hyperbatch.config import BatchPhase, Config, SizePhase
+from hyperbatch.engine import loop
+from hyperbatch.engine.ranks import Ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+FUSED = {"model": "resnet50", "precision": "fp16", "fused": "on", "image_size": 64, "eval_size": 64, "max_steps": 6}
+
+
+def config(**values):
+    """Ten steps of a small residual network on random images."""
+    defaults = {
+        "dataset": "synthetic",
+        "model": "resnet8",
+        "fused": "off",
+        "train_samples": 512,
+        "eval_samples": 64,
+        "classes": 10,
+        "image_size": 16,
+        "eval_size": 16,
+        "eval_resize": 16,
+        "augment": "shift",
+        "shift_pixels": 1,
+        "epochs": 4.0,
+        "max_steps": 10,
+        "warmup_epochs": 1.0,
+        "batch_phases": (BatchPhase(0, 64),),
+        "lr": 0.5,
+        "trust_coefficient": 0.02,
+        "weight_decay": 1e-3,
+        "eval_every_epochs": 1.0,
+        "precision": "fp32",
+        "device": "cuda",
+        "deterministic": True,
+        "timeout_s": 60.0,
+    }
+    return Config(recipe="toy").override(**{**defaults, **values})
+
+
+def run_cases(rank, folder, cases):
+    """Each case trained in turn, in the process group that is already open."""
+    ranks = Ranks(rank=rank, world_size=dist.get_world_size(), launcher="test")
+    seen = {}
+    for name, values in cases.items():
+        record = loop.run(config(out=f"{folder}/{name.replace(' ', '_')}", **values), ranks)
+        seen[name] = record.environment["cuda_graph"], record.environment["fused_kernels"]
+    return seen
+
+
+def train(folder, world_size, cases, **options):
+    """Losses and accuracies of each case, as rank 0 wrote them, and whether steps were captured and fused."""
+    seen = run_ranks(world_size, run_cases, str(folder), cases, cuda=True, timeout_s=300, **options)
+    assert all(rank == seen[0] for rank in seen)
+    curves = {}
+    for name in cases:
+        lines = (folder / name.replace(" ", "_") / "metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        curves[name] = [(row["step"], row.get("loss"), row.get("top1")) for row in rows]
+    return curves, seen[0]
+
+
+def losses(curve):
+    return [loss for _, loss, _ in curve if loss is not None]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_captured_runs_give_the_bits_of_plain_ones(tmp_path, world_size):
+    grid = f"2x{world_size // 2}"
+    ways = {
+        "flat": {},
+        "torus": {"grid": grid, "algorithm": "torus", "wire_dtype": "bf16"},
+        "hybrid": {"grid": grid, "algorithm": "hybrid", "hybrid_switch_bytes": 4096, "grouping": "per_layer"},
+        "hierarchical": {"grid": grid, "algorithm": "hierarchical"},
+        "optimal groups": {"grouping": "optimal"},
+        "grouped norm": {"bn_group_ranks": 2},
+        "accumulation": {"accumulate": 2},
+        "a batch change": {"batch_phases": (BatchPhase(0, 64), BatchPhase(0.5, 128))},
+        "resizing": {"size_phases": (SizePhase(0, 16), SizePhase(0.5, 24), SizePhase(1, 16))},
+    }
+    cases = {f"{name} {graph}": {**way, "graph": graph} for name, way in ways.items() for graph in ("off", "on")}
+    curves, seen = train(tmp_path, world_size, cases)
+    for name in ways:
+        assert seen[f"{name} on"][0], name
+        assert not seen[f"{name} off"][0], name
+        if name == "optimal groups":  # each run measures its own, and sums of other groups round otherwise
+            assert losses(curves[f"{name} on"]) == pytest.approx(losses(curves[f"{name} off"]), rel=1e-4)
+        else:
+            assert curves[f"{name} on"] == curves[f"{name} off"], name
+    plain = losses(curves["flat off"])
+    for name in ("hybrid", "hierarchical", "accumulation"):
+        same = name != "accumulation"  # its batch-norm statistics are those of half the samples
+        assert losses(curves[f"{name} off"]) == pytest.approx(plain, rel=1e-3 if same else 0.2), name
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_batch_shared_by_ranks_trains_as_one_rank_would(tmp_path, world_size):
+    """With batch norm over all ranks there is no difference but rounding."""
+    cases = {
+        "plain": {"bn_group_ranks": world_size, "graph": "off"},
+        "captured": {"bn_group_ranks": world_size, "graph": "on"},
+        "sharded": {"bn_group_ranks": world_size, "sharded_update": True},
+    }
+    curves, seen = train(tmp_path, world_size, cases)
+    alone = loop.run(config(out=str(tmp_path / "alone")), Ranks())
+    lines = (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()
+    expected = [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+    assert len(expected) == alone.result.steps == 10
+    for name, curve in curves.items():
+        assert losses(curve) == pytest.approx(expected, rel=1e-3), name
+    assert not seen["sharded"][0]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_fused_step_is_exchanged_and_captured(tmp_path, world_size):
+    grid = f"2x{world_size // 2}"
+    ways = {
+        "flat": {},
+        "torus": {"grid": grid, "algorithm": "torus"},
+        "sharded": {"sharded_update": True},
+        "grouped norm": {"bn_group_ranks": 2},
+    }
+    cases = {f"{name} off": {**FUSED, **way, "graph": "off"} for name, way in ways.items()}
+    cases |= {f"{name} on": {**FUSED, **way, "graph": "on"} for name, way in ways.items() if name != "sharded"}
+    curves, seen = train(tmp_path, world_size, cases)
+    assert all(fused for _, fused in seen.values()), seen
+    assert {name for name, (graph, _) in seen.items() if graph} == {name for name in cases if name.endswith(" on")}
+    plain = losses(curves["flat off"])
+    for name, curve in curves.items():
+        if not name.startswith("grouped"):
+            assert losses(curve) == pytest.approx(plain, rel=0.02), name
+    assert losses(curves["grouped norm on"]) == pytest.approx(losses(curves["grouped norm off"]), rel=0.02)
+
+
+def test_ranks_train_inside_a_group_of_the_caller_that_knows_only_nccl(tmp_path):
+    whole, _ = train(tmp_path, 2, {"whole": {"max_steps": 8}}, backend="nccl")
+    train(tmp_path, 2, {"parts": {"max_steps": 4}}, backend="nccl")
+    parts, seen = train(tmp_path, 2, {"parts": {"max_steps": 8, "resume": True}}, backend="nccl")
+    assert seen["parts"][0]
+    assert losses(parts["parts"]) == losses(whole["whole"])
+    a, b = (checkpoint.load(tmp_path / name)["model"] for name in ("whole", "parts"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
