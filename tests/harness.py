@@ -1,8 +1,8 @@
-"""Runs a function on several ranks: forked processes that share one import of torch and meet at a file, one thread each.
+"""Runs a function on several ranks: forked processes that share one import of torch and meet at a file.
 
-On CPUs they talk through gloo. With `cuda=True` they share the first GPU and talk through NCCL, each as a host of its
-own (see `one_gpu`). A rank that raises fails the test with its traceback; ranks that are stuck are named with their
-stacks and killed.
+On CPUs they talk through gloo, one thread each. With `cuda=True` they share the first GPU and talk through NCCL, each
+as a host of its own (see `one_gpu`). A rank that raises fails the test with its traceback; ranks that are stuck are
+named with their stacks and killed.
 """
 
 from __future__ import annotations
