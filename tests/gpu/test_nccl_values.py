@@ -32,8 +32,9 @@ def numbers(numel, rank, dtype):
     return ((torch.arange(numel, device=CUDA) * 7 + rank * 3) % 16).to(dtype)
 
 
-def captured(run):
-    """Runs once beside, then in a CUDA graph, then only the graph."""
+def run_captured(run, *spoilt):
+    """Runs once as it is, then captures, spoils these tensors and replays. The graph ends here: NCCL closes no
+    communicator that a graph still holds."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -42,7 +43,10 @@ def captured(run):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         run()
-    return graph.replay
+    for tensor in spoilt:
+        tensor.fill_(7)
+    graph.replay()
+    torch.cuda.synchronize()
 
 
 def reduce_everything(rank, grid):
@@ -71,9 +75,7 @@ def reduce_everything(rank, grid):
             tensor.copy_(kept)
             all_reduce(tensor, comm, algorithm=algorithm, op="sum")
 
-        replay = captured(run)
-        tensor.fill_(7)
-        replay()
+        run_captured(run, tensor)
         expect((algorithm, "captured"), tensor, sum(numbers(1027, other, torch.float32) for other in range(size)))
 
     for algorithm in ("flat", "torus"):
@@ -145,10 +147,7 @@ def exchange(rank, grid, capture):
             for _ in range(4):
                 step()
             if capture:
-                replay = captured(step)
-                for grad in arena.grads.values():
-                    grad.fill_(7)
-                replay()
+                run_captured(step, *arena.grads.values())
             found = [(slot.param.grad - expected[slot.name]).norm() for slot in arena.slots]
             scale = [expected[slot.name].norm() for slot in arena.slots]
             errors[algorithm, str(wire)] = max((a / b).item() for a, b in zip(found, scale, strict=True))
