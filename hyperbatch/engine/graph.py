@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyperbatch.comm import Heartbeat
 from hyperbatch.comm.sync import CHECKED_STEPS
 from hyperbatch.data.augment import size_at
 from hyperbatch.data.batch import Batch
@@ -55,7 +54,11 @@ class Backend(Protocol):
     def capture(self, run: Replay) -> Replay: ...
 
     def release(self) -> None:
-        """Gives memory back after the graphs have gone."""
+        """Lets all graphs go and gives their memory back."""
+        ...
+
+    def close(self) -> None:
+        """Lets all graphs go, whoever still refers to them, and waits for nothing."""
         ...
 
 
@@ -82,7 +85,6 @@ class StepRunner:
         self._inputs: dict[Shape, tuple[Tensor, Tensor]] = {}
         self._graphs: dict[tuple[Shape, Piece, int], Captured] = {}
         self._turn = 0
-        self._heartbeat: Heartbeat | None = None
 
     @property
     def captures(self) -> bool:
@@ -113,7 +115,6 @@ class StepRunner:
         self._known.add(self._key(step))
         if self._graphs:
             self._job.graph = self._job.arena.pinned = True
-            self._watch()
 
     def run(self, piece: Piece, batch: Batch, timer: StepTimer) -> None:
         """One micro-step whose batch is there."""
@@ -135,11 +136,11 @@ class StepRunner:
         else:
             timer.mark("micro_step")  # its own marks are written again before they are read
 
-    def leave(self) -> None:
-        """This rank ends in peace. One that fails is missed by the others: they may wait for it inside a graph."""
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
-            self._heartbeat = None
+    def close(self) -> None:
+        """Lets the graphs go. Whoever destroys the process group does this first: NCCL waits for them."""
+        self._forget()
+        if self._backend is not None:
+            self._backend.close()
 
     # --- a new shape --------------------------------------------------------------------------------------------
 
@@ -230,20 +231,14 @@ class StepRunner:
         self._job.warnings.append(f"steps run without a CUDA graph: {reason}")
 
     def _drop(self) -> None:
-        self._graphs.clear()
-        self._inputs.clear()
-        self._known.clear()
+        self._forget()
         if self._backend is not None:
             self._backend.release()
 
-    def _watch(self) -> None:
-        """Captured collectives have no watchdog: waiting for a dead rank inside a graph would never end."""
-        job = self._job
-        if self._heartbeat is None and job.comm.world is not None:
-            # Its own connection: others block on theirs.
-            store = dist.distributed_c10d._get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
-            timeout_s = job.config.run.timeout_s
-            self._heartbeat = Heartbeat(store, job.ranks.rank, job.ranks.world_size, timeout_s=timeout_s).start()
+    def _forget(self) -> None:
+        self._graphs.clear()
+        self._inputs.clear()
+        self._known.clear()
 
 
 class NotCaptured(Exception):
@@ -289,6 +284,7 @@ class CudaGraphs:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
@@ -314,6 +310,7 @@ class CudaGraphs:
 
     def capture(self, run: Replay) -> Replay:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
+        self._graphs.append(graph)
         forget_workspaces()
         try:
             # The loader's threads use the device meanwhile, on streams of their own: only this thread is watched.
@@ -339,6 +336,13 @@ class CudaGraphs:
 
     def release(self) -> None:
         torch.cuda.synchronize(self._device)  # a replay may still run in the memory that goes
+        self.close()
         forget_workspaces()
         self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        # The frames of a traceback may hold on to a graph, so that dropping it would not destroy it.
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()

@@ -70,13 +70,18 @@ class Journal:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self.console.close()
-        if self.writer is None:
-            return
-        self.writer.close()
-        if error is not None and self.job is not None:
-            reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
-            # The other ranks may be gone: the bad samples are this one's.
-            self._record(self.job, bad_samples=self._bad_samples(self.job), error=reason).save(self.out)
+        if error is not None:
+            self.fail("interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__)
+        elif self.writer is not None:
+            self.writer.close()
+
+    def fail(self, reason: str) -> None:
+        """Leaves a record that says why the run ended. It asks neither the device nor another rank: both may be gone,
+        and so the bad samples are this rank's."""
+        if self.writer is not None:
+            self.writer.close()
+            if self.job is not None:
+                self._record(self.job, bad_samples=self._bad_samples(self.job), error=reason).save(self.out)
 
     def start(self, job: Job, evals: EpochGrid) -> None:
         """The run's time begins here."""

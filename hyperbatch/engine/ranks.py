@@ -155,8 +155,21 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
     )
     try:
         yield chosen
-    finally:
+    except BaseException:
+        leave_group(chosen)
+        raise
+    dist.destroy_process_group()
+
+
+def leave_group(device: torch.device) -> None:
+    """After an error: other ranks may be gone or stuck, so NCCL must not wait for what it has under way with them."""
+    import torch.distributed as dist
+
+    if device.type != "cuda":
         dist.destroy_process_group()
+        return
+    with contextlib.suppress(Exception):  # the error that is under way is the one to be told
+        dist.distributed_c10d._abort_process_group()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _gpu_index(ranks: Ranks, gpus: int) -> int:
@@ -200,14 +213,16 @@ def ended_by_sigterm() -> Iterator[None]:
         yield
         return
 
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def interrupt(*_: object) -> None:
+    """The handler of `ended_by_sigterm`."""
+    raise KeyboardInterrupt
 
 
 def share(value: Any, ranks: Ranks) -> Any:

@@ -16,7 +16,7 @@ from toy import config, flat_weights, same_bits
 
 from hyperbatch.config import BatchPhase, SizePhase
 from hyperbatch.data.augment import size_at
-from hyperbatch.engine import graph, loop
+from hyperbatch.engine import ending, graph, loop
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.graph import StepRunner
 from hyperbatch.engine.job import build_job
@@ -61,6 +61,9 @@ class Played:
 
     def release(self):
         self.released += 1
+
+    def close(self):
+        pass
 
 
 @pytest.fixture
@@ -355,12 +358,12 @@ def test_fused_kernels_are_used_where_they_can_run(monkeypatch):
         build_job(config(fused="on"), Ranks(), cpu, None, Clock())
 
 
-def watched(rank):
+def watched(rank, folder):
     """Whether a run with captured collectives beats, and is silent afterwards."""
     events = []
 
     class Heart:
-        def __init__(self, store, rank, world_size, *, timeout_s):
+        def __init__(self, store, rank, world_size, *, timeout_s, on_lost):
             events.append((rank, world_size, timeout_s))
             store.set(f"heart-{rank}", "there")
 
@@ -371,26 +374,31 @@ def watched(rank):
         def stop(self):
             events.append("stop")
 
-    graph.Heartbeat = Heart
+    ending.Heartbeat = Heart
+    loop.run(config(timeout_s=77.0, out=f"{folder}/plain"), ranks_here())
+    assert events == [], "collectives that are not captured have the process group's timeout"
     loop.StepRunner = functools.partial(StepRunner, backend=Played(), warm=True)
-    job = build_job(config(timeout_s=77.0), ranks_here(), torch.device("cpu"), None, Clock())
-    runner = loop.StepRunner(job)
-    for step in (next(loop.steps_left(job)), list(loop.steps_left(job))[-1]):
-        runner.prepare(step)
-    runner.leave()
-    runner.leave()
-    with put_back(job):
-        for piece in pieces(1):
-            images = torch.zeros(12, 1, 8, 8)
-            micro_step(job, piece, images, torch.zeros(12).long(), runner.total, StepTimer(job.device))
-        assert job.sync.timings() != ()
-    assert job.sync.timings() == (), "the exchange, too, has forgotten the step"
-    job.close()
+    loop.run(config(timeout_s=77.0, out=f"{folder}/captured"), ranks_here())
     return events
 
 
-def test_captured_collectives_are_watched_from_outside():
-    assert run_ranks(2, watched) == [[(rank, 2, 77.0), "start", "stop"] for rank in (0, 1)]
+def test_captured_collectives_are_watched_from_outside(tmp_path):
+    assert run_ranks(2, watched, str(tmp_path)) == [[(rank, 2, 77.0), "start", "stop"] for rank in (0, 1)]
+
+
+def forgets(rank):
+    job = build_job(config(), ranks_here(), torch.device("cpu"), None, Clock())
+    with put_back(job):
+        for piece in pieces(1):
+            images = torch.zeros(12, 1, 8, 8)
+            micro_step(job, piece, images, torch.zeros(12).long(), torch.zeros(()), StepTimer(job.device))
+        assert job.sync.timings() != ()
+    job.close()
+    return job.sync.timings()
+
+
+def test_the_exchange_forgets_the_steps_of_a_warm_up():
+    assert run_ranks(2, forgets) == [(), ()]
 
 
 def fails_on_one(rank):
