@@ -4,9 +4,9 @@
     a shape's first step:  its micro-steps are captured
     every step:          batch -> copy into the graph's input -> replay -> loss, already updated weights
 
-Graphs are kept per shape of a micro-step, number of micro-steps, place among them, and turn. Two turns take alternate
-steps: a graph's time marks are written anew at each replay, and the journal reads them while the next step runs. All
-graphs share one pool of memory; what outlives a replay (inputs, loss, gradients, state) lies outside it.
+Graphs are kept per shape of a micro-step, its share of the step, place among the micro-steps, and turn. Two turns take
+alternate steps: a graph's time marks are written anew at each replay, and the journal reads them while the next step
+runs. All graphs share one pool of memory; what outlives a replay (inputs, loss, gradients, state) lies outside it.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -27,6 +27,7 @@ from hyperbatch.comm.sync import CHECKED_STEPS
 from hyperbatch.data.augment import size_at
 from hyperbatch.data.batch import Batch
 from hyperbatch.engine.job import Job
+from hyperbatch.engine.ranks import host_group
 from hyperbatch.engine.step import Piece, micro_step, pieces
 from hyperbatch.engine.steptimer import Ends, StepTimer
 from hyperbatch.engine.warmup import compile_kernels, put_back
@@ -37,6 +38,7 @@ from hyperbatch.schedule import Step
 
 TURNS = 2
 Shape = tuple[int, ...]  # of a micro-step's images
+Key = tuple[tuple[int, ...], int]  # a step's: samples of each micro-step, image size
 Replay = Callable[[], None]
 
 
@@ -80,8 +82,8 @@ class StepRunner:
             self._backend = CudaGraphs(job.device)
         dtype = torch.promote_types(job.dtype, torch.float32)
         self.total = torch.zeros((), dtype=dtype, device=job.device)  # this step's loss
-        self._warmed: set[tuple[Shape, int]] = set()
-        self._known: set[tuple[Shape, int]] = set()  # captured
+        self._warmed: set[Key] = set()
+        self._known: set[Key] = set()  # captured
         self._inputs: dict[Shape, tuple[Tensor, Tensor]] = {}
         self._graphs: dict[tuple[Shape, Piece, int], Captured] = {}
         self._turn = 0
@@ -98,7 +100,7 @@ class StepRunner:
         """Runs steps of these shapes without a trace: kernels are chosen and compiled, communicators opened."""
         for step in steps:
             if self._warm and self._key(step) not in self._warmed:
-                self._attempt(self._warm_up, *self._key(step))
+                self._attempt(self._warm_up, self._key(step))
                 self._warmed.add(self._key(step))
 
     def prepare(self, step: Step) -> None:
@@ -106,12 +108,12 @@ class StepRunner:
         self.warm_up([step])
         fits = False
         with contextlib.suppress(torch.OutOfMemoryError) if self._graphs else contextlib.nullcontext():
-            self._attempt(self._capture, *self._key(step))
+            self._attempt(self._capture, self._key(step))
             fits = True
         if not fits:
             # Other shapes' graphs hold the memory that this one needs: they are captured anew if they come again.
             self._drop()
-            self._attempt(self._capture, *self._key(step))
+            self._attempt(self._capture, self._key(step))
         self._known.add(self._key(step))
         if self._graphs:
             self._job.graph = self._job.arena.pinned = True
@@ -144,30 +146,42 @@ class StepRunner:
 
     # --- a new shape --------------------------------------------------------------------------------------------
 
-    def _key(self, step: Step) -> tuple[Shape, int]:
-        size = size_at(self._job.config.data, step.epoch)
-        return (step.phase.batch_per_rank, self._job.train_set.channels, size, size), step.phase.accumulation
+    def _key(self, step: Step) -> Key:
+        return step.phase.micro_batches, size_at(self._job.config.data, step.epoch)
 
-    def _attempt(self, work: Callable[[Shape, int], None], shape: Shape, parts: int) -> None:
-        """Warms up or captures, unless there is nothing to capture with; goes on plain if it cannot be done."""
-        reason = None
+    def _attempt(self, work: Callable[[Key], None], key: Key) -> None:
+        """Warms up or captures, unless there is nothing to capture with; goes on plain if it cannot be done.
+
+        The outcome is the same on all ranks: one that fell back, or dropped its graphs, alone would later wait alone.
+        """
+        failure = None
         try:
             with self._backend.beside() if self._backend is not None else contextlib.nullcontext():
-                work(shape, parts)
+                work(key)
         except NotCaptured as error:
-            reason = str(error)
-        if self.captures and (reason := self._agreed(reason)):
+            failure = error
+        if not self.captures:
+            return
+        failures = self._of_all_ranks(None if failure is None else (isinstance(failure, NoRoom), str(failure)))
+        if reason := next((text for no_room, text in failures if not no_room), None):
             self._fall_back(reason)
+        elif failures:
+            raise torch.OutOfMemoryError(failures[0][1]) from failure
 
-    def _warm_up(self, shape: Shape, parts: int) -> None:
-        timer, (images, labels) = StepTimer(self._job.device), self._blank(shape)
+    def _warm_up(self, key: Key) -> None:
+        micro_batches, size = key
+        timer = StepTimer(self._job.device)
+        # The first and the last: those between them have the shape of one of the two and run nothing else.
+        ends = list(dict.fromkeys(pieces(micro_batches)[:: max(1, len(micro_batches) - 1)]))
+        batches = {piece.samples: self._blank(piece.samples, size) for piece in ends}
 
         def step() -> None:
-            for piece in pieces(min(parts, 2)):  # those between the first and the last run nothing else
-                micro_step(self._job, piece, images, labels, self.total, timer)
+            for piece in ends:
+                micro_step(self._job, piece, *batches[piece.samples], self.total, timer)
 
         with put_back(self._job):
-            compile_kernels(self._job, images, labels, self.total)
+            for images, labels in batches.values():
+                compile_kernels(self._job, images, labels, self.total)
             # Ranks compare on the host in the first steps which parameters they used.
             for _ in range(1 if self._backend is None else CHECKED_STEPS):
                 step()
@@ -179,47 +193,48 @@ class StepRunner:
                 except RuntimeError as error:
                     raise NotCaptured(error) from error
 
-    def _capture(self, shape: Shape, parts: int) -> None:
+    def _capture(self, key: Key) -> None:
         job, backend = self._job, self._backend
         if backend is None:
             return
-        if shape not in self._inputs:
-            self._inputs[shape] = self._blank(shape)
-        images, labels = self._inputs[shape]
+        micro_batches, size = key
         try:
             for turn in range(TURNS):
-                for piece in dict.fromkeys(pieces(parts)):
+                for piece in dict.fromkeys(pieces(micro_batches)):
+                    shape = (piece.samples, job.train_set.channels, size, size)
+                    if shape not in self._inputs:
+                        self._inputs[shape] = self._blank(piece.samples, size)
                     marks = StepTimer(job.device)
-                    replay = backend.capture(partial(micro_step, job, piece, images, labels, self.total, marks))
+                    replay = backend.capture(partial(micro_step, job, piece, *self._inputs[shape], self.total, marks))
                     self._graphs[shape, piece, turn] = Captured(replay, marks.ends, job.optimizer.layer_stats())
         except RuntimeError as error:
-            if isinstance(first_cause(error), torch.OutOfMemoryError):
-                raise first_cause(error) from None
-            raise NotCaptured(error) from error
+            no_room = isinstance(first_cause(error), torch.OutOfMemoryError)
+            raise (NoRoom if no_room else NotCaptured)(error) from error
         finally:
             job.sync.forget()
 
-    def _blank(self, shape: Shape) -> tuple[Tensor, Tensor]:
+    def _blank(self, count: int, size: int) -> tuple[Tensor, Tensor]:
         """Images and labels laid out as the loader's: channels last.
 
         Fused kernels want a fourth channel of zeros: it is there once, and each copy of a batch goes beside it.
         """
-        count, channels, height, width = shape
+        channels = self._job.train_set.channels
         pads = self._job.fused and channels == 3
-        stored = torch.zeros(count, height, width, channels + pads, dtype=self._job.dtype, device=self._job.device)
+        stored = torch.zeros(count, size, size, channels + pads, dtype=self._job.dtype, device=self._job.device)
         whole = stored.permute(0, 3, 1, 2)
         images = whole[:, :channels]
         if pads:
             images.padded = whole  # type: ignore[attr-defined]  # what kernels.conv.padded looks for
         return images, torch.zeros(count, dtype=torch.int64, device=self._job.device)
 
-    def _agreed(self, reason: str | None) -> str | None:
-        """The reason of the first rank that has one: all replay, or none does."""
-        if self._job.ranks.world_size == 1:
-            return reason
-        reasons: list[str | None] = [None] * self._job.ranks.world_size
-        dist.all_gather_object(reasons, reason)
-        return next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), None)
+    def _of_all_ranks(self, failure: tuple[bool, str] | None) -> list[tuple[bool, str]]:
+        """The failures of all ranks, each with its rank's name."""
+        ranks = self._job.ranks
+        if ranks.world_size == 1:
+            return [] if failure is None else [failure]
+        found: list[tuple[bool, str] | None] = [None] * ranks.world_size
+        dist.all_gather_object(found, failure, group=host_group())
+        return [(item[0], f"rank {rank}: {item[1]}") for rank, item in enumerate(found) if item is not None]
 
     def _fall_back(self, reason: str) -> None:
         if self._job.config.run.graph == "on":
@@ -251,6 +266,10 @@ class NotCaptured(Exception):
         super().__init__(
             f"{line} (in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno})" if frames else line
         )
+
+
+class NoRoom(NotCaptured):
+    """It was memory."""
 
 
 def first_cause(error: BaseException) -> BaseException:

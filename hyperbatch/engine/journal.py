@@ -25,7 +25,7 @@ from hyperbatch.config import Config
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.console import Console
 from hyperbatch.engine.job import Job
-from hyperbatch.engine.ranks import Ranks
+from hyperbatch.engine.ranks import Ranks, host_group
 from hyperbatch.engine.steptimer import Marks, StepTimer
 from hyperbatch.errors import RunFailed
 from hyperbatch.mllog import MlperfEvents
@@ -256,7 +256,7 @@ def of_all_ranks(lines: list[str], ranks: Ranks) -> list[str]:
     parts = [lines]
     if ranks.world_size > 1:
         parts = [[] for _ in range(ranks.world_size)]
-        dist.all_gather_object(parts, lines)
+        dist.all_gather_object(parts, lines, group=host_group())
     return list(dict.fromkeys(line for part in parts for line in part))
 
 

@@ -186,7 +186,7 @@ def stages(job: Job) -> Iterator[Step]:
 
 def train_step(runner: StepRunner, step: Step, batches: Iterator[Batch], timer: StepTimer) -> Tensor:
     """One optimizer step of one or more micro-steps; returns this rank's mean loss, still on the device."""
-    for piece in pieces(step.phase.accumulation):
+    for piece in pieces(step.phase.micro_batches):
         batch = next(batches)
         timer.mark("data_wait")
         runner.run(piece, batch, timer)

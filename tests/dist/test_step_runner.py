@@ -89,6 +89,7 @@ CASES = {
     "plain": {},
     "norm and dropout": {"model": "toy:normed"},
     "accumulation": {"model": "toy:normed", "accumulate": 3},
+    "unequal micro-steps": {"model": "toy:normed", "accumulate": 5},
     "fp16": {"model": "toy:normed", "precision": "fp16"},
     "lamb": {"optimizer": "lamb", "lr": 0.02},
     "rescaled momentum": {"momentum_rule": "rescaled"},
@@ -132,7 +133,7 @@ def test_everything_is_put_back(tmp_path):
     images, labels = torch.randn(8, 1, 8, 8).half(), torch.arange(8) % 4
 
     def step():
-        for piece in pieces(2):
+        for piece in pieces((8, 8)):
             micro_step(job, piece, images, labels, torch.zeros(()), StepTimer(job.device))
 
     def everything():
@@ -170,8 +171,9 @@ def test_batches_are_copied_beside_a_channel_of_zeros(fused):
     job.fused = fused
     runner = StepRunner(job, backend=Played())
     for channels in (1, 3):
-        images, _ = runner._blank((2, channels, 5, 4))
-        batch = torch.randn(2, 5, 4, channels).permute(0, 3, 1, 2)
+        job.train_set.channels = channels
+        images, _ = runner._blank(2, 5)
+        batch = torch.randn(2, 5, 5, channels).permute(0, 3, 1, 2)
         images.copy_(batch)
         assert torch.equal(images, batch)
         assert hasattr(images, "padded") == (fused and channels == 3)
@@ -183,15 +185,16 @@ def test_batches_are_copied_beside_a_channel_of_zeros(fused):
     job.close()
 
 
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("parts", [(8,), (8, 8, 8), (9, 8, 8)])
 def test_the_total_is_the_mean_loss_of_the_step(parts):
     job = build_job(config(), Ranks(), torch.device("cpu"), None, Clock())
-    total, labels = torch.full((), 7.0), torch.arange(8) % 4  # what the step before has left
-    batches = [torch.randn(8, 1, 8, 8) for _ in range(parts)]
-    losses = [smoothed_cross_entropy(job.model(x), labels, job.config.optim.label_smoothing).item() for x in batches]
+    total, labels = torch.full((), 7.0), torch.arange(9) % 4  # what the step before has left
+    batches = [torch.randn(n, 1, 8, 8) for n in parts]
+    smoothing = job.config.optim.label_smoothing
+    losses = [len(x) * smoothed_cross_entropy(job.model(x), labels[: len(x)], smoothing).item() for x in batches]
     for piece, images in zip(pieces(parts), batches, strict=True):
-        micro_step(job, piece, images, labels, total, StepTimer(job.device))
-    assert total.item() == pytest.approx(sum(losses) / parts, rel=1e-6)
+        micro_step(job, piece, images, labels[: len(images)], total, StepTimer(job.device))
+    assert total.item() == pytest.approx(sum(losses) / sum(parts), rel=1e-6)
     job.close()
 
 
@@ -250,6 +253,12 @@ def test_graphs_are_kept_per_shape_place_and_turn(tmp_path, played):
     assert played.released == 0
     assert record.clock["capture_s"] > 0
     assert record.result.images_per_s == pytest.approx(record.result.epochs * 240 / record.clock["train_s"])
+
+
+def test_graphs_of_unequal_micro_steps_share_inputs_of_their_shape(tmp_path, played):
+    """24 samples in 5 + 5 + 5 + 5 + 4: a first, a middle and a last, in two turns; 48 in 10 + 10 + 10 + 9 + 9."""
+    train(tmp_path, accumulate=5)
+    assert played.captured == 2 * (3 + 4)
 
 
 def test_every_shape_ahead_is_warmed_up_before_the_run(played, monkeypatch):
@@ -340,6 +349,25 @@ def test_graphs_of_other_shapes_make_room(tmp_path, played, monkeypatch):
         train(tmp_path / "again")
 
 
+def test_a_shape_that_made_room_is_captured_again(tmp_path, played, monkeypatch):
+    capture = played.capture
+
+    def out_of_memory_once(run):
+        if played.captured == 2 and not played.released:
+            raise torch.OutOfMemoryError("no room")
+        return capture(run)
+
+    monkeypatch.setattr(played, "capture", out_of_memory_once)
+    values = {"model": "toy:pooled", "size_phases": SIZES, "batch_phases": (BatchPhase(0, 24),)}
+    record, weights, found = train(tmp_path / "captured", **values)
+    assert (played.captured, played.released) == (6, 1)
+    assert played.replayed == record.result.steps
+    monkeypatch.setattr(loop, "StepRunner", StepRunner)
+    _, plain, plain_losses = train(tmp_path / "plain", **values)
+    assert same_bits(weights, plain)
+    assert found == plain_losses
+
+
 def test_fused_kernels_are_used_where_they_can_run(monkeypatch):
     fused = types.ModuleType("hyperbatch.models.fused")
     seen = []
@@ -389,7 +417,7 @@ def test_captured_collectives_are_watched_from_outside(tmp_path):
 def forgets(rank):
     job = build_job(config(), ranks_here(), torch.device("cpu"), None, Clock())
     with put_back(job):
-        for piece in pieces(1):
+        for piece in pieces((12,)):
             images = torch.zeros(12, 1, 8, 8)
             micro_step(job, piece, images, torch.zeros(12).long(), torch.zeros(()), StepTimer(job.device))
         assert job.sync.timings() != ()
@@ -416,6 +444,45 @@ def test_all_ranks_replay_or_none():
     for captures, warnings in run_ranks(2, fails_on_one):
         assert not captures
         assert warnings[0].startswith("steps run without a CUDA graph: rank 1: no room on this device")
+
+
+SIZES = (SizePhase(0, 8), SizePhase(1, 6), SizePhase(2, 8))
+
+
+def makes_room(rank, folder):
+    """Rank 1 has no room for the second shape beside the first, which returns later."""
+    backend = Played()
+    capture = backend.capture
+
+    def out_of_memory_once(run):
+        if rank == 1 and backend.captured == 3 and not backend.released:
+            raise torch.OutOfMemoryError("no room")
+        return capture(run)
+
+    backend.capture = out_of_memory_once
+    values = {"model": "toy:pooled", "size_phases": SIZES, "batch_phases": (BatchPhase(0, 24),)}
+    loop.StepRunner = functools.partial(StepRunner, backend=backend, warm=True)
+    record = loop.run(config(out=folder, **values), ranks_here())
+    assert record.environment["cuda_graph"]
+    return backend.captured, backend.released
+
+
+def test_all_ranks_make_room_or_none(tmp_path):
+    """Else one rank would later wait for the others to capture the shape again."""
+    assert run_ranks(2, makes_room, str(tmp_path), collective_timeout_s=15) == [(2 + 2 + 2 + 2, 1), (2 + 1 + 2 + 2, 1)]
+
+
+def has_no_room(rank):
+    backend = Played()
+    if rank == 1:
+        backend.fail = torch.OutOfMemoryError("no room")
+    job = build_job(config(), ranks_here(), torch.device("cpu"), None, Clock())
+    with pytest.raises(torch.OutOfMemoryError, match="rank 1: no room"):  # nothing to make room with
+        StepRunner(job, backend=backend, warm=True).prepare(next(loop.steps_left(job)))
+
+
+def test_all_ranks_run_out_of_memory_or_none():
+    run_ranks(2, has_no_room, collective_timeout_s=15)
 
 
 def test_middle_micro_steps_are_split_like_the_others():

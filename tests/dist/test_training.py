@@ -73,6 +73,22 @@ def test_accumulation_is_chosen_when_the_batch_does_not_fit(tmp_path, monkeypatc
     assert all((whole[name] - parts[name]).abs().max() <= 1e-12 for name in whole)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_unequal_micro_steps_equal_one_large_batch(tmp_path, world_size):
+    """A prime share: 22 samples a rank become 8 + 7 + 7, and 11 become 4 + 4 + 3. A resume cuts as before."""
+    phases = (BatchPhase(0, 22), BatchPhase(1, 46))
+    values = {"precision": "fp64", "max_steps": 14, "batch_phases": phases}
+    _, whole = train(1, tmp_path / "whole", **values)
+    record, unequal = train(world_size, tmp_path / "unequal", accumulate=3, **values)
+    assert [phase["batch_per_rank"] for phase in record["phases"]] == ([8, 16] if world_size == 1 else [4, 8])
+    assert all((whole[name] - unequal[name]).abs().max() <= 1e-12 for name in whole)
+    train(world_size, tmp_path / "parts", accumulate=3, **{**values, "max_steps": 6})
+    _, resumed = train(world_size, tmp_path / "parts", accumulate=3, resume=True, **values)
+    assert same_bits(unequal, resumed)
+    losses = [loss for _, loss, _ in metrics(tmp_path / "unequal") if loss is not None]
+    assert losses == pytest.approx([loss for _, loss, _ in metrics(tmp_path / "whole") if loss is not None], rel=1e-12)
+
+
 def test_optimal_groups_are_measured_once_and_kept(tmp_path):
     first, _ = train(2, tmp_path, grouping="optimal", max_steps=3)
     resumed, _ = train(2, tmp_path, grouping="optimal", max_steps=6, resume=True)
