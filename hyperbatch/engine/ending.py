@@ -62,6 +62,7 @@ class Ending:
         self._heart: Heartbeat | None = None
         self._timer: threading.Timer | None = None
         self._said, self._lock = False, threading.Lock()
+        self._kept_back: dict[str, Any] | None = None  # words that the error itself was to bring to the user
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -131,7 +132,9 @@ class Ending:
         if self._report is not None:
             self._report(words)
         elif aloud:
-            print(f"hyperbatch: {words['message']}", file=sys.stderr, flush=True)
+            _print(words["message"])
+        else:
+            self._kept_back = words
         return True
 
     # --- in threads beside it -----------------------------------------------------------------------------------
@@ -146,11 +149,17 @@ class Ending:
         """From now on the process has PATIENCE_S left, unless the run is over before."""
         with self._lock:
             if self._timer is None:
-                self._timer = _timer(lambda: self._end(words["message"] if self._say(words) else None))
+                self._timer = _timer(lambda: self._too_late(words))
 
     def _disarm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+
+    def _too_late(self, words: dict[str, Any]) -> None:
+        first = self._say(words)
+        if self._kept_back is not None:
+            _print(self._kept_back["message"], self._kept_back.get("traceback", ""))
+        self._end(words["message"] if first else None)
 
     def _end(self, reason: str | None) -> None:
         """Ends the process, whatever the main thread waits for. reason: for record and ranks, if none was given yet."""
@@ -204,3 +213,7 @@ def _timer(function: Callable[[], None]) -> threading.Timer:
     timer.daemon = True
     timer.start()
     return timer
+
+
+def _print(line: str, before: str = "") -> None:
+    print(f"{before}hyperbatch: {line}", file=sys.stderr, flush=True)
