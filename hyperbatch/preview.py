@@ -194,8 +194,8 @@ def format_preview(values: dict[str, Any], config: Config) -> str:
             table.add_row(
                 f"{p['from_epoch']:g}",
                 f"{p['global_batch']:,}",
-                f"{p['batch_per_rank']:,}",
-                str(p["accumulation"]),
+                f"{p['share_per_rank']:,}",
+                _micro_steps(p["share_per_rank"], p["accumulation"]),
                 f"{p['steps_per_epoch']:.1f}",
             )
         console.print(table)
@@ -213,6 +213,12 @@ def format_preview(values: dict[str, Any], config: Config) -> str:
             table.add_row(spec.name, format_value(getattr(getattr(config, spec.section), spec.name)))
         console.print(table)
     return text.get().rstrip()
+
+
+def _micro_steps(share: int, accumulation: int) -> str:
+    """ "3 of 171 to 172 samples" """
+    low, high = share // accumulation, -(-share // accumulation)
+    return "1" if accumulation == 1 else f"{accumulation} of {low:,}" + (f" to {high:,}" if high > low else "")
 
 
 def size(nbytes: int) -> str:

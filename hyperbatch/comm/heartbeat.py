@@ -3,6 +3,7 @@ others wait inside a kernel for ever. A thread on the store notices.
 
 rank 0 -> watches 1 -> watches 2 -> watches 0        each rank beats, and looks at its neighbour's beat
                         "1 is silent" -> store       the first to miss one tells all
+               2: "I failed, because" -> store       one that fails tells all by itself
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -18,14 +19,21 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 _LOST = "lost"
+_MAX_INTERVAL_S = 1.0  # between two looks at the store: so fast does a failure that was announced end the others
+
+
+def announce(store: dist.Store, line: str) -> bool:
+    """Leaves the line for the hearts of all ranks, and says whether it is the first: of several, the first counts."""
+    return store.compare_set(_LOST, "", line).decode() == line
 
 
 class Heartbeat:
     """Starts with `start()` on every rank, ends with `stop()`, also as a context manager.
 
-    A rank that has not beaten for `timeout_s` is reported on every other within about two intervals more. `on_lost` is
-    called once, from the thread, with a line that says who; by default the line goes to stderr and the process ends
-    (exit code 1), since a thread stuck in the GPU's driver cannot be interrupted otherwise.
+    A rank that has not beaten for `timeout_s` is reported on every other within about two intervals more, and one that
+    says `fail` within one. `on_lost` is called once, from the thread, with a line that says who; by default the line
+    goes to stderr and the process ends (exit code 1), since a thread stuck in the GPU's driver cannot be interrupted
+    otherwise.
     """
 
     def __init__(
@@ -41,7 +49,7 @@ class Heartbeat:
         """store: any that all ranks share, e.g. a TCPStore of your own; it must not be blocked by others' waits."""
         self._store = dist.PrefixStore("hyperbatch-heartbeat", store)
         self._rank, self._watched = rank, (rank + 1) % world_size
-        self._timeout_s, self._interval_s = timeout_s, interval_s or timeout_s / 10
+        self._timeout_s, self._interval_s = timeout_s, interval_s or min(timeout_s / 10, _MAX_INTERVAL_S)
         self._on_lost = on_lost or _end_process
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"hyperbatch-heartbeat-{rank}", daemon=True)
@@ -58,6 +66,16 @@ class Heartbeat:
         with contextlib.suppress(dist.DistError):  # the store may have gone first
             self._store.set(self._key(self._rank), "done")
 
+    def fail(self, line: str) -> bool:
+        """A rank that fails says why, and the others end at once. True if no other had failed before."""
+        self._stop.set()  # it ends by itself, whatever others say
+        return announce(self._store, line)
+
+    @property
+    def heard_after_s(self) -> float:
+        """Until then every rank has looked at the store: so long must it live after a failure."""
+        return 2 * self._interval_s
+
     def __enter__(self) -> Heartbeat:
         return self.start()
 
@@ -72,7 +90,7 @@ class Heartbeat:
             try:
                 beat += 1
                 self._store.set(self._key(self._rank), str(beat))
-                if self._store.check([_LOST]):
+                if self._store.check([_LOST]) and not self._stop.is_set():
                     self._on_lost(self._store.get(_LOST).decode())
                     return
                 theirs = self._beat_of(self._watched)
@@ -86,7 +104,7 @@ class Heartbeat:
                 seen, seen_at = theirs, now
             elif now - seen_at > self._timeout_s and self._watched != self._rank:
                 line = f"rank {self._watched} has given no sign of life for {now - seen_at:.1f} s"
-                self._store.set(_LOST, line)
+                announce(self._store, line)
                 self._on_lost(line)
                 return
 

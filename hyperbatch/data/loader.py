@@ -77,11 +77,10 @@ class TrainLoader:
         for step in steps:
             phase = step.phase
             size = augment.size_at(self._config, step.epoch)
-            for micro_step in range(phase.accumulation):
-                start = stream.rank_share(
-                    step.position, phase.batch_per_rank, phase.accumulation, self._world_size, self._rank, micro_step
-                )
-                epochs, ids = stream.stretch(start, phase.batch_per_rank, len(self._source), self._seed)
+            start = stream.rank_share(step.position, phase.share_per_rank, self._world_size, self._rank)
+            for count in phase.micro_batches:
+                epochs, ids = stream.stretch(start, count, len(self._source), self._seed)
+                start += count
                 uniforms = stream.uniforms(self._seed, epochs, ids, columns)
                 yield Plan(ids=ids, epochs=epochs, uniforms=uniforms, size=size, padding=0)
 

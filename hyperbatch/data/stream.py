@@ -50,16 +50,13 @@ def stretch(start: int, count: int, length: int, seed: int) -> tuple[np.ndarray,
     return epochs, permute(positions, length, seed, epochs)
 
 
-def rank_share(
-    position: int, batch_per_rank: int, accumulation: int, world_size: int, rank: int, micro_step: int
-) -> int:
-    """Stream position at which this rank's micro-step starts; ranks take contiguous, disjoint stretches.
+def rank_share(position: int, share_per_rank: int, world_size: int, rank: int) -> int:
+    """Stream position at which this rank's samples of a step start; ranks take contiguous, disjoint stretches.
 
-    A rank's micro-steps follow each other, so its samples of a step do not depend on the accumulation.
+    A rank's micro-steps follow each other in it, so its samples of a step do not depend on the accumulation.
     """
     assert 0 <= rank < world_size
-    assert 0 <= micro_step < accumulation
-    return position + (rank * accumulation + micro_step) * batch_per_rank
+    return position + rank * share_per_rank
 
 
 def uniforms(seed: int, epochs: np.ndarray, ids: np.ndarray, count: int) -> np.ndarray:

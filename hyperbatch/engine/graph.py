@@ -4,9 +4,9 @@
     a shape's first step:  its micro-steps are captured
     every step:          batch -> copy into the graph's input -> replay -> loss, already updated weights
 
-Graphs are kept per shape of a micro-step, number of micro-steps, place among them, and turn. Two turns take alternate
-steps: a graph's time marks are written anew at each replay, and the journal reads them while the next step runs. All
-graphs share one pool of memory; what outlives a replay (inputs, loss, gradients, state) lies outside it.
+Graphs are kept per shape of a micro-step, its share of the step, place among the micro-steps, and turn. Two turns take
+alternate steps: a graph's time marks are written anew at each replay, and the journal reads them while the next step
+runs. All graphs share one pool of memory; what outlives a replay (inputs, loss, gradients, state) lies outside it.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyperbatch.comm import Heartbeat
 from hyperbatch.comm.sync import CHECKED_STEPS
 from hyperbatch.data.augment import size_at
 from hyperbatch.data.batch import Batch
 from hyperbatch.engine.job import Job
+from hyperbatch.engine.ranks import host_group
 from hyperbatch.engine.step import Piece, micro_step, pieces
 from hyperbatch.engine.steptimer import Ends, StepTimer
 from hyperbatch.engine.warmup import compile_kernels, put_back
@@ -38,6 +38,7 @@ from hyperbatch.schedule import Step
 
 TURNS = 2
 Shape = tuple[int, ...]  # of a micro-step's images
+Key = tuple[tuple[int, ...], int]  # a step's: samples of each micro-step, image size
 Replay = Callable[[], None]
 
 
@@ -55,7 +56,11 @@ class Backend(Protocol):
     def capture(self, run: Replay) -> Replay: ...
 
     def release(self) -> None:
-        """Gives memory back after the graphs have gone."""
+        """Lets all graphs go and gives their memory back."""
+        ...
+
+    def close(self) -> None:
+        """Lets all graphs go, whoever still refers to them, and waits for nothing."""
         ...
 
 
@@ -77,12 +82,11 @@ class StepRunner:
             self._backend = CudaGraphs(job.device)
         dtype = torch.promote_types(job.dtype, torch.float32)
         self.total = torch.zeros((), dtype=dtype, device=job.device)  # this step's loss
-        self._warmed: set[tuple[Shape, int]] = set()
-        self._known: set[tuple[Shape, int]] = set()  # captured
+        self._warmed: set[Key] = set()
+        self._known: set[Key] = set()  # captured
         self._inputs: dict[Shape, tuple[Tensor, Tensor]] = {}
         self._graphs: dict[tuple[Shape, Piece, int], Captured] = {}
         self._turn = 0
-        self._heartbeat: Heartbeat | None = None
 
     @property
     def captures(self) -> bool:
@@ -96,7 +100,7 @@ class StepRunner:
         """Runs steps of these shapes without a trace: kernels are chosen and compiled, communicators opened."""
         for step in steps:
             if self._warm and self._key(step) not in self._warmed:
-                self._attempt(self._warm_up, *self._key(step))
+                self._attempt(self._warm_up, self._key(step))
                 self._warmed.add(self._key(step))
 
     def prepare(self, step: Step) -> None:
@@ -104,16 +108,15 @@ class StepRunner:
         self.warm_up([step])
         fits = False
         with contextlib.suppress(torch.OutOfMemoryError) if self._graphs else contextlib.nullcontext():
-            self._attempt(self._capture, *self._key(step))
+            self._attempt(self._capture, self._key(step))
             fits = True
         if not fits:
             # Other shapes' graphs hold the memory that this one needs: they are captured anew if they come again.
             self._drop()
-            self._attempt(self._capture, *self._key(step))
+            self._attempt(self._capture, self._key(step))
         self._known.add(self._key(step))
         if self._graphs:
             self._job.graph = self._job.arena.pinned = True
-            self._watch()
 
     def run(self, piece: Piece, batch: Batch, timer: StepTimer) -> None:
         """One micro-step whose batch is there."""
@@ -135,38 +138,50 @@ class StepRunner:
         else:
             timer.mark("micro_step")  # its own marks are written again before they are read
 
-    def leave(self) -> None:
-        """This rank ends in peace. One that fails is missed by the others: they may wait for it inside a graph."""
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
-            self._heartbeat = None
+    def close(self) -> None:
+        """Lets the graphs go. Whoever destroys the process group does this first: NCCL waits for them."""
+        self._forget()
+        if self._backend is not None:
+            self._backend.close()
 
     # --- a new shape --------------------------------------------------------------------------------------------
 
-    def _key(self, step: Step) -> tuple[Shape, int]:
-        size = size_at(self._job.config.data, step.epoch)
-        return (step.phase.batch_per_rank, self._job.train_set.channels, size, size), step.phase.accumulation
+    def _key(self, step: Step) -> Key:
+        return step.phase.micro_batches, size_at(self._job.config.data, step.epoch)
 
-    def _attempt(self, work: Callable[[Shape, int], None], shape: Shape, parts: int) -> None:
-        """Warms up or captures, unless there is nothing to capture with; goes on plain if it cannot be done."""
-        reason = None
+    def _attempt(self, work: Callable[[Key], None], key: Key) -> None:
+        """Warms up or captures, unless there is nothing to capture with; goes on plain if it cannot be done.
+
+        The outcome is the same on all ranks: one that fell back, or dropped its graphs, alone would later wait alone.
+        """
+        failure = None
         try:
             with self._backend.beside() if self._backend is not None else contextlib.nullcontext():
-                work(shape, parts)
+                work(key)
         except NotCaptured as error:
-            reason = str(error)
-        if self.captures and (reason := self._agreed(reason)):
+            failure = error
+        if not self.captures:
+            return
+        failures = self._of_all_ranks(None if failure is None else (isinstance(failure, NoRoom), str(failure)))
+        if reason := next((text for no_room, text in failures if not no_room), None):
             self._fall_back(reason)
+        elif failures:
+            raise torch.OutOfMemoryError(failures[0][1]) from failure
 
-    def _warm_up(self, shape: Shape, parts: int) -> None:
-        timer, (images, labels) = StepTimer(self._job.device), self._blank(shape)
+    def _warm_up(self, key: Key) -> None:
+        micro_batches, size = key
+        timer = StepTimer(self._job.device)
+        # The first and the last: those between them have the shape of one of the two and run nothing else.
+        ends = list(dict.fromkeys(pieces(micro_batches)[:: max(1, len(micro_batches) - 1)]))
+        batches = {piece.samples: self._blank(piece.samples, size) for piece in ends}
 
         def step() -> None:
-            for piece in pieces(min(parts, 2)):  # those between the first and the last run nothing else
-                micro_step(self._job, piece, images, labels, self.total, timer)
+            for piece in ends:
+                micro_step(self._job, piece, *batches[piece.samples], self.total, timer)
 
         with put_back(self._job):
-            compile_kernels(self._job, images, labels, self.total)
+            for images, labels in batches.values():
+                compile_kernels(self._job, images, labels, self.total)
             # Ranks compare on the host in the first steps which parameters they used.
             for _ in range(1 if self._backend is None else CHECKED_STEPS):
                 step()
@@ -178,47 +193,48 @@ class StepRunner:
                 except RuntimeError as error:
                     raise NotCaptured(error) from error
 
-    def _capture(self, shape: Shape, parts: int) -> None:
+    def _capture(self, key: Key) -> None:
         job, backend = self._job, self._backend
         if backend is None:
             return
-        if shape not in self._inputs:
-            self._inputs[shape] = self._blank(shape)
-        images, labels = self._inputs[shape]
+        micro_batches, size = key
         try:
             for turn in range(TURNS):
-                for piece in dict.fromkeys(pieces(parts)):
+                for piece in dict.fromkeys(pieces(micro_batches)):
+                    shape = (piece.samples, job.train_set.channels, size, size)
+                    if shape not in self._inputs:
+                        self._inputs[shape] = self._blank(piece.samples, size)
                     marks = StepTimer(job.device)
-                    replay = backend.capture(partial(micro_step, job, piece, images, labels, self.total, marks))
+                    replay = backend.capture(partial(micro_step, job, piece, *self._inputs[shape], self.total, marks))
                     self._graphs[shape, piece, turn] = Captured(replay, marks.ends, job.optimizer.layer_stats())
         except RuntimeError as error:
-            if isinstance(first_cause(error), torch.OutOfMemoryError):
-                raise first_cause(error) from None
-            raise NotCaptured(error) from error
+            no_room = isinstance(first_cause(error), torch.OutOfMemoryError)
+            raise (NoRoom if no_room else NotCaptured)(error) from error
         finally:
             job.sync.forget()
 
-    def _blank(self, shape: Shape) -> tuple[Tensor, Tensor]:
+    def _blank(self, count: int, size: int) -> tuple[Tensor, Tensor]:
         """Images and labels laid out as the loader's: channels last.
 
         Fused kernels want a fourth channel of zeros: it is there once, and each copy of a batch goes beside it.
         """
-        count, channels, height, width = shape
+        channels = self._job.train_set.channels
         pads = self._job.fused and channels == 3
-        stored = torch.zeros(count, height, width, channels + pads, dtype=self._job.dtype, device=self._job.device)
+        stored = torch.zeros(count, size, size, channels + pads, dtype=self._job.dtype, device=self._job.device)
         whole = stored.permute(0, 3, 1, 2)
         images = whole[:, :channels]
         if pads:
             images.padded = whole  # type: ignore[attr-defined]  # what kernels.conv.padded looks for
         return images, torch.zeros(count, dtype=torch.int64, device=self._job.device)
 
-    def _agreed(self, reason: str | None) -> str | None:
-        """The reason of the first rank that has one: all replay, or none does."""
-        if self._job.ranks.world_size == 1:
-            return reason
-        reasons: list[str | None] = [None] * self._job.ranks.world_size
-        dist.all_gather_object(reasons, reason)
-        return next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), None)
+    def _of_all_ranks(self, failure: tuple[bool, str] | None) -> list[tuple[bool, str]]:
+        """The failures of all ranks, each with its rank's name."""
+        ranks = self._job.ranks
+        if ranks.world_size == 1:
+            return [] if failure is None else [failure]
+        found: list[tuple[bool, str] | None] = [None] * ranks.world_size
+        dist.all_gather_object(found, failure, group=host_group())
+        return [(item[0], f"rank {rank}: {item[1]}") for rank, item in enumerate(found) if item is not None]
 
     def _fall_back(self, reason: str) -> None:
         if self._job.config.run.graph == "on":
@@ -230,20 +246,14 @@ class StepRunner:
         self._job.warnings.append(f"steps run without a CUDA graph: {reason}")
 
     def _drop(self) -> None:
-        self._graphs.clear()
-        self._inputs.clear()
-        self._known.clear()
+        self._forget()
         if self._backend is not None:
             self._backend.release()
 
-    def _watch(self) -> None:
-        """Captured collectives have no watchdog: waiting for a dead rank inside a graph would never end."""
-        job = self._job
-        if self._heartbeat is None and job.comm.world is not None:
-            # Its own connection: others block on theirs.
-            store = dist.distributed_c10d._get_default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
-            timeout_s = job.config.run.timeout_s
-            self._heartbeat = Heartbeat(store, job.ranks.rank, job.ranks.world_size, timeout_s=timeout_s).start()
+    def _forget(self) -> None:
+        self._graphs.clear()
+        self._inputs.clear()
+        self._known.clear()
 
 
 class NotCaptured(Exception):
@@ -256,6 +266,10 @@ class NotCaptured(Exception):
         super().__init__(
             f"{line} (in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno})" if frames else line
         )
+
+
+class NoRoom(NotCaptured):
+    """It was memory."""
 
 
 def first_cause(error: BaseException) -> BaseException:
@@ -289,6 +303,7 @@ class CudaGraphs:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
@@ -314,6 +329,7 @@ class CudaGraphs:
 
     def capture(self, run: Replay) -> Replay:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
+        self._graphs.append(graph)
         forget_workspaces()
         try:
             # The loader's threads use the device meanwhile, on streams of their own: only this thread is watched.
@@ -339,6 +355,13 @@ class CudaGraphs:
 
     def release(self) -> None:
         torch.cuda.synchronize(self._device)  # a replay may still run in the memory that goes
+        self.close()
         forget_workspaces()
         self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        # The frames of a traceback may hold on to a graph, so that dropping it would not destroy it.
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()

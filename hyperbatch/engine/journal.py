@@ -25,7 +25,7 @@ from hyperbatch.config import Config
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.console import Console
 from hyperbatch.engine.job import Job
-from hyperbatch.engine.ranks import Ranks
+from hyperbatch.engine.ranks import Ranks, host_group
 from hyperbatch.engine.steptimer import Marks, StepTimer
 from hyperbatch.errors import RunFailed
 from hyperbatch.mllog import MlperfEvents
@@ -34,11 +34,16 @@ from hyperbatch.record import Result, RunRecord, RunWriter
 from hyperbatch.schedule import EpochGrid, Step, total_steps
 
 
-class _Pending(NamedTuple):
+class _Booked(NamedTuple):
     step: Step
-    loss: Tensor  # on the host
-    arrived: torch.cuda.Event | None  # when its value is there
     rate: float
+    loss: Tensor  # this rank's, on the device
+
+
+class _Pending(NamedTuple):
+    booked: list[_Booked]  # steps since the line before; the last is the one that gets a line
+    losses: Tensor  # theirs over all ranks, on the host
+    arrived: torch.cuda.Event | None  # when the values are there
     end_s: float  # run time when it was launched
     trained_s: float  # of that, training alone
     marks: Marks
@@ -61,6 +66,7 @@ class Journal:
             self.mlperf.init_start()
         self.console = Console(enabled=chief)
         self.job: Job | None = None
+        self._booked: list[_Booked] = []  # steps whose loss has not been looked at
         self._pending: _Pending | None = None
         self._unreadable: dict[str, None] = {}  # validation images of this rank; in order, each once
         self._timings: deque[StepTiming] = deque(maxlen=256)
@@ -70,13 +76,18 @@ class Journal:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self.console.close()
-        if self.writer is None:
-            return
-        self.writer.close()
-        if error is not None and self.job is not None:
-            reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
-            # The other ranks may be gone: the bad samples are this one's.
-            self._record(self.job, bad_samples=self._bad_samples(self.job), error=reason).save(self.out)
+        if error is not None:
+            self.fail("interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__)
+        elif self.writer is not None:
+            self.writer.close()
+
+    def fail(self, reason: str) -> None:
+        """Leaves a record that says why the run ended. It asks neither the device nor another rank: both may be gone,
+        and so the bad samples are this rank's."""
+        if self.writer is not None:
+            self.writer.close()
+            if self.job is not None:
+                self._record(self.job, bad_samples=self._bad_samples(self.job), error=reason).save(self.out)
 
     def start(self, job: Job, evals: EpochGrid) -> None:
         """The run's time begins here."""
@@ -98,42 +109,54 @@ class Journal:
 
     def step(self, job: Job, step: Step, loss: Tensor, rate: float, timer: StepTimer) -> None:
         """Books a step just launched, and writes the one before it."""
-        self.flush()
+        self._write()
+        self._booked.append(_Booked(step, rate, loss))
         if step.index % self.config.run.log_every_steps:
             return
-        if job.comm.world is not None:
-            dist.all_reduce(loss, group=job.comm.world)
-            loss = loss / job.ranks.world_size
+        booked, losses = self._take(job)
         # On a GPU reading group times waits for the device, so a few steps must do.
         sampled = job.device.type == "cpu" or step.index % 100 == 50
         groups, phases = (job.sync.timings(), job.sync.phases()) if sampled else ((), ())
         arrived = None
-        if loss.is_cuda:
-            on_host = torch.empty((), dtype=loss.dtype, pin_memory=True)
-            on_host.copy_(loss, non_blocking=True)
-            loss, arrived = on_host, torch.cuda.Event()
+        if losses.is_cuda:
+            on_host = torch.empty(losses.shape, dtype=losses.dtype, pin_memory=True)
+            on_host.copy_(losses, non_blocking=True)
+            losses, arrived = on_host, torch.cuda.Event()
             arrived.record()
         end_s, trained_s = self.clock.run_s, self.clock.train_s
-        self._pending = _Pending(step, loss, arrived, rate, end_s, trained_s, timer.marks(), groups, phases)
+        self._pending = _Pending(booked, losses, arrived, end_s, trained_s, timer.marks(), groups, phases)
 
     def flush(self) -> None:
+        """Writes what is pending and looks at the loss of every step so far, also of those that get no line."""
+        self._write()
+        if self._booked and self.job is not None:
+            booked, losses = self._take(self.job)
+            _check_finite(booked, losses.tolist())  # synchronises: what follows builds on these steps
+
+    def _take(self, job: Job) -> tuple[list[_Booked], Tensor]:
+        """The steps not looked at yet, and the mean of each one's loss over ranks."""
+        booked, self._booked = self._booked, []
+        losses = torch.stack([item.loss for item in booked])
+        if job.comm.world is not None:
+            dist.all_reduce(losses, group=job.comm.world)
+            losses = losses / job.ranks.world_size
+        return booked, losses
+
+    def _write(self) -> None:
         if self._pending is None or self.job is None:
             return
-        step, loss_tensor, arrived, rate, end_s, trained_s, marks, groups, phases = self._pending
+        booked, losses, arrived, end_s, trained_s, marks, groups, phases = self._pending
         self._pending = None
         if arrived is not None:
             arrived.synchronize()  # with that step only: the one queued behind it goes on
-        loss = loss_tensor.item()
+        values = losses.tolist()
+        _check_finite(booked, values)
+        (step, rate, _), loss = booked[-1], values[-1]
         samples = len(self.job.train_set)
         position = step.position + step.phase.global_batch
         rate_s = max(trained_s - self._last_s, 1e-9)
         images_per_s = (position - self._last_position) / rate_s
         self._last_s, self._last_position = trained_s, position
-        if not math.isfinite(loss):
-            raise RunFailed(
-                f"the loss became {loss} at step {step.index + 1} (epoch {step.epoch:.2f}, rate {rate:.4g}); "
-                f"lower --lr, lengthen --warmup-epochs or use --precision bf16"
-            )
         # GradSync counts from its last begin(), which follows the last forward.
         forward_end = max((end for name, _, end in marks.spans() if name == "forward"), default=0.0)
         groups = tuple(shifted(group, forward_end) for group in groups)
@@ -246,12 +269,21 @@ class Journal:
         )
 
 
+def _check_finite(booked: list[_Booked], losses: list[float]) -> None:
+    for (step, rate, _), loss in zip(booked, losses, strict=True):
+        if not math.isfinite(loss):
+            raise RunFailed(
+                f"the loss became {loss} at step {step.index + 1} (epoch {step.epoch:.2f}, rate {rate:.4g}); "
+                f"lower --lr, lengthen --warmup-epochs or use --precision bf16"
+            )
+
+
 def of_all_ranks(lines: list[str], ranks: Ranks) -> list[str]:
     """The lines of every rank, each once: two ranks may have met the same sample."""
     parts = [lines]
     if ranks.world_size > 1:
         parts = [[] for _ in range(ranks.world_size)]
-        dist.all_gather_object(parts, lines)
+        dist.all_gather_object(parts, lines, group=host_group())
     return list(dict.fromkeys(line for part in parts for line in part))
 
 

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from hyperbatch import checkpoint
 from hyperbatch.config import Config
 from hyperbatch.data.loader import Batch, eval_batches
 from hyperbatch.engine.clock import Clock
+from hyperbatch.engine.ending import Ending
 from hyperbatch.engine.evaluate import evaluate
 from hyperbatch.engine.folder import claimed, default_out
 from hyperbatch.engine.graph import StepRunner
@@ -30,13 +31,19 @@ from hyperbatch.record import RunRecord
 from hyperbatch.schedule import EpochGrid, Step, learning_rate, position_of, steps, weight_decay_scale
 
 
-def run(config: Config, ranks: Ranks) -> RunRecord:
-    """Trains as one of `ranks`; every rank returns the record, rank 0 has written the folder."""
+def run(config: Config, ranks: Ranks, *, report: Callable[[dict[str, Any]], None] | None = None) -> RunRecord:
+    """Trains as one of `ranks`; every rank returns the record, rank 0 has written the folder.
+
+    report: where a rank of several leaves its words when it fails (engine/ending.py).
+    """
     clock = Clock()
+    # They are left from the last to the first: a failure is told before anything is given up that could block.
     with (
+        Ending(ranks, report) as ending,
         kernel_choice(config.run.deterministic),
         join(ranks, config.run.device, config.run.timeout_s) as device,
         contextlib.ExitStack() as held,
+        ending.told(),
     ):
         out = settle_folder(config, ranks, held)
         saved = find_checkpoint(config, ranks, out) if config.run.resume else None
@@ -45,12 +52,15 @@ def run(config: Config, ranks: Ranks) -> RunRecord:
             if not record.error:
                 return record
         resume_from = None if saved is None else saved["progress"]["step"] + 1
-        with Journal(config, ranks, out, clock, resume_from_step=resume_from) as journal:
+        with Journal(config, ranks, out, clock, resume_from_step=resume_from) as journal, ending.told():
+            ending.record = journal.fail
             job = build_job(config, ranks, device, saved, clock)
-            try:
-                return train_job(job, journal, clock)
-            finally:
-                job.close()
+            held.callback(job.close)
+            runner = StepRunner(job)
+            held.callback(runner.close)  # NCCL waits for graphs that hold its collectives
+            if runner.captures:
+                ending.watch(config.run.timeout_s)
+            return train_job(job, runner, journal, clock)
 
 
 @contextlib.contextmanager
@@ -106,9 +116,9 @@ def is_over(config: Config, saved: dict[str, Any]) -> bool:
     return reached or stopped or progress["position"] >= position_of(config.schedule.epochs, saved["train_samples"])
 
 
-def train_job(job: Job, journal: Journal, clock: Clock) -> RunRecord:
+def train_job(job: Job, runner: StepRunner, journal: Journal, clock: Clock) -> RunRecord:
     config, progress, samples = job.config, job.progress, len(job.train_set)
-    timer, runner = StepTimer(job.device), StepRunner(job)
+    timer = StepTimer(job.device)
     todo, ahead = itertools.tee(steps_left(job))
     batches = job.loader.batches(ahead)
     end = position_of(config.schedule.epochs, samples)
@@ -150,7 +160,6 @@ def train_job(job: Job, journal: Journal, clock: Clock) -> RunRecord:
                 job.save(journal.out, clock)
         if stopped:
             break
-    runner.leave()
     return journal.finish(job)
 
 
@@ -177,7 +186,7 @@ def stages(job: Job) -> Iterator[Step]:
 
 def train_step(runner: StepRunner, step: Step, batches: Iterator[Batch], timer: StepTimer) -> Tensor:
     """One optimizer step of one or more micro-steps; returns this rank's mean loss, still on the device."""
-    for piece in pieces(step.phase.accumulation):
+    for piece in pieces(step.phase.micro_batches):
         batch = next(batches)
         timer.mark("data_wait")
         runner.run(piece, batch, timer)

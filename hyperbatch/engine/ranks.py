@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import threading
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from hyperbatch.errors import InputError
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +142,8 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
     elif ranks.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks.local_size))
     if ranks.world_size == 1 or dist.is_initialized():  # alone, or in a process group the caller opened and will close
+        if ranks.world_size > 1:
+            host_group(timeout_s)
         yield chosen
         return
     # Norms whose programs wait for each other leave as many processors to NCCL (kernels/small_norm.py).
@@ -155,8 +159,39 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
     )
     try:
         yield chosen
-    finally:
+    except BaseException:
+        leave_group(chosen)
+        raise
+    dist.destroy_process_group()
+
+
+def leave_group(device: torch.device) -> None:
+    """After an error: other ranks may be gone or stuck, so NCCL must not wait for what it has under way with them."""
+    import torch.distributed as dist
+
+    if device.type != "cuda":
         dist.destroy_process_group()
+        return
+    with contextlib.suppress(Exception):  # the error that is under way is the one to be told
+        dist.distributed_c10d._abort_process_group()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_beside: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def host_group(timeout_s: float = 300.0) -> dist.ProcessGroup | None:
+    """Where objects and tensors of the host travel: the default process group (None), or, where a caller opened that
+    for GPUs alone, a gloo group beside it. Made on the first call, which `join` makes on all ranks at once."""
+    import torch
+    import torch.distributed as dist
+
+    world = dist.group.WORLD
+    assert world is not None
+    if torch.device("cpu") in world._device_types:
+        return None
+    if world not in _beside:
+        _beside[world] = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return _beside[world]
 
 
 def _gpu_index(ranks: Ranks, gpus: int) -> int:
@@ -186,7 +221,7 @@ def together(ranks: Ranks) -> Iterator[None]:
     import torch.distributed as dist
 
     problems: list[str | None] = [None] * ranks.world_size
-    dist.all_gather_object(problems, problem)
+    dist.all_gather_object(problems, problem, group=host_group())
     found = {text: rank for rank, text in reversed(list(enumerate(problems))) if text is not None}
     if found:
         text, rank = min(found.items(), key=lambda item: item[1])
@@ -200,14 +235,16 @@ def ended_by_sigterm() -> Iterator[None]:
         yield
         return
 
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def interrupt(*_: object) -> None:
+    """The handler of `ended_by_sigterm`."""
+    raise KeyboardInterrupt
 
 
 def share(value: Any, ranks: Ranks) -> Any:
@@ -217,5 +254,5 @@ def share(value: Any, ranks: Ranks) -> Any:
     import torch.distributed as dist
 
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=host_group())
     return box[0]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hyperbatch.arena import Arena
 from hyperbatch.checkpoint import per_rank
-from hyperbatch.engine.ranks import Ranks
+from hyperbatch.engine.ranks import Ranks, host_group
 from hyperbatch.errors import InputError
 from hyperbatch.models.norm import merge_norm_statistics
 
@@ -51,7 +51,7 @@ def gather_buffers(model: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
         return {name: buffer[None] for name, buffer in own.items()}
     flat = torch.cat([buffer.double().reshape(-1) for buffer in own.values()])
     rows = [torch.empty_like(flat) for _ in range(ranks.world_size)] if ranks.rank == 0 else None
-    dist.gather(flat, rows, dst=0)
+    dist.gather(flat, rows, dst=0, group=host_group())
     stacked = torch.stack(rows) if rows is not None else flat[None]
     parts = stacked.split([buffer.numel() for buffer in own.values()], dim=1)
     # fp32 values and counts below 2^53 survive the way through fp64 exactly.

@@ -5,6 +5,7 @@ It asks the device for nothing, so the same code runs as it stands or is capture
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -17,14 +18,16 @@ from hyperbatch.models import smoothed_cross_entropy
 class Piece(NamedTuple):
     """Which micro-step of an optimizer step: the first clears gradients, the last exchanges them and updates."""
 
-    parts: int  # micro-steps of the step
+    samples: int  # of this micro-step
+    samples_per_step: int  # of all micro-steps of this rank
     first: bool
     last: bool
 
 
-def pieces(parts: int) -> list[Piece]:
-    """The micro-steps of one optimizer step, in order."""
-    return [Piece(parts, first=i == 0, last=i == parts - 1) for i in range(parts)]
+def pieces(micro_batches: Sequence[int]) -> list[Piece]:
+    """The micro-steps of one optimizer step, in order, from the samples of each."""
+    total, end = sum(micro_batches), len(micro_batches) - 1
+    return [Piece(samples, total, first=i == 0, last=i == end) for i, samples in enumerate(micro_batches)]
 
 
 def micro_step(job: Job, piece: Piece, images: Tensor, labels: Tensor, total: Tensor, timer: StepTimer) -> None:
@@ -32,8 +35,9 @@ def micro_step(job: Job, piece: Piece, images: Tensor, labels: Tensor, total: Te
     if piece.first:
         job.arena.zero_grad()
     loss = smoothed_cross_entropy(job.model(images), labels, job.config.optim.label_smoothing)
-    if piece.parts > 1:
-        loss = loss / piece.parts
+    if piece.samples < piece.samples_per_step:
+        # A mean over its samples becomes its part of the mean over the step's, of whatever size the others are.
+        loss = loss / (piece.samples_per_step / piece.samples)
     timer.mark("forward")
     job.sync.begin(last_micro_step=piece.last)
     job.scaler.backward(loss)

@@ -65,7 +65,8 @@ def compile_kernels(job: Job, images: Tensor, labels: Tensor, total: Tensor) -> 
     try:
         with compiling(ranks=job.ranks.local_size):
             # Not the last of its step: no exchange.
-            micro_step(job, Piece(2, first=True, last=False), images, labels, total, StepTimer(job.device))
+            piece = Piece(len(labels), 2 * len(labels), first=True, last=False)
+            micro_step(job, piece, images, labels, total, StepTimer(job.device))
             if job.update is job.optimizer:  # a sharded one exchanges weights
                 with torch.no_grad():
                     job.optimizer.step_fused()

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import signal
 import sys
-import time
-import traceback
 from pathlib import Path
+from typing import Any
 
 from hyperbatch.config import Config
 from hyperbatch.engine.ranks import ended_by_sigterm, find_ranks
-from hyperbatch.errors import InputError, RunFailed
 
 PR_SET_PDEATHSIG = 1
 
@@ -24,26 +23,29 @@ def main(config_path: Path) -> int:
     ranks = find_ranks()
     assert ranks is not None, "the agent sets RANK and WORLD_SIZE"
     config = Config.from_dict(json.loads(config_path.read_text()))
-    try:
-        from hyperbatch.engine.loop import run
+    said = config_path.parent / f"rank-{ranks.rank}.json"
 
+    def report(words: dict[str, Any]) -> None:
+        said.write_text(json.dumps(words))
+
+    from hyperbatch.engine.ending import words_of
+    from hyperbatch.engine.loop import run
+
+    try:
         # Rank 0 leaves a record when it is told to stop; the others may be waiting for it in code no signal reaches.
         with ended_by_sigterm() if ranks.rank == 0 else contextlib.nullcontext():
-            run(config, ranks)
-    except (InputError, RunFailed) as error:
-        words = {"kind": "InputError" if isinstance(error, InputError) else "RunFailed", "message": str(error)}
-    except KeyboardInterrupt:
-        return 1  # the parent was told to stop, and says so
-    except Exception as error:
-        # Our bug or the machine's fault. The parent prints the traceback if this rank was the first to fail; the others
-        # only heard of it through a lost connection.
-        message = f"rank {ranks.rank}: {type(error).__name__}: {str(error).strip()}"
-        words = {"kind": "RunFailed", "message": message, "traceback": traceback.format_exc()}
+            run(config, ranks, report=report)
+    except BaseException as error:
+        words = words_of(error, ranks.rank)
+        if not said.exists():  # else the run has told it, before it gave up what it held
+            report(words)
+        code = 2 if words["kind"] == "InputError" else 1
     else:
         return 0
-    said = {**words, "time": time.time()}
-    (config_path.parent / f"rank-{ranks.rank}.json").write_text(json.dumps(said))
-    return 2 if words["kind"] == "InputError" else 1
+    # Everything is told. An interpreter that ends in order waits for threads and for the device.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def end_with_parent() -> None:

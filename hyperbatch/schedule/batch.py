@@ -16,12 +16,22 @@ from hyperbatch.errors import InputError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """A batch phase resolved for a world size: global_batch = batch_per_rank * accumulation * world_size."""
+    """A batch phase resolved for a world size: global_batch = share_per_rank * world_size.
+
+    A rank's share is taken in nearly equal micro-steps, the larger ones first: 514 in three are 172 + 171 + 171.
+    """
 
     from_position: int
     global_batch: int
-    batch_per_rank: int  # samples of one micro-step
-    accumulation: int
+    share_per_rank: int  # samples of one rank in a step
+    accumulation: int  # micro-steps of a step
+    batch_per_rank: int  # samples of the largest micro-step
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """Samples of each micro-step of a rank."""
+        each, larger = divmod(self.share_per_rank, self.accumulation)
+        return (each + 1,) * larger + (each,) * (self.accumulation - larger)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,33 +58,30 @@ def resolve_phases(
     """
     resolved = []
     for phase in phases:
-        micro_steps = accumulate or 1
-        share, rest = divmod(phase.global_batch, world_size * micro_steps)
+        share, rest = divmod(phase.global_batch, world_size)
         if rest or share == 0:
-            unit = world_size * micro_steps
-            below, above = phase.global_batch // unit * unit, -(-phase.global_batch // unit) * unit
+            below, above = phase.global_batch - rest, phase.global_batch - rest + world_size
             options = " or ".join(str(n) for n in (below, above) if n)
             raise InputError(
-                f"global batch {phase.global_batch} cannot be divided by {world_size} ranks x {micro_steps} "
-                f"accumulation steps; use a multiple of {unit}, e.g. --global-batch {options}"
+                f"global batch {phase.global_batch} cannot be divided by {world_size} ranks; "
+                f"use a multiple of {world_size}, e.g. --global-batch {options}"
             )
-        if not accumulate and max_batch_per_rank is not None:
-            micro_steps = _fewest_micro_steps(share, max(1, max_batch_per_rank))
-            share //= micro_steps
-        start = position_of(phase.from_epoch, train_samples)
+        if accumulate > share:
+            raise InputError(
+                f"--accumulate {accumulate} is more than the {share} samples of a rank in a step "
+                f"(global batch {phase.global_batch}, {world_size} ranks); use at most --accumulate {share}"
+            )
+        micro_steps = accumulate or -(-share // max(1, max_batch_per_rank or share))
         resolved.append(
             Phase(
-                from_position=start,
+                from_position=position_of(phase.from_epoch, train_samples),
                 global_batch=phase.global_batch,
-                batch_per_rank=share,
+                share_per_rank=share,
                 accumulation=micro_steps,
+                batch_per_rank=-(-share // micro_steps),
             )
         )
     return tuple(resolved)
-
-
-def _fewest_micro_steps(share: int, largest: int) -> int:
-    return next(k for k in range(-(-share // largest), share + 1) if share % k == 0)
 
 
 def steps(

@@ -16,7 +16,7 @@ from toy import config, flat_weights, same_bits
 
 from hyperbatch.config import BatchPhase, SizePhase
 from hyperbatch.data.augment import size_at
-from hyperbatch.engine import graph, loop
+from hyperbatch.engine import ending, graph, loop
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.graph import StepRunner
 from hyperbatch.engine.job import build_job
@@ -62,6 +62,9 @@ class Played:
     def release(self):
         self.released += 1
 
+    def close(self):
+        pass
+
 
 @pytest.fixture
 def played(monkeypatch):
@@ -86,6 +89,7 @@ CASES = {
     "plain": {},
     "norm and dropout": {"model": "toy:normed"},
     "accumulation": {"model": "toy:normed", "accumulate": 3},
+    "unequal micro-steps": {"model": "toy:normed", "accumulate": 5},
     "fp16": {"model": "toy:normed", "precision": "fp16"},
     "lamb": {"optimizer": "lamb", "lr": 0.02},
     "rescaled momentum": {"momentum_rule": "rescaled"},
@@ -111,6 +115,38 @@ def test_warmed_and_captured_runs_give_the_same_bits(tmp_path, monkeypatch, valu
     assert not any("CUDA graph" in line for line in record.warnings)
 
 
+class Static(Played):
+    """As in a graph, the norms of an update lie where its capture put them, and a replay writes them there."""
+
+    def make_runner(self, job):
+        self.job = job
+        return StepRunner(job, backend=self, warm=True)
+
+    def capture(self, run):
+        optimizer = self.job.optimizer
+        with put_back(self.job):
+            run()
+        captured = optimizer.layer_stats()
+
+        def replay():
+            run()
+            for kept, new in zip(captured, optimizer.layer_stats(), strict=True):
+                for name in ("weight_norms", "grad_norms", "trust"):
+                    getattr(kept, name).copy_(getattr(new, name))
+            optimizer._stats = []
+
+        return super().capture(replay)
+
+
+@pytest.mark.parametrize("steps", [5, 6, 22])
+def test_trust_ratios_are_those_of_the_last_step(tmp_path, monkeypatch, steps):
+    """Of either turn, and after the shape has changed."""
+    plain, *_ = train(tmp_path / "plain", max_steps=steps)
+    monkeypatch.setattr(loop, "StepRunner", Static().make_runner)
+    captured, *_ = train(tmp_path / "captured", max_steps=steps)
+    assert captured.trust_ratios == plain.trust_ratios != {}
+
+
 def test_warm_up_after_a_resume_leaves_no_trace(tmp_path, monkeypatch):
     torch.set_num_threads(1)
     values = {"model": "toy:normed", "momentum_rule": "rescaled"}
@@ -129,7 +165,7 @@ def test_everything_is_put_back(tmp_path):
     images, labels = torch.randn(8, 1, 8, 8).half(), torch.arange(8) % 4
 
     def step():
-        for piece in pieces(2):
+        for piece in pieces((8, 8)):
             micro_step(job, piece, images, labels, torch.zeros(()), StepTimer(job.device))
 
     def everything():
@@ -167,8 +203,9 @@ def test_batches_are_copied_beside_a_channel_of_zeros(fused):
     job.fused = fused
     runner = StepRunner(job, backend=Played())
     for channels in (1, 3):
-        images, _ = runner._blank((2, channels, 5, 4))
-        batch = torch.randn(2, 5, 4, channels).permute(0, 3, 1, 2)
+        job.train_set.channels = channels
+        images, _ = runner._blank(2, 5)
+        batch = torch.randn(2, 5, 5, channels).permute(0, 3, 1, 2)
         images.copy_(batch)
         assert torch.equal(images, batch)
         assert hasattr(images, "padded") == (fused and channels == 3)
@@ -180,15 +217,16 @@ def test_batches_are_copied_beside_a_channel_of_zeros(fused):
     job.close()
 
 
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("parts", [(8,), (8, 8, 8), (9, 8, 8)])
 def test_the_total_is_the_mean_loss_of_the_step(parts):
     job = build_job(config(), Ranks(), torch.device("cpu"), None, Clock())
-    total, labels = torch.full((), 7.0), torch.arange(8) % 4  # what the step before has left
-    batches = [torch.randn(8, 1, 8, 8) for _ in range(parts)]
-    losses = [smoothed_cross_entropy(job.model(x), labels, job.config.optim.label_smoothing).item() for x in batches]
+    total, labels = torch.full((), 7.0), torch.arange(9) % 4  # what the step before has left
+    batches = [torch.randn(n, 1, 8, 8) for n in parts]
+    smoothing = job.config.optim.label_smoothing
+    losses = [len(x) * smoothed_cross_entropy(job.model(x), labels[: len(x)], smoothing).item() for x in batches]
     for piece, images in zip(pieces(parts), batches, strict=True):
-        micro_step(job, piece, images, labels, total, StepTimer(job.device))
-    assert total.item() == pytest.approx(sum(losses) / parts, rel=1e-6)
+        micro_step(job, piece, images, labels[: len(images)], total, StepTimer(job.device))
+    assert total.item() == pytest.approx(sum(losses) / sum(parts), rel=1e-6)
     job.close()
 
 
@@ -247,6 +285,12 @@ def test_graphs_are_kept_per_shape_place_and_turn(tmp_path, played):
     assert played.released == 0
     assert record.clock["capture_s"] > 0
     assert record.result.images_per_s == pytest.approx(record.result.epochs * 240 / record.clock["train_s"])
+
+
+def test_graphs_of_unequal_micro_steps_share_inputs_of_their_shape(tmp_path, played):
+    """24 samples in 5 + 5 + 5 + 5 + 4: a first, a middle and a last, in two turns; 48 in 10 + 10 + 10 + 9 + 9."""
+    train(tmp_path, accumulate=5)
+    assert played.captured == 2 * (3 + 4)
 
 
 def test_every_shape_ahead_is_warmed_up_before_the_run(played, monkeypatch):
@@ -337,6 +381,25 @@ def test_graphs_of_other_shapes_make_room(tmp_path, played, monkeypatch):
         train(tmp_path / "again")
 
 
+def test_a_shape_that_made_room_is_captured_again(tmp_path, played, monkeypatch):
+    capture = played.capture
+
+    def out_of_memory_once(run):
+        if played.captured == 2 and not played.released:
+            raise torch.OutOfMemoryError("no room")
+        return capture(run)
+
+    monkeypatch.setattr(played, "capture", out_of_memory_once)
+    values = {"model": "toy:pooled", "size_phases": SIZES, "batch_phases": (BatchPhase(0, 24),)}
+    record, weights, found = train(tmp_path / "captured", **values)
+    assert (played.captured, played.released) == (6, 1)
+    assert played.replayed == record.result.steps
+    monkeypatch.setattr(loop, "StepRunner", StepRunner)
+    _, plain, plain_losses = train(tmp_path / "plain", **values)
+    assert same_bits(weights, plain)
+    assert found == plain_losses
+
+
 def test_fused_kernels_are_used_where_they_can_run(monkeypatch):
     fused = types.ModuleType("hyperbatch.models.fused")
     seen = []
@@ -355,12 +418,12 @@ def test_fused_kernels_are_used_where_they_can_run(monkeypatch):
         build_job(config(fused="on"), Ranks(), cpu, None, Clock())
 
 
-def watched(rank):
+def watched(rank, folder):
     """Whether a run with captured collectives beats, and is silent afterwards."""
     events = []
 
     class Heart:
-        def __init__(self, store, rank, world_size, *, timeout_s):
+        def __init__(self, store, rank, world_size, *, timeout_s, on_lost):
             events.append((rank, world_size, timeout_s))
             store.set(f"heart-{rank}", "there")
 
@@ -371,26 +434,31 @@ def watched(rank):
         def stop(self):
             events.append("stop")
 
-    graph.Heartbeat = Heart
+    ending.Heartbeat = Heart
+    loop.run(config(timeout_s=77.0, out=f"{folder}/plain"), ranks_here())
+    assert events == [], "collectives that are not captured have the process group's timeout"
     loop.StepRunner = functools.partial(StepRunner, backend=Played(), warm=True)
-    job = build_job(config(timeout_s=77.0), ranks_here(), torch.device("cpu"), None, Clock())
-    runner = loop.StepRunner(job)
-    for step in (next(loop.steps_left(job)), list(loop.steps_left(job))[-1]):
-        runner.prepare(step)
-    runner.leave()
-    runner.leave()
-    with put_back(job):
-        for piece in pieces(1):
-            images = torch.zeros(12, 1, 8, 8)
-            micro_step(job, piece, images, torch.zeros(12).long(), runner.total, StepTimer(job.device))
-        assert job.sync.timings() != ()
-    assert job.sync.timings() == (), "the exchange, too, has forgotten the step"
-    job.close()
+    loop.run(config(timeout_s=77.0, out=f"{folder}/captured"), ranks_here())
     return events
 
 
-def test_captured_collectives_are_watched_from_outside():
-    assert run_ranks(2, watched) == [[(rank, 2, 77.0), "start", "stop"] for rank in (0, 1)]
+def test_captured_collectives_are_watched_from_outside(tmp_path):
+    assert run_ranks(2, watched, str(tmp_path)) == [[(rank, 2, 77.0), "start", "stop"] for rank in (0, 1)]
+
+
+def forgets(rank):
+    job = build_job(config(), ranks_here(), torch.device("cpu"), None, Clock())
+    with put_back(job):
+        for piece in pieces((12,)):
+            images = torch.zeros(12, 1, 8, 8)
+            micro_step(job, piece, images, torch.zeros(12).long(), torch.zeros(()), StepTimer(job.device))
+        assert job.sync.timings() != ()
+    job.close()
+    return job.sync.timings()
+
+
+def test_the_exchange_forgets_the_steps_of_a_warm_up():
+    assert run_ranks(2, forgets) == [(), ()]
 
 
 def fails_on_one(rank):
@@ -408,6 +476,45 @@ def test_all_ranks_replay_or_none():
     for captures, warnings in run_ranks(2, fails_on_one):
         assert not captures
         assert warnings[0].startswith("steps run without a CUDA graph: rank 1: no room on this device")
+
+
+SIZES = (SizePhase(0, 8), SizePhase(1, 6), SizePhase(2, 8))
+
+
+def makes_room(rank, folder):
+    """Rank 1 has no room for the second shape beside the first, which returns later."""
+    backend = Played()
+    capture = backend.capture
+
+    def out_of_memory_once(run):
+        if rank == 1 and backend.captured == 3 and not backend.released:
+            raise torch.OutOfMemoryError("no room")
+        return capture(run)
+
+    backend.capture = out_of_memory_once
+    values = {"model": "toy:pooled", "size_phases": SIZES, "batch_phases": (BatchPhase(0, 24),)}
+    loop.StepRunner = functools.partial(StepRunner, backend=backend, warm=True)
+    record = loop.run(config(out=folder, **values), ranks_here())
+    assert record.environment["cuda_graph"]
+    return backend.captured, backend.released
+
+
+def test_all_ranks_make_room_or_none(tmp_path):
+    """Else one rank would later wait for the others to capture the shape again."""
+    assert run_ranks(2, makes_room, str(tmp_path), collective_timeout_s=15) == [(2 + 2 + 2 + 2, 1), (2 + 1 + 2 + 2, 1)]
+
+
+def has_no_room(rank):
+    backend = Played()
+    if rank == 1:
+        backend.fail = torch.OutOfMemoryError("no room")
+    job = build_job(config(), ranks_here(), torch.device("cpu"), None, Clock())
+    with pytest.raises(torch.OutOfMemoryError, match="rank 1: no room"):  # nothing to make room with
+        StepRunner(job, backend=backend, warm=True).prepare(next(loop.steps_left(job)))
+
+
+def test_all_ranks_run_out_of_memory_or_none():
+    run_ranks(2, has_no_room, collective_timeout_s=15)
 
 
 def test_middle_micro_steps_are_split_like_the_others():

@@ -9,14 +9,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from toy import config, files, flat_weights, same_bits
+from torch import nn
+from toy import config, files, flat_weights, normed, same_bits
 
 from hyperbatch import checkpoint
+from hyperbatch.arena import Arena
 from hyperbatch.cli import main
-from hyperbatch.config import BatchPhase
+from hyperbatch.comm import GridComm
+from hyperbatch.config import BatchPhase, CommConfig
+from hyperbatch.data.batch import Batch
+from hyperbatch.engine import loop
+from hyperbatch.engine.evaluate import evaluate
+from hyperbatch.engine.journal import of_all_ranks
 from hyperbatch.engine.loop import run
-from hyperbatch.engine.ranks import Ranks
+from hyperbatch.engine.measure import choose_plan
+from hyperbatch.engine.ranks import Ranks, join, share, together
+from hyperbatch.engine.state import gather_buffers
 from hyperbatch.errors import InputError, RunFailed
+from hyperbatch.plan.types import RankGrid
 from hyperbatch.record import RunRecord
 
 
@@ -73,11 +83,45 @@ def test_accumulation_is_chosen_when_the_batch_does_not_fit(tmp_path, monkeypatc
     assert all((whole[name] - parts[name]).abs().max() <= 1e-12 for name in whole)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_unequal_micro_steps_equal_one_large_batch(tmp_path, world_size):
+    """A prime share: 22 samples a rank become 8 + 7 + 7, and 11 become 4 + 4 + 3. A resume cuts as before."""
+    phases = (BatchPhase(0, 22), BatchPhase(1, 46))
+    values = {"precision": "fp64", "max_steps": 14, "batch_phases": phases}
+    _, whole = train(1, tmp_path / "whole", **values)
+    record, unequal = train(world_size, tmp_path / "unequal", accumulate=3, **values)
+    assert [phase["batch_per_rank"] for phase in record["phases"]] == ([8, 16] if world_size == 1 else [4, 8])
+    assert all((whole[name] - unequal[name]).abs().max() <= 1e-12 for name in whole)
+    train(world_size, tmp_path / "parts", accumulate=3, **{**values, "max_steps": 6})
+    _, resumed = train(world_size, tmp_path / "parts", accumulate=3, resume=True, **values)
+    assert same_bits(unequal, resumed)
+    losses = [loss for _, loss, _ in metrics(tmp_path / "unequal") if loss is not None]
+    assert losses == pytest.approx([loss for _, loss, _ in metrics(tmp_path / "whole") if loss is not None], rel=1e-12)
+
+
 def test_optimal_groups_are_measured_once_and_kept(tmp_path):
     first, _ = train(2, tmp_path, grouping="optimal", max_steps=3)
     resumed, _ = train(2, tmp_path, grouping="optimal", max_steps=6, resume=True)
     assert first["plan"]["strategy"] == "optimal"
     assert resumed["plan"] == first["plan"]
+
+
+def test_measuring_groups_leaves_no_trace():
+    """Statistics, gradients and random numbers are as if nothing had been measured."""
+    torch.manual_seed(0)
+    model = normed(4, 1).double()
+    images = torch.randn(2, 1, 8, 8, dtype=torch.float64)
+    arena = Arena(model, [name for name, _ in model.named_parameters()][::-1], dtype=torch.float64, copy_on_ready=False)
+    arena.zero_grad()
+
+    def everything():
+        return [tensor.clone() for tensor in (*model.buffers(), *arena.flat_weights(), torch.get_rng_state())]
+
+    before = everything()
+    plan = choose_plan(CommConfig(grouping="optimal"), arena, model, images, GridComm(RankGrid(1, 1)))
+    assert plan.strategy == "optimal"
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
+    assert all(slot.param.grad is None for slot in arena.slots)
 
 
 def test_init_from_starts_where_the_other_run_ended(tmp_path):
@@ -103,6 +147,35 @@ def test_torn_checkpoint_falls_back_to_the_one_before(tmp_path):
     assert any("cannot be read" in warning for warning in record["warnings"])
 
 
+def saved_step(folder):
+    return checkpoint.load(folder)["progress"]["step"]
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_of_its_name_whole(tmp_path, monkeypatch):
+    path = checkpoint.save(tmp_path, 3, {"progress": {"step": 3}}, keep=2)
+    before = path.read_bytes()
+
+    def full_disk(state, file):
+        file.write(b"half of it")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        checkpoint.save(tmp_path, 3, {"progress": {"step": 3}}, keep=2)
+    assert path.read_bytes() == before
+    assert saved_step(tmp_path) == 3
+
+
+def test_a_checkpoint_gets_its_name_once_its_bytes_are_on_the_disk(tmp_path, monkeypatch):
+    """After a power cut a name without bytes would be worse than no file."""
+    events, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(os.fstat(fd).st_size), fsync(fd)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (events.append(new.name), replace(old, new)))
+    path = checkpoint.save(tmp_path, 3, {"progress": {"step": 3}}, keep=2)
+    assert events == [path.stat().st_size, "step-00000003.pt"]
+    assert saved_step(tmp_path) == 3
+
+
 def test_a_resume_that_is_past_its_limit_trains_no_further(tmp_path):
     _, weights = train(1, tmp_path, max_steps=4)
     (tmp_path / "record.json").unlink()  # as after a run that was killed
@@ -121,6 +194,94 @@ def test_diverged_run_stops_with_a_reason(tmp_path):
     assert not record.result.reached
     lost_at = int(re.search(r"at step (\d+)", record.error)[1])
     assert checkpoint.load(tmp_path)["progress"]["step"] < lost_at  # a lost step is not saved
+
+
+def diverges_between_two_lines(rank, values):
+    """The loss of step 4 is not finite on the last rank, and only steps 1, 8, 15 ... are logged."""
+    train_step = loop.train_step
+
+    def lost(runner, step, *rest):
+        loss = train_step(runner, step, *rest)
+        return loss * torch.nan if step.index == 3 and rank == dist.get_world_size() - 1 else loss
+
+    loop.train_step = lost
+    with pytest.raises(RunFailed, match="the loss became nan at step 4 "):
+        run(config(**values), ranks_here())
+
+
+def test_a_step_that_is_not_logged_is_looked_at_before_it_is_saved(tmp_path):
+    values = {"log_every_steps": 7, "checkpoint_every_epochs": 0.1, "keep_checkpoints": 10, "out": str(tmp_path)}
+    run_ranks(2, diverges_between_two_lines, values)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        f"step-{step:08d}.pt" for step in (1, 2, 3)
+    ]
+
+
+def test_every_line_has_the_loss_of_its_step(tmp_path):
+    train(1, tmp_path / "all", max_steps=20)
+    train(1, tmp_path / "some", max_steps=20, log_every_steps=3)
+    lines = dict(line[:2] for line in metrics(tmp_path / "all") if line[1] is not None)
+    some = [line[:2] for line in metrics(tmp_path / "some") if line[1] is not None]
+    assert some == [(step, lines[step]) for step in range(1, 20, 3)]
+
+
+def draws(rank, values):
+    """What dropout would draw at each step."""
+    train_step, drawn = loop.train_step, []
+
+    def note(*args):
+        with torch.random.fork_rng(devices=[]):
+            drawn.append(torch.rand(1).item())
+        return train_step(*args)
+
+    loop.train_step = note
+    run(config(**values), ranks_here())
+    return drawn
+
+
+def test_dropout_differs_between_steps_and_ranks(tmp_path):
+    drawn = run_ranks(2, draws, {"out": str(tmp_path), "max_steps": 4})
+    assert len({value for rank in drawn for value in rank}) == 8
+
+
+def evaluates(rank):
+    """A network that answers with the channel that is brightest, in units of its statistics: they differ by rank."""
+    model = nn.Sequential(nn.BatchNorm2d(2, affine=False), nn.Flatten())
+    sign = 1.0 if rank == 0 else -1.0
+    model[0].running_mean.copy_(torch.tensor([-10.0 * sign, 10.0 * sign]))
+    images = torch.tensor([0.0, 0.5]).reshape(1, 2, 1, 1).expand(4, 2, 1, 1)
+    found = evaluate(model, [Batch(images, torch.ones(4, dtype=torch.int64))], dist.group.WORLD)
+    assert model[0].running_mean[0] == -10.0 * sign, "training goes on with its own"
+    return found
+
+
+def test_evaluation_merges_batch_norm_statistics():
+    """With the merged ones every answer is right, with each rank's own only rank 1's."""
+    assert run_ranks(2, evaluates) == [(1.0, 8), (1.0, 8)]
+
+
+def in_a_group_for_gpus_alone(rank, folder):
+    """As a caller opens it with plain "nccl": no tensor of the host travels there. Gloo plays NCCL."""
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("cuda:gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    ranks = ranks_here()
+    with join(ranks, "cpu", 30.0):
+        model = nn.BatchNorm1d(3)
+        model.running_mean.fill_(float(rank))
+        buffers = gather_buffers(model, ranks)
+        shared = share(f"of rank {rank}", ranks)
+        lines = of_all_ranks([f"line {rank}"], ranks)
+        with pytest.raises(InputError, match="rank 1: wrong"), together(ranks):
+            if rank == 1:
+                raise InputError("wrong")
+    return shared, lines, buffers["running_mean"].tolist()
+
+
+def test_a_group_for_gpus_alone_has_a_way_for_the_host(tmp_path):
+    first, second = run_ranks(2, in_a_group_for_gpus_alone, str(tmp_path))
+    assert first == ("of rank 0", ["line 0", "line 1"], [[0.0] * 3, [1.0] * 3])
+    assert second[:2] == first[:2]
 
 
 @pytest.mark.parametrize("model", ["toy:plain", "toy:normed"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.graph import StepRunner
 from hyperbatch.engine.job import build_job
 from hyperbatch.engine.ranks import Ranks
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, RunFailed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CUDA = torch.device("cuda", 0)
@@ -118,6 +119,7 @@ CASES = {
     "fp32 resnet20": {"model": "resnet20", "precision": "fp32", "image_size": 32, "eval_size": 32},
     "bf16 resnet50": {"model": "resnet50", "precision": "bf16", "image_size": 64, "eval_size": 64, "max_steps": 10},
     "accumulation": {"accumulate": 4},
+    "unequal micro-steps": {"accumulate": 5},
     "a batch change": {"batch_phases": (BatchPhase(0, 64), BatchPhase(0.5, 128))},
     "resizing": {"size_phases": (SizePhase(0, 16), SizePhase(0.5, 24), SizePhase(1, 16))},
     "dropout": {"model": "test_graph_gpu:dropped"},
@@ -217,23 +219,35 @@ def test_graphs_share_their_memory():
     assert reserved[1] < 1.15 * reserved[0], reserved
 
 
-def test_collectives_are_captured_and_watched(tmp_path, monkeypatch):
+@pytest.fixture
+def own_group(tmp_path, monkeypatch):
     """One rank that talks to itself through NCCL."""
-    _, alone = train(tmp_path / "alone", graph="on")
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1, device_id=CUDA)
-    beats = []
-    watch = StepRunner._watch
     monkeypatch.setattr(job_module, "GridComm", functools.partial(GridComm, alone=True))
-    monkeypatch.setattr(StepRunner, "_watch", lambda self: (watch(self), beats.append(self._heartbeat)))
-    try:
-        _, plain = train(tmp_path / "plain", graph="off")
-        record, captured = train(tmp_path / "captured", graph="on")
-    finally:
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1, device_id=CUDA)
+    yield
+    if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def test_collectives_are_captured(tmp_path, monkeypatch, own_group):
+    _, plain = train(tmp_path / "plain", graph="off")
+    record, captured = train(tmp_path / "captured", graph="on")
+    monkeypatch.setattr(job_module, "GridComm", GridComm)
+    _, alone = train(tmp_path / "alone", graph="on")
     assert record.environment["cuda_graph"]
     assert captured == plain == alone
-    assert len(beats) == 1
-    assert not beats[0]._thread.is_alive()
+
+
+def test_a_captured_run_that_fails_lets_the_process_group_go(tmp_path, own_group):
+    """NCCL waits for graphs that hold its collectives, and the traceback holds the frames that held the graphs."""
+    values = {"optimizer": "sgd", "lr": 1e30, "warmup_epochs": 0.0, "precision": "bf16"}
+    with pytest.raises(RunFailed, match="the loss became") as failed:
+        train(tmp_path, graph="on", **values)
+    destroyed = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    destroyed.start()
+    destroyed.join(60)
+    assert not destroyed.is_alive()
+    assert failed.value.__traceback__ is not None
 
 
 def test_fused_kernels_are_captured(tmp_path):

@@ -99,9 +99,9 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["train", "--algorithm", "tree"], "--algorithm: 'tree' is not one of"),
         (["train", "--global-batch", "0"], "is not a positive whole number"),
         (["train", "--global-batch", "64", "--batch-per-rank", "8"], "exclude each other"),
-        (["train", "--global-batch", "33", "--nproc", "2"], "cannot be divided by 2 ranks x 1 accumulation steps"),
+        (["train", "--global-batch", "33", "--nproc", "2"], "cannot be divided by 2 ranks; use a multiple of 2"),
         (["train", "--nproc", "2", "--grid", "3x2"], "grid 3x2 holds 6 ranks, but there are 2"),
-        (["train", "--nproc", "2", "--accumulate", "48"], "cannot be divided by 2 ranks x 48"),
+        (["train", "--nproc", "2", "--accumulate", "48"], "--accumulate 48 is more than the 32 samples of a rank"),
         (["train", "resnet50"], "--data"),
         (["train", "resnet50", "--data", "nowhere"], "nowhere does not exist"),
         (["train", "--batch-phases", "0:64", "--global-batch", "64"], "--batch-phases sets the batch of every phase"),
@@ -197,4 +197,5 @@ def test_every_recipe_passes_a_dry_run_alone_and_as_published(capsys):
             assert values["groups"]
             assert values["memory_bytes_per_rank"]["total"] > 0
             for phase in values["phases"]:
-                assert phase["global_batch"] == phase["batch_per_rank"] * phase["accumulation"] * ranks
+                assert phase["global_batch"] == phase["share_per_rank"] * ranks
+                assert phase["batch_per_rank"] == -(-phase["share_per_rank"] // phase["accumulation"])

@@ -115,21 +115,20 @@ def test_batch_control_reproduces_a_loop_written_by_hand():
             lr = peak * epoch
         else:
             lr = 1e-4 + (peak - 1e-4) * (1 - (epoch - 1) / 5) ** 2
-        by_hand.append((seen, batch, batch // world // micro_steps, micro_steps, lr))
+        by_hand.append((seen, batch, (batch // world // micro_steps,) * micro_steps, lr))
         seen += batch
 
     ours = [
         (
             step.position,
             step.phase.global_batch,
-            step.phase.batch_per_rank,
-            step.phase.accumulation,
+            step.phase.micro_batches,
             learning_rate(config, step.epoch, step.phase.global_batch),
         )
         for step in steps(phases, samples, epochs)
     ]
-    assert [row[:4] for row in ours] == [row[:4] for row in by_hand]
-    assert [row[4] for row in ours] == pytest.approx([row[4] for row in by_hand])
+    assert [row[:3] for row in ours] == [row[:3] for row in by_hand]
+    assert [row[3] for row in ours] == pytest.approx([row[3] for row in by_hand])
 
 
 @given(
@@ -165,5 +164,27 @@ def test_a_run_continued_on_another_world_size_takes_the_same_steps():
 
 
 def test_a_batch_that_does_not_divide_says_what_would():
-    with pytest.raises(InputError, match=r"global batch 100 cannot be divided by 8 ranks .* 96 or 104"):
+    with pytest.raises(InputError, match=r"global batch 100 cannot be divided by 8 ranks; .* 96 or 104"):
         resolve_phases((BatchPhase(0, 100),), 1000, 8)
+    with pytest.raises(InputError, match=r"--accumulate 5 is more than the 4 samples of a rank .* --accumulate 4"):
+        resolve_phases((BatchPhase(0, 32),), 1000, 8, accumulate=5)
+
+
+@pytest.mark.parametrize(
+    ("share", "room", "micro_batches"),
+    [(512, 256, (256, 256)), (514, 256, (172, 171, 171)), (509, 256, (255, 254)), (7, 1, (1,) * 7), (3, None, (3,))],
+)
+def test_a_share_is_split_into_the_fewest_nearly_equal_micro_steps(share, room, micro_batches):
+    (phase,) = resolve_phases((BatchPhase(0, 2 * share),), 1000, 2, max_batch_per_rank=room)
+    assert phase.micro_batches == micro_batches
+    assert (phase.batch_per_rank, phase.accumulation) == (micro_batches[0], len(micro_batches))
+
+
+@given(share=st.integers(1, 2000), room=st.integers(1, 300), accumulate=st.integers(0, 50))
+def test_micro_steps_hold_the_share_and_fit(share, room, accumulate):
+    accumulate = min(accumulate, share)
+    (phase,) = resolve_phases((BatchPhase(0, share),), 1000, 1, accumulate=accumulate, max_batch_per_rank=room)
+    parts = phase.micro_batches
+    assert sum(parts) == share
+    assert max(parts) - min(parts) <= 1
+    assert len(parts) == accumulate if accumulate else max(parts) <= room

@@ -18,14 +18,15 @@ def order(length, seed, epoch):
     return stream.permute(np.arange(length), length, seed, np.full(length, epoch))
 
 
-def consumed(position, batch_per_rank, accumulation, world_size, length, seed):
+def consumed(position, micro_batches, world_size, length, seed):
     """Every (stream position, id) that the ranks take in one step."""
     taken = []
     for rank in range(world_size):
-        for micro_step in range(accumulation):
-            start = stream.rank_share(position, batch_per_rank, accumulation, world_size, rank, micro_step)
-            _, ids = stream.stretch(start, batch_per_rank, length, seed)
-            taken += zip(range(start, start + batch_per_rank), ids.tolist())
+        start = stream.rank_share(position, sum(micro_batches), world_size, rank)
+        for count in micro_batches:
+            _, ids = stream.stretch(start, count, length, seed)
+            taken += zip(range(start, start + count), ids.tolist())
+            start += count
     return taken
 
 
@@ -85,12 +86,12 @@ def test_the_order_is_pinned():
 
 
 @pytest.mark.parametrize("world_size", range(1, 8))
-@pytest.mark.parametrize(("batch_per_rank", "accumulation"), [(1, 1), (3, 1), (5, 3), (64, 2)])
-def test_epochs_hold_every_sample_exactly_once(world_size, batch_per_rank, accumulation):
+@pytest.mark.parametrize("micro_batches", [(1,), (3,), (5, 5, 5), (64, 64), (6, 5, 5)])
+def test_epochs_hold_every_sample_exactly_once(world_size, micro_batches):
     length, epochs = 211, 4  # a prime, so that batches straddle epochs
     taken = {}
-    for position in range(0, epochs * length, batch_per_rank * accumulation * world_size):
-        for where, sample in consumed(position, batch_per_rank, accumulation, world_size, length, seed=9):
+    for position in range(0, epochs * length, sum(micro_batches) * world_size):
+        for where, sample in consumed(position, micro_batches, world_size, length, seed=9):
             assert where not in taken
             taken[where] = sample
     assert set(range(epochs * length)) <= set(taken)
@@ -108,7 +109,7 @@ def test_resume_on_another_world_size_continues_the_stream(before, after):
         )
         for step, _ in zip(walk, range(count)):
             phase = step.phase
-            taken = consumed(step.position, phase.batch_per_rank, phase.accumulation, world_size, length, seed=2)
+            taken = consumed(step.position, phase.micro_batches, world_size, length, seed=2)
             yield step.position + phase.global_batch, sorted(taken)
 
     whole = list(samples(1, 0, 0, 9))
@@ -118,12 +119,8 @@ def test_resume_on_another_world_size_continues_the_stream(before, after):
 
 
 def test_a_ranks_samples_do_not_depend_on_the_accumulation():
-    def samples(batch_per_rank, accumulation, rank):
-        starts = [stream.rank_share(60, batch_per_rank, accumulation, 3, rank, m) for m in range(accumulation)]
-        return np.concatenate([stream.stretch(start, batch_per_rank, 97, 0)[1] for start in starts]).tolist()
-
-    for rank in range(3):
-        assert samples(12, 1, rank) == samples(4, 3, rank) == samples(1, 12, rank)
+    whole, *others = (consumed(60, parts, 3, 97, 0) for parts in ((12,), (4, 4, 4), (3, 3, 2, 2, 2), (1,) * 12))
+    assert all(taken == whole for taken in others)
 
 
 def test_uniforms_depend_on_seed_epoch_and_sample_only():

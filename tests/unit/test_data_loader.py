@@ -82,7 +82,7 @@ def test_batches_do_not_depend_on_world_size_or_accumulation(make, config):
     _, ids = stream.stretch(0, len(labels), len(source), 5)
     assert labels.tolist() == source.labels[ids].tolist()
     assert len(images[0].unique()) > 1 or config is SHIFT
-    for world_size, accumulate in ((2, 1), (3, 2), (4, 3)):
+    for world_size, accumulate in ((2, 1), (3, 2), (4, 3), (1, 5), (2, 7)):  # the last two: micro-steps differ
         others, other_labels = stream_of_batches(source, config, world_size, accumulate)
         assert torch.equal(others, images)
         assert torch.equal(other_labels, labels)

@@ -1,0 +1,219 @@
+"""How one rank of several leaves a run that failed. It says so first; nothing that can block comes before that.
+
+    error -> the timer starts -> words for the parent or stderr -> words for the other ranks -> record (rank 0)
+          -> graphs reset -> loader closed -> process group aborted -> the caller gets the error
+
+NCCL waits in its destructor for the graphs that captured its collectives, a device may be stuck in a collective whose
+other ranks have gone, and no signal handler runs in a thread that waits for it. So a timer ends the process when the
+second line takes too long: by then everything has been said. A run of one rank raises, and nothing else.
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from hyperbatch.comm.heartbeat import Heartbeat, announce
+from hyperbatch.engine.ranks import Ranks, interrupt
+from hyperbatch.errors import InputError, RunFailed
+
+PATIENCE_S = 10.0  # for the tidy part; torchrun's agent kills after 30
+
+_runs = itertools.count()  # of this process: each run's words have keys of their own, also after a failed one
+
+
+def words_of(error: BaseException, rank: int) -> dict[str, Any]:
+    """What a rank says about its failure. The parent command tells the user the words that were first in time."""
+    words: dict[str, Any] = {
+        "kind": "InputError" if isinstance(error, InputError) else "RunFailed",
+        "time": time.time(),
+    }
+    if isinstance(error, (InputError, RunFailed)):
+        return words | {"message": str(error)}
+    if isinstance(error, KeyboardInterrupt):
+        return words | {"message": f"rank {rank} was interrupted"}
+    # Our bug or the machine's fault.
+    trace = "".join(traceback.format_exception(error))
+    return words | {"message": f"rank {rank}: {type(error).__name__}: {str(error).strip()}", "traceback": trace}
+
+
+class Ending:
+    """A context manager around the whole run; `told` is one around whatever can fail inside the process group."""
+
+    def __init__(self, ranks: Ranks, report: Callable[[dict[str, Any]], None] | None = None) -> None:
+        """report: takes the words to the command that started this rank; without it they go to stderr."""
+        self.record: Callable[[str], None] = lambda reason: None  # leaves the reason in the run's folder
+        self._ranks, self._report = ranks, report
+        self._alone = ranks.world_size == 1
+        self._name = f"hyperbatch-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{next(_runs)}"
+        self._store: dist.Store | None = None
+        self._default_store: dist.Store | None = None  # serves the others on rank 0, until nobody refers to it
+        self._heart: Heartbeat | None = None
+        self._timer: threading.Timer | None = None
+        self._said, self._lock = False, threading.Lock()
+        self._kept_back: dict[str, Any] | None = None  # words that the error itself was to bring to the user
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        if not self._alone:
+            self._undo.callback(self._disarm)
+            self._undo.enter_context(self._signals_seen())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._said:
+            self._let_others_hear()
+        self._undo.close()
+
+    def watch(self, timeout_s: float) -> None:
+        """Ranks look at each other from here on: NCCL's watchdog does not see captured collectives."""
+        if self._store is not None:
+            self._heart = Heartbeat(
+                self._store, self._ranks.rank, self._ranks.world_size, timeout_s=timeout_s, on_lost=self._lost
+            ).start()
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Inside the process group: an error that passes here is known to everybody when it goes on."""
+        if not self._alone and self._store is None:
+            self._default_store = dist.distributed_c10d._get_default_store()
+            # Its own connection: others block on theirs.
+            self._store = dist.PrefixStore(self._name, self._default_store.clone())  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            yield
+        except BaseException as error:
+            if self._store is not None and not self._said:
+                self._fail(error, self._store)
+            raise
+        if self._heart is not None:
+            self._heart.stop()
+            self._heart = None
+
+    # --- in the main thread -------------------------------------------------------------------------------------
+
+    def _fail(self, error: BaseException, store: dist.Store) -> None:
+        words, rank = words_of(error, self._ranks.rank), self._ranks.rank
+        self._arm(words)
+        self._ignore_signals()
+        if self._report is not None:
+            self._say(words)
+        message = words["message"]
+        line = message if message.startswith(f"rank {rank}") else f"rank {rank}: {message}"
+        first = True
+        with contextlib.suppress(dist.DistError, RuntimeError):  # the store may have gone with another rank
+            first = self._heart.fail(line) if self._heart is not None else announce(store, line)
+        # Rank 0's error reaches the user by itself, and a mistake in the input is raised on every rank.
+        self._say(words | {"message": line}, aloud=first and rank != 0 and not isinstance(error, InputError))
+
+    def _ignore_signals(self) -> None:
+        """Ctrl-C is followed by the agent's SIGTERM, which must not break off what the first one began."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if _interrupts(number):
+                    self._undo.callback(signal.signal, number, signal.signal(number, lambda *_: None))
+
+    def _say(self, words: dict[str, Any], *, aloud: bool = True) -> bool:
+        """Only once; returns whether it was now."""
+        with self._lock:
+            if self._said:
+                return False
+            self._said = True
+        if self._report is not None:
+            self._report(words)
+        elif aloud:
+            _print(words["message"])
+        else:
+            self._kept_back = words
+        return True
+
+    # --- in threads beside it -----------------------------------------------------------------------------------
+
+    def _lost(self, line: str) -> None:
+        """Another rank has failed: this one ends, unless it is on its way out already."""
+        words = {"kind": "RunFailed", "message": line, "time": time.time()}
+        if self._say(words):
+            self._end(line)
+
+    def _arm(self, words: dict[str, Any]) -> None:
+        """From now on the process has PATIENCE_S left, unless the run is over before."""
+        with self._lock:
+            if self._timer is None:
+                self._timer = _timer(lambda: self._too_late(words))
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _too_late(self, words: dict[str, Any]) -> None:
+        first = self._say(words)
+        if self._kept_back is not None:
+            _print(self._kept_back["message"], self._kept_back.get("traceback", ""))
+        self._end(words["message"] if first else None)
+
+    def _end(self, reason: str | None) -> None:
+        """Ends the process, whatever the main thread waits for. reason: for record and ranks, if none was given yet."""
+        _timer(lambda: os._exit(1))  # neither a disk nor a store that does not answer keeps it
+        try:
+            if reason is not None:
+                self.record(reason)
+                if self._heart is not None:
+                    self._heart.fail(reason)
+                    self._let_others_hear()
+        finally:
+            os._exit(1)
+
+    def _let_others_hear(self) -> None:
+        """The store may live in rank 0, and the others ask it in intervals whether somebody has failed."""
+        if self._heart is not None and self._ranks.rank == 0:
+            time.sleep(self._heart.heard_after_s)
+
+    @contextlib.contextmanager
+    def _signals_seen(self) -> Iterator[None]:
+        """SIGINT and SIGTERM start the timer although the main thread may never come to run their handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+        def look() -> None:
+            while number := os.read(read, 1):  # nothing: the other end is closed
+                if number[0] in (signal.SIGINT, signal.SIGTERM) and _interrupts(number[0]):
+                    self._arm(words_of(KeyboardInterrupt(), self._ranks.rank))
+
+        thread = threading.Thread(target=look, name="hyperbatch-signals", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            os.close(write)
+            thread.join()
+            os.close(read)
+
+
+def _interrupts(number: int) -> bool:
+    return signal.getsignal(number) in (signal.default_int_handler, interrupt)
+
+
+def _timer(function: Callable[[], None]) -> threading.Timer:
+    timer = threading.Timer(PATIENCE_S, function)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def _print(line: str, before: str = "") -> None:
+    print(f"{before}hyperbatch: {line}", file=sys.stderr, flush=True)
