@@ -13,6 +13,7 @@ import pytest
 import torch
 from harness import run_ranks
 
+from hyperbatch.comm import doctor as comm_doctor
 from hyperbatch.config import Config
 from hyperbatch.engine import doctor as engine_doctor
 from hyperbatch.engine.doctor import doctor
@@ -70,19 +71,18 @@ def as_torchrun(rank: int, world_size: int, local_size: int) -> None:
     os.environ.update({name: str(value) for name, value in values.items()})
 
 
+def be_quick() -> None:
+    check = comm_doctor.check_collectives
+    comm_doctor.check_collectives = lambda device, grid: check(device, grid=grid, sizes_bytes=(4096,), rounds=1)
+
+
 def one_rank_per_host(rank: int) -> list[str]:
     """As on hosts of one rank, and as on one GPU that several ranks share: LOCAL_RANK is 0 everywhere."""
     as_torchrun(rank, 4, 1)
-    checked: list[str] = []
-    check = "hyperbatch.comm.doctor.check_collectives"
-    import hyperbatch.comm.doctor as comm_doctor
-
-    original = comm_doctor.check_collectives
-    comm_doctor.check_collectives = lambda device, grid: original(device, grid=grid, sizes_bytes=(4096,), rounds=1)
+    be_quick()
     values = doctor(collectives=True)
-    assert values["ok"], (check, values)
-    checked += dict.fromkeys(row["grid"] for row in values["collectives"])
-    return checked
+    assert values["ok"], values
+    return list(dict.fromkeys(row["grid"] for row in values["collectives"]))
 
 
 def test_hosts_of_one_rank_are_checked_on_a_square_too() -> None:
@@ -98,16 +98,16 @@ def one_host_is_ill(rank: int) -> dict:
 
 
 def test_what_is_wrong_on_one_host_is_told_on_all() -> None:
-    for values in run_ranks(2, one_host_is_ill):
-        assert not values["ok"]
-    ill = [check for check in run_ranks(2, one_host_is_ill)[0]["checks"] if not check["ok"]]
+    first, second = run_ranks(2, one_host_is_ill)
+    assert not first["ok"]
+    assert not second["ok"]
+    ill = [check for check in first["checks"] if not check["ok"]]
     assert ill == [{"name": "node1 disk", "ok": False, "detail": "0 GB free here: too little"}]
 
 
 def wrong_values(rank: int) -> dict:
     as_torchrun(rank, 2, 2)
-    import hyperbatch.comm.doctor as comm_doctor
-
+    be_quick()
     original = comm_doctor.all_reduce
 
     def spoilt(tensor, comm, *, algorithm="flat", op="mean"):
@@ -116,8 +116,6 @@ def wrong_values(rank: int) -> dict:
             tensor[-1] += 1
 
     comm_doctor.all_reduce = spoilt
-    check = comm_doctor.check_collectives
-    comm_doctor.check_collectives = lambda device, grid: check(device, grid=grid, sizes_bytes=(4096,), rounds=1)
     return doctor(collectives=True)
 
 
