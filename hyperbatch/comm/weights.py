@@ -48,7 +48,7 @@ def check_same_weights(arena: Arena, comm: GridComm, *, masters: bool) -> None:
         comm.world,
         "the initial model",
         [f"{line} {value:x}" for line, value in zip(lines, values, strict=True)],
-        advice="load the same weights on every rank, or call hyperbatch.comm.broadcast_weights(arena, comm) before",
+        advice="load the same weights on every rank, or call hyperbatch.comm.broadcast_weights(arena, comm) first",
     )
 
 
@@ -59,7 +59,7 @@ def checksum(flat: Tensor) -> Tensor:
     of 64 bits count as two, since a highest bit of 64 would add the same at every place.
     """
     bits = flat.view(torch.int16 if flat.dtype.itemsize == 2 else torch.int32)
-    factors = torch.arange(1, 2 * min(_BLOCK, len(bits)), 2, device=flat.device)
+    factors = 2 * torch.arange(min(_BLOCK, len(bits)), device=flat.device) + 1
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, len(bits), _BLOCK):
         part = bits[start : start + _BLOCK]

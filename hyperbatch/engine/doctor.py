@@ -136,8 +136,7 @@ def _join_and_check(
     except (InputError, RuntimeError) as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         return [], [_check("ranks", False, f"rank {ranks.rank} of {ranks.world_size}: {line}")]
-    here = socket.gethostname()
-    others = {f"{host} {check['name']}": check for host, checks in everyone if host != here for check in checks}
+    others = {f"{host} {check['name']}": check for host, checks in everyone for check in checks if check not in failed}
     met = _check("ranks", True, f"{ranks.world_size} ranks of {len({host for host, _ in everyone})} hosts meet")
     return rows, [met, *(check | {"name": name} for name, check in others.items())]
 

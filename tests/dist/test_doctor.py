@@ -17,8 +17,6 @@ from hyperbatch.comm import doctor as comm_doctor
 from hyperbatch.config import Config
 from hyperbatch.engine import doctor as engine_doctor
 from hyperbatch.engine.doctor import doctor
-from hyperbatch.engine.job import choose_grid
-from hyperbatch.engine.profile import profile
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.errors import InputError
 
@@ -147,6 +145,8 @@ def test_ranks_of_this_host_are_started() -> None:
 
 
 def grid_of_unequal_hosts(rank: int, hosts: list[int]) -> str:
+    from hyperbatch.engine.job import choose_grid  # most ranks here need none of it, and it takes seconds to load
+
     ranks = Ranks(rank=rank, world_size=len(hosts), local_size=hosts[rank], launcher="test")
     return str(choose_grid(Config(), ranks))
 
@@ -157,8 +157,9 @@ def test_hosts_of_different_sizes_make_one_row_on_every_rank() -> None:
 
 
 def profile_unequal_hosts(rank: int, output: Path) -> str:
-    local = [2, 2, 1][rank]
-    as_torchrun(rank, 3, local)
+    from hyperbatch.engine.profile import profile
+
+    as_torchrun(rank, 3, [2, 2, 1][rank])
     torch.set_num_threads(1)
     try:
         profile("resnet8", device="cpu", output=output, batches=(1,), rounds=1)

@@ -566,6 +566,7 @@ def test_a_checksum_shows_every_flipped_bit_and_every_swap(dtype: torch.dtype, m
             seen.add(weights.checksum(flat).item())
             bits[place] ^= mask
     assert len(seen) == 1 + 41 * width, "all different"
+    assert weights.checksum(flat[:0]).item() == 0
     seen = {weights.checksum(flat[torch.arange(41).roll(n)]).item() for n in range(41)}
     assert len(seen) == 41
 
