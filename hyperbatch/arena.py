@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from hyperbatch.errors import InputError
 from hyperbatch.optim.params import kind_of, owners
 from hyperbatch.plan.types import TensorSpec
 
@@ -208,6 +209,10 @@ class Arena:
             grad, view = slot.param.grad, self._grad_views[slot.name]
             if grad is None:
                 missing.append(view)
+            elif grad.layout != torch.strided:
+                raise InputError(
+                    f"{slot.name} has a sparse gradient, and an arena holds dense ones; use sparse=False in its layer"
+                )
             elif grad.data_ptr() != view.data_ptr():
                 sources.setdefault(slot.dtype, []).append(grad.detach())
                 targets.setdefault(slot.dtype, []).append(view)

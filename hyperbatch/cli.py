@@ -262,7 +262,8 @@ def _doctor(args: argparse.Namespace) -> int:
     from hyperbatch.engine.doctor import doctor, format_doctor
 
     values = doctor(collectives=args.collectives, nproc=args.nproc)
-    _print(args, values, lambda: format_doctor(values))
+    if _is_first_rank():
+        _print(args, values, lambda: format_doctor(values))
     return 0 if values["ok"] else 1
 
 
@@ -490,6 +491,8 @@ def _build_parser() -> _Parser:
     sub.add_argument("--output", metavar="FILE")
 
     sub = verb("doctor", _doctor, "check this machine; --collectives verifies every all-reduce on its GPUs")
-    sub.add_argument("--collectives", action="store_true")
+    sub.add_argument(
+        "--collectives", action="store_true", help="on this host, or under torchrun, srun or mpirun on all of theirs"
+    )
     sub.add_argument("--nproc", type=_positive, default=None, metavar="N", help="processes for --collectives")
     return parser

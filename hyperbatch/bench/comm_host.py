@@ -20,7 +20,6 @@ from hyperbatch.arena import Arena, backward_order
 from hyperbatch.bench.harness import Candidate, device_s, interleave, result, rows
 from hyperbatch.bench.replay import ReplayModel
 from hyperbatch.comm import GradSync, GridComm
-from hyperbatch.comm.sync import CHECKED_STEPS
 from hyperbatch.models import create_model, smoothed_cross_entropy
 from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.types import RankGrid, TensorSpec
@@ -88,12 +87,11 @@ def bench_nccl(*, batch: int = 256, rounds: int = 10) -> dict[str, Any]:
                 arena.collect()
 
         def sample_s(algorithm: str | None, wire: torch.dtype | None = None) -> float:
-            """Seconds of a step, once the first ones have compared which parameters were used."""
+            """Seconds of a step, once a first one has warmed up."""
             if algorithm is None:
                 return device_s(lambda: step(None), calls=STEPS)
             with closing(GradSync(arena, plan, comm, algorithm=algorithm, wire_dtype=wire)) as sync:
-                for _ in range(CHECKED_STEPS):
-                    step(sync)
+                step(sync)
                 return device_s(lambda: step(sync), calls=STEPS)
 
         def counted(algorithm: str) -> None:
@@ -114,7 +112,7 @@ def bench_nccl(*, batch: int = 256, rounds: int = 10) -> dict[str, Any]:
 
 
 def _collectives(run: Any) -> dict[str, int]:
-    """NCCL calls of a run by name, counted by the profiler; one more all-reduce compares which parameters were used."""
+    """NCCL calls of a run by name, counted by the profiler; one more all-reduce tells which parameters were used."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         run()
     return {event.key: event.count for event in profile.key_averages() if event.key.startswith("nccl:")}

@@ -212,10 +212,9 @@ def _steps(
     exposed: dict[str, list[float]] = {name: [] for name in plans}
 
     def step(name: str) -> float:
-        # Steps of a run follow each other, so connections know their links: the second of two in a row is timed. Ranks
-        # compare what they used in the first steps of a run only.
+        # Steps of a run follow each other, so connections know their links: the second of two in a row is timed.
         start = after_backward = end = 0.0
-        with closing(GradSync(arena, _replayed(plans[name], specs), comm, checked_steps=0)) as sync:
+        with closing(GradSync(arena, _replayed(plans[name], specs), comm)) as sync:
             for _ in range(2):
                 arena.zero_grad()
                 dist.barrier()

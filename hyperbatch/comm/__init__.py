@@ -9,6 +9,7 @@ from hyperbatch.comm.runner import Handle
 from hyperbatch.comm.shards import own_shard, shard_bounds
 from hyperbatch.comm.switch import measure_switch
 from hyperbatch.comm.sync import GradSync, PhaseTiming
+from hyperbatch.comm.weights import broadcast_weights
 
 __all__ = [
     "GradSync",
@@ -18,6 +19,7 @@ __all__ = [
     "PhaseTiming",
     "all_gather",
     "all_reduce",
+    "broadcast_weights",
     "check_collectives",
     "ddp_bucket_bytes",
     "ddp_kwargs",

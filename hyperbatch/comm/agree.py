@@ -13,19 +13,26 @@ _SHOWN_CHARS = 200
 
 
 def check_agreement(
-    group: dist.ProcessGroup | None, what: str, description: Sequence[str], problem: str | None = None
+    group: dist.ProcessGroup | None,
+    what: str,
+    description: Sequence[str],
+    problem: str | None = None,
+    *,
+    advice: str = "give all the same",
 ) -> None:
     """Raises InputError on every rank of the group when one has a problem, or when descriptions differ.
 
-    description: lines; the first that differs is shown. Only a digest travels while all is well.
+    description: lines; the first that differs is shown. Only a digest travels while all is well. advice: what to do
+    when they differ.
     """
     if group is None or dist.get_world_size(group) == 1:
         if problem:
             raise InputError(problem)
         return
     digest = hashlib.sha256("\n".join(description).encode()).hexdigest()
+    names = dist.get_process_group_ranks(group)
     seen: list[tuple[str | None, str]] = _gather((problem, digest), group)
-    for rank, (their_problem, _) in enumerate(seen):
+    for rank, (their_problem, _) in zip(names, seen, strict=True):
         if their_problem:
             raise InputError(f"rank {rank}: {their_problem}")
     odd = next((rank for rank, (_, theirs) in enumerate(seen) if theirs != seen[0][1]), None)
@@ -33,7 +40,9 @@ def check_agreement(
         return
     lines = _gather(list(description), group)  # every rank has seen the same digests and comes here too
     first, other = first_difference(lines[0], lines[odd])
-    raise InputError(f"{what} differs between ranks: rank 0 has {first!r}, rank {odd} has {other!r}; give all the same")
+    raise InputError(
+        f"{what} differs between ranks: rank {names[0]} has {first!r}, rank {names[odd]} has {other!r}; {advice}"
+    )
 
 
 def first_difference(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:

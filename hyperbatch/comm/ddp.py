@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hyperbatch.comm.collectives import HYBRID_SWITCH_BYTES, all_reduce_now, resolve_algorithm
 from hyperbatch.comm.grid import GridComm
+from hyperbatch.errors import InputError
 from hyperbatch.plan.types import GroupPlan, TensorSpec
 
 MIB = 1 << 20
@@ -61,6 +63,12 @@ def register_ddp_hook(
 ) -> None:
     """DDP's buckets travel by our all-reduce, in this precision; the gradients are the mean over ranks as before."""
     resolve_algorithm(algorithm, 0)  # a misspelt name should not wait for the first backward
+    theirs = dist.get_process_group_ranks(ddp_model.process_group)
+    if theirs != comm.members:
+        raise InputError(
+            f"this DDP model averages over ranks {theirs}, and the grid holds {comm.members}; "
+            "give both the same ranks (DistributedDataParallel has process_group=)"
+        )
 
     def hook(_state, bucket):  # bare: DDP compares annotations by identity, and ours are strings
         buffer = bucket.buffer()

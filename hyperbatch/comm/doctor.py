@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -11,34 +9,37 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hyperbatch.comm.collectives import all_reduce
 from hyperbatch.comm.grid import GridComm
 from hyperbatch.plan.types import RankGrid
 
 WARM_UP_ROUNDS = 2
+# On CPUs the largest goes in several chunks (comm/pipeline.py); longer ones would only take longer.
+SIZES_BYTES = {"cuda": (1 << 12, 1 << 20, 1 << 26), "cpu": (1 << 12, 1 << 20, 1 << 23)}
+LARGEST_SUM = 256  # integers up to it are exact in bf16, in whatever order they are added
 
 
 def check_collectives(
     device: torch.device,
     *,
     grid: RankGrid | None = None,
-    sizes_bytes: Sequence[int] = (1 << 12, 1 << 20, 1 << 26),
+    sizes_bytes: Sequence[int] | None = None,
     rounds: int = 10,
 ) -> list[dict[str, Any]]:
-    """One row per algorithm, precision and size, the same on every rank; run it under torchrun on all of them.
+    """One row per algorithm, precision and size, the same on every rank; every rank of the process group calls it.
 
     correct: equals the backend's sum bit for bit on every rank (small integers, exact in every precision).
     gb_per_s: bus bandwidth, 2 (n - 1) / n of the message per second, as NCCL's own tests count it.
-    grid: by default the ranks of each host as rows (LOCAL_WORLD_SIZE), else as square as the world allows.
+    grid: by default as square as the world size allows, so that every algorithm has two directions to go.
     """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    comm = GridComm(grid or _default_grid(world_size))
+    comm = GridComm(grid or RankGrid.square(dist.get_world_size() if dist.is_initialized() else 1))
     try:
         return [
             _check(comm, algorithm, dtype, size_bytes, device, rounds)
             for dtype in (torch.float32, torch.bfloat16)
-            for size_bytes in sizes_bytes
+            for size_bytes in sizes_bytes or SIZES_BYTES[device.type]
             for algorithm in ("flat", "hierarchical", "torus")
         ]
     finally:
@@ -48,9 +49,8 @@ def check_collectives(
 def _check(
     comm: GridComm, algorithm: str, dtype: torch.dtype, size_bytes: int, device: torch.device, rounds: int
 ) -> dict[str, Any]:
-    # Odd, so that remainders are checked too; sums of up to 256 are exact in bf16.
-    numel = size_bytes // dtype.itemsize | 1
-    mine = ((torch.arange(numel, device=device) + comm.rank) % max(2, 256 // comm.size)).to(dtype)
+    numel = size_bytes // dtype.itemsize | 1  # odd, so that remainders are checked too
+    mine = values_of(torch.arange(numel, device=device), comm.rank, comm.size).to(dtype)
     expected = mine.clone()
     all_reduce(expected, comm, op="sum")
     actual = mine.clone()
@@ -68,12 +68,12 @@ def _check(
     slowest = torch.tensor(seconds[WARM_UP_ROUNDS:], dtype=torch.float64)
     if comm.size > 1:
         slowest = slowest.to(device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=comm.world)
     times = sorted(slowest.tolist())
     median = statistics.median(times)
     name = str(dtype).removeprefix("torch.")
     return {
-        "name": f"{algorithm} {name} {size_bytes} bytes",
+        "name": f"{algorithm} {comm.grid} {name} {size_bytes} bytes",
         "algorithm": algorithm,
         "grid": str(comm.grid),
         "dtype": name,
@@ -87,11 +87,14 @@ def _check(
     }
 
 
-def _default_grid(world_size: int) -> RankGrid:
-    columns = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    if columns < 1 or world_size % columns or columns == world_size:
-        columns = next(c for c in range(math.isqrt(world_size), 0, -1) if world_size % c == 0)
-    return RankGrid(world_size // columns, columns)
+def values_of(places: Tensor, rank: int, world_size: int) -> Tensor:
+    """One rank's integers at these places: their sum over the ranks is at most LARGEST_SUM and differs between places.
+
+    In a large world only every `stride`-th rank has something other than zero at a place, at each place other ranks.
+    """
+    stride = -(-world_size // 64)
+    largest = LARGEST_SUM // -(-world_size // stride)
+    return torch.where((places + rank) % stride == 0, 1 + places % 251 * (rank + 1) % largest, 0)
 
 
 def settle(device: torch.device) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyperbatch.comm.agree import check_agreement
-from hyperbatch.comm.runner import DoneHandle, Handle, Job, StreamRunner, Then, ThreadRunner
+from hyperbatch.comm.runner import Handle, InlineRunner, Job, StreamRunner, Then, ThreadRunner
 from hyperbatch.errors import InputError
 from hyperbatch.plan.types import RankGrid
 
@@ -27,12 +27,17 @@ class GridComm:
     two nodes; a two-dimensional DeviceMesh says the same (first dimension: rows) and lends its groups, which others
     must leave alone while a collective is in flight. A direction with one rank in it has no group (None).
 
+    A slice of a larger mesh, such as `mesh["dp"]` of a mesh ("dp", "tp"), is a grid of its own ranks alone. Every
+    rank must then be in one slice.
+
     Without an initialised process group only a 1x1 grid is accepted, and every collective is the identity.
     """
 
     grid: RankGrid
-    rank: int
-    world: dist.ProcessGroup | None
+    ranks: list[list[int]]  # numbers in the default process group, row by row
+    members: list[int]  # the same, in ascending order
+    rank: int  # this rank's place among the members
+    world: dist.ProcessGroup | None  # the members
     row: dist.ProcessGroup | None  # the ranks of my node
     column: dist.ProcessGroup | None  # one rank of each node: my place in theirs
 
@@ -50,28 +55,36 @@ class GridComm:
         time the collectives of a step.
         """
         ready = dist.is_initialized()
-        self.rank = dist.get_rank() if ready else 0
+        me = dist.get_rank() if ready else 0
         self.world = self.row = self.column = None
         self._closed = False
         self._made: list[dist.ProcessGroup] = []
+        self._inline = InlineRunner()
         self._thread: ThreadRunner | None = None
         self._streams: dict[torch.device, StreamRunner] = {}
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
 
-        world_size = dist.get_world_size() if ready else 1
+        mesh = grid if isinstance(grid, DeviceMesh) else None
+        everyone = list(range(dist.get_world_size() if ready else 1))
         problem = None
         try:
             self.grid, self.ranks = _placement(grid, ranks)
-            _check_placement(self.grid, self.ranks, world_size, ready)
+            _check_placement(self.grid, self.ranks, everyone if mesh is None else None, me, ready)
         except InputError as error:
             problem = str(error)
-        description = [] if problem else [f"grid {self.grid} with ranks {self.ranks}"]
-        check_agreement(dist.group.WORLD if ready else None, "the rank grid", description, problem)
+        description = []
+        if problem is None:
+            self.members = sorted(rank for row in self.ranks for rank in row)
+            placed = self.ranks if self.members == everyone else "of a slice"
+            description = [f"grid {self.grid} with ranks {placed}"]
+        default = dist.group.WORLD if ready else None
+        check_agreement(default, "the rank grid", description, problem)
+        slices = [everyone] if self.members == everyone else _slices(self.members, everyone)
 
-        position = [(r, c) for r, row in enumerate(self.ranks) for c, rank in enumerate(row) if rank == self.rank]
-        self.row_index, self.column_index = position[0]
-        if world_size > 1 or (alone and ready):
-            self._make_groups(grid if isinstance(grid, DeviceMesh) else None, timeout or _world_timeout())
+        self.rank = self.members.index(me)
+        self.row_index, self.column_index = next((r, row.index(me)) for r, row in enumerate(self.ranks) if me in row)
+        if self.size > 1 or (alone and ready):
+            self._make_groups(mesh, slices, timeout or _world_timeout())
 
     @property
     def size(self) -> int:
@@ -81,15 +94,13 @@ class GridComm:
         """Runs a job behind all earlier ones: on the communication thread, or on the communication stream of a GPU."""
         if self._closed:
             raise RuntimeError("this GridComm is closed; make a new one")
-        if self.world is None:
-            job()
-            if then is not None:
-                then(None)
-            return DoneHandle()
-        if device.type == "cuda":
+        if device.type == "cuda" and self.world is not None:
             if device not in self._streams:
                 self._streams[device] = StreamRunner(device)
             return self._streams[device].submit(job, then)
+        # A thread would issue from beside the caller's own collectives on a group that is not ours alone.
+        if self.world not in self._made:
+            return self._inline.submit(job, then)
         if self._thread is None:
             self._thread = ThreadRunner(f"hyperbatch-comm-{self.rank}")
         return self._thread.submit(job, then)
@@ -121,7 +132,7 @@ class GridComm:
         self.world = self.row = self.column = None
         self._scratch.clear()
 
-    def _make_groups(self, mesh: DeviceMesh | None, timeout: timedelta | None) -> None:
+    def _make_groups(self, mesh: DeviceMesh | None, slices: list[list[int]], timeout: timedelta | None) -> None:
         def make(members: list[list[int]]) -> dist.ProcessGroup | None:
             """This rank's group of several; all ranks make all of them, in the same order."""
             mine = None
@@ -134,8 +145,12 @@ class GridComm:
 
         # The thread issues from beside the caller's own collectives on the default group, so it needs a group of its
         # own; NCCL launches from streams in program order and a second communicator would only cost memory.
-        everyone = sorted(rank for row in self.ranks for rank in row)
-        self.world = dist.group.WORLD if dist.get_backend() == "nccl" else make([everyone])
+        if not cuda_uses_nccl():
+            self.world = make(slices)
+        elif len(slices) == 1:
+            self.world = dist.group.WORLD
+        else:
+            self.world = mesh.get_group() if mesh is not None and mesh.ndim == 1 else make(slices)
         rows, columns = self.grid.rows, self.grid.columns
         if min(rows, columns) == 1:
             self.row = self.world if rows == 1 else None
@@ -165,20 +180,43 @@ def _placement(grid: RankGrid | DeviceMesh, ranks: Sequence[Sequence[int]] | Non
     return grid, table
 
 
-def _check_placement(grid: RankGrid, ranks: list[list[int]], world_size: int, ready: bool) -> None:
+def _check_placement(grid: RankGrid, ranks: list[list[int]], everyone: list[int] | None, me: int, ready: bool) -> None:
+    """everyone: the ranks that must all have a place; None: those of a mesh, which may be a slice of a larger one."""
     if not ready and grid.size > 1:
         raise InputError(f"grid {grid} needs a process group; call torch.distributed.init_process_group first")
-    grid.check_world(world_size)
-    if sorted(rank for row in ranks for rank in row) != list(range(world_size)):
-        raise InputError(f"ranks {ranks} must name each of 0 to {world_size - 1} once")
+    placed = sorted(rank for row in ranks for rank in row)
+    if everyone is not None:
+        grid.check_world(len(everyone))
+        if placed != everyone:
+            raise InputError(f"ranks {ranks} must name each of 0 to {everyone[-1]} once")
+    elif me not in placed:
+        raise InputError(f"this rank is not in the mesh of ranks {placed}; every rank needs a place in a mesh")
     # torch numbers a group's ranks in ascending order; a shard would land in the wrong column otherwise.
     if any(row != sorted(row) for row in ranks):
         raise InputError(f"ranks {ranks}: the ranks of a row must ascend; sort each row")
 
 
+def _slices(members: list[int], everyone: list[int]) -> list[list[int]]:
+    """The members of every slice of the mesh, the same list on every rank: torch wants all groups made by all ranks."""
+    found: list[list[int]] = [[] for _ in everyone]
+    dist.all_gather_object(found, members)
+    slices = sorted({tuple(each) for each in found})
+    if sorted(rank for each in slices for rank in each) != everyone:
+        raise InputError(f"the meshes of the ranks overlap or leave ranks out: {slices}; give each rank one slice")
+    return [list(each) for each in slices]
+
+
+def cuda_uses_nccl() -> bool:
+    """Whether NCCL carries the CUDA tensors of the default process group.
+
+    `dist.get_backend()` does not say: for a group with a backend per device it is the whole "cpu:gloo,cuda:nccl".
+    """
+    return "cuda:nccl" in dist.get_backend_config().split(",")
+
+
 def _world_timeout() -> timedelta | None:
     """new_group falls back to torch's half hour; a dead rank should be noticed as fast as on the default group."""
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     world = dist.group.WORLD
     assert world is not None
-    return getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
+    backend = world._get_backend(torch.device("cuda" if cuda_uses_nccl() else "cpu"))
+    return getattr(getattr(backend, "options", None), "_timeout", None)

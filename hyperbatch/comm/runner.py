@@ -56,13 +56,14 @@ class Handle(ABC):
 
 
 class DoneHandle(Handle):
-    """Of a job that ran at once: there is nobody to talk to."""
+    """Of a job that ran at once, on the caller's thread."""
 
-    def __init__(self) -> None:
-        self.start = self.end = time.perf_counter()
+    def __init__(self, start: Mark, error: BaseException | None) -> None:
+        self.start, self.end, self._error = start, time.perf_counter(), error
 
     def wait(self) -> None:
-        pass
+        if self._error is not None:
+            raise self._error
 
     def done(self) -> bool:
         return True
@@ -83,13 +84,15 @@ class ThreadHandle(Handle):
 
 
 class StreamHandle(Handle):
-    def __init__(self, start: Mark, end: Mark, device: torch.device, job: Job) -> None:
+    def __init__(self, start: Mark, end: Mark, device: torch.device, job: Job, error: BaseException | None) -> None:
         assert isinstance(end, torch.cuda.Event)
         self.start, self.end, self._reached = start, end, end
-        self._device = device
+        self._device, self._error = device, error
         self._job: Job | None = job  # keeps its tensors alive until the waiting stream is behind them
 
     def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
         torch.cuda.current_stream(self._device).wait_event(self._reached)
         self._job = None
 
@@ -97,8 +100,12 @@ class StreamHandle(Handle):
         return self._reached.query()
 
 
+# Every runner runs its jobs one after another, and after a failure every later job fails with the same error, at once:
+# this rank has left out a collective that the others may have taken part in, so its next one would meet their last.
+
+
 class ThreadRunner:
-    """Runs jobs one after another. After a failure every later job fails with the same error, at once."""
+    """Runs jobs on a thread of its own."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[tuple[Job, Then | None, ThreadHandle] | None] = queue.SimpleQueue()
@@ -137,19 +144,51 @@ def _serve(jobs: queue.SimpleQueue[tuple[Job, Then | None, ThreadHandle] | None]
             del item, job, then, handle  # the tensors of a job must not live until the next one comes
 
 
-class StreamRunner:
+class InlineRunner:
+    """Runs jobs at once, on the thread that submits them."""
+
+    def __init__(self) -> None:
+        self._broken: BaseException | None = None
+
+    def submit(self, job: Job, then: Then | None = None) -> Handle:
+        start = time.perf_counter()
+        with torch.no_grad():
+            error = self._run(job)
+        if then is not None:
+            then(error)
+        return DoneHandle(start, error)
+
+    def _run(self, job: Job) -> BaseException | None:
+        """What the job raised, or one before it."""
+        if self._broken is None:
+            try:
+                job()
+            except BaseException as error:
+                self._broken = error
+                if not isinstance(error, Exception):  # Ctrl-C
+                    raise
+        return self._broken
+
+
+class StreamRunner(InlineRunner):
     """Runs jobs on a stream of its own, behind what the submitting stream has been given so far."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self.device = device
         self.stream = torch.cuda.Stream(device)
 
-    def submit(self, job: Job, then: Then | None = None) -> StreamHandle:
+    def submit(self, job: Job, then: Then | None = None) -> Handle:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream), torch.no_grad():
             start = mark(self.device)
-            job()
+            # A capture sends nothing: it fails at once, the other ranks miss nothing, and it may be tried again.
+            if torch.cuda.is_current_stream_capturing() and self._broken is None:
+                job()
+                error = None
+            else:
+                error = self._run(job)
             end = mark(self.device)
             if then is not None:
-                then(None)
-        return StreamHandle(start, end, self.device, job)
+                then(error)
+        return StreamHandle(start, end, self.device, job, error)

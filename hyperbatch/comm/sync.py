@@ -7,6 +7,7 @@ communication         [--- g0 ---]   [------- g1 -------]        [---- g2 ----] 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,15 +20,15 @@ from hyperbatch.comm.agree import check_agreement
 from hyperbatch.comm.collectives import HYBRID_SWITCH_BYTES, all_reduce_now, reduce_scatter_now, resolve_algorithm
 from hyperbatch.comm.grid import GridComm
 from hyperbatch.comm.phases import Phase
-from hyperbatch.comm.runner import Handle, Mark, mark, seconds_between
+from hyperbatch.comm.runner import Handle, Job, Mark, mark, seconds_between
 from hyperbatch.comm.shards import own_shard
+from hyperbatch.comm.usage import check_usage, exchange_usage, usage_bits
+from hyperbatch.comm.weights import check_same_weights
 from hyperbatch.errors import InputError
 from hyperbatch.plan.types import GradGroup, GroupPlan, GroupTiming
 
 if TYPE_CHECKING:
     from hyperbatch.arena import Arena
-
-CHECKED_STEPS = 3  # steps in which ranks compare which parameters they used
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +62,7 @@ class _Step:
     flights: list[_Flight]
     arrived: list[bool]  # by parameter
     launched: int = 0  # groups
+    usage: Tensor | None = None  # bits that travel behind the last group
 
 
 class GradSync:
@@ -68,6 +70,10 @@ class GradSync:
 
     Each step: `begin()` before every backward, `finish()` after the last. Between the two `param.grad` of a launched
     group is in flight and must be left alone. With one rank it does nothing at all (unless `GridComm(alone=True)`).
+
+    In every step ranks also tell each other which parameters they used, since one that only some of them update would
+    never agree again. On a CPU `finish()` raises at once; on a GPU nobody waits for the answer, so a later `finish()`
+    does, or `check()`. What a CUDA graph uses is settled when it is captured: call `check()` after the capture.
     """
 
     def __init__(
@@ -80,18 +86,15 @@ class GradSync:
         algorithm: str = "flat",
         hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES,
         sharded: bool = False,
-        debug: bool = False,
-        checked_steps: int = CHECKED_STEPS,
     ) -> None:
-        """Compares the plan's hash over all ranks; a difference is an error on each of them.
+        """Compares the plan and the weights (and masters) over all ranks; a difference is an error on each of them.
 
         sharded: gradients are only reduce-scattered, by rows and columns with `torus` and at once with any other; each
         rank then holds the mean in its `shard` of a group alone (see optim/sharded.py).
-        debug: compare which parameters the ranks used in every step, not in the first `checked_steps` only.
         """
         self.plan, self.comm = plan, comm
         self.sharded = sharded
-        self._arena, self._wire_dtype, self._debug, self._checked_steps = arena, wire_dtype, debug, checked_steps
+        self._arena, self._wire_dtype = arena, wire_dtype
         self._slots = arena.slots
         self._algorithms: list[str] = []
         problem = None
@@ -101,6 +104,8 @@ class GradSync:
         except (InputError, ValueError) as error:
             problem = str(error)
         self._compare_plans(problem)
+        # In the sharded form a rank's masters are current in its own shard only.
+        check_same_weights(arena, comm, masters=not sharded)
 
         self._device = arena.device
         number = {slot.name: i for i, slot in enumerate(self._slots)}
@@ -109,12 +114,13 @@ class GradSync:
         self._slices: list[Tensor] = []
         self._sliced_from: dict[torch.dtype, Tensor] = {}
         self._used = [False] * len(self._slots)  # in any micro-step of this step
+        self._unchecked: deque[tuple[Handle, Tensor]] = deque()  # usage of steps on their way through the device
+        self._captured: list[list[bool]] = []  # usage in captured steps that ranks have not compared yet
         self._open: _Step | None = None  # the step that communicates now
         self._last: _Step | None = None  # the one that timings are asked of
         self._timings: tuple[GroupTiming, ...] = ()
         self._phases: tuple[PhaseTiming, ...] = ()
         self._begin_s = 0.0  # of these timings
-        self._finished_steps = 0
         self._hooks = []
         if comm.world is not None:
             self._hooks = [
@@ -154,19 +160,36 @@ class GradSync:
                 return
             while step.launched < len(step.flights):
                 self._launch(step)
-            captured = _captured(self._device)
-            checks = (self._debug or self._finished_steps < self._checked_steps) and not captured
-            usage = self._compare_usage(used) if checks else None
             for flight in step.flights:
                 assert flight.handle is not None
                 flight.handle.wait()
-            if usage is not None:
-                self._check_usage(*usage)
         finally:
             self._open = None
             self._used = [False] * len(self._slots)
-        self._finished_steps += 1
-        self._last, self._timings, self._phases = (None if captured else step), (), ()
+        self._last, self._timings, self._phases = (None if step.usage is None else step), (), ()
+        if step.usage is None:
+            self._captured.append(used)  # and nothing is asked of the device: that would break the capture
+            return
+        handle = step.flights[-1].handle
+        assert handle is not None
+        self._unchecked.append((handle, step.usage))
+        while self._unchecked and self._unchecked[0][0].done():
+            self._check_next()
+
+    def check(self) -> None:
+        """Raises InputError if some ranks alone used a parameter in the steps or captures so far.
+
+        For every rank at the same point, e.g. after a capture and before a checkpoint is written. Waits for the device.
+        """
+        for used in self._captured:
+            bits = usage_bits(used, self.comm, self._device)
+            job = partial(exchange_usage, bits, self.comm, self._device)
+            self._unchecked.append((self.comm.submit(job, self._device), bits))
+        self._captured = []
+        if self._unchecked and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the caller wants to know before it goes on
+        while self._unchecked:
+            self._check_next()
 
     def shard(self, index: int) -> tuple[int, int]:
         """[start, stop) of this rank's part of a group, in elements of its dtype's buffers; sharded or not."""
@@ -202,11 +225,12 @@ class GradSync:
         return tuple(replace(t, ready_s=t.ready_s + at, start_s=t.start_s + at, end_s=t.end_s + at) for t in timings)
 
     def forget(self) -> None:
-        """As if no step had been run yet: nothing in flight, no timings, and ranks compare what they use once more."""
+        """As if no step had been run yet: nothing in flight, no timings, nothing left to check."""
         self._open = self._last = None
         self._used = [False] * len(self._slots)
         self._timings, self._phases = (), ()
-        self._finished_steps = 0
+        self._unchecked.clear()
+        self._captured = []
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -242,12 +266,16 @@ class GradSync:
         if flight.ready is None:  # it has parameters this backward did not use
             flight.ready = mark(self._device)
         self._arena.collect(self.plan.groups[index].parameters)  # where there is none, no old one travels again
-        flight.phases = None if _captured(self._device) else []
+        captured = _captured(self._device)
+        flight.phases = None if captured else []
         tensor, algorithm = self._slices[index], self._algorithms[index]
         if self.sharded:
-            job = partial(reduce_scatter_now, tensor, self.comm, algorithm, self._wire_dtype, flight.phases)
+            job: Job = partial(reduce_scatter_now, tensor, self.comm, algorithm, self._wire_dtype, flight.phases)
         else:
             job = partial(all_reduce_now, tensor, self.comm, algorithm, "mean", self._wire_dtype, flight.phases)
+        if step.launched == len(step.flights) and not captured:  # what this step uses is known by now
+            step.usage = usage_bits(self._used, self.comm, self._device)
+            job = partial(_both, job, partial(exchange_usage, step.usage, self.comm, self._device))
         flight.handle = self.comm.submit(job, self._device)
 
     def _find_slices(self) -> None:
@@ -319,20 +347,15 @@ class GradSync:
         self.comm.drain()  # another GradSync may share the groups
         check_agreement(self.comm.world, "the gradient plan", description, problem)
 
-    def _compare_usage(self, used: list[bool]) -> tuple[Handle, Tensor]:
-        counts = torch.tensor(used, dtype=torch.int32, device=self._device)
-        job = partial(all_reduce_now, counts, self.comm, "flat", "sum")
-        return self.comm.submit(job, self._device), counts
-
-    def _check_usage(self, handle: Handle, counts: Tensor) -> None:
+    def _check_next(self) -> None:
+        handle, bits = self._unchecked.popleft()
         handle.wait()
-        users = counts.tolist()  # synchronises with the device: in the first steps and in debug mode only
-        partly = [slot.name for slot, n in zip(self._slots, users) if 0 < n < self.comm.size]
-        if partly:
-            raise InputError(
-                f"{', '.join(partly)}: used in this step's backward on some ranks only; "
-                "make every rank run the same layers, or freeze these"
-            )
+        check_usage(bits, [slot.name for slot in self._slots], self.comm)
+
+
+def _both(first: Job, second: Job) -> None:
+    first()
+    second()
 
 
 def _captured(device: torch.device) -> bool:

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyperbatch.comm.sync import CHECKED_STEPS
 from hyperbatch.data.augment import size_at
 from hyperbatch.data.batch import Batch
 from hyperbatch.engine.job import Job
@@ -116,6 +115,7 @@ class StepRunner:
             self._attempt(self._capture, self._key(step))
         self._known.add(self._key(step))
         if self._graphs:
+            self._job.sync.check()  # a graph would go on using what some ranks alone use
             self._job.graph = self._job.arena.pinned = True
 
     def run(self, piece: Piece, batch: Batch, timer: StepTimer) -> None:
@@ -182,9 +182,7 @@ class StepRunner:
         with put_back(self._job):
             for images, labels in batches.values():
                 compile_kernels(self._job, images, labels, self.total)
-            # Ranks compare on the host in the first steps which parameters they used.
-            for _ in range(1 if self._backend is None else CHECKED_STEPS):
-                step()
+            step()
             # Once: other shapes run the same code, and later the loader's threads wait for the device as they may.
             if self._backend is not None and not self._warmed:
                 try:
@@ -208,10 +206,9 @@ class StepRunner:
                     replay = backend.capture(partial(micro_step, job, piece, *self._inputs[shape], self.total, marks))
                     self._graphs[shape, piece, turn] = Captured(replay, marks.ends, job.optimizer.layer_stats())
         except RuntimeError as error:
+            job.sync.forget()
             no_room = isinstance(first_cause(error), torch.OutOfMemoryError)
             raise (NoRoom if no_room else NotCaptured)(error) from error
-        finally:
-            job.sync.forget()
 
     def _blank(self, count: int, size: int) -> tuple[Tensor, Tensor]:
         """Images and labels laid out as the loader's: channels last.
@@ -240,6 +237,7 @@ class StepRunner:
         if self._job.config.run.graph == "on":
             raise InputError(f"--graph on: the step cannot be captured: {reason}; repair it or use --graph auto")
         self._drop()
+        self._job.sync.forget()
         self._backend = None
         self._job.graph = self._job.arena.pinned = False
         self._job.arena.zero_grad()

@@ -23,7 +23,7 @@ from hyperbatch.data.source import Source, open_data
 from hyperbatch.engine import state
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.measure import choose_plan, fitting_batch, probe
-from hyperbatch.engine.ranks import Ranks, share, together
+from hyperbatch.engine.ranks import Ranks, host_grid, share, together
 from hyperbatch.errors import InputError
 from hyperbatch.models import create_model
 from hyperbatch.models.norm import set_norm_group
@@ -161,6 +161,8 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
     if saved is None:
         state.broadcast_model(model, arena, ranks)
         fixed["plan"] = share(choose_plan(config.comm, arena, model, sample, comm).to_dict(), ranks)
+    else:
+        state.load_weights(model, saved["model"], where="the checkpoint", arena=arena)
     plan = GroupPlan.from_dict(fixed["plan"])
     phases = resolve_phases(
         config.schedule.batch_phases,
@@ -193,7 +195,6 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
         dtype=dtype,
     )
     if saved is not None:
-        state.load_weights(model, saved["model"], where="the checkpoint", arena=arena)
         state.load_buffers(model, saved["norm"], ranks)
         load_named_state(optimizer, model, saved["optimizer"])
         scaler.load_state_dict(saved["scaler"])
@@ -267,13 +268,10 @@ def use_fused(config: Config, model: nn.Module, dtype: torch.dtype, device: torc
 
 
 def choose_grid(config: Config, ranks: Ranks) -> RankGrid:
-    """The config's grid, else hosts x ranks per host, else (hosts of different sizes) one row."""
-    if config.comm.grid is not None:
-        grid = RankGrid.parse(config.comm.grid)
-    elif ranks.world_size % ranks.local_size == 0:
-        grid = RankGrid(ranks.world_size // ranks.local_size, ranks.local_size)
-    else:
-        grid = RankGrid(1, ranks.world_size)
+    """The config's grid, or hosts x ranks per host. Every rank calls it."""
+    if config.comm.grid is None:
+        return host_grid(ranks)
+    grid = RankGrid.parse(config.comm.grid)
     grid.check_world(ranks.world_size)
     return grid
 

@@ -15,7 +15,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from hyperbatch.comm import GridComm
+from hyperbatch.comm.grid import GridComm, cuda_uses_nccl
 from hyperbatch.comm.pipeline import CHUNK_BYTES
 from hyperbatch.plan.machine import Link, Network
 from hyperbatch.plan.types import RankGrid
@@ -33,7 +33,7 @@ def measure_network(grid: RankGrid, device: torch.device, *, rounds: int = 5) ->
     comm = GridComm(grid)
     row = comm.world if grid.rows == 1 else comm.row
     column = comm.world if grid.columns == 1 else comm.column
-    nccl = dist.get_backend() == "nccl"
+    nccl = device.type == "cuda" and cuda_uses_nccl()
     intra = _link(row, grid.columns, device, rounds, takes_part=True) if grid.columns > 1 else None
     inter, nics = None, 1
     if grid.rows > 1:

@@ -155,7 +155,9 @@ def train_job(job: Job, runner: StepRunner, journal: Journal, clock: Clock) -> R
             finished = (evaluate_job(job, clock, journal) and config.run.stop_at_target) or finished
         stopped = finished or progress.step == config.run.max_steps
         if stopped or saves.crossed(step):
-            journal.flush()  # a checkpoint must not hold a step whose loss nobody has looked at
+            # A checkpoint must hold neither a loss that nobody has looked at nor weights that only some ranks updated.
+            journal.flush()
+            job.sync.check()
             with clock.booked("pause"):
                 job.save(journal.out, clock)
         if stopped:

@@ -24,14 +24,13 @@ from hyperbatch.comm.runner import Mark, mark, seconds_between
 from hyperbatch.config import OptimConfig
 from hyperbatch.engine.links import measure_network
 from hyperbatch.engine.measure import free_bytes, probe
-from hyperbatch.engine.ranks import Ranks, find_ranks, join
+from hyperbatch.engine.ranks import Ranks, find_ranks, host_grid, join
 from hyperbatch.errors import InputError
 from hyperbatch.models import create_model, smoothed_cross_entropy
 from hyperbatch.optim.build import build_optimizer
 from hyperbatch.optim.precision import LossScaler, working_dtype
 from hyperbatch.plan.inventory import layers
 from hyperbatch.plan.machine import Cluster, Device, Measured, Profile
-from hyperbatch.plan.types import RankGrid
 from hyperbatch.sim.clusters import fitted_overhead, format_machine_file
 
 BATCHES = {"cuda": (32, 128, 256), "cpu": (2, 8)}
@@ -59,6 +58,10 @@ def profile(
         raise InputError(f"batches {list(batches)}: must be positive numbers, e.g. 32,128")
     ranks = find_ranks() or Ranks()
     with join(ranks, device, timeout_s=300) as place:
+        grid = host_grid(ranks)
+        hosts = grid.rows
+        if grid.columns != ranks.local_size:
+            raise InputError("profile: the hosts have different numbers of ranks, which a machine file cannot say")
         precision = "fp16" if place.type == "cuda" else "fp32"
         found = [
             step_profile(
@@ -72,10 +75,7 @@ def profile(
             )
             for batch in sorted(set(batches or BATCHES[place.type]))
         ]
-        hosts = ranks.world_size // ranks.local_size
-        if hosts * ranks.local_size != ranks.world_size:
-            raise InputError("profile: hosts with different numbers of ranks cannot be one machine file")
-        network = measure_network(RankGrid(hosts, ranks.local_size), place)
+        network = measure_network(grid, place)
         memory = free_bytes(place, ranks)
         bandwidth = copy_bytes_per_s(place)
         peaks = {precision: matmul_flop_per_s(place, working_dtype(precision))}

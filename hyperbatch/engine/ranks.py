@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from hyperbatch.errors import InputError
+from hyperbatch.plan.types import RankGrid
 
 if TYPE_CHECKING:
     import torch
@@ -117,11 +118,11 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of Slurm's folded list: "gpu[03-07,9],login1" gives gpu03."""
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
+    """The first host of Slurm's folded list: "rack[1-2]node[03-07,9],login1" gives rack1node03."""
+    match = re.match(r"((?:[^,\[\]]|\[\d[\d,-]*\])+)(?:,|$)", nodes)
     if match is None:
         raise InputError(f"the Slurm node list {nodes!r} is not understood; set MASTER_ADDR")
-    return match[1] + (match[2] or "") + (match[3] or "")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[1])
 
 
 @contextlib.contextmanager
@@ -245,6 +246,19 @@ def ended_by_sigterm() -> Iterator[None]:
 def interrupt(*_: object) -> None:
     """The handler of `ended_by_sigterm`."""
     raise KeyboardInterrupt
+
+
+def host_grid(ranks: Ranks) -> RankGrid:
+    """Hosts x ranks per host, or one row where hosts hold different numbers of ranks. Every rank calls it.
+
+    A rank knows the size of its own host only, and the grid must be the same on all of them.
+    """
+    sizes: list[int] = [ranks.local_size] * ranks.world_size
+    if ranks.world_size > 1:
+        import torch.distributed as dist
+
+        dist.all_gather_object(sizes, ranks.local_size, group=host_group())
+    return RankGrid.of_hosts(ranks.world_size, sizes[0] if len(set(sizes)) == 1 else ranks.world_size)
 
 
 def share(value: Any, ranks: Ranks) -> Any:

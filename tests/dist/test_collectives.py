@@ -6,20 +6,23 @@ import os
 import signal
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import RankFailed, run_ranks
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hyperbatch.comm import pipeline, shards
+from hyperbatch.arena import Arena
+from hyperbatch.comm import GradSync, pipeline, shards
 from hyperbatch.comm.collectives import ALGORITHMS, all_gather, all_reduce, reduce_scatter
-from hyperbatch.comm.doctor import check_collectives
-from hyperbatch.comm.grid import GridComm
+from hyperbatch.comm.doctor import LARGEST_SUM, check_collectives, values_of
+from hyperbatch.comm.grid import GridComm, cuda_uses_nccl
 from hyperbatch.comm.shards import own_shard, shard_bounds
 from hyperbatch.errors import InputError
+from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.types import RankGrid
 
 SIZES = (0, 1, 7, 1023, 2**16 + 3)
@@ -270,6 +273,141 @@ def test_a_device_mesh_is_a_grid() -> None:
     assert run_ranks(6, with_mesh)[0] == ("2x3", [[0, 1, 2], [3, 4, 5]])
 
 
+def on_a_slice(rank: int, case: str) -> None:
+    """Every collective on a slice of a mesh against sums over the ranks it should hold."""
+    if case == "dp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+        members, grid = [rank % 2, rank % 2 + 2], "1x2"
+    elif case == "dp inside":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))["dp"]
+        members, grid = [rank // 2 * 2, rank // 2 * 2 + 1], "1x2"
+    elif case == "two dimensions":
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))["replicate", "shard"]
+        members, grid = list(range(rank % 2, 8, 2)), "2x2"
+    else:
+        mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))["dp"]
+        members, grid = [rank], "1x1"
+    comm = GridComm(mesh)
+    assert (str(comm.grid), comm.members, comm.rank) == (grid, members, members.index(rank))
+    for numel in (7, 1023):
+        whole = integers(numel, rank, torch.float32)
+        expected = sum(integers(numel, other, torch.float32) for other in members)
+        assert isinstance(expected, Tensor)
+        for algorithm in ALGORITHMS:
+            tensor = whole.clone()
+            all_reduce(tensor, comm, algorithm=algorithm, op="sum", hybrid_switch_bytes=500)
+            assert torch.equal(tensor, expected), algorithm
+        for algorithm in ("flat", "torus"):
+            start, stop = own_shard(numel, comm, algorithm)
+            shard = torch.empty(stop - start)
+            reduce_scatter(shard, whole, comm, op="sum", algorithm=algorithm)
+            assert torch.equal(shard, expected[start:stop]), algorithm
+            gathered = torch.zeros(numel)
+            all_gather(gathered, shard, comm, algorithm=algorithm)
+            assert torch.equal(gathered, expected), algorithm
+    comm.close()
+    GridComm(mesh).close()
+
+
+@pytest.mark.parametrize(("case", "ranks"), [("dp", 4), ("dp inside", 4), ("two dimensions", 8), ("alone", 4)])
+def test_a_slice_of_a_larger_mesh_is_a_grid_of_its_own(case: str, ranks: int) -> None:
+    run_ranks(ranks, on_a_slice, case)
+
+
+def train_on_a_slice(rank: int) -> None:
+    """Data parallel over `dp`, each place of `tp` with weights and gradients of its own."""
+    comm = GridComm(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"])
+    model = torch.nn.Linear(5, 3, bias=False)
+    torch.nn.init.constant_(model.weight, rank % 2)
+    arena = Arena(model, ["weight"])
+    for sharded in (False, True):
+        sync = GradSync(arena, plan_groups(arena.specs, "single"), comm, sharded=sharded)
+        arena.zero_grad()
+        sync.begin()
+        (model.weight.sum() * (rank + 1)).backward()
+        sync.finish()
+        start, stop = sync.shard(0) if sharded else (0, 15)
+        mine = arena.grads[torch.float32][start : min(stop, 15)]
+        assert (mine == (2 if rank % 2 == 0 else 3)).all(), "the mean of ranks 0 and 2, or of 1 and 3"
+        sync.close()
+    torch.nn.init.constant_(model.weight, rank)
+    with pytest.raises(InputError, match=f"rank {rank % 2} has .*rank {rank % 2 + 2} has"):
+        GradSync(arena, plan_groups(arena.specs, "single"), comm)
+
+
+def test_gradients_are_exchanged_within_a_slice() -> None:
+    run_ranks(4, train_on_a_slice)
+
+
+def wrong_slices(rank: int, case: str) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    try:
+        GridComm(mesh["dp" if rank < 2 or case == "outside" else "tp"] if case == "mixed" else DeviceMesh("cpu", [0, 1]))
+    except InputError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("mixed", "the meshes of the ranks overlap or leave ranks out: [(0, 2), (1, 3), (2, 3)]"),
+        ("outside", "rank 2: this rank is not in the mesh of ranks [0, 1]"),
+    ],
+)
+def test_slices_must_part_the_ranks(case: str, message: str) -> None:
+    errors = run_ranks(4, wrong_slices, case, timeout_s=20)
+    assert len(set(errors)) == 1
+    assert message in errors[0]
+
+
+# -- backends ----------------------------------------------------------------------------------------------------
+
+
+def backend_per_device(rank: int) -> None:
+    """A group opened as "cpu:gloo,cuda:nccl". Here gloo stands in for NCCL: what counts is who issues on which group."""
+    assert not cuda_uses_nccl()
+    assert dist.get_backend_config() == "cpu:gloo,cuda:gloo"
+    threads = threading.active_count()
+    dist.get_backend_config = lambda *_: "cpu:gloo,cuda:nccl"
+    comm = GridComm(RankGrid(2, 2))
+    assert comm.world is dist.group.WORLD, "NCCL needs no second communicator of all ranks"
+    for algorithm in ALGORITHMS:
+        tensors = [integers(1023, rank, torch.float32) for _ in range(3)]
+        handles = []
+        for tensor in tensors:
+            handles.append(all_reduce(tensor, comm, algorithm=algorithm, op="sum", async_op=True))
+            mine = torch.ones(5)
+            dist.all_reduce(mine)  # the caller's own, on the same group: nothing may get between
+            assert (mine == 4).all()
+        for tensor, handle in zip(tensors, handles):
+            handle.wait()
+            assert torch.equal(tensor, sum(integers(1023, other, torch.float32) for other in range(4)))
+    assert threading.active_count() == threads, "CPU tensors travel from the caller's thread"
+    dp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+    assert GridComm(dp).world is dp.get_group()
+
+
+def test_a_backend_per_device_shares_the_world() -> None:
+    run_ranks(4, backend_per_device)
+
+
+@pytest.mark.parametrize(
+    ("config", "nccl"),
+    [
+        ("cuda:nccl", True),
+        ("cpu:gloo,cuda:nccl", True),
+        ("cuda:nccl,cpu:gloo", True),
+        ("cpu:gloo,cuda:gloo", False),
+        ("cpu:fake,cuda:fake", False),
+        ("cpu:gloo", False),
+    ],
+)
+def test_nccl_is_found_among_the_backends(config: str, nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    assert cuda_uses_nccl() is nccl
+
+
 def test_one_rank_needs_no_process_group() -> None:
     threads = threading.active_count()
     comm = GridComm(RankGrid(1, 1))
@@ -381,3 +519,18 @@ def test_doctor_checks_every_algorithm() -> None:
     assert {row["algorithm"] for row in rows} == {"flat", "hierarchical", "torus"}
     assert all(row["correct"] and row["median"] > 0 for row in rows)
     assert {row["grid"] for row in rows} == {"2x2"}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 16, 32, 63, 64, 65, 128, 255, 256, 257, 511, 513, 1000, 2048, 4096])
+def test_values_of_the_doctor_are_exact_in_bf16_and_tell_places_and_ranks_apart(size: int) -> None:
+    places = torch.arange(1029)
+    values = torch.stack([values_of(places, rank, size) for rank in range(size)])
+    total = values.sum(0)
+    assert values.min() >= 0
+    assert total.max() <= LARGEST_SUM, "whole numbers up to 256 are exact in bf16, and so is every part of the sum"
+    assert torch.equal(values.bfloat16().long(), values)
+    assert (values.max(1).values > 0).all(), "every rank adds something: one that is left out is missed"
+    # Neighbouring shards swapped, or one of them doubled, would show.
+    for shards in (2, 3, 8):
+        parts = total[: 1029 // shards * shards].view(shards, -1)
+        assert all((left != right).any() for left, right in pairwise(parts))

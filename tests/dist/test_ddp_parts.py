@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hyperbatch.comm import GridComm
@@ -68,6 +69,40 @@ def hooked(rank: int) -> None:
 
 def test_training_with_the_hook_equals_plain_ddp() -> None:
     run_ranks(4, hooked)
+
+
+def started_apart(rank: int) -> bool:
+    """DDP itself sends rank 0's weights round when it is made, so the hook need not compare them."""
+    model = network()
+    with torch.no_grad():
+        model[0].weight.add_(rank)  # pyright: ignore[reportArgumentType]
+    ddp = DistributedDataParallel(model)
+    register_ddp_hook(ddp, GridComm(RankGrid(2, 1)))
+    train(ddp, rank, 2)
+    flat = torch.cat([param.detach().view(-1) for param in model.parameters()])
+    both = [torch.empty_like(flat) for _ in range(2)]
+    dist.all_gather(both, flat)
+    return torch.equal(both[0], both[1])
+
+
+def test_ranks_that_start_apart_are_brought_together_by_ddp() -> None:
+    assert run_ranks(2, started_apart) == [True, True]
+
+
+def other_ranks(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    comm = GridComm(mesh["dp"])
+    try:
+        register_ddp_hook(DistributedDataParallel(network()), comm)
+    except InputError as error:
+        register_ddp_hook(DistributedDataParallel(network(), process_group=mesh["dp"].get_group()), comm)
+        return str(error)
+    return "no error"
+
+
+def test_a_hook_over_other_ranks_than_ddps_is_refused() -> None:
+    messages = run_ranks(4, other_ranks)
+    assert messages[1].startswith("this DDP model averages over ranks [0, 1, 2, 3], and the grid holds [1, 3]")
 
 
 def buckets(rank: int, strategy: str, options: dict) -> tuple[list[int], tuple[int, ...]]:

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hyperbatch.arena import Arena, backward_order
-from hyperbatch.comm import GradSync, GridComm
+from hyperbatch.comm import GradSync, GridComm, broadcast_weights, runner, usage, weights
+from hyperbatch.comm import sync as sync_module
 from hyperbatch.errors import InputError
 from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.types import GroupPlan, RankGrid
@@ -123,7 +125,7 @@ def exact_gradients(rank: int, grid: str, dtype: torch.dtype) -> None:
         order = [name for name, param in model.named_parameters() if param.requires_grad]
         arena = Arena(model, order, dtype=dtype)
         sync = GradSync(arena, plan_groups(arena.specs, strategy, count=4, base=1, threshold_bytes=30), comm)
-        for step in range(5):  # beyond the steps in which ranks compare what they used
+        for step in range(5):
             arena.zero_grad()
             sync.begin(last_micro_step=False)
             model(float(rank + step)).backward()
@@ -164,8 +166,8 @@ def launches(rank: int) -> tuple[list[str], list[str]]:
         log: list[str] = []
 
         def logged(job, device, then=None, log=log, addresses=addresses):
-            tensor = job.args[0]
-            log.append(f"group {addresses.index(tensor.data_ptr())}" if tensor.is_floating_point() else "usage")
+            exchange, *usage = job.args if len(job.args) == 2 else [job]
+            log.append(f"group {addresses.index(exchange.args[0].data_ptr())}" + " and usage" * len(usage))
             return submit(job, device, then)
 
         comm.submit = logged
@@ -184,9 +186,9 @@ def launches(rank: int) -> tuple[list[str], list[str]]:
 
 def test_groups_leave_during_backward_and_in_index_order() -> None:
     for in_order, opposite in run_ranks(2, launches):
-        assert in_order == ["group 0", "middle of backward", "group 1", "end of backward", "usage"]
+        assert in_order == ["group 0", "middle of backward", "group 1 and usage", "end of backward"]
         # Group 1 is there first, and waits for group 0: every rank must send in the same order.
-        assert opposite == ["middle of backward", "group 0", "group 1", "end of backward", "usage"]
+        assert opposite == ["middle of backward", "group 0", "group 1 and usage", "end of backward"]
 
 
 def forget_old_gradient(rank: int) -> Tensor:
@@ -389,34 +391,203 @@ def test_plans_that_differ_are_an_error_on_every_rank(case: str, parts: list[str
         assert part in messages[0]
 
 
-def partly_used(rank: int, debug: bool) -> str:
-    model = Branches()
-    arena = Arena(model, ["third", "second", "first", "idle"])
-    comm = GridComm(RankGrid(3, 1))
-    sync = GradSync(arena, plan_groups(arena.specs, "per_layer"), comm, debug=debug)
+class Steps:
+    """Plain steps of `Branches` on three ranks."""
 
-    def step(with_second: bool) -> None:
-        arena.zero_grad()
-        sync.begin()
-        model(1.0, with_second).backward()
-        sync.finish()
+    def __init__(self, algorithm: str = "flat", **options) -> None:
+        self.model = Branches()
+        self.arena = Arena(self.model, ["third", "second", "first", "idle"])
+        plan = plan_groups(self.arena.specs, "per_layer")
+        self.sync = GradSync(self.arena, plan, GridComm(RankGrid(3, 1)), algorithm=algorithm, **options)
 
-    for _ in range(5 if debug else 1):
-        step(True)
+    def step(self, with_second: bool) -> None:
+        self.arena.zero_grad()
+        self.sync.begin()
+        self.model(1.0, with_second).backward()
+        self.sync.finish()
+
+
+def partly_used(rank: int, algorithm: str, options: dict) -> str:
+    steps = Steps(algorithm, **options)
+    model, arena, sync = steps.model, steps.arena, steps.sync
+    for i in range(6):
+        steps.step(with_second=i % 2 == 0)
     arena.zero_grad()
     sync.begin(last_micro_step=False)
     model(1.0, True).backward()
     sync.begin()
     model(1.0, rank != 1).backward()  # used by every rank within the step: all is well
     sync.finish()
-    return message_of(lambda: step(rank != 1))
+    sync.check()
+    return message_of(lambda: steps.step(rank != 1))
 
 
-@pytest.mark.parametrize("debug", [False, True])
-def test_a_parameter_used_on_some_ranks_only_is_an_error_on_all(debug: bool) -> None:
-    messages = run_ranks(3, partly_used, debug, timeout_s=20)
+PARTLY = "InputError: second: used in backward on 2 of 3 ranks only (0, 2); make every rank run the same layers"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"), [("flat", {}), ("torus", {"wire_dtype": torch.bfloat16}), ("flat", {"sharded": True})]
+)
+def test_a_parameter_used_on_some_ranks_only_is_an_error_in_any_step(algorithm: str, options: dict) -> None:
+    messages = run_ranks(3, partly_used, algorithm, options, timeout_s=20)
     assert len(set(messages)) == 1
-    assert messages[0].startswith("InputError: second: used in this step's backward on some ranks only")
+    assert messages[0].startswith(PARTLY)
+
+
+def looked_at_later(rank: int) -> list[str]:
+    """As on a GPU, where the counts of a step may be on their way when its finish() returns."""
+    steps = Steps()
+    arrived = runner.ThreadHandle.done
+    runner.ThreadHandle.done = lambda handle: False
+    messages = [message_of(lambda: steps.step(rank != 1)), message_of(lambda: steps.step(True))]
+    runner.ThreadHandle.done = arrived
+    messages.append(message_of(lambda: steps.step(True)))
+    runner.ThreadHandle.done = lambda handle: False
+    messages += [message_of(lambda: steps.step(rank != 1)), message_of(steps.sync.check)]
+    steps.step(rank != 1)
+    steps.sync.forget()
+    return [*messages, message_of(steps.sync.check)]
+
+
+def test_usage_that_is_still_on_its_way_is_looked_at_by_a_later_step_or_a_check() -> None:
+    for messages in run_ranks(3, looked_at_later, timeout_s=20):
+        assert messages[:2] == ["no error", "no error"]
+        assert messages[2].startswith(PARTLY)
+        assert messages[3] == "no error"
+        assert messages[4].startswith(PARTLY)
+        assert messages[5] == "no error", "what was forgotten is not looked at"
+
+
+def captured(rank: int) -> list[str]:
+    """Capture is played: no bits may travel from inside of it, and none of its handles may be asked."""
+    steps = Steps()
+    sync_module._captured = lambda device: True
+    steps.step(True)
+    steps.step(rank == 1)
+    sync_module._captured = lambda device: False
+    return [message_of(steps.sync.check), message_of(steps.sync.check)]
+
+
+def test_what_a_captured_step_uses_is_compared_after_the_capture() -> None:
+    for first, second in run_ranks(3, captured, timeout_s=20):
+        assert first.startswith("InputError: second: used in backward on 1 of 3 ranks only (1);")
+        assert second == "no error", "once per capture"
+
+
+class Place(NamedTuple):
+    """What `usage` asks of a GridComm."""
+
+    rank: int
+    members: list[int]
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+
+@pytest.mark.parametrize("size", [2, 61, 62, 63, 125, 4096])
+def test_usage_of_any_number_of_ranks_tells_them_apart(size: int) -> None:
+    members = list(range(10, 10 + size))  # a slice of a larger world
+    names = [f"layer{i}" for i in range(9)]
+    unused = {0, size - 1}
+    total: Any = 0
+    for rank in range(size):
+        used = [name not in ("layer3", "layer7") or rank not in unused for name in names]
+        used[5] = False
+        total = total + usage.usage_bits(used, cast(Any, Place(rank, members)), torch.device("cpu"))
+    comm: Any = Place(0, members)
+    usage.check_usage(total[:, [0, 1, 2, 5]], names, comm)
+    if size == 2:
+        usage.check_usage(total, names, comm)  # nobody used them
+        return
+    users = "11" if size == 3 else f"11-{size + 8}"
+    with pytest.raises(InputError, match=rf"layer3, layer7: used .* {size - 2} of {size} ranks only \({users}\)"):
+        usage.check_usage(total, names, comm)
+
+
+def test_many_partly_used_parameters_make_one_short_line() -> None:
+    comm: Any = Place(0, [0, 1])
+    with pytest.raises(InputError, match=r"^a0, a1, a2 and 97 more: used in backward on 1 of 2 ranks only \(1\); "):
+        usage.check_usage(torch.full((1, 100), 2), [f"a{i}" for i in range(100)], comm)
+
+
+# -- initial weights ---------------------------------------------------------------------------------------------
+
+
+def different_starts(rank: int, case: str) -> str:
+    torch.manual_seed(rank if case == "seed" else 0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4, bias=False))
+    order = [name for name, _ in model.named_parameters()][::-1]
+    arena = Arena(model, order, dtype=torch.float32 if case == "bit" else torch.bfloat16)
+    comm = GridComm(RankGrid(3, 1))
+    if rank == 2:
+        if case in ("masters", "sharded"):
+            assert arena.masters is not None
+            arena.masters.view(torch.int32)[3] ^= 1  # too little for bf16 to show
+        elif case == "bit":
+            arena.weights[torch.float32].view(torch.int32)[5] ^= -(2**31)
+    plan = plan_groups(arena.specs, "single")
+    message = message_of(lambda: GradSync(arena, plan, comm, sharded=case == "sharded"))
+    broadcast_weights(arena, comm)
+    GradSync(arena, plan, comm)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("case", "first", "other"),
+    [
+        ("seed", "'2.weight with torch.bfloat16 checksum", "rank 1 has '2.weight"),
+        ("masters", "'2.weight with torch.float32 checksum", "rank 2 has '2.weight"),
+        ("bit", "'2.weight with torch.float32 checksum", "rank 2 has '2.weight"),
+    ],
+)
+def test_ranks_that_start_apart_are_told_so(case: str, first: str, other: str) -> None:
+    messages = run_ranks(3, different_starts, case, timeout_s=20)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith(f"InputError: the initial model differs between ranks: rank 0 has {first}")
+    assert other in messages[0]
+    assert "call hyperbatch.comm.broadcast_weights(arena, comm)" in messages[0]
+
+
+def test_masters_of_a_sharded_update_may_differ() -> None:
+    assert run_ranks(3, different_starts, "sharded", timeout_s=20) == ["no error"] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_checksum_shows_every_flipped_bit_and_every_swap(dtype: torch.dtype, monkeypatch) -> None:
+    monkeypatch.setattr(weights, "_BLOCK", 16)
+    flat = torch.randn(41, generator=torch.Generator().manual_seed(0)).to(dtype)
+    bits, width = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]), 8 * dtype.itemsize
+    seen = {weights.checksum(flat).item()}
+    for place in range(41):
+        for bit in range(width):
+            mask = -(2 ** (width - 1)) if bit == width - 1 else 1 << bit
+            bits[place] ^= mask
+            seen.add(weights.checksum(flat).item())
+            bits[place] ^= mask
+    assert len(seen) == 1 + 41 * width, "all different"
+    assert weights.checksum(flat[:0]).item() == 0
+    seen = {weights.checksum(flat[torch.arange(41).roll(n)]).item() for n in range(41)}
+    assert len(seen) == 41
+
+
+# -- sparse gradients --------------------------------------------------------------------------------------------
+
+
+def sparse(rank: int, copy_on_ready: bool) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+    arena = Arena(model, ["1.bias", "1.weight", "0.weight"], copy_on_ready=copy_on_ready)
+    sync = GradSync(arena, plan_groups(arena.specs, "single"), GridComm(RankGrid(2, 1)))
+    sync.begin()
+    return message_of(lambda: model(torch.tensor([1, 2])).sum().backward())
+
+
+@pytest.mark.parametrize("copy_on_ready", [True, False])
+def test_a_sparse_gradient_is_refused(copy_on_ready: bool) -> None:
+    for message in run_ranks(2, sparse, copy_on_ready):
+        assert message.startswith("InputError: 0.weight has a sparse gradient")
+        assert "sparse=False" in message
 
 
 def misuse(rank: int) -> list[str]:

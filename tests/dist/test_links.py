@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import run_ranks
 
 from hyperbatch.engine import links
@@ -26,6 +27,20 @@ def test_every_rank_gets_the_same_answer(rows: int) -> None:
     for link in (first.intra, first.inter):
         assert link.bytes_per_s > 0
         assert link.latency_s >= 0
+
+
+def through_nccl(rank: int, device: str) -> Network:
+    """Our own set-up on GPUs, without one: a backend per device, and times that are given."""
+    dist.get_backend_config = lambda *_: "cpu:gloo,cuda:nccl"
+    links._link = lambda *_, **__: links.ASSUMED
+    return links.measure_network(RankGrid(2, 1), torch.device(device))
+
+
+@pytest.mark.parametrize(("device", "nccl"), [("cuda", True), ("cpu", False)])
+def test_the_network_is_that_of_the_devices_backend(device: str, nccl: bool) -> None:
+    network = run_ranks(2, through_nccl, device)[0]
+    assert network.flat_uses_all_nics is nccl
+    assert network.flat_algorithms == (("ring", "tree") if nccl else ("ring",))
 
 
 def test_alone_there_is_nothing_to_measure() -> None:

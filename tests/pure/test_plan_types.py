@@ -35,6 +35,21 @@ def test_grid_that_does_not_fit_the_world():
         RankGrid(2, 2).check_world(6)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "ranks_per_host", "grid"),
+    [(1, 8, "1x1"), (8, 8, "1x8"), (16, 8, "2x8"), (6, 8, "1x6"), (12, 8, "1x12"), (4, 1, "4x1"), (6, 6, "1x6")],
+)
+def test_the_default_grid_is_hosts_by_ranks_per_host(world_size, ranks_per_host, grid):
+    assert str(RankGrid.of_hosts(world_size, ranks_per_host)) == grid
+
+
+@pytest.mark.parametrize(
+    ("world_size", "grid"), [(1, "1x1"), (2, "2x1"), (4, "2x2"), (6, "3x2"), (7, "7x1"), (12, "4x3")]
+)
+def test_a_square_has_two_directions_where_it_can(world_size, grid):
+    assert str(RankGrid.square(world_size)) == grid
+
+
 def test_plan_must_cover_each_parameter_exactly_once():
     GroupPlan(strategy="x", groups=(group(0, "a", "b"), group(1, "c"))).check_covers(PARAMS)
     with pytest.raises(ValueError, match=r"missing \['c'\]"):

@@ -63,10 +63,25 @@ def test_open_mpi():
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("nd0", "nd0"), ("nd[0-3]", "nd0"), ("gpu[03,07-9]-ib,x", "gpu03-ib"), ("a,b", "a"), ("r1n[5]", "r1n5")],
+    [
+        ("nd0", "nd0"),
+        ("nd[0-3]", "nd0"),
+        ("gpu[03,07-9]-ib,x", "gpu03-ib"),
+        ("a,b", "a"),
+        ("r1n[5]", "r1n5"),
+        ("rack[1-2]node[01-04]", "rack1node01"),
+        ("rack[2,5-6]node[010-011,20]-ib.cluster,login[1-2]", "rack2node010-ib.cluster"),
+        ("a,rack[1-2]node[01-04]", "a"),
+    ],
 )
 def test_first_host_of_slurms_folded_list(nodes, first):
     assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize("nodes", ["", ",a", "gpu[", "gpu[]", "gpu[1-2", "gpu]1["])
+def test_a_node_list_that_is_not_understood_is_named(nodes):
+    with pytest.raises(InputError, match="set MASTER_ADDR"):
+        first_host(nodes)
 
 
 def test_broken_environment_is_named():

@@ -1,0 +1,61 @@
+"""Which ranks used which parameters in a step: one bit per rank and parameter, summed over the ranks.
+
+A parameter used on some ranks only would be updated on those alone, and the weights would drift apart for good. The
+bits travel right behind the last group of every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from hyperbatch.comm.collectives import all_reduce_now
+from hyperbatch.comm.grid import GridComm
+from hyperbatch.errors import InputError
+
+_RANKS_PER_WORD = 62  # distinct powers of two, so that their sum tells the ranks apart and stays below the sign bit
+_SHOWN_NAMES = 3
+
+
+def usage_bits(used: Sequence[bool], comm: GridComm, device: torch.device) -> Tensor:
+    """What this rank adds, on the host: words x parameters. Pinned for a GPU, so that no copy waits for it."""
+    words = -(-comm.size // _RANKS_PER_WORD)
+    bits = torch.zeros(words, len(used), dtype=torch.int64, pin_memory=device.type == "cuda")
+    bits[comm.rank // _RANKS_PER_WORD] = torch.tensor(used) * (1 << comm.rank % _RANKS_PER_WORD)
+    return bits
+
+
+def exchange_usage(bits: Tensor, comm: GridComm, device: torch.device) -> None:
+    """Sums the bits over ranks in place. A job: on a GPU they are there once its handle is done."""
+    summed = bits.to(device, non_blocking=True)
+    all_reduce_now(summed, comm, "flat", "sum")
+    if summed is not bits:
+        bits.copy_(summed, non_blocking=True)
+
+
+def check_usage(bits: Tensor, names: Sequence[str], comm: GridComm) -> None:
+    """Raises InputError, the same on every rank, when summed bits show a parameter that only some ranks used."""
+    places = range(0, comm.size, _RANKS_PER_WORD)
+    everyone = torch.tensor([[(1 << min(_RANKS_PER_WORD, comm.size - first)) - 1] for first in places])
+    partly = ~((bits == everyone).all(0) | (bits == 0).all(0))
+    if not partly.any():
+        return
+    index = int(partly.nonzero()[0])
+    column: list[int] = bits[:, index].tolist()
+    alike: list[int] = (bits == bits[:, index : index + 1]).all(0).nonzero().flatten().tolist()
+    users = [r for i, r in enumerate(comm.members) if column[i // _RANKS_PER_WORD] >> i % _RANKS_PER_WORD & 1]
+    more = len(alike) - _SHOWN_NAMES
+    shown = ", ".join(names[i] for i in alike[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
+    raise InputError(
+        f"{shown}: used in backward on {len(users)} of {comm.size} ranks only ({_ranges(users)}); "
+        "make every rank run the same layers in each step, or freeze these parameters"
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2, 5"."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
