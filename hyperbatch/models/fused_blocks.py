@@ -15,6 +15,7 @@ block before, whose backward reads both parts anyway.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -324,7 +325,8 @@ class FusedResNet:
         self.stem = Layer(model.conv1, model.bn1, counters)
         self.window = _window(model.maxpool)
         self.blocks = [FusedBlock(block, counters) for stage in model.stages for block in getattr(model, stage)]
-        self.counters, self.norms = counters, _norms(model)
+        self.counters = counters
+        self.norms = [layer.norm for layer in (self.stem, *(layer for block in self.blocks for layer in block.layers))]
 
     def __call__(self, images: Tensor) -> Tensor:
         if self.counters.device != images.device:  # the model has moved
@@ -355,7 +357,7 @@ class FusedAlexNet:
                 self.layers.append((Layer(module, norm, counters), _window(follower)))
         last = modules[-1]
         self.last_norm = last if isinstance(last, BatchNorm2d) else None  # of 6x6 pixels: torch's own will do
-        self.counters, self.norms = counters, _norms(model, but=self.last_norm)
+        self.counters, self.norms = counters, [layer.norm for layer, _ in self.layers]
 
     def __call__(self, images: Tensor) -> Tensor:
         if self.counters.device != images.device:  # the model has moved
@@ -389,22 +391,16 @@ def _images(images: Tensor, first: Layer) -> Tensor:
     return kernels.channels_last(convolution.padded(images.to(first.conv.weight.dtype)))
 
 
-def _norms(model: nn.Module, but: nn.Module | None = None) -> list[BatchNorm2d]:
-    return [module for module in model.modules() if isinstance(module, BatchNorm2d) and module is not but]
-
-
 def _count_batch(norms: list[BatchNorm2d]) -> None:
-    """One launch for all norms, where torch's own take one each."""
-    counts = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
+    """One launch for all norms, where torch's own take one each. A norm that several layers share counts for each."""
+    uses = Counter(norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None)
     with torch.no_grad():
-        torch._foreach_add_(counts, 1)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_add_(list(uses), list(uses.values()))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def new_grad(param: Tensor) -> Tensor:
-    """Where to write a gradient of this parameter: in its arena, from where it need not be moved, or in new memory.
-
-    A fresh view each time, so that autograd keeps it instead of a copy of it.
-    """
+    """Where to write a gradient of this parameter: in its arena, from where it need not be moved, or in new memory,
+    when a gradient is in the arena already."""
     place = getattr(param, "place_of_grad", None)
     view = place() if place is not None and param.grad is None else None
     return torch.empty_like(param) if view is None else view

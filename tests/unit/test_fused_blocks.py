@@ -337,6 +337,96 @@ def test_micro_steps_add_up(room):
     assert model.bn1.num_batches_tracked == 2
 
 
+def in_arena(model):
+    """A fused model and its arena."""
+    arena = Arena(model, [name for name, _ in model.named_parameters()])
+    return fused(model), arena
+
+
+def loss_of(model, data):
+    return nn.functional.cross_entropy(model(data[0]), data[1])
+
+
+def check_in_arena(model, arena, want):
+    """Each gradient is right, and where the arena keeps it."""
+    arena.collect()
+    for name, param in model.named_parameters():
+        assert param.grad.data_ptr() == arena.grad_view(name).data_ptr(), name
+        assert error(param.grad, want[name]) < FP32, name
+
+
+@inside
+@pytest.mark.usefixtures("norms_from")
+@pytest.mark.parametrize("calls", [2, 3])
+def test_one_backward_over_several_calls(calls):
+    """A parameter's gradients of two calls are on their way at once: only one of them can be in the arena."""
+    model, batches = tiny(Bottleneck), [batch(2 + i, (3, 3 + i), seed=i) for i in range(calls)]
+    parts = [exact_step(model, *data).grads for data in batches]
+    model, arena = in_arena(model)
+    for _ in range(2):  # the second step finds everything as the first did
+        arena.zero_grad()
+        sum(loss_of(model, data) for data in batches).backward()
+        check_in_arena(model, arena, {name: sum(part[name] for part in parts) for name in parts[0]})
+
+
+SHARED = {
+    "block": lambda layer: layer.append(layer[1]),
+    "convolution and norm": lambda layer: (
+        setattr(layer[1], "conv3", layer[0].conv3),
+        setattr(layer[1], "bn3", layer[0].bn3),
+    ),
+    "weight in one block": lambda layer: setattr(layer[0].downsample[0], "weight", layer[0].conv3.weight),
+}
+
+
+@inside
+@pytest.mark.usefixtures("norms_from")
+@pytest.mark.parametrize("what", SHARED)
+def test_shared_weights(what):
+    model, data = tiny(Bottleneck), batch(2, (3, 3))
+    SHARED[what](model.layer1)
+    want = exact_step(model, *data)
+    model, arena = in_arena(model)
+    got = step(model, *data)
+    check(got, want, FP32)
+    check_in_arena(model, arena, want.grads)
+
+
+@inside
+@pytest.mark.usefixtures("norms_from")
+def test_several_backwards_through_one_graph():
+    model, data = tiny(Bottleneck), batch(2, (3, 3))
+    want = exact_step(model, *data).grads
+    model, arena = in_arena(model)
+    arena.zero_grad()
+    loss = loss_of(model, data)
+    for times in (1, 2):
+        loss.backward(retain_graph=True)
+        check_in_arena(model, arena, {name: times * grad for name, grad in want.items()})
+    arena.zero_grad()
+    loss.backward()
+    check_in_arena(model, arena, want)
+
+
+@inside
+@pytest.mark.usefixtures("norms_from")
+def test_what_is_written_in_the_arena_is_not_copied(monkeypatch):
+    """In the first micro-step only what cuDNN leaves elsewhere is; in the second nothing, it is added in place."""
+    (model, arena), data, copied = in_arena(tiny(Bottleneck)), batch(2, (3, 3)), []
+    copy_all = torch._foreach_copy_
+    names = {arena.grad_view(name).data_ptr(): name for name, _ in model.named_parameters()}
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda to, of: copied.extend(names[t.data_ptr()] for t in to) or copy_all(to, of)
+    )
+    for _ in range(2):
+        arena.zero_grad()
+        backward(model, *data)
+        assert sorted(copied) == ["conv1.weight", "layer1.0.conv2.weight", "layer1.1.conv2.weight"]
+        copied.clear()
+        backward(model, *data)
+        assert not copied
+
+
 @inside
 def test_backward_twice_through_one_graph_gives_the_same_bits():
     model, (images, labels) = fused(tiny()), batch(2, (3, 3))
