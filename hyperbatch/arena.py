@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.weak import TensorWeakRef
 
 from hyperbatch.errors import InputError
 from hyperbatch.optim.params import kind_of, owners
@@ -319,11 +320,20 @@ class GradPlace:
 
     def __init__(self, arena_ref: weakref.ref[Arena] | None, name: str) -> None:
         self._arena_ref, self._name = arena_ref, name
+        self._last: TensorWeakRef | None = None
 
     def __call__(self) -> Tensor | None:
-        """A fresh view: autograd keeps a gradient that nobody else holds, and copies any other."""
+        """A fresh view: autograd keeps a gradient that nobody else holds, and copies any other.
+
+        None while the last view is alive: a parameter that a graph uses twice has a first gradient there, which
+        autograd holds until it can add the second one.
+        """
         arena = None if self._arena_ref is None else self._arena_ref()
-        return None if arena is None else arena.grad_view(self._name).detach()
+        if arena is None or (self._last is not None and self._last() is not None):
+            return None
+        view = arena.grad_view(self._name).detach()
+        self._last = TensorWeakRef(view)
+        return view
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GradPlace, (None, self._name)

@@ -67,6 +67,30 @@ def make(
     return Case(y, w, g, gamma * (1 + 0.2 * normal(n)), normal(n))
 
 
+def statistics_errors(
+    size: tuple[int, int, int], c: int, ratio: float, *, made: bool, device: str = "cpu"
+) -> tuple[float, float]:
+    """Of z's mean, in standard deviations, and of its variance, relative; mean over deviation of each channel of y is
+    `ratio`. made: y comes out of a norm, else it is there. fp16, and no eps that would hide the variance."""
+    random = torch.Generator(device).manual_seed(0)
+    b, h, width = size
+    y = torch.randn(b, c, h, width, device=device, generator=random)
+    y = y.half().to(memory_format=torch.channels_last)
+    w = (torch.randn(32, c, device=device, generator=random) / c**0.5).half()
+    counters, norm = kernels.new_counters(y.device), nn.BatchNorm2d(c, device=device)
+    with torch.no_grad():
+        norm.weight.fill_(1 / max(ratio, 1))
+        norm.bias.fill_(min(ratio, 1))
+    if made:
+        y, source = gram.normalise_with_gram(y, kernels.statistics(y, norm, counters), counters)
+    else:
+        y = source = (y / max(ratio, 1) + min(ratio, 1)).to(memory_format=torch.channels_last)
+    kept = gram.product_statistics(source, w, nn.BatchNorm2d(32, eps=0.0, device=device), counters)
+    var, mean = torch.var_mean(rows(y) @ w.double().T, 0, correction=0)
+    of_mean, of_var = (kept.coef[0].double() - mean) / var.sqrt(), kept.coef[1].double() ** -2 / var - 1
+    return float(of_mean.abs().max()), float(of_var.abs().max())
+
+
 def new_norm(case: Case) -> nn.BatchNorm2d:
     norm = nn.BatchNorm2d(len(case.weight), device=case.y.device)
     with torch.no_grad():

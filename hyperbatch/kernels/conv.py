@@ -39,39 +39,38 @@ def padded(images: Tensor) -> Tensor:
 
 def convolve(x: Tensor, conv: nn.Conv2d) -> Tensor:
     """z = conv(x), without a bias. x may be `padded`."""
-    w = _weight(x, conv)
+    w = _padded(conv.weight, x, conv)
 
     def by_cudnn() -> Tensor:
-        return torch.ops.aten.convolution(
-            x, w, None, conv.stride, conv.padding, conv.dilation, False, (0, 0), conv.groups
-        )
+        z = torch.ops.aten.convolution(x, w, None, conv.stride, conv.padding, conv.dilation, False, (0, 0), conv.groups)
+        return _channels_last(z)
 
     if not is_product(conv):
         return by_cudnn()
     return _faster("convolve", x, conv, by_cudnn, lambda: _image(torch.mm(rows(x), w.flatten(1).t()), x))
 
 
-def input_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d) -> Tensor:
-    """dx from dz."""
+def input_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, weight: Tensor) -> Tensor:
+    """dx from dz. weight: that of the forward."""
 
     def by_cudnn() -> Tensor:
-        return _backward(dz, x, conv, (True, False, False))[0]
+        return _channels_last(_backward(dz, x, _padded(weight, x, conv), conv, (True, False, False))[0])
 
     if not is_product(conv):
         return by_cudnn()
-    return _faster("input", x, conv, by_cudnn, lambda: _image(torch.mm(rows(dz), conv.weight.flatten(1)), x))
+    return _faster("input", x, conv, by_cudnn, lambda: _image(torch.mm(rows(dz), weight.flatten(1)), x))
 
 
-def read_pixels_gradient(dz: Tensor, conv: nn.Conv2d) -> Tensor:
+def read_pixels_gradient(dz: Tensor, weight: Tensor) -> Tensor:
     """The gradient of the pixels that a 1x1 convolution reads, those of its stride; the others' is zero."""
-    return _image(torch.mm(rows(dz), conv.weight.flatten(1)), dz)
+    return _image(torch.mm(rows(dz), weight.flatten(1)), dz)
 
 
 def weight_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, out: Tensor | None) -> Tensor:
     """dw from dz: in `out` when a matrix product makes it, else where cuDNN puts it."""
 
     def by_cudnn() -> Tensor:
-        dw = _backward(dz, x, conv, (False, True, False))[1]
+        dw = _backward(dz, x, _room_for_weight(x, conv), conv, (False, True, False))[1]
         return dw if dw.shape == conv.weight.shape else dw[:, : conv.in_channels]
 
     def by_product() -> Tensor:
@@ -100,15 +99,22 @@ def _image(matrix: Tensor, like: Tensor) -> Tensor:
     return matrix.view(n, h, w, matrix.shape[1]).permute(0, 3, 1, 2)
 
 
-def _weight(x: Tensor, conv: nn.Conv2d) -> Tensor:
+def _channels_last(x: Tensor) -> Tensor:
+    """x itself, as a rule. Not where its layout is open to question, as with an input of one channel, and not without
+    cuDNN: torch then makes tensors in its own default layout."""
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _padded(weight: Tensor, x: Tensor, conv: nn.Conv2d) -> Tensor:
     missing = x.shape[1] - conv.in_channels
-    return functional.pad(conv.weight, (0, 0, 0, 0, 0, missing)) if missing else conv.weight
+    return functional.pad(weight, (0, 0, 0, 0, 0, missing)) if missing else weight
 
 
-def _backward(dz: Tensor, x: Tensor, conv: nn.Conv2d, wanted: tuple[bool, bool, bool]) -> tuple[Tensor, ...]:
-    w = _weight(x, conv) if wanted[0] else _room_for_weight(x, conv)
+def _backward(
+    dz: Tensor, x: Tensor, weight: Tensor, conv: nn.Conv2d, wanted: tuple[bool, bool, bool]
+) -> tuple[Tensor, ...]:
     return torch.ops.aten.convolution_backward(
-        dz, x, w, None, conv.stride, conv.padding, conv.dilation, False, (0, 0), conv.groups, wanted
+        dz, x, weight, None, conv.stride, conv.padding, conv.dilation, False, (0, 0), conv.groups, wanted
     )
 
 

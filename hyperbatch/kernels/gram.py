@@ -11,7 +11,7 @@ that its batch norm needs follows from sums over rows that are as small as w. y'
                dw = dz.T @ y = a P' + b (w @ G')
                dy = dz @ w   = g @ (a w) + y @ Q + constant,   Q = w.T @ diag(b) @ w
 
-    normalise_with_gram   x -> y, s, and G up to 128 channels      1 read, 1 write of c columns (+ 1 read for a wider G)
+    normalise_with_gram   x -> y, s, G                             1 read, 1 write of c columns; 2 each beyond 128
     product_statistics    coef, running statistics, w @ G'         small
     product_backward      P                                        1 read of n + c columns
                           dw, a w, back; Q, constant               small
@@ -83,6 +83,7 @@ def _gram_kernel(
     x,
     coef,
     y,
+    apart,
     part,
     counters,
     moments,
@@ -95,21 +96,24 @@ def _gram_kernel(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Partials of G and s for all columns at once, or, where they are too many for one program, s alone."""
+    """Partials of G and s for all columns at once. Where they are too many for one program: of s alone, and y about its
+    centre is stored in `apart`, for a matrix product to make G of it."""
     GRAM: tl.constexpr = BC == C
     column, p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     c = column * BC + tl.arange(0, BC)
     if OVERLAP:
         gdc_wait()
     scale, shift = tl.load(coef + 2 * C + c), tl.load(coef + 3 * C + c)
-    centre = tl.zeros([BC], x.dtype.element_ty)
+    centre = _centre(x, coef, scale, shift, c, M, C, NORM, BM)
+    if p == 0:
+        tl.store(moments + (C + 1) * C + c, centre.to(tl.float32))
     if GRAM:
-        centre = _centre(x, coef, scale, shift, c, M, C, NORM, BM)
         gram = tl.zeros([BC, BC], tl.float32)
     rows = tl.minimum(M - p * ROWS, ROWS)
     base = (p * ROWS).to(tl.int64) * C
     x += base
     y += base
+    apart += base
     total = tl.zeros([BM, BC], tl.float32)
     for k in tl.range(0, rows, BM, num_stages=STAGES):
         r = k + tl.arange(0, BM)
@@ -121,11 +125,11 @@ def _gram_kernel(
         total += v.to(tl.float32)
         if GRAM:
             gram = tl.dot(tl.trans(v), v, gram)
+        else:
+            tl.store(apart + r[:, None] * C + c[None, :], v, mask=inside)
     if OVERLAP:
         gdc_launch_dependents()
     total = tl.sum(total, 0)
-    if p == 0:
-        tl.store(moments + (C + 1) * C + c, centre.to(tl.float32))
     if GRAM:
         part += p * (C + 1) * C
         tl.store(part + c[:, None] * C + c[None, :], gram)
@@ -395,12 +399,14 @@ def _moments(x: Tensor, coef: Tensor | None, counters: Tensor) -> tuple[Tensor, 
     tiling, stages = _gram_tiling(m, c)
     in_one_pass = tiling.columns == c
     y = x if coef is None else torch.empty_like(x)
+    apart = y if in_one_pass else torch.empty_like(x)
     part = torch.empty(tiling.programs, c + 1 if in_one_pass else 1, c, device=x.device, dtype=torch.float32)
     about = torch.empty(c + 2, c, device=x.device, dtype=torch.float32)
     _gram_kernel[(c // tiling.columns, tiling.programs)](
         x,
         about if coef is None else coef,
         y,
+        apart,
         part,
         counters,
         about,
@@ -418,7 +424,7 @@ def _moments(x: Tensor, coef: Tensor | None, counters: Tensor) -> tuple[Tensor, 
         width = min(c, 32)
         _sum_kernel[(c + 1, c // width)](part, about, tiling.programs, C=c, BC=width, num_warps=4, **beside())
     else:
-        _outer(y, y, about[:c])
+        _outer(apart, apart, about[:c])
     return y, Moments(about=about, rows=m)
 
 

@@ -6,13 +6,16 @@ classifier:  dropout - 4096 - dropout - 4096 - classes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hyperbatch.models.layers import Linear, to_logits
 from hyperbatch.models.norm import BatchNorm2d
+
+if TYPE_CHECKING:
+    from hyperbatch.models.fused_blocks import FusedNetwork
 
 POOL5_SIDE = 6  # pixels left of 224 (or 227)
 
@@ -57,10 +60,10 @@ class AlexNetBN(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
-    fused: Callable[[Tensor], Tensor] | None = None  # what training runs instead, see models.fused
+    fused: FusedNetwork | None = None  # what training runs instead, see models.fused
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and self.fused is not None:
+        if self.training and self.fused is not None and self.fused.can_run():
             return self.fused(x)
         first = self.features[0]
         assert isinstance(first, nn.Conv2d)

@@ -15,10 +15,13 @@ from torch import nn
 from hyperbatch.errors import InputError
 from hyperbatch.kernels import has_triton, interpreted
 from hyperbatch.models.alexnet import AlexNetBN
+from hyperbatch.models.layers import Conv2d
 from hyperbatch.models.norm import BatchNorm2d
-from hyperbatch.models.resnet import ResNet
+from hyperbatch.models.resnet import BasicBlock, Bottleneck, ResNet
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+# What the kernels take the place of. A subclass may compute something else. Identity: where there is no max-pool.
+TYPES = (nn.Conv2d, Conv2d, BatchNorm2d, nn.ReLU, nn.MaxPool2d, nn.Identity, nn.Sequential, BasicBlock, Bottleneck)
 
 
 def why_not_fused(model: nn.Module, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -35,14 +38,37 @@ def why_not_fused(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
         properties = torch.cuda.get_device_properties(device)
         if not is_large_enough(properties):
             return f"{properties.name} has less shared memory than the kernels need (an A100's, at least)"
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Conv2d) and (not _takes(module.out_channels) or module.bias is not None):
+    for part in fused_parts(model):
+        for name, module in model.get_submodule(part).named_modules(prefix=part):
+            reason = _why_not(name, module)
+            if reason is not None:
+                return reason
+    return None
+
+
+def fused_parts(model: ResNet | AlexNetBN) -> tuple[str, ...]:
+    """Names of what the kernels take the place of: all but the head."""
+    return ("features",) if isinstance(model, AlexNetBN) else ("conv1", "bn1", "relu", "maxpool", *model.stages)
+
+
+def _why_not(name: str, module: nn.Module) -> str | None:
+    """The same for one module: the kernels run in its place, whatever its own forward is."""
+    if type(module) is nn.BatchNorm2d:
+        return f"{name} averages its statistics in another way"
+    if type(module) not in TYPES or (type(module) is nn.Identity and name != "maxpool"):
+        return f"{name} is of type {type(module).__name__}, which the kernels do not compute"
+    if isinstance(module, nn.Conv2d):
+        if not _takes(module.out_channels) or module.bias is not None:
             return f"{name} has a bias, or a number of channels that the kernels cannot take"
-        if isinstance(module, nn.BatchNorm2d):
-            if not isinstance(module, BatchNorm2d) or module.momentum is None or not module.track_running_stats:
-                return f"{name} averages its statistics in another way"
-            if module.weight is None or module.weight.dtype != torch.float32:
-                return f"{name} has no fp32 scale and shift"
+        if module.padding_mode != "zeros" or isinstance(module.padding, str):
+            return f"{name} pads in another way"
+    if isinstance(module, nn.MaxPool2d) and (module.dilation != 1 or module.ceil_mode):
+        return f"{name} pools in another way"
+    if isinstance(module, BatchNorm2d):
+        if module.momentum is None or not module.track_running_stats:
+            return f"{name} averages its statistics in another way"
+        if module.weight is None or module.weight.dtype != torch.float32:
+            return f"{name} has no fp32 scale and shift"
     return None
 
 

@@ -15,6 +15,8 @@ block before, whose backward reads both parts anyway.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,10 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hyperbatch.errors import InputError
 from hyperbatch.kernels import conv as convolution
 from hyperbatch.kernels import gram, pool
 from hyperbatch.kernels import norm as kernels
 from hyperbatch.models.alexnet import AlexNetBN, classify
+from hyperbatch.models.fused import fused_parts
 from hyperbatch.models.layers import Linear, to_logits
 from hyperbatch.models.norm import BatchNorm2d, gather_rows, pool_moments
 from hyperbatch.models.resnet import BasicBlock, Bottleneck, ResNet
@@ -39,12 +43,16 @@ BY_MOMENTS_CHANNELS = 256  # of that input at most: its moments are a matrix of 
 class Layer:
     """A convolution and the batch norm after it."""
 
-    def __init__(self, conv: nn.Conv2d, norm: BatchNorm2d, counters: Tensor) -> None:
-        self.conv, self.norm, self.counters = conv, norm, counters
+    def __init__(self, conv: nn.Conv2d, norm: BatchNorm2d, counters: Tensor, parameters: Sequence[Tensor] = ()) -> None:
+        self.conv, self.norm, self.counters, self._parameters = conv, norm, counters, parameters
 
     @property
-    def parameters(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.conv.weight, self.norm.weight, self.norm.bias
+    def parameters(self) -> Sequence[Tensor]:
+        return self._parameters or (self.conv.weight, self.norm.weight, self.norm.bias)
+
+    def of_forward(self, parameters: Sequence[Tensor]) -> Layer:
+        """For its backward: the modules may hold other parameters by then (torch.func.functional_call)."""
+        return Layer(self.conv, self.norm, self.counters, parameters)
 
     @property
     def shared(self) -> bool:
@@ -71,8 +79,9 @@ class Layer:
         return *kernels.join(z, coef, shortcut, shortcut_coef), coef
 
     def new_gradients(self) -> kernels.NormGradients:
-        back = torch.empty(3, self.norm.num_features, device=self.norm.weight.device)
-        return kernels.NormGradients(back, new_grad(self.norm.weight), new_grad(self.norm.bias), local=self.shared)
+        _, scale, shift = self.parameters
+        back = torch.empty(3, self.norm.num_features, device=scale.device)
+        return kernels.NormGradients(back, new_grad(scale), new_grad(shift), local=self.shared)
 
     def norm_relu_backward(self, dy: Tensor, z: Tensor, coef: Tensor) -> tuple[Tensor, kernels.NormGradients]:
         """dz from the gradient of relu(norm(z)), and the norm's own gradients."""
@@ -98,7 +107,22 @@ class Layer:
         return gram.product_statistics(x, self.conv.weight, self.norm, self.counters)
 
     def weight_gradient(self, dz: Tensor, x: Tensor) -> Tensor:
-        return convolution.weight_gradient(dz, x, self.conv, new_grad(self.conv.weight))
+        return convolution.weight_gradient(dz, x, self.conv, new_grad(self.parameters[0]))
+
+    def input_gradient(self, dz: Tensor, x: Tensor) -> Tensor:
+        return convolution.input_gradient(dz, x, self.conv, self.parameters[0])
+
+
+def saved_by(ctx: Any, layers: Sequence[Layer]) -> tuple[list[Layer], list[Any]]:
+    """The layers with the parameters that they had in forward, and the other saved tensors.
+
+    Those are in channels-last memory: hooks that keep them elsewhere may bring them back in another layout.
+    """
+    saved = ctx.saved_tensors
+    return (
+        [layer.of_forward(saved[3 * i : 3 * i + 3]) for i, layer in enumerate(layers)],
+        [x if x is None or x.dim() != 4 else kernels.channels_last(x) for x in saved[3 * len(layers) :]],
+    )
 
 
 def coef_of(norm: Tensor | gram.ProductNorm) -> Tensor:
@@ -120,7 +144,9 @@ class Residual(torch.autograd.Function):
     """out = relu(path(x) + shortcut(x)) of one block. dy is the gradient of out, less what the handover brings."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, block: FusedBlock, before: Handover | None, after: Handover, *_: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, block: FusedBlock, before: Handover | None, after: Handover, *parameters: Tensor
+    ) -> Tensor:
         depth, layers = len(block.path), block.layers
         inputs, outputs = [x], [x] * len(layers)
         norms: list[Any] = [None] * len(layers)  # a coef, or what a norm of a product keeps
@@ -150,6 +176,7 @@ class Residual(torch.autograd.Function):
         # The output of a product whose norm knows its moments is not needed again.
         products = [norm if isinstance(norm, gram.ProductNorm) else None for norm in norms]
         ctx.save_for_backward(
+            *parameters,
             bits,
             *inputs,
             *(z if product is None else None for z, product in zip(outputs, products)),
@@ -164,8 +191,8 @@ class Residual(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         block: FusedBlock = ctx.block
-        depth, layers = len(block.path), block.layers
-        bits, *kept = ctx.saved_tensors
+        layers, (bits, *kept) = saved_by(ctx, block.layers)
+        depth = len(block.path)
         inputs, rest = kept[:depth], kept[depth:]
         outputs, coefs, centred, sums = (rest[i : i + len(layers)] for i in range(0, len(rest), len(layers)))
         grads: list[Any] = [None] * len(layers)
@@ -185,11 +212,11 @@ class Residual(torch.autograd.Function):
                 dz = dzs[plain.index(i)]
                 weights[i] = layers[i].weight_gradient(dz, x)
                 if i == depth and ctx.before is not None and convolution.is_product(layers[i].conv, stride=2):
-                    return convolution.read_pixels_gradient(dz, layers[i].conv)
-                return convolution.input_gradient(dz, x, layers[i].conv)
-            weights[i] = new_grad(layers[i].conv.weight)
+                    return convolution.read_pixels_gradient(dz, layers[i].parameters[0])
+                return layers[i].input_gradient(dz, x)
+            w = layers[i].parameters[0]
+            weights[i] = new_grad(w)
             product = gram.ProductNorm(coef=coefs[i], centred=centred[i], sums=sums[i], rows=kernels.matrix(x)[0])
-            w = layers[i].conv.weight
             return gram.product_backward(g, x, w, product, sum_g, grads[i], weights[i], block.counters)
 
         through_shortcut = g if block.shortcut is None else through(depth, inputs[0])
@@ -197,7 +224,7 @@ class Residual(torch.autograd.Function):
         for i in reversed(range(depth - 1)):
             dz, grads[i] = layers[i].norm_relu_backward(d, outputs[i], coefs[i])
             weights[i] = layers[i].weight_gradient(dz, inputs[i])
-            d = convolution.input_gradient(dz, inputs[i], layers[i].conv)
+            d = layers[i].input_gradient(dz, inputs[i])
         if ctx.before is None:
             d = d.add_(through_shortcut)
         else:
@@ -210,23 +237,22 @@ class ConvNormPool(torch.autograd.Function):
     """relu(norm(conv(x))), and a max-pool after it when there is a window."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Layer, window: dict[str, int] | None, *_: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: Layer, window: dict[str, int] | None, *parameters: Tensor) -> Tensor:
         z = convolution.convolve(x, layer.conv)
         ctx.layer, ctx.window = layer, window
         if window is None:
             y, coef = layer.norm_relu(z)
-            ctx.save_for_backward(x, z, coef)
+            ctx.save_for_backward(*parameters, x, z, coef)
             return y
         coef = layer.statistics(z)
         pooled, peaks = pool.normalise_pool(z, coef, **window)
-        ctx.save_for_backward(x, z, coef, peaks.value, peaks.tap)
+        ctx.save_for_backward(*parameters, x, z, coef, peaks.value, peaks.tap)
         return pooled
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        layer: Layer = ctx.layer
-        x, z, coef, *peaks = ctx.saved_tensors
+        (layer,), (x, z, coef, *peaks) = saved_by(ctx, [ctx.layer])
         dy = kernels.channels_last(dy)
         if ctx.window is None:
             dz, grads = layer.norm_relu_backward(dy, z, coef)
@@ -237,7 +263,7 @@ class ConvNormPool(torch.autograd.Function):
                 share_sums(grads, coef, layer.norm)
             dz = pool.apply_pool_gradient(dy, peaks, z, grads.back, **ctx.window)
         dw = layer.weight_gradient(dz, x)
-        dx = convolution.input_gradient(dz, x, layer.conv) if ctx.needs_input_grad[0] else None
+        dx = layer.input_gradient(dz, x) if ctx.needs_input_grad[0] else None
         return dx, None, None, dw, grads.weight, grads.bias
 
 
@@ -261,22 +287,22 @@ class Classify(torch.autograd.Function):
     divided by the number of pixels in the product that makes it, and stays one value per image and channel."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fc: nn.Linear, weight: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         mean = x.mean((2, 3))
-        ctx.save_for_backward(mean, weight)
-        ctx.fc, ctx.shape = fc, x.shape
+        ctx.save_for_backward(mean, weight, bias)
+        ctx.shape = x.shape
         return torch.mm(mean, weight.t()) + bias
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        mean, weight = ctx.saved_tensors
+        mean, weight, bias = ctx.saved_tensors
         n, c, h, w = ctx.shape
-        db = torch.sum(dy, 0, out=new_grad(ctx.fc.bias))
+        db = torch.sum(dy, 0, out=new_grad(bias))
         dy = dy.to(weight.dtype)
-        dw = torch.mm(dy.t(), mean, out=new_grad(ctx.fc.weight))
+        dw = torch.mm(dy.t(), mean, out=new_grad(weight))
         dx = torch.addmm(mean, dy, weight, beta=0, alpha=1 / (h * w))  # of the mean, its shape alone
-        return dx.view(n, c, 1, 1).expand(ctx.shape), None, dw, db
+        return dx.view(n, c, 1, 1).expand(ctx.shape), dw, db
 
 
 class FusedBlock:
@@ -315,52 +341,80 @@ class FusedBlock:
         return Residual.apply(x, self, before, after, *parameters), after  # pyright: ignore[reportReturnType]
 
 
-class FusedResNet:
-    """What `ResNet.forward` computes in training mode."""
+class FusedNetwork:
+    """The training path of a model, in the place of its own layers up to its head."""
 
-    def __init__(self, model: ResNet) -> None:
+    norms: list[BatchNorm2d]  # of the layers, as often as they are used
+
+    def __init__(self, model: Any) -> None:
         self.model = model
-        counters = kernels.new_counters(model.conv1.weight.device)
-        self.stem = Layer(model.conv1, model.bn1, counters)
-        self.window = _window(model.maxpool)
-        self.blocks = [FusedBlock(block, counters) for stage in model.stages for block in getattr(model, stage)]
-        self.counters, self.norms = counters, _norms(model)
+        self.counters = kernels.new_counters(next(model.parameters()).device)
+        parts = [(model, name, model.get_submodule(name)) for name in fused_parts(model)]
+        below = [
+            (parent, *child) for *_, part in parts for parent in part.modules() for child in parent.named_children()
+        ]
+        self.links: list[tuple[nn.Module, str, nn.Module]] = parts + below
+        self.hooks = [hooks for *_, module in self.links for hooks in _hooks_of(module)]
+
+    def can_run(self) -> bool:
+        """Whether the kernels compute what the modules would: nobody has changed these or listens to them, and norms
+        take the statistics of the batch into running ones."""
+        for parent, name, module in self.links:
+            if parent._modules.get(name) is not module:
+                raise InputError(f"{name} was replaced after fuse(model); call fuse(model) again")
+            if "forward" in vars(module):
+                return False
+        return not any(self.hooks) and all(norm.training and norm.momentum is not None for norm in self.norms)
 
     def __call__(self, images: Tensor) -> Tensor:
         if self.counters.device != images.device:  # the model has moved
             self.__init__(self.model)
         _count_batch(self.norms)
+        with torch.cuda.device_of(images):  # Triton launches on the current device, wherever the tensors are
+            return self.logits(images)
+
+    def logits(self, images: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class FusedResNet(FusedNetwork):
+    """What `ResNet.forward` computes in training mode."""
+
+    def __init__(self, model: ResNet) -> None:
+        super().__init__(model)
+        self.stem = Layer(model.conv1, model.bn1, self.counters)
+        self.window = _window(model.maxpool)
+        self.blocks = [FusedBlock(block, self.counters) for stage in model.stages for block in getattr(model, stage)]
+        self.norms = [layer.norm for layer in (self.stem, *(layer for block in self.blocks for layer in block.layers))]
+
+    def logits(self, images: Tensor) -> Tensor:
         x = ConvNormPool.apply(_images(images, self.stem), self.stem, self.window, *self.stem.parameters)
         handover = None
         for block in self.blocks:
             x, handover = block(x, handover)
         fc = self.model.fc
         if _is_plain(fc):
-            return to_logits(Classify.apply(x, fc, fc.weight, fc.bias))
+            return to_logits(Classify.apply(x, fc.weight, fc.bias))
         return to_logits(fc(MeanOfPixels.apply(x)))
 
 
-class FusedAlexNet:
+class FusedAlexNet(FusedNetwork):
     """What `AlexNetBN.forward` computes in training mode: each convolution with its norm, ReLU and pool."""
 
     def __init__(self, model: AlexNetBN) -> None:
-        self.model = model
-        counters = kernels.new_counters(next(model.parameters()).device)
+        super().__init__(model)
         self.layers: list[tuple[Layer, dict[str, int] | None]] = []
         modules = list(model.features)
         for i, module in enumerate(modules):
             if isinstance(module, nn.Conv2d):
                 norm, follower = modules[i + 1], modules[i + 3]
                 assert isinstance(norm, BatchNorm2d)
-                self.layers.append((Layer(module, norm, counters), _window(follower)))
+                self.layers.append((Layer(module, norm, self.counters), _window(follower)))
         last = modules[-1]
         self.last_norm = last if isinstance(last, BatchNorm2d) else None  # of 6x6 pixels: torch's own will do
-        self.counters, self.norms = counters, _norms(model, but=self.last_norm)
+        self.norms = [layer.norm for layer, _ in self.layers]
 
-    def __call__(self, images: Tensor) -> Tensor:
-        if self.counters.device != images.device:  # the model has moved
-            self.__init__(self.model)
-        _count_batch(self.norms)
+    def logits(self, images: Tensor) -> Tensor:
         x: Any = _images(images, self.layers[0][0])
         for layer, window in self.layers:
             x = ConvNormPool.apply(x, layer, window, *layer.parameters)
@@ -381,30 +435,28 @@ def _window(module: nn.Module) -> dict[str, int] | None:
 def _is_plain(fc: nn.Module) -> bool:
     """A linear layer whose forward nobody has changed or listens to."""
     plain = type(fc) in (nn.Linear, Linear) and fc.bias is not None and "forward" not in vars(fc)
-    hooks = fc._forward_hooks, fc._forward_pre_hooks, fc._backward_hooks, fc._backward_pre_hooks
-    return plain and not any(hooks)
+    return plain and not any(_hooks_of(fc))
+
+
+def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Its own tables, which fill as hooks are registered."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
 def _images(images: Tensor, first: Layer) -> Tensor:
     return kernels.channels_last(convolution.padded(images.to(first.conv.weight.dtype)))
 
 
-def _norms(model: nn.Module, but: nn.Module | None = None) -> list[BatchNorm2d]:
-    return [module for module in model.modules() if isinstance(module, BatchNorm2d) and module is not but]
-
-
 def _count_batch(norms: list[BatchNorm2d]) -> None:
-    """One launch for all norms, where torch's own take one each."""
-    counts = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
+    """One launch for all norms, where torch's own take one each. A norm that several layers share counts for each."""
+    uses = Counter(norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None)
     with torch.no_grad():
-        torch._foreach_add_(counts, 1)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_add_(list(uses), list(uses.values()))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def new_grad(param: Tensor) -> Tensor:
-    """Where to write a gradient of this parameter: in its arena, from where it need not be moved, or in new memory.
-
-    A fresh view each time, so that autograd keeps it instead of a copy of it.
-    """
+    """Where to write a gradient of this parameter: in its arena, from where it need not be moved, or in new memory,
+    when a gradient is in the arena already."""
     place = getattr(param, "place_of_grad", None)
     view = place() if place is not None and param.grad is None else None
     return torch.empty_like(param) if view is None else view

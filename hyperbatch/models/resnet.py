@@ -7,12 +7,16 @@ then: mean over pixels, fc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from hyperbatch.models.layers import Linear, to_logits
 from hyperbatch.models.norm import BatchNorm2d
+
+if TYPE_CHECKING:
+    from hyperbatch.models.fused_blocks import FusedNetwork
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -113,10 +117,10 @@ class ResNet(nn.Module):
             elif zero_init_last_gamma and isinstance(module, BasicBlock | Bottleneck):
                 nn.init.zeros_(module.last_norm.weight)
 
-    fused: Callable[[Tensor], Tensor] | None = None  # what training runs instead, see models.fused
+    fused: FusedNetwork | None = None  # what training runs instead, see models.fused
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and self.fused is not None:
+        if self.training and self.fused is not None and self.fused.can_run():
             return self.fused(x)
         x = x.to(self.conv1.weight.dtype)
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))

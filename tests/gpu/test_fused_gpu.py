@@ -399,6 +399,59 @@ def test_a_captured_step_gives_the_same_bits(name, n, size, moments, monkeypatch
     assert all(torch.equal(grad, replayed[key]) for key, grad in eager.items())
 
 
+@pytest.mark.parametrize("moments", [True, False], ids=["moments", "outputs"])
+@pytest.mark.usefixtures("same_algorithms")
+def test_one_backward_over_two_calls_is_two_backwards(moments, monkeypatch):
+    """Bit for bit, and in a graph: a sum of two fp16 numbers does not depend on their order."""
+    monkeypatch.setattr(fused_blocks, "BY_MOMENTS_BYTES", 0 if moments else 1 << 60)
+    model, arena = network("resnet50", FP16)
+    fuse(model)
+    batches = [images_of(4 + i, 96, FP16, seed=i) for i in range(2)]
+
+    def losses() -> list[torch.Tensor]:
+        arena.zero_grad()
+        return [F.cross_entropy(model(images), labels) * SCALE for images, labels in batches]
+
+    def one_backward() -> None:
+        first, second = losses()
+        (first + second).backward()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for loss in losses():
+            loss.backward()
+        want = grads_of(arena)
+        one_backward()
+        at_once = grads_of(arena)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        one_backward()
+    for grad in arena.grads.values():
+        grad.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    for key, grad in grads_of(arena).items():
+        assert torch.equal(at_once[key], want[key]), key
+        assert torch.equal(grad, want[key]), key
+
+
+@pytest.mark.usefixtures("same_algorithms")
+def test_an_ordinary_step_copies_no_gradient_that_was_written_in_the_arena(monkeypatch):
+    model, arena = network("resnet50", FP16)
+    data, copied = images_of(4, 64, FP16), []
+    fuse(model)
+    convs = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    by_cudnn = [conv for conv in convs if not fused_blocks.convolution.is_product(conv)]  # which chooses the place
+    copy_all = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of: copied.extend(to) or copy_all(to, of))
+    for _ in range(2):
+        fused_step(model, arena, *data)
+        assert sorted(t.shape for t in copied) == sorted(conv.weight.shape for conv in by_cudnn)
+        copied.clear()
+
+
 # --- real data --------------------------------------------------------------------------------------------------------
 
 STEPS, WINDOW = 200, 20

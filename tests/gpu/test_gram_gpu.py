@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gram_reference import check, column_sums, error, make, nans, new_norm, plain, reference, through_kernels
+from gram_reference import (
+    check,
+    column_sums,
+    error,
+    make,
+    nans,
+    new_norm,
+    plain,
+    reference,
+    statistics_errors,
+    through_kernels,
+)
 from torch import nn
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -51,6 +62,16 @@ def test_moments_are_taken_while_y_is_made():
         case = make(size, c, 4 * c, device="cuda", scale=0.01)
         case.y = y
         check(case, through_kernels(case, moments), sums=SUMS)
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["made", "there"])
+@pytest.mark.parametrize("ratio", [0, 10, 200, 600])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_statistics_wherever_the_means_are(layer, ratio, made):
+    of_mean, of_variance = statistics_errors(*LAYERS[layer], ratio, made=made, device="cuda")
+    print(f"{layer}, mean over deviation {ratio}: of the mean {of_mean:.1e}, of the variance {of_variance:.1e}")
+    assert of_variance < 20 * SUMS
+    assert of_mean < SUMS * max(ratio, 1)
 
 
 def test_same_bits_every_time_and_in_a_graph():

@@ -44,7 +44,7 @@ def test_agrees_with_autograd(window, weights):
     assert convolution.is_product(conv) == (window == PRODUCT)
     with torch.no_grad():
         z = convolution.convolve(x, conv)
-        got = z, convolution.input_gradient(dz, x, conv), convolution.weight_gradient(dz, x, conv, None)
+        got = z, convolution.input_gradient(dz, x, conv, conv.weight), convolution.weight_gradient(dz, x, conv, None)
     assert z.is_contiguous(memory_format=torch.channels_last)
     for a, b in zip(got, autograd(conv, x, dz), strict=True):
         torch.testing.assert_close(a, b, rtol=ROUND_OFF, atol=ROUND_OFF)
@@ -57,7 +57,7 @@ def test_a_product_of_16_bits_is_one_rounding_away(dtype):
     with torch.no_grad():
         got = (
             convolution.convolve(x, conv),
-            convolution.input_gradient(dz, x, conv),
+            convolution.input_gradient(dz, x, conv, conv.weight),
             convolution.weight_gradient(dz, x, conv, torch.full_like(conv.weight, float("nan"))),
         )
     round_off = 1.001 * torch.finfo(dtype).eps / 2
@@ -71,7 +71,7 @@ def test_groups_are_no_product():
     conv = nn.Conv2d(6, 10, 1, groups=2, bias=False, dtype=torch.float64)
     assert not convolution.is_product(conv)
     with torch.no_grad():
-        got = convolution.input_gradient(dz, x, conv)
+        got = convolution.input_gradient(dz, x, conv, conv.weight)
     torch.testing.assert_close(got, autograd(conv, x, dz)[1], rtol=ROUND_OFF, atol=ROUND_OFF)
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from fused_reference import alexnet, backward, batch, check, error, errors, exact_step, residual, shuffled, step
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 from hyperbatch.arena import Arena, backward_order
 from hyperbatch.errors import InputError
@@ -293,7 +294,7 @@ def test_the_head_in_16_bits(bias_dtype):
     x = torch.randn(4, 6, 5, 3).half().requires_grad_()
     fc = nn.Linear(6, 3).half()
     fc.bias = nn.Parameter(torch.full((3,), 1 + 2.0**-12, dtype=bias_dtype))
-    logits = fused_blocks.Classify.apply(x, fc, fc.weight, fc.bias)
+    logits = fused_blocks.Classify.apply(x, fc.weight, fc.bias)
     exact = torch.nn.functional.linear(x.double().mean((2, 3)), fc.weight.double())
     assert logits.dtype == bias_dtype
     torch.testing.assert_close(logits.double() - fc.bias.double(), exact, rtol=0, atol=4e-3)
@@ -335,6 +336,95 @@ def test_micro_steps_add_up(room):
         if arena is not None:
             assert param.grad.data_ptr() == arena.grad_view(name).data_ptr(), name
     assert model.bn1.num_batches_tracked == 2
+
+
+def in_arena(model):
+    """A fused model and its arena."""
+    arena = Arena(model, [name for name, _ in model.named_parameters()])
+    return fused(model), arena
+
+
+def loss_of(model, data):
+    return nn.functional.cross_entropy(model(data[0]), data[1])
+
+
+def check_in_arena(model, arena, want):
+    """Each gradient is right, and where the arena keeps it."""
+    arena.collect()
+    for name, param in model.named_parameters():
+        assert param.grad.data_ptr() == arena.grad_view(name).data_ptr(), name
+        assert error(param.grad, want[name]) < FP32, name
+
+
+@inside
+@pytest.mark.usefixtures("norms_from")
+def test_one_backward_over_several_calls():
+    """A parameter's gradients of two calls are on their way at once: only one of them can be in the arena."""
+    model, batches = tiny(Bottleneck), [batch(2 + i, (3, 3 + i), seed=i) for i in range(3)]
+    parts = [exact_step(model, *data).grads for data in batches]
+    model, arena = in_arena(model)
+    for calls in (2, 3):
+        arena.zero_grad()
+        sum(loss_of(model, data) for data in batches[:calls]).backward()
+        check_in_arena(model, arena, {name: sum(part[name] for part in parts[:calls]) for name in parts[0]})
+
+
+SHARED = {
+    "block": lambda layer: layer.append(layer[1]),
+    "convolution and norm": lambda layer: (
+        setattr(layer[1], "conv3", layer[0].conv3),
+        setattr(layer[1], "bn3", layer[0].bn3),
+    ),
+    "weight in one block": lambda layer: setattr(layer[0].downsample[0], "weight", layer[0].conv3.weight),
+}
+
+
+@inside
+@pytest.mark.usefixtures("norms_from")
+@pytest.mark.parametrize("what", SHARED)
+def test_shared_weights(what):
+    model, data = tiny(Bottleneck), batch(2, (3, 3))
+    SHARED[what](model.layer1)
+    want = exact_step(model, *data)
+    model, arena = in_arena(model)
+    got = step(model, *data)
+    check(got, want, FP32)
+    check_in_arena(model, arena, want.grads)
+
+
+@inside
+@pytest.mark.usefixtures("norms_from")
+def test_several_backwards_through_one_graph():
+    model, data = tiny(Bottleneck), batch(2, (3, 3))
+    want = exact_step(model, *data).grads
+    model, arena = in_arena(model)
+    arena.zero_grad()
+    loss = loss_of(model, data)
+    for times in (1, 2):
+        loss.backward(retain_graph=True)
+        check_in_arena(model, arena, {name: times * grad for name, grad in want.items()})
+    arena.zero_grad()
+    loss.backward()
+    check_in_arena(model, arena, want)
+
+
+@inside
+@pytest.mark.usefixtures("norms_from")
+def test_what_is_written_in_the_arena_is_not_copied(monkeypatch):
+    """In the first micro-step only what cuDNN leaves elsewhere is; in the second nothing, it is added in place."""
+    (model, arena), data, copied = in_arena(tiny(Bottleneck)), batch(2, (3, 3)), []
+    copy_all = torch._foreach_copy_
+    names = {arena.grad_view(name).data_ptr(): name for name, _ in model.named_parameters()}
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda to, of: copied.extend(names[t.data_ptr()] for t in to) or copy_all(to, of)
+    )
+    for _ in range(2):
+        arena.zero_grad()
+        backward(model, *data)
+        assert sorted(copied) == ["conv1.weight", "layer1.0.conv2.weight", "layer1.1.conv2.weight"]
+        copied.clear()
+        backward(model, *data)
+        assert not copied
 
 
 @inside
@@ -413,6 +503,107 @@ def test_frozen_parameters_and_images_that_want_a_gradient():
             assert error(got, param.grad) < FP32, name
 
 
+# --- what users do to a fused model -----------------------------------------------------------------------------------
+
+
+@inside
+@pytest.mark.parametrize("block", [BasicBlock, Bottleneck])
+def test_images_of_one_channel(block):
+    """Their memory is channels-last and not: torch takes it for the other, and so lays out what it makes of them."""
+    model = shuffled(residual(block, (1,), (16,), small_stem=True, in_channels=1))
+    data = (torch.randn(2, 1, 5, 4), batch(2, (5, 4))[1])
+    want = exact_step(model, *data)
+    check(step(fused(model), *data), want, FP32)
+
+
+@inside
+@pytest.mark.usefixtures("norms_from")
+def test_saved_tensors_that_come_back_in_another_layout():
+    """As from torch.autograd.graph.save_on_cpu(pin_memory=True)."""
+    for model, data in ((tiny(Bottleneck), batch(2, (3, 4))), (shuffled(alexnet()), batch(2, (95, 95)))):
+        want = exact_step(model, *data)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.contiguous().clone(), lambda t: t):
+            check(step(fused(model), *data), want, FP32)
+
+
+def each_norm(change):
+    return lambda model: [change(module) for module in model.modules() if isinstance(module, BatchNorm2d)]
+
+
+UNUSUAL = {
+    "norms that keep their statistics": each_norm(lambda norm: norm.eval()),
+    "one norm that keeps its statistics": lambda model: model.layer1[0].bn2.eval(),
+    "norms that average over all batches": each_norm(lambda norm: setattr(norm, "momentum", None)),
+    "forward hook": lambda model: model.layer1[0].register_forward_hook(lambda module, inputs, output: 2 * output),
+    "pre-hook": lambda model: model.layer1.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],)),
+    "backward hook": lambda model: model.layer1[1].conv1.register_full_backward_hook(
+        lambda module, inputs, outputs: (2 * inputs[0],)
+    ),
+    "another forward": lambda model: setattr(model.layer1[0], "forward", lambda x: model.layer1[0].downsample(x)),
+    "pruned weight": lambda model: prune.l1_unstructured(model.layer1[0].conv1, "weight", amount=0.5),
+}
+
+
+@inside
+@pytest.mark.parametrize("what", UNUSUAL)
+def test_what_the_kernels_do_not_do_runs_on_the_plain_path(what):
+    plain, data = tiny(Bottleneck), batch(2, (3, 4))
+    model = fused(copy.deepcopy(plain))
+    for one in (model, plain):
+        UNUSUAL[what](one)
+    for _ in range(2):
+        got, want = step(model, *data), step(plain, *data)
+        assert torch.equal(got.logits, want.logits)
+        for ours, theirs in ((got.grads, want.grads), (got.buffers, want.buffers)):
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@inside
+def test_a_layer_that_is_replaced_is_not_trained_in_secret():
+    model, data = fused(tiny(Bottleneck)), batch(2, (3, 4))
+    model.fc = nn.Linear(64, 10)
+    backward(model, *data)
+    model.layer1[1].conv2 = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+    with pytest.raises(InputError, match="conv2 was replaced after fuse"):
+        model(data[0])
+    want = exact_step(model, *data)
+    check(step(fused(model), *data), want, FP32)
+
+
+@inside
+@pytest.mark.usefixtures("norms_from")
+def test_other_parameters_for_one_call():
+    """Backward uses those of its forward, and what is in the arena stays where it is."""
+    model, data = tiny(Bottleneck), batch(2, (3, 4))
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in changed.parameters():
+            param.mul_(1.5)
+    want = exact_step(changed, *data).grads
+    model, arena = in_arena(model)
+    arena.zero_grad()
+    others = {name: param.detach().clone().requires_grad_() for name, param in changed.named_parameters()}
+    nn.functional.cross_entropy(torch.func.functional_call(model, others, data[0]), data[1]).backward()
+    assert all(param.grad is None for param in model.parameters())
+    assert not any(grad.any() for grad in arena.grads.values())
+    for name, other in others.items():
+        assert error(other.grad, want[name]) < FP32, name
+
+
+@inside
+@pytest.mark.usefixtures("norms_from")
+@pytest.mark.parametrize("layer", ["conv1", "layer1.0.conv1", "layer1.0.downsample.0", "layer1.1.conv3"])
+def test_weights_that_change_before_backward_are_refused(layer):
+    """As by torch: backward would mix old and new."""
+    model, data = fused(tiny(Bottleneck)), batch(2, (3, 4))
+    loss = loss_of(model, data)
+    with torch.no_grad():
+        model.get_submodule(layer).weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 # --- why not ----------------------------------------------------------------------------------------------------------
 
 
@@ -450,6 +641,31 @@ def test_other_norms_are_named(change, reason):
     assert f"layer2.1.bn2 {reason}" in str(why_not_fused(model, torch.float16, CUDA)).replace("has no", "no")
     model.layer2[1].bn2 = nn.BatchNorm2d(32)  # type: ignore[index]
     assert "in another way" in str(why_not_fused(model, torch.float16, CUDA))
+
+
+class Halved(Bottleneck):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+CHANGED = {
+    "layer1.0.relu is of type SiLU": lambda model: setattr(model.layer1[0], "relu", nn.SiLU()),
+    "relu is of type Identity": lambda model: setattr(model, "relu", nn.Identity()),
+    "maxpool is of type AvgPool2d": lambda model: setattr(model, "maxpool", nn.AvgPool2d(3, 2, 1)),
+    "layer1.2 is of type Dropout": lambda model: model.layer1.append(nn.Dropout()),
+    "layer2.0 is of type Halved": lambda model: setattr(model.layer2[0], "__class__", Halved),
+    "layer1.0.conv2 is of type ParametrizedConv2d": lambda model: parametrizations.weight_norm(model.layer1[0].conv2),
+    "maxpool pools": lambda model: setattr(model, "maxpool", nn.MaxPool2d(3, 2, 1, ceil_mode=True)),
+    "layer1.0.conv2 pads": lambda model: setattr(model.layer1[0].conv2, "padding_mode", "reflect"),
+}
+
+
+@pytest.mark.parametrize("reason", CHANGED)
+def test_layers_that_compute_something_else_are_named(reason):
+    pytest.importorskip("triton")
+    model = residual()
+    CHANGED[reason](model)
+    assert reason in str(why_not_fused(model, torch.float16, CUDA))
 
 
 @outside

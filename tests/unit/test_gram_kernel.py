@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gram_reference import check, column_sums, make, nans, new_norm, reference, through_kernels
+from gram_reference import check, column_sums, make, nans, new_norm, reference, statistics_errors, through_kernels
 from hopper import before_the_wait, compile_launches
 from torch import nn
 
@@ -48,7 +48,9 @@ def test_kernels_compile_for_hopper(c, monkeypatch):
     counters = kernels.new_counters(case.y.device)
     _, moments = gram.normalise_with_gram(case.y, coef, counters)
     kept = gram.product_statistics(moments, case.w, new_norm(case), counters)
-    if c > gram.WIDEST:  # all that differs there
+    if c > gram.WIDEST:  # all that differs there: y, and y about its centre
+        assert before_the_wait(compiled["_gram_kernel"]) == 0
+        assert compiled["_gram_kernel"].count("st.global.v4.b32") == 2 * 2
         return
     grads = kernels.NormGradients(*(nans(3, 4 * c, like=case.y) for _ in range(3)))
     gram.product_backward(case.g, case.y, case.w, kept, grads.bias, grads, torch.empty_like(case.w), counters)
@@ -90,6 +92,17 @@ def test_all_channels_far_from_zero():
     kept = gram.product_statistics(case.y, case.w, norm, counters)
     z = case.y.double().permute(0, 2, 3, 1).reshape(-1, 16) @ case.w.double().T
     torch.testing.assert_close(kept.coef[1].double(), z.var(0, correction=0).rsqrt(), rtol=1e-5, atol=0)
+
+
+@inside
+@pytest.mark.parametrize("made", [True, False], ids=["made", "there"])
+@pytest.mark.parametrize("ratio", [0, 10, 200, 600])
+@pytest.mark.parametrize("c", [16, 64, 256])
+def test_statistics_wherever_the_means_are(c, ratio, made):
+    """Uncentred, a Gram matrix loses the square of the ratio in digits: a quarter of the variance at 600."""
+    of_mean, of_variance = statistics_errors((2, 9, 10), c, ratio, made=made)
+    assert of_variance < 20 * SUMS
+    assert of_mean < SUMS * max(ratio, 1)  # the mean itself is fp32
 
 
 @inside
