@@ -16,6 +16,7 @@ import argparse
 import fnmatch
 import importlib
 import json
+import logging
 import os
 import re
 import subprocess
@@ -24,7 +25,7 @@ import tarfile
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ os.environ.setdefault("PYTORCH_PRINT_REPRO_ON_FAILURE", "0")
 import pytest
 import torch
 from peers import LARGEST_DIFFERENCE, compare_with_peers, stand_in_for_torchvision
-from wanted import NOT_OFFERED, OUR_WORDS, WANTED, Wanted
+from wanted import NOT_OFFERED, OUR_WORDS, WANTED
 
 from hyperbatch import LAMB, LARS
 from hyperbatch.bench import harness
@@ -87,6 +88,7 @@ class Collector:
 
     def pytest_runtest_setup(self) -> None:
         torch.manual_seed(0)  # timm's tests draw their data without a seed
+        sys.last_value = sys.last_traceback = sys.last_exc = None  # the last failure's frames may hold a full GPU
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.passed and report.when != "call":
@@ -99,7 +101,8 @@ class Collector:
         elif report.skipped:
             message = report.longrepr[2]
         elif report.failed:
-            message = report.longrepr.reprcrash.message.splitlines()[0]
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = (crash.message if crash else report.longreprtext).splitlines()[0]
             reason = reason_why_wanted(optimizer, test, message)
             result = "wanted" if reason else "failed"
         self.outcomes.append(
@@ -108,12 +111,11 @@ class Collector:
 
 
 def reason_why_wanted(optimizer: str, test: str, message: str) -> str:
-    found = (wanted for wanted in WANTED if concerns(wanted, optimizer, test) and re.search(wanted.message, message))
-    return next((wanted.reason for wanted in found), "")
-
-
-def concerns(wanted: Wanted, optimizer: str, test: str) -> bool:
-    return optimizer in wanted.optimizers and fnmatch.fnmatchcase(test, wanted.test)
+    for wanted in WANTED:
+        named = optimizer in wanted.optimizers and fnmatch.fnmatchcase(test, wanted.test)
+        if named and re.search(wanted.message, message):
+            return wanted.reason
+    return ""
 
 
 def run_tests(
@@ -123,18 +125,9 @@ def run_tests(
     if not file.is_file():
         raise SystemExit(f"{file} does not exist.")
     collector = Collector(suite, optimizer_of, sgd)
-    options = [
-        "-c",
-        os.devnull,
-        "--noconftest",
-        "--import-mode=importlib",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:terminal",
-    ]
+    options = ["--noconftest", "--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:terminal", "-c"]
     with mock.patch.object(torch.optim, "SGD", sgd or torch.optim.SGD):
-        pytest.main([*options, f"--rootdir={file.parent}", str(file)], plugins=[collector])
+        pytest.main([*options, os.devnull, f"--rootdir={file.parent}", str(file)], plugins=[collector])
     if collector.broken or not collector.outcomes:
         raise SystemExit(f"{file} did not run: {'; '.join(collector.broken) or 'it has no test of our optimizers'}")
     return collector.outcomes
@@ -225,17 +218,11 @@ def run_timm(folder: Path | None) -> list[Outcome]:
         sys.path.append(str(folder.parent))  # of the source distribution, where timm is not installed
         stand_in_for_torchvision()
         factory = importlib.import_module("timm.optim._optim_factory")
+        logging.getLogger(factory.__name__).setLevel(logging.ERROR)  # it would warn of each name that we take
+        registry = factory.default_registry
         for name, (optimizer, defaults) in TIMM_VARIANTS.items():
-            theirs = factory.default_registry.get_optimizer_info(name)
-            factory.default_registry.register(
-                factory.OptimInfo(
-                    name=name,
-                    opt_class=optimizer,
-                    has_momentum=theirs.has_momentum,
-                    has_betas=theirs.has_betas,
-                    defaults=defaults,
-                )
-            )
+            theirs = registry.get_optimizer_info(name)
+            registry.register(replace(theirs, opt_class=optimizer, defaults=defaults))
         ours = {f"[{name}]": optimizer.__name__ for name, (optimizer, _) in TIMM_VARIANTS.items()}
         outcomes = run_tests(
             folder / "test_optim.py",
@@ -316,12 +303,9 @@ def main() -> int:
         skipped=Counter(outcome.message for outcome in outcomes if outcome.result == "skipped"),
         peers=peers,
     )
+    if "timm" in sys.modules:
+        report["versions"]["timm"] = sys.modules["timm"].__version__
     show(report)
-    met = {outcome.reason for outcome in outcomes}
-    for wanted in WANTED:
-        passes = [o for o in outcomes if concerns(wanted, o.optimizer, o.test) and o.result == "passed"]
-        if passes and wanted.reason not in met:
-            print(f"\nwanted.py lists {wanted.test}, but it passes: remove it there.")
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     far = any(row["difference"] is not None and not row["difference"] <= LARGEST_DIFFERENCE for row in peers)

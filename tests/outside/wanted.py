@@ -50,9 +50,16 @@ WANTED = (
     ),
     Wanted(
         optimizers=("LARS",),
+        test="test_fused_matches_forloop_LARS_cpu_bfloat16",
+        message="Tensor-likes are not close",
+        reason="Triton's interpreter cuts float32 off to bfloat16, where torch and a GPU round: a weight that the test "
+        "writes between steps is then not its master rounded, and replaces it.",
+    ),
+    Wanted(
+        optimizers=("LARS",),
         test="test_fused_error_on_params_on_meta_*",
-        message="fused=True, but the parameters are on meta|Cannot copy out of meta tensor",
-        reason="fused=True is checked when the parameters are given, not at the first step.",
+        message="lr is missing|fused=True, but the parameters are on meta",
+        reason="The test gives no rate, and fused=True is checked with the parameters, not at the first step.",
     ),
     Wanted(
         optimizers=("LARS", "LAMB"),
