@@ -10,6 +10,7 @@ from torch import nn
 
 from hyperbatch.arena import Arena
 from hyperbatch.comm import GradSync, GridComm, all_gather, all_reduce, check_collectives, own_shard, reduce_scatter
+from hyperbatch.errors import InputError
 from hyperbatch.optim.lars import LARS
 from hyperbatch.optim.params import param_groups
 from hyperbatch.optim.sharded import ShardedUpdate
@@ -196,3 +197,46 @@ def test_the_sharded_update_leaves_the_weights_of_the_plain_one(world_size, algo
     plain, sharded = answers[0]
     assert not torch.equal(plain, torch.cat([flat.cpu() for flat in network(torch.float32)[1].weights.values()]))
     assert (plain - sharded).norm() < 1e-5 * plain.norm()
+
+
+class Uneven(nn.Module):
+    """Uses its second layer on the first rank alone, from the fifth step on."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.first, self.second, self.rank, self.steps = nn.Linear(4, 4), nn.Linear(4, 4), rank, 0
+
+    def forward(self, x):
+        self.steps += 1
+        both = self.steps < 5 or self.rank == 0
+        return self.second(self.first(x)) if both else self.first(x)
+
+
+def use_unevenly(rank, capture):
+    torch.manual_seed(0)
+    model = Uneven(rank).to(CUDA)
+    arena = Arena(model, [name for name, _ in model.named_parameters()][::-1])
+    comm = GridComm(RankGrid(1, dist.get_world_size()))
+    sync = GradSync(arena, plan_groups(arena.specs, "single"), comm)
+
+    def step():
+        arena.zero_grad()
+        sync.begin()
+        model(torch.ones(2, 4, device=CUDA)).sum().backward()
+        sync.finish()
+
+    for _ in range(4):
+        step()
+    sync.check()  # so far all is well
+    with pytest.raises(InputError, match=r"second\.\w+, second\.\w+: used in backward on 1 of \d ranks only \(0\)"):
+        if capture:
+            run_captured(step)
+        else:
+            step()
+        sync.check()
+    return True
+
+
+@pytest.mark.parametrize("capture", [False, True], ids=["plain", "captured"])
+def test_a_parameter_that_some_ranks_use_is_named(world_size, capture):
+    assert all(run_ranks(world_size, use_unevenly, capture, cuda=True))

@@ -1,12 +1,13 @@
-"""A rank that fails, dies or stops ends a run over NCCL on every rank, and the others say which one it was.
+"""Real commands as NCCL ranks that share one GPU, as a launcher would start them.
 
-The ranks are real commands, as a launcher would start them, and share one GPU.
+A rank that fails, dies or stops ends a run on every rank, and the others say which one it was.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 TIMEOUT_S = 10  # of the run: a rank that gives no sign of life for so long is missed
 START_UP_S = 90
 LEAVE_S = 30  # what an ending may take besides: interpreters, drivers, 2 to 4 processes on one GPU
+RUN_FOLDER = "run"
 RUN = [
     *("--dataset", "synthetic", "--train-samples", "4096", "--eval-samples", "64", "--classes", "10"),
     *("--model", "resnet8", "--image-size", "16", "--eval-size", "16", "--eval-resize", "16", "--augment", "none"),
@@ -36,13 +38,14 @@ RUN = [
 
 
 class Ranks:
-    """Commands that make up one run. `wait` gives exit codes; what they said is in `said`."""
+    """The same command on every rank. `wait` gives exit codes; what they said is in `said`."""
 
     def __init__(self, folder: Path, world_size: int, *arguments: str) -> None:
+        """arguments: of `hyperbatch`."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.out, self.logs = folder / "run", [folder / f"rank{rank}.log" for rank in range(world_size)]
+        self.out, self.logs = folder / RUN_FOLDER, [folder / f"rank{rank}.log" for rank in range(world_size)]
         self.processes = []
         for rank, log in enumerate(self.logs):
             place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
@@ -51,7 +54,7 @@ class Ranks:
             env = (
                 os.environ | one_gpu(rank) | {name: str(value) for name, value in place.items()} | {"PYTHONPATH": path}
             )
-            command = [sys.executable, "-m", "hyperbatch", "train", "digits", *RUN, "--out", str(self.out), *arguments]
+            command = [sys.executable, "-m", "hyperbatch", *arguments]
             with log.open("w") as file:
                 self.processes.append(subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT))
 
@@ -86,11 +89,25 @@ class Ranks:
 
 @contextlib.contextmanager
 def ranks(folder, world_size, *arguments):
-    run = Ranks(folder, world_size, *arguments)
+    """A training run."""
+    run = Ranks(folder, world_size, "train", "digits", *RUN, "--out", str(folder / RUN_FOLDER), *arguments)
     try:
         yield run
     finally:
         run.end()
+
+
+def test_the_doctor_checks_the_collectives_of_all_hosts(tmp_path):
+    run = Ranks(tmp_path, 4, "doctor", "--collectives", "--json")
+    try:
+        assert run.wait(START_UP_S + TIMEOUT_S + LEAVE_S) == [0] * 4, run.said()
+    finally:
+        run.end()
+    text = run.logs[0].read_text()
+    rows = json.loads(text[text.index("{") : text.rindex("}") + 1])["collectives"]
+    assert {row["grid"] for row in rows} == {"4x1", "2x2"}
+    assert all(row["correct"] for row in rows), rows
+    assert "correct" not in "".join(log.read_text() for log in run.logs[1:]), "rank 0 prints, and nobody else"
 
 
 @pytest.mark.parametrize(("world_size", "graph"), [(2, "off"), (2, "on"), (4, "on")])
@@ -138,8 +155,8 @@ def test_control_c_ends_a_run(tmp_path, graph):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "test_nccl_faults:Fragile", "--eval-every-epochs", "1"], "the glass broke on rank 1"),
-        (["--dataset", "test_nccl_faults:rotten", "--max-bad-samples", "0", "--cache", "none"], "--max-bad-samples"),
+        (["--model", "test_nccl_commands:Fragile", "--eval-every-epochs", "1"], "the glass broke on rank 1"),
+        (["--dataset", "test_nccl_commands:rotten", "--max-bad-samples", "0", "--cache", "none"], "--max-bad-samples"),
     ],
     ids=["in evaluation", "in the loader"],
 )
