@@ -228,12 +228,13 @@ def use_unevenly(rank, capture):
     for _ in range(4):
         step()
     sync.check()  # so far all is well
-    with pytest.raises(InputError, match=r"second\.\w+, second\.\w+: used in backward on 1 of \d ranks only \(0\)"):
-        if capture:
-            run_captured(step)
-        else:
-            step()
+
+    def uneven_step():
+        run_captured(step) if capture else step()
         sync.check()
+
+    with pytest.raises(InputError, match=r"second\.\w+, second\.\w+: used in backward on 1 of \d ranks only \(0\)"):
+        uneven_step()
     return True
 
 
