@@ -189,8 +189,8 @@ class Ending:
         before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
 
         def look() -> None:
-            while number := os.read(read, 1):  # nothing: the other end is closed
-                if number[0] in (signal.SIGINT, signal.SIGTERM) and _interrupts(number[0]):
+            while number := os.read(read, 1)[0]:
+                if number in (signal.SIGINT, signal.SIGTERM) and _interrupts(number):
                     self._arm(words_of(KeyboardInterrupt(), self._ranks.rank))
 
         thread = threading.Thread(target=look, name="hyperbatch-signals", daemon=True)
@@ -199,8 +199,9 @@ class Ending:
             yield
         finally:
             signal.set_wakeup_fd(before)
-            os.close(write)
+            os.write(write, b"\0")  # closing it would not end the thread while a forked process holds a copy
             thread.join()
+            os.close(write)
             os.close(read)
 
 

@@ -159,20 +159,20 @@ class StepRunner:
             with self._backend.beside() if self._backend is not None else contextlib.nullcontext():
                 work(key)
         except NotCaptured as error:
-            failure = error
+            failure = isinstance(error, NoRoom), str(error)  # not the error: its frames hold what the capture allocated
         if not self.captures:
             return
-        failures = self._of_all_ranks(None if failure is None else (isinstance(failure, NoRoom), str(failure)))
+        failures = self._of_all_ranks(failure)
         if reason := next((text for no_room, text in failures if not no_room), None):
             self._fall_back(reason)
         elif failures:
-            raise torch.OutOfMemoryError(failures[0][1]) from failure
+            raise torch.OutOfMemoryError(failures[0][1])
 
     def _warm_up(self, key: Key) -> None:
         micro_batches, size = key
         timer = StepTimer(self._job.device)
         # The first and the last: those between them have the shape of one of the two and run nothing else.
-        ends = list(dict.fromkeys(pieces(micro_batches)[:: max(1, len(micro_batches) - 1)]))
+        ends = pieces(micro_batches)[:: max(1, len(micro_batches) - 1)]
         batches = {piece.samples: self._blank(piece.samples, size) for piece in ends}
 
         def step() -> None:
