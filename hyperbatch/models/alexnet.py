@@ -15,7 +15,7 @@ from hyperbatch.models.layers import Linear, to_logits
 from hyperbatch.models.norm import BatchNorm2d
 
 if TYPE_CHECKING:
-    from hyperbatch.models.fused_blocks import FusedNetwork
+    from hyperbatch.models.fused_network import FusedNetwork
 
 POOL5_SIDE = 6  # pixels left of 224 (or 227)
 

@@ -1,4 +1,4 @@
-"""Switches a ResNet or AlexNet-BN to the fused training path of `models.fused_blocks`, and back.
+"""Switches a ResNet or AlexNet-BN to the fused training path of `models.fused_network`, and back.
 
 fuse(model)      after its arena is built; from then on model(images) in training mode runs the fused kernels
 
@@ -88,7 +88,7 @@ def fuse(model: nn.Module) -> None:
     reason = why_not_fused(model, weight.dtype, weight.device)
     if reason is not None:
         raise InputError(f"the fused training path cannot run: {reason}")
-    from hyperbatch.models.fused_blocks import FusedAlexNet, FusedResNet
+    from hyperbatch.models.fused_network import FusedAlexNet, FusedResNet
 
     assert isinstance(model, ResNet | AlexNetBN)
     model.fused = FusedResNet(model) if isinstance(model, ResNet) else FusedAlexNet(model)

@@ -1,4 +1,4 @@
-"""The training path of ResNet and AlexNet-BN in fused 16-bit kernels. Reference: the models' own forward.
+"""The layers of ResNet and AlexNet-BN in fused 16-bit kernels, for training. Reference: the models' own layers.
 
 One autograd function per residual block, so that its gradients are there, and can travel, as soon as its backward is
 done; weight gradients are written where the arena keeps them.
@@ -15,7 +15,6 @@ block before, whose backward reads both parts anyway.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,15 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hyperbatch.errors import InputError
 from hyperbatch.kernels import conv as convolution
 from hyperbatch.kernels import gram, pool
 from hyperbatch.kernels import norm as kernels
-from hyperbatch.models.alexnet import AlexNetBN, classify
-from hyperbatch.models.fused import fused_parts
-from hyperbatch.models.layers import Linear, to_logits
 from hyperbatch.models.norm import BatchNorm2d, gather_rows, pool_moments
-from hyperbatch.models.resnet import BasicBlock, Bottleneck, ResNet
+from hyperbatch.models.resnet import BasicBlock, Bottleneck
 
 # A convolution's output from which on its norm is taken from the moments of the input: measured on an H200, 26 MB win
 # 2 % of a step of batch 16, 17 MB lose 3 % of one of batch 42.
@@ -339,119 +334,6 @@ class FusedBlock:
         after = Handover()
         parameters = [tensor for layer in self.layers for tensor in layer.parameters]
         return Residual.apply(x, self, before, after, *parameters), after  # pyright: ignore[reportReturnType]
-
-
-class FusedNetwork:
-    """The training path of a model, in the place of its own layers up to its head."""
-
-    norms: list[BatchNorm2d]  # of the layers, as often as they are used
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.counters = kernels.new_counters(next(model.parameters()).device)
-        parts = [(model, name, model.get_submodule(name)) for name in fused_parts(model)]
-        below = [
-            (parent, *child) for *_, part in parts for parent in part.modules() for child in parent.named_children()
-        ]
-        self.links: list[tuple[nn.Module, str, nn.Module]] = parts + below
-        self.hooks = [hooks for *_, module in self.links for hooks in _hooks_of(module)]
-
-    def can_run(self) -> bool:
-        """Whether the kernels compute what the modules would: nobody has changed these or listens to them, and norms
-        take the statistics of the batch into running ones."""
-        for parent, name, module in self.links:
-            if parent._modules.get(name) is not module:
-                raise InputError(f"{name} was replaced after fuse(model); call fuse(model) again")
-            if "forward" in vars(module):
-                return False
-        return not any(self.hooks) and all(norm.training and norm.momentum is not None for norm in self.norms)
-
-    def __call__(self, images: Tensor) -> Tensor:
-        if self.counters.device != images.device:  # the model has moved
-            self.__init__(self.model)
-        _count_batch(self.norms)
-        with torch.cuda.device_of(images):  # Triton launches on the current device, wherever the tensors are
-            return self.logits(images)
-
-    def logits(self, images: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class FusedResNet(FusedNetwork):
-    """What `ResNet.forward` computes in training mode."""
-
-    def __init__(self, model: ResNet) -> None:
-        super().__init__(model)
-        self.stem = Layer(model.conv1, model.bn1, self.counters)
-        self.window = _window(model.maxpool)
-        self.blocks = [FusedBlock(block, self.counters) for stage in model.stages for block in getattr(model, stage)]
-        self.norms = [layer.norm for layer in (self.stem, *(layer for block in self.blocks for layer in block.layers))]
-
-    def logits(self, images: Tensor) -> Tensor:
-        x = ConvNormPool.apply(_images(images, self.stem), self.stem, self.window, *self.stem.parameters)
-        handover = None
-        for block in self.blocks:
-            x, handover = block(x, handover)
-        fc = self.model.fc
-        if _is_plain(fc):
-            return to_logits(Classify.apply(x, fc.weight, fc.bias))
-        return to_logits(fc(MeanOfPixels.apply(x)))
-
-
-class FusedAlexNet(FusedNetwork):
-    """What `AlexNetBN.forward` computes in training mode: each convolution with its norm, ReLU and pool."""
-
-    def __init__(self, model: AlexNetBN) -> None:
-        super().__init__(model)
-        self.layers: list[tuple[Layer, dict[str, int] | None]] = []
-        modules = list(model.features)
-        for i, module in enumerate(modules):
-            if isinstance(module, nn.Conv2d):
-                norm, follower = modules[i + 1], modules[i + 3]
-                assert isinstance(norm, BatchNorm2d)
-                self.layers.append((Layer(module, norm, self.counters), _window(follower)))
-        last = modules[-1]
-        self.last_norm = last if isinstance(last, BatchNorm2d) else None  # of 6x6 pixels: torch's own will do
-        self.norms = [layer.norm for layer, _ in self.layers]
-
-    def logits(self, images: Tensor) -> Tensor:
-        x: Any = _images(images, self.layers[0][0])
-        for layer, window in self.layers:
-            x = ConvNormPool.apply(x, layer, window, *layer.parameters)
-        return classify(self.model, x if self.last_norm is None else self.last_norm(x))
-
-
-def _window(module: nn.Module) -> dict[str, int] | None:
-    """Of the max-pool after a ReLU; None when there is none."""
-    if not isinstance(module, nn.MaxPool2d):
-        return None
-    kernel, stride, padding = module.kernel_size, module.stride, module.padding
-    assert isinstance(kernel, int)
-    assert isinstance(stride, int)
-    assert isinstance(padding, int)
-    return {"kernel": kernel, "stride": stride, "padding": padding}
-
-
-def _is_plain(fc: nn.Module) -> bool:
-    """A linear layer whose forward nobody has changed or listens to."""
-    plain = type(fc) in (nn.Linear, Linear) and fc.bias is not None and "forward" not in vars(fc)
-    return plain and not any(_hooks_of(fc))
-
-
-def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Its own tables, which fill as hooks are registered."""
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-
-
-def _images(images: Tensor, first: Layer) -> Tensor:
-    return kernels.channels_last(convolution.padded(images.to(first.conv.weight.dtype)))
-
-
-def _count_batch(norms: list[BatchNorm2d]) -> None:
-    """One launch for all norms, where torch's own take one each. A norm that several layers share counts for each."""
-    uses = Counter(norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None)
-    with torch.no_grad():
-        torch._foreach_add_(list(uses), list(uses.values()))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def new_grad(param: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from hyperbatch.models.layers import Linear, to_logits
 from hyperbatch.models.norm import BatchNorm2d
 
 if TYPE_CHECKING:
-    from hyperbatch.models.fused_blocks import FusedNetwork
+    from hyperbatch.models.fused_network import FusedNetwork
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:

@@ -452,6 +452,23 @@ def test_an_ordinary_step_copies_no_gradient_that_was_written_in_the_arena(monke
         copied.clear()
 
 
+@pytest.mark.parametrize("cudnn", [True, False], ids=["cudnn", "no cudnn"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_layouts_that_torch_chooses_otherwise(channels, cudnn):
+    """Images of one channel are channels-last and not; without cuDNN torch makes tensors in its default layout."""
+    with CUDA:
+        model = create_model("resnet20", classes=10, in_channels=channels).to(memory_format=torch.channels_last)
+        images, labels = torch.randn(8, channels, 32, 32).half(), torch.randint(10, (8,))
+    Arena(model, [name for name, _ in model.named_parameters()], dtype=FP16)
+    want = exact_step(model, images, labels)
+    with torch.backends.cudnn.flags(enabled=cudnn):
+        plain = step(copy.deepcopy(model), images, labels, scale=SCALE)
+        fuse(model)
+        got = step(model, images, labels, scale=SCALE)
+    ours, theirs = errors(got.grads, want.grads), errors(plain.grads, want.grads)
+    assert compare([ours], [theirs], f"{channels} channels, cuDNN {cudnn}") < 2  # one draw: a wrong layout is far off
+
+
 # --- real data --------------------------------------------------------------------------------------------------------
 
 STEPS, WINDOW = 200, 20

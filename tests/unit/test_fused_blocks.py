@@ -560,12 +560,18 @@ def test_what_the_kernels_do_not_do_runs_on_the_plain_path(what):
 
 
 @inside
-def test_a_layer_that_is_replaced_is_not_trained_in_secret():
+@pytest.mark.parametrize("what", ["the stem", "a convolution", "one block more"])
+def test_layers_that_are_replaced_are_fused_anew(what):
     model, data = fused(tiny(Bottleneck)), batch(2, (3, 4))
-    model.fc = nn.Linear(64, 10)
+    model.fc = nn.Linear(64, 10)  # not fused: may change
     backward(model, *data)
-    model.layer1[1].conv2 = nn.Conv2d(16, 16, 3, padding=1, bias=False)
-    with pytest.raises(InputError, match="conv2 was replaced after fuse"):
+    if what == "the stem":
+        model.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+    elif what == "a convolution":
+        model.layer1[1].conv2 = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+    else:
+        model.layer1.append(Bottleneck(64, 16, 1, 0.1))
+    with pytest.raises(InputError, match="replaced after fuse"):
         model(data[0])
     want = exact_step(model, *data)
     check(step(fused(model), *data), want, FP32)

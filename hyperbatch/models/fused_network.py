@@ -1,0 +1,135 @@
+"""The training path of a whole ResNet or AlexNet-BN in the layers of `models.fused_blocks`, and when it can run.
+
+model(images) in training mode ─ can_run? ─┬─ yes: FusedNetwork    kernels in the place of all layers but the head
+                                           └─ no: model.forward    hooks, norms that keep their statistics, ...
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyperbatch.errors import InputError
+from hyperbatch.kernels import conv as convolution
+from hyperbatch.kernels import norm as kernels
+from hyperbatch.models.alexnet import AlexNetBN, classify
+from hyperbatch.models.fused import fused_parts
+from hyperbatch.models.fused_blocks import Classify, ConvNormPool, FusedBlock, Layer, MeanOfPixels
+from hyperbatch.models.layers import Linear, to_logits
+from hyperbatch.models.norm import BatchNorm2d
+from hyperbatch.models.resnet import ResNet
+
+
+class FusedNetwork:
+    """The training path of a model, in the place of its own layers up to its head."""
+
+    norms: list[BatchNorm2d]  # of the layers, as often as they are used
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.counters = kernels.new_counters(next(model.parameters()).device)
+        self.parts = {name: model.get_submodule(name) for name in fused_parts(model)}
+        modules = dict.fromkeys(module for part in self.parts.values() for module in part.modules())
+        self.children = {module: dict(module._modules) for module in modules}
+        self.hooks = [hooks for module in modules for hooks in _hooks_of(module)]
+
+    def can_run(self) -> bool:
+        """Whether the kernels compute what the modules would: nobody has changed these or listens to them, and norms
+        take the statistics of the batch into running ones."""
+        own = self.model._modules
+        replaced = any(own.get(name) is not part for name, part in self.parts.items())
+        if replaced or any(module._modules != children for module, children in self.children.items()):
+            raise InputError("layers of the model were replaced after fuse(model); call fuse(model) again")
+        if any(self.hooks) or any("forward" in vars(module) for module in self.children):
+            return False
+        return all(norm.training and norm.momentum is not None for norm in self.norms)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if self.counters.device != images.device:  # the model has moved
+            self.__init__(self.model)
+        _count_batch(self.norms)
+        with torch.cuda.device_of(images):  # Triton launches on the current device, wherever the tensors are
+            return self.logits(images)
+
+    def logits(self, images: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class FusedResNet(FusedNetwork):
+    """What `ResNet.forward` computes in training mode."""
+
+    def __init__(self, model: ResNet) -> None:
+        super().__init__(model)
+        self.stem = Layer(model.conv1, model.bn1, self.counters)
+        self.window = _window(model.maxpool)
+        self.blocks = [FusedBlock(block, self.counters) for stage in model.stages for block in getattr(model, stage)]
+        self.norms = [layer.norm for layer in (self.stem, *(layer for block in self.blocks for layer in block.layers))]
+
+    def logits(self, images: Tensor) -> Tensor:
+        x = ConvNormPool.apply(_images(images, self.stem), self.stem, self.window, *self.stem.parameters)
+        handover = None
+        for block in self.blocks:
+            x, handover = block(x, handover)
+        fc = self.model.fc
+        if _is_plain(fc):
+            return to_logits(Classify.apply(x, fc.weight, fc.bias))
+        return to_logits(fc(MeanOfPixels.apply(x)))
+
+
+class FusedAlexNet(FusedNetwork):
+    """What `AlexNetBN.forward` computes in training mode: each convolution with its norm, ReLU and pool."""
+
+    def __init__(self, model: AlexNetBN) -> None:
+        super().__init__(model)
+        self.layers: list[tuple[Layer, dict[str, int] | None]] = []
+        modules = list(model.features)
+        for i, module in enumerate(modules):
+            if isinstance(module, nn.Conv2d):
+                norm, follower = modules[i + 1], modules[i + 3]
+                assert isinstance(norm, BatchNorm2d)
+                self.layers.append((Layer(module, norm, self.counters), _window(follower)))
+        last = modules[-1]
+        self.last_norm = last if isinstance(last, BatchNorm2d) else None  # of 6x6 pixels: torch's own will do
+        self.norms = [layer.norm for layer, _ in self.layers]
+
+    def logits(self, images: Tensor) -> Tensor:
+        x: Any = _images(images, self.layers[0][0])
+        for layer, window in self.layers:
+            x = ConvNormPool.apply(x, layer, window, *layer.parameters)
+        return classify(self.model, x if self.last_norm is None else self.last_norm(x))
+
+
+def _window(module: nn.Module) -> dict[str, int] | None:
+    """Of the max-pool after a ReLU; None when there is none."""
+    if not isinstance(module, nn.MaxPool2d):
+        return None
+    kernel, stride, padding = module.kernel_size, module.stride, module.padding
+    assert isinstance(kernel, int)
+    assert isinstance(stride, int)
+    assert isinstance(padding, int)
+    return {"kernel": kernel, "stride": stride, "padding": padding}
+
+
+def _is_plain(fc: nn.Module) -> bool:
+    """A linear layer whose forward nobody has changed or listens to."""
+    plain = type(fc) in (nn.Linear, Linear) and fc.bias is not None and "forward" not in vars(fc)
+    return plain and not any(_hooks_of(fc))
+
+
+def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Its own tables, which fill as hooks are registered."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def _images(images: Tensor, first: Layer) -> Tensor:
+    return kernels.channels_last(convolution.padded(images.to(first.conv.weight.dtype)))
+
+
+def _count_batch(norms: list[BatchNorm2d]) -> None:
+    """One launch for all norms, where torch's own take one each. A norm that several layers share counts for each."""
+    uses = Counter(norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None)
+    with torch.no_grad():
+        torch._foreach_add_(list(uses), list(uses.values()))  # pyright: ignore[reportPrivateImportUsage]
