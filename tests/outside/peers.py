@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 from unittest import mock
 
@@ -52,7 +54,9 @@ def compare_with_peers() -> list[dict[str, Any]]:
     rows = []
     for peer in PEERS:
         variant = ", ".join(f"{key}={value!r}" for key, value in peer.variant.items())
-        row: dict[str, Any] = {"peer": peer.name, "ours": f"{peer.ours.__name__}({variant})"}
+        row: dict[str, Any] = {"peer": peer.name, "version": None, "ours": f"{peer.ours.__name__}({variant})"}
+        with suppress(metadata.PackageNotFoundError):  # a formula has none
+            row["version"] = metadata.version(peer.name.split()[0])
         try:
             row |= {"difference": largest_difference(peer), "settings": len(peer.settings), "why_not": None}
         except ImportError as error:
@@ -69,7 +73,7 @@ def largest_difference(peer: Peer) -> float:
         return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in peer.shapes]
 
     weights, grads = draw(), [draw() for _ in RATES]
-    largest = 0.0
+    differences = []
     for settings in peer.settings:
         expected = peer.run(settings, weights, grads)
         for foreach in (None, False, True):
@@ -78,8 +82,8 @@ def largest_difference(peer: Peer) -> float:
                 return peer.ours([{"params": params, **group, **peer.variant}], lr=1.0, foreach=foreach)
 
             for a, b in zip(steps_of(ours)(settings, weights, grads), expected, strict=True):
-                largest = max(largest, float((a - b).abs().max() / b.abs().max()))
-    return largest
+                differences.append((a - b).abs().max() / b.abs().max())
+    return float(torch.stack(differences).max())  # nan where one of them is
 
 
 def steps_of(make: Callable[..., Any]) -> Run:
@@ -99,7 +103,7 @@ def steps_of(make: Callable[..., Any]) -> Run:
     return run
 
 
-def optimizer(module: str, name: str, renamed: dict[str, str] | None = None, **extra: Any) -> Run:
+def imported(module: str, name: str, renamed: dict[str, str] | None = None, **extra: Any) -> Run:
     """A run of somebody's torch optimizer. renamed: our setting -> theirs. extra: settings that only theirs has."""
 
     def make(params: list[Tensor], **settings: Any) -> Any:
@@ -115,17 +119,17 @@ def optax(name: str) -> Run:
     def run(settings: Settings, weights: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
         jax = importlib.import_module("jax")
         jax.config.update("jax_enable_x64", True)
-        optax = importlib.import_module("optax")
+        library = importlib.import_module("optax")
         rates = jax.numpy.asarray(RATES)
         given = dict(settings)
         if "betas" in given:
             given["b1"], given["b2"] = given.pop("betas")
-        transform = getattr(optax, name)(lambda count: rates[count], **given)
+        transform = getattr(library, name)(lambda count: rates[count], **given)
         params = [jax.numpy.asarray(weight.numpy()) for weight in weights]
         state = transform.init(params)
         for step_grads in grads:
             updates, state = transform.update([jax.numpy.asarray(grad.numpy()) for grad in step_grads], state, params)
-            params = optax.apply_updates(params, updates)
+            params = library.apply_updates(params, updates)
         return [torch.tensor(param.tolist(), dtype=torch.float64) for param in params]
 
     return run
@@ -171,17 +175,17 @@ TIMM = {"renamed": {"trust_coefficient": "trust_coeff"}, "always_adapt": True}
 FIXED_EPS = [{key: value for key, value in settings.items() if key != "eps"} for settings in LARS_LIKE]
 
 PEERS = [
-    Peer("torch SGD", optimizer("torch.optim", "SGD"), LARS, SGD, SGD_LIKE),
-    Peer("torch AdamW", optimizer("torch.optim", "AdamW"), LAMB, {"adapt": False}, ADAM_LIKE),
+    Peer("torch SGD", imported("torch.optim", "SGD"), LARS, SGD, SGD_LIKE),
+    Peer("torch AdamW", imported("torch.optim", "AdamW"), LAMB, {"adapt": False}, ADAM_LIKE),
     Peer("MLPerf's formula", formula(lr_inside=True, clip=False), LARS, {}, PLAIN),
     Peer("apex's LARC, formula", formula(lr_inside=False, clip=True), LARS, LARC, PLAIN),
-    Peer("timm Lars", optimizer("timm.optim", "Lars", **TIMM), LARS, OUTSIDE, LARS_LIKE + NO_DECAY),
-    Peer("timm Lars, clipped", optimizer("timm.optim", "Lars", trust_clip=True, **TIMM), LARS, LARC, LARS_LIKE),
-    Peer("torch_optimizer LARS", optimizer("torch_optimizer", "LARS"), LARS, OUTSIDE, LARS_LIKE),
-    Peer("lightly LARS", optimizer("lightly.utils.lars", "LARS"), LARS, OUTSIDE, LARS_LIKE),
+    Peer("timm Lars", imported("timm.optim", "Lars", **TIMM), LARS, OUTSIDE, LARS_LIKE + NO_DECAY),
+    Peer("timm Lars, clipped", imported("timm.optim", "Lars", trust_clip=True, **TIMM), LARS, LARC, LARS_LIKE),
+    Peer("torch_optimizer LARS", imported("torch_optimizer", "LARS"), LARS, OUTSIDE, LARS_LIKE),
+    Peer("lightly LARS", imported("lightly.utils.lars", "LARS"), LARS, OUTSIDE, LARS_LIKE),
     # Vectors are left out of this one's trust ratio and decay, and it has no eps.
-    Peer("pytorch_optimizer LARS", optimizer("pytorch_optimizer", "LARS"), LARS, OUTSIDE, FIXED_EPS, SHAPES[:2]),
+    Peer("pytorch_optimizer LARS", imported("pytorch_optimizer", "LARS"), LARS, OUTSIDE, FIXED_EPS, SHAPES[:2]),
     Peer("optax lars", optax("lars"), LARS, {}, NO_DECAY),
-    Peer("timm Lamb", optimizer("timm.optim", "Lamb", max_grad_norm=None, always_adapt=True), LAMB, {}, ADAM_LIKE),
+    Peer("timm Lamb", imported("timm.optim", "Lamb", max_grad_norm=None, always_adapt=True), LAMB, {}, ADAM_LIKE),
     Peer("optax lamb", optax("lamb"), LAMB, {}, ADAM_LIKE),
 ]

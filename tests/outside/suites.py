@@ -217,7 +217,10 @@ def run_timm(folder: Path | None) -> list[Outcome]:
             folder = download_timm(Path(download))
         sys.path.append(str(folder.parent))  # of the source distribution, where timm is not installed
         stand_in_for_torchvision()
-        factory = importlib.import_module("timm.optim._optim_factory")
+        try:
+            factory = importlib.import_module("timm.optim._optim_factory")
+        except ImportError as error:
+            raise SystemExit(f"timm cannot be imported ({error}). Install it, or leave --timm-tests out.") from None
         logging.getLogger(factory.__name__).setLevel(logging.ERROR)  # it would warn of each name that we take
         registry = factory.default_registry
         for name, (optimizer, defaults) in TIMM_VARIANTS.items():

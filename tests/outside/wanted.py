@@ -61,6 +61,7 @@ WANTED = (
         message="lr is missing|fused=True, but the parameters are on meta",
         reason="The test gives no rate, and fused=True is checked with the parameters, not at the first step.",
     ),
+    # The rest can be met on a GPU only.
     Wanted(
         optimizers=("LARS", "LAMB"),
         test="test_defaults_changed_to_foreach_*",
@@ -71,8 +72,8 @@ WANTED = (
         optimizers=("LARS", "LAMB"),
         test="test_peak_memory_foreach_*",
         message="not less than or equal to",
-        reason="The foreach path keeps a few temporaries of the weights' size where torch keeps one: a step that meets "
-        "an inf must not change anything, and the path is only used where the fused kernels cannot run.",
+        reason="The foreach path keeps a few temporaries of the weights' size where torch keeps one, so that a step "
+        "which meets an inf changes nothing and the host need not be asked.",
     ),
     Wanted(
         optimizers=("LARS", "LAMB"),
