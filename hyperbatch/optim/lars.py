@@ -253,10 +253,10 @@ def why_not_fused(groups: list[dict[str, Any]]) -> str | None:
     """What keeps these parameters from the fused kernels, or None."""
     params = [param for group in groups for param in group["params"]]
     dtypes = {param.dtype for param in params}
+    if any(is_dtensor(param) for param in params):
+        return "some parameters are DTensors; leave fused out for them"
     if not has_triton():
         return "Triton is not installed"
-    if any(is_dtensor(param) for param in params):
-        return "some parameters are DTensors, whose norms need other ranks"
     if any(param.device != params[0].device for param in params):
         return "the parameters are on several devices"
     if params and params[0].device.type != "cuda" and not interpreted():
