@@ -230,6 +230,22 @@ def test_it_follows_parameters_that_others_move_or_write(change, dtype):
 
 
 @inside
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_edit_of_16_bit_weights_stays(dtype):
+    _, params, optimizer = run({"fused": True}, dtype, momentum_rule="lr_outside")
+    before = [(p.detach().clone(), optimizer.state[p]["master"].clone()) for p in params]
+    clamped(params)
+    edited = [p.detach().clone() for p in params]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for param, value, (weight, master) in zip(params, edited, before, strict=True):
+        assert torch.equal(param, value)
+        expected = torch.where(weight == value, master, value.float())  # what was not edited keeps its digits
+        assert torch.equal(optimizer.state[param]["master"], expected)
+
+
+@inside
 @pytest.mark.parametrize("in_arena", [False, True])
 def test_replaced_state_counts(in_arena):
     outcomes = []
