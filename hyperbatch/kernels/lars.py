@@ -153,8 +153,10 @@ def weight_norms_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Before every step that is not captured: somebody else may have written weights since. A captured step goes
-    without; this kernel then runs on request. Reference: `hyperbatch.optim.base.reconcile`."""
+    """Before every step that is not captured, since somebody else may have written weights; else on request.
+
+    Reference: `hyperbatch.optim.base.reconcile`.
+    """
     c = tl.program_id(0)
     n = tl.load(chunks + c * 9 + 3).to(tl.int32)
     weight = _pointer(tl.load(chunks + c * 9), tl.float32, ALIGNED)

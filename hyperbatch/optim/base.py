@@ -73,6 +73,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
     ) -> None:
         if foreach and fused:
             raise ValueError("foreach and fused cannot both be True")
+        scalar(defaults["lr"], "lr")  # before anything else, as in torch
         self._setup(arena, capturable, foreach, fused)
         super().__init__(params, defaults)
         if arena is not None:
@@ -284,9 +285,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
             self.arena.zero_grad()
 
     def refresh(self) -> None:
-        """Takes over weights that were written from outside. Steps do so by themselves; replays of captured ones cannot."""
+        """Takes over weights that somebody else wrote. Steps do it by themselves, replays of captured ones cannot."""
         self._follow_arena()
-        self._heed_writes((local(p), local(state["master"])) for p, state in self.state.items() if "master" in state)
+        states = ((p, self.state.get(p, {})) for group in self.param_groups for p in group["params"])
+        self._heed_writes((local(p), local(state["master"])) for p, state in states if "master" in state)
 
     def _follow_arena(self) -> None:
         """After the arena was laid out anew, or filled: its masters hold what counts."""
@@ -357,6 +359,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
                     put(group, name, value)
         self.param_groups = groups
         saved_order = [index for group in saved["param_groups"] for index in group["params"]]
+        self.state.update((key, value) for key, value in saved["state"].items() if key not in saved_order)  # of hooks
         order = [param for group in groups for param in group["params"]]
         with torch.no_grad():
             for param, index in zip(order, saved_order, strict=True):
@@ -375,12 +378,12 @@ def is_number(value: Any) -> bool:
     return not isinstance(value, Tensor)
 
 
-def scalar(value: Scalar, name: str, device: torch.device | None = None) -> Scalar:
-    """A setting as a number or a 0-d tensor. device: a tensor elsewhere (in host memory, as a rule) is read."""
+def scalar(value: Any, name: str, device: torch.device | None = None) -> Any:
+    """A group's setting, with tensors of one element made 0-d. Those on another device than `device` are read."""
     if not isinstance(value, Tensor):
         return value
     if value.numel() != 1:
-        raise ValueError(f"{name} must be one number, but is a tensor of shape {tuple(value.shape)}")
+        raise ValueError(f"Tensor {name} must be 1-element, but has shape {tuple(value.shape)}")
     return value.item() if device is not None and value.device != device else value.reshape(())
 
 

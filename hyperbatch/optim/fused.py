@@ -10,6 +10,7 @@ numbers  [ lr, decay, momentum, ... ] per group; capturable rates are read where
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
+import itertools
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -164,11 +165,11 @@ class FusedLars:
 
     def _put_settings(self, groups: list[dict[str, Any]]) -> None:
         """Numbers go into the table; rates that live on the device are read where they are."""
-        home, device = self._numbers.tensor.data_ptr(), self._numbers.tensor.device
+        home, device, row_bytes = self._numbers.tensor.data_ptr(), self._numbers.tensor.device, 8 * 4
         numbers, rates = [], []
         for row, group in enumerate(groups):
             here = [_rate_of(group, name, device) for name in ("lr", "weight_decay")]
-            rates.append([home + 32 * row + 4 * i if is_number(x) else x.data_ptr() for i, x in enumerate(here)])
+            rates.append([home + row_bytes * row + 4 * i if is_number(x) else x.data_ptr() for i, x in enumerate(here)])
             numbers.append([x if is_number(x) else 0.0 for x in here])
             numbers[-1] += [group["momentum"], group["trust_coefficient"], group["eps"], float(group["adapt"])]
         self._numbers.put(numbers)
@@ -194,11 +195,11 @@ class FusedStep:
         layers = [self._layer(param, index) for index, group in enumerate(groups) for param in group["params"]]
         self._fits = [(x.weight, p.dtype, x.weight.stride()) for x, p in zip(layers, self._params, strict=True)]
         self._kernels = FusedLars(layers, groups, fixed_grads=optimizer.arena is not None)
-        for last_lr, group in zip(self._kernels.last_lr, groups, strict=True):
-            if group["momentum_rule"] == "rescaled":
-                last_lr.copy_(on_device(group["last_lr"], last_lr.device))
-                group["last_lr"] = last_lr
-        self._last_lrs = [group["last_lr"] for group in groups]
+        rescaled = [group["momentum_rule"] == "rescaled" for group in groups]
+        self._last_lrs = list(itertools.compress(zip(groups, self._kernels.last_lr, strict=True), rescaled))
+        for group, last_lr in self._last_lrs:
+            last_lr.copy_(on_device(group["last_lr"], last_lr.device))
+            group["last_lr"] = last_lr
         if optimizer.skipped_steps is not None:
             self._kernels.outcome[1].copy_(optimizer.skipped_steps)
         optimizer.last_found_inf, optimizer.skipped_steps = self._kernels.outcome.unbind()
@@ -219,14 +220,14 @@ class FusedStep:
         """Where everything lies that the tables point at. Taken on the host in every step, so it must be cheap."""
         states = self._optimizer.state.values()
         places: list[Any] = [(p.data_ptr(), p.dtype, p.stride()) for p in _params_of(self._optimizer.param_groups)]
-        places += [tensor.data_ptr() for state in states for tensor in state.values()]
+        places += [tensor.data_ptr() for state in states if type(state) is dict for tensor in state.values()]
         return places
 
     def holds(self) -> bool:
         """Whether parameters, state and flags are still those that the tables were made for."""
         groups = self._optimizer.param_groups
         same = [flags_of(group) for group in groups] == self._flags
-        if same and all(group["last_lr"] is last for group, last in zip(groups, self._last_lrs, strict=True)):
+        if same and all(group["last_lr"] is last_lr for group, last_lr in self._last_lrs):
             if self._live_places() == self._places:
                 return True
             for param in self._params:
@@ -237,7 +238,9 @@ class FusedStep:
         else:
             what = "settings other than lr and weight_decay were changed"
         if self._captured:
-            raise RuntimeError(f"{what} after a CUDA graph captured the step of this LARS; make a new LARS and capture it")
+            raise RuntimeError(
+                f"{what} after a CUDA graph captured the step of this LARS; make a new LARS and capture it"
+            )
         return False
 
     def refresh(self) -> None:
@@ -377,6 +380,6 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _rate_of(group: dict[str, Any], name: str, device: torch.device) -> float | Tensor:
+def _rate_of(group: dict[str, Any], name: str, device: torch.device) -> Any:
     value = scalar(group[name], name, device)
     return value if is_number(value) or value.dtype == torch.float32 else value.item()

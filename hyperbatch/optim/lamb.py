@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hyperbatch.optim.base import Entry, LayerStats, LayerwiseOptimizer, Scalar, norms_of, norms_of_layers, put, scalar, unless
+from hyperbatch.optim.base import (
+    Entry,
+    LayerStats,
+    LayerwiseOptimizer,
+    Scalar,
+    norms_of,
+    norms_of_layers,
+    put,
+    scalar,
+    unless,
+)
 
 if TYPE_CHECKING:
     from hyperbatch.arena import Arena

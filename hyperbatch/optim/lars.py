@@ -4,7 +4,7 @@
     d     = g + wd w                              decoupled decay: d = g, and w loses wd w whatever the (non-zero) lr
 
     lr_inside    m = mu m + lr trust d            w -= m              MLPerf's reference, TensorFlow, Optax
-    rescaled     m = mu m lr/lr_last + lr trust d w -= m              NVIDIA, MXNet: an lr change reaches the whole buffer
+    rescaled     m = mu m lr/lr_last + lr trust d w -= m              NVIDIA, MXNet: a new lr reaches the whole buffer
     lr_outside   m = mu m + trust d               w -= lr m           timm, apex's LARC; with adapt=False torch's SGD
     unscaled     m = mu m + d                     w -= lr trust m     Google's unscaled momentum
 
@@ -259,7 +259,7 @@ def why_not_fused(groups: list[dict[str, Any]]) -> str | None:
         return "Triton is not installed"
     if any(param.device != params[0].device for param in params):
         return "the parameters are on several devices"
-    if params and params[0].device.type != "cuda" and not interpreted():
+    if params and params[0].device.type != ("cpu" if interpreted() else "cuda"):
         return f"the parameters are on {params[0].device}, not on a CUDA device"
     if not dtypes <= {torch.float32, torch.float16, torch.bfloat16}:
         return f"parameters are {', '.join(sorted(map(str, dtypes)))}"
