@@ -383,7 +383,7 @@ def scalar(value: Any, name: str, device: torch.device | None = None) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.numel() != 1:
-        raise ValueError(f"Tensor {name} must be 1-element, but has shape {tuple(value.shape)}")
+        raise ValueError(f"{name} must be one number, but is a tensor of shape {tuple(value.shape)}")
     return value.item() if device is not None and value.device != device else value.reshape(())
 
 

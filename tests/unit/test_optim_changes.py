@@ -125,7 +125,7 @@ def test_rates_may_be_tensors_of_one_element_of_any_shape(kind, path):
 
 @pytest.mark.parametrize("kind", [LARS, LAMB])
 def test_a_rate_of_several_elements_is_refused(kind):
-    message = r"Tensor lr must be 1-element, but has shape \(2,\)"
+    message = r"lr must be one number, but is a tensor of shape \(2,\)"
     with pytest.raises(ValueError, match=message):
         kind(None, lr=torch.tensor([0.1, 0.2]))
     params = make_params()
