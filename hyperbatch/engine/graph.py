@@ -32,7 +32,6 @@ from hyperbatch.engine.steptimer import Ends, StepTimer
 from hyperbatch.engine.warmup import compile_kernels, put_back
 from hyperbatch.errors import InputError
 from hyperbatch.kernels.memsets import replace_memsets
-from hyperbatch.optim.base import LayerStats
 from hyperbatch.schedule import Step
 
 TURNS = 2
@@ -66,7 +65,6 @@ class Backend(Protocol):
 class Captured(NamedTuple):
     replay: Replay
     ends: Ends  # its time marks
-    stats: list[LayerStats]  # norms of its update, where the optimizer makes new tensors for them
 
 
 class StepRunner:
@@ -131,8 +129,6 @@ class StepRunner:
         labels.copy_(batch.labels, non_blocking=True)
         captured = self._graphs[shape, piece, self._turn]
         captured.replay()
-        if piece.last:
-            self._job.optimizer._stats = captured.stats
         if piece.first or piece.last:
             timer.replayed(captured.ends)
         else:
@@ -204,7 +200,7 @@ class StepRunner:
                         self._inputs[shape] = self._blank(piece.samples, size)
                     marks = StepTimer(job.device)
                     replay = backend.capture(partial(micro_step, job, piece, *self._inputs[shape], self.total, marks))
-                    self._graphs[shape, piece, turn] = Captured(replay, marks.ends, job.optimizer.layer_stats())
+                    self._graphs[shape, piece, turn] = Captured(replay, marks.ends)
         except RuntimeError as error:
             job.sync.forget()
             no_room = isinstance(first_cause(error), torch.OutOfMemoryError)

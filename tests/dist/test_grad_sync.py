@@ -586,7 +586,7 @@ def sparse(rank: int, copy_on_ready: bool) -> str:
 @pytest.mark.parametrize("copy_on_ready", [True, False])
 def test_a_sparse_gradient_is_refused(copy_on_ready: bool) -> None:
     for message in run_ranks(2, sparse, copy_on_ready):
-        assert message.startswith("InputError: 0.weight has a sparse gradient")
+        assert message.startswith("InputError: the gradient of 0.weight is sparse")
         assert "sparse=False" in message
 
 
