@@ -115,34 +115,11 @@ def test_warmed_and_captured_runs_give_the_same_bits(tmp_path, monkeypatch, valu
     assert not any("CUDA graph" in line for line in record.warnings)
 
 
-class Static(Played):
-    """As in a graph, the norms of an update lie where its capture put them, and a replay writes them there."""
-
-    def make_runner(self, job):
-        self.job = job
-        return StepRunner(job, backend=self, warm=True)
-
-    def capture(self, run):
-        optimizer = self.job.optimizer
-        with put_back(self.job):
-            run()
-        captured = optimizer.layer_stats()
-
-        def replay():
-            run()
-            for kept, new in zip(captured, optimizer.layer_stats(), strict=True):
-                for name in ("weight_norms", "grad_norms", "trust"):
-                    getattr(kept, name).copy_(getattr(new, name))
-            optimizer._stats = []
-
-        return super().capture(replay)
-
-
 @pytest.mark.parametrize("steps", [5, 6, 22])
 def test_trust_ratios_are_those_of_the_last_step(tmp_path, monkeypatch, steps):
     """Of either turn, and after the shape has changed."""
     plain, *_ = train(tmp_path / "plain", max_steps=steps)
-    monkeypatch.setattr(loop, "StepRunner", Static().make_runner)
+    monkeypatch.setattr(loop, "StepRunner", functools.partial(StepRunner, backend=Played(), warm=True))
     captured, *_ = train(tmp_path / "captured", max_steps=steps)
     assert captured.trust_ratios == plain.trust_ratios != {}
 
