@@ -77,7 +77,7 @@ class Ending:
         self._undo.close()
 
     def watch(self, timeout_s: float) -> None:
-        """Ranks look at each other from here on: NCCL's watchdog does not see captured collectives."""
+        """Ranks look at each other from here on: NCCL's watchdog names nobody, and sees no captured collective."""
         if self._store is not None:
             self._heart = Heartbeat(
                 self._store, self._ranks.rank, self._ranks.world_size, timeout_s=timeout_s, on_lost=self._lost

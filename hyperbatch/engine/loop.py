@@ -58,7 +58,8 @@ def run(config: Config, ranks: Ranks, *, report: Callable[[dict[str, Any]], None
             held.callback(job.close)
             runner = StepRunner(job)
             held.callback(runner.close)  # NCCL waits for graphs that hold its collectives
-            if runner.captures:
+            # NCCL waits long for a dead rank, and inside a graph for ever; gloo raises at once.
+            if runner.captures or device.type == "cuda":
                 ending.watch(config.run.timeout_s)
             return train_job(job, runner, journal, clock)
 
