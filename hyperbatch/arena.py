@@ -208,6 +208,8 @@ class Arena:
             grad, view = slot.param.grad, self._grad_views[slot.name]
             if grad is None:
                 missing.append(view)
+            elif grad.layout != torch.strided:
+                raise ValueError(f"the gradient of {slot.name} is sparse; an arena needs dense gradients")
             elif grad.data_ptr() != view.data_ptr():
                 sources.setdefault(slot.dtype, []).append(grad.detach())
                 targets.setdefault(slot.dtype, []).append(view)

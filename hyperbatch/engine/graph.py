@@ -33,7 +33,6 @@ from hyperbatch.engine.steptimer import Ends, StepTimer
 from hyperbatch.engine.warmup import compile_kernels, put_back
 from hyperbatch.errors import InputError
 from hyperbatch.kernels.memsets import replace_memsets
-from hyperbatch.optim.base import LayerStats
 from hyperbatch.schedule import Step
 
 TURNS = 2
@@ -62,7 +61,6 @@ class Backend(Protocol):
 class Captured(NamedTuple):
     replay: Replay
     ends: Ends  # its time marks
-    stats: list[LayerStats]  # norms of its update, where the optimizer makes new tensors for them
 
 
 class StepRunner:
@@ -128,8 +126,6 @@ class StepRunner:
         labels.copy_(batch.labels, non_blocking=True)
         captured = self._graphs[shape, piece, self._turn]
         captured.replay()
-        if piece.last:
-            self._job.optimizer._stats = captured.stats
         if piece.first or piece.last:
             timer.replayed(captured.ends)
         else:
@@ -190,7 +186,7 @@ class StepRunner:
                 for piece in dict.fromkeys(pieces(parts)):
                     marks = StepTimer(job.device)
                     replay = backend.capture(partial(micro_step, job, piece, images, labels, self.total, marks))
-                    self._graphs[shape, piece, turn] = Captured(replay, marks.ends, job.optimizer.layer_stats())
+                    self._graphs[shape, piece, turn] = Captured(replay, marks.ends)
         except RuntimeError as error:
             if isinstance(first_cause(error), torch.OutOfMemoryError):
                 raise first_cause(error) from None

@@ -44,7 +44,7 @@ def put_back(job: Job) -> Iterator[None]:
                         put(group, name, value)
                 if optimizer.skipped_steps is not None:
                     optimizer.skipped_steps.zero_() if skipped is None else optimizer.skipped_steps.copy_(skipped)
-                for stats in optimizer.layer_stats():
+                for stats in optimizer._stats:
                     for column in (stats.weight_norms, stats.grad_norms, stats.trust):
                         column.fill_(torch.nan)
             job.scaler.load_state_dict(scaler)

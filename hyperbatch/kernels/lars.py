@@ -7,7 +7,9 @@
     layer    [ chunk | chunk | chunk | tail ]      at most MAX_PARTIALS chunks a layer: a bounded sum of partials
     partials [   x   |   x   |   x   |  x   ]      each written by one program, summed in one order: same bits always
 
-|w| costs no pass of its own: it is carried over from the launch that wrote w, and taken anew after others wrote it.
+In a captured step |w| costs no pass of its own: it is carried over from the launch that wrote w. Before other steps a
+third launch reads the weights, since anybody may have written them: it takes |w| anew, and a 16-bit weight that is not
+its master rounded becomes the master.
 Launch 2 walks backwards, so that it meets the gradients that launch 1 read last while they are still in the L2 cache.
 """
 
@@ -129,13 +131,49 @@ def grad_norms_kernel(
         tl.atomic_max(clock + 2, step)
 
 
+@triton.jit
+def _adopted_squares(weight, copy, offsets, n, MASKED: tl.constexpr):
+    """A master takes the value of a 16-bit weight that is not the master rounded. Returns the master's squares."""
+    w = _load(weight, offsets, n, MASKED)
+    c = _load(copy, offsets, n, MASKED)
+    foreign = w.to(copy.dtype.element_ty).to(tl.float32) != c
+    w = tl.where(foreign, c, w)
+    if MASKED:
+        foreign = foreign & (offsets < n)
+    tl.store(weight + offsets, w, mask=foreign)
+    return w * w
+
+
 @kernel
-def weight_norms_kernel(chunks, new_weight_partials, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Before the first step, and after somebody else wrote the weights."""
+def weight_norms_kernel(
+    chunks,
+    new_weight_partials,
+    HALF: tl.constexpr,
+    HAS_HALF: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Before every step that is not captured, since somebody else may have written weights; else on request.
+
+    Reference: `hyperbatch.optim.base.reconcile`.
+    """
     c = tl.program_id(0)
     n = tl.load(chunks + c * 9 + 3).to(tl.int32)
     weight = _pointer(tl.load(chunks + c * 9), tl.float32, ALIGNED)
-    tl.store(new_weight_partials + c, _squares(weight, n, 1.0, BLOCK))
+    address = tl.load(chunks + c * 9 + 2)
+    if HAS_HALF and address != 0:
+        copy = _pointer(address, HALF, ALIGNED)
+        lanes = tl.arange(0, BLOCK)
+        squares = tl.zeros([BLOCK], tl.float32)
+        whole = n // BLOCK * BLOCK
+        for i in range(0, whole, BLOCK):
+            squares += _adopted_squares(weight, copy, i + lanes, n, False)
+        if whole < n:
+            squares += _adopted_squares(weight, copy, whole + lanes, n, True)
+        total = tl.sum(squares)
+    else:
+        total = _squares(weight, n, 1.0, BLOCK)
+    tl.store(new_weight_partials + c, total)
 
 
 @triton.jit
@@ -180,7 +218,7 @@ def _factors(
     adapt = tl.load(numbers + group * 8 + 5)
     if DECOUPLED:
         decay = 0.0
-        shrink = weight_decay
+        shrink = tl.where(lr > 0.0, weight_decay, 0.0)
     else:
         decay = weight_decay
         shrink = 0.0

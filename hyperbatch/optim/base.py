@@ -10,12 +10,14 @@ param (16 or 32 bit) --grad--> [ norms | inf? ] --> update of master and state i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from hyperbatch.optim.dtensor import Spread, agreed, is_dtensor, local, local_grad, spread_of, whole_norms
 
 if TYPE_CHECKING:
     from hyperbatch.arena import Arena
@@ -34,6 +36,7 @@ class Entry:
     grad: Tensor  # as backward left it: perhaps 16-bit, perhaps loss-scaled
     state: tuple[Tensor, ...]
     weight_norm: Tensor | None = None  # |w| of the whole layer, where the tensors above are one rank's part of it
+    spread: Spread | None = None  # the ranks to ask for norms of the whole layer, where it is a DTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None  # what the gradients were multiplied by
     found_inf: Tensor | None  # not 0: somebody saw an inf or nan already
+    _loaded: dict[str, Any] | None = None  # a state dict on its way in
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
     ) -> None:
         if foreach and fused:
             raise ValueError("foreach and fused cannot both be True")
+        scalar(defaults["lr"], "lr")  # before anything else, as in torch
         self._setup(arena, capturable, foreach, fused)
         super().__init__(params, defaults)
         if arena is not None:
@@ -79,14 +84,21 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
         self._capturable, self._foreach, self._fused = capturable, foreach, fused
         self._arena_names: dict[Tensor, str] = {} if arena is None else {slot.param: slot.name for slot in arena.slots}
         self._arena_state = [] if arena is None else [arena.views(arena.new_buffers()) for _ in self.state_names]
-        self._versions: dict[Tensor, int] = {}  # of parameters with a master, after our own last write
-        self._stats: list[LayerStats] = []
+        self._arena_masters = {} if arena is None else arena.named_masters()
+        self._stats: list[LayerStats] = []  # in tensors of `_stats_tables`
+        self._stats_tables: dict[tuple[str, ...], Tensor] = {}  # by the names of the layers
         self.last_found_inf: Tensor | None = None  # 1 when the last step was skipped; a device tensor
         self.skipped_steps: Tensor | None = None  # how many were; a device tensor
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_foreach": self._foreach, "_fused": self._fused}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_versions" not in self.__dict__:  # unpickled or deep-copied: an optimizer of ordinary parameters
-            self._setup(None, state["defaults"]["capturable"], None, None)
+        if self._loaded is not None:
+            self._load(state["param_groups"], self._loaded)
+            return
+        if "defaults" in state:  # unpickled or deep-copied: an optimizer of ordinary parameters
+            self._setup(None, state["defaults"]["capturable"], state.get("_foreach"), state.get("_fused"))
         super().__setstate__(state)
 
     # --- groups -------------------------------------------------------------------------------------------------
@@ -108,12 +120,17 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
 
     def _check(self, group: dict[str, Any]) -> None:
         # Values on the device are not read here: that would synchronise.
+        if group["lr"] is None:
+            raise ValueError(f"lr is missing: give {type(self).__name__} an lr, or put one into every param group")
         for name in ("lr", "weight_decay", "eps"):
-            if is_number(group[name]) and not group[name] >= 0.0:
-                raise ValueError(f"{name} must not be negative, but is {group[name]}")
+            value = scalar(group[name], name)
+            if is_number(value) and not value >= 0.0:
+                raise ValueError(f"{name} must not be negative, but is {value}")
         for param in group["params"]:
             if not param.is_floating_point():
                 raise ValueError(f"params must be real floating-point tensors, not {param.dtype}")
+            if is_dtensor(param) and self._foreach is False:
+                raise ValueError("foreach=False takes norms of whole tensors; leave it out for DTensor parameters")
         self.check_group(group)
 
     @abstractmethod
@@ -154,9 +171,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
         entries = [entry for _, part in work for entry in part]
         if not entries:
             return loss
-        for entry in entries:
-            if entry.weight is not entry.param and self._versions.get(entry.param) != entry.param._version:
-                reconcile(entry.param, entry.weight)
+        if not capturing(entries[0].param.device):
+            self._heed_writes((entry.param, entry.weight) for entry in entries)
         grad_norms, found = self._measure(entries)
         self._count(found)
         skip = None
@@ -168,9 +184,12 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
         self._stats, done = [], 0
         for group, part in work:
             if part:
-                self._stats.append(self.update_group(group, part, grad_norms[done : done + len(part)], skip))
+                stats = self.update_group(group, part, grad_norms[done : done + len(part)], skip)
+                self._stats.append(self._keep(stats, skip))
                 done += len(part)
-        self._write_back(entries)
+        half = [entry for entry in entries if entry.weight is not entry.param]
+        if half:
+            torch._foreach_copy_([entry.param for entry in half], [entry.weight for entry in half])
         return loss
 
     @abstractmethod
@@ -188,42 +207,58 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
         for name, param in zip(names, group["params"], strict=True):
             if param.grad is None:
                 continue
-            if param.grad.is_sparse:
-                raise ValueError(f"grad of {name} is sparse; {type(self).__name__} needs dense gradients")
+            if param.grad.layout != torch.strided:
+                raise ValueError(f"the gradient of {name} is sparse; {type(self).__name__} needs dense gradients")
             state = self.init_state(param)
-            master = state.get("master")
-            weight = param if master is None else master
-            entries.append(Entry(name, param, weight, param.grad, tuple(state[key] for key in self.state_names)))
+            part, buffers = local(param), tuple(local(state[key]) for key in self.state_names)
+            weight = local(state["master"]) if "master" in state else part
+            entries.append(Entry(name, part, weight, local_grad(param), buffers, spread=spread_of(param)))
         return entries
 
     def init_state(self, param: Tensor) -> dict[str, Tensor]:
         """The parameter's state, in fp32 or wider, made on first use: in the arena, or beside the parameter.
 
         16-bit parameters have a `master`; so have those with gaps or overlaps in memory, since kernels want none.
+        Over an arena, a tensor that somebody put in its place gives its values to the arena's.
         """
         state = self.state[param]
-        if state:
-            return state
         name = self._arena_names.get(param)
-        if self.arena is not None and name is not None:
-            state.update((key, views[name]) for key, views in zip(self.state_names, self._arena_state, strict=True))
-            if param.dtype in HALF_DTYPES:
-                state["master"] = self.arena.named_masters()[name]
+        if name is not None:
+            homes = {key: views[name] for key, views in zip(self.state_names, self._arena_state, strict=True)}
+            if name in self._arena_masters:
+                homes["master"] = self._arena_masters[name]
+            for key, home in homes.items():
+                if state.get(key) is not home:
+                    if key in state:
+                        home.copy_(state[key])
+                    state[key] = home
             return state
         wide = torch.promote_types(param.dtype, torch.float32)
-        state.update((key, torch.zeros_like(param, dtype=wide)) for key in self.state_names)
-        if param.dtype in HALF_DTYPES or not is_dense(param):
-            state["master"] = torch.empty_like(param, dtype=wide).copy_(param)
+        gaps = not state and not is_dense(local(param))
+        for key in self.state_names:
+            if key not in state:
+                state[key] = torch.zeros_like(param, dtype=wide)
+        if "master" not in state and (gaps or param.dtype in HALF_DTYPES):
+            state["master"] = torch.empty_like(param, dtype=wide).copy_(param.detach())
         return state
+
+    def _heed_writes(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """16-bit weights that somebody else wrote win over their masters. Found by value: `.data` has no version."""
+        arena = self.arena
+        if arena is not None and arena.masters is not None:
+            reconcile(arena.weights[arena.dtype], arena.masters)
+        for param, master in pairs:
+            if master is not param and param not in self._arena_names:
+                reconcile(param, master)
 
     def _measure(self, entries: list[Entry]) -> tuple[Tensor, Tensor]:
         """Norms of the gradients as they are, and 1 when any holds inf or nan, else 0: both on the device."""
-        norms = norms_of([entry.grad for entry in entries])
+        norms = norms_of_layers([entry.grad for entry in entries], entries)
         found = (~torch.isfinite(norms).all()).float()
         told = self.told_inf()
         if told is not None:
             found = torch.maximum(found, (told != 0).float().reshape(()))
-        return norms, found
+        return norms, agreed(found, [entry.spread for entry in entries])
 
     def scale_of_grads(self) -> Tensor | None:
         return getattr(self, "grad_scale", None)
@@ -235,12 +270,14 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
         self.last_found_inf = found
         self.skipped_steps = found.clone() if self.skipped_steps is None else self.skipped_steps.add_(found)
 
-    def _write_back(self, entries: list[Entry]) -> None:
-        half = [entry for entry in entries if entry.weight is not entry.param]
-        if half:
-            torch._foreach_copy_([entry.param for entry in half], [entry.weight for entry in half])
-        for entry in half:
-            self._versions[entry.param] = entry.param._version
+    def _keep(self, stats: LayerStats, skip: Tensor | None) -> LayerStats:
+        """In tensors that stay: every replay of a captured step writes to them, and a skipped step leaves them."""
+        new = torch.stack([stats.weight_norms, stats.grad_norms, stats.trust])
+        kept = self._stats_tables.get(tuple(stats.names))
+        if kept is None or kept.device != new.device:
+            kept = self._stats_tables[tuple(stats.names)] = torch.full_like(new, torch.nan)
+        kept.copy_(new if skip is None else torch.where(skip, kept, new))
+        return LayerStats(stats.names, *kept.unbind())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -248,28 +285,35 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
             self.arena.zero_grad()
 
     def refresh(self) -> None:
-        """After weights were changed from outside, or the arena was laid out anew: follows it there."""
+        """Takes over weights that somebody else wrote. Steps do it by themselves, replays of captured ones cannot."""
+        self._follow_arena()
+        states = ((p, self.state.get(p, {})) for group in self.param_groups for p in group["params"])
+        self._heed_writes((local(p), local(state["master"])) for p, state in states if "master" in state)
+
+    def _follow_arena(self) -> None:
+        """After the arena was laid out anew, or filled: its masters hold what counts."""
         if self.arena is None:
             return
-        if any(views[name].device != self.arena.device for views in self._arena_state for name in views):
-            fresh = [self.arena.views(self.arena.new_buffers()) for _ in self.state_names]
-            for new, old in zip(fresh, self._arena_state, strict=True):
-                for name, view in new.items():
-                    view.copy_(old[name])
-            self._arena_state = fresh
-        masters = self.arena.named_masters()
+        if any(view.device != self.arena.device for views in self._arena_state for view in views.values()):
+            self._arena_state = [self.arena.views(self.arena.new_buffers()) for _ in self.state_names]
+        self._arena_masters = self.arena.named_masters()
         for param, name in self._arena_names.items():
             if param in self.state:
-                state = self.state[param]
-                state.update((key, views[name]) for key, views in zip(self.state_names, self._arena_state, strict=True))
-                if name in masters:
-                    state["master"] = masters[name]
+                if name in self._arena_masters:
+                    self.state[param]["master"] = self._arena_masters[name]
+                self.init_state(param)
 
     # --- reading and saving -------------------------------------------------------------------------------------
 
     def layer_stats(self) -> list[LayerStats]:
-        """Norms and trust ratios of the last step that was not skipped, on the device: no synchronisation."""
-        return self._stats
+        """Norms and trust ratios of the last step that was not skipped, on the device: no synchronisation.
+
+        They are copies: later steps, and replays of captured ones, do not change them.
+        """
+        return [
+            LayerStats(stats.names, stats.weight_norms.clone(), stats.grad_norms.clone(), stats.trust.clone())
+            for stats in self._stats
+        ]
 
     def layer_norms(self) -> dict[str, tuple[float, float, float]]:
         """name -> (|w|, |g|, trust) of the last step. Synchronises: the values go to the host."""
@@ -286,34 +330,65 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but fp32 state stays fp32 beside 16-bit weights (torch casts it), and stays in the arena."""
-        live, state = [dict(group) for group in self.param_groups], dict(self.state)
-        super().load_state_dict(state_dict)
-        order = [param for group in self.param_groups for param in group["params"]]
-        saved_order = [index for group in state_dict["param_groups"] for index in group["params"]]
-        self.state.clear()
-        self.state.update(state)  # filled in place: the arena, kernels' tables and captured graphs point there
+        loaded: dict[str, Any] = {}
+
+        def take_state(_: Any, final: dict[str, Any]) -> dict[str, Any]:
+            loaded.update(final)
+            return {**final, "state": {}}
+
+        handle = self.register_load_state_dict_pre_hook(take_state)  # after all other hooks: sees what they made of it
+        self._loaded = loaded
+        try:
+            super().load_state_dict(state_dict)  # which calls __setstate__, then the hooks that come afterwards
+        finally:
+            self._loaded = None
+            handle.remove()
+
+    def _load(self, groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
+        """groups: as torch prepared them from those that were saved."""
+        for group, before in zip(groups, self.param_groups, strict=True):
+            group.setdefault("base_weight_decay", float(group.get("weight_decay", before["weight_decay"])))
+            for name, value in before.items():
+                group.setdefault(name, self.defaults[name] if name in self.group_state_names else value)
+            group["capturable"] = before["capturable"]
+            self._check(group)
+        for group, before in zip(groups, self.param_groups, strict=True):
+            for name in ("lr", "weight_decay", *self.group_state_names):
+                if isinstance(before[name], Tensor):  # a captured graph reads this very tensor
+                    value, group[name] = group[name], before[name]
+                    put(group, name, value)
+        self.param_groups = groups
+        saved_order = [index for group in saved["param_groups"] for index in group["params"]]
+        self.state.update((key, value) for key, value in saved["state"].items() if key not in saved_order)  # of hooks
+        order = [param for group in groups for param in group["params"]]
         with torch.no_grad():
             for param, index in zip(order, saved_order, strict=True):
-                saved = state_dict["state"].get(index, {})
-                if not saved and param not in self.state:
+                values = saved["state"].get(index, {})
+                if not values and param not in self.state:
                     continue
+                # Filled in place: the arena, kernels' tables and captured graphs point there.
                 for key, value in self.init_state(param).items():
-                    if key in saved:
-                        value.copy_(saved[key])
+                    if key in values:
+                        value.copy_(values[key])
                     elif key in self.state_names:
                         value.zero_()
-        for group, before in zip(self.param_groups, live, strict=True):
-            for name in ("lr", "weight_decay", *self.group_state_names):
-                loaded = group[name]
-                if isinstance(before[name], Tensor):  # a captured graph reads this very tensor
-                    group[name] = before[name]
-                    put(group, name, loaded)
-        self._versions.clear()
-        self.refresh()
 
 
 def is_number(value: Any) -> bool:
     return not isinstance(value, Tensor)
+
+
+def scalar(value: Any, name: str, device: torch.device | None = None) -> Any:
+    """A group's setting, with tensors of one element made 0-d. Those on another device than `device` are read."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(f"{name} must be one number, but is a tensor of shape {tuple(value.shape)}")
+    return value.item() if device is not None and value.device != device else value.reshape(())
+
+
+def capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @torch.no_grad()
@@ -328,6 +403,11 @@ def norms_of(tensors: list[Tensor]) -> Tensor:
     if tensors[0].device.type == "cpu":
         return torch.stack([_cpu_norm(tensor) for tensor in tensors])
     return torch.stack(list(torch._foreach_norm(tensors, 2, torch.float64)))
+
+
+def norms_of_layers(tensors: list[Tensor], entries: list[Entry]) -> Tensor:
+    """As `norms_of`, of the whole layers where each tensor is one rank's part."""
+    return whole_norms(norms_of(tensors), [entry.spread for entry in entries])
 
 
 def _cpu_norm(tensor: Tensor) -> Tensor:

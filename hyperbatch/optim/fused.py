@@ -10,6 +10,7 @@ numbers  [ lr, decay, momentum, ... ] per group; capturable rates are read where
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
+import itertools
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from hyperbatch.kernels.lars import (
     update_kernel,
     weight_norms_kernel,
 )
-from hyperbatch.optim.base import LayerStats, is_dense, on_device, reconcile
+from hyperbatch.optim.base import LayerStats, capturing, is_dense, is_number, on_device, scalar
 
 if TYPE_CHECKING:
     from hyperbatch.optim.lars import LARS
@@ -63,7 +64,7 @@ class FusedLars:
         self._has_half, self._half = bool(halves), TRITON_DTYPES[next(iter(halves), torch.float16)]
 
         # Chunks of groups with equal flags are neighbours, so that one launch covers them.
-        flags = [(RULE_CODES[group["momentum_rule"]], *(bool(group[name]) for name in FLAGS)) for group in groups]
+        flags = [flags_of(group) for group in groups]
         rows, self._launches, self._partials = [], [], 1
         for i in sorted(range(len(layers)), key=lambda i: flags.index(flags[layers[i].group])):
             made = _chunk_rows(layers[i], i, len(rows))
@@ -88,28 +89,20 @@ class FusedLars:
         self._numbers = Mirror((len(groups), 8), torch.float32, device, columns=6)
         self._rates = Mirror((len(groups), 2), torch.int64, device)
         self.last_lr = self._numbers.tensor[:, 7]  # one per group
-        self.refresh()
 
     def refresh(self) -> None:
-        """Takes the weights' norms anew."""
+        """Takes the weights' norms anew, and masters from 16-bit weights that somebody else wrote."""
         if self._count:
             with torch.cuda.device_of(self._chunks):  # Triton launches on the current device
                 weight_norms_kernel[(self._count,)](
                     self._chunks,
                     self._new_weight_partials,
+                    HALF=self._half,
+                    HAS_HALF=self._has_half,
                     ALIGNED=self._fixed_aligned,
                     BLOCK=BLOCK,
                     num_warps=WARPS,
                 )
-
-    def holds(self, layers: list[Layer]) -> bool:
-        """Whether the tables still point at these tensors."""
-        return len(layers) == len(self.layers) and all(
-            a.weight.data_ptr() == b.weight.data_ptr()
-            and a.buffer.data_ptr() == b.buffer.data_ptr()
-            and _address(a.copy) == _address(b.copy)
-            for a, b in zip(layers, self.layers, strict=True)
-        )
 
     def step(
         self,
@@ -133,14 +126,7 @@ class FusedLars:
         addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
         if self._grads.put(addresses):
             self._grads_aligned = all(address % 16 == 0 for address in addresses)
-        self._numbers.put([_numbers(group) for group in groups])
-        base, row_bytes = self._numbers.tensor.data_ptr(), 8 * 4
-        self._rates.put(
-            [
-                [_rate(group["lr"], base + i * row_bytes), _rate(group["weight_decay"], base + i * row_bytes + 4)]
-                for i, group in enumerate(groups)
-            ]
-        )
+        self._put_settings(groups)
         common = {
             "HALF": self._half,
             "HAS_HALF": self._has_half,
@@ -177,6 +163,18 @@ class FusedLars:
                     **common,
                 )
 
+    def _put_settings(self, groups: list[dict[str, Any]]) -> None:
+        """Numbers go into the table; rates that live on the device are read where they are."""
+        home, device, row_bytes = self._numbers.tensor.data_ptr(), self._numbers.tensor.device, 8 * 4
+        numbers, rates = [], []
+        for row, group in enumerate(groups):
+            here = [_rate_of(group, name, device) for name in ("lr", "weight_decay")]
+            rates.append([home + row_bytes * row + 4 * i if is_number(x) else x.data_ptr() for i, x in enumerate(here)])
+            numbers.append([x if is_number(x) else 0.0 for x in here])
+            numbers[-1] += [group["momentum"], group["trust_coefficient"], group["eps"], float(group["adapt"])]
+        self._numbers.put(numbers)
+        self._rates.put(rates)
+
 
 class FusedStep:
     """A `LARS` step through the kernels: gathers gradients, notices changes from outside, launches."""
@@ -185,52 +183,72 @@ class FusedStep:
         # Held weakly: the optimizer owns this object.
         self._optimizer: LARS = weakref.proxy(optimizer)
         groups = optimizer.param_groups
-        self._params = [param for group in groups for param in group["params"]]
-        if _capturing(self._params[0].device):
+        self._params = _params_of(groups)
+        if capturing(self._params[0].device):
             raise RuntimeError("run one step of the optimizer before capturing it: its tables are made there")
-        self._masters = [optimizer.init_state(param).get("master") for param in self._params]
+        for param in self._params:
+            _fit_state(param, optimizer.init_state(param))
+        self._names = [name for _, part in optimizer.group_names() for name in part]
+        self._captured: list[Tensor] = []  # what graphs write to: stays alive
         # 16-bit copies of parameters with gaps in memory: the kernels write these, a copy follows.
-        self._stand_ins = [
-            None if master is None or param.dtype == torch.float32 or is_dense(param) else torch.empty_like(param)
-            for param, master in zip(self._params, self._masters, strict=True)
-        ]
-        layers = self._layers()
+        self._written_beside: list[tuple[Tensor, Tensor]] = []
+        layers = [self._layer(param, index) for index, group in enumerate(groups) for param in group["params"]]
         self._fits = [(x.weight, p.dtype, x.weight.stride()) for x, p in zip(layers, self._params, strict=True)]
-        self._written_beside = [
-            (param, master if stand_in is None else stand_in)
-            for param, master, stand_in in zip(self._params, self._masters, self._stand_ins, strict=True)
-            if master is not None and (stand_in is not None or param.dtype == torch.float32)
-        ]
         self._kernels = FusedLars(layers, groups, fixed_grads=optimizer.arena is not None)
-        self._versions: list[int] | None = None
-        for last_lr, group in zip(self._kernels.last_lr, groups, strict=True):
-            if group["momentum_rule"] == "rescaled":
-                last_lr.copy_(on_device(group["last_lr"], last_lr.device))
-                group["last_lr"] = last_lr
+        rescaled = [group["momentum_rule"] == "rescaled" for group in groups]
+        self._last_lrs = list(itertools.compress(zip(groups, self._kernels.last_lr, strict=True), rescaled))
+        for group, last_lr in self._last_lrs:
+            last_lr.copy_(on_device(group["last_lr"], last_lr.device))
+            group["last_lr"] = last_lr
         if optimizer.skipped_steps is not None:
             self._kernels.outcome[1].copy_(optimizer.skipped_steps)
         optimizer.last_found_inf, optimizer.skipped_steps = self._kernels.outcome.unbind()
-        names = [name for _, part in optimizer.group_names() for name in part]
-        optimizer._stats = [LayerStats(names, *self._kernels.stats.unbind(dim=1))]
+        optimizer._stats = [LayerStats(self._names, *self._kernels.stats.unbind(dim=1))]
+        self._places, self._flags = self._live_places(), [flags_of(group) for group in groups]
 
-    def _layers(self) -> list[Layer]:
-        layers, index = [], 0
-        for group_index, group in enumerate(self._optimizer.param_groups):
-            for param in group["params"]:
-                master, stand_in = self._masters[index], self._stand_ins[index]
-                copy = None if param.dtype == torch.float32 else param if stand_in is None else stand_in
-                buffer = self._optimizer.init_state(param)["momentum_buffer"]
-                layers.append(Layer(param if master is None else master, buffer, copy, group_index))
-                index += 1
-        return layers
+    def _layer(self, param: Tensor, group: int) -> Layer:
+        state = self._optimizer.state[param]
+        master = state.get("master")
+        if master is None:
+            return Layer(param, state["momentum_buffer"], None, group)
+        copy = None if param.dtype == torch.float32 else param if is_dense(param) else torch.empty_like(param)
+        if copy is not param:
+            self._written_beside.append((param, master if copy is None else copy))
+        return Layer(master, state["momentum_buffer"], copy, group)
 
-    def refresh(self) -> bool:
-        """Takes the norms of weights that were changed from outside. False: the storage itself has moved."""
-        self._masters = [self._optimizer.init_state(param).get("master") for param in self._params]
-        if not self._kernels.holds(self._layers()):
-            return False
-        self._adopt_changes([param._version for param in self._params])
-        return True
+    def _live_places(self) -> list[Any]:
+        """Where everything lies that the tables point at. Taken on the host in every step, so it must be cheap."""
+        params = _params_of(self._optimizer.param_groups)
+        states = [x for state in self._optimizer.state.values() if type(state) is dict for x in state.values()]
+        addresses = [*map(Tensor.data_ptr, params), *map(Tensor.data_ptr, states)]
+        # Memory may have been given back and handed out again for the same parameter in another form.
+        return [*addresses, *map(Tensor.stride, params), *[param.dtype for param in params]]
+
+    def holds(self) -> bool:
+        """Whether parameters, state and flags are still those that the tables were made for."""
+        groups = self._optimizer.param_groups
+        same = [flags_of(group) for group in groups] == self._flags
+        if same and all(group["last_lr"] is last_lr for group, last_lr in self._last_lrs):
+            if self._live_places() == self._places:
+                return True
+            for param in self._params:
+                self._optimizer.init_state(param)  # takes values into the arena that somebody put beside it
+            if self._live_places() == self._places:
+                return True
+            what = "parameters or their state were moved"
+        else:
+            what = "settings other than lr and weight_decay were changed"
+        if self._captured:
+            raise RuntimeError(
+                f"{what} after a CUDA graph captured the step of this LARS; make a new LARS and capture it"
+            )
+        return False
+
+    def refresh(self) -> None:
+        """Takes over weights that were written from outside."""
+        for param, source in self._written_beside:
+            source.copy_(param)
+        self._kernels.refresh()
 
     def run(self) -> None:
         optimizer, params, dense = self._optimizer, self._params, torch.strided
@@ -238,37 +256,50 @@ class FusedStep:
         touched = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
         if not touched:
             return
-        if _capturing(params[0].device) and not optimizer.param_groups[0]["capturable"]:
+        if not capturing(params[0].device):
+            self.refresh()
+        elif not optimizer.param_groups[0]["capturable"]:
             raise RuntimeError("LARS must be made with capturable=True to be captured in a CUDA graph")
-        versions = [param._version for param in params]
-        if versions != self._versions:
-            self._adopt_changes(versions)
+        else:
+            self._captured = self._captured or [param.detach() for param in params]
         fitting = [
             g
             if g is None or (g.layout is dense and g.dtype == dtype and g.stride() == strides)
-            else _fitting(g, like, dtype)
-            for g, (like, dtype, strides) in zip(grads, self._fits, strict=True)
+            else _fitting(g, like, dtype, name)
+            for g, (like, dtype, strides), name in zip(grads, self._fits, self._names, strict=True)
         ]
         self._kernels.step(fitting, optimizer.param_groups, optimizer.scale_of_grads(), optimizer.told_inf())
         for param, source in self._written_beside:
             param.copy_(source)
         # What autograd's check for changed saved tensors looks at; the kernels wrote behind its back.
         torch.autograd.graph.increment_version(touched)
-        self._versions = [param._version for param in params]
-
-    def _adopt_changes(self, versions: list[int]) -> None:
-        before = self._versions or [None] * len(versions)
-        for param, master, old, new in zip(self._params, self._masters, before, versions, strict=True):
-            if master is not None and old != new:
-                reconcile(param, master)
-        self._kernels.refresh()
-        self._versions = versions
 
 
-def _fitting(grad: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+def flags_of(group: dict[str, Any]) -> tuple[Any, ...]:
+    """What a launch is compiled for."""
+    return RULE_CODES[group["momentum_rule"]], *(bool(group[name]) for name in FLAGS)
+
+
+def _params_of(groups: list[dict[str, Any]]) -> list[Tensor]:
+    return [param for group in groups for param in group["params"]]
+
+
+def _fit_state(param: Tensor, state: dict[str, Tensor]) -> None:
+    """State in fp32 and laid out as the weight, or as a dense one: parameters may have moved since it was made."""
+    like = torch.empty_like(param, dtype=torch.float32)
+    if "master" not in state and not _same_layout(param, like):
+        state["master"] = torch.empty_like(like).copy_(param)
+    for key, tensor in state.items():
+        if tensor.shape != like.shape:
+            raise ValueError(f"{key} has shape {tuple(tensor.shape)}, but its parameter has {tuple(like.shape)}")
+        if tensor.dtype != like.dtype or tensor.device != like.device or not _same_layout(tensor, like):
+            state[key] = torch.empty_like(like).copy_(tensor)
+
+
+def _fitting(grad: Tensor, like: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """The gradient in its weight's memory layout and the parameter's dtype."""
     if grad.layout != torch.strided:
-        raise ValueError("a grad is sparse; LARS needs dense gradients")
+        raise ValueError(f"the gradient of {name} is sparse; LARS needs dense gradients")
     if grad.dtype == dtype and _same_layout(grad, like):
         return grad
     return torch.empty_like(like, dtype=dtype).copy_(grad)
@@ -277,10 +308,6 @@ def _fitting(grad: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
 def _same_layout(a: Tensor, b: Tensor) -> bool:
     """Strides of dimensions of size 1 mean nothing."""
     return all(x == y or size == 1 for x, y, size in zip(a.stride(), b.stride(), a.shape, strict=True))
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Mirror:
@@ -354,10 +381,6 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _rate(value: float | Tensor, home: int) -> int:
-    return value.data_ptr() if isinstance(value, Tensor) else home
-
-
-def _numbers(group: dict[str, Any]) -> list[float]:
-    lr, decay = (0.0 if isinstance(group[name], Tensor) else float(group[name]) for name in ("lr", "weight_decay"))
-    return [lr, decay, group["momentum"], group["trust_coefficient"], group["eps"], float(group["adapt"])]
+def _rate_of(group: dict[str, Any], name: str, device: torch.device) -> Any:
+    value = scalar(group[name], name, device)
+    return value if is_number(value) or value.dtype == torch.float32 else value.item()

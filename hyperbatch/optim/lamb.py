@@ -12,10 +12,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hyperbatch.optim.base import Entry, LayerStats, LayerwiseOptimizer, Scalar, norms_of, put, unless
+from hyperbatch.optim.base import (
+    Entry,
+    LayerStats,
+    LayerwiseOptimizer,
+    Scalar,
+    norms_of,
+    norms_of_layers,
+    put,
+    scalar,
+    unless,
+)
 
 if TYPE_CHECKING:
     from hyperbatch.arena import Arena
+
+SETTINGS = ("lr", "betas", "eps", "weight_decay", "trust_clip", "adapt", "step")
 
 
 def lamb_update(
@@ -87,10 +99,11 @@ class LAMB(LayerwiseOptimizer):
     def update_group(
         self, group: dict[str, Any], entries: list[Entry], grad_norms: Tensor, skip: Tensor | None
     ) -> LayerStats:
-        step = group["step"] + (1.0 if skip is None else unless(skip, 1.0, 0.0))
+        settings = {name: scalar(group[name], name, grad_norms.device) for name in SETTINGS}
+        step = settings["step"] + (1.0 if skip is None else unless(skip, 1.0, 0.0))
         update = _reference if self._foreach is False else _foreach
         scale = self.scale_of_grads()
-        weight_norms, trust = update(group, entries, step, scale, skip)
+        weight_norms, trust = update(settings, entries, step, scale, skip)
         put(group, "step", step)
         unscaled_norms = grad_norms if scale is None else grad_norms / scale
         return LayerStats([entry.name for entry in entries], weight_norms, unscaled_norms, trust)
@@ -99,7 +112,7 @@ class LAMB(LayerwiseOptimizer):
 def _reference(
     group: dict[str, Any], entries: list[Entry], step: Scalar, grad_scale: Tensor | None, skip: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "trust_clip", "adapt")}
+    options = {name: value for name, value in group.items() if name != "step"}
     rows = []
     for entry in entries:
         old = (entry.weight, *entry.state)
@@ -140,7 +153,7 @@ def _foreach(
     directions = torch._foreach_mul(averages, 1 / correction1)
     torch._foreach_div_(directions, denominators)
     torch._foreach_add_(directions, torch._foreach_mul(weights, group["weight_decay"]))
-    weight_norms, direction_norms = norms_of(weights), norms_of(list(directions))
+    weight_norms, direction_norms = (norms_of_layers(list(x), entries) for x in (weights, directions))
     trust = torch.ones_like(weight_norms)
     if group["adapt"]:
         trust = trust_ratio(weight_norms, direction_norms, group["trust_clip"])

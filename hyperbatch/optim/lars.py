@@ -1,11 +1,11 @@
 """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg, 2017) as a torch optimizer.
 
     trust = c |w| / (|g| + wd |w| + eps)          1 where |w| or |g| is 0, and for groups with adapt=False
-    d     = g + wd w                              decoupled decay: d = g, and w loses wd w apart from lr and momentum
+    d     = g + wd w                              decoupled decay: d = g, and w loses wd w whatever the (non-zero) lr
 
-    lr_inside    m = mu m + lr trust d            w -= m              MLPerf, apex, MXNet, TensorFlow
-    rescaled     m = mu m lr/lr_last + lr trust d w -= m              NVIDIA: an lr change reaches the whole buffer
-    lr_outside   m = mu m + trust d               w -= lr m           timm; with adapt=False torch's SGD
+    lr_inside    m = mu m + lr trust d            w -= m              MLPerf's reference, TensorFlow, Optax
+    rescaled     m = mu m lr/lr_last + lr trust d w -= m              NVIDIA, MXNet: a new lr reaches the whole buffer
+    lr_outside   m = mu m + trust d               w -= lr m           timm, apex's LARC; with adapt=False torch's SGD
     unscaled     m = mu m + d                     w -= lr trust m     Google's unscaled momentum
 
 Everything is computed in fp32 (fp64 for fp64 weights) on unscaled gradients; 16-bit weights get an fp32 master.
@@ -21,7 +21,19 @@ import torch
 from torch import Tensor
 
 from hyperbatch.kernels import has_triton, interpreted
-from hyperbatch.optim.base import Entry, LayerStats, LayerwiseOptimizer, Scalar, norms_of, on_device, put, unless
+from hyperbatch.optim.base import (
+    Entry,
+    LayerStats,
+    LayerwiseOptimizer,
+    Scalar,
+    norms_of,
+    norms_of_layers,
+    on_device,
+    put,
+    scalar,
+    unless,
+)
+from hyperbatch.optim.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from hyperbatch.arena import Arena
@@ -56,6 +68,15 @@ class Hyper:
             safe = torch.where(self.last_lr > 0, self.last_lr, 1.0)
             return torch.where(self.last_lr > 0, self.momentum * self.lr / safe, self.momentum)
         return self.momentum * self.lr / self.last_lr if self.last_lr > 0 else self.momentum
+
+    @property
+    def shrink(self) -> Scalar:
+        """The part of itself that a weight loses to decoupled decay. At rate 0 it loses nothing."""
+        if not self.decoupled_weight_decay:
+            return 0.0
+        if isinstance(self.lr, Tensor):
+            return unless(self.lr <= 0, self.weight_decay, 0.0)
+        return self.weight_decay if self.lr > 0 else 0.0
 
 
 class Update(NamedTuple):
@@ -100,8 +121,7 @@ def lars_update(
     d = _times(d, inside)
     buffer = momentum_buffer * h.buffer_scale + d
     direction = _plus(d, buffer, h.momentum) if h.nesterov else buffer
-    kept = _plus(weight, weight, -h.weight_decay) if h.decoupled_weight_decay else weight
-    new = _plus(kept, direction, -outside)
+    new = _plus(_plus(weight, weight, -h.shrink), direction, -outside)
     if skip is not None:
         new, buffer = torch.where(skip, weight, new), torch.where(skip, momentum_buffer, buffer)
     return Update(new, buffer, weight_norm, grad_norm, trust)
@@ -133,7 +153,7 @@ class LARS(LayerwiseOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float,
+        lr: Scalar | None = None,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         *,
@@ -149,7 +169,10 @@ class LARS(LayerwiseOptimizer):
         fused: bool | None = None,
         arena: Arena | None = None,
     ) -> None:
-        """arena: keeps momentum beside the weights it already holds, and lets the fused path run without tables."""
+        """lr: may be left out where every param group has its own.
+
+        arena: keeps momentum beside the weights it already holds, and lets the fused path run without tables.
+        """
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -187,8 +210,13 @@ class LARS(LayerwiseOptimizer):
     def step_fused(self) -> bool:
         if self._fused is False or (self._fused is None and self._foreach is not None):
             return False
-        if self._fused_step is None:
-            if why_not_fused(self.param_groups):
+        if not any(group["params"] for group in self.param_groups):
+            return False
+        if self._fused_step is None or not self._fused_step.holds():
+            self._fused_step = None
+            if reason := why_not_fused(self.param_groups):
+                if self._fused:
+                    raise ValueError(f"fused=True, but {reason}")
                 return False
             from hyperbatch.optim.fused import FusedStep  # imports Triton
 
@@ -197,14 +225,17 @@ class LARS(LayerwiseOptimizer):
         return True
 
     def refresh(self) -> None:
-        super().refresh()
-        if self._fused_step is not None and not self._fused_step.refresh():
-            self._fused_step = None  # storage has moved
+        self._follow_arena()
+        if self._fused_step is not None and self._fused_step.holds():
+            self._fused_step.refresh()
+        else:
+            self._fused_step = None
+            super().refresh()
 
     def update_group(
         self, group: dict[str, Any], entries: list[Entry], grad_norms: Tensor, skip: Tensor | None
     ) -> LayerStats:
-        h = hyper(group)
+        h = hyper(group, grad_norms.device)
         if self._foreach:
             update = foreach_update
         elif self._foreach is False:
@@ -222,11 +253,13 @@ def why_not_fused(groups: list[dict[str, Any]]) -> str | None:
     """What keeps these parameters from the fused kernels, or None."""
     params = [param for group in groups for param in group["params"]]
     dtypes = {param.dtype for param in params}
+    if any(is_dtensor(param) for param in params):
+        return "some parameters are DTensors; leave fused out for them"
     if not has_triton():
         return "Triton is not installed"
     if any(param.device != params[0].device for param in params):
         return "the parameters are on several devices"
-    if params and params[0].device.type != "cuda" and not interpreted():
+    if params and params[0].device.type != ("cpu" if interpreted() else "cuda"):
         return f"the parameters are on {params[0].device}, not on a CUDA device"
     if not dtypes <= {torch.float32, torch.float16, torch.bfloat16}:
         return f"parameters are {', '.join(sorted(map(str, dtypes)))}"
@@ -235,8 +268,8 @@ def why_not_fused(groups: list[dict[str, Any]]) -> str | None:
     return None
 
 
-def hyper(group: dict[str, Any]) -> Hyper:
-    return Hyper(**{name: group[name] for name in Hyper.__dataclass_fields__})
+def hyper(group: dict[str, Any], device: torch.device | None = None) -> Hyper:
+    return Hyper(**{name: scalar(group[name], name, device) for name in Hyper.__dataclass_fields__})
 
 
 def reference_update(
@@ -259,8 +292,8 @@ def inplace_update(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """For the CPU: a layer at a time while it is in the cache, no temporaries, factors read on the host."""
     weight_norms, unscaled_norms, trust = _layer_norms(entries, h, grad_norms, grad_scale)
-    lr, decay, buffer_scale = float(h.lr), float(h.weight_decay), float(h.buffer_scale)
-    coupled = 0.0 if h.decoupled_weight_decay else decay
+    lr, buffer_scale, shrink = float(h.lr), float(h.buffer_scale), float(h.shrink)
+    coupled = 0.0 if h.decoupled_weight_decay else float(h.weight_decay)
     sign = (-1.0 if h.maximize else 1.0) / (1.0 if grad_scale is None else float(grad_scale))
     for entry, layer_trust in zip(entries, trust.tolist(), strict=True):
         w, g, (m,) = entry.weight, entry.grad, entry.state
@@ -269,8 +302,8 @@ def inplace_update(
         if coupled:
             m.add_(w, alpha=inside * coupled)
         own = -outside * inside if h.nesterov else 0.0  # Nesterov adds this step's share once more
-        if shrink := own * coupled - (decay if h.decoupled_weight_decay else 0.0):
-            w.add_(w, alpha=shrink)
+        if lost := shrink - own * coupled:
+            w.add_(w, alpha=-lost)
         w.add_(m, alpha=-outside * (h.momentum if h.nesterov else 1.0))
         if own:
             w.add_(g, alpha=own * sign)
@@ -293,7 +326,7 @@ def foreach_update(
         d = torch._foreach_add(d, _scaled(weights, h.weight_decay))
     # On a skipped step the buffer is multiplied by 1 and nothing is added to weight or buffer.
     inside, outside = rates(h.momentum_rule, h.lr, trust)
-    shrink, buffer_scale = h.weight_decay, h.buffer_scale
+    shrink, buffer_scale = h.shrink, h.buffer_scale
     if skip is not None:
         inside, outside, shrink = (unless(skip, x, 0.0) for x in (inside, outside, shrink))
         buffer_scale = unless(skip, buffer_scale, 1.0)
@@ -325,7 +358,7 @@ def _layer_norms(
     if not h.adapt:  # |w| is not needed, and not worth a pass over the weights
         return torch.full_like(grad_norms, torch.nan), unscaled_norms, torch.ones_like(grad_norms)
     known = [entry.weight_norm for entry in entries if entry.weight_norm is not None]
-    weight_norms = torch.stack(known) if known else norms_of([entry.weight for entry in entries])
+    weight_norms = torch.stack(known) if known else norms_of_layers([entry.weight for entry in entries], entries)
     return weight_norms, unscaled_norms, trust_ratio(weight_norms, unscaled_norms, h)
 
 

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyperbatch.arena import HALF_DTYPES, Arena, Slot
+from hyperbatch.arena import Arena, Slot
 from hyperbatch.comm.collectives import all_reduce_now
 from hyperbatch.comm.shards import gather_now
 from hyperbatch.comm.sync import GradSync
 from hyperbatch.errors import InputError
-from hyperbatch.optim.base import Entry, LayerwiseOptimizer, norms_of, reconcile
+from hyperbatch.optim.base import Entry, LayerwiseOptimizer, capturing, norms_of, reconcile
 from hyperbatch.optim.lars import LARS
 
 
@@ -70,12 +70,12 @@ class ShardedUpdate:
                 loss = closure()
         optimizer = self.optimizer
         self._arena.settle()
-        self._heed_foreign_writes()
         weight_norms = torch.zeros(len(self._arena.slots), dtype=torch.float64, device=self._arena.device)
         work = [(group, self._entries(names, weight_norms)) for group, names in self._named_groups()]
         entries = [entry for _, part in work for entry in part]
         if not entries:
             return loss
+        self._heed_writes()
         grad_norms, found = self._measure(entries, weight_norms)
         optimizer._count(found)
         skip = None
@@ -88,14 +88,11 @@ class ShardedUpdate:
         for group, part in work:
             if part:
                 norms = torch.stack([grad_norms[self._number[entry.name]] for entry in part])
-                optimizer._stats.append(optimizer.update_group(group, part, norms, skip))
+                optimizer._stats.append(optimizer._keep(optimizer.update_group(group, part, norms, skip), skip))
         half = [entry for entry in entries if entry.weight is not entry.param]
         if half:
             torch._foreach_copy_([entry.param for entry in half], [entry.weight for entry in half])
         self._gather([self._group_slice(i, self._arena.weights) for i in range(len(self._sync.plan.groups))])
-        for slot in self._arena.slots:
-            if slot.dtype in HALF_DTYPES:
-                optimizer._versions[slot.param] = slot.param._version
         return loss
 
     @torch.no_grad()
@@ -145,11 +142,15 @@ class ShardedUpdate:
             entries.append(Entry(name, working, master, grad, buffers, weight_norms[number]))
         return entries
 
-    def _heed_foreign_writes(self) -> None:
-        """Weights that somebody else wrote win over their masters, as in the optimizer's own step."""
-        for slot in self._arena.slots:
-            if slot.dtype in HALF_DTYPES and self.optimizer._versions.get(slot.param) != slot.param._version:
-                reconcile(slot.param, self.optimizer.init_state(slot.param)["master"])
+    def _heed_writes(self) -> None:
+        """16-bit weights that somebody else wrote win over their masters, as in the optimizer's own step."""
+        weights, masters = self._arena.weights.get(self._arena.dtype), self._arena.masters
+        if weights is None or masters is None or capturing(weights.device):
+            return
+        for index, group in enumerate(self._sync.plan.groups):
+            if self._arena.slot(group.parameters[0]).dtype == weights.dtype:
+                mine = slice(*self._sync.shard(index))
+                reconcile(weights[mine], masters[mine])
 
     def _gather(self, slices: list[Tensor], index: int | None = None) -> None:
         """index: the group they all belong to; None: slice i belongs to group i."""

@@ -150,6 +150,50 @@ def test_an_inf_on_one_rank_skips_the_step_on_all() -> None:
     run_ranks(4, skip_a_step)
 
 
+def told_on_one_rank(rank: int) -> None:
+    """torch's GradScaler hands `found_inf` over; its gradients here are all finite."""
+    trainer = Trainer(GridComm(RankGrid(2, 1)), torch.float32, sharded=True)
+    trainer.step(rank, 0)
+    before = trainer.state()
+    trainer.optimizer.found_inf = torch.tensor([1.0 if rank == 1 else 0.0])
+    trainer.step(rank, 1)
+    del trainer.optimizer.found_inf
+    assert trainer.scaler.skipped.item() == 1
+    after = trainer.state()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    trainer.step(rank, 2)
+    assert not torch.equal(after["weight/fc.weight"], trainer.state()["weight/fc.weight"])
+
+
+def test_an_inf_that_one_rank_was_told_of_skips_the_step_on_all() -> None:
+    run_ranks(2, told_on_one_rank)
+
+
+def edit_and_stop(rank: int) -> None:
+    """Decoupled decay does nothing at rate 0, and 16-bit weights that somebody edits through `.data` stay edited."""
+    options = {"momentum_rule": "lr_outside", "decoupled_weight_decay": True}
+    trainer = Trainer(GridComm(RankGrid(2, 1)), torch.bfloat16, sharded=True, **options)
+    trainer.step(rank, 0)
+    before = trainer.state()
+    for param in trainer.model.parameters():
+        param.data.clamp_(-0.1, 0.05)
+    edited = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.0
+    trainer.update.step()
+    after = trainer.state()
+    for name, param in trainer.model.named_parameters():
+        assert torch.equal(param, edited[name]), name
+        old = before[f"weight/{name}"]
+        if name != "idle":
+            expected = torch.where(old.to(param.dtype) == edited[name], old, edited[name].to(old.dtype))
+            assert torch.equal(after[f"weight/{name}"], expected), name
+
+
+def test_edited_weights_stay_and_rate_0_decays_nothing() -> None:
+    run_ranks(2, edit_and_stop)
+
+
 def save(rank: int, grid: str, start: dict | None, first: int, last: int) -> dict[str, Tensor]:
     comm = GridComm(RankGrid.parse(grid))
     trainer = Trainer(comm, torch.bfloat16, sharded=True, momentum_rule="rescaled")

@@ -227,3 +227,98 @@ def test_fp16_training_in_an_arena_on_the_device():
         losses.append(loss.detach())
     assert losses[-1] < 0.2 * losses[0]
     assert torch.equal(model[0].weight, arena.named_masters()["0.weight"].half())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("change", ["other layout", "double and back", "one vector", "clamp"])
+def test_fused_follows_parameters_that_others_move_or_write(change, dtype):
+    outcomes = []
+    for kwargs in ({"fused": True}, {"foreach": True}):
+        params = make_params(dtype)
+        optimizer = LARS(params, lr=0.5, weight_decay=1e-2, **kwargs)
+        for step in range(3):
+            set_grads(params, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0 and change == "clamp":
+                for param in params:
+                    param.data.clamp_(-0.5, 0.25)
+            elif step == 0 and change == "one vector":
+                dense = [param for param in params if param.is_contiguous()]
+                nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(dense), dense)
+            elif step == 0 and change == "double and back":
+                for param in params:
+                    param.data = param.data.double()
+                    param.data = param.data.to(dtype)
+            elif step == 0:
+                params[9].data = params[9].data.to(memory_format=torch.channels_last)
+        outcomes.append([full(optimizer, param).detach().clone() for param in params])
+    for a, b in zip(*outcomes, strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-6, atol=3e-6)
+
+
+def test_a_captured_step_holds_its_memory_and_refuses_what_moved():
+    params = make_params()
+    optimizer = LARS(params, lr=0.1, capturable=True, fused=True)
+    set_grads(params, 0)
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    graph.replay()
+    params[9].data.mul_(2.0)
+    optimizer.refresh()  # replays run no Python: they are told of edits
+    norm = params[9].detach().double().norm().item()
+    graph.replay()
+    assert optimizer.layer_norms()["0.9"][0] == pytest.approx(norm, rel=1e-5)
+    address = params[9].data_ptr()
+    params[9].data = params[9].data.clone()
+    grabbed = [torch.full_like(params[9], 7.0) for _ in range(4)]  # the old place would be handed out here
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(tensor.data_ptr() != address and bool((tensor == 7.0).all()) for tensor in grabbed)
+    with pytest.raises(RuntimeError, match="moved after a CUDA graph captured"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kwargs", [{"fused": True}, {"foreach": True}], ids=str)
+def test_layer_stats_follow_every_replay_and_keep_what_was_read(kwargs):
+    params = make_params(shapes=SHAPES[4:])
+    optimizer = LARS(params, lr=0.1, capturable=True, **kwargs)
+    set_grads(params, 0)
+    optimizer.step()
+    graphs = []
+    for _ in range(2):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            optimizer.step()
+    graphs[0].replay()
+    held = optimizer.layer_stats()
+    first = held[0].grad_norms.tolist()
+    for param in params:
+        param.grad.mul_(3.0)
+    graphs[0].replay()
+    second = optimizer.layer_stats()[0].grad_norms.tolist()
+    assert second == pytest.approx([3.0 * x for x in first], rel=1e-5)
+    for param in params:
+        param.grad.mul_(2.0)
+    graphs[1].replay()
+    assert optimizer.layer_stats()[0].grad_norms.tolist() == pytest.approx([6.0 * x for x in first], rel=1e-5)
+    params[0].grad.view(-1)[0] = float("nan")
+    graphs[0].replay()
+    assert optimizer.layer_stats()[0].grad_norms.tolist() == pytest.approx([6.0 * x for x in first], rel=1e-5)
+    assert held[0].grad_norms.tolist() == first
+
+
+@pytest.mark.parametrize("kwargs", [{"fused": True}, {"foreach": True}], ids=str)
+def test_rates_in_host_memory_are_read_there(kwargs):
+    """torch.distributed.checkpoint puts one there while it makes empty state."""
+    outcomes = []
+    for rate in (0.3, torch.tensor([[0.3]]), torch.tensor(0.3, dtype=torch.float64, device="cuda")):
+        params = make_params()
+        set_grads(params, 0)
+        LARS(params, lr=rate, **kwargs).step()
+        outcomes.append(params)
+    for params in outcomes[1:]:
+        for a, b in zip(params, outcomes[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)

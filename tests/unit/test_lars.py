@@ -42,7 +42,7 @@ def numpy_lars(w, grads, lrs, *, rule, c, mu, wd, eps=0.0, nesterov=False, decou
         else:
             outside = lr * trust
         m = mu * m + d
-        w = w - (wd * w if decoupled else 0.0) - outside * (d + mu * m if nesterov else m)
+        w = w - (wd * w if decoupled and lr > 0 else 0.0) - outside * (d + mu * m if nesterov else m)
         last = lr
     return w
 
@@ -388,7 +388,7 @@ def test_bad_tensors_are_named():
     table = nn.Embedding(4, 2, sparse=True)
     optimizer = LARS(table.named_parameters(), lr=0.1)
     table(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match="grad of weight is sparse"):
+    with pytest.raises(ValueError, match="the gradient of weight is sparse"):
         optimizer.step()
 
 

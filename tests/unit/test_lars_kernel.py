@@ -51,9 +51,27 @@ def test_kernels_compile_for_hopper_with_wide_accesses_and_no_shuffles(half):
     assert "convert_layout" not in compiled.asm["ttgir"]
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+def test_the_look_at_the_weights_compiles_for_hopper_with_wide_loads():
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from hyperbatch.kernels import lars
+
+    look = lars.weight_norms_kernel.fn
+    flags = {"HALF": triton.language.bfloat16, "HAS_HALF": True, "ALIGNED": True, "BLOCK": 1024}
+    signature = {n: "constexpr" if n in flags else "*i64" if n == "chunks" else "*fp32" for n in look.arg_names}
+    source = ASTSource(fn=look, signature=signature, constexprs=flags, attrs={})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert "ld.global.v4.b32" in compiled.asm["ptx"]  # four masters
+    assert "ld.global.v2.b32" in compiled.asm["ptx"]  # and their four copies
+    assert "convert_layout" not in compiled.asm["ttgir"]
+
+
 def make_params(dtype, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    values = [torch.randn(shape, generator=generator) for shape in [(7,), (33, 65), (5000,), (0,), (1024,)]]
+    values = [torch.randn(shape, generator=generator) for shape in [(7,), (33, 65), (5000,), (0,), (32, 32)]]
     values.append(torch.zeros(9))
     values.append(torch.randn(6, 4, 3, 3, generator=generator).to(memory_format=torch.channels_last))
     params = [nn.Parameter(value.to(dtype)) for value in values]
@@ -117,6 +135,8 @@ def test_a_bad_gradient_skips_the_step_of_all_layers():
     for bad in (float("inf"), float("nan")):
         set_grads(params, 5)
         params[2].grad[4999] = bad
+        for group in optimizer.param_groups:
+            group["lr"] = 0.7  # the buffer was not rescaled to this one
         optimizer.step()
         assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
         assert optimizer.last_found_inf == 1
@@ -137,6 +157,234 @@ def test_weights_changed_from_outside_are_measured_anew():
     set_grads(params, 3)
     optimizer.step()
     assert optimizer.layer_norms()["0.1"][0] == pytest.approx(norm, rel=1e-6)
+
+
+@inside
+def test_eps_counts_where_gradients_are_small():
+    """With a gradient of 1e-6 and an eps of 1 the trust ratio is a millionth of what it would be without."""
+    results = []
+    for path in ({"fused": True}, {"foreach": False}):
+        params = make_params(torch.float32)
+        optimizer = LARS(params, lr=0.2, eps=1.0, trust_coefficient=1.0, **path)
+        set_grads(params, 0, 1e-6)
+        optimizer.step()
+        results.append({n: row for n, row in optimizer.layer_norms().items() if n in ("0.0", "0.1", "0.2")})
+    for name, row in results[0].items():
+        assert row == pytest.approx(results[1][name], rel=1e-5)
+
+
+@inside
+@pytest.mark.parametrize("rule", ["lr_inside", "rescaled", "lr_outside", "unscaled"])
+def test_a_first_step_at_rate_0_leaves_weights_as_they_are(rule):
+    params = make_params(torch.float32)
+    optimizer = LARS(params, lr=0.0, weight_decay=0.1, decoupled_weight_decay=True, momentum_rule=rule, fused=True)
+    set_grads(params, 0)
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, make_params(torch.float32), strict=True))
+
+
+def few_params(dtype):
+    """The interpreter is slow: plain, square, channels last, and with gaps in memory."""
+    *_, images, gaps = make_params(dtype)
+    generator = torch.Generator().manual_seed(1)
+    plain, square = (torch.randn(shape, generator=generator).to(dtype) for shape in [(9, 5), (8, 8)])
+    return [nn.Parameter(plain), nn.Parameter(square), images, gaps]
+
+
+def other_layout(params):
+    params[2].data = params[2].data.contiguous()
+    params[0].data = params[0].data.t().contiguous().t()
+
+
+def double_and_back(params):
+    module = nn.ParameterList(params)
+    module.double().float()
+
+
+def vector_to_parameters(params):
+    params = [param for param in params if param.is_contiguous()]  # torch's function takes no others
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(params) * 2.0, params)
+
+
+def with_gaps(params):
+    params[0].data = torch.stack([params[0].data, params[0].data], dim=-1)[..., 0]
+
+
+def transposed_in_place(params):
+    params[1].data = params[1].data.t()  # same address, other strides
+
+
+def clamped(params):
+    for param in params:
+        param.data.clamp_(-0.5, 0.25)
+
+
+def scaled(params):
+    for param in params:
+        param.data.mul_(1.5)
+
+
+CHANGES = [other_layout, double_and_back, vector_to_parameters, with_gaps, transposed_in_place, clamped, scaled]
+
+
+@inside
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_it_follows_parameters_that_others_move_or_write(change, dtype):
+    """`.data` has a version of its own, so neither shows there."""
+    if dtype == torch.float16 and change is double_and_back:
+        pytest.skip("ends in fp32")
+    outcomes = []
+    for path in ({"fused": True}, {"foreach": False}):
+        params = few_params(dtype)
+        optimizer = LARS(params, lr=0.2, weight_decay=1e-2, momentum_rule="rescaled", **path)
+        for step in range(3):
+            set_grads(params, step)
+            optimizer.step()
+            if step == 0:
+                for param in params:
+                    param.grad = None
+                change(params)
+        outcomes.append((params, [optimizer.state[p].get("master", p) for p in params], optimizer.layer_norms()["0.0"]))
+    (params, weights, norms), (expected, expected_weights, expected_norms) = outcomes
+    for a, b in zip(weights, expected_weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+    for a, b, weight in zip(params, expected, weights, strict=True):
+        assert a.stride() == b.stride()
+        torch.testing.assert_close(a, weight.to(dtype), rtol=0, atol=0)
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_edit_of_16_bit_weights_stays(dtype):
+    params = few_params(dtype)
+    optimizer = LARS(params, lr=0.2, momentum_rule="lr_outside", fused=True)
+    set_grads(params, 0)
+    optimizer.step()
+    before = [(p.detach().clone(), optimizer.state[p]["master"].clone()) for p in params]
+    clamped(params)
+    edited = [p.detach().clone() for p in params]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for param, value, (weight, master) in zip(params, edited, before, strict=True):
+        assert torch.equal(param, value)
+        expected = torch.where(weight == value, master, value.float())  # what was not edited keeps its digits
+        assert torch.equal(optimizer.state[param]["master"], expected)
+
+
+@inside
+@pytest.mark.parametrize("in_arena", [False, True])
+def test_replaced_state_counts(in_arena):
+    outcomes = []
+    for path in ({"fused": True}, {"foreach": False}):
+        model = nn.ParameterList(few_params(torch.float32))
+        arena = Arena(model, [name for name, _ in model.named_parameters()]) if in_arena else None
+        optimizer = LARS(model, lr=0.2, momentum_rule="rescaled", arena=arena, **path)
+        for step in range(2):
+            set_grads(model, step)
+            if arena is not None:
+                arena.collect()
+            optimizer.step()
+            if step == 0:
+                home = optimizer.state[model[0]]["momentum_buffer"]
+                optimizer.state[model[0]]["momentum_buffer"] = torch.ones(9, 5, dtype=torch.float64)
+                optimizer.state[model[1]] = {"momentum_buffer": torch.ones(8, 8)}
+                optimizer.param_groups[0]["last_lr"] = 0.1
+        outcomes.append([p.detach().clone() for p in model])
+        assert arena is None or optimizer.state[model[0]]["momentum_buffer"] is home
+    for a, b in zip(*outcomes, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+
+
+SETTINGS = [
+    {"nesterov": True},
+    {"trust_clip": True, "trust_coefficient": 10.0},
+    {"momentum_rule": "rescaled"},
+    {"momentum_rule": "unscaled"},
+    {"adapt": False},
+    {"maximize": True},
+    {"decoupled_weight_decay": True},
+    {"eps": 100.0, "momentum": 0.5},
+]
+
+
+@inside
+@pytest.mark.parametrize(
+    ("settings", "by_loading"), [*((x, False) for x in SETTINGS), (SETTINGS[0], True), (SETTINGS[2], True)], ids=str
+)
+def test_settings_may_change_between_steps(settings, by_loading):
+    outcomes = []
+    for path in ({"fused": True}, {"foreach": False}):
+        params = few_params(torch.float32)
+        groups = [{"params": params[:2]}, {"params": params[2:], "adapt": False, "weight_decay": 0.0}]
+        optimizer = LARS(groups, lr=0.2, weight_decay=1e-2, **path)
+        set_grads(params, 0)
+        optimizer.step()
+        saved = optimizer.state_dict()
+        for group in saved["param_groups"] if by_loading else optimizer.param_groups:
+            group.update(settings)
+        if by_loading:
+            optimizer.load_state_dict(saved)
+        for step in (1, 2):
+            set_grads(params, step)
+            optimizer.param_groups[0]["lr"] = 0.1 * step
+            optimizer.step()
+        outcomes.append(params)
+    for a, b in zip(*outcomes, strict=True):
+        torch.testing.assert_close(a, b, rtol=5e-6, atol=5e-6)
+
+
+@inside
+def test_what_a_graph_relies_on_may_not_change(monkeypatch):
+    """The interpreter captures nothing; it stands in for a capture here."""
+    from hyperbatch.optim import fused
+
+    def captured():
+        params = few_params(torch.float32)
+        optimizer = LARS(params, lr=0.2, capturable=True, fused=True)
+        set_grads(params, 0)
+        optimizer.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(fused, "capturing", lambda device: True)
+            optimizer.step()
+        optimizer.step()
+        return params, optimizer
+
+    params, optimizer = captured()
+    optimizer.param_groups[0]["nesterov"] = True
+    with pytest.raises(RuntimeError, match=r"settings .* after a CUDA graph captured"):
+        optimizer.step()
+    params, optimizer = captured()
+    address = params[1].data_ptr()
+    params[1].data = params[1].data.clone()
+    for use in (optimizer.step, optimizer.refresh):
+        with pytest.raises(RuntimeError, match="moved after a CUDA graph captured"):
+            use()
+    assert any(held.data_ptr() == address for held in optimizer._fused_step._captured)  # the graph still writes there
+
+
+@inside
+def test_rates_may_be_tensors_of_one_element_anywhere():
+    outcomes = []
+    for rate in (0.3, torch.tensor([[0.3]]), torch.tensor(0.3, dtype=torch.float64), torch.tensor([0.3])):
+        params = few_params(torch.float32)
+        set_grads(params, 0)
+        LARS(params, lr=rate, weight_decay=rate, fused=True).step()
+        outcomes.append(params)
+    for params in outcomes[1:]:
+        for a, b in zip(params, outcomes[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@inside
+def test_a_sparse_gradient_is_named():
+    table = nn.Embedding(4, 2, sparse=True)
+    optimizer = LARS(table.named_parameters(), lr=0.1, fused=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="the gradient of weight is sparse"):
+        optimizer.step()
 
 
 @inside
