@@ -218,10 +218,11 @@ class FusedStep:
 
     def _live_places(self) -> list[Any]:
         """Where everything lies that the tables point at. Taken on the host in every step, so it must be cheap."""
-        states = self._optimizer.state.values()
-        places: list[Any] = [(p.data_ptr(), p.dtype, p.stride()) for p in _params_of(self._optimizer.param_groups)]
-        places += [tensor.data_ptr() for state in states if type(state) is dict for tensor in state.values()]
-        return places
+        params = _params_of(self._optimizer.param_groups)
+        states = [x for state in self._optimizer.state.values() if type(state) is dict for x in state.values()]
+        addresses = [*map(Tensor.data_ptr, params), *map(Tensor.data_ptr, states)]
+        # Memory may have been given back and handed out again for the same parameter in another form.
+        return [*addresses, *map(Tensor.stride, params), *[param.dtype for param in params]]
 
     def holds(self) -> bool:
         """Whether parameters, state and flags are still those that the tables were made for."""
