@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hyperbatch import __version__
-from hyperbatch.config import Config, fields, format_value
+from hyperbatch.config import Config, fields, format_value, section_titles
 from hyperbatch.errors import InputError, RunFailed, nearest
 from hyperbatch.record import strict_json
+from hyperbatch.vocabulary import ALGORITHMS, STRATEGIES
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,16 +57,6 @@ def _print(args: argparse.Namespace, values: Any, text: str | Callable[[], str])
         print(strict_json(values))
     else:
         print(text if isinstance(text, str) else text())
-
-
-SECTION_TITLES = {
-    "model": "model",
-    "data": "data and augmentation",
-    "optim": "optimizer and precision",
-    "schedule": "epochs, batch and learning rate",
-    "comm": "gradient exchange",
-    "run": "run",
-}
 
 
 # What each bench takes beside --json
@@ -376,7 +367,7 @@ def _build_parser() -> _Parser:
     sub.add_argument("--dry-run", action="store_true", help="print everything resolved and start nothing")
     sub.add_argument("--world-size", type=_positive, metavar="N", help="ranks to resolve a --dry-run for")
     sizes(sub)
-    groups = {name: sub.add_argument_group(title) for name, title in SECTION_TITLES.items()}
+    groups = {name: sub.add_argument_group(title) for name, title in section_titles().items()}
     for spec in fields():
         choices = f" ({', '.join(spec.choices)})" if spec.choices else ""
         help = f"{spec.help}{choices} [{format_value(spec.default)}]".replace("%", "%%")
@@ -405,14 +396,12 @@ def _build_parser() -> _Parser:
             "--cluster", default=None, metavar="NAME|FILE", help="cluster name or machine file [the recipe's]"
         )
         sub.add_argument("--grid", metavar="ROWSxCOLUMNS")
-        sub.add_argument("--algorithm", choices=("flat", "hierarchical", "torus", "hybrid"))
+        sub.add_argument("--algorithm", choices=ALGORITHMS)
         sizes(sub)
         if name == "plan":
             sub.add_argument("--gpus", type=_positive, metavar="N", help="GPUs [the recipe's]")
             sub.add_argument("--trace", metavar="FILE", help="write the step's timeline for Perfetto")
-            sub.add_argument(
-                "--strategy", choices=("single", "per_layer", "threshold", "equal", "cubic", "optimal"), help="grouping"
-            )
+            sub.add_argument("--strategy", choices=STRATEGIES, help="grouping")
         else:
             sub.add_argument(
                 "--gpus", required=True, metavar="N,N,...", help="GPU counts to predict, e.g. 512,1024,2048"

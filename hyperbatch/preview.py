@@ -13,10 +13,11 @@ from hyperbatch.data.source import check_data
 from hyperbatch.launch import check_input
 from hyperbatch.plan import inventory
 from hyperbatch.plan.strategies import plan_groups
-from hyperbatch.plan.types import DTYPE_BYTES, GroupPlan, RankGrid, TensorSpec
+from hyperbatch.plan.types import GroupPlan, RankGrid, TensorSpec
 from hyperbatch.recipes import all_recipes, batch_note
 from hyperbatch.schedule import learning_rate, resolve_phases, total_steps
 from hyperbatch.sim.clusters import load_cluster
+from hyperbatch.vocabulary import DTYPE_BYTES, PRECISION_DTYPE
 
 
 def preview(config: Config, world_size: int) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def data_counts(config: Config) -> dict[str, int]:
 
 def tensor_table(config: Config, classes: int, channels: int) -> tuple[TensorSpec, ...]:
     """In backward order; a model without a table is built on torch's meta device, which allocates nothing."""
-    dtype = inventory.PRECISION_DTYPE[config.optim.precision]
+    dtype = PRECISION_DTYPE[config.optim.precision]
     if config.model.model in inventory.model_names():
         return inventory.tensors(
             config.model.model, classes=classes, image_size=config.data.image_size, in_channels=channels, dtype=dtype
@@ -148,7 +149,7 @@ def schedule_table(config: Config, phases: Any, samples: int) -> list[dict[str, 
     rows = []
     for epoch in sorted(m for m in moments if 0 <= m < s.epochs):
         phase = next(p for p in reversed(phases) if p.from_position <= epoch * samples)
-        rate = learning_rate(s, epoch, phase.global_batch)
+        rate = learning_rate(s, epoch)
         rows.append({"epoch": round(epoch, 3), "lr": rate, "global_batch": phase.global_batch})
     return rows
 
@@ -210,7 +211,7 @@ def format_preview(values: dict[str, Any], config: Config) -> str:
         console.print(table)
         table = Table("field", "value", title="config", box=None)
         for spec in fields():
-            table.add_row(spec.name, format_value(getattr(getattr(config, spec.section), spec.name)))
+            table.add_row(spec.name, format_value(spec.of(config)))
         console.print(table)
     return text.get().rstrip()
 

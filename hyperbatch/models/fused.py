@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyperbatch import vocabulary
 from hyperbatch.errors import InputError
 from hyperbatch.kernels import has_triton, interpreted
 from hyperbatch.models.alexnet import AlexNetBN
 from hyperbatch.models.norm import BatchNorm2d
 from hyperbatch.models.resnet import ResNet
 
-HALF_DTYPES = (torch.float16, torch.bfloat16)
+HALF_DTYPES = tuple(getattr(torch, name) for name in vocabulary.HALF_DTYPES)
 
 
 def why_not_fused(model: nn.Module, dtype: torch.dtype, device: torch.device) -> str | None:

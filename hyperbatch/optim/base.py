@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hyperbatch import vocabulary
+
 if TYPE_CHECKING:
     from hyperbatch.arena import Arena
 
 Scalar = float | Tensor  # a Tensor stays on the device: capturable rates, loss scales
-HALF_DTYPES = (torch.float16, torch.bfloat16)
+HALF_DTYPES = tuple(getattr(torch, name) for name in vocabulary.HALF_DTYPES)
 
 
 @dataclass(frozen=True, slots=True)

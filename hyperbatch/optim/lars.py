@@ -22,12 +22,11 @@ from torch import Tensor
 
 from hyperbatch.kernels import has_triton, interpreted
 from hyperbatch.optim.base import Entry, LayerStats, LayerwiseOptimizer, Scalar, norms_of, on_device, put, unless
+from hyperbatch.vocabulary import MOMENTUM_RULES
 
 if TYPE_CHECKING:
     from hyperbatch.arena import Arena
     from hyperbatch.optim.fused import FusedStep
-
-MOMENTUM_RULES = ("lr_inside", "lr_outside", "rescaled", "unscaled")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

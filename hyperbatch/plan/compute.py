@@ -13,9 +13,10 @@ from itertools import pairwise
 from statistics import NormalDist
 
 from hyperbatch.plan.cost import all_reduce_cost
-from hyperbatch.plan.inventory import PRECISION_DTYPE, Layer, layers, tensors
+from hyperbatch.plan.inventory import Layer, layers, tensors
 from hyperbatch.plan.machine import Cluster, Device, Measured, Profile
-from hyperbatch.plan.types import DTYPE_BYTES, RankGrid
+from hyperbatch.plan.types import RankGrid
+from hyperbatch.vocabulary import DTYPE_BYTES, PRECISION_DTYPE
 
 PASSES = 3  # forward, gradient of the input, gradient of the weights
 UPDATE_BYTES_PER_PARAMETER = 28  # LARS in fp32: read w, g for the norms; read w, g, m and write w, m

@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from hyperbatch.errors import InputError, nearest
-from hyperbatch.plan.types import DTYPE_BYTES, TensorSpec
-
-PRECISION_DTYPE = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+from hyperbatch.plan.types import TensorSpec
+from hyperbatch.vocabulary import DTYPE_BYTES, PRECISION_DTYPE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

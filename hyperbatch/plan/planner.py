@@ -12,17 +12,17 @@ from typing import Any
 
 from hyperbatch.config import Config
 from hyperbatch.plan.compute import LayerTime, slowest_of, slowest_quantile, update_time
-from hyperbatch.plan.cost import ALGORITHMS, Cost, all_reduce_cost, cost_function, reduce_scatter_cost
-from hyperbatch.plan.inventory import PRECISION_DTYPE
+from hyperbatch.plan.cost import Cost, all_reduce_cost, cost_function, reduce_scatter_cost
 from hyperbatch.plan.machine import Cluster, Network
-from hyperbatch.plan.strategies import STRATEGIES, plan_groups
+from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.timeline import parameter_ready_s, step_timing
-from hyperbatch.plan.types import DTYPE_BYTES, GradGroup, GroupPlan, RankGrid, StepTiming, TensorSpec
+from hyperbatch.plan.types import GradGroup, GroupPlan, RankGrid, StepTiming, TensorSpec
 from hyperbatch.plan.workload import main_phase, model_tensors, model_times, resolve, resolve_all
 from hyperbatch.schedule import Phase
+from hyperbatch.vocabulary import ALGORITHMS, DTYPE_BYTES, PRECISION_DTYPE, STRATEGIES
 
 # What a group may travel by when the planner chooses; hybrid is a choice among them by size.
-CHOICES = ("flat", "hierarchical", "torus")
+CHOICES = tuple(name for name in ALGORITHMS if name != "hybrid")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

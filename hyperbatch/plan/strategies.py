@@ -14,19 +14,19 @@ from itertools import pairwise
 from typing import Any
 
 from hyperbatch.errors import InputError, nearest
-from hyperbatch.plan.types import DTYPE_BYTES, GradGroup, GroupPlan, TensorSpec
+from hyperbatch.plan.types import GradGroup, GroupPlan, TensorSpec
+from hyperbatch.vocabulary import DTYPE_BYTES, GROUP_BASE, GROUP_COUNT, GROUP_THRESHOLD_BYTES, STRATEGIES
 
 Cost = Callable[[int], float] | Mapping[str, Callable[[int], float]]  # seconds of n bytes; by algorithm
-STRATEGIES = ("single", "per_layer", "threshold", "equal", "cubic", "optimal")
 
 
 def plan_groups(
     params: Sequence[TensorSpec],
     strategy: str,
     *,
-    count: int = 4,
-    threshold_bytes: int = 16 << 20,
-    base: int = 3,
+    count: int = GROUP_COUNT,
+    threshold_bytes: int = GROUP_THRESHOLD_BYTES,
+    base: int = GROUP_BASE,
     ready_s: Sequence[float] | None = None,
     cost: Cost | None = None,
     **optimal_options: Any,

@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from hyperbatch.errors import InputError
-
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+from hyperbatch.vocabulary import DTYPE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,9 +73,6 @@ class RankGrid:
 
     def row_ranks(self, row: int) -> list[int]:
         return [row * self.columns + column for column in range(self.columns)]
-
-    def column_ranks(self, column: int) -> list[int]:
-        return [row * self.columns + column for row in range(self.rows)]
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.columns}"

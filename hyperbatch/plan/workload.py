@@ -9,10 +9,11 @@ from itertools import pairwise
 from hyperbatch.config import Config
 from hyperbatch.errors import InputError
 from hyperbatch.plan.compute import LayerTime, layer_times
-from hyperbatch.plan.inventory import PRECISION_DTYPE, memory_bytes, tensors
+from hyperbatch.plan.inventory import memory_bytes, tensors
 from hyperbatch.plan.machine import Cluster
 from hyperbatch.plan.types import TensorSpec
 from hyperbatch.schedule import Phase, resolve_phases
+from hyperbatch.vocabulary import PRECISION_DTYPE
 
 MEMORY_RESERVE = 0.9  # part of a device's memory that a step may fill; the rest is the libraries'
 

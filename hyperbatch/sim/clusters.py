@@ -20,8 +20,9 @@ from typing import Any
 
 from hyperbatch.errors import InputError, nearest
 from hyperbatch.plan.compute import PASSES
-from hyperbatch.plan.inventory import PRECISION_DTYPE, layers, model_names, training_flops
+from hyperbatch.plan.inventory import layers, model_names, training_flops
 from hyperbatch.plan.machine import Cluster, Device, Link, Measured, Network, Profile
+from hyperbatch.vocabulary import PRECISION_DTYPE
 
 FOLDER = Path(__file__).parent / "machines"
 LINKS = ("intra", "inter")

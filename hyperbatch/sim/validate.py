@@ -13,13 +13,14 @@ from statistics import median
 from hyperbatch.config import BatchPhase, Config
 from hyperbatch.plan.compute import stretch
 from hyperbatch.plan.cost import all_reduce_cost
-from hyperbatch.plan.inventory import PRECISION_DTYPE, tensors
+from hyperbatch.plan.inventory import tensors
 from hyperbatch.plan.machine import Cluster
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.plan.workload import model_times
 from hyperbatch.sim.clusters import load_cluster
 from hyperbatch.sim.published import BEYOND, LATER, LATER_CLUSTER, LATER_SOURCE, ROWS, Row, TimedRun, run_rate
 from hyperbatch.sim.sweep import simulate
+from hyperbatch.vocabulary import PRECISION_DTYPE
 
 CONSTANT_EFFICIENCY = 0.9  # of the first naive predictor
 
