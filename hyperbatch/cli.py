@@ -78,8 +78,8 @@ def _train(args: argparse.Namespace) -> int:
     if args.dry_run:
         from hyperbatch.preview import format_preview, preview
 
-        values = preview(config, _world_size(args, config.run.nproc, config.run.device))
-        _print(args, values, lambda: format_preview(values, config))
+        answer = preview(config, _world_size(args, config.run.nproc, config.run.device))
+        _print(args, answer.to_dict(), lambda: format_preview(answer))
         return 0
     from hyperbatch.launch import train
 
@@ -114,42 +114,31 @@ def _eval(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from hyperbatch.plan.planner import format_plan, make_plan
 
-    values = make_plan(
-        args.recipe,
-        cluster=args.cluster,
-        gpus=args.gpus,
-        grid=args.grid,
-        algorithm=args.algorithm,
-        strategy=args.strategy,
-        global_batch=args.global_batch,
-        batch_per_rank=args.batch_per_rank,
-    )
+    plan = make_plan(args.recipe, gpus=args.gpus, strategy=args.strategy, **_workload(args))
     if args.trace:
         from hyperbatch.sim.trace import write_trace
 
-        write_trace(Path(args.trace), values)
-    _print(args, values, lambda: format_plan(values))
+        write_trace(Path(args.trace), plan.to_dict())
+    _print(args, plan.to_dict(), lambda: format_plan(plan))
     return 0
 
 
 def _simulate(args: argparse.Namespace) -> int:
     from hyperbatch.sim.sweep import format_simulation, simulate
 
-    values = simulate(
-        args.recipe,
-        cluster=args.cluster,
-        gpus=_numbers(args.gpus, "--gpus"),
-        grid=args.grid,
-        algorithm=args.algorithm,
-        global_batch=args.global_batch,
-        batch_per_rank=args.batch_per_rank,
-    )
+    simulation = simulate(args.recipe, gpus=_numbers(args.gpus, "--gpus"), **_workload(args))
     if args.plot:
         from hyperbatch.sim.plots import write_sweep
 
-        write_sweep(Path(args.plot), values)
-    _print(args, values, lambda: format_simulation(values))
+        write_sweep(Path(args.plot), simulation.to_dict())
+    _print(args, simulation.to_dict(), lambda: format_simulation(simulation))
     return 0
+
+
+def _workload(args: argparse.Namespace) -> dict[str, Any]:
+    """What `plan` and `simulate` both ask for."""
+    names = ("cluster", "grid", "algorithm", "global_batch", "batch_per_rank")
+    return {name: getattr(args, name) for name in names}
 
 
 def _data(args: argparse.Namespace) -> int:

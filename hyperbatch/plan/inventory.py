@@ -16,7 +16,7 @@ from functools import cache, partial
 
 from hyperbatch.errors import InputError, nearest
 from hyperbatch.plan.types import TensorSpec
-from hyperbatch.vocabulary import DTYPE_BYTES, PRECISION_DTYPE
+from hyperbatch.vocabulary import DTYPE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,31 +63,13 @@ def tensors(
     )
 
 
-def memory_bytes(
-    model: str,
-    batch_per_rank: int,
-    precision: str = "fp32",
-    image_size: int = 224,
-    classes: int = 1000,
-    *,
-    in_channels: int = 3,
-) -> dict[str, int]:
-    """What one rank holds at the peak of a step, by role, with its `total`; workspaces of libraries not counted."""
-    dtype = PRECISION_DTYPE[precision]
-    specs = tensors(model, classes=classes, image_size=image_size, in_channels=in_channels, dtype=dtype)
+def kept_bytes(model: str, dtype: str, *, classes: int = 1000, image_size: int = 224, in_channels: int = 3) -> int:
+    """What autograd keeps for backward of one image."""
     table = layers(model, classes=classes, image_size=image_size, in_channels=in_channels)
-    state_item = max(4, DTYPE_BYTES[dtype])  # optimizer state and masters are never below fp32
-    saved = sum(layer.saved for layer in table) + image_size * image_size * in_channels
+    kept = sum(layer.saved for layer in table) + image_size * image_size * in_channels
     # torch keeps an int64 index for each output of a max pool
-    indices = sum(layer.activations for layer in table if layer.kind == "pool" and "max" in layer.name) * 8
-    parts = {
-        "weights": sum(spec.nbytes for spec in specs),
-        "masters": sum(spec.numel * 4 for spec in specs if DTYPE_BYTES[spec.dtype] < 4),
-        "gradients": sum(spec.nbytes for spec in specs),
-        "momentum": sum(spec.numel * state_item for spec in specs),
-        "activations": batch_per_rank * (saved * DTYPE_BYTES[dtype] + indices),
-    }
-    return {**parts, "total": sum(parts.values())}
+    indices = sum(layer.activations for layer in table if layer.kind == "pool" and "max" in layer.name)
+    return kept * DTYPE_BYTES[dtype] + indices * 8
 
 
 def _finish_order(layer: Layer) -> tuple[TensorSpec, ...]:

@@ -37,6 +37,15 @@ class TensorSpec:
         return self.numel * DTYPE_BYTES[self.dtype]
 
 
+def param_specs(module: Any, order: Sequence[str] | None = None) -> tuple[TensorSpec, ...]:
+    """The trainable parameters of a torch module; order: of backward, by default the reverse of definition."""
+    params = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    return tuple(
+        TensorSpec(name=name, shape=tuple(params[name].shape), dtype=str(params[name].dtype).removeprefix("torch."))
+        for name in (reversed(params) if order is None else order)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class RankGrid:
     """rows x columns ranks, e.g. 4 nodes of 8 GPUs.

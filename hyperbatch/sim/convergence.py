@@ -40,9 +40,6 @@ class Interval:
     mid: float
     high: float
 
-    def to_dict(self) -> dict[str, float]:
-        return {"low": self.low, "mid": self.mid, "high": self.high}
-
 
 def mlperf_epochs(global_batch: float, points: tuple[tuple[int, float], ...] = POINTS) -> float:
     """Straight between the points on logarithmic axes; flat below the first, on at the last slope above the last."""

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hyperbatch.comm import GridComm
-from hyperbatch.comm.ddp import ddp_bucket_bytes, ddp_kwargs, param_specs, register_ddp_hook
+from hyperbatch.comm.ddp import ddp_bucket_bytes, ddp_kwargs, register_ddp_hook
 from hyperbatch.errors import InputError
 from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.types import RankGrid

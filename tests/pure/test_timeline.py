@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serial_network import serial_finish
 
+from hyperbatch.plan.clusters import load_cluster
 from hyperbatch.plan.compute import LayerTime, layer_times, seconds_at, slowest_of, slowest_quantile
 from hyperbatch.plan.cost import Cost
 from hyperbatch.plan.inventory import layers, tensors
 from hyperbatch.plan.machine import Profile
 from hyperbatch.plan.timeline import Transfer, parameter_ready_s, run_network, step_timing
 from hyperbatch.plan.types import GradGroup, GroupPlan
-from hyperbatch.sim.clusters import load_cluster
 
 # Three layers; backward takes 4 s each, in the order c, b, a, after 3 s of forward.
 TIMES = [LayerTime(name, 1.0, 4.0, (f"{name}.weight",)) for name in "abc"]
