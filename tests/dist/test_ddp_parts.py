@@ -45,7 +45,7 @@ def train(ddp: DistributedDataParallel, rank: int, steps: int = 20) -> None:
 
 def hooked(rank: int) -> None:
     comm = GridComm(RankGrid(2, 2))
-    plan = plan_groups(param_specs(network()), "cubic", base=1)
+    plan = plan_groups(network(), "cubic", base=1)
     plain = network()
     train(DistributedDataParallel(plain), rank)
     for algorithm in ("flat", "hierarchical", "torus", "hybrid"):
@@ -72,7 +72,7 @@ def test_training_with_the_hook_equals_plain_ddp() -> None:
 
 def buckets(rank: int, strategy: str, options: dict) -> tuple[list[int], tuple[int, ...]]:
     model = network()
-    plan = plan_groups(param_specs(model), strategy, **options)
+    plan = plan_groups(model, strategy, **options)
     ddp = DistributedDataParallel(model, **ddp_kwargs(plan))
     train(ddp, rank, 3)
     return [group.bytes for group in plan.groups], ddp_bucket_bytes(ddp)
@@ -90,12 +90,12 @@ def test_buckets_follow_the_plan(strategy: str, options: dict) -> None:
 
 def test_older_torch_gets_one_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DistributedDataParallel, "__init__", lambda self, module, bucket_cap_mb=None: None)
-    plan = plan_groups(param_specs(network()), "equal", count=2)
+    plan = plan_groups(network(), "equal", count=2)
     assert ddp_kwargs(plan) == {"bucket_cap_mb": plan.bytes / 2 / 2**20}
 
 
 def lose_a_rank(rank: int) -> str:
-    ddp = DistributedDataParallel(network(), **ddp_kwargs(plan_groups(param_specs(network()), "per_layer")))
+    ddp = DistributedDataParallel(network(), **ddp_kwargs(plan_groups(network(), "per_layer")))
     register_ddp_hook(ddp, GridComm(RankGrid(3, 1)))
     train(ddp, rank, 3)
     if rank == 1:
