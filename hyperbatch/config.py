@@ -53,29 +53,22 @@ class SizePhase(NamedTuple):
 
 
 def option(
-    default: Any,
-    help: str,
-    choices: tuple[str, ...] = (),
-    *,
-    must: str | None = None,
-    free: bool = False,
-    repeated: bool = True,
+    default: Any, help: str, allowed: tuple[str, ...] | str = (), *, free: bool = False, repeated: bool = True
 ) -> Any:
-    """A field and what is known of it: the help text of its flag and, for names, the values it may take.
+    """A field and what is known of it: the help text of its flag, and the names it may be or the rule a number obeys.
 
-    must: the rule of RULES that a number obeys. free: a resumed run may change it, because it says where things are or
-    how the work is cut, not what is computed. repeated=False: a command that does the run again leaves it out.
+    free: a resumed run may change it, because it says where things are or how the work is cut, not what is computed.
+    repeated=False: a command that does the run again leaves it out.
     """
-    metadata = {"help": help, "choices": choices, "must": must, "free": free, "repeated": repeated}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"help": help, "allowed": allowed, "free": free, "repeated": repeated})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     model: str = option("resnet50", "a built-in name, timm/NAME, or package.module:callable (given the class count)")
     zero_init_last_gamma: bool = option(False, "start the last norm scale of each residual block at 0 (Goyal et al.)")
-    bn_momentum: float = option(0.1, "weight of the new batch in the running batch-norm statistics", must=SHARE)
-    bn_group_ranks: int = option(1, "ranks that share batch-norm statistics; 1: each rank its own", must=POSITIVE)
+    bn_momentum: float = option(0.1, "weight of the new batch in the running batch-norm statistics", SHARE)
+    bn_group_ranks: int = option(1, "ranks that share batch-norm statistics; 1: each rank its own", POSITIVE)
     fused: str = option(
         "auto",
         "forward and backward by our kernels (GPU, 16 bit); auto: where they can run",
@@ -95,16 +88,16 @@ class DataConfig:
     )
     data: str | None = option(None, "folder of the data set", free=True)
     train_samples: int = option(
-        1_281_167, "training samples the recipe was written for; the data's own count wins", must=POSITIVE
+        1_281_167, "training samples the recipe was written for; the data's own count wins", POSITIVE
     )
     eval_samples: int = option(
-        50_000, "validation samples the recipe was written for; the data's own count wins", must=POSITIVE
+        50_000, "validation samples the recipe was written for; the data's own count wins", POSITIVE
     )
-    classes: int = option(1000, "classes the recipe was written for; the data's own count wins", must=POSITIVE)
-    image_size: int = option(224, "training image side in pixels", must=POSITIVE)
+    classes: int = option(1000, "classes the recipe was written for; the data's own count wins", POSITIVE)
+    image_size: int = option(224, "training image side in pixels", POSITIVE)
     size_phases: tuple[SizePhase, ...] = option((), "progressive resizing, as EPOCH:PIXELS,EPOCH:PIXELS")
-    eval_size: int = option(224, "evaluation crop side in pixels", must=POSITIVE)
-    eval_resize: int = option(256, "shorter side before the evaluation crop, in pixels", must=POSITIVE)
+    eval_size: int = option(224, "evaluation crop side in pixels", POSITIVE)
+    eval_resize: int = option(256, "shorter side before the evaluation crop, in pixels", POSITIVE)
     augment: str = option(
         "random_resized_crop",
         "how a training view is cut from an image",
@@ -113,66 +106,61 @@ class DataConfig:
     crop_area: tuple[float, float] = option((0.08, 1.0), "area range of random_resized_crop, as LOW,HIGH")
     crop_aspect: tuple[float, float] = option((3 / 4, 4 / 3), "aspect range of random_resized_crop, as LOW,HIGH")
     full_crop_from_epoch: float | None = option(
-        None, "near-full crops from this epoch on (Fujitsu); none: never", must=NOT_NEGATIVE
+        None, "near-full crops from this epoch on (Fujitsu); none: never", NOT_NEGATIVE
     )
     jitter_sides: tuple[int, int] = option((256, 480), "range of the shorter side for scale_jitter, as LOW,HIGH")
-    shift_pixels: int = option(0, "largest shift of the `shift` augmentation, in pixels", must=NOT_NEGATIVE)
+    shift_pixels: int = option(0, "largest shift of the `shift` augmentation, in pixels", NOT_NEGATIVE)
     flip: bool = option(True, "mirror half of the training views")
-    color_noise: float = option(0.0, "standard deviation of PCA colour noise (AlexNet); 0: none", must=NOT_NEGATIVE)
+    color_noise: float = option(0.0, "standard deviation of PCA colour noise (AlexNet); 0: none", NOT_NEGATIVE)
     decoder: str = option("auto", "JPEG decoder", ("auto", "pillow", "simplejpeg", "torchvision", "nvjpeg"))
-    data_threads: int = option(0, "decoding threads per rank; 0: chosen from the cores", must=NOT_NEGATIVE, free=True)
-    prefetch: int = option(3, "batches made ahead of the step that needs them", must=NOT_NEGATIVE, free=True)
+    data_threads: int = option(0, "decoding threads per rank; 0: chosen from the cores", NOT_NEGATIVE, free=True)
+    prefetch: int = option(3, "batches made ahead of the step that needs them", NOT_NEGATIVE, free=True)
     cache: str = option(
         "auto", "where to keep decoded images if the set fits", ("auto", "none", "host", "gpu"), free=True
     )
     cache_bytes: int = option(
-        0,
-        "most memory for decoded images, per rank; 0: a quarter of the GPU's or the host's",
-        must=NOT_NEGATIVE,
-        free=True,
+        0, "most memory for decoded images, per rank; 0: a quarter of the GPU's or the host's", NOT_NEGATIVE, free=True
     )
     max_bad_samples: int = option(
-        100, "unreadable training samples to replace before the run is stopped", must=NOT_NEGATIVE, free=True
+        100, "unreadable training samples to replace before the run is stopped", NOT_NEGATIVE, free=True
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimConfig:
     optimizer: str = option("lars", "update rule", OPTIMIZERS)
-    momentum: float = option(0.9, "momentum, in [0, 1)", must=BELOW_ONE)
-    weight_decay: float = option(5e-5, "weight decay", must=NOT_NEGATIVE)
-    trust_coefficient: float = option(0.001, "LARS trust coefficient", must=POSITIVE)
-    lars_eps: float = option(0.0, "added to the denominator of the trust ratio", must=NOT_NEGATIVE)
+    momentum: float = option(0.9, "momentum, in [0, 1)", BELOW_ONE)
+    weight_decay: float = option(5e-5, "weight decay", NOT_NEGATIVE)
+    trust_coefficient: float = option(0.001, "LARS trust coefficient", POSITIVE)
+    lars_eps: float = option(0.0, "added to the denominator of the trust ratio", NOT_NEGATIVE)
     nesterov: bool = option(False, "Nesterov momentum")
     trust_clip: bool = option(False, "LARC: never exceed the plain learning rate")
     momentum_rule: str = option("lr_inside", "where the rate enters", MOMENTUM_RULES)
     decoupled_weight_decay: bool = option(False, "decay apart from the gradient, with its own schedule (Fujitsu)")
     decay_norm_bias: bool = option(False, "apply weight decay to norm parameters and biases too")
     adapt_norm_bias: bool = option(False, "apply the trust ratio to norm parameters and biases too")
-    label_smoothing: float = option(0.1, "label smoothing, in [0, 1)", must=BELOW_ONE)
+    label_smoothing: float = option(0.1, "label smoothing, in [0, 1)", BELOW_ONE)
     precision: str = option("fp32", "forward and backward precision", PRECISIONS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    epochs: float = option(90.0, "passes over the training set", must=POSITIVE)
+    epochs: float = option(90.0, "passes over the training set", POSITIVE)
     batch_phases: tuple[BatchPhase, ...] = option(
         (BatchPhase(0, 256),), "global batch over time, as EPOCH:SAMPLES,EPOCH:SAMPLES"
     )
-    lr: float = option(0.1, "peak learning rate at a global batch of lr_batch", must=POSITIVE)
-    lr_batch: int = option(0, "global batch the learning rate is given for; 0: the first phase's", must=NOT_NEGATIVE)
+    lr: float = option(0.1, "peak learning rate at a global batch of lr_batch", POSITIVE)
+    lr_batch: int = option(0, "global batch the learning rate is given for; 0: the first phase's", NOT_NEGATIVE)
     lr_scaling: str = option("linear", "how the rate follows another global batch", ("none", "linear", "sqrt"))
     warmup: str = option("linear", "shape of the warm-up", ("linear", "goyal", "slow_start"))
-    warmup_epochs: float = option(5.0, "length of the warm-up", must=NOT_NEGATIVE)
-    warmup_lr: float = option(0.0, "learning rate at the first step", must=NOT_NEGATIVE)
+    warmup_epochs: float = option(5.0, "length of the warm-up", NOT_NEGATIVE)
+    warmup_lr: float = option(0.0, "learning rate at the first step", NOT_NEGATIVE)
     decay: str = option("polynomial", "shape after the warm-up", ("constant", "polynomial", "step", "cosine"))
-    decay_epochs: float | None = option(
-        None, "length of the decay after warm-up; none: to the last epoch", must=POSITIVE
-    )
-    decay_power: float = option(2.0, "power of the polynomial", must=POSITIVE)
-    end_lr: float = option(1e-4, "learning rate at the end of a polynomial or cosine decay", must=NOT_NEGATIVE)
+    decay_epochs: float | None = option(None, "length of the decay after warm-up; none: to the last epoch", POSITIVE)
+    decay_power: float = option(2.0, "power of the polynomial", POSITIVE)
+    end_lr: float = option(1e-4, "learning rate at the end of a polynomial or cosine decay", NOT_NEGATIVE)
     milestones: tuple[float, ...] = option((30.0, 60.0, 80.0), "epochs at which `step` decays")
-    decay_factor: float = option(0.1, "factor of each `step` decay", must=NOT_NEGATIVE)
+    decay_factor: float = option(0.1, "factor of each `step` decay", NOT_NEGATIVE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,20 +168,14 @@ class CommConfig:
     grid: str | None = option(None, "ranks as ROWSxCOLUMNS; a row is one node. none: hosts x ranks per host", free=True)
     algorithm: str = option("flat", "all-reduce", ALGORITHMS)
     hybrid_switch_bytes: int = option(
-        HYBRID_SWITCH_BYTES, "hybrid: hierarchical up to this message size, flat above", must=NOT_NEGATIVE
+        HYBRID_SWITCH_BYTES, "hybrid: hierarchical up to this message size, flat above", NOT_NEGATIVE
     )
     wire_dtype: str | None = option(None, "precision on the wire; none: the gradient's own", ("fp16", "bf16", "fp32"))
-    grouping: str = option(
-        "cubic",
-        "how gradients are grouped",
-        STRATEGIES,
-    )
-    group_count: int = option(GROUP_COUNT, "groups of the `equal` strategy", must=POSITIVE)
-    group_threshold_bytes: int = option(
-        GROUP_THRESHOLD_BYTES, "fusion threshold of the `threshold` strategy", must=POSITIVE
-    )
+    grouping: str = option("cubic", "how gradients are grouped", STRATEGIES)
+    group_count: int = option(GROUP_COUNT, "groups of the `equal` strategy", POSITIVE)
+    group_threshold_bytes: int = option(GROUP_THRESHOLD_BYTES, "fusion threshold of the `threshold` strategy", POSITIVE)
     group_base: int = option(
-        GROUP_BASE, "tensors in the first group of the `cubic` strategy (boundaries at base * k^3)", must=POSITIVE
+        GROUP_BASE, "tensors in the first group of the `cubic` strategy (boundaries at base * k^3)", POSITIVE
     )
     sharded_update: bool = option(False, "each rank updates its shard of the weights (Google)")
 
@@ -202,14 +184,12 @@ class CommConfig:
 class RunConfig:
     target_top1: float | None = option(None, "accuracy the run is timed to, in [0, 1]; none: just train")
     stop_at_target: bool = option(True, "stop at the first evaluation that reaches the target")
-    eval_every_epochs: float = option(4.0, "epochs between evaluations", must=POSITIVE)
-    eval_offset_epochs: float = option(
-        0.0, "shift of the evaluation grid, in epochs (MLPerf: 0 to 3)", must=NOT_NEGATIVE
-    )
+    eval_every_epochs: float = option(4.0, "epochs between evaluations", POSITIVE)
+    eval_offset_epochs: float = option(0.0, "shift of the evaluation grid, in epochs (MLPerf: 0 to 3)", NOT_NEGATIVE)
     eval_batch_per_rank: int = option(
-        0, "samples per rank and evaluation step; 0: as in training", must=NOT_NEGATIVE, free=True
+        0, "samples per rank and evaluation step; 0: as in training", NOT_NEGATIVE, free=True
     )
-    seed: int = option(0, "seed of weights, sample order and augmentation", must=NOT_NEGATIVE)
+    seed: int = option(0, "seed of weights, sample order and augmentation", NOT_NEGATIVE)
     deterministic: bool = option(False, "bit-exact kernels on GPUs too (CPU runs always are)")
     device: str = option("auto", "where to run", ("auto", "cpu", "cuda"), free=True)
     graph: str = option(
@@ -218,15 +198,15 @@ class RunConfig:
         ("auto", "on", "off"),
         free=True,
     )
-    nproc: int = option(0, "processes on this host; 0: one per GPU, or two on a CPU", must=NOT_NEGATIVE, free=True)
-    accumulate: int = option(0, "micro-steps per step; 0: as many as the memory needs", must=NOT_NEGATIVE, free=True)
-    max_steps: int = option(0, "stop after this many steps; 0: run all epochs", must=NOT_NEGATIVE, free=True)
+    nproc: int = option(0, "processes on this host; 0: one per GPU, or two on a CPU", NOT_NEGATIVE, free=True)
+    accumulate: int = option(0, "micro-steps per step; 0: as many as the memory needs", NOT_NEGATIVE, free=True)
+    max_steps: int = option(0, "stop after this many steps; 0: run all epochs", NOT_NEGATIVE, free=True)
     checkpoint_every_epochs: float | None = option(
-        None, "epochs between checkpoints; none: with each evaluation, 0: only at the end", must=NOT_NEGATIVE, free=True
+        None, "epochs between checkpoints; none: with each evaluation, 0: only at the end", NOT_NEGATIVE, free=True
     )
-    keep_checkpoints: int = option(2, "newest checkpoints to keep", must=POSITIVE, free=True)
-    log_every_steps: int = option(1, "steps between metric lines", must=POSITIVE, free=True)
-    timeout_s: float = option(300.0, "seconds after which a silent rank fails the run", must=POSITIVE, free=True)
+    keep_checkpoints: int = option(2, "newest checkpoints to keep", POSITIVE, free=True)
+    log_every_steps: int = option(1, "steps between metric lines", POSITIVE, free=True)
+    timeout_s: float = option(300.0, "seconds after which a silent rank fails the run", POSITIVE, free=True)
     out: str | None = option(None, "folder of the run; none: runs/<recipe>-<time>", free=True, repeated=False)
     resume: bool = option(False, "continue the run in --out from its newest checkpoint", free=True, repeated=False)
 
@@ -309,13 +289,16 @@ class FieldSpec:
     type: Any
     default: Any
     help: str
-    choices: tuple[str, ...]
-    must: str | None
+    allowed: tuple[str, ...] | str  # names, or a rule
     free: bool
     repeated: bool
 
     def of(self, config: Config) -> Any:
         return getattr(getattr(config, self.section), self.name)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return () if isinstance(self.allowed, str) else self.allowed
 
     @property
     def flag(self) -> str:
@@ -450,8 +433,8 @@ def check(config: Config) -> None:
             raise InputError(f"{spec.flag}: {value!r} is not one of {', '.join(spec.choices)}")
         if not _finite(value):
             raise InputError(f"{spec.flag} {format_value(value)}: must be a finite number")
-        if spec.must is not None and value is not None and not RULES[spec.must](value):
-            raise InputError(f"{spec.flag} {format_value(value)}: must {spec.must}")
+        if isinstance(spec.allowed, str) and value is not None and not RULES[spec.allowed](value):
+            raise InputError(f"{spec.flag} {format_value(value)}: must {spec.allowed}")
 
     def need(ok: bool, name: str, what: str) -> None:
         if not ok:

@@ -145,7 +145,6 @@ def plan_step(
     algorithm: str | None = None,
     strategy: str | None = None,
     search_grid: bool = False,
-    overlap: bool = True,
 ) -> StepPlan:
     """The step of one batch phase. strategy None: the config's; algorithm None: the best for each group.
 
@@ -153,43 +152,30 @@ def plan_step(
     """
     specs = model_tensors(config)
     times = model_times(cluster, config, phase.batch_per_rank)
-    wire = _WireBytes(config)
-    nbytes = sum(wire.of(spec.dtype, spec.nbytes) for spec in specs)
+    nbytes = sum(_wire_bytes(config, spec.dtype, spec.nbytes) for spec in specs)
     chosen_grid = _stated_grid(config, ranks, grid)
     if chosen_grid is None:
         network, sharded = cluster.network, config.comm.sharded_update
         chosen_grid = node_grid(network, ranks)
         if search_grid and algorithm in (None, "torus", "hierarchical", "hybrid"):
             chosen_grid = best_grid(network, ranks, nbytes, algorithm or "torus", sharded=sharded)
-    plan = _group_plan(cluster, config, specs, times, chosen_grid, algorithm, strategy or config.comm.grouping, wire)
+    plan = _group_plan(cluster, config, specs, times, chosen_grid, algorithm, strategy or config.comm.grouping)
 
     def group_cost(group: GradGroup) -> Cost:
         name = group.algorithm or "flat"
+        sent, switch = _wire_bytes(config, group.dtype, group.bytes), config.comm.hybrid_switch_bytes
         if config.comm.sharded_update:
             cost = reduce_scatter_cost(cluster.network, chosen_grid, name)
         else:
-            cost = all_reduce_cost(
-                cluster.network,
-                chosen_grid,
-                name,
-                wire.of(group.dtype, group.bytes),
-                hybrid_switch_bytes=config.comm.hybrid_switch_bytes,
-            )
-        return Cost(cost.fixed_s, cost.s_per_byte * wire.of(group.dtype, group.bytes) / group.bytes)
+            cost = all_reduce_cost(cluster.network, chosen_grid, name, sent, hybrid_switch_bytes=switch)
+        return Cost(cost.fixed_s, cost.s_per_byte * sent / group.bytes)
 
     shards = ranks if config.comm.sharded_update else 1
     update = update_time(cluster.device, sum(spec.numel for spec in specs), shards)
 
     def timing(slowdown: float) -> StepTiming:
-        step = step_timing(
-            times,
-            plan,
-            group_cost,
-            update_s=update,
-            accumulation=phase.accumulation,
-            slowdown=slowdown,
-            overlap=overlap,
-        )
+        accumulation = phase.accumulation
+        step = step_timing(times, plan, group_cost, update_s=update, accumulation=accumulation, slowdown=slowdown)
         if not config.comm.sharded_update:
             return step
         # New weights go round after the update, in the working precision.
@@ -208,15 +194,10 @@ def plan_step(
     )
 
 
-class _WireBytes:
-    """Bytes on the wire against bytes in the arena."""
-
-    def __init__(self, config: Config) -> None:
-        name = config.comm.wire_dtype
-        self.item = DTYPE_BYTES[PRECISION_DTYPE[name]] if name else None
-
-    def of(self, dtype: str, nbytes: int) -> float:
-        return nbytes if self.item is None else nbytes * self.item / DTYPE_BYTES[dtype]
+def _wire_bytes(config: Config, dtype: str, nbytes: int) -> float:
+    """What so many bytes of gradients are on the wire."""
+    wire = config.comm.wire_dtype
+    return nbytes if wire is None else nbytes * DTYPE_BYTES[PRECISION_DTYPE[wire]] / DTYPE_BYTES[dtype]
 
 
 def _group_plan(
@@ -227,13 +208,12 @@ def _group_plan(
     grid: RankGrid,
     algorithm: str | None,
     strategy: str,
-    wire: _WireBytes,
 ) -> GroupPlan:
     names = (algorithm,) if algorithm else CHOICES
     switch = config.comm.hybrid_switch_bytes
     by_name = {name: cost_function(cluster.network, grid, name, hybrid_switch_bytes=switch) for name in names}
     working = specs[0].dtype if len({spec.dtype for spec in specs}) == 1 else PRECISION_DTYPE[config.optim.precision]
-    scale = wire.of(working, 1)
+    scale = _wire_bytes(config, working, 1)
     slowdown = slowest_of(grid.size, cluster.jitter)
     ready = parameter_ready_s(times, slowdown=slowdown)
     costs = by_name
@@ -248,7 +228,9 @@ def _group_plan(
         **group_options(config.comm),
         **options,
     )
-    best = [min(by_name, key=lambda name, g=g: by_name[name](wire.of(g.dtype, g.bytes))) for g in plan.groups]
+    best = [
+        min(by_name, key=lambda name, g=g: by_name[name](_wire_bytes(config, g.dtype, g.bytes))) for g in plan.groups
+    ]
     return plan.with_algorithms(best)
 
 

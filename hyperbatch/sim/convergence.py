@@ -18,8 +18,6 @@ from hyperbatch.recipes.mlperf import EPOCHS_TO_TARGET
 
 # Beyond this the spread has long ceased to say anything, and soon is no number.
 LARGEST_BATCH = 1024 * EPOCHS_TO_TARGET[-1][0]
-    1024 * EPOCHS_TO_TARGET[-1][0]
-)  # the spread has long ceased to say anything there, and soon is no number
 
 
 @dataclass(frozen=True, slots=True)
