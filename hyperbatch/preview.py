@@ -160,8 +160,7 @@ def default_grid(config: Config, world_size: int) -> RankGrid:
     """Hosts as the recipe's cluster has them, where that divides; the run itself takes the hosts it finds."""
     recipe = all_recipes().get(config.recipe)
     per_host = load_cluster(recipe.cluster).network.devices_per_node if recipe else 8
-    whole = world_size > per_host and world_size % per_host == 0
-    return RankGrid(world_size // per_host, per_host) if whole else RankGrid(1, world_size)
+    return RankGrid.of_hosts(world_size, per_host)
 
 
 def schedule_table(config: Config, phases: tuple[Phase, ...], samples: int) -> tuple[ScheduleRow, ...]:

@@ -20,7 +20,7 @@ from hyperbatch.vocabulary import DTYPE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layer:
+class LayerSpec:
     """One layer as the timeline sees it: its parameters, forward multiply-adds and output elements per image."""
 
     name: str
@@ -38,7 +38,7 @@ def model_names() -> list[str]:
 
 
 @cache
-def layers(model: str, *, classes: int = 1000, image_size: int = 224, in_channels: int = 3) -> tuple[Layer, ...]:
+def layers(model: str, *, classes: int = 1000, image_size: int = 224, in_channels: int = 3) -> tuple[LayerSpec, ...]:
     """In forward order. InputError for a model it has no table of."""
     if model not in _MODELS:
         raise InputError(f"no tensor table of model {model!r}{nearest(model, list(_MODELS))}")
@@ -72,7 +72,7 @@ def kept_bytes(model: str, dtype: str, *, classes: int = 1000, image_size: int =
     return kept * DTYPE_BYTES[dtype] + indices * 8
 
 
-def _finish_order(layer: Layer) -> tuple[TensorSpec, ...]:
+def _finish_order(layer: LayerSpec) -> tuple[TensorSpec, ...]:
     # A linear layer's weight gradient passes through the transpose, one node later than the bias'.
     return layer.tensors[::-1] if layer.kind == "linear" else layer.tensors
 
@@ -82,7 +82,7 @@ class _Builder:
 
     def __init__(self, image_size: int, channels: int) -> None:
         self.side, self.channels = image_size, channels
-        self.layers: list[Layer] = []
+        self.layers: list[LayerSpec] = []
 
     @property
     def elements(self) -> int:
@@ -90,7 +90,7 @@ class _Builder:
 
     def _append(self, name: str, kind: str, specs: tuple[TensorSpec, ...], macs: int, inputs: int, keep: bool) -> None:
         self.layers.append(
-            Layer(
+            LayerSpec(
                 name=name,
                 kind=kind,
                 tensors=specs,
@@ -171,7 +171,7 @@ def _resnet(
     width: int,
     bottleneck: bool,
     small_images: bool,
-) -> list[Layer]:
+) -> list[LayerSpec]:
     b = _Builder(image_size, in_channels)
     if small_images:
         b.conv("conv1", width, 3)
@@ -190,7 +190,7 @@ def _resnet(
     return b.layers
 
 
-def _alexnet(classes: int, image_size: int, in_channels: int, *, norm_after_pool5: bool) -> list[Layer]:
+def _alexnet(classes: int, image_size: int, in_channels: int, *, norm_after_pool5: bool) -> list[LayerSpec]:
     b = _Builder(image_size, in_channels)
     index = 0
     for out, kernel, stride, padding, pooled in (
@@ -214,8 +214,8 @@ def _alexnet(classes: int, image_size: int, in_channels: int, *, norm_after_pool
     return b.layers
 
 
-def _families() -> dict[str, Callable[[int, int, int], list[Layer]]]:
-    known: dict[str, Callable[[int, int, int], list[Layer]]] = {}
+def _families() -> dict[str, Callable[[int, int, int], list[LayerSpec]]]:
+    known: dict[str, Callable[[int, int, int], list[LayerSpec]]] = {}
     for depth, blocks, bottleneck in (
         (18, (2, 2, 2, 2), False),
         (34, (3, 4, 6, 3), False),

@@ -156,7 +156,7 @@ def plan_step(
     chosen_grid = _stated_grid(config, ranks, grid)
     if chosen_grid is None:
         network, sharded = cluster.network, config.comm.sharded_update
-        chosen_grid = node_grid(network, ranks)
+        chosen_grid = RankGrid.of_hosts(ranks, network.devices_per_node)
         if search_grid and algorithm in (None, "torus", "hierarchical", "hybrid"):
             chosen_grid = best_grid(network, ranks, nbytes, algorithm or "torus", sharded=sharded)
     plan = _group_plan(cluster, config, specs, times, chosen_grid, algorithm, strategy or config.comm.grouping)
@@ -262,12 +262,6 @@ def best_grid(
         return cost.seconds(nbytes), abs(grid.columns - network.devices_per_node)
 
     return min(grids(ranks), key=order)
-
-
-def node_grid(network: Network, ranks: int) -> RankGrid:
-    """What `hyperbatch train` uses when no grid is given: hosts x ranks per host, or one row when hosts differ."""
-    columns = min(network.devices_per_node, ranks)
-    return RankGrid(ranks // columns, columns) if ranks % columns == 0 else RankGrid(1, ranks)
 
 
 def _stated_grid(config: Config, ranks: int, asked: str | None) -> RankGrid | None:

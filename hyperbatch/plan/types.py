@@ -73,6 +73,18 @@ class RankGrid:
             raise InputError(f"grid {text!r} is not ROWSxCOLUMNS, e.g. 4x8 for 4 nodes of 8 GPUs")
         return cls(int(rows), int(columns))
 
+    @classmethod
+    def of_hosts(cls, world_size: int, ranks_per_host: int) -> Self:
+        """The default: a row for each host, or one row of all where they do not fill whole hosts."""
+        columns = min(ranks_per_host, world_size)
+        return cls(world_size // columns, columns) if world_size % columns == 0 else cls(1, world_size)
+
+    @classmethod
+    def square(cls, world_size: int) -> Self:
+        """As near to a square as the world size allows, with no more columns than rows."""
+        columns = next(n for n in range(math.isqrt(world_size), 0, -1) if world_size % n == 0)
+        return cls(world_size // columns, columns)
+
     def check_world(self, world_size: int) -> None:
         if self.size != world_size:
             raise InputError(
