@@ -40,6 +40,11 @@ def test_slow_start_has_half_the_slope_at_first_and_arrives_in_time():
     assert rate(10 - 1e-9, **pfn) == pytest.approx(1.0)
 
 
+def test_a_warm_up_starts_at_the_rate_it_is_given():
+    started = {"lr": 2.0, "warmup_lr": 0.5, "warmup_epochs": 4, "decay": "constant"}
+    assert [rate(epoch, **started) for epoch in (0, 2, 4)] == [0.5, 1.25, 2.0]
+
+
 def test_mlperf_polynomial():
     """lr = end + (base - end) (1 - t / decay)^2 after a linear warm-up from 0, as in the MLPerf reference."""
     mlperf = {"lr": 17.0, "warmup_epochs": 5.0, "decay": "polynomial", "decay_epochs": 37.0, "epochs": 45.0}
