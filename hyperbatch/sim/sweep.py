@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from hyperbatch.config import Config
@@ -114,7 +115,7 @@ class Simulation:
     points: tuple[Prediction, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"points": [point.to_dict() for point in self.points]}
+        return asdict(replace(self, points=())) | {"points": [point.to_dict() for point in self.points]}
 
 
 def simulate(
@@ -147,19 +148,6 @@ def simulate(
         target_top1=first.config.run.target_top1,
         points=tuple(_predict(request, **choices) for request in requests),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _PhaseRun:
-    """One batch phase: its step, and how many samples it takes."""
-
-    phase: Phase
-    step: StepPlan
-    samples: float
-
-    @property
-    def seconds(self) -> float:
-        return self.samples / self.phase.global_batch * self.step.timing.step_s
 
 
 def _predict(request: Request, *, algorithm: str | None, grid: str | None, strategy: str | None) -> Prediction:
@@ -208,12 +196,10 @@ def _run(
 ) -> RunSeconds:
     count, last_epoch = evaluations(config, epochs)
     end = last_epoch * config.data.train_samples
-    starts = [phase.from_position for phase in phases] + [float("inf")]
-    runs = [
-        _PhaseRun(phase, step, max(0.0, min(end, starts[i + 1]) - starts[i]))
-        for i, (phase, step) in enumerate(zip(phases, steps, strict=True))
-    ]
-    train = sum(run.seconds for run in runs)
+    train = 0.0
+    for phase, step, following in zip_longest(phases, steps, phases[1:]):
+        samples = max(0.0, min(end, following.from_position if following else end) - phase.from_position)
+        train += samples / phase.global_batch * step.timing.step_s
 
     batch = max(1, min(phases[-1].batch_per_rank, -(-config.data.eval_samples // ranks)))
     forward = sum(layer.forward_s for layer in model_times(cluster, config, batch))
