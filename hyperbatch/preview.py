@@ -147,7 +147,7 @@ def tensor_table(config: Config, channels: int) -> tuple[TensorSpec, ...]:
 
 
 def preview_plan(config: Config, specs: tuple[TensorSpec, ...]) -> GroupPlan:
-    options: dict[str, Any] = group_options(config.comm)
+    options = group_options(config.comm)
     if config.comm.grouping == "optimal":
         # Measured when the run starts; here tensors are taken to be ready one after the other at an even pace.
         pace = 1e-3

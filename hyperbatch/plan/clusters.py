@@ -49,6 +49,13 @@ class _Field:
     choices: tuple[str, ...] = ()
 
 
+_MEASURED_RUN = {
+    "model": _Field("text"),
+    "precision": _Field("text"),
+    "image_size": _Field("count", required=False),
+    "classes": _Field("count", required=False),
+    "batch_per_device": _Field("count"),
+}
 _SECTIONS: dict[str, dict[str, _Field]] = {
     "": {
         "description": _Field("text", required=False),
@@ -86,21 +93,13 @@ _SECTIONS: dict[str, dict[str, _Field]] = {
         "efficiency": _Field("fraction", required=False),
     },
     "measured": {
-        "model": _Field("text"),
-        "precision": _Field("text"),
-        "image_size": _Field("count", required=False),
-        "classes": _Field("count", required=False),
-        "batch_per_device": _Field("count"),
+        **_MEASURED_RUN,
         "images_per_s_per_device": _Field("number"),
         "devices": _Field("count", required=False),
         "overlapped": _Field("flag", required=False),
     },
     "profile": {
-        "model": _Field("text"),
-        "precision": _Field("text"),
-        "image_size": _Field("count", required=False),
-        "classes": _Field("count", required=False),
-        "batch_per_device": _Field("count"),
+        **_MEASURED_RUN,
         "layers": _Field("texts"),
         "forward": _Field("times"),
         "backward": _Field("times"),

@@ -71,7 +71,7 @@ def plan_groups(
     return plan
 
 
-def group_options(comm: CommConfig) -> dict[str, int]:
+def group_options(comm: CommConfig) -> dict[str, Any]:
     """The options of `plan_groups` that a config sets."""
     return {"count": comm.group_count, "threshold_bytes": comm.group_threshold_bytes, "base": comm.group_base}
 

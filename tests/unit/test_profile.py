@@ -38,7 +38,7 @@ def test_a_profile_is_a_machine_file_with_ready_times(tmp_path: Path) -> None:
 
     times = layer_times(cluster, "resnet8", 4, "fp32", classes=10, image_size=32)
     assert [time.backward_s for time in times] == list(large.backward_s)
-    point = simulate(CONFIG, cluster=str(path), gpus=[2]).points[0]
+    point = simulate(CONFIG, cluster=str(path), gpus=[2]).points[0].to_dict()
     assert point["forward_s"] == pytest.approx(sum(large.forward_s)), "4 images on each of 2 ranks, as measured"
 
 
