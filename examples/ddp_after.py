@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hyperbatch import LARS, GridComm, RankGrid, ddp_kwargs, param_groups, plan_groups, register_ddp_hook  # new
-from hyperbatch.comm import ddp_bucket_bytes, param_specs  # new
+from hyperbatch.comm import ddp_bucket_bytes  # new
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(rank)
 
     module = network()
-    plan = plan_groups(param_specs(module), "cubic")  # new: few tensors first, so that sending starts early
+    plan = plan_groups(module, "cubic")  # new: few tensors first, so that sending starts early
     model = DistributedDataParallel(module, **ddp_kwargs(plan))  # new argument
     comm = GridComm(RankGrid(1, ranks))  # new: one host; RankGrid(hosts, ranks per host) on a cluster
     register_ddp_hook(model, comm, algorithm="torus", wire_dtype=torch.bfloat16)  # new

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.weak import TensorWeakRef
 
+from hyperbatch import vocabulary
 from hyperbatch.errors import InputError
 from hyperbatch.optim.params import kind_of, owners
 from hyperbatch.plan.types import TensorSpec
 
 ALIGN_BYTES = 256
-HALF_DTYPES = (torch.float16, torch.bfloat16)
+HALF_DTYPES = tuple(getattr(torch, name) for name in vocabulary.HALF_DTYPES)
 
 
 @dataclass(frozen=True, slots=True)

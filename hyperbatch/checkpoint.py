@@ -21,19 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyperbatch.config import Config
+from hyperbatch.config import Config, fields
 from hyperbatch.errors import InputError
 from hyperbatch.models.norm import merge_norm_statistics
 
 FORMAT = 1
-# Fields a resumed run may change: where things are and how the work is cut, not what is computed.
-FREE_FIELDS = frozenset(
-    (
-        *("data", "out", "resume", "init_from", "nproc", "grid", "device", "accumulate", "data_threads"),
-        *("fused", "graph", "prefetch", "cache", "cache_bytes", "eval_batch_per_rank", "max_bad_samples"),
-        *("timeout_s", "max_steps", "log_every_steps", "checkpoint_every_epochs", "keep_checkpoints"),
-    )
-)
 
 
 def save(folder: Path, step: int, state: Mapping[str, Any], *, keep: int) -> Path:
@@ -92,14 +84,13 @@ def check_same_run(saved: Mapping[str, Any], config: Config) -> None:
         raise InputError(
             f"--resume: the saved run is of recipe {name}; continue it with `hyperbatch train {name} --resume`"
         )
-    defaults = Config().to_dict()  # of fields that a checkpoint of an older version does not know
-    differences = [
-        f"{name} {before} -> {value}"
-        for section, values in config.to_dict().items()
-        if isinstance(values, Mapping)
-        for name, value in values.items()
-        if name not in FREE_FIELDS and (before := saved.get(section, {}).get(name, defaults[section][name])) != value
-    ]
+    now = config.to_dict()
+    differences = []
+    for spec in fields():
+        # A checkpoint of an older version does not know every field: it ran with the default.
+        before, after = saved.get(spec.section, {}).get(spec.name, spec.default), now[spec.section][spec.name]
+        if not spec.free and spec.coerce(before) != spec.coerce(after):
+            differences.append(f"{spec.name} {before} -> {after}")
     if differences:
         raise InputError(f"--resume: the saved run had another config: {'; '.join(differences)}; use another --out")
 

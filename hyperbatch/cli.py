@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hyperbatch import __version__
-from hyperbatch.config import Config, fields, format_value
+from hyperbatch.config import Config, fields, format_value, section_titles
 from hyperbatch.errors import InputError, RunFailed, nearest
 from hyperbatch.record import strict_json
+from hyperbatch.vocabulary import ALGORITHMS, STRATEGIES
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,16 +59,6 @@ def _print(args: argparse.Namespace, values: Any, text: str | Callable[[], str])
         print(text if isinstance(text, str) else text())
 
 
-SECTION_TITLES = {
-    "model": "model",
-    "data": "data and augmentation",
-    "optim": "optimizer and precision",
-    "schedule": "epochs, batch and learning rate",
-    "comm": "gradient exchange",
-    "run": "run",
-}
-
-
 # What each bench takes beside --json
 BENCH_OPTIONS = {
     "comm": ("hosts", "ranks", "mbit", "nic", "size_mb", "rounds", "ablate"),
@@ -87,8 +78,8 @@ def _train(args: argparse.Namespace) -> int:
     if args.dry_run:
         from hyperbatch.preview import format_preview, preview
 
-        values = preview(config, _world_size(args, config.run.nproc, config.run.device))
-        _print(args, values, lambda: format_preview(values, config))
+        answer = preview(config, _world_size(args, config.run.nproc, config.run.device))
+        _print(args, answer.to_dict(), lambda: format_preview(answer))
         return 0
     from hyperbatch.launch import train
 
@@ -123,42 +114,31 @@ def _eval(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from hyperbatch.plan.planner import format_plan, make_plan
 
-    values = make_plan(
-        args.recipe,
-        cluster=args.cluster,
-        gpus=args.gpus,
-        grid=args.grid,
-        algorithm=args.algorithm,
-        strategy=args.strategy,
-        global_batch=args.global_batch,
-        batch_per_rank=args.batch_per_rank,
-    )
+    plan = make_plan(args.recipe, gpus=args.gpus, strategy=args.strategy, **_workload(args))
     if args.trace:
         from hyperbatch.sim.trace import write_trace
 
-        write_trace(Path(args.trace), values)
-    _print(args, values, lambda: format_plan(values))
+        write_trace(Path(args.trace), plan.to_dict())
+    _print(args, plan.to_dict(), lambda: format_plan(plan))
     return 0
 
 
 def _simulate(args: argparse.Namespace) -> int:
     from hyperbatch.sim.sweep import format_simulation, simulate
 
-    values = simulate(
-        args.recipe,
-        cluster=args.cluster,
-        gpus=_numbers(args.gpus, "--gpus"),
-        grid=args.grid,
-        algorithm=args.algorithm,
-        global_batch=args.global_batch,
-        batch_per_rank=args.batch_per_rank,
-    )
+    simulation = simulate(args.recipe, gpus=_numbers(args.gpus, "--gpus"), **_workload(args))
     if args.plot:
         from hyperbatch.sim.plots import write_sweep
 
-        write_sweep(Path(args.plot), values)
-    _print(args, values, lambda: format_simulation(values))
+        write_sweep(Path(args.plot), simulation.to_dict())
+    _print(args, simulation.to_dict(), lambda: format_simulation(simulation))
     return 0
+
+
+def _workload(args: argparse.Namespace) -> dict[str, Any]:
+    """What `plan` and `simulate` both ask for."""
+    names = ("cluster", "grid", "algorithm", "global_batch", "batch_per_rank")
+    return {name: getattr(args, name) for name in names}
 
 
 def _data(args: argparse.Namespace) -> int:
@@ -377,7 +357,7 @@ def _build_parser() -> _Parser:
     sub.add_argument("--dry-run", action="store_true", help="print everything resolved and start nothing")
     sub.add_argument("--world-size", type=_positive, metavar="N", help="ranks to resolve a --dry-run for")
     sizes(sub)
-    groups = {name: sub.add_argument_group(title) for name, title in SECTION_TITLES.items()}
+    groups = {name: sub.add_argument_group(title) for name, title in section_titles().items()}
     for spec in fields():
         choices = f" ({', '.join(spec.choices)})" if spec.choices else ""
         help = f"{spec.help}{choices} [{format_value(spec.default)}]".replace("%", "%%")
@@ -406,14 +386,12 @@ def _build_parser() -> _Parser:
             "--cluster", default=None, metavar="NAME|FILE", help="cluster name or machine file [the recipe's]"
         )
         sub.add_argument("--grid", metavar="ROWSxCOLUMNS")
-        sub.add_argument("--algorithm", choices=("flat", "hierarchical", "torus", "hybrid"))
+        sub.add_argument("--algorithm", choices=ALGORITHMS)
         sizes(sub)
         if name == "plan":
             sub.add_argument("--gpus", type=_positive, metavar="N", help="GPUs [the recipe's]")
             sub.add_argument("--trace", metavar="FILE", help="write the step's timeline for Perfetto")
-            sub.add_argument(
-                "--strategy", choices=("single", "per_layer", "threshold", "equal", "cubic", "optimal"), help="grouping"
-            )
+            sub.add_argument("--strategy", choices=STRATEGIES, help="grouping")
         else:
             sub.add_argument(
                 "--gpus", required=True, metavar="N,N,...", help="GPU counts to predict, e.g. 512,1024,2048"

@@ -10,11 +10,32 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple, Self
 
 from hyperbatch.errors import InputError, nearest
+from hyperbatch.vocabulary import (
+    ALGORITHMS,
+    GROUP_BASE,
+    GROUP_COUNT,
+    GROUP_THRESHOLD_BYTES,
+    HYBRID_SWITCH_BYTES,
+    MOMENTUM_RULES,
+    OPTIMIZERS,
+    PRECISIONS,
+    STRATEGIES,
+)
+
+# What a number must do or be, by the words an error says it with
+RULES: dict[str, Callable[[float], bool]] = {
+    "be positive": lambda value: value > 0,
+    "not be negative": lambda value: value >= 0,
+    "be in [0, 1)": lambda value: 0 <= value < 1,
+    "be in (0, 1]": lambda value: 0 < value <= 1,
+}
+POSITIVE, NOT_NEGATIVE, BELOW_ONE, SHARE = RULES
 
 
 class BatchPhase(NamedTuple):
@@ -31,21 +52,32 @@ class SizePhase(NamedTuple):
     image_size: int
 
 
-def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
-    """A field with the help text its command line flag shows and, for names, the values it may take."""
-    return field(default=default, metadata={"help": help, "choices": choices})
+def option(
+    default: Any, help: str, allowed: tuple[str, ...] | str = (), *, free: bool = False, repeated: bool = True
+) -> Any:
+    """A field and what is known of it: the help text of its flag, and the names it may be or the rule a number obeys.
+
+    free: a resumed run may change it, because it says where things are or how the work is cut, not what is computed.
+    repeated=False: a command that does the run again leaves it out.
+    """
+    return field(default=default, metadata={"help": help, "allowed": allowed, "free": free, "repeated": repeated})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     model: str = option("resnet50", "a built-in name, timm/NAME, or package.module:callable (given the class count)")
     zero_init_last_gamma: bool = option(False, "start the last norm scale of each residual block at 0 (Goyal et al.)")
-    bn_momentum: float = option(0.1, "weight of the new batch in the running batch-norm statistics")
-    bn_group_ranks: int = option(1, "ranks that share batch-norm statistics; 1: each rank its own")
+    bn_momentum: float = option(0.1, "weight of the new batch in the running batch-norm statistics", SHARE)
+    bn_group_ranks: int = option(1, "ranks that share batch-norm statistics; 1: each rank its own", POSITIVE)
     fused: str = option(
-        "auto", "forward and backward by our kernels (GPU, 16 bit); auto: where they can run", ("auto", "on", "off")
+        "auto",
+        "forward and backward by our kernels (GPU, 16 bit); auto: where they can run",
+        ("auto", "on", "off"),
+        free=True,
     )
-    init_from: str | None = option(None, "start from the weights in this file (.safetensors, .pt, or a checkpoint)")
+    init_from: str | None = option(
+        None, "start from the weights in this file (.safetensors, .pt, or a checkpoint)", free=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +86,18 @@ class DataConfig:
         "images",
         "images (folders, tars or packed shards under --data), digits, cifar10, synthetic, or package.module:callable",
     )
-    data: str | None = option(None, "folder of the data set")
-    train_samples: int = option(1_281_167, "training samples the recipe was written for; the data's own count wins")
-    eval_samples: int = option(50_000, "validation samples the recipe was written for; the data's own count wins")
-    classes: int = option(1000, "classes the recipe was written for; the data's own count wins")
-    image_size: int = option(224, "training image side in pixels")
+    data: str | None = option(None, "folder of the data set", free=True)
+    train_samples: int = option(
+        1_281_167, "training samples the recipe was written for; the data's own count wins", POSITIVE
+    )
+    eval_samples: int = option(
+        50_000, "validation samples the recipe was written for; the data's own count wins", POSITIVE
+    )
+    classes: int = option(1000, "classes the recipe was written for; the data's own count wins", POSITIVE)
+    image_size: int = option(224, "training image side in pixels", POSITIVE)
     size_phases: tuple[SizePhase, ...] = option((), "progressive resizing, as EPOCH:PIXELS,EPOCH:PIXELS")
-    eval_size: int = option(224, "evaluation crop side in pixels")
-    eval_resize: int = option(256, "shorter side before the evaluation crop, in pixels")
+    eval_size: int = option(224, "evaluation crop side in pixels", POSITIVE)
+    eval_resize: int = option(256, "shorter side before the evaluation crop, in pixels", POSITIVE)
     augment: str = option(
         "random_resized_crop",
         "how a training view is cut from an image",
@@ -69,73 +105,78 @@ class DataConfig:
     )
     crop_area: tuple[float, float] = option((0.08, 1.0), "area range of random_resized_crop, as LOW,HIGH")
     crop_aspect: tuple[float, float] = option((3 / 4, 4 / 3), "aspect range of random_resized_crop, as LOW,HIGH")
-    full_crop_from_epoch: float | None = option(None, "near-full crops from this epoch on (Fujitsu); none: never")
+    full_crop_from_epoch: float | None = option(
+        None, "near-full crops from this epoch on (Fujitsu); none: never", NOT_NEGATIVE
+    )
     jitter_sides: tuple[int, int] = option((256, 480), "range of the shorter side for scale_jitter, as LOW,HIGH")
-    shift_pixels: int = option(0, "largest shift of the `shift` augmentation, in pixels")
+    shift_pixels: int = option(0, "largest shift of the `shift` augmentation, in pixels", NOT_NEGATIVE)
     flip: bool = option(True, "mirror half of the training views")
-    color_noise: float = option(0.0, "standard deviation of PCA colour noise (AlexNet); 0: none")
+    color_noise: float = option(0.0, "standard deviation of PCA colour noise (AlexNet); 0: none", NOT_NEGATIVE)
     decoder: str = option("auto", "JPEG decoder", ("auto", "pillow", "simplejpeg", "torchvision", "nvjpeg"))
-    data_threads: int = option(0, "decoding threads per rank; 0: chosen from the cores")
-    prefetch: int = option(3, "batches made ahead of the step that needs them")
-    cache: str = option("auto", "where to keep decoded images if the set fits", ("auto", "none", "host", "gpu"))
-    cache_bytes: int = option(0, "most memory for decoded images, per rank; 0: a quarter of the GPU's or the host's")
-    max_bad_samples: int = option(100, "unreadable training samples to replace before the run is stopped")
+    data_threads: int = option(0, "decoding threads per rank; 0: chosen from the cores", NOT_NEGATIVE, free=True)
+    prefetch: int = option(3, "batches made ahead of the step that needs them", NOT_NEGATIVE, free=True)
+    cache: str = option(
+        "auto", "where to keep decoded images if the set fits", ("auto", "none", "host", "gpu"), free=True
+    )
+    cache_bytes: int = option(
+        0, "most memory for decoded images, per rank; 0: a quarter of the GPU's or the host's", NOT_NEGATIVE, free=True
+    )
+    max_bad_samples: int = option(
+        100, "unreadable training samples to replace before the run is stopped", NOT_NEGATIVE, free=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimConfig:
-    optimizer: str = option("lars", "update rule", ("lars", "lamb", "sgd"))
-    momentum: float = option(0.9, "momentum, in [0, 1)")
-    weight_decay: float = option(5e-5, "weight decay")
-    trust_coefficient: float = option(0.001, "LARS trust coefficient")
-    lars_eps: float = option(0.0, "added to the denominator of the trust ratio")
+    optimizer: str = option("lars", "update rule", OPTIMIZERS)
+    momentum: float = option(0.9, "momentum, in [0, 1)", BELOW_ONE)
+    weight_decay: float = option(5e-5, "weight decay", NOT_NEGATIVE)
+    trust_coefficient: float = option(0.001, "LARS trust coefficient", POSITIVE)
+    lars_eps: float = option(0.0, "added to the denominator of the trust ratio", NOT_NEGATIVE)
     nesterov: bool = option(False, "Nesterov momentum")
     trust_clip: bool = option(False, "LARC: never exceed the plain learning rate")
-    momentum_rule: str = option(
-        "lr_inside", "where the rate enters", ("lr_inside", "lr_outside", "rescaled", "unscaled")
-    )
+    momentum_rule: str = option("lr_inside", "where the rate enters", MOMENTUM_RULES)
     decoupled_weight_decay: bool = option(False, "decay apart from the gradient, with its own schedule (Fujitsu)")
     decay_norm_bias: bool = option(False, "apply weight decay to norm parameters and biases too")
     adapt_norm_bias: bool = option(False, "apply the trust ratio to norm parameters and biases too")
-    label_smoothing: float = option(0.1, "label smoothing, in [0, 1)")
-    precision: str = option("fp32", "forward and backward precision", ("fp16", "bf16", "fp32", "fp64"))
+    label_smoothing: float = option(0.1, "label smoothing, in [0, 1)", BELOW_ONE)
+    precision: str = option("fp32", "forward and backward precision", PRECISIONS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    epochs: float = option(90.0, "passes over the training set")
+    epochs: float = option(90.0, "passes over the training set", POSITIVE)
     batch_phases: tuple[BatchPhase, ...] = option(
         (BatchPhase(0, 256),), "global batch over time, as EPOCH:SAMPLES,EPOCH:SAMPLES"
     )
-    lr: float = option(0.1, "peak learning rate at a global batch of lr_batch")
-    lr_batch: int = option(0, "global batch the learning rate is given for; 0: the first phase's")
+    lr: float = option(0.1, "peak learning rate at a global batch of lr_batch", POSITIVE)
+    lr_batch: int = option(0, "global batch the learning rate is given for; 0: the first phase's", NOT_NEGATIVE)
     lr_scaling: str = option("linear", "how the rate follows another global batch", ("none", "linear", "sqrt"))
-    lr_follows_phases: bool = option(False, "scale the rate when the batch changes between phases, too")
     warmup: str = option("linear", "shape of the warm-up", ("linear", "goyal", "slow_start"))
-    warmup_epochs: float = option(5.0, "length of the warm-up")
-    warmup_lr: float = option(0.0, "learning rate at the first step")
+    warmup_epochs: float = option(5.0, "length of the warm-up", NOT_NEGATIVE)
+    warmup_lr: float = option(0.0, "learning rate at the first step", NOT_NEGATIVE)
     decay: str = option("polynomial", "shape after the warm-up", ("constant", "polynomial", "step", "cosine"))
-    decay_epochs: float | None = option(None, "length of the decay after warm-up; none: to the last epoch")
-    decay_power: float = option(2.0, "power of the polynomial")
-    end_lr: float = option(1e-4, "learning rate at the end of a polynomial or cosine decay")
+    decay_epochs: float | None = option(None, "length of the decay after warm-up; none: to the last epoch", POSITIVE)
+    decay_power: float = option(2.0, "power of the polynomial", POSITIVE)
+    end_lr: float = option(1e-4, "learning rate at the end of a polynomial or cosine decay", NOT_NEGATIVE)
     milestones: tuple[float, ...] = option((30.0, 60.0, 80.0), "epochs at which `step` decays")
-    decay_factor: float = option(0.1, "factor of each `step` decay")
+    decay_factor: float = option(0.1, "factor of each `step` decay", NOT_NEGATIVE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommConfig:
-    grid: str | None = option(None, "ranks as ROWSxCOLUMNS; a row is one node. none: hosts x ranks per host")
-    algorithm: str = option("flat", "all-reduce", ("flat", "hierarchical", "torus", "hybrid"))
-    hybrid_switch_bytes: int = option(1 << 20, "hybrid: hierarchical up to this message size, flat above")
-    wire_dtype: str | None = option(None, "precision on the wire; none: the gradient's own", ("fp16", "bf16", "fp32"))
-    grouping: str = option(
-        "cubic",
-        "how gradients are grouped",
-        ("single", "per_layer", "threshold", "equal", "cubic", "optimal"),
+    grid: str | None = option(None, "ranks as ROWSxCOLUMNS; a row is one node. none: hosts x ranks per host", free=True)
+    algorithm: str = option("flat", "all-reduce", ALGORITHMS)
+    hybrid_switch_bytes: int = option(
+        HYBRID_SWITCH_BYTES, "hybrid: hierarchical up to this message size, flat above", NOT_NEGATIVE
     )
-    group_count: int = option(4, "groups of the `equal` strategy")
-    group_threshold_bytes: int = option(16 << 20, "fusion threshold of the `threshold` strategy")
-    group_base: int = option(3, "tensors in the first group of the `cubic` strategy (boundaries at base * k^3)")
+    wire_dtype: str | None = option(None, "precision on the wire; none: the gradient's own", ("fp16", "bf16", "fp32"))
+    grouping: str = option("cubic", "how gradients are grouped", STRATEGIES)
+    group_count: int = option(GROUP_COUNT, "groups of the `equal` strategy", POSITIVE)
+    group_threshold_bytes: int = option(GROUP_THRESHOLD_BYTES, "fusion threshold of the `threshold` strategy", POSITIVE)
+    group_base: int = option(
+        GROUP_BASE, "tensors in the first group of the `cubic` strategy (boundaries at base * k^3)", POSITIVE
+    )
     sharded_update: bool = option(False, "each rank updates its shard of the weights (Google)")
 
 
@@ -143,26 +184,31 @@ class CommConfig:
 class RunConfig:
     target_top1: float | None = option(None, "accuracy the run is timed to, in [0, 1]; none: just train")
     stop_at_target: bool = option(True, "stop at the first evaluation that reaches the target")
-    eval_every_epochs: float = option(4.0, "epochs between evaluations")
-    eval_offset_epochs: float = option(0.0, "shift of the evaluation grid, in epochs (MLPerf: 0 to 3)")
-    eval_batch_per_rank: int = option(0, "samples per rank and evaluation step; 0: as in training")
-    seed: int = option(0, "seed of weights, sample order and augmentation")
+    eval_every_epochs: float = option(4.0, "epochs between evaluations", POSITIVE)
+    eval_offset_epochs: float = option(0.0, "shift of the evaluation grid, in epochs (MLPerf: 0 to 3)", NOT_NEGATIVE)
+    eval_batch_per_rank: int = option(
+        0, "samples per rank and evaluation step; 0: as in training", NOT_NEGATIVE, free=True
+    )
+    seed: int = option(0, "seed of weights, sample order and augmentation", NOT_NEGATIVE)
     deterministic: bool = option(False, "bit-exact kernels on GPUs too (CPU runs always are)")
-    device: str = option("auto", "where to run", ("auto", "cpu", "cuda"))
+    device: str = option("auto", "where to run", ("auto", "cpu", "cuda"), free=True)
     graph: str = option(
-        "auto", "capture whole steps in CUDA graphs; auto: on a GPU, unless a step cannot be", ("auto", "on", "off")
+        "auto",
+        "capture whole steps in CUDA graphs; auto: on a GPU, unless a step cannot be",
+        ("auto", "on", "off"),
+        free=True,
     )
-    nproc: int = option(0, "processes on this host; 0: one per GPU, or two on a CPU")
-    accumulate: int = option(0, "micro-steps per step; 0: as many as the memory needs")
-    max_steps: int = option(0, "stop after this many steps; 0: run all epochs")
+    nproc: int = option(0, "processes on this host; 0: one per GPU, or two on a CPU", NOT_NEGATIVE, free=True)
+    accumulate: int = option(0, "micro-steps per step; 0: as many as the memory needs", NOT_NEGATIVE, free=True)
+    max_steps: int = option(0, "stop after this many steps; 0: run all epochs", NOT_NEGATIVE, free=True)
     checkpoint_every_epochs: float | None = option(
-        None, "epochs between checkpoints; none: with each evaluation, 0: only at the end"
+        None, "epochs between checkpoints; none: with each evaluation, 0: only at the end", NOT_NEGATIVE, free=True
     )
-    keep_checkpoints: int = option(2, "newest checkpoints to keep")
-    log_every_steps: int = option(1, "steps between metric lines")
-    timeout_s: float = option(300.0, "seconds after which a silent rank fails the run")
-    out: str | None = option(None, "folder of the run; none: runs/<recipe>-<time>")
-    resume: bool = option(False, "continue the run in --out from its newest checkpoint")
+    keep_checkpoints: int = option(2, "newest checkpoints to keep", POSITIVE, free=True)
+    log_every_steps: int = option(1, "steps between metric lines", POSITIVE, free=True)
+    timeout_s: float = option(300.0, "seconds after which a silent rank fails the run", POSITIVE, free=True)
+    out: str | None = option(None, "folder of the run; none: runs/<recipe>-<time>", free=True, repeated=False)
+    resume: bool = option(False, "continue the run in --out from its newest checkpoint", free=True, repeated=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,12 +216,14 @@ class Config:
     """Everything a run needs. `recipe` is only a label; the sections hold the values."""
 
     recipe: str = "custom"
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    comm: CommConfig = field(default_factory=CommConfig)
-    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig, metadata={"title": "model"})
+    data: DataConfig = field(default_factory=DataConfig, metadata={"title": "data and augmentation"})
+    optim: OptimConfig = field(default_factory=OptimConfig, metadata={"title": "optimizer and precision"})
+    schedule: ScheduleConfig = field(
+        default_factory=ScheduleConfig, metadata={"title": "epochs, batch and learning rate"}
+    )
+    comm: CommConfig = field(default_factory=CommConfig, metadata={"title": "gradient exchange"})
+    run: RunConfig = field(default_factory=RunConfig, metadata={"title": "run"})
 
     def __post_init__(self) -> None:
         check(self)
@@ -241,7 +289,16 @@ class FieldSpec:
     type: Any
     default: Any
     help: str
-    choices: tuple[str, ...]
+    allowed: tuple[str, ...] | str  # names, or a rule
+    free: bool
+    repeated: bool
+
+    def of(self, config: Config) -> Any:
+        return getattr(getattr(config, self.section), self.name)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return () if isinstance(self.allowed, str) else self.allowed
 
     @property
     def flag(self) -> str:
@@ -262,27 +319,20 @@ class FieldSpec:
         return tuple(item(*v) if hasattr(item, "_fields") else v for v in value)
 
 
-def fields() -> Iterator[FieldSpec]:
+@cache
+def fields() -> tuple[FieldSpec, ...]:
     """Every field of every section, in declaration order."""
-    for section in dataclasses.fields(Config):
-        if section.name == "recipe":
-            continue
-        cls = SECTIONS[section.name]
-        hints = typing.get_type_hints(cls)
-        for f in dataclasses.fields(cls):
-            yield FieldSpec(
-                f.name, section.name, hints[f.name], f.default, f.metadata["help"], f.metadata.get("choices", ())
-            )
+    hints = typing.get_type_hints(Config)
+    return tuple(
+        FieldSpec(f.name, section, typing.get_type_hints(hints[section])[f.name], f.default, **f.metadata)
+        for section in section_titles()
+        for f in dataclasses.fields(hints[section])
+    )
 
 
-SECTIONS: dict[str, type] = {
-    "model": ModelConfig,
-    "data": DataConfig,
-    "optim": OptimConfig,
-    "schedule": ScheduleConfig,
-    "comm": CommConfig,
-    "run": RunConfig,
-}
+def section_titles() -> dict[str, str]:
+    """The sections, in declaration order, with the heading of each."""
+    return {f.name: f.metadata["title"] for f in dataclasses.fields(Config) if "title" in f.metadata}
 
 
 def format_value(value: Any) -> str:
@@ -376,30 +426,22 @@ def _finite(value: Any) -> bool:
 def check(config: Config) -> None:
     """Raises InputError for a value no run could use; names the flag and the range."""
     for spec in fields():
-        value = getattr(getattr(config, spec.section), spec.name)
+        value = spec.of(config)
         if not _fits(spec.type, value):
             raise InputError(f"{spec.flag}: {value!r} is not {_describe(spec.type)}")
         if spec.choices and value is not None and value not in spec.choices:
             raise InputError(f"{spec.flag}: {value!r} is not one of {', '.join(spec.choices)}")
         if not _finite(value):
             raise InputError(f"{spec.flag} {format_value(value)}: must be a finite number")
+        if isinstance(spec.allowed, str) and value is not None and not RULES[spec.allowed](value):
+            raise InputError(f"{spec.flag} {format_value(value)}: must {spec.allowed}")
 
     def need(ok: bool, name: str, what: str) -> None:
         if not ok:
-            section = next(spec.section for spec in fields() if spec.name == name)
-            value = format_value(getattr(getattr(config, section), name))
-            raise InputError(f"--{name.replace('_', '-')} {value}: {what}")
+            spec = next(spec for spec in fields() if spec.name == name)
+            raise InputError(f"{spec.flag} {format_value(spec.of(config))}: {what}")
 
-    values = {spec.name: getattr(getattr(config, spec.section), spec.name) for spec in fields()}
-    for name in POSITIVE:
-        need(values[name] > 0, name, "must be positive")
-    for name in NOT_NEGATIVE:
-        need(values[name] is None or values[name] >= 0, name, "must not be negative")
-    for name in BELOW_ONE:
-        need(0 <= values[name] < 1, name, "must be in [0, 1)")
     o, s, d, r = config.optim, config.schedule, config.data, config.run
-    need(0 < config.model.bn_momentum <= 1, "bn_momentum", "must be in (0, 1]")
-    need(s.decay_epochs is None or s.decay_epochs > 0, "decay_epochs", "must be positive, or none")
     need(s.warmup_epochs <= s.epochs, "warmup_epochs", f"must be between 0 and the {s.epochs:g} epochs")
     need(bool(s.batch_phases) and s.batch_phases[0].from_epoch == 0, "batch_phases", "must start at epoch 0")
     need(all(p.global_batch > 0 for p in s.batch_phases), "batch_phases", "every global batch must be positive")
@@ -413,17 +455,3 @@ def check(config: Config) -> None:
     need(0 < d.jitter_sides[0] <= d.jitter_sides[1], "jitter_sides", "must be LOW,HIGH with 0 < LOW <= HIGH")
     need(not o.nesterov or o.momentum > 0, "nesterov", "needs a momentum above 0")
     need(r.target_top1 is None or 0 < r.target_top1 <= 1, "target_top1", "must be in (0, 1], e.g. 0.759")
-
-
-POSITIVE = (
-    *("trust_coefficient", "lr", "epochs", "decay_power", "image_size", "eval_size", "eval_resize"),
-    *("group_count", "group_base", "group_threshold_bytes", "eval_every_epochs", "timeout_s", "log_every_steps"),
-    *("keep_checkpoints", "bn_group_ranks", "train_samples", "eval_samples", "classes"),
-)
-NOT_NEGATIVE = (
-    *("weight_decay", "lars_eps", "warmup_epochs", "warmup_lr", "end_lr", "lr_batch", "decay_factor", "shift_pixels"),
-    *("color_noise", "data_threads", "max_bad_samples", "full_crop_from_epoch", "hybrid_switch_bytes", "seed"),
-    *("nproc", "accumulate", "max_steps", "checkpoint_every_epochs", "eval_batch_per_rank", "eval_offset_epochs"),
-    *("prefetch", "cache_bytes"),
-)
-BELOW_ONE = ("momentum", "label_smoothing")

@@ -63,7 +63,7 @@ class MlperfEvents:
             "eval_samples": eval_samples,
             "model_bn_span": batch_per_rank * config.model.bn_group_ranks,
             "opt_name": rule,
-            f"{rule}_opt_base_learning_rate": peak(schedule, config.global_batch),
+            f"{rule}_opt_base_learning_rate": peak(schedule),
             f"{rule}_opt_end_learning_rate": schedule.end_lr,
             f"{rule}_opt_learning_rate_decay_poly_power": schedule.decay_power,
             f"{rule}_opt_learning_rate_decay_steps": total_steps(phases, train_samples, decay_end) - warmup_steps,

@@ -5,77 +5,112 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from hyperbatch.config import Config, fields, format_value
 from hyperbatch.data.source import check_data
 from hyperbatch.launch import check_input
 from hyperbatch.plan import inventory
-from hyperbatch.plan.strategies import plan_groups
-from hyperbatch.plan.types import DTYPE_BYTES, GroupPlan, RankGrid, TensorSpec
+from hyperbatch.plan.clusters import load_cluster
+from hyperbatch.plan.fit import StepMemory
+from hyperbatch.plan.strategies import group_options, plan_groups
+from hyperbatch.plan.types import GroupPlan, RankGrid, TensorSpec
+from hyperbatch.plan.workload import model_tensors, resolve_all, step_memory
 from hyperbatch.recipes import all_recipes, batch_note
-from hyperbatch.schedule import learning_rate, resolve_phases, total_steps
-from hyperbatch.sim.clusters import load_cluster
+from hyperbatch.schedule import Phase, learning_rate, total_steps
+from hyperbatch.vocabulary import HALF_DTYPES, PRECISION_DTYPE
 
 
-def preview(config: Config, world_size: int) -> dict[str, Any]:
-    """Everything resolved: batch, steps, rate over time, groups, grid, bytes, memory."""
+class ScheduleRow(NamedTuple):
+    epoch: float
+    lr: float
+    global_batch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preview:
+    """A run with everything resolved: batch, steps, rate over time, groups, grid, bytes, memory."""
+
+    config: Config
+    counts: dict[str, int]  # of the data
+    world_size: int
+    grid: RankGrid
+    phases: tuple[Phase, ...]
+    schedule: tuple[ScheduleRow, ...]
+    specs: tuple[TensorSpec, ...]
+    plan: GroupPlan
+    memory: StepMemory | None  # of the largest micro-step; None for a model without a table
+    memory_bytes_available: int
+
+    @property
+    def note(self) -> str | None:
+        return batch_note(self.config)
+
+    @property
+    def parameters(self) -> int:
+        return sum(spec.numel for spec in self.specs)
+
+    @property
+    def steps(self) -> int:
+        return total_steps(self.phases, self.counts["train_samples"], self.config.schedule.epochs)
+
+    def to_dict(self) -> dict[str, Any]:
+        config, samples = self.config, self.counts["train_samples"]
+        return {
+            "recipe": config.recipe,
+            "note": self.note,
+            "model": config.model.model,
+            "parameters": self.parameters,
+            "data": self.counts,
+            "world_size": self.world_size,
+            "grid": str(self.grid),
+            "algorithm": config.comm.algorithm,
+            "wire_dtype": config.comm.wire_dtype,
+            "precision": config.optim.precision,
+            "epochs": config.schedule.epochs,
+            "steps": self.steps,
+            "phases": [
+                asdict(phase)
+                | {"from_epoch": phase.from_position / samples, "steps_per_epoch": samples / phase.global_batch}
+                for phase in self.phases
+            ],
+            "schedule": [row._asdict() for row in self.schedule],
+            "groups": [
+                {"index": g.index, "parameters": len(g.parameters), "bytes": g.bytes, "dtype": g.dtype}
+                for g in self.plan.groups
+            ],
+            "gradient_bytes": self.plan.bytes,
+            "memory_bytes_per_rank": self.memory.to_dict() if self.memory else {},
+            "memory_bytes_available": self.memory_bytes_available,
+            "config": config.to_dict(),
+        }
+
+
+def preview(config: Config, world_size: int) -> Preview:
     counts = data_counts(config)
-    samples, classes, channels = counts["train_samples"], counts["classes"], counts["channels"]
     check_input(config, world_size, counts)
-    size = config.data.image_size
-    available = device_memory_bytes()
-
-    def memory_of(batch_per_rank: int) -> dict[str, int]:
-        model, precision = config.model.model, config.optim.precision
-        return inventory.memory_bytes(model, batch_per_rank, precision, size, classes, in_channels=channels)
-
-    largest, memory = None, {}
+    channels, available = counts["channels"], device_memory_bytes()
+    at_hand = config.override(train_samples=counts["train_samples"], classes=counts["classes"])
+    phases = resolve_all(at_hand, available, world_size, channels)
+    memory = None
     if config.model.model in inventory.model_names():
-        fixed, one = memory_of(0)["total"], memory_of(1)["total"]
-        largest = max(1, int((0.8 * available - fixed) / (1.5 * (one - fixed))))
-    phases = resolve_phases(
-        config.schedule.batch_phases,
-        samples,
-        world_size,
-        accumulate=config.run.accumulate,
-        max_batch_per_rank=largest,
-    )
-    if largest is not None:
-        memory = memory_of(max(phase.batch_per_rank for phase in phases))
-    specs = tensor_table(config, classes, channels)
-    plan = preview_plan(config, specs)
+        memory = step_memory(at_hand, max(phase.batch_per_rank for phase in phases), channels)
+    specs = tensor_table(at_hand, channels)
     grid = RankGrid.parse(config.comm.grid) if config.comm.grid else default_grid(config, world_size)
     grid.check_world(world_size)
-    epochs = config.schedule.epochs
-    return {
-        "recipe": config.recipe,
-        "note": batch_note(config),
-        "model": config.model.model,
-        "parameters": sum(spec.numel for spec in specs),
-        "data": counts,
-        "world_size": world_size,
-        "grid": str(grid),
-        "algorithm": config.comm.algorithm,
-        "wire_dtype": config.comm.wire_dtype,
-        "precision": config.optim.precision,
-        "epochs": epochs,
-        "steps": total_steps(phases, samples, epochs),
-        "phases": [
-            asdict(phase)
-            | {"from_epoch": phase.from_position / samples, "steps_per_epoch": samples / phase.global_batch}
-            for phase in phases
-        ],
-        "schedule": schedule_table(config, phases, samples),
-        "groups": [
-            {"index": g.index, "parameters": len(g.parameters), "bytes": g.bytes, "dtype": g.dtype} for g in plan.groups
-        ],
-        "gradient_bytes": plan.bytes,
-        "memory_bytes_per_rank": memory,
-        "memory_bytes_available": available,
-        "config": config.to_dict(),
-    }
+    return Preview(
+        config=config,
+        counts=counts,
+        world_size=world_size,
+        grid=grid,
+        phases=phases,
+        schedule=schedule_table(config, phases, counts["train_samples"]),
+        specs=specs,
+        plan=preview_plan(config, specs),
+        memory=memory,
+        memory_bytes_available=available,
+    )
 
 
 def data_counts(config: Config) -> dict[str, int]:
@@ -90,45 +125,35 @@ def data_counts(config: Config) -> dict[str, int]:
     }
 
 
-def tensor_table(config: Config, classes: int, channels: int) -> tuple[TensorSpec, ...]:
+def tensor_table(config: Config, channels: int) -> tuple[TensorSpec, ...]:
     """In backward order; a model without a table is built on torch's meta device, which allocates nothing."""
-    dtype = inventory.PRECISION_DTYPE[config.optim.precision]
     if config.model.model in inventory.model_names():
-        return inventory.tensors(
-            config.model.model, classes=classes, image_size=config.data.image_size, in_channels=channels, dtype=dtype
-        )
+        return model_tensors(config, channels)
     import torch
 
     from hyperbatch.models import create_model
-    from hyperbatch.optim.params import kind_of
+    from hyperbatch.optim.params import kind_of, owners
 
     with torch.device("meta"):
-        model = create_model(config.model.model, classes=classes, in_channels=channels)
+        model = create_model(config.model.model, classes=config.data.classes, in_channels=channels)
+    dtype = PRECISION_DTYPE[config.optim.precision]
     specs = []
-    for prefix, module in model.named_modules():
-        for name, param in module.named_parameters(recurse=False):
-            kind = kind_of(module, name, param)
-            wide = dtype if kind == "weight" or DTYPE_BYTES[dtype] >= 4 else "float32"
-            full = f"{prefix}.{name}" if prefix else name
-            specs.append(TensorSpec(name=full, shape=tuple(param.shape), kind=kind, dtype=wide))
+    for name, (module, local) in owners(model).items():
+        param = module.get_parameter(local)
+        kind = kind_of(module, local, param)
+        wide = dtype if kind == "weight" or dtype not in HALF_DTYPES else "float32"
+        specs.append(TensorSpec(name=name, shape=tuple(param.shape), kind=kind, dtype=wide))
     return tuple(reversed(specs))
 
 
 def preview_plan(config: Config, specs: tuple[TensorSpec, ...]) -> GroupPlan:
-    comm = config.comm
-    strategy = comm.grouping
-    if strategy == "optimal":
+    options = group_options(config.comm)
+    if config.comm.grouping == "optimal":
         # Measured when the run starts; here tensors are taken to be ready one after the other at an even pace.
         pace = 1e-3
-        return plan_groups(
-            specs,
-            strategy,
-            ready_s=[pace * (i + 1) for i in range(len(specs))],
-            cost=lambda nbytes: 1e-4 + nbytes / 10e9,
-        )
-    return plan_groups(
-        specs, strategy, count=comm.group_count, threshold_bytes=comm.group_threshold_bytes, base=comm.group_base
-    )
+        options["ready_s"] = [pace * (i + 1) for i in range(len(specs))]
+        options["cost"] = lambda nbytes: 1e-4 + nbytes / 10e9
+    return plan_groups(specs, config.comm.grouping, **options)
 
 
 def default_grid(config: Config, world_size: int) -> RankGrid:
@@ -138,7 +163,7 @@ def default_grid(config: Config, world_size: int) -> RankGrid:
     return RankGrid.of_hosts(world_size, per_host)
 
 
-def schedule_table(config: Config, phases: Any, samples: int) -> list[dict[str, float]]:
+def schedule_table(config: Config, phases: tuple[Phase, ...], samples: int) -> tuple[ScheduleRow, ...]:
     """Rate and batch at the moments that matter: start, end of warm-up, phase changes, and evenly between."""
     s = config.schedule
     moments = {0.0, s.warmup_epochs, *(s.epochs * k / 8 for k in range(8))}
@@ -147,9 +172,8 @@ def schedule_table(config: Config, phases: Any, samples: int) -> list[dict[str, 
     rows = []
     for epoch in sorted(m for m in moments if 0 <= m < s.epochs):
         phase = next(p for p in reversed(phases) if p.from_position <= epoch * samples)
-        rate = learning_rate(s, epoch, phase.global_batch)
-        rows.append({"epoch": round(epoch, 3), "lr": rate, "global_batch": phase.global_batch})
-    return rows
+        rows.append(ScheduleRow(round(epoch, 3), learning_rate(s, epoch), phase.global_batch))
+    return tuple(rows)
 
 
 def device_memory_bytes() -> int:
@@ -162,54 +186,55 @@ def device_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def format_preview(values: dict[str, Any], config: Config) -> str:
+def format_preview(preview: Preview) -> str:
     """The same for a terminal."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(width=min(120, shutil.get_terminal_size((110, 40)).columns), highlight=False)
-    counts = values["data"]
+    config, counts = preview.config, preview.counts
+    samples = counts["train_samples"]
     with console.capture() as text:
-        console.print(f"[bold]{values['recipe']}[/]  {values['model']}, {values['parameters']:,} parameters")
+        console.print(f"[bold]{config.recipe}[/]  {config.model.model}, {preview.parameters:,} parameters")
         console.print(
-            f"data      {counts['train_samples']:,} training and {counts['eval_samples']:,} validation images, "
+            f"data      {samples:,} training and {counts['eval_samples']:,} validation images, "
             f"{counts['classes']:,} classes"
         )
         console.print(
-            f"ranks     {values['world_size']:,} as {values['grid']} (rows x columns), "
-            f"{values['algorithm']} all-reduce, wire {values['wire_dtype'] or 'as gradients'}, {values['precision']}"
+            f"ranks     {preview.world_size:,} as {preview.grid} (rows x columns), "
+            f"{config.comm.algorithm} all-reduce, wire {config.comm.wire_dtype or 'as gradients'}, "
+            f"{config.optim.precision}"
         )
-        console.print(f"length    {values['epochs']:g} epochs, {values['steps']:,} steps")
-        if values["note"]:
-            console.print(f"note      {values['note']}")
-        memory = values["memory_bytes_per_rank"]
-        if memory:
-            parts = ", ".join(f"{name} {size(n)}" for name, n in memory.items() if name != "total")
+        console.print(f"length    {config.schedule.epochs:g} epochs, {preview.steps:,} steps")
+        if preview.note:
+            console.print(f"note      {preview.note}")
+        if memory := preview.memory:
+            parts = ", ".join(f"{name} {size(n)}" for name, n in asdict(memory).items())
             console.print(
-                f"memory    about {size(memory['total'])} a rank of {size(values['memory_bytes_available'])} ({parts})"
+                f"memory    about {size(memory.total)} a rank of {size(preview.memory_bytes_available)} ({parts})"
             )
         table = Table("from epoch", "global batch", "per rank", "micro-steps", "steps/epoch", title="batch", box=None)
-        for p in values["phases"]:
+        for p in preview.phases:
             table.add_row(
-                f"{p['from_epoch']:g}",
-                f"{p['global_batch']:,}",
-                f"{p['share_per_rank']:,}",
-                _micro_steps(p["share_per_rank"], p["accumulation"]),
-                f"{p['steps_per_epoch']:.1f}",
+                f"{p.from_position / samples:g}",
+                f"{p.global_batch:,}",
+                f"{p.share_per_rank:,}",
+                _micro_steps(p.share_per_rank, p.accumulation),
+                f"{samples / p.global_batch:.1f}",
             )
         console.print(table)
         table = Table("epoch", "learning rate", "global batch", title="over time", box=None)
-        for row in values["schedule"]:
-            table.add_row(f"{row['epoch']:g}", f"{row['lr']:.5g}", f"{row['global_batch']:,}")
+        for row in preview.schedule:
+            table.add_row(f"{row.epoch:g}", f"{row.lr:.5g}", f"{row.global_batch:,}")
         console.print(table)
-        title = f"gradient groups ({config.comm.grouping}, {size(values['gradient_bytes'])} a step)"
+        title = f"gradient groups ({config.comm.grouping}, {size(preview.plan.bytes)} a step)"
         table = Table("group", "tensors", "bytes", "dtype", title=title, box=None)
-        for g in values["groups"]:
-            table.add_row(str(g["index"]), str(g["parameters"]), size(g["bytes"]), g["dtype"])
+        for group in preview.plan.groups:
+            table.add_row(str(group.index), str(len(group.parameters)), size(group.bytes), group.dtype)
         console.print(table)
         table = Table("field", "value", title="config", box=None)
         for spec in fields():
-            table.add_row(spec.name, format_value(getattr(getattr(config, spec.section), spec.name)))
+            table.add_row(spec.name, format_value(spec.of(config)))
         console.print(table)
     return text.get().rstrip()
 

@@ -32,15 +32,16 @@ from hyperbatch.bench.replay import ReplayModel
 from hyperbatch.comm import GradSync, GridComm
 from hyperbatch.engine.links import measure_network
 from hyperbatch.errors import InputError
+from hyperbatch.plan.clusters import format_machine_file, load_cluster
 from hyperbatch.plan.compute import LayerTime, layer_times
-from hyperbatch.plan.cost import ALGORITHMS, all_reduce_cost, cost_function
+from hyperbatch.plan.cost import all_reduce_cost, cost_function
 from hyperbatch.plan.inventory import tensors
 from hyperbatch.plan.machine import Network
 from hyperbatch.plan.planner import CHOICES
-from hyperbatch.plan.strategies import STRATEGIES, plan_groups
+from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.timeline import parameter_ready_s, step_timing
 from hyperbatch.plan.types import GroupPlan, RankGrid, StepTiming, TensorSpec
-from hyperbatch.sim.clusters import format_machine_file, load_cluster
+from hyperbatch.vocabulary import ALGORITHMS, STRATEGIES
 
 BEST = "best per group"  # optimal groups, each with the algorithm that suits it
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hyperbatch.plan.inventory import Layer, layers
+from hyperbatch.plan.inventory import LayerSpec, layers
 
 RUNGS = ("unfused", "norm", "moments", "conv", "minimal")
 INDEX_BYTES = {
@@ -130,11 +130,11 @@ def step_bytes(model: str, rung: str, batch: int, *, image_size: int = 224, clas
     return batch * per_image + parameters * (WEIGHT_BYTES + UPDATE_BYTES)
 
 
-def _elements(chosen: list[Layer]) -> int:
+def _elements(chosen: list[LayerSpec]) -> int:
     return sum(layer.activations for layer in chosen)
 
 
-def _role(layer: Layer, table: tuple[Layer, ...]) -> str | None:
+def _role(layer: LayerSpec, table: tuple[LayerSpec, ...]) -> str | None:
     """What follows a norm: "relu", "add" (a block's last norm), or "plain" (nothing)."""
     if layer.kind != "norm":
         return None

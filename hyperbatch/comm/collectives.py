@@ -19,9 +19,7 @@ from hyperbatch.comm.runner import Handle
 from hyperbatch.comm.scaling import scale, scaled_copy
 from hyperbatch.comm.shards import gather_now, gather_shards, own_shard, scatter_now, scatter_sum
 from hyperbatch.errors import InputError, nearest
-
-ALGORITHMS = ("flat", "hierarchical", "torus", "hybrid")
-HYBRID_SWITCH_BYTES = 1 << 20
+from hyperbatch.vocabulary import ALGORITHMS, HYBRID_SWITCH_BYTES
 
 
 def all_reduce(

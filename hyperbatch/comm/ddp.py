@@ -1,6 +1,6 @@
 """Our parts in a plain DistributedDataParallel script.
 
-plan = plan_groups(param_specs(model), "cubic")
+plan = plan_groups(model, "cubic")
 ddp = DistributedDataParallel(model, **ddp_kwargs(plan))            # DDP's buckets follow the plan
 register_ddp_hook(ddp, GridComm(RankGrid(nodes, 8)), algorithm="torus", wire_dtype=torch.bfloat16)
 """
@@ -8,29 +8,18 @@ register_ddp_hook(ddp, GridComm(RankGrid(nodes, 8)), algorithm="torus", wire_dty
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hyperbatch.comm.collectives import HYBRID_SWITCH_BYTES, all_reduce_now, resolve_algorithm
 from hyperbatch.comm.grid import GridComm
 from hyperbatch.errors import InputError
-from hyperbatch.plan.types import GroupPlan, TensorSpec
+from hyperbatch.plan.types import GroupPlan
 
 MIB = 1 << 20
-
-
-def param_specs(model: nn.Module, order: Sequence[str] | None = None) -> tuple[TensorSpec, ...]:
-    """A model's trainable parameters for plan_groups; order: of backward, by default the reverse of definition."""
-    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    return tuple(
-        TensorSpec(name=name, shape=tuple(params[name].shape), dtype=str(params[name].dtype).removeprefix("torch."))
-        for name in (reversed(params) if order is None else order)
-    )
 
 
 def ddp_kwargs(plan: GroupPlan) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
         order, sample_bytes = probe(model, sample)
         fixed = {
             "order": share(order, ranks),
-            "max_batch_per_rank": fitting_batch(model, sample_bytes, dtype, device, ranks),
+            "max_batch_per_rank": fitting_batch(model, sample_bytes, dtype, config.optim.optimizer, device, ranks),
             "decoder": share(measured_decoder(train_set, config.data, device), ranks),
         }
     else:

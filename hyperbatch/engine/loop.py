@@ -139,8 +139,8 @@ def train_job(job: Job, runner: StepRunner, journal: Journal, clock: Clock) -> R
             journal.flush()  # waits for the step before: it is training, and what follows is not
             with clock.booked("capture"):
                 runner.prepare(step)
-        rate = learning_rate(config.schedule, step.epoch, step.phase.global_batch)
-        decay = weight_decay_scale(config.schedule, step.epoch, step.phase.global_batch)
+        rate = learning_rate(config.schedule, step.epoch)
+        decay = weight_decay_scale(config.schedule, step.epoch)
         set_rate(job.optimizer, rate, decay if config.optim.decoupled_weight_decay else 1.0)
         # Dropout and the like depend on (seed, step, rank) only, so a resumed run draws what an unbroken one would.
         torch.manual_seed(zlib.crc32(f"{config.run.seed} {step.index} {job.ranks.rank}".encode()))

@@ -15,10 +15,9 @@ from hyperbatch.arena import Arena, backward_order
 from hyperbatch.comm import GridComm, all_reduce
 from hyperbatch.config import CommConfig
 from hyperbatch.engine.ranks import Ranks
-from hyperbatch.plan.strategies import plan_groups
-from hyperbatch.plan.types import GroupPlan
-
-MEMORY_SHARE = 0.8  # of what is free; the rest is for fragmentation and libraries
+from hyperbatch.plan import fit
+from hyperbatch.plan.strategies import group_options, plan_groups
+from hyperbatch.plan.types import GroupPlan, param_specs
 
 
 def probe(model: nn.Module, images: Tensor) -> tuple[list[str], int]:
@@ -55,15 +54,14 @@ def _any_kernels() -> Iterator[None]:
 
 
 def fitting_batch(
-    model: nn.Module, bytes_per_sample: int, dtype: torch.dtype, device: torch.device, ranks: Ranks
+    model: nn.Module, bytes_per_sample: int, dtype: torch.dtype, optimizer: str, device: torch.device, ranks: Ranks
 ) -> int:
     """Samples of one micro-step that this rank's free memory holds; the smallest over all ranks."""
     itemsize = torch.empty((), dtype=dtype).element_size()
     per_sample = max(1, bytes_per_sample * itemsize // max(4, itemsize))  # the probe ran in fp32, or fp64 in fp64 runs
-    numel = sum(param.numel() for param in model.parameters())
-    state_bytes = numel * (3 * max(4, itemsize) + 2 * itemsize)
-    # Backward holds gradients of activations beside the activations: at its peak about half as much again.
-    fits = max(1, int((free_bytes(device, ranks) * MEMORY_SHARE - state_bytes) / (1.5 * per_sample)))
+    # In 16 bit a parameter takes as many bytes as in fp32: its master makes up for what it saves.
+    state_bytes = fit.step_memory(param_specs(model), 0, optimizer).total
+    fits = fit.fitting_batch(free_bytes(device, ranks), state_bytes, per_sample)
     if ranks.world_size > 1:
         box = torch.tensor(fits, dtype=torch.int64, device=device)
         dist.all_reduce(box, op=dist.ReduceOp.MIN)
@@ -87,13 +85,7 @@ def free_bytes(device: torch.device, ranks: Ranks) -> int:
 def choose_plan(comm_config: CommConfig, arena: Arena, model: nn.Module, images: Tensor, comm: GridComm) -> GroupPlan:
     """The config's grouping over this arena; `optimal` measures when gradients are ready and what a message costs."""
     if comm_config.grouping != "optimal":
-        return plan_groups(
-            arena.specs,
-            comm_config.grouping,
-            count=comm_config.group_count,
-            threshold_bytes=comm_config.group_threshold_bytes,
-            base=comm_config.group_base,
-        )
+        return plan_groups(arena.specs, comm_config.grouping, **group_options(comm_config))
     ready_s = measure_ready(arena, model, images)
     alpha_s, seconds_per_byte = measure_link(comm, comm_config.algorithm, images.device)
     return plan_groups(arena.specs, "optimal", ready_s=ready_s, cost=lambda nbytes: alpha_s + nbytes * seconds_per_byte)

@@ -29,9 +29,9 @@ from hyperbatch.errors import InputError
 from hyperbatch.models import create_model, smoothed_cross_entropy
 from hyperbatch.optim.build import build_optimizer
 from hyperbatch.optim.precision import LossScaler, working_dtype
+from hyperbatch.plan.clusters import fitted_overhead, format_machine_file
 from hyperbatch.plan.inventory import layers
 from hyperbatch.plan.machine import Cluster, Device, Measured, Profile
-from hyperbatch.sim.clusters import fitted_overhead, format_machine_file
 
 BATCHES = {"cuda": (32, 128, 256), "cpu": (2, 8)}
 SMALL_IMAGES = ("resnet8", "resnet20", "resnet20x4", "resnet32", "resnet44", "resnet56")

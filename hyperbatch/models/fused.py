@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyperbatch import vocabulary
 from hyperbatch.errors import InputError
 from hyperbatch.kernels import has_triton, interpreted
 from hyperbatch.models.alexnet import AlexNetBN
@@ -19,7 +20,7 @@ from hyperbatch.models.layers import Conv2d
 from hyperbatch.models.norm import BatchNorm2d
 from hyperbatch.models.resnet import BasicBlock, Bottleneck, ResNet
 
-HALF_DTYPES = (torch.float16, torch.bfloat16)
+HALF_DTYPES = tuple(getattr(torch, name) for name in vocabulary.HALF_DTYPES)
 # What the kernels take the place of. A subclass may compute something else. Identity: where there is no max-pool.
 TYPES = (nn.Conv2d, Conv2d, BatchNorm2d, nn.ReLU, nn.MaxPool2d, nn.Identity, nn.Sequential, BasicBlock, Bottleneck)
 

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hyperbatch import vocabulary
 from hyperbatch.optim.dtensor import Spread, agreed, is_dtensor, local, local_grad, spread_of, whole_norms
 
 if TYPE_CHECKING:
     from hyperbatch.arena import Arena
 
 Scalar = float | Tensor  # a Tensor stays on the device: capturable rates, loss scales
-HALF_DTYPES = (torch.float16, torch.bfloat16)
+HALF_DTYPES = tuple(getattr(torch, name) for name in vocabulary.HALF_DTYPES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,12 +34,11 @@ from hyperbatch.optim.base import (
     unless,
 )
 from hyperbatch.optim.dtensor import is_dtensor
+from hyperbatch.vocabulary import MOMENTUM_RULES
 
 if TYPE_CHECKING:
     from hyperbatch.arena import Arena
     from hyperbatch.optim.fused import FusedStep
-
-MOMENTUM_RULES = ("lr_inside", "lr_outside", "rescaled", "unscaled")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from hyperbatch.errors import InputError, nearest
 from hyperbatch.optim.base import LayerwiseOptimizer
+from hyperbatch.vocabulary import PRECISION_DTYPE
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in PRECISION_DTYPE.items()}
 
 
 def working_dtype(precision: str) -> torch.dtype:

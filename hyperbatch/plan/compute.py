@@ -13,9 +13,10 @@ from itertools import pairwise
 from statistics import NormalDist
 
 from hyperbatch.plan.cost import all_reduce_cost
-from hyperbatch.plan.inventory import PRECISION_DTYPE, Layer, layers, tensors
+from hyperbatch.plan.inventory import LayerSpec, layers, tensors
 from hyperbatch.plan.machine import Cluster, Device, Measured, Profile
-from hyperbatch.plan.types import DTYPE_BYTES, RankGrid
+from hyperbatch.plan.types import RankGrid
+from hyperbatch.vocabulary import DTYPE_BYTES, PRECISION_DTYPE
 
 PASSES = 3  # forward, gradient of the input, gradient of the weights
 UPDATE_BYTES_PER_PARAMETER = 28  # LARS in fp32: read w, g for the norms; read w, g, m and write w, m
@@ -68,7 +69,7 @@ def layer_times(
     return times
 
 
-def profiled_times(profiles: Sequence[Profile], table: Sequence[Layer], batch_per_rank: int) -> list[LayerTime]:
+def profiled_times(profiles: Sequence[Profile], table: Sequence[LayerSpec], batch_per_rank: int) -> list[LayerTime]:
     """Layer by layer as measured, interpolated between the batches measured."""
     batches = sorted(profiles, key=lambda profile: profile.batch_per_device)
     parameters = {layer.name: tuple(spec.name for spec in layer.tensors) for layer in table}
@@ -139,7 +140,7 @@ def _stretch_of(cluster: Cluster, point: Measured) -> float:
     return compute / _roofline_step(device, table, point.batch_per_device, point.precision)
 
 
-def _roofline_step(device: Device, table: Sequence[Layer], batch: int, precision: str) -> float:
+def _roofline_step(device: Device, table: Sequence[LayerSpec], batch: int, precision: str) -> float:
     total = 0.0
     for index, layer in enumerate(table):
         forward, backward = _roofline(device, layer, batch, precision)
@@ -147,7 +148,7 @@ def _roofline_step(device: Device, table: Sequence[Layer], batch: int, precision
     return total
 
 
-def _roofline(device: Device, layer: Layer, batch: int, precision: str) -> tuple[float, float]:
+def _roofline(device: Device, layer: LayerSpec, batch: int, precision: str) -> tuple[float, float]:
     """Least seconds of forward and backward of one layer: arithmetic or bytes, whichever takes longer."""
     item = DTYPE_BYTES[PRECISION_DTYPE[precision]]
     bandwidth = device.memory_bandwidth_bytes_per_s * MEMORY_EFFICIENCY

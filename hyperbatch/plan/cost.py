@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from hyperbatch.errors import InputError, nearest
 from hyperbatch.plan.machine import Link, Network
 from hyperbatch.plan.types import RankGrid
-
-ALGORITHMS = ("flat", "hierarchical", "torus", "hybrid")
+from hyperbatch.vocabulary import ALGORITHMS, HYBRID_SWITCH_BYTES
 
 # NCCL's own tuning table (src/graph/tuning.cc) gives a network hop of a tree about twice the latency of a ring's
 # (8.5 against 4.0 us with LL128), and the tree 92 % of the ring's bandwidth.
@@ -50,7 +49,7 @@ FREE = Cost(0.0, 0.0)
 
 
 def all_reduce_cost(
-    network: Network, grid: RankGrid, algorithm: str, nbytes: float, *, hybrid_switch_bytes: int = 1 << 20
+    network: Network, grid: RankGrid, algorithm: str, nbytes: float, *, hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES
 ) -> Cost:
     """The cost that holds at `nbytes`: where there is a choice of ring or tree, it depends on the size."""
     if algorithm == "hybrid":
@@ -59,7 +58,7 @@ def all_reduce_cost(
 
 
 def cost_function(
-    network: Network, grid: RankGrid, algorithm: str, *, hybrid_switch_bytes: int = 1 << 20
+    network: Network, grid: RankGrid, algorithm: str, *, hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES
 ) -> Callable[[float], float]:
     """Seconds against bytes, cheap enough for the planner's inner loop."""
     if algorithm == "hybrid":

@@ -15,13 +15,12 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from hyperbatch.errors import InputError, nearest
-from hyperbatch.plan.types import DTYPE_BYTES, TensorSpec
-
-PRECISION_DTYPE = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+from hyperbatch.plan.types import TensorSpec
+from hyperbatch.vocabulary import DTYPE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layer:
+class LayerSpec:
     """One layer as the timeline sees it: its parameters, forward multiply-adds and output elements per image."""
 
     name: str
@@ -39,7 +38,7 @@ def model_names() -> list[str]:
 
 
 @cache
-def layers(model: str, *, classes: int = 1000, image_size: int = 224, in_channels: int = 3) -> tuple[Layer, ...]:
+def layers(model: str, *, classes: int = 1000, image_size: int = 224, in_channels: int = 3) -> tuple[LayerSpec, ...]:
     """In forward order. InputError for a model it has no table of."""
     if model not in _MODELS:
         raise InputError(f"no tensor table of model {model!r}{nearest(model, list(_MODELS))}")
@@ -64,34 +63,16 @@ def tensors(
     )
 
 
-def memory_bytes(
-    model: str,
-    batch_per_rank: int,
-    precision: str = "fp32",
-    image_size: int = 224,
-    classes: int = 1000,
-    *,
-    in_channels: int = 3,
-) -> dict[str, int]:
-    """What one rank holds at the peak of a step, by role, with its `total`; workspaces of libraries not counted."""
-    dtype = PRECISION_DTYPE[precision]
-    specs = tensors(model, classes=classes, image_size=image_size, in_channels=in_channels, dtype=dtype)
+def kept_bytes(model: str, dtype: str, *, classes: int = 1000, image_size: int = 224, in_channels: int = 3) -> int:
+    """What autograd keeps for backward of one image."""
     table = layers(model, classes=classes, image_size=image_size, in_channels=in_channels)
-    state_item = max(4, DTYPE_BYTES[dtype])  # optimizer state and masters are never below fp32
-    saved = sum(layer.saved for layer in table) + image_size * image_size * in_channels
+    kept = sum(layer.saved for layer in table) + image_size * image_size * in_channels
     # torch keeps an int64 index for each output of a max pool
-    indices = sum(layer.activations for layer in table if layer.kind == "pool" and "max" in layer.name) * 8
-    parts = {
-        "weights": sum(spec.nbytes for spec in specs),
-        "masters": sum(spec.numel * 4 for spec in specs if DTYPE_BYTES[spec.dtype] < 4),
-        "gradients": sum(spec.nbytes for spec in specs),
-        "momentum": sum(spec.numel * state_item for spec in specs),
-        "activations": batch_per_rank * (saved * DTYPE_BYTES[dtype] + indices),
-    }
-    return {**parts, "total": sum(parts.values())}
+    indices = sum(layer.activations for layer in table if layer.kind == "pool" and "max" in layer.name)
+    return kept * DTYPE_BYTES[dtype] + indices * 8
 
 
-def _finish_order(layer: Layer) -> tuple[TensorSpec, ...]:
+def _finish_order(layer: LayerSpec) -> tuple[TensorSpec, ...]:
     # A linear layer's weight gradient passes through the transpose, one node later than the bias'.
     return layer.tensors[::-1] if layer.kind == "linear" else layer.tensors
 
@@ -101,7 +82,7 @@ class _Builder:
 
     def __init__(self, image_size: int, channels: int) -> None:
         self.side, self.channels = image_size, channels
-        self.layers: list[Layer] = []
+        self.layers: list[LayerSpec] = []
 
     @property
     def elements(self) -> int:
@@ -109,7 +90,7 @@ class _Builder:
 
     def _append(self, name: str, kind: str, specs: tuple[TensorSpec, ...], macs: int, inputs: int, keep: bool) -> None:
         self.layers.append(
-            Layer(
+            LayerSpec(
                 name=name,
                 kind=kind,
                 tensors=specs,
@@ -190,7 +171,7 @@ def _resnet(
     width: int,
     bottleneck: bool,
     small_images: bool,
-) -> list[Layer]:
+) -> list[LayerSpec]:
     b = _Builder(image_size, in_channels)
     if small_images:
         b.conv("conv1", width, 3)
@@ -209,7 +190,7 @@ def _resnet(
     return b.layers
 
 
-def _alexnet(classes: int, image_size: int, in_channels: int, *, norm_after_pool5: bool) -> list[Layer]:
+def _alexnet(classes: int, image_size: int, in_channels: int, *, norm_after_pool5: bool) -> list[LayerSpec]:
     b = _Builder(image_size, in_channels)
     index = 0
     for out, kernel, stride, padding, pooled in (
@@ -233,8 +214,8 @@ def _alexnet(classes: int, image_size: int, in_channels: int, *, norm_after_pool
     return b.layers
 
 
-def _families() -> dict[str, Callable[[int, int, int], list[Layer]]]:
-    known: dict[str, Callable[[int, int, int], list[Layer]]] = {}
+def _families() -> dict[str, Callable[[int, int, int], list[LayerSpec]]]:
+    known: dict[str, Callable[[int, int, int], list[LayerSpec]]] = {}
     for depth, blocks, bottleneck in (
         (18, (2, 2, 2, 2), False),
         (34, (3, 4, 6, 3), False),

@@ -1,4 +1,4 @@
-"""A cluster as data: devices, nodes and links, in SI units. The files that fill it in are in `hyperbatch.sim.clusters`.
+"""A cluster as data: devices, nodes and links, in SI units. `plan.clusters` reads the files that fill it in.
 
 node 0                          node 1
 [d0 d1 d2 d3]  intra links      [d0 d1 d2 d3]

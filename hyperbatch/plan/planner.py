@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hyperbatch.config import Config
 from hyperbatch.plan.compute import LayerTime, slowest_of, slowest_quantile, update_time
-from hyperbatch.plan.cost import ALGORITHMS, Cost, all_reduce_cost, cost_function, reduce_scatter_cost
-from hyperbatch.plan.inventory import PRECISION_DTYPE
+from hyperbatch.plan.cost import Cost, all_reduce_cost, cost_function, reduce_scatter_cost
 from hyperbatch.plan.machine import Cluster, Network
-from hyperbatch.plan.strategies import STRATEGIES, plan_groups
+from hyperbatch.plan.strategies import group_options, plan_groups
 from hyperbatch.plan.timeline import parameter_ready_s, step_timing
-from hyperbatch.plan.types import DTYPE_BYTES, GradGroup, GroupPlan, RankGrid, StepTiming, TensorSpec
+from hyperbatch.plan.types import GradGroup, GroupPlan, RankGrid, StepTiming, TensorSpec
 from hyperbatch.plan.workload import main_phase, model_tensors, model_times, resolve, resolve_all
 from hyperbatch.schedule import Phase
+from hyperbatch.vocabulary import ALGORITHMS, DTYPE_BYTES, PRECISION_DTYPE, STRATEGIES
 
 # What a group may travel by when the planner chooses; hybrid is a choice among them by size.
-CHOICES = ("flat", "hierarchical", "torus")
+CHOICES = tuple(name for name in ALGORITHMS if name != "hybrid")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +36,60 @@ class StepPlan:
     slow_step_s: float  # a step of the slowest one in ten
     alone_s: float  # the same micro-steps on one device, without neighbours: what efficiency is measured against
 
+    def summary(self) -> dict[str, Any]:
+        return {
+            "step_s": self.timing.step_s,
+            "exposed_comm_s": self.timing.exposed_comm_s,
+            "groups": len(self.plan.groups),
+            "grid": str(self.grid),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What `hyperbatch plan` answers: the step with the choices made, and with each other grouping and all-reduce."""
+
+    recipe: str
+    cluster: str
+    gpus: int
+    phase: Phase
+    wire_dtype: str | None
+    step: StepPlan
+    strategies: dict[str, StepPlan]
+    algorithms: dict[str, StepPlan]
+    notes: tuple[str, ...]
+
+    @property
+    def images_per_s(self) -> float:
+        return self.phase.global_batch / self.step.timing.step_s
+
+    def to_dict(self) -> dict[str, Any]:
+        step, timing = self.step, self.step.timing
+        return {
+            "recipe": self.recipe,
+            "cluster": self.cluster,
+            "gpus": self.gpus,
+            "global_batch": self.phase.global_batch,
+            "batch_per_rank": self.phase.batch_per_rank,
+            "accumulation": self.phase.accumulation,
+            "grid": str(step.grid),
+            "algorithm": step.algorithm,
+            "strategy": step.plan.strategy,
+            "wire_dtype": self.wire_dtype,
+            "groups": [
+                asdict(group) | asdict(times) for group, times in zip(step.plan.groups, timing.groups, strict=True)
+            ],
+            "step_s": timing.step_s,
+            "exposed_comm_s": timing.exposed_comm_s,
+            "forward_s": timing.forward_s,
+            "backward_s": timing.backward_s,
+            "update_s": timing.update_s,
+            "images_per_s": self.images_per_s,
+            "strategies": {name: step.summary() for name, step in self.strategies.items()},
+            "algorithms": {name: step.summary() for name, step in self.algorithms.items()},
+            "notes": list(self.notes),
+        }
+
 
 def make_plan(
     recipe: str | Config,
@@ -47,11 +101,11 @@ def make_plan(
     strategy: str | None = None,
     global_batch: int | None = None,
     batch_per_rank: int | None = None,
-) -> dict[str, Any]:
+) -> Plan:
     """The plan for a recipe on a cluster, both by name or as values; what is None is chosen for the shortest step."""
-    job = resolve(recipe, cluster, gpus, global_batch=global_batch, batch_per_rank=batch_per_rank)
-    config, machine, ranks, notes = job.config, job.cluster, job.ranks, list(job.notes)
-    phase = resolve_all(config, machine, ranks)[main_phase(config)]
+    request = resolve(recipe, cluster, gpus, global_batch=global_batch, batch_per_rank=batch_per_rank)
+    config, machine, ranks, notes = request.config, request.cluster, request.ranks, list(request.notes)
+    phase = resolve_all(config, machine.device.memory_bytes, ranks)[main_phase(config)]
 
     wanted = strategy or "optimal"
 
@@ -68,49 +122,17 @@ def make_plan(
         saved = 1 - half.timing.step_s / chosen.timing.step_s
         if saved > 0.01:
             notes.append(f"--wire-dtype fp16 would shorten the step by {saved:.0%}")
-    return {
-        "recipe": config.recipe,
-        "cluster": machine.name,
-        "gpus": ranks,
-        "global_batch": phase.global_batch,
-        "batch_per_rank": phase.batch_per_rank,
-        "accumulation": phase.accumulation,
-        "grid": str(chosen.grid),
-        "algorithm": chosen.algorithm,
-        "strategy": chosen.plan.strategy,
-        "wire_dtype": config.comm.wire_dtype,
-        "groups": [
-            {
-                "index": group.index,
-                "parameters": list(group.parameters),
-                "bytes": group.bytes,
-                "algorithm": group.algorithm,
-                "dtype": group.dtype,
-                "ready_s": timing.ready_s,
-                "start_s": timing.start_s,
-                "end_s": timing.end_s,
-            }
-            for group, timing in zip(chosen.plan.groups, chosen.timing.groups, strict=True)
-        ],
-        "step_s": chosen.timing.step_s,
-        "exposed_comm_s": chosen.timing.exposed_comm_s,
-        "forward_s": chosen.timing.forward_s,
-        "backward_s": chosen.timing.backward_s,
-        "update_s": chosen.timing.update_s,
-        "images_per_s": phase.global_batch / chosen.timing.step_s,
-        "strategies": {name: _summary(plan) for name, plan in strategies.items()},
-        "algorithms": {name: _summary(plan) for name, plan in algorithms.items()},
-        "notes": notes,
-    }
-
-
-def _summary(plan: StepPlan) -> dict[str, Any]:
-    return {
-        "step_s": plan.timing.step_s,
-        "exposed_comm_s": plan.timing.exposed_comm_s,
-        "groups": len(plan.plan.groups),
-        "grid": str(plan.grid),
-    }
+    return Plan(
+        recipe=config.recipe,
+        cluster=machine.name,
+        gpus=ranks,
+        phase=phase,
+        wire_dtype=config.comm.wire_dtype,
+        step=chosen,
+        strategies=strategies,
+        algorithms=algorithms,
+        notes=tuple(notes),
+    )
 
 
 def plan_step(
@@ -123,7 +145,6 @@ def plan_step(
     algorithm: str | None = None,
     strategy: str | None = None,
     search_grid: bool = False,
-    overlap: bool = True,
 ) -> StepPlan:
     """The step of one batch phase. strategy None: the config's; algorithm None: the best for each group.
 
@@ -131,43 +152,30 @@ def plan_step(
     """
     specs = model_tensors(config)
     times = model_times(cluster, config, phase.batch_per_rank)
-    wire = _WireBytes(config)
-    nbytes = sum(wire.of(spec.dtype, spec.nbytes) for spec in specs)
+    nbytes = sum(_wire_bytes(config, spec.dtype, spec.nbytes) for spec in specs)
     chosen_grid = _stated_grid(config, ranks, grid)
     if chosen_grid is None:
         network, sharded = cluster.network, config.comm.sharded_update
         chosen_grid = RankGrid.of_hosts(ranks, network.devices_per_node)
         if search_grid and algorithm in (None, "torus", "hierarchical", "hybrid"):
             chosen_grid = best_grid(network, ranks, nbytes, algorithm or "torus", sharded=sharded)
-    plan = _group_plan(cluster, config, specs, times, chosen_grid, algorithm, strategy or config.comm.grouping, wire)
+    plan = _group_plan(cluster, config, specs, times, chosen_grid, algorithm, strategy or config.comm.grouping)
 
     def group_cost(group: GradGroup) -> Cost:
         name = group.algorithm or "flat"
+        sent, switch = _wire_bytes(config, group.dtype, group.bytes), config.comm.hybrid_switch_bytes
         if config.comm.sharded_update:
             cost = reduce_scatter_cost(cluster.network, chosen_grid, name)
         else:
-            cost = all_reduce_cost(
-                cluster.network,
-                chosen_grid,
-                name,
-                wire.of(group.dtype, group.bytes),
-                hybrid_switch_bytes=config.comm.hybrid_switch_bytes,
-            )
-        return Cost(cost.fixed_s, cost.s_per_byte * wire.of(group.dtype, group.bytes) / group.bytes)
+            cost = all_reduce_cost(cluster.network, chosen_grid, name, sent, hybrid_switch_bytes=switch)
+        return Cost(cost.fixed_s, cost.s_per_byte * sent / group.bytes)
 
     shards = ranks if config.comm.sharded_update else 1
     update = update_time(cluster.device, sum(spec.numel for spec in specs), shards)
 
     def timing(slowdown: float) -> StepTiming:
-        step = step_timing(
-            times,
-            plan,
-            group_cost,
-            update_s=update,
-            accumulation=phase.accumulation,
-            slowdown=slowdown,
-            overlap=overlap,
-        )
+        accumulation = phase.accumulation
+        step = step_timing(times, plan, group_cost, update_s=update, accumulation=accumulation, slowdown=slowdown)
         if not config.comm.sharded_update:
             return step
         # New weights go round after the update, in the working precision.
@@ -186,15 +194,10 @@ def plan_step(
     )
 
 
-class _WireBytes:
-    """Bytes on the wire against bytes in the arena."""
-
-    def __init__(self, config: Config) -> None:
-        name = config.comm.wire_dtype
-        self.item = DTYPE_BYTES[PRECISION_DTYPE[name]] if name else None
-
-    def of(self, dtype: str, nbytes: int) -> float:
-        return nbytes if self.item is None else nbytes * self.item / DTYPE_BYTES[dtype]
+def _wire_bytes(config: Config, dtype: str, nbytes: int) -> float:
+    """What so many bytes of gradients are on the wire."""
+    wire = config.comm.wire_dtype
+    return nbytes if wire is None else nbytes * DTYPE_BYTES[PRECISION_DTYPE[wire]] / DTYPE_BYTES[dtype]
 
 
 def _group_plan(
@@ -205,13 +208,12 @@ def _group_plan(
     grid: RankGrid,
     algorithm: str | None,
     strategy: str,
-    wire: _WireBytes,
 ) -> GroupPlan:
     names = (algorithm,) if algorithm else CHOICES
     switch = config.comm.hybrid_switch_bytes
     by_name = {name: cost_function(cluster.network, grid, name, hybrid_switch_bytes=switch) for name in names}
     working = specs[0].dtype if len({spec.dtype for spec in specs}) == 1 else PRECISION_DTYPE[config.optim.precision]
-    scale = wire.of(working, 1)
+    scale = _wire_bytes(config, working, 1)
     slowdown = slowest_of(grid.size, cluster.jitter)
     ready = parameter_ready_s(times, slowdown=slowdown)
     costs = by_name
@@ -223,12 +225,12 @@ def _group_plan(
     plan = plan_groups(
         specs,
         strategy,
-        count=config.comm.group_count,
-        threshold_bytes=config.comm.group_threshold_bytes,
-        base=config.comm.group_base,
+        **group_options(config.comm),
         **options,
     )
-    best = [min(by_name, key=lambda name, g=g: by_name[name](wire.of(g.dtype, g.bytes))) for g in plan.groups]
+    best = [
+        min(by_name, key=lambda name, g=g: by_name[name](_wire_bytes(config, g.dtype, g.bytes))) for g in plan.groups
+    ]
     return plan.with_algorithms(best)
 
 
@@ -272,29 +274,30 @@ def _stated_grid(config: Config, ranks: int, asked: str | None) -> RankGrid | No
     return grid if grid is not None and grid.size == ranks else None
 
 
-def format_plan(values: dict[str, Any]) -> str:
+def format_plan(plan: Plan) -> str:
     """`make_plan`'s answer as text."""
     ms = 1e3
+    phase, timing = plan.phase, plan.step.timing
     lines = [
-        f"{values['recipe']} on {values['gpus']:,} x {values['cluster']}: grid {values['grid']}, "
-        f"global batch {values['global_batch']:,} ({values['batch_per_rank']} per rank"
-        + (f" x {values['accumulation']} micro-steps)" if values["accumulation"] > 1 else ")"),
-        f"step {values['step_s'] * ms:.2f} ms = forward {values['forward_s'] * ms:.2f} + backward "
-        f"{values['backward_s'] * ms:.2f} + exposed communication {values['exposed_comm_s'] * ms:.2f} + update "
-        f"{values['update_s'] * ms:.2f}; {values['images_per_s']:,.0f} images/s",
+        f"{plan.recipe} on {plan.gpus:,} x {plan.cluster}: grid {plan.step.grid}, "
+        f"global batch {phase.global_batch:,} ({phase.batch_per_rank} per rank"
+        + (f" x {phase.accumulation} micro-steps)" if phase.accumulation > 1 else ")"),
+        f"step {timing.step_s * ms:.2f} ms = forward {timing.forward_s * ms:.2f} + backward "
+        f"{timing.backward_s * ms:.2f} + exposed communication {timing.exposed_comm_s * ms:.2f} + update "
+        f"{timing.update_s * ms:.2f}; {plan.images_per_s:,.0f} images/s",
         "",
         f"{'group':>5} {'tensors':>8} {'MB':>9} {'algorithm':>13} {'ready ms':>9} {'start ms':>9} {'end ms':>9}",
     ]
-    for group in values["groups"]:
+    for group, times in zip(plan.step.plan.groups, timing.groups, strict=True):
         lines.append(
-            f"{group['index']:>5} {len(group['parameters']):>8} {group['bytes'] / 1e6:>9.3f} {group['algorithm']:>13} "
-            f"{group['ready_s'] * ms:>9.2f} {group['start_s'] * ms:>9.2f} {group['end_s'] * ms:>9.2f}"
+            f"{group.index:>5} {len(group.parameters):>8} {group.bytes / 1e6:>9.3f} {times.algorithm:>13} "
+            f"{times.ready_s * ms:>9.2f} {times.start_s * ms:>9.2f} {times.end_s * ms:>9.2f}"
         )
-    for title, table in (("grouping", values["strategies"]), ("all-reduce", values["algorithms"])):
+    for title, table in (("grouping", plan.strategies), ("all-reduce", plan.algorithms)):
         lines += ["", f"{title:>13} {'groups':>7} {'grid':>9} {'exposed ms':>11} {'step ms':>9}"]
-        for name, row in sorted(table.items(), key=lambda item: item[1]["step_s"]):
+        for name, step in sorted(table.items(), key=lambda item: item[1].timing.step_s):
             lines.append(
-                f"{name:>13} {row['groups']:>7} {row['grid']:>9} {row['exposed_comm_s'] * ms:>11.2f} "
-                f"{row['step_s'] * ms:>9.2f}"
+                f"{name:>13} {len(step.plan.groups):>7} {step.grid!s:>9} {step.timing.exposed_comm_s * ms:>11.2f} "
+                f"{step.timing.step_s * ms:>9.2f}"
             )
-    return "\n".join([*lines, *(f"note: {note}" for note in values["notes"])])
+    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])

@@ -11,27 +11,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hyperbatch.config import CommConfig
 from hyperbatch.errors import InputError, nearest
-from hyperbatch.plan.types import DTYPE_BYTES, GradGroup, GroupPlan, TensorSpec
+from hyperbatch.plan.types import GradGroup, GroupPlan, TensorSpec, param_specs
+from hyperbatch.vocabulary import DTYPE_BYTES, GROUP_BASE, GROUP_COUNT, GROUP_THRESHOLD_BYTES, STRATEGIES
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 Cost = Callable[[int], float] | Mapping[str, Callable[[int], float]]  # seconds of n bytes; by algorithm
-STRATEGIES = ("single", "per_layer", "threshold", "equal", "cubic", "optimal")
 
 
 def plan_groups(
-    params: Sequence[TensorSpec],
+    params: Sequence[TensorSpec] | Module,
     strategy: str,
     *,
-    count: int = 4,
-    threshold_bytes: int = 16 << 20,
-    base: int = 3,
+    count: int = GROUP_COUNT,
+    threshold_bytes: int = GROUP_THRESHOLD_BYTES,
+    base: int = GROUP_BASE,
     ready_s: Sequence[float] | None = None,
     cost: Cost | None = None,
     **optimal_options: Any,
 ) -> GroupPlan:
-    """params: in the order in which backward finishes them.
+    """params: in the order in which backward finishes them, or a torch module, taken to finish in reverse order.
 
     Options are for: count (equal), threshold_bytes (threshold), base (cubic), ready_s and cost (optimal, as is
     anything else). A strategy ignores the named options of the others, so a config can pass all of them.
@@ -41,6 +45,8 @@ def plan_groups(
     for name, value in (("count", count), ("threshold_bytes", threshold_bytes), ("base", base)):
         if value < 1:
             raise InputError(f"grouping option {name}={value}: must be positive")
+    if not isinstance(params, Sequence):
+        params = param_specs(params)
     if not params:
         raise InputError("nothing to group: the model has no trainable parameters")
     if strategy == "optimal":
@@ -63,6 +69,11 @@ def plan_groups(
         plan = plan_from_sizes(strategy, main, sizes, rest)
     plan.check_covers(params)
     return plan
+
+
+def group_options(comm: CommConfig) -> dict[str, Any]:
+    """The options of `plan_groups` that a config sets."""
+    return {"count": comm.group_count, "threshold_bytes": comm.group_threshold_bytes, "base": comm.group_base}
 
 
 def split_by_precision(params: Sequence[TensorSpec]) -> tuple[list[TensorSpec], list[TensorSpec]]:

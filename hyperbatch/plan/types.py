@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from hyperbatch.errors import InputError
-
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+from hyperbatch.vocabulary import DTYPE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +35,15 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         return self.numel * DTYPE_BYTES[self.dtype]
+
+
+def param_specs(module: Any, order: Sequence[str] | None = None) -> tuple[TensorSpec, ...]:
+    """The trainable parameters of a torch module; order: of backward, by default the reverse of definition."""
+    params = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    return tuple(
+        TensorSpec(name=name, shape=tuple(params[name].shape), dtype=str(params[name].dtype).removeprefix("torch."))
+        for name in (reversed(params) if order is None else order)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +94,6 @@ class RankGrid:
 
     def row_ranks(self, row: int) -> list[int]:
         return [row * self.columns + column for column in range(self.columns)]
-
-    def column_ranks(self, column: int) -> list[int]:
-        return [row * self.columns + column for row in range(self.rows)]
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.columns}"

@@ -8,17 +8,20 @@ from itertools import pairwise
 
 from hyperbatch.config import Config
 from hyperbatch.errors import InputError
+from hyperbatch.plan import fit
+from hyperbatch.plan.clusters import load_cluster
 from hyperbatch.plan.compute import LayerTime, layer_times
-from hyperbatch.plan.inventory import PRECISION_DTYPE, memory_bytes, tensors
+from hyperbatch.plan.fit import StepMemory, fitting_batch
+from hyperbatch.plan.inventory import kept_bytes, model_names, tensors
 from hyperbatch.plan.machine import Cluster
 from hyperbatch.plan.types import TensorSpec
+from hyperbatch.recipes import get_recipe
 from hyperbatch.schedule import Phase, resolve_phases
-
-MEMORY_RESERVE = 0.9  # part of a device's memory that a step may fill; the rest is the libraries'
+from hyperbatch.vocabulary import PRECISION_DTYPE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class Request:
     """A run that is asked about. `written_for`: the largest global batch its number of epochs was stated for."""
 
     config: Config
@@ -35,21 +38,14 @@ def resolve(
     *,
     global_batch: int | None = None,
     batch_per_rank: int | None = None,
-) -> Job:
+) -> Request:
     """Names to values, and the batch to one that divides over the ranks.
 
     A recipe knows where its claim was made, so cluster and size may be left out. A batch that was asked for must
     divide; the recipe's own is moved to the nearest one that does.
     """
-    known = None
-    if isinstance(recipe, str):
-        from hyperbatch.recipes import get_recipe  # reads every recipe file: only when one is named
-
-        known = get_recipe(recipe)
+    known = get_recipe(recipe) if isinstance(recipe, str) else None
     if not isinstance(cluster, Cluster):
-        # Machine files belong to the simulator; the planner only needs the values in them.
-        from hyperbatch.sim.clusters import load_cluster
-
         cluster = load_cluster(cluster or (known.cluster if known else "local"))
     ranks = gpus if gpus is not None else (known.ranks if known else 1)
     for flag, value in (("--gpus", ranks), ("--global-batch", global_batch), ("--batch-per-rank", batch_per_rank)):
@@ -81,17 +77,17 @@ def resolve(
             )
     if ranks > cluster.devices:
         notes.append(f"{cluster.name} has {cluster.devices:,} devices; {ranks:,} are simulated")
-    return Job(config=config, cluster=cluster, ranks=ranks, written_for=written_for, notes=tuple(notes))
+    return Request(config=config, cluster=cluster, ranks=ranks, written_for=written_for, notes=tuple(notes))
 
 
-def resolve_all(config: Config, cluster: Cluster, ranks: int) -> tuple[Phase, ...]:
+def resolve_all(config: Config, memory_bytes: float, ranks: int, channels: int | None = None) -> tuple[Phase, ...]:
     """Every batch phase over the ranks, in micro-steps that fit a device's memory."""
     return resolve_phases(
         config.schedule.batch_phases,
         config.data.train_samples,
         ranks,
         accumulate=config.run.accumulate,
-        max_batch_per_rank=largest_batch(cluster, config),
+        max_batch_per_rank=largest_batch(config, memory_bytes, channels),
     )
 
 
@@ -102,28 +98,23 @@ def main_phase(config: Config) -> int:
     return lengths.index(max(lengths))
 
 
-def largest_batch(cluster: Cluster, config: Config) -> int:
-    """Samples of one micro-step that fit a device."""
-    one, two = (step_memory(config, batch)["total"] for batch in (1, 2))
-    room = cluster.device.memory_bytes * MEMORY_RESERVE - (2 * one - two)
-    return max(1, int(room / (two - one)))
+def largest_batch(config: Config, memory_bytes: float, channels: int | None = None) -> int | None:
+    """Samples of one micro-step that fit a device of so much memory; None for a model without a table."""
+    if config.model.model not in model_names():
+        return None
+    fixed, one = (step_memory(config, batch, channels).total for batch in (0, 1))
+    return fitting_batch(memory_bytes, fixed, one - fixed)
 
 
-def step_memory(config: Config, batch_per_rank: int) -> dict[str, int]:
+def step_memory(config: Config, batch_per_rank: int, channels: int | None = None) -> StepMemory:
     """What one rank holds in a micro-step of so many samples."""
-    data = config.data
-    return memory_bytes(
-        config.model.model,
-        batch_per_rank,
-        config.optim.precision,
-        data.image_size,
-        data.classes,
-        in_channels=image_channels(config),
-    )
+    model, dtype = config.model.model, PRECISION_DTYPE[config.optim.precision]
+    kept = kept_bytes(model, dtype, **_shape(config, channels))
+    return fit.step_memory(model_tensors(config, channels), batch_per_rank * kept, config.optim.optimizer)
 
 
-def model_tensors(config: Config) -> tuple[TensorSpec, ...]:
-    return tensors(config.model.model, dtype=PRECISION_DTYPE[config.optim.precision], **_shape(config))
+def model_tensors(config: Config, channels: int | None = None) -> tuple[TensorSpec, ...]:
+    return tensors(config.model.model, dtype=PRECISION_DTYPE[config.optim.precision], **_shape(config, channels))
 
 
 def model_times(cluster: Cluster, config: Config, batch_per_rank: int) -> list[LayerTime]:
@@ -135,9 +126,10 @@ def image_channels(config: Config) -> int:
     return 1 if config.data.dataset == "digits" else 3
 
 
-def _shape(config: Config) -> dict[str, int]:
+def _shape(config: Config, channels: int | None = None) -> dict[str, int]:
+    """channels: of the data at hand; None: of the data the recipe is for."""
     return {
         "classes": config.data.classes,
         "image_size": config.data.image_size,
-        "in_channels": image_channels(config),
+        "in_channels": channels or image_channels(config),
     }

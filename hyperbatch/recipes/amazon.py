@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from hyperbatch.config import (
-    BatchPhase,
-    CommConfig,
-    Config,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from hyperbatch.config import BatchPhase, Config
 from hyperbatch.recipes import recipe
+from hyperbatch.recipes.facebook import GOYAL_SGD
 
 
 @recipe(
@@ -31,22 +24,10 @@ def amazon_resnet152() -> Config:
 
     hyperbatch train amazon_resnet152 --data DIR
     """
-    return Config(
-        recipe="amazon_resnet152",
-        model=ModelConfig(model="resnet152"),
-        optim=OptimConfig(
-            optimizer="sgd", momentum=0.9, weight_decay=1e-4, momentum_rule="lr_outside", label_smoothing=0.0
-        ),
-        schedule=ScheduleConfig(
-            epochs=90,
-            batch_phases=(BatchPhase(0, 5_120),),
-            lr=0.1,
-            lr_batch=256,
-            warmup="goyal",
-            warmup_epochs=5,
-            decay="step",
-            milestones=(30, 60, 80),
-        ),
-        comm=CommConfig(grouping="threshold"),
-        run=RunConfig(target_top1=0.778),
+    return Config(recipe="amazon_resnet152").override(
+        **GOYAL_SGD,
+        model="resnet152",
+        batch_phases=(BatchPhase(0, 5_120),),
+        grouping="threshold",
+        target_top1=0.778,
     )

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from hyperbatch.config import (
-    BatchPhase,
-    CommConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from hyperbatch.config import BatchPhase, Config
 from hyperbatch.recipes import recipe
 from hyperbatch.recipes.mlperf import POINTS, from_point
 
-# LARS moves a weight by lr x trust of its own length per step. The small sets want 2 % at the peak; splitting it as
-# 1.0 x 0.02 keeps the rate of norm parameters and biases, which take it as it is, at a size plain SGD would use.
-_SMALL_LR, _SMALL_TRUST = 1.0, 0.02
+# What the small sets share. LARS moves a weight by lr x trust of its own length per step; they want 2 % at the peak.
+# Splitting it as 1.0 x 0.02 keeps the rate of norm parameters and biases, which take it as it is, at a size plain SGD
+# would use.
+_SMALL = {"momentum": 0.9, "trust_coefficient": 0.02, "label_smoothing": 0.1, "lr": 1.0}
+_ON_A_GPU = _SMALL | {"weight_decay": 5e-4, "precision": "fp16", "warmup_epochs": 3, "end_lr": 1e-3}
 
 
 @recipe(
@@ -32,33 +25,29 @@ def digits() -> Config:
 
     hyperbatch train
     """
-    return Config(
-        recipe="digits",
-        model=ModelConfig(model="resnet8"),
-        data=DataConfig(
-            dataset="digits",
-            train_samples=1_433,
-            eval_samples=364,
-            classes=10,
-            image_size=8,
-            eval_size=8,
-            eval_resize=8,
-            augment="shift",
-            shift_pixels=1,
-            flip=False,
-        ),
-        optim=OptimConfig(momentum=0.9, weight_decay=1e-3, trust_coefficient=_SMALL_TRUST, label_smoothing=0.1),
-        schedule=ScheduleConfig(
-            # The rate is down by epoch 14 and stays there: late epochs are for seeds that are slow to reach the target.
-            epochs=20,
-            batch_phases=(BatchPhase(0, 64), BatchPhase(5, 128)),
-            lr=_SMALL_LR,
-            warmup_epochs=2,
-            decay_epochs=12,
-            end_lr=0.01,
-        ),
-        comm=CommConfig(grouping="cubic"),
-        run=RunConfig(target_top1=0.99, eval_every_epochs=1),
+    return Config(recipe="digits").override(
+        **_SMALL,
+        model="resnet8",
+        dataset="digits",
+        train_samples=1_433,
+        eval_samples=364,
+        classes=10,
+        image_size=8,
+        eval_size=8,
+        eval_resize=8,
+        augment="shift",
+        shift_pixels=1,
+        flip=False,
+        weight_decay=1e-3,
+        # The rate is down by epoch 14 and stays there: late epochs are for seeds that are slow to reach the target.
+        epochs=20,
+        batch_phases=(BatchPhase(0, 64), BatchPhase(5, 128)),
+        warmup_epochs=2,
+        decay_epochs=12,
+        end_lr=0.01,
+        grouping="cubic",
+        target_top1=0.99,
+        eval_every_epochs=1,
     )
 
 
@@ -72,31 +61,22 @@ def cifar10() -> Config:
 
     hyperbatch train cifar10 --data DIR
     """
-    return Config(
-        recipe="cifar10",
-        model=ModelConfig(model="resnet20x4"),
-        data=DataConfig(
-            dataset="cifar10",
-            train_samples=50_000,
-            eval_samples=10_000,
-            classes=10,
-            image_size=32,
-            eval_size=32,
-            eval_resize=32,
-            augment="shift",
-            shift_pixels=4,
-        ),
-        optim=OptimConfig(
-            momentum=0.9,
-            weight_decay=5e-4,
-            trust_coefficient=_SMALL_TRUST,
-            label_smoothing=0.1,
-            precision="fp16",
-        ),
-        schedule=ScheduleConfig(
-            epochs=30, batch_phases=(BatchPhase(0, 512),), lr=_SMALL_LR, warmup_epochs=3, end_lr=1e-3
-        ),
-        run=RunConfig(target_top1=0.93, eval_every_epochs=1),
+    return Config(recipe="cifar10").override(
+        **_ON_A_GPU,
+        model="resnet20x4",
+        dataset="cifar10",
+        train_samples=50_000,
+        eval_samples=10_000,
+        classes=10,
+        image_size=32,
+        eval_size=32,
+        eval_resize=32,
+        augment="shift",
+        shift_pixels=4,
+        epochs=30,
+        batch_phases=(BatchPhase(0, 512),),
+        target_top1=0.93,
+        eval_every_epochs=1,
     )
 
 
@@ -110,29 +90,20 @@ def imagenette() -> Config:
 
     hyperbatch train imagenette --data DIR
     """
-    return Config(
-        recipe="imagenette",
-        model=ModelConfig(model="resnet18"),
-        data=DataConfig(
-            train_samples=9_469,
-            eval_samples=3_925,
-            classes=10,
-            image_size=160,
-            eval_size=160,
-            eval_resize=184,
-            crop_area=(0.25, 1.0),
-        ),
-        optim=OptimConfig(
-            momentum=0.9,
-            weight_decay=5e-4,
-            trust_coefficient=_SMALL_TRUST,
-            label_smoothing=0.1,
-            precision="fp16",
-        ),
-        schedule=ScheduleConfig(
-            epochs=40, batch_phases=(BatchPhase(0, 256),), lr=_SMALL_LR, warmup_epochs=3, end_lr=1e-3
-        ),
-        run=RunConfig(target_top1=0.88, eval_every_epochs=2),
+    return Config(recipe="imagenette").override(
+        **_ON_A_GPU,
+        model="resnet18",
+        train_samples=9_469,
+        eval_samples=3_925,
+        classes=10,
+        image_size=160,
+        eval_size=160,
+        eval_resize=184,
+        crop_area=(0.25, 1.0),
+        epochs=40,
+        batch_phases=(BatchPhase(0, 256),),
+        target_top1=0.88,
+        eval_every_epochs=2,
     )
 
 
@@ -146,29 +117,20 @@ def tinyimagenet() -> Config:
 
     hyperbatch train tinyimagenet --data DIR
     """
-    return Config(
-        recipe="tinyimagenet",
-        model=ModelConfig(model="resnet20x4"),
-        data=DataConfig(
-            train_samples=100_000,
-            eval_samples=10_000,
-            classes=200,
-            image_size=64,
-            eval_size=64,
-            eval_resize=64,
-            crop_area=(0.35, 1.0),
-        ),
-        optim=OptimConfig(
-            momentum=0.9,
-            weight_decay=5e-4,
-            trust_coefficient=_SMALL_TRUST,
-            label_smoothing=0.1,
-            precision="fp16",
-        ),
-        schedule=ScheduleConfig(
-            epochs=30, batch_phases=(BatchPhase(0, 512),), lr=_SMALL_LR, warmup_epochs=3, end_lr=1e-3
-        ),
-        run=RunConfig(target_top1=0.55, eval_every_epochs=2),
+    return Config(recipe="tinyimagenet").override(
+        **_ON_A_GPU,
+        model="resnet20x4",
+        train_samples=100_000,
+        eval_samples=10_000,
+        classes=200,
+        image_size=64,
+        eval_size=64,
+        eval_resize=64,
+        crop_area=(0.35, 1.0),
+        epochs=30,
+        batch_phases=(BatchPhase(0, 512),),
+        target_top1=0.55,
+        eval_every_epochs=2,
     )
 
 

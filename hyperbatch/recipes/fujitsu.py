@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from hyperbatch.config import (
-    BatchPhase,
-    CommConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from hyperbatch.config import BatchPhase, Config
 from hyperbatch.recipes import recipe
 from hyperbatch.recipes.mlperf import TARGET_TOP1, epochs_of
 
@@ -35,28 +26,30 @@ def fujitsu_resnet50() -> Config:
 
     hyperbatch train fujitsu_resnet50 --data DIR
     """
-    return Config(
-        recipe="fujitsu_resnet50",
-        model=ModelConfig(model="resnet50"),
-        data=DataConfig(crop_area=(0.05, 0.9), crop_aspect=(2 / 3, 1.5), full_crop_from_epoch=85),
-        optim=OptimConfig(
-            momentum=0.96,
-            weight_decay=5e-5,
-            trust_coefficient=0.0025,
-            lars_eps=1e-9,
-            decoupled_weight_decay=True,
-            label_smoothing=0.1,
-            precision="fp16",
-        ),
-        schedule=ScheduleConfig(
-            epochs=90,
-            batch_phases=(BatchPhase(0, _GLOBAL_BATCH),),
-            lr=_LR,
-            warmup_epochs=36,
-            decay_epochs=epochs_of(780, _GLOBAL_BATCH),
-            decay_power=2.2,
-            end_lr=_LR * 0.0025,
-        ),
-        comm=CommConfig(algorithm="torus", wire_dtype="fp16", grouping="cubic", group_base=3),
-        run=RunConfig(target_top1=TARGET_TOP1, eval_every_epochs=4, eval_offset_epochs=1),
+    return Config(recipe="fujitsu_resnet50").override(
+        model="resnet50",
+        crop_area=(0.05, 0.9),
+        crop_aspect=(2 / 3, 1.5),
+        full_crop_from_epoch=85,
+        momentum=0.96,
+        weight_decay=5e-5,
+        trust_coefficient=0.0025,
+        lars_eps=1e-9,
+        decoupled_weight_decay=True,
+        label_smoothing=0.1,
+        precision="fp16",
+        epochs=90,
+        batch_phases=(BatchPhase(0, _GLOBAL_BATCH),),
+        lr=_LR,
+        warmup_epochs=36,
+        decay_epochs=epochs_of(780, _GLOBAL_BATCH),
+        decay_power=2.2,
+        end_lr=_LR * 0.0025,
+        algorithm="torus",
+        wire_dtype="fp16",
+        grouping="cubic",
+        group_base=3,
+        target_top1=TARGET_TOP1,
+        eval_every_epochs=4,
+        eval_offset_epochs=1,
     )

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from hyperbatch.config import (
-    BatchPhase,
-    CommConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from hyperbatch.config import BatchPhase, Config
 from hyperbatch.recipes import recipe
 from hyperbatch.recipes.mlperf import TARGET_TOP1, epochs_of
 
@@ -34,27 +25,25 @@ def google_resnet50() -> Config:
 
     hyperbatch train google_resnet50 --data DIR
     """
-    return Config(
-        recipe="google_resnet50",
-        model=ModelConfig(model="resnet50", bn_group_ranks=4),
-        data=DataConfig(crop_area=(0.05, 1.0)),
-        optim=OptimConfig(
-            momentum=0.9,
-            weight_decay=1e-4,
-            trust_coefficient=0.001,
-            lars_eps=1e-5,
-            label_smoothing=0.1,
-            precision="bf16",
-        ),
-        schedule=ScheduleConfig(
-            epochs=epochs_of(2_983, 32_768),
-            batch_phases=(BatchPhase(0, 32_768),),
-            lr=31.2,
-            warmup_epochs=25,
-            decay_epochs=epochs_of(2_007, 32_768),
-            decay_power=2,
-            end_lr=1e-4,
-        ),
-        comm=CommConfig(algorithm="torus", sharded_update=True),
-        run=RunConfig(target_top1=TARGET_TOP1, eval_every_epochs=4),
+    return Config(recipe="google_resnet50").override(
+        model="resnet50",
+        bn_group_ranks=4,
+        crop_area=(0.05, 1.0),
+        momentum=0.9,
+        weight_decay=1e-4,
+        trust_coefficient=0.001,
+        lars_eps=1e-5,
+        label_smoothing=0.1,
+        precision="bf16",
+        epochs=epochs_of(2_983, 32_768),
+        batch_phases=(BatchPhase(0, 32_768),),
+        lr=31.2,
+        warmup_epochs=25,
+        decay_epochs=epochs_of(2_007, 32_768),
+        decay_power=2,
+        end_lr=1e-4,
+        algorithm="torus",
+        sharded_update=True,
+        target_top1=TARGET_TOP1,
+        eval_every_epochs=4,
     )

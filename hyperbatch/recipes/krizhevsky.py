@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from hyperbatch.config import (
-    BatchPhase,
-    CommConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from hyperbatch.config import BatchPhase, Config
 from hyperbatch.recipes import recipe
 
 _EPOCHS = 90
@@ -35,24 +26,24 @@ def krizhevsky_alexnet() -> Config:
 
     hyperbatch train krizhevsky_alexnet --data DIR
     """
-    return Config(
-        recipe="krizhevsky_alexnet",
-        model=ModelConfig(model="alexnet_bn"),
-        data=DataConfig(augment="fixed_resize_crop", color_noise=0.1),
-        optim=OptimConfig(
-            optimizer="sgd", momentum=0.9, weight_decay=5e-4, momentum_rule="lr_outside", label_smoothing=0.0
-        ),
-        schedule=ScheduleConfig(
-            epochs=_EPOCHS,
-            batch_phases=(BatchPhase(0, 1_024),),
-            lr=0.01,
-            lr_batch=128,
-            warmup="goyal",
-            warmup_epochs=1,
-            decay="step",
-            milestones=(_EPOCHS / 4, _EPOCHS / 2, _EPOCHS * 3 / 4),
-            decay_factor=250 ** (-1 / 3),
-        ),
-        comm=CommConfig(grouping="threshold"),
-        run=RunConfig(target_top1=0.567),
+    return Config(recipe="krizhevsky_alexnet").override(
+        model="alexnet_bn",
+        augment="fixed_resize_crop",
+        color_noise=0.1,
+        optimizer="sgd",
+        momentum=0.9,
+        weight_decay=5e-4,
+        momentum_rule="lr_outside",
+        label_smoothing=0.0,
+        epochs=_EPOCHS,
+        batch_phases=(BatchPhase(0, 1_024),),
+        lr=0.01,
+        lr_batch=128,
+        warmup="goyal",
+        warmup_epochs=1,
+        decay="step",
+        milestones=(_EPOCHS / 4, _EPOCHS / 2, _EPOCHS * 3 / 4),
+        decay_factor=250 ** (-1 / 3),
+        grouping="threshold",
+        target_top1=0.567,
     )

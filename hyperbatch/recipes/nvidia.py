@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from hyperbatch.config import (
-    BatchPhase,
-    CommConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from hyperbatch.config import BatchPhase, Config
 from hyperbatch.recipes import recipe
 from hyperbatch.recipes.mlperf import TARGET_TOP1
 
@@ -30,26 +21,24 @@ def nvidia_resnet50() -> Config:
 
     hyperbatch train nvidia_resnet50 --data DIR
     """
-    return Config(
-        recipe="nvidia_resnet50",
-        model=ModelConfig(model="resnet50"),
-        data=DataConfig(crop_area=(0.05, 1.0)),
-        optim=OptimConfig(
-            momentum=0.9,
-            weight_decay=2e-4,
-            trust_coefficient=0.001,
-            momentum_rule="rescaled",
-            label_smoothing=0.1,
-            precision="fp16",
-        ),
-        schedule=ScheduleConfig(
-            epochs=90,
-            batch_phases=(BatchPhase(0, 59_904),),
-            lr=40.7,
-            warmup_epochs=33,
-            decay_power=2,
-            end_lr=1e-4,
-        ),
-        comm=CommConfig(grouping="equal", group_count=16),
-        run=RunConfig(target_top1=TARGET_TOP1, eval_every_epochs=4, eval_offset_epochs=1),
+    return Config(recipe="nvidia_resnet50").override(
+        model="resnet50",
+        crop_area=(0.05, 1.0),
+        momentum=0.9,
+        weight_decay=2e-4,
+        trust_coefficient=0.001,
+        momentum_rule="rescaled",
+        label_smoothing=0.1,
+        precision="fp16",
+        epochs=90,
+        batch_phases=(BatchPhase(0, 59_904),),
+        lr=40.7,
+        warmup_epochs=33,
+        decay_power=2,
+        end_lr=1e-4,
+        grouping="equal",
+        group_count=16,
+        target_top1=TARGET_TOP1,
+        eval_every_epochs=4,
+        eval_offset_epochs=1,
     )

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from hyperbatch.config import (
-    BatchPhase,
-    CommConfig,
-    Config,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from hyperbatch.config import BatchPhase, Config
 from hyperbatch.recipes import recipe
+from hyperbatch.recipes.facebook import GOYAL_SGD
 
 
 @recipe(
@@ -34,22 +27,12 @@ def pfn_resnet50() -> Config:
 
     hyperbatch train pfn_resnet50 --data DIR
     """
-    return Config(
-        recipe="pfn_resnet50",
-        model=ModelConfig(model="resnet50", bn_momentum=1.0),
-        optim=OptimConfig(
-            optimizer="sgd", momentum=0.9, weight_decay=1e-4, momentum_rule="lr_outside", label_smoothing=0.0
-        ),
-        schedule=ScheduleConfig(
-            epochs=90,
-            batch_phases=(BatchPhase(0, 32_768),),
-            lr=0.1,
-            lr_batch=256,
-            warmup="slow_start",
-            warmup_epochs=5,
-            decay="step",
-            milestones=(30, 60, 80),
-        ),
-        comm=CommConfig(grouping="single", wire_dtype="fp16"),
-        run=RunConfig(target_top1=0.749),
+    return Config(recipe="pfn_resnet50").override(
+        **GOYAL_SGD | {"warmup": "slow_start"},
+        model="resnet50",
+        batch_phases=(BatchPhase(0, 32_768),),
+        bn_momentum=1.0,
+        grouping="single",
+        wire_dtype="fp16",
+        target_top1=0.749,
     )

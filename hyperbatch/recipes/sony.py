@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from hyperbatch.config import (
-    BatchPhase,
-    CommConfig,
-    Config,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from hyperbatch.config import BatchPhase, Config
 from hyperbatch.recipes import recipe
 from hyperbatch.recipes.mlperf import POINTS, Point
 
@@ -24,21 +16,19 @@ _CHOSEN = (
 
 
 def _resnet50(name: str, phases: tuple[BatchPhase, ...], point: Point, target_top1: float) -> Config:
-    return Config(
-        recipe=name,
-        model=ModelConfig(model="resnet50"),
-        optim=OptimConfig(
-            momentum=point.momentum, weight_decay=point.weight_decay, label_smoothing=0.1, precision="fp16"
-        ),
-        schedule=ScheduleConfig(
-            epochs=90,
-            batch_phases=phases,
-            lr=point.lr,
-            lr_batch=point.global_batch,
-            warmup_epochs=point.warmup_epochs,
-        ),
-        comm=CommConfig(algorithm="torus"),
-        run=RunConfig(target_top1=target_top1),
+    return Config(recipe=name).override(
+        model="resnet50",
+        momentum=point.momentum,
+        weight_decay=point.weight_decay,
+        label_smoothing=0.1,
+        precision="fp16",
+        epochs=90,
+        batch_phases=phases,
+        lr=point.lr,
+        lr_batch=point.global_batch,
+        warmup_epochs=point.warmup_epochs,
+        algorithm="torus",
+        target_top1=target_top1,
     )
 
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from hyperbatch.config import (
-    BatchPhase,
-    CommConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from hyperbatch.config import BatchPhase, Config
 from hyperbatch.recipes import recipe
 from hyperbatch.recipes.mlperf import POINTS
 
 _SOURCE = "Jia et al., Highly Scalable Deep Learning Training System, arXiv 1807.11205; GTC talk S9146"
-_COMM = CommConfig(
-    algorithm="hybrid", grouping="threshold", group_threshold_bytes=16 << 20, hybrid_switch_bytes=1 << 20
-)
+_SYSTEM = {
+    "label_smoothing": 0.0,
+    "precision": "fp16",
+    "algorithm": "hybrid",
+    "hybrid_switch_bytes": 1 << 20,
+    "grouping": "threshold",
+    "group_threshold_bytes": 16 << 20,
+}
 _COMM_CHOSEN = "fusion threshold 16 MiB, switch from hierarchical to ring at 1 MiB: neither is given; tune them"
 
 
@@ -43,20 +39,16 @@ def tencent_resnet50() -> Config:
     hyperbatch train tencent_resnet50 --data DIR
     """
     point = POINTS[65_536]
-    return Config(
-        recipe="tencent_resnet50",
-        model=ModelConfig(model="resnet50"),
-        optim=OptimConfig(
-            momentum=point.momentum, weight_decay=point.weight_decay, label_smoothing=0.0, precision="fp16"
-        ),
-        schedule=ScheduleConfig(
-            epochs=90,
-            batch_phases=(BatchPhase(0, 65_536),),
-            lr=point.lr,
-            warmup_epochs=point.warmup_epochs,
-        ),
-        comm=_COMM,
-        run=RunConfig(target_top1=0.758),
+    return Config(recipe="tencent_resnet50").override(
+        **_SYSTEM,
+        model="resnet50",
+        momentum=point.momentum,
+        weight_decay=point.weight_decay,
+        epochs=90,
+        batch_phases=(BatchPhase(0, 65_536),),
+        lr=point.lr,
+        warmup_epochs=point.warmup_epochs,
+        target_top1=0.758,
     )
 
 
@@ -75,19 +67,17 @@ def tencent_alexnet() -> Config:
 
     hyperbatch train tencent_alexnet --data DIR
     """
-    return Config(
-        recipe="tencent_alexnet",
-        model=ModelConfig(model="alexnet_bn_pool5"),
-        data=DataConfig(augment="fixed_resize_crop"),
-        optim=OptimConfig(momentum=0.9, weight_decay=5e-4, label_smoothing=0.0, precision="fp16"),
-        schedule=ScheduleConfig(
-            epochs=95,
-            batch_phases=(BatchPhase(0, 65_536),),
-            lr=33.0,
-            lr_batch=32_768,
-            warmup_epochs=10,
-            end_lr=0.0,
-        ),
-        comm=_COMM,
-        run=RunConfig(target_top1=0.587),
+    return Config(recipe="tencent_alexnet").override(
+        **_SYSTEM,
+        model="alexnet_bn_pool5",
+        augment="fixed_resize_crop",
+        momentum=0.9,
+        weight_decay=5e-4,
+        epochs=95,
+        batch_phases=(BatchPhase(0, 65_536),),
+        lr=33.0,
+        lr_batch=32_768,
+        warmup_epochs=10,
+        end_lr=0.0,
+        target_top1=0.587,
     )

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from hyperbatch.config import (
-    BatchPhase,
-    CommConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from hyperbatch.config import BatchPhase, Config
 from hyperbatch.recipes import recipe
 
 _SOURCE = "You et al., Speeding up ImageNet Training on Supercomputers, SysML 2018; LARS: arXiv 1708.03888"
@@ -23,24 +14,31 @@ _CHOSEN = (
 )
 
 
+_LARS = {
+    "momentum": 0.9,
+    "trust_coefficient": 0.001,
+    "label_smoothing": 0.0,
+    "decay_power": 2,
+    "end_lr": 0.0,
+    "grouping": "single",
+}
+
+
 def _resnet50(name: str, global_batch: int, target_top1: float) -> Config:
-    return Config(
-        recipe=name,
-        model=ModelConfig(model="resnet50"),
+    return Config(recipe=name).override(
+        **_LARS,
+        model="resnet50",
         # The original ResNet's augmentation, weaker than Facebook's: the shorter side drawn from 256 to 480.
-        data=DataConfig(augment="scale_jitter", jitter_sides=(256, 480), color_noise=0.1),
-        optim=OptimConfig(momentum=0.9, weight_decay=1e-4, trust_coefficient=0.001, label_smoothing=0.0),
-        schedule=ScheduleConfig(
-            epochs=90,
-            batch_phases=(BatchPhase(0, global_batch),),
-            lr=0.1,
-            lr_batch=256,
-            warmup_epochs=5,
-            decay_power=2,
-            end_lr=0.0,
-        ),
-        comm=CommConfig(grouping="single"),
-        run=RunConfig(target_top1=target_top1),
+        augment="scale_jitter",
+        jitter_sides=(256, 480),
+        color_noise=0.1,
+        weight_decay=1e-4,
+        epochs=90,
+        batch_phases=(BatchPhase(0, global_batch),),
+        lr=0.1,
+        lr_batch=256,
+        warmup_epochs=5,
+        target_top1=target_top1,
     )
 
 
@@ -93,19 +91,14 @@ def you_alexnet() -> Config:
 
     hyperbatch train you_alexnet --data DIR
     """
-    return Config(
-        recipe="you_alexnet",
-        model=ModelConfig(model="alexnet_bn"),
-        data=DataConfig(augment="fixed_resize_crop"),
-        optim=OptimConfig(momentum=0.9, weight_decay=5e-4, trust_coefficient=0.001, label_smoothing=0.0),
-        schedule=ScheduleConfig(
-            epochs=100,
-            batch_phases=(BatchPhase(0, 32_768),),
-            lr=33.0,
-            warmup_epochs=10,
-            decay_power=2,
-            end_lr=0.0,
-        ),
-        comm=CommConfig(grouping="single"),
-        run=RunConfig(target_top1=0.586),
+    return Config(recipe="you_alexnet").override(
+        **_LARS,
+        model="alexnet_bn",
+        augment="fixed_resize_crop",
+        weight_decay=5e-4,
+        epochs=100,
+        batch_phases=(BatchPhase(0, 32_768),),
+        lr=33.0,
+        warmup_epochs=10,
+        target_top1=0.586,
     )

@@ -58,7 +58,7 @@ def differences(runs: list[Run]) -> Html | None:
     known = [run for run in runs if run.record]
     rows = []
     for spec in fields():
-        if spec.name in setup.NOT_REPRODUCED:
+        if not spec.repeated:
             continue
         texts = [_value(run, spec.section, spec.name) for run in known]
         if len(set(texts)) > 1:

@@ -12,9 +12,6 @@ from hyperbatch.report.markup import Html, el, table
 from hyperbatch.report.runs import Run
 from hyperbatch.report.sections import card
 
-# Where a run stands and what it was called say nothing about how to do it again.
-NOT_REPRODUCED = {"out", "resume"}
-
 
 def changed_fields(record: RunRecord) -> dict[str, tuple[Any, Any]] | None:
     """Field -> (recipe's value, this run's) where they differ; None when the recipe is not one of ours.
@@ -28,7 +25,7 @@ def changed_fields(record: RunRecord) -> dict[str, tuple[Any, Any]] | None:
     changed = {}
     for spec in fields():
         here = record.config.get(spec.section)
-        if not isinstance(here, dict) or spec.name not in here or spec.name in NOT_REPRODUCED:
+        if not isinstance(here, dict) or spec.name not in here or not spec.repeated:
             continue
         before, now = usual[spec.section][spec.name], spec.coerce(here[spec.name])
         chosen = spec.name == "nproc" and before == 0  # left to the launcher, which wrote down what it found

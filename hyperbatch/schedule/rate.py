@@ -14,22 +14,22 @@ import math
 from hyperbatch.config import ScheduleConfig
 
 
-def learning_rate(schedule: ScheduleConfig, epoch: float, global_batch: int) -> float:
-    """The rate of a step that starts after `epoch` epochs and takes `global_batch` samples."""
-    return peak(schedule, global_batch) * shape(schedule, epoch, peak(schedule, global_batch))
+def learning_rate(schedule: ScheduleConfig, epoch: float) -> float:
+    """The rate of a step that starts after `epoch` epochs. It does not follow the batch from phase to phase."""
+    return peak(schedule) * shape(schedule, epoch)
 
 
-def peak(schedule: ScheduleConfig, global_batch: int) -> float:
-    """The recipe's rate, carried from the batch it was given for to this run's (You et al.: linear scaling)."""
+def peak(schedule: ScheduleConfig) -> float:
+    """The recipe's rate, carried from the batch it was given for to this run's first (You et al.: linear scaling)."""
     first = schedule.batch_phases[0].global_batch
     reference = schedule.lr_batch or first
-    batch = global_batch if schedule.lr_follows_phases else first
     power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[schedule.lr_scaling]
-    return schedule.lr * (batch / reference) ** power
+    return schedule.lr * (first / reference) ** power
 
 
-def shape(schedule: ScheduleConfig, epoch: float, peak_lr: float) -> float:
+def shape(schedule: ScheduleConfig, epoch: float) -> float:
     """The rate as a fraction of its peak."""
+    peak_lr = peak(schedule)
     if epoch < schedule.warmup_epochs:
         start = schedule.warmup_lr / peak_lr
         return _warmup(schedule, epoch / schedule.warmup_epochs, start, peak_lr)
@@ -58,6 +58,6 @@ def _decay(schedule: ScheduleConfig, epoch: float, end: float) -> float:
     return end + (1 - end) * (1 - t) ** schedule.decay_power
 
 
-def weight_decay_scale(schedule: ScheduleConfig, epoch: float, global_batch: int) -> float:
+def weight_decay_scale(schedule: ScheduleConfig, epoch: float) -> float:
     """Factor of a decoupled weight decay: it warms up and decays as the rate does, but does not follow its height."""
-    return learning_rate(schedule, epoch, global_batch) / peak(schedule, global_batch)
+    return shape(schedule, epoch)

@@ -14,22 +14,10 @@ from functools import cache
 
 from hyperbatch.config import Config
 from hyperbatch.errors import InputError
+from hyperbatch.recipes.mlperf import EPOCHS_TO_TARGET
 
-# (global batch, epochs to 75.9 %): mlcommons/logging, training 4.0.0 reference convergence points; the last from the
-# public v2.0 logs.
-POINTS = (
-    (1_632, 35.0),
-    (3_264, 35.2),
-    (4_096, 40.0),
-    (8_192, 42.0),
-    (13_056, 45.4),
-    (32_768, 56.0),
-    (49_152, 68.0),
-    (58_880, 79.9),
-    (65_536, 84.5),
-    (67_840, 86.0),
-)
-LARGEST_BATCH = 1024 * POINTS[-1][0]  # the spread has long ceased to say anything there, and soon is no number
+# Beyond this the spread has long ceased to say anything, and soon is no number.
+LARGEST_BATCH = 1024 * EPOCHS_TO_TARGET[-1][0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +28,8 @@ class Interval:
     mid: float
     high: float
 
-    def to_dict(self) -> dict[str, float]:
-        return {"low": self.low, "mid": self.mid, "high": self.high}
 
-
-def mlperf_epochs(global_batch: float, points: tuple[tuple[int, float], ...] = POINTS) -> float:
+def mlperf_epochs(global_batch: float, points: tuple[tuple[int, float], ...] = EPOCHS_TO_TARGET) -> float:
     """Straight between the points on logarithmic axes; flat below the first, on at the last slope above the last."""
     batches = [math.log(batch) for batch, _ in points]
     epochs = [math.log(count) for _, count in points]
@@ -65,9 +50,9 @@ def mlperf_epochs(global_batch: float, points: tuple[tuple[int, float], ...] = P
 def spread() -> float:
     """Standard deviation of log epochs: each inner point predicted from the others."""
     errors = []
-    for i in range(1, len(POINTS) - 1):
-        others = POINTS[:i] + POINTS[i + 1 :]
-        errors.append(math.log(mlperf_epochs(POINTS[i][0], others) / POINTS[i][1]))
+    for i in range(1, len(EPOCHS_TO_TARGET) - 1):
+        others = EPOCHS_TO_TARGET[:i] + EPOCHS_TO_TARGET[i + 1 :]
+        errors.append(math.log(mlperf_epochs(EPOCHS_TO_TARGET[i][0], others) / EPOCHS_TO_TARGET[i][1]))
     return math.sqrt(sum(error * error for error in errors) / len(errors))
 
 
@@ -80,10 +65,10 @@ def epochs_to_target(config: Config, recipe_batch: int, global_batch: int) -> In
     if global_batch > LARGEST_BATCH:
         raise InputError(
             f"a global batch of {global_batch:,} is beyond prediction: the curve of epochs ends at "
-            f"{POINTS[-1][0]:,} and is followed to {LARGEST_BATCH:,}; give fewer --gpus or a smaller batch"
+            f"{EPOCHS_TO_TARGET[-1][0]:,} and is followed to {LARGEST_BATCH:,}; give fewer --gpus or a smaller batch"
         )
     mid = config.schedule.epochs * mlperf_epochs(global_batch) / mlperf_epochs(recipe_batch)
-    beyond = max(0.0, math.log2(global_batch / POINTS[-1][0]))
+    beyond = max(0.0, math.log2(global_batch / EPOCHS_TO_TARGET[-1][0]))
     width = 1.645 * spread() * 2**beyond  # 5 % and 95 % of a normal distribution
     return Interval(mid * math.exp(-width), mid, mid * math.exp(width))
 

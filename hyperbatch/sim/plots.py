@@ -92,9 +92,9 @@ def efficiency_chart(recipe: str, cluster: str, gpus: Sequence[int], batch_per_r
     series = {
         name: [
             (point["gpus"], point["efficiency"])
-            for point in simulate(recipe, cluster=cluster, gpus=gpus, algorithm=name, batch_per_rank=batch_per_rank)[
-                "points"
-            ]
+            for point in simulate(
+                recipe, cluster=cluster, gpus=gpus, algorithm=name, batch_per_rank=batch_per_rank
+            ).to_dict()["points"]
         ]
         for name in ("flat", "hierarchical", "torus", "hybrid")
     }
@@ -104,7 +104,7 @@ def efficiency_chart(recipe: str, cluster: str, gpus: Sequence[int], batch_per_r
 
 def strong_scaling_chart(recipe: str, cluster: str, gpus: Sequence[int]) -> str:
     """Images per second at the recipe's own batch, beside what perfect scaling would give."""
-    points = simulate(recipe, cluster=cluster, gpus=gpus)["points"]
+    points = simulate(recipe, cluster=cluster, gpus=gpus).to_dict()["points"]
     got = [(point["gpus"], point["images_per_s"] / 1e6) for point in points]
     perfect = [(count, got[0][1] * count / gpus[0]) for count in gpus]
     batch = points[0]["global_batch"]
@@ -163,7 +163,7 @@ def stack(*charts: str) -> str:
 def grouping_chart() -> str:
     """Exposed communication against the number of groups on Fujitsu's 2,048 V100: their two ideas, and the least."""
     job = resolve("fujitsu_resnet50", "abci", 2048)
-    phase = resolve_all(job.config, job.cluster, job.ranks)[0]
+    phase = resolve_all(job.config, job.cluster.device.memory_bytes, job.ranks)[0]
 
     def exposed(strategy: str, **options: int) -> tuple[int, float]:
         config = job.config.override(**options)
@@ -191,18 +191,24 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     names = ("single", "equal", "cubic", "optimal")
     fujitsu = [
-        make_plan("fujitsu_resnet50", cluster="abci", gpus=2048, grid="512x4", algorithm="torus", strategy=name)
+        make_plan(
+            "fujitsu_resnet50", cluster="abci", gpus=2048, grid="512x4", algorithm="torus", strategy=name
+        ).to_dict()
         for name in names
     ]
     alexnet = [
-        make_plan("tencent_alexnet", cluster="tencent_p40", gpus=1024, grid="128x8", algorithm="hybrid", strategy=name)
+        make_plan(
+            "tencent_alexnet", cluster="tencent_p40", gpus=1024, grid="128x8", algorithm="hybrid", strategy=name
+        ).to_dict()
         for name in names
     ]
     sizes = [128, 256, 512, 1024, 2048, 4096]
     clusters = ["dgx1_v100", "dgx_a100", "dgx_h100", "h200x8"]
-    energy = {name: simulate("mlperf_resnet50", cluster=name, gpus=[8, 32, 128, 512])["points"] for name in clusters}
+    energy = {
+        name: simulate("mlperf_resnet50", cluster=name, gpus=[8, 32, 128, 512]).to_dict()["points"] for name in clusters
+    }
     priced = {
-        name: simulate(recipe, cluster="cloud_h200_efa", gpus=[8, 32, 128, 512])["points"]
+        name: simulate(recipe, cluster="cloud_h200_efa", gpus=[8, 32, 128, 512]).to_dict()["points"]
         for name, recipe in (("ResNet-50", "mlperf_resnet50"), ("AlexNet", "tencent_alexnet"))
     }
     pictures = {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from hyperbatch.config import Config
@@ -11,12 +12,110 @@ from hyperbatch.plan.compute import peak_flops
 from hyperbatch.plan.inventory import training_flops
 from hyperbatch.plan.machine import Cluster
 from hyperbatch.plan.planner import StepPlan, plan_step
-from hyperbatch.plan.workload import image_channels, main_phase, model_times, resolve, resolve_all, step_memory
+from hyperbatch.plan.workload import (
+    Request,
+    image_channels,
+    main_phase,
+    model_times,
+    resolve,
+    resolve_all,
+    step_memory,
+)
 from hyperbatch.schedule import Phase
 from hyperbatch.sim.convergence import Interval, epochs_to_target, evaluations, failure_overhead
 
 STEP_ERROR = 0.15  # nine in ten published runs are predicted within it, see docs/simulator_validation.md
 YEAR_S = 365 * 24 * 3600
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSeconds:
+    """One run to its target, by what its seconds are spent on; starting up is not in the total."""
+
+    total_s: float
+    train_s: float
+    eval_s: float
+    checkpoint_s: float
+    failures_s: float
+    init_s: float
+    epochs: float
+    evaluations: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """The run on one number of GPUs. `phase` and `step` are of the batch phase that takes most epochs."""
+
+    gpus: int
+    nodes: int
+    algorithm: str  # that of the request; the groups of a step may differ
+    phase: Phase
+    step: StepPlan
+    epochs: Interval
+    time_to_target_s: Interval
+    run: RunSeconds
+    lower_bound_s: float
+    memory_bytes: int
+    energy_kwh: float
+    cost_usd: float | None
+    notes: tuple[str, ...]
+
+    @property
+    def images_per_s(self) -> float:
+        return self.phase.global_batch / self.step.timing.step_s
+
+    @property
+    def efficiency(self) -> float:
+        return self.step.alone_s / self.step.timing.step_s
+
+    def to_dict(self) -> dict[str, Any]:
+        timing = self.step.timing
+        return {
+            "gpus": self.gpus,
+            "nodes": self.nodes,
+            "grid": str(self.step.grid),
+            "algorithm": self.algorithm,
+            "strategy": self.step.plan.strategy,
+            "groups": len(self.step.plan.groups),
+            "global_batch": self.phase.global_batch,
+            "batch_per_rank": self.phase.batch_per_rank,
+            "accumulation": self.phase.accumulation,
+            "step_s": timing.step_s,
+            "slow_step_s": self.step.slow_step_s,
+            "forward_s": timing.forward_s,
+            "backward_s": timing.backward_s,
+            "exposed_comm_s": timing.exposed_comm_s,
+            "update_s": timing.update_s,
+            "images_per_s": self.images_per_s,
+            "images_per_s_per_gpu": self.images_per_s / self.gpus,
+            "efficiency": self.efficiency,
+            "epochs": self.epochs.mid,
+            "epochs_interval": asdict(self.epochs),
+            "time_to_target_s": asdict(self.time_to_target_s),
+            "run": asdict(self.run),
+            "lower_bound_s": self.lower_bound_s,
+            "memory_bytes": self.memory_bytes,
+            "energy_kwh": self.energy_kwh,
+            "cost_usd": self.cost_usd,
+            "timing": timing.to_dict(),
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulation:
+    """What `hyperbatch simulate` answers: a prediction for each number of GPUs."""
+
+    recipe: str
+    cluster: str
+    device: str
+    model: str
+    precision: str
+    target_top1: float | None
+    points: tuple[Prediction, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(replace(self, points=())) | {"points": [point.to_dict() for point in self.points]}
 
 
 def simulate(
@@ -29,108 +128,57 @@ def simulate(
     strategy: str | None = None,
     global_batch: int | None = None,
     batch_per_rank: int | None = None,
-) -> dict[str, Any]:
+) -> Simulation:
     """Predicts the run that `train` would make on each number of GPUs; what is None is the recipe's own.
 
     A grid neither asked for nor stated by the recipe is `train`'s default, hosts x devices per host. `hyperbatch plan`
     looks for better ones.
     """
-    points = [
-        _point(
-            recipe,
-            cluster,
-            count,
-            algorithm=algorithm,
-            grid=grid,
-            strategy=strategy,
-            global_batch=global_batch,
-            batch_per_rank=batch_per_rank,
-        )
-        for count in gpus
+    choices = {"algorithm": algorithm, "grid": grid, "strategy": strategy}
+    requests = [
+        resolve(recipe, cluster, count, global_batch=global_batch, batch_per_rank=batch_per_rank) for count in gpus
     ]
-    job = resolve(recipe, cluster, 1)
-    config, machine = job.config, job.cluster
-    return {
-        "recipe": config.recipe,
-        "cluster": machine.name,
-        "device": machine.device.name,
-        "model": config.model.model,
-        "precision": config.optim.precision,
-        "target_top1": config.run.target_top1,
-        "points": points,
-    }
+    first = requests[0] if requests else resolve(recipe, cluster, 1)
+    return Simulation(
+        recipe=first.config.recipe,
+        cluster=first.cluster.name,
+        device=first.cluster.device.name,
+        model=first.config.model.model,
+        precision=first.config.optim.precision,
+        target_top1=first.config.run.target_top1,
+        points=tuple(_predict(request, **choices) for request in requests),
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _PhaseRun:
-    """One batch phase: its step, and how many samples it takes."""
-
-    phase: Phase
-    step: StepPlan
-    samples: float
-
-    @property
-    def seconds(self) -> float:
-        return self.samples / self.phase.global_batch * self.step.timing.step_s
-
-
-def _point(
-    recipe: str | Config,
-    cluster: str | Cluster | None,
-    gpus: int,
-    *,
-    algorithm: str | None,
-    grid: str | None,
-    strategy: str | None,
-    global_batch: int | None,
-    batch_per_rank: int | None,
-) -> dict[str, Any]:
-    job = resolve(recipe, cluster, gpus, global_batch=global_batch, batch_per_rank=batch_per_rank)
-    config, machine, ranks = job.config, job.cluster, job.ranks
-    phases = resolve_all(config, machine, ranks)
+def _predict(request: Request, *, algorithm: str | None, grid: str | None, strategy: str | None) -> Prediction:
+    config, machine, ranks = request.config, request.cluster, request.ranks
+    phases = resolve_all(config, machine.device.memory_bytes, ranks)
     name = algorithm or config.comm.algorithm
     steps = [plan_step(machine, config, ranks, phase, grid=grid, algorithm=name, strategy=strategy) for phase in phases]
-    epochs = epochs_to_target(config, job.written_for, max(phase.global_batch for phase in phases))
-    times = {key: _run(config, machine, ranks, phases, steps, value) for key, value in epochs.to_dict().items()}
-    total = Interval(
-        times["low"]["total_s"] * (1 - STEP_ERROR), times["mid"]["total_s"], times["high"]["total_s"] * (1 + STEP_ERROR)
+    epochs = epochs_to_target(config, request.written_for, max(phase.global_batch for phase in phases))
+    low, run, high = (
+        _run(config, machine, ranks, phases, steps, count) for count in (epochs.low, epochs.mid, epochs.high)
     )
+    total = Interval(low.total_s * (1 - STEP_ERROR), run.total_s, high.total_s * (1 + STEP_ERROR))
     main = main_phase(config)
-    step, phase = steps[main], phases[main]
-    images_per_s = phase.global_batch / step.timing.step_s
     nodes = machine.network.nodes(ranks)
     hours = total.mid / 3600
     price = machine.price_usd_per_device_hour
-    return {
-        "gpus": ranks,
-        "nodes": nodes,
-        "grid": str(step.grid),
-        "algorithm": name,
-        "strategy": step.plan.strategy,
-        "groups": len(step.plan.groups),
-        "global_batch": phase.global_batch,
-        "batch_per_rank": phase.batch_per_rank,
-        "accumulation": phase.accumulation,
-        "step_s": step.timing.step_s,
-        "slow_step_s": step.slow_step_s,
-        "forward_s": step.timing.forward_s,
-        "backward_s": step.timing.backward_s,
-        "exposed_comm_s": step.timing.exposed_comm_s,
-        "update_s": step.timing.update_s,
-        "images_per_s": images_per_s,
-        "images_per_s_per_gpu": images_per_s / ranks,
-        "efficiency": step.alone_s / step.timing.step_s,
-        "epochs": epochs.mid,
-        "epochs_interval": epochs.to_dict(),
-        "time_to_target_s": total.to_dict(),
-        "run": times["mid"],
-        "lower_bound_s": lower_bound(machine, config, ranks, epochs.mid),
-        "memory_bytes": step_memory(config, phase.batch_per_rank)["total"],
-        "energy_kwh": nodes * machine.node_power_w / 1e3 * hours,
-        "cost_usd": None if price is None else ranks * price * hours,
-        "timing": step.timing.to_dict(),
-        "notes": list(job.notes),
-    }
+    return Prediction(
+        gpus=ranks,
+        nodes=nodes,
+        algorithm=name,
+        phase=phases[main],
+        step=steps[main],
+        epochs=epochs,
+        time_to_target_s=total,
+        run=run,
+        lower_bound_s=lower_bound(machine, config, ranks, epochs.mid),
+        memory_bytes=step_memory(config, phases[main].batch_per_rank).total,
+        energy_kwh=nodes * machine.node_power_w / 1e3 * hours,
+        cost_usd=None if price is None else ranks * price * hours,
+        notes=request.notes,
+    )
 
 
 def lower_bound(cluster: Cluster, config: Config, ranks: int, epochs: float) -> float:
@@ -145,16 +193,13 @@ def lower_bound(cluster: Cluster, config: Config, ranks: int, epochs: float) -> 
 
 def _run(
     config: Config, cluster: Cluster, ranks: int, phases: Sequence[Phase], steps: Sequence[StepPlan], epochs: float
-) -> dict[str, float]:
-    """Seconds of one run to its target, by what they are spent on."""
+) -> RunSeconds:
     count, last_epoch = evaluations(config, epochs)
     end = last_epoch * config.data.train_samples
-    starts = [phase.from_position for phase in phases] + [float("inf")]
-    runs = [
-        _PhaseRun(phase, step, max(0.0, min(end, starts[i + 1]) - starts[i]))
-        for i, (phase, step) in enumerate(zip(phases, steps, strict=True))
-    ]
-    train = sum(run.seconds for run in runs)
+    train = 0.0
+    for phase, step, following in zip_longest(phases, steps, phases[1:]):
+        samples = max(0.0, min(end, following.from_position if following else end) - phase.from_position)
+        train += samples / phase.global_batch * step.timing.step_s
 
     batch = max(1, min(phases[-1].batch_per_rank, -(-config.data.eval_samples // ranks)))
     forward = sum(layer.forward_s for layer in model_times(cluster, config, batch))
@@ -162,56 +207,54 @@ def _run(
     evaluation = count * (rounds * forward + cluster.eval_overhead_s)
 
     saves = int(last_epoch // config.run.checkpoint_every_epochs) if config.run.checkpoint_every_epochs else 0
-    state = step_memory(config, 1)
-    stored = state["weights"] + state["masters"] + state["momentum"]
-    save_s = stored / cluster.storage_bytes_per_s if cluster.storage_bytes_per_s else 0.0
+    save_s = step_memory(config, 1).stored / cluster.storage_bytes_per_s if cluster.storage_bytes_per_s else 0.0
     interval = train / saves if saves else train
     busy = train + evaluation + saves * save_s
     failures = failure_overhead(
         busy, cluster.network.nodes(ranks), cluster.node_mtbf_s, interval, cluster.init_s + save_s
     )
-    return {
-        "total_s": busy + failures,
-        "train_s": train,
-        "eval_s": evaluation,
-        "checkpoint_s": saves * save_s,
-        "failures_s": failures,
-        "init_s": cluster.init_s,
-        "epochs": last_epoch,
-        "evaluations": count,
-    }
+    return RunSeconds(
+        total_s=busy + failures,
+        train_s=train,
+        eval_s=evaluation,
+        checkpoint_s=saves * save_s,
+        failures_s=failures,
+        init_s=cluster.init_s,
+        epochs=last_epoch,
+        evaluations=count,
+    )
 
 
-def format_simulation(values: dict[str, Any]) -> str:
+def format_simulation(simulation: Simulation) -> str:
     """`simulate`'s answer as text."""
-    points = values["points"]
-    priced = all(point["cost_usd"] is not None for point in points)
+    points = simulation.points
+    priced = all(point.cost_usd is not None for point in points)
     titles = ["GPUs", "grid", "all-reduce", "batch", "/GPU", "step ms", "exposed", "images/s", "eff.", "epochs"]
     titles += ["time to target", "bound", "kWh", *(["USD"] if priced else [])]
     rows = []
     for point in points:
-        time = point["time_to_target_s"]
+        time, phase, timing = point.time_to_target_s, point.phase, point.step.timing
         row = [
-            f"{point['gpus']:,}",
-            point["grid"],
-            point["algorithm"],
-            f"{point['global_batch']:,}",
-            str(point["batch_per_rank"]) + (f"x{point['accumulation']}" if point["accumulation"] > 1 else ""),
-            f"{point['step_s'] * 1e3:.2f}",
-            f"{point['exposed_comm_s'] * 1e3:.2f}",
-            f"{point['images_per_s']:,.0f}",
-            f"{point['efficiency']:.1%}",
-            f"{point['epochs']:.1f}",
-            f"{_clock(time['mid'])} ({_clock(time['low'])}-{_clock(time['high'])})",
-            _clock(point["lower_bound_s"]),
-            f"{point['energy_kwh']:,.1f}",
+            f"{point.gpus:,}",
+            str(point.step.grid),
+            point.algorithm,
+            f"{phase.global_batch:,}",
+            str(phase.batch_per_rank) + (f"x{phase.accumulation}" if phase.accumulation > 1 else ""),
+            f"{timing.step_s * 1e3:.2f}",
+            f"{timing.exposed_comm_s * 1e3:.2f}",
+            f"{point.images_per_s:,.0f}",
+            f"{point.efficiency:.1%}",
+            f"{point.epochs.mid:.1f}",
+            f"{_clock(time.mid)} ({_clock(time.low)}-{_clock(time.high)})",
+            _clock(point.lower_bound_s),
+            f"{point.energy_kwh:,.1f}",
         ]
-        rows.append([*row, f"{point['cost_usd']:,.0f}"] if priced else row)
+        rows.append([*row, f"{point.cost_usd:,.0f}"] if priced else row)
     widths = [max(len(row[i]) for row in [titles, *rows]) for i in range(len(titles))]
-    target = "" if values["target_top1"] is None else f", to {values['target_top1']:.1%}"
-    lines = [f"{values['recipe']} ({values['model']}, {values['precision']}{target}) on {values['cluster']}", ""]
+    target = "" if simulation.target_top1 is None else f", to {simulation.target_top1:.1%}"
+    lines = [f"{simulation.recipe} ({simulation.model}, {simulation.precision}{target}) on {simulation.cluster}", ""]
     lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [titles, *rows]]
-    notes = [f"note ({point['gpus']:,} GPUs): {note}" for point in points for note in point["notes"]]
+    notes = [f"note ({point.gpus:,} GPUs): {note}" for point in points for note in point.notes]
     return "\n".join([*lines, *notes])
 
 

@@ -11,22 +11,24 @@ from pathlib import Path
 from statistics import median
 
 from hyperbatch.config import BatchPhase, Config
+from hyperbatch.plan.clusters import load_cluster
 from hyperbatch.plan.compute import stretch
 from hyperbatch.plan.cost import all_reduce_cost
-from hyperbatch.plan.inventory import PRECISION_DTYPE, tensors
+from hyperbatch.plan.inventory import tensors
 from hyperbatch.plan.machine import Cluster
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.plan.workload import model_times
-from hyperbatch.sim.clusters import load_cluster
+from hyperbatch.sim.convergence import Interval
 from hyperbatch.sim.published import BEYOND, LATER, LATER_CLUSTER, LATER_SOURCE, ROWS, Row, TimedRun, run_rate
 from hyperbatch.sim.sweep import simulate
+from hyperbatch.vocabulary import PRECISION_DTYPE
 
 CONSTANT_EFFICIENCY = 0.9  # of the first naive predictor
 
 INTRODUCTION = f"""\
 # The simulator against published runs
 
-Written by `python -m hyperbatch.sim.validate`; do not edit. Inputs are the machine files in `hyperbatch/sim/machines/`:
+Written by `python -m hyperbatch.sim.validate`; do not edit. Inputs are the machine files (`hyperbatch/plan/machines/`):
 data sheets, single-node results, NCCL's own latency table. They were committed before this comparison was first made
 and have not been changed since; no figure of a predicted row is an input to it. The published figures were known while
 the model was written, so this is not a blind test.
@@ -102,8 +104,8 @@ def _config(row: Row, devices: int) -> Config:
 
 def _simulated(row: Row, devices: int) -> tuple[float, float]:
     """(images/s per device while training, the same over the whole run)."""
-    point = simulate(_config(row, devices), cluster=row.cluster, gpus=[devices])["points"][0]
-    return point["images_per_s_per_gpu"], run_rate(row.epochs, point["run"]["total_s"], devices)
+    point = simulate(_config(row, devices), cluster=row.cluster, gpus=[devices]).points[0]
+    return point.images_per_s / devices, run_rate(row.epochs, point.run.total_s, devices)
 
 
 def _single_speed(row: Row) -> float:
@@ -129,10 +131,9 @@ def report() -> str:
     return "\n".join(lines) + "\n"
 
 
-def time_to_target_s(run: TimedRun) -> dict[str, float]:
-    """low, mid and high."""
-    values = simulate("mlperf_resnet50", cluster=LATER_CLUSTER, gpus=[run.devices], global_batch=run.global_batch)
-    return values["points"][0]["time_to_target_s"]
+def time_to_target_s(run: TimedRun) -> Interval:
+    answer = simulate("mlperf_resnet50", cluster=LATER_CLUSTER, gpus=[run.devices], global_batch=run.global_batch)
+    return answer.points[0].time_to_target_s
 
 
 def _later() -> list[str]:
@@ -140,8 +141,8 @@ def _later() -> list[str]:
     for run in LATER:
         time = time_to_target_s(run)
         lines.append(
-            f"| {run.devices:,} | {run.global_batch:,} | {run.seconds:,.1f} | {time['mid']:,.1f} | "
-            f"{time['mid'] / run.seconds - 1:+.1%} | {time['low']:,.1f} to {time['high']:,.1f} |"
+            f"| {run.devices:,} | {run.global_batch:,} | {run.seconds:,.1f} | {time.mid:,.1f} | "
+            f"{time.mid / run.seconds - 1:+.1%} | {time.low:,.1f} to {time.high:,.1f} |"
         )
     return lines
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hyperbatch.comm import GridComm
-from hyperbatch.comm.ddp import ddp_bucket_bytes, ddp_kwargs, param_specs, register_ddp_hook
+from hyperbatch.comm.ddp import ddp_bucket_bytes, ddp_kwargs, register_ddp_hook
 from hyperbatch.errors import InputError
 from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.types import RankGrid
@@ -46,7 +46,7 @@ def train(ddp: DistributedDataParallel, rank: int, steps: int = 20) -> None:
 
 def hooked(rank: int) -> None:
     comm = GridComm(RankGrid(2, 2))
-    plan = plan_groups(param_specs(network()), "cubic", base=1)
+    plan = plan_groups(network(), "cubic", base=1)
     plain = network()
     train(DistributedDataParallel(plain), rank)
     for algorithm in ("flat", "hierarchical", "torus", "hybrid"):
@@ -107,7 +107,7 @@ def test_a_hook_over_other_ranks_than_ddps_is_refused() -> None:
 
 def buckets(rank: int, strategy: str, options: dict) -> tuple[list[int], tuple[int, ...]]:
     model = network()
-    plan = plan_groups(param_specs(model), strategy, **options)
+    plan = plan_groups(model, strategy, **options)
     ddp = DistributedDataParallel(model, **ddp_kwargs(plan))
     train(ddp, rank, 3)
     return [group.bytes for group in plan.groups], ddp_bucket_bytes(ddp)
@@ -125,12 +125,12 @@ def test_buckets_follow_the_plan(strategy: str, options: dict) -> None:
 
 def test_older_torch_gets_one_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DistributedDataParallel, "__init__", lambda self, module, bucket_cap_mb=None: None)
-    plan = plan_groups(param_specs(network()), "equal", count=2)
+    plan = plan_groups(network(), "equal", count=2)
     assert ddp_kwargs(plan) == {"bucket_cap_mb": plan.bytes / 2 / 2**20}
 
 
 def lose_a_rank(rank: int) -> str:
-    ddp = DistributedDataParallel(network(), **ddp_kwargs(plan_groups(param_specs(network()), "per_layer")))
+    ddp = DistributedDataParallel(network(), **ddp_kwargs(plan_groups(network(), "per_layer")))
     register_ddp_hook(ddp, GridComm(RankGrid(3, 1)))
     train(ddp, rank, 3)
     if rank == 1:

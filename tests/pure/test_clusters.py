@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hyperbatch.errors import InputError
-from hyperbatch.sim.clusters import FOLDER, cluster_names, format_machine_file, load_cluster, parse_cluster
+from hyperbatch.plan.clusters import FOLDER, cluster_names, format_machine_file, load_cluster, parse_cluster
 
 NAMES = {
     "abci",

@@ -1,10 +1,11 @@
 """Config: unique names, parsing, overrides and one clear line for each mistake."""
 
 import json
+import re
 
 import pytest
 
-from hyperbatch.config import BatchPhase, Config, SizePhase, fields, format_value
+from hyperbatch.config import RULES, BatchPhase, Config, SizePhase, fields, format_value
 from hyperbatch.errors import InputError
 
 
@@ -110,3 +111,22 @@ def test_values_of_another_type(values, words):
 
 def test_a_whole_number_is_a_number():
     assert Config().override(lr=2, epochs=9, seed=(1 << 63) - 1).schedule.lr == 2
+
+
+def test_only_numbers_have_rules_and_only_names_have_choices():
+    for spec in fields():
+        if isinstance(spec.allowed, str):
+            assert spec.allowed in RULES, spec.name
+            assert isinstance(spec.default, int | float | None), spec.name
+        elif spec.allowed:
+            assert spec.default is None or spec.default in spec.allowed, spec.name
+
+
+def test_a_number_just_outside_its_rule_is_refused_with_the_rule():
+    outside = {"be positive": 0, "not be negative": -1, "be in [0, 1)": 1, "be in (0, 1]": 0}
+    for spec in fields():
+        if isinstance(spec.allowed, str):
+            with pytest.raises(
+                InputError, match=re.escape(f"{spec.flag} {outside[spec.allowed]}: must {spec.allowed}")
+            ):
+                Config().override(**{spec.name: outside[spec.allowed]})

@@ -6,9 +6,9 @@ import pytest
 
 from hyperbatch.config import BatchPhase, Config, RunConfig, ScheduleConfig
 from hyperbatch.errors import InputError
+from hyperbatch.recipes.mlperf import EPOCHS_TO_TARGET
 from hyperbatch.sim.convergence import (
     LARGEST_BATCH,
-    POINTS,
     epochs_to_target,
     evaluations,
     failure_overhead,
@@ -25,7 +25,7 @@ def config(epochs: float = 90, every: float = 4, offset: float = 0) -> Config:
 
 
 def test_the_curve_passes_its_points_and_rises() -> None:
-    for batch, epochs in POINTS:
+    for batch, epochs in EPOCHS_TO_TARGET:
         assert mlperf_epochs(batch) == pytest.approx(epochs)
     sampled = [mlperf_epochs(256 * 1.3**i) for i in range(30)]
     assert sampled == sorted(sampled)

@@ -8,9 +8,10 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from serial_network import serial_finish
 
 from hyperbatch.plan.inventory import tensors
-from hyperbatch.plan.optimal import optimal_groups, serial_finish
+from hyperbatch.plan.optimal import optimal_groups
 from hyperbatch.plan.strategies import STRATEGIES, plan_groups
 from hyperbatch.plan.types import GroupPlan, TensorSpec
 

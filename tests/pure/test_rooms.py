@@ -1,29 +1,38 @@
-"""Who may import whom: the design's rules, read from the source."""
+"""Who may import whom: the rooms are in one order, read from the source, and docs/design.md draws it.
+
+`python tests/pure/test_rooms.py` writes the drawing again.
+"""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import hyperbatch
 
 ROOT = Path(hyperbatch.__file__).parent
-NO_TORCH = {"config", "errors", "recipes", "schedule", "plan", "sim", "record", "mllog", "report", "preview", "cli"}
-# room -> rooms it must not reach, at any depth of the code
-FORBIDDEN = {
-    "config": {"recipes", "plan", "sim", "data", "models", "arena", "optim", "comm", "engine", "report", "bench"},
-    "recipes": {"plan", "sim", "data", "models", "arena", "optim", "comm", "engine", "report", "bench"},
-    "schedule": {"recipes", "plan", "sim", "data", "models", "arena", "optim", "comm", "engine", "report", "bench"},
-    "plan": {"sim.sweep", "data", "models", "arena", "optim", "comm", "engine", "report", "bench"},
-    "sim": {"data", "models", "arena", "optim", "comm", "engine", "report", "bench"},
-    "record": {"data", "models", "arena", "optim", "comm", "engine", "report", "bench"},
-    "report": {"data", "models", "arena", "optim", "comm", "engine", "bench"},
-    "data": {"models", "arena", "optim", "comm", "engine", "report", "bench"},
-    "models": {"data", "arena", "optim", "comm", "engine", "report", "bench"},
-    "kernels": {"data", "models", "comm", "engine", "report", "bench"},
-    "arena": {"data", "models", "comm", "engine", "report", "bench"},
-    "optim": {"data", "models", "engine", "report", "bench"},
-    "comm": {"data", "models", "engine", "report", "bench"},
-    "engine": {"report", "bench"},
+PAGE = ROOT.parent / "docs" / "design.md"
+NO_TORCH = {
+    *("cli", "config", "errors", "mllog", "plan", "preview", "recipes", "record", "report", "schedule", "sim"),
+    "vocabulary",
 }
+
+# From the bottom up. A room is a folder or a module of the package; it imports from lower rows only.
+ROWS = (
+    ("errors", "vocabulary"),
+    ("config", "kernels"),
+    ("models", "recipes", "schedule"),
+    ("checkpoint", "data", "plan"),
+    ("arena", "record", "sim"),
+    ("comm", "mllog", "report"),
+    ("optim",),
+    ("engine",),
+    ("launch",),
+    ("bench", "preview"),
+    ("cli",),
+    ("__init__", "__main__"),
+)
+HEIGHT = {room: height for height, row in enumerate(ROWS) for room in row}
+UPWARD = {("arena", "optim"), ("engine", "launch")}  # what still has to be taken apart; nothing may be added
 
 
 def imports(path):
@@ -37,7 +46,8 @@ def imports(path):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, id(node) not in late) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module, f"{path}: imports are absolute"
             yield node.module, id(node) not in late
             yield from ((f"{node.module}.{alias.name}", id(node) not in late) for alias in node.names)
 
@@ -45,6 +55,44 @@ def imports(path):
 def files():
     for path in sorted(ROOT.rglob("*.py")):
         yield path.relative_to(ROOT).with_suffix("").parts[0], path
+
+
+@cache
+def graph():
+    """Room -> {room it imports: the files that do}; TYPE_CHECKING blocks and functions count, too."""
+    found = {room: {} for room, _ in files()}
+    for room, path in files():
+        for module, _ in imports(path):
+            package, _, name = module.partition(".")
+            name = name.partition(".")[0]
+            if package != "hyperbatch" or name in ("", "__version__", room):
+                continue
+            # A public name is resolved by the package itself.
+            found[room].setdefault(name if name in found else "__init__", set()).add(str(path.relative_to(ROOT)))
+    return found
+
+
+def draw():
+    """Each room, from the top, with the rooms it imports; one that it also reaches through another is left out."""
+    below = {room: {name for name in to if (room, name) not in UPWARD} for room, to in graph().items()}
+
+    @cache
+    def reached(room):
+        return below[room].union(*(reached(name) for name in below[room]))
+
+    lines = []
+    for row in reversed(ROWS[:-1]):
+        for room in row:
+            direct = {name for name in below[room] if not any(name in reached(other) for other in below[room])}
+            lines.append(f"{room:12}{' '.join(sorted(direct))}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def drawing_on_the_page():
+    """(text before, the drawing, text after)"""
+    before, _, rest = PAGE.read_text().partition("```rooms\n")
+    drawing, _, after = rest.partition("```\n")
+    return before + "```rooms\n", drawing, "```\n" + after
 
 
 def test_rooms_without_torch_do_not_load_it():
@@ -58,15 +106,26 @@ def test_rooms_without_torch_do_not_load_it():
     assert not loaded
 
 
-def test_no_room_reaches_where_it_must_not():
-    breaches = {
-        f"{path.relative_to(ROOT)} imports {module}"
-        for room, path in files()
-        for module, _ in imports(path)
-        if module.startswith("hyperbatch.")
-        and any(
-            module.removeprefix("hyperbatch.") == name or module.removeprefix("hyperbatch.").startswith(f"{name}.")
-            for name in FORBIDDEN.get(room, ())
-        )
+def test_every_room_has_a_place_in_the_order():
+    assert set(graph()) == set(HEIGHT), "add the new room to ROWS"
+
+
+def test_rooms_import_from_lower_rows_only():
+    upward = {
+        (room, name): sorted(paths)
+        for room, to in graph().items()
+        for name, paths in to.items()
+        if HEIGHT[name] >= HEIGHT[room]
     }
-    assert not breaches
+    assert {pair: paths for pair, paths in upward.items() if pair not in UPWARD} == {}
+    assert set(upward) == UPWARD, "what is no longer imported leaves the list"
+
+
+def test_the_design_page_draws_the_rooms_as_they_are():
+    assert drawing_on_the_page()[1] == draw(), "run python tests/pure/test_rooms.py"
+
+
+if __name__ == "__main__":
+    head, _, tail = drawing_on_the_page()
+    PAGE.write_text(head + draw() + tail)
+    print(f"{PAGE} written")

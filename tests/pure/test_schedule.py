@@ -14,8 +14,8 @@ from hyperbatch.errors import InputError
 from hyperbatch.schedule import learning_rate, resolve_phases, steps, total_steps, weight_decay_scale
 
 
-def rate(epoch, batch=256, **values):
-    return learning_rate(ScheduleConfig(**values), epoch, batch)
+def rate(epoch, **values):
+    return learning_rate(ScheduleConfig(**values), epoch)
 
 
 def test_goyal_starts_at_the_small_batch_rate_and_reaches_the_scaled_one():
@@ -27,10 +27,10 @@ def test_goyal_starts_at_the_small_batch_rate_and_reaches_the_scaled_one():
         "warmup_epochs": 5,
         "decay": "step",
     }
-    assert rate(0, 8192, **goyal) == pytest.approx(0.1)
-    assert rate(2.5, 8192, **goyal) == pytest.approx((0.1 + 3.2) / 2)
-    assert rate(5, 8192, **goyal) == pytest.approx(3.2)
-    assert [round(rate(e, 8192, **goyal), 8) for e in (29.99, 30, 60, 80, 89)] == [3.2, 0.32, 0.032, 0.0032, 0.0032]
+    assert rate(0, **goyal) == pytest.approx(0.1)
+    assert rate(2.5, **goyal) == pytest.approx((0.1 + 3.2) / 2)
+    assert rate(5, **goyal) == pytest.approx(3.2)
+    assert [round(rate(e, **goyal), 8) for e in (29.99, 30, 60, 80, 89)] == [3.2, 0.32, 0.032, 0.0032, 0.0032]
 
 
 def test_slow_start_has_half_the_slope_at_first_and_arrives_in_time():
@@ -38,6 +38,11 @@ def test_slow_start_has_half_the_slope_at_first_and_arrives_in_time():
     assert rate(2, **pfn) - rate(0, **pfn) == pytest.approx(0.5 * 0.2)
     assert rate(5 - 1e-9, **pfn) == pytest.approx(rate(5, **pfn))  # no jump
     assert rate(10 - 1e-9, **pfn) == pytest.approx(1.0)
+
+
+def test_a_warm_up_starts_at_the_rate_it_is_given():
+    started = {"lr": 2.0, "warmup_lr": 0.5, "warmup_epochs": 4, "decay": "constant"}
+    assert [rate(epoch, **started) for epoch in (0, 2, 4)] == [0.5, 1.25, 2.0]
 
 
 def test_mlperf_polynomial():
@@ -70,27 +75,23 @@ def test_linear_and_square_root_scaling():
         "warmup_epochs": 0,
         "decay": "constant",
     }
-    assert rate(1, 1024, **large) == pytest.approx(0.4)
-    assert rate(1, 1024, **large, lr_scaling="sqrt") == pytest.approx(0.2)
-    assert rate(1, 1024, **large, lr_scaling="none") == pytest.approx(0.1)
+    assert rate(1, **large) == pytest.approx(0.4)
+    assert rate(1, **large, lr_scaling="sqrt") == pytest.approx(0.2)
+    assert rate(1, **large, lr_scaling="none") == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(("follows", "second"), [(False, 34.0), (True, 68.0)])
-def test_the_rate_follows_batch_phases_only_when_asked(follows, second):
+def test_the_rate_stays_when_the_batch_changes_between_phases():
     phases = (BatchPhase(0, 34_000), BatchPhase(30, 68_000))
-    config = ScheduleConfig(
-        batch_phases=phases, lr=34.0, lr_follows_phases=follows, warmup_epochs=0, decay="constant", epochs=90
-    )
-    assert learning_rate(config, 10, 34_000) == pytest.approx(34.0)
-    assert learning_rate(config, 40, 68_000) == pytest.approx(second)
+    config = ScheduleConfig(batch_phases=phases, lr=34.0, warmup_epochs=0, decay="constant", epochs=90)
+    assert [learning_rate(config, epoch) for epoch in (10, 40)] == [34.0, 34.0]
 
 
 def test_decoupled_decay_moves_with_the_rate_but_not_with_its_height():
     low, high = (ScheduleConfig(lr=lr, warmup_epochs=36, epochs=90, decay_power=2.2, end_lr=0.0) for lr in (1.0, 13.0))
     for epoch in (0, 12, 36, 60, 89):
-        assert weight_decay_scale(low, epoch, 256) == pytest.approx(weight_decay_scale(high, epoch, 256))
-    assert weight_decay_scale(high, 36, 256) == pytest.approx(1.0)
-    assert weight_decay_scale(high, 18, 256) == pytest.approx(0.5)
+        assert weight_decay_scale(low, epoch) == pytest.approx(weight_decay_scale(high, epoch))
+    assert weight_decay_scale(high, 36) == pytest.approx(1.0)
+    assert weight_decay_scale(high, 18) == pytest.approx(0.5)
 
 
 def test_batch_control_reproduces_a_loop_written_by_hand():
@@ -99,7 +100,6 @@ def test_batch_control_reproduces_a_loop_written_by_hand():
         batch_phases=(BatchPhase(0, 96), BatchPhase(2, 192), BatchPhase(4.5, 384)),
         lr=0.5,
         lr_batch=96,
-        lr_follows_phases=True,
         warmup_epochs=1,
         epochs=epochs,
         decay="polynomial",
@@ -110,7 +110,7 @@ def test_batch_control_reproduces_a_loop_written_by_hand():
     while seen < epochs * samples:
         epoch = seen / samples
         batch, micro_steps = (96, 1) if epoch < 2 else (192, 1) if epoch < 4.5 else (384, 2)
-        peak = 0.5 * batch / 96
+        peak = 0.5
         if epoch < 1:
             lr = peak * epoch
         else:
@@ -123,7 +123,7 @@ def test_batch_control_reproduces_a_loop_written_by_hand():
             step.position,
             step.phase.global_batch,
             step.phase.micro_batches,
-            learning_rate(config, step.epoch, step.phase.global_batch),
+            learning_rate(config, step.epoch),
         )
         for step in steps(phases, samples, epochs)
     ]

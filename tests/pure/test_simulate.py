@@ -22,17 +22,18 @@ LARGE = Config(
 
 
 def test_shape() -> None:
-    values = json.loads(json.dumps(simulate(LARGE, cluster="abci", gpus=[512, 1024, 2048])))
+    simulation = simulate(LARGE, cluster="abci", gpus=[512, 1024, 2048])
+    values = json.loads(json.dumps(simulation.to_dict()))
     assert {"recipe", "cluster", "points"} <= set(values)
     assert [point["gpus"] for point in values["points"]] == [512, 1024, 2048]
     for point in values["points"]:
         assert {"grid", "algorithm", "step_s", "exposed_comm_s", "images_per_s", "efficiency", "epochs"} <= set(point)
         assert list(point["time_to_target_s"]) == ["low", "mid", "high"]
-    assert format_simulation(values).count("\n") == 5
+    assert format_simulation(simulation).count("\n") == 5
 
 
 def test_bounds_that_no_prediction_may_break() -> None:
-    for point in simulate(LARGE, cluster="abci", gpus=[8, 512, 2048])["points"]:
+    for point in simulate(LARGE, cluster="abci", gpus=[8, 512, 2048]).to_dict()["points"]:
         time = point["time_to_target_s"]
         assert point["lower_bound_s"] < time["low"] < time["mid"] < time["high"]
         assert 0 < point["efficiency"] <= 1
@@ -43,39 +44,41 @@ def test_bounds_that_no_prediction_may_break() -> None:
 
 
 def test_strong_scaling_pays_less_and_less_and_weak_scaling_nearly_everything() -> None:
-    strong = [p["images_per_s"] for p in simulate(LARGE, cluster="abci", gpus=[512, 1024, 2048])["points"]]
+    strong = [p["images_per_s"] for p in simulate(LARGE, cluster="abci", gpus=[512, 1024, 2048]).to_dict()["points"]]
     gains = [after / before for before, after in pairwise(strong)]
     assert 1 < gains[1] < gains[0] < 2
-    weak = simulate(LARGE, cluster="abci", gpus=[512, 2048], batch_per_rank=42)["points"]
+    weak = simulate(LARGE, cluster="abci", gpus=[512, 2048], batch_per_rank=42).to_dict()["points"]
     assert weak[1]["global_batch"] == 42 * 2048
     assert 3 < weak[1]["images_per_s"] / weak[0]["images_per_s"] < 4, "rings of 512 nodes cost the rest"
 
 
 def test_a_larger_batch_needs_more_epochs() -> None:
     small, large = (
-        simulate(LARGE, cluster="abci", gpus=[512], global_batch=batch)["points"][0] for batch in (8_192, 65_536)
+        simulate(LARGE, cluster="abci", gpus=[512], global_batch=batch).to_dict()["points"][0]
+        for batch in (8_192, 65_536)
     )
     assert small["epochs"] < large["epochs"] < 90
 
 
 def test_batch_size_control_runs_both_phases() -> None:
     two = LARGE.override(batch_phases=(BatchPhase(0, 34_816), BatchPhase(45, 69_632)))
-    point = simulate(two, cluster="abci", gpus=[1088])["points"][0]
-    one = simulate(LARGE.override(batch_phases=(BatchPhase(0, 69_632),)), cluster="abci", gpus=[1088])["points"][0]
+    point = simulate(two, cluster="abci", gpus=[1088]).to_dict()["points"][0]
+    single = LARGE.override(batch_phases=(BatchPhase(0, 69_632),))
+    one = simulate(single, cluster="abci", gpus=[1088]).to_dict()["points"][0]
     assert point["run"]["train_s"] > one["run"]["train_s"], "the small batch of the first half is less efficient"
 
 
 def test_energy_and_cost_follow_time() -> None:
-    point = simulate(LARGE, cluster="cloud_h200_efa", gpus=[512])["points"][0]
+    point = simulate(LARGE, cluster="cloud_h200_efa", gpus=[512]).to_dict()["points"][0]
     hours = point["time_to_target_s"]["mid"] / 3600
     assert point["energy_kwh"] == pytest.approx(64 * 10.2 * hours)
     assert point["cost_usd"] == pytest.approx(512 * 7.9 * hours)
-    assert simulate(LARGE, cluster="abci", gpus=[512])["points"][0]["cost_usd"] is None
+    assert simulate(LARGE, cluster="abci", gpus=[512]).to_dict()["points"][0]["cost_usd"] is None
 
 
 def test_you_et_al_s_five_seconds() -> None:
     """90 epochs on a machine of 2e17 single-precision operations a second: 2.8e18 operations, 14 s; their 1e18, 5 s."""
-    from hyperbatch.sim.clusters import load_cluster
+    from hyperbatch.plan.clusters import load_cluster
     from hyperbatch.sim.sweep import lower_bound
 
     cluster = load_cluster("stampede2_knl")
@@ -86,7 +89,9 @@ def test_you_et_al_s_five_seconds() -> None:
 
 def test_the_grid_is_the_one_train_would_use() -> None:
     def grid(gpus: int, config: Config = LARGE, asked: str | None = None) -> str:
-        return simulate(config, cluster="abci", gpus=[gpus], grid=asked, batch_per_rank=8)["points"][0]["grid"]
+        return simulate(config, cluster="abci", gpus=[gpus], grid=asked, batch_per_rank=8).to_dict()["points"][0][
+            "grid"
+        ]
 
     assert [grid(n) for n in (1, 2, 4, 8, 2048)] == ["1x1", "1x2", "1x4", "2x4", "512x4"]
     assert grid(2046) == "1x2046", "hosts of different sizes are one row"
@@ -97,7 +102,7 @@ def test_the_grid_is_the_one_train_would_use() -> None:
 
 def test_fujitsu_s_seventy_seconds() -> None:
     """The whole command of the record: 70.4 s were measured."""
-    point = simulate("fujitsu_resnet50", gpus=[2048])["points"][0]
+    point = simulate("fujitsu_resnet50", gpus=[2048]).to_dict()["points"][0]
     assert (point["grid"], point["strategy"], point["global_batch"]) == ("512x4", "cubic", 86_016)
     assert point["time_to_target_s"]["low"] < 70.4 < point["time_to_target_s"]["high"]
     assert point["time_to_target_s"]["mid"] == pytest.approx(70.4, rel=0.15)
@@ -105,7 +110,7 @@ def test_fujitsu_s_seventy_seconds() -> None:
 
 def test_any_world_size_and_up_to_65536() -> None:
     sizes = [1, 3, 7, 2053, 4216, 65_536]
-    points = simulate(LARGE, cluster="dgx_h100", gpus=sizes, batch_per_rank=16)["points"]
+    points = simulate(LARGE, cluster="dgx_h100", gpus=sizes, batch_per_rank=16).to_dict()["points"]
     assert [point["gpus"] for point in points] == sizes
     for point in points:
         rows, columns = map(int, point["grid"].split("x"))
@@ -116,7 +121,7 @@ def test_every_recipe_can_be_simulated() -> None:
     from hyperbatch.recipes import all_recipes
 
     for name, recipe in all_recipes().items():
-        point = simulate(name, gpus=[recipe.ranks])["points"][0]
+        point = simulate(name, gpus=[recipe.ranks]).to_dict()["points"][0]
         assert point["step_s"] > 0, name
 
 

@@ -22,7 +22,7 @@ CONFIG = Config(
     optim=OptimConfig(precision="fp16"),
     schedule=ScheduleConfig(batch_phases=(BatchPhase(0, 86_016),)),
 )
-PLANS = [make_plan(CONFIG, cluster="abci", gpus=2048, strategy=name) for name in ("equal", "optimal")]
+PLANS = [make_plan(CONFIG, cluster="abci", gpus=2048, strategy=name).to_dict() for name in ("equal", "optimal")]
 
 
 def test_trace_covers_the_step_and_every_group(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_chart_draws_every_line_inside_its_frame() -> None:
 
 @pytest.mark.parametrize("sizes", [[8], [8, 64, 512]])
 def test_a_sweep_is_four_charts(sizes: list[int], tmp_path: Path) -> None:
-    values = simulate(CONFIG, cluster="cloud_h200_efa", gpus=sizes, batch_per_rank=32)
+    values = simulate(CONFIG, cluster="cloud_h200_efa", gpus=sizes, batch_per_rank=32).to_dict()
     picture = xml.fromstring(sweep_svg(values))
     assert len([child for child in picture if child.tag.endswith("svg")]) == 4
     assert len([element for element in picture.iter() if element.tag.endswith("polyline")]) == 7

@@ -30,8 +30,8 @@ def test_nine_in_ten_are_within_the_error_that_intervals_allow_for() -> None:
 def test_intervals_hold_the_runs_found_later() -> None:
     for run in LATER:
         time = time_to_target_s(run)
-        assert time["low"] <= run.seconds <= time["high"]
-        assert abs(time["mid"] / run.seconds - 1) <= 0.10
+        assert time.low <= run.seconds <= time.high
+        assert abs(time.mid / run.seconds - 1) <= 0.10
 
 
 def test_the_page_is_what_the_command_writes() -> None:

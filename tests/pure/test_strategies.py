@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hyperbatch.errors import InputError
 from hyperbatch.plan.inventory import tensors
 from hyperbatch.plan.strategies import plan_groups
-from hyperbatch.plan.types import GroupPlan, TensorSpec
+from hyperbatch.plan.types import GroupPlan, TensorSpec, param_specs
 
 GREEDY = ("single", "per_layer", "threshold", "equal", "cubic")
 
@@ -138,3 +138,23 @@ def test_nothing_to_group_is_an_error() -> None:
 def test_planning_loads_no_torch() -> None:
     code = "import sys, hyperbatch.plan.strategies; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_module_gives_the_same_plan_as_its_parameters() -> None:
+    class Parameter:
+        dtype = "torch.float32"
+
+        def __init__(self, *shape: int, trained: bool = True) -> None:
+            self.shape, self.requires_grad = shape, trained
+
+    class Module:  # all that is asked of a torch.nn.Module
+        def named_parameters(self):
+            return {
+                "a.weight": Parameter(2, 3),
+                "a.frozen": Parameter(9, trained=False),
+                "b.bias": Parameter(4),
+            }.items()
+
+    expected = [TensorSpec(name="b.bias", shape=(4,)), TensorSpec(name="a.weight", shape=(2, 3))]
+    assert list(param_specs(Module())) == expected
+    assert plan_groups(Module(), "per_layer") == plan_groups(expected, "per_layer")  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""The event-driven step: hand-made steps whose answer can be written down, and identities."""
+"""One step: hand-made steps whose answer can be written down, and identities."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from serial_network import serial_finish
 
+from hyperbatch.plan.clusters import load_cluster
 from hyperbatch.plan.compute import LayerTime, layer_times, seconds_at, slowest_of, slowest_quantile
 from hyperbatch.plan.cost import Cost
 from hyperbatch.plan.inventory import layers, tensors
 from hyperbatch.plan.machine import Profile
-from hyperbatch.plan.optimal import serial_finish
-from hyperbatch.plan.timeline import Transfer, parameter_ready_s, run_network, step_timing
+from hyperbatch.plan.timeline import parameter_ready_s, step_timing
 from hyperbatch.plan.types import GradGroup, GroupPlan
-from hyperbatch.sim.clusters import load_cluster
 
 # Three layers; backward takes 4 s each, in the order c, b, a, after 3 s of forward.
 TIMES = [LayerTime(name, 1.0, 4.0, (f"{name}.weight",)) for name in "abc"]
@@ -47,11 +47,6 @@ def test_a_busy_network_delays_the_next_group() -> None:
     assert timing.exposed_comm_s == 7.0
 
 
-def test_without_overlap_everything_is_exposed() -> None:
-    timing = step_timing(TIMES, plan_of("c", "ba"), lambda group: Cost(1.0, 0.1), update_s=0.0, overlap=False)
-    assert timing.exposed_comm_s == 2.0 + 3.0
-
-
 def test_a_free_network_exposes_nothing() -> None:
     timing = step_timing(TIMES, plan_of("cba"), lambda group: Cost(0.0, 0.0), update_s=0.0)
     assert timing.exposed_comm_s == 0
@@ -74,51 +69,25 @@ def test_the_slowest_rank_sets_the_pace() -> None:
     assert slowest_quantile(64, 0.02, 0.9) > slowest_of(64, 0.02)
 
 
-def test_data_that_comes_too_slowly_is_waited_for() -> None:
-    timing = step_timing(TIMES, plan_of("cba"), lambda group: Cost(0.0, 0.0), update_s=0.0, data_s=20.0)
-    assert (timing.step_s, timing.data_wait_s) == (20.0, 5.0)
-
-
 def test_ready_times_follow_backward() -> None:
     assert parameter_ready_s(TIMES) == {"c.weight": 7.0, "b.weight": 11.0, "a.weight": 15.0}
 
 
-def test_two_streams_share_the_bandwidth_but_not_the_latency() -> None:
-    both = [Transfer(ready_s=0.0, fixed_s=1.0, bytes_s=2.0)] * 2
-    assert run_network(both, streams=1) == [(0.0, 3.0), (3.0, 6.0)]
-    assert run_network(both, streams=2) == [(0.0, 5.0), (0.0, 5.0)]
-    late = [Transfer(ready_s=0.0, fixed_s=0.0, bytes_s=4.0), Transfer(ready_s=2.0, fixed_s=0.0, bytes_s=1.0)]
-    # 2 s alone, then both at half speed: the second needs 2 s, the first has 1 s of its own left after that
-    assert run_network(late, streams=2) == [(0.0, 5.0), (2.0, 4.0)]
-
-
-transfers = st.lists(
-    st.builds(
-        Transfer,
-        ready_s=st.floats(0, 100),
-        fixed_s=st.one_of(st.just(0.0), st.floats(1e-3, 10)),
-        bytes_s=st.one_of(st.just(0.0), st.floats(1e-3, 10)),
-    ),
-    max_size=8,
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 100), st.one_of(st.just(0.0), st.floats(1e-3, 10)), st.floats(0, 1)),
+        min_size=1,
+        max_size=8,
+    )
 )
-
-
-@given(transfers)
-def test_one_stream_is_first_in_first_out(items: list[Transfer]) -> None:
-    spans = run_network(items)
-    expected = serial_finish([t.ready_s for t in items], [t.fixed_s + t.bytes_s for t in items])
-    assert max((end for _, end in spans), default=0.0) == pytest.approx(expected, abs=1e-9)
-
-
-@given(transfers, st.integers(1, 4))
-def test_streams_conserve_work(items: list[Transfer], streams: int) -> None:
-    spans = run_network(items, streams)
-    for transfer, (start, end) in zip(items, spans, strict=True):
-        assert start >= transfer.ready_s - 1e-9
-        assert end - start >= transfer.fixed_s + transfer.bytes_s - 1e-6
-    first = min((t.ready_s for t in items), default=0.0)
-    last = max((end for _, end in spans), default=0.0)
-    assert last - first >= sum(t.bytes_s for t in items) - 1e-6, "the wire carries one byte at a time"
+def test_the_network_is_first_in_first_out(layers: list[tuple[float, float, float]]) -> None:
+    times = [LayerTime(str(i), 0.0, backward, (f"{i}.weight",)) for i, (backward, _, _) in enumerate(layers)]
+    plan = plan_of(*(str(i) for i in reversed(range(len(layers)))))
+    costs = [Cost(fixed, per_byte) for _, fixed, per_byte in reversed(layers)]
+    timing = step_timing(times, plan, lambda group: costs[group.index], update_s=0.0)
+    expected = serial_finish([g.ready_s for g in timing.groups], [cost.seconds(10) for cost in costs])
+    assert timing.groups[-1].end_s == pytest.approx(expected)
+    assert timing.step_s == pytest.approx(max(expected, timing.backward_s))
 
 
 def test_times_at_other_batches_than_those_profiled() -> None:

@@ -9,8 +9,8 @@ import pytest
 from hyperbatch.config import BatchPhase, Config, DataConfig, ModelConfig, ScheduleConfig
 from hyperbatch.engine.profile import format_profile, profile
 from hyperbatch.errors import InputError
+from hyperbatch.plan.clusters import load_cluster
 from hyperbatch.plan.compute import layer_times
-from hyperbatch.sim.clusters import load_cluster
 from hyperbatch.sim.sweep import simulate
 
 CONFIG = Config(
@@ -38,7 +38,7 @@ def test_a_profile_is_a_machine_file_with_ready_times(tmp_path: Path) -> None:
 
     times = layer_times(cluster, "resnet8", 4, "fp32", classes=10, image_size=32)
     assert [time.backward_s for time in times] == list(large.backward_s)
-    point = simulate(CONFIG, cluster=str(path), gpus=[2])["points"][0]
+    point = simulate(CONFIG, cluster=str(path), gpus=[2]).points[0].to_dict()
     assert point["forward_s"] == pytest.approx(sum(large.forward_s)), "4 images on each of 2 ranks, as measured"
 
 

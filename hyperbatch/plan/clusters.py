@@ -20,8 +20,9 @@ from typing import Any
 
 from hyperbatch.errors import InputError, nearest
 from hyperbatch.plan.compute import PASSES
-from hyperbatch.plan.inventory import PRECISION_DTYPE, layers, model_names, training_flops
+from hyperbatch.plan.inventory import layers, model_names, training_flops
 from hyperbatch.plan.machine import Cluster, Device, Link, Measured, Network, Profile
+from hyperbatch.vocabulary import PRECISION_DTYPE
 
 FOLDER = Path(__file__).parent / "machines"
 LINKS = ("intra", "inter")
@@ -48,6 +49,13 @@ class _Field:
     choices: tuple[str, ...] = ()
 
 
+_MEASURED_RUN = {
+    "model": _Field("text"),
+    "precision": _Field("text"),
+    "image_size": _Field("count", required=False),
+    "classes": _Field("count", required=False),
+    "batch_per_device": _Field("count"),
+}
 _SECTIONS: dict[str, dict[str, _Field]] = {
     "": {
         "description": _Field("text", required=False),
@@ -85,21 +93,13 @@ _SECTIONS: dict[str, dict[str, _Field]] = {
         "efficiency": _Field("fraction", required=False),
     },
     "measured": {
-        "model": _Field("text"),
-        "precision": _Field("text"),
-        "image_size": _Field("count", required=False),
-        "classes": _Field("count", required=False),
-        "batch_per_device": _Field("count"),
+        **_MEASURED_RUN,
         "images_per_s_per_device": _Field("number"),
         "devices": _Field("count", required=False),
         "overlapped": _Field("flag", required=False),
     },
     "profile": {
-        "model": _Field("text"),
-        "precision": _Field("text"),
-        "image_size": _Field("count", required=False),
-        "classes": _Field("count", required=False),
-        "batch_per_device": _Field("count"),
+        **_MEASURED_RUN,
         "layers": _Field("texts"),
         "forward": _Field("times"),
         "backward": _Field("times"),

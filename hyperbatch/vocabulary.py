@@ -1,0 +1,19 @@
+"""The names and defaults that several rooms know: each is written down here once, without torch."""
+
+from __future__ import annotations
+
+ALGORITHMS = ("flat", "hierarchical", "torus", "hybrid")  # how an all-reduce travels
+HYBRID_SWITCH_BYTES = 1 << 20  # `hybrid` is hierarchical up to this message size and flat above it
+
+STRATEGIES = ("single", "per_layer", "threshold", "equal", "cubic", "optimal")  # how gradients are grouped
+GROUP_COUNT = 4  # groups of `equal`
+GROUP_THRESHOLD_BYTES = 16 << 20  # a group of `threshold` leaves once it holds this much
+GROUP_BASE = 3  # tensors in the first group of `cubic`
+
+OPTIMIZERS = ("lars", "lamb", "sgd")  # update rules
+MOMENTUM_RULES = ("lr_inside", "lr_outside", "rescaled", "unscaled")  # where the rate enters the momentum of LARS
+
+PRECISION_DTYPE = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+PRECISIONS = tuple(PRECISION_DTYPE)
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+HALF_DTYPES = tuple(name for name, nbytes in DTYPE_BYTES.items() if nbytes == 2)
