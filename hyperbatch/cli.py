@@ -70,8 +70,8 @@ SECTION_TITLES = {
 
 # What each bench takes beside --json
 BENCH_OPTIONS = {
-    "comm": ("hosts", "ranks", "mbit", "nic", "size_mb", "rounds", "ablate"),
-    "step": ("model", "batch", "peers", "max_autotune", "first_step", "rounds", "data", "steps"),
+    "comm": ("size_mb", "grid", "nproc", "rounds"),
+    "step": ("model", "batch", "peers", "max_autotune", "rounds", "data", "steps"),
 }
 
 
@@ -122,21 +122,19 @@ def _eval(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     from hyperbatch.plan.planner import format_plan, make_plan
+    from hyperbatch.plan.types import StepTiming
 
-    values = make_plan(
-        args.recipe,
-        cluster=args.cluster,
-        gpus=args.gpus,
-        grid=args.grid,
-        algorithm=args.algorithm,
-        strategy=args.strategy,
-        global_batch=args.global_batch,
-        batch_per_rank=args.batch_per_rank,
-    )
+    values = make_plan(args.recipe, gpus=args.gpus, strategy=args.strategy, **_workload(args))
+    title = f"{values['recipe']} on {values['gpus']} x {values['cluster']}, {values['strategy']}"
+    steps = {title: StepTiming.from_dict(values)}
     if args.trace:
-        from hyperbatch.sim.trace import write_trace
+        from hyperbatch.record import write_trace
 
-        write_trace(Path(args.trace), values)
+        write_trace(Path(args.trace), steps)
+    if args.plot:
+        from hyperbatch.report.picture import timeline_picture, write_picture
+
+        write_picture(Path(args.plot), timeline_picture(steps))
     _print(args, values, lambda: format_plan(values))
     return 0
 
@@ -144,21 +142,19 @@ def _plan(args: argparse.Namespace) -> int:
 def _simulate(args: argparse.Namespace) -> int:
     from hyperbatch.sim.sweep import format_simulation, simulate
 
-    values = simulate(
-        args.recipe,
-        cluster=args.cluster,
-        gpus=_numbers(args.gpus, "--gpus"),
-        grid=args.grid,
-        algorithm=args.algorithm,
-        global_batch=args.global_batch,
-        batch_per_rank=args.batch_per_rank,
-    )
+    values = simulate(args.recipe, gpus=_numbers(args.gpus, "--gpus"), **_workload(args))
     if args.plot:
-        from hyperbatch.sim.plots import write_sweep
+        from hyperbatch.report.picture import charts_picture, sweep_charts, write_picture
 
-        write_sweep(Path(args.plot), values)
+        write_picture(Path(args.plot), charts_picture(*sweep_charts(values)))
     _print(args, values, lambda: format_simulation(values))
     return 0
+
+
+def _workload(args: argparse.Namespace) -> dict[str, Any]:
+    """What `plan` and `simulate` both ask for."""
+    names = ("cluster", "grid", "algorithm", "global_batch", "batch_per_rank")
+    return {name: getattr(args, name) for name in names}
 
 
 def _data(args: argparse.Namespace) -> int:
@@ -239,7 +235,8 @@ def _bench(args: argparse.Namespace) -> int:
     values = getattr(module, f"bench_{args.what}")(**options)
     from hyperbatch.bench.harness import format_table
 
-    _print(args, values, lambda: getattr(module, "format_result", format_table)(values))
+    if _is_first_rank():
+        _print(args, values, lambda: getattr(module, "format_result", format_table)(values))
     return 0
 
 
@@ -409,7 +406,8 @@ def _build_parser() -> _Parser:
         sizes(sub)
         if name == "plan":
             sub.add_argument("--gpus", type=_positive, metavar="N", help="GPUs [the recipe's]")
-            sub.add_argument("--trace", metavar="FILE", help="write the step's timeline for Perfetto")
+            sub.add_argument("--trace", metavar="FILE", help="write the step's time line for Perfetto")
+            sub.add_argument("--plot", metavar="FILE", help="draw the step's time line as an SVG picture")
             sub.add_argument(
                 "--strategy", choices=("single", "per_layer", "threshold", "equal", "cubic", "optimal"), help="grouping"
             )
@@ -428,7 +426,7 @@ def _build_parser() -> _Parser:
 
     sub = verb("bench", _bench, "measure one part against its peers")
     sub.add_argument("what", choices=("lars", "step", "comm", "data"))
-    sub.add_argument("--rounds", type=_positive, help="interleaved rounds of comm (2 unless given) and step (10)")
+    sub.add_argument("--rounds", type=_positive, help="interleaved rounds of comm [5] and step [10; on a CPU 3]")
     step = sub.add_argument_group(
         "step", "the whole training step against torch's, on synthetic data on the device; on a CPU a small smoke run"
     )
@@ -441,27 +439,15 @@ def _build_parser() -> _Parser:
         "--max-autotune", action="store_true", default=None, help="torch.compile's max-autotune, too: takes minutes"
     )
     step.add_argument(
-        "--first-step",
-        action="store_true",
-        default=None,
-        help="each candidate's first step, too, in a process of its own with empty kernel caches",
-    )
-    step.add_argument(
         "--data", metavar="DIR", help='train through the engine on these images instead; "generated": JPEGs made for it'
     )
     step.add_argument("--steps", type=_positive, metavar="N", help="steps of --data [200; on a CPU 20]")
-    cluster = sub.add_argument_group("comm", "the emulated cluster (needs root) and what is measured on it")
-    cluster.add_argument("--hosts", type=_positive, help="emulated hosts; 4 unless given")
-    cluster.add_argument("--ranks", type=_positive, help="ranks on each host; 2 unless given")
-    cluster.add_argument("--mbit", type=_positive, help="Mbit/s of each NIC; 200 unless given")
-    cluster.add_argument("--nic", choices=("rank", "host"), help="a NIC for each rank, the default, or for each host")
-    cluster.add_argument("--size-mb", type=_positive, help="size of the all-reduced message; 25 unless given")
-    cluster.add_argument(
-        "--ablate",
-        action="store_true",
-        default=None,
-        help="also grouping, algorithm and precision one at a time, and a longer backward",
+    comm = sub.add_argument_group(
+        "comm", "every all-reduce against the backend's own: under torchrun, srun or mpirun, or on this host alone"
     )
+    comm.add_argument("--size-mb", type=_positive, metavar="N", help="megabytes of the all-reduced message [25]")
+    comm.add_argument("--grid", metavar="ROWSxCOLUMNS", help="grid of the ranks [hosts x ranks per host]")
+    comm.add_argument("--nproc", type=_positive, metavar="N", help="ranks to start on this host [one per GPU]")
 
     sub = verb("data", _data, "pack, verify or describe a data set")
     actions = sub.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=_Parser)
