@@ -9,11 +9,11 @@ from typing import Any
 
 from hyperbatch.errors import InputError
 from hyperbatch.plan.types import StepTiming
-from hyperbatch.report.chart import HEIGHT, WIDTH, Chart, Line, color, in_words, marks
+from hyperbatch.report import chart as charts
+from hyperbatch.report.chart import HEIGHT, Chart, Line, color, in_words, marks
 from hyperbatch.report.markup import Html, el
 from hyperbatch.report.style import CHART_CSS
-from hyperbatch.report.timing import WIDTH as TIMELINE_WIDTH
-from hyperbatch.report.timing import timeline
+from hyperbatch.report.timing import GROUP_COLOR, LEFT, STEP, WIDTH, timeline
 
 MARGIN, HEAD = 12, 40  # around a chart; for its title and key
 
@@ -59,35 +59,39 @@ def cost_chart(title: str, sweeps: Mapping[str, Sequence[Mapping[str, Any]]], wh
     return line_chart(f"{title}: {unit} against seconds to target", "s", series, log_y=True)
 
 
-def charts_picture(*charts: Chart) -> str:
+def charts_picture(*shown: Chart) -> str:
     """Charts in one picture, two in a row."""
-    columns = min(2, len(charts))
-    width, height = WIDTH + 2 * MARGIN, HEIGHT + HEAD + MARGIN
-    places = [(i % columns * width + MARGIN, i // columns * height) for i in range(len(charts))]
+    columns = min(2, len(shown))
+    width, height = charts.WIDTH + 2 * MARGIN, HEIGHT + HEAD + MARGIN
+    places = [(i % columns * width + MARGIN, i // columns * height) for i in range(len(shown))]
     panels = []
-    for i, (chart, (x, y)) in enumerate(zip(charts, places, strict=True)):
+    for i, (chart, (x, y)) in enumerate(zip(shown, places, strict=True)):
         title = el("text", chart.title, x=0, y=18, cls="ink", font_size=13, font_weight=600)
         body = el("g", marks(replace(chart, key=f"chart{i}")), transform=f"translate(0 {HEAD})")
-        panels.append(el("g", title, _key(chart), body, transform=f"translate({x} {y})"))
-    words = "; ".join(f"{chart.title}: {in_words(chart)}" for chart in charts)
-    return _file(panels, columns * width, -(-len(charts) // columns) * height, words)
+        key = _key([(line.label, line.color) for line in chart.lines]) if len(chart.lines) > 1 else None
+        panels.append(el("g", title, key, body, transform=f"translate({x} {y})"))
+    words = "; ".join(f"{chart.title}: {in_words(chart)}" for chart in shown)
+    return _file(panels, columns * width, -(-len(shown) // columns) * height, words)
 
 
-def _key(chart: Chart) -> list[Html]:
-    """The names of the lines in their colours; a name of n letters is about 7 n wide."""
+def _key(names: Sequence[tuple[str, int]]) -> list[Html]:
+    """Names beside their colours; a name of n letters is about 7 n wide."""
     entries, x = [], 0
-    for line in chart.lines if len(chart.lines) > 1 else []:
-        entries.append(el("rect", x=x, y=26, width=9, height=9, rx=3, fill=color(line.color)))
-        entries.append(el("text", line.label, x=x + 14, y=34))
-        x += 30 + 7 * len(line.label)
+    for name, index in names:
+        entries.append(el("rect", x=x, y=26, width=9, height=9, rx=3, fill=color(index)))
+        entries.append(el("text", name, x=x + 14, y=34))
+        x += 30 + 7 * len(name)
     return entries
 
 
 def timeline_picture(steps: Mapping[str, StepTiming]) -> str:
     """Steps as time lines to one scale, each under its title."""
     drawn, height = timeline(steps)
-    body = el("g", drawn, transform=f"translate({MARGIN} {MARGIN})")
-    return _file([body], TIMELINE_WIDTH + 2 * MARGIN, height + MARGIN, f"time lines of {', '.join(steps)}")
+    shown = {name for timing in steps.values() for name, _, _ in timing.parts()}
+    key = _key([names for part, names in STEP.items() if part in shown] + [("a group's all-reduce", GROUP_COLOR)])
+    body = el("g", drawn, transform=f"translate(0 {HEAD})")
+    panel = el("g", el("g", key, transform=f"translate({LEFT} -12)"), body, transform=f"translate({MARGIN} 0)")
+    return _file([panel], WIDTH + 2 * MARGIN, height + HEAD, f"time lines of {', '.join(steps)}")
 
 
 def _file(drawn: list[Html], width: float, height: float, words: str) -> str:

@@ -28,6 +28,7 @@ STEP = {
     "exposed_comm": ("exposed communication", 4),
     "update": ("update", 2),
 }
+GROUP_COLOR = 1
 WIDTH, LEFT, RIGHT = 1060, 92, 8  # of a time line
 
 
@@ -153,7 +154,7 @@ def _groups(timing: StepTiming, top: float, x_of: Scale) -> tuple[list[Html], fl
         middle = f"{y + row / 2:.1f}"
         waited = el("line", x1=f"{ready:.1f}", x2=f"{x:.1f}", y1=middle, y2=middle, stroke="var(--soft)")
         shape = {"x": f"{x:.1f}", "y": f"{y:.1f}", "width": f"{max(1.0, end - x):.1f}", "height": f"{row:.1f}"}
-        bar = el("rect", rx=2, fill="var(--c1)", **shape)
+        bar = el("rect", rx=2, fill=f"var(--c{GROUP_COLOR})", **shape)
         marks.append(el("g", el("title", f"{text}: {times}"), waited, bar))
         if row > 10:
             base = f"{y + row - 5:.1f}"
