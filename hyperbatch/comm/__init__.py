@@ -7,7 +7,6 @@ from hyperbatch.comm.grid import GridComm
 from hyperbatch.comm.heartbeat import Heartbeat
 from hyperbatch.comm.runner import Handle
 from hyperbatch.comm.shards import own_shard, shard_bounds
-from hyperbatch.comm.switch import measure_switch
 from hyperbatch.comm.sync import GradSync, PhaseTiming
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "check_collectives",
     "ddp_bucket_bytes",
     "ddp_kwargs",
-    "measure_switch",
     "own_shard",
     "param_specs",
     "reduce_scatter",

@@ -47,14 +47,6 @@ def optimal_groups(
     return plan.with_algorithms([min(by_name, key=lambda name, g=g: by_name[name](g.bytes)) for g in plan.groups])
 
 
-def serial_finish(ready_s: Sequence[float], cost_s: Sequence[float]) -> float:
-    """When a first-in-first-out network is done with groups that are ready then and take that long."""
-    free = 0.0
-    for ready, seconds in zip(ready_s, cost_s, strict=True):
-        free = max(free, ready) + seconds
-    return free
-
-
 def _bounds(sizes: list[int], ready: list[float], costs: list[CostFunction]) -> list[int]:
     """0 = b0 < b1 < ... = n of the best grouping."""
     n, infinite = len(sizes), float("inf")

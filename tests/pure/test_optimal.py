@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
 
 import pytest
+from fifo_reference import serial_finish
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyperbatch.plan.inventory import tensors
-from hyperbatch.plan.optimal import optimal_groups, serial_finish
+from hyperbatch.plan.optimal import optimal_groups
 from hyperbatch.plan.strategies import STRATEGIES, plan_groups
 from hyperbatch.plan.types import GroupPlan, TensorSpec
 

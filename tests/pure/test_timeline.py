@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from fifo_reference import serial_finish
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from hyperbatch.plan.compute import LayerTime, layer_times, seconds_at, slowest_
 from hyperbatch.plan.cost import Cost
 from hyperbatch.plan.inventory import layers, tensors
 from hyperbatch.plan.machine import Profile
-from hyperbatch.plan.optimal import serial_finish
 from hyperbatch.plan.timeline import Transfer, parameter_ready_s, run_network, step_timing
 from hyperbatch.plan.types import GradGroup, GroupPlan
 from hyperbatch.sim.clusters import load_cluster
