@@ -1,7 +1,14 @@
 """Process groups of a grid, collectives over them, and the runner that hides them behind backward."""
 
 from hyperbatch.comm.collectives import all_gather, all_reduce, reduce_scatter
-from hyperbatch.comm.ddp import ddp_bucket_bytes, ddp_kwargs, param_specs, register_ddp_hook
+from hyperbatch.comm.ddp import (
+    GridHookState,
+    ddp_bucket_bytes,
+    ddp_kwargs,
+    grid_hook,
+    param_specs,
+    register_ddp_hook,
+)
 from hyperbatch.comm.doctor import check_collectives
 from hyperbatch.comm.grid import GridComm
 from hyperbatch.comm.heartbeat import Heartbeat
@@ -12,6 +19,7 @@ from hyperbatch.comm.sync import GradSync, PhaseTiming
 __all__ = [
     "GradSync",
     "GridComm",
+    "GridHookState",
     "Handle",
     "Heartbeat",
     "PhaseTiming",
@@ -20,6 +28,7 @@ __all__ = [
     "check_collectives",
     "ddp_bucket_bytes",
     "ddp_kwargs",
+    "grid_hook",
     "own_shard",
     "param_specs",
     "reduce_scatter",
