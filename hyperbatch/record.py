@@ -292,10 +292,10 @@ class TraceFile:
         self._end += len(events)
 
 
-def write_trace(path: Path, steps: Mapping[str, StepTiming]) -> None:
+def write_trace(path: str | Path, steps: Mapping[str, StepTiming]) -> None:
     """Predicted or measured steps below each other in one trace; the keys are their titles."""
     try:
-        trace = TraceFile(path)
+        trace = TraceFile(Path(path))
         for title, timing in steps.items():
             trace.process(title)
             for part, start_s, end_s in timing.parts():
