@@ -18,10 +18,11 @@ from hyperbatch.comm.agree import check_agreement
 from hyperbatch.comm.collectives import HYBRID_SWITCH_BYTES, all_reduce_now, reduce_scatter_now, resolve_algorithm
 from hyperbatch.comm.grid import GridComm
 from hyperbatch.comm.phases import Phase
-from hyperbatch.comm.runner import Handle, Mark, mark, seconds_between
+from hyperbatch.comm.runner import Handle
 from hyperbatch.comm.shards import own_shard
 from hyperbatch.errors import InputError
 from hyperbatch.plan.types import GradGroup, GroupPlan, GroupTiming
+from hyperbatch.stopwatch import Mark, mark, seconds_between
 
 if TYPE_CHECKING:
     from hyperbatch.arena import Arena

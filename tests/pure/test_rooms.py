@@ -70,3 +70,10 @@ def test_no_room_reaches_where_it_must_not():
         )
     }
     assert not breaches
+
+
+def test_the_package_does_without_the_tools_beside_it():
+    """benchmarks/ is not in the wheel; and any room may use the stopwatch, so it uses none."""
+    found = {(path.name, module) for _, path in files() for module, _ in imports(path)}
+    assert not {name for name, module in found if module.split(".")[0] == "benchmarks"}
+    assert not {module for name, module in found if name == "stopwatch.py" and module.startswith("hyperbatch")}
