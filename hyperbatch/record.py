@@ -191,6 +191,10 @@ class RunWriter:
         """One span of trace.json; seconds since the run began. `warnings` says when there were too many to keep."""
         self._trace.span(name, start_s, duration_s, track, args)
 
+    def groups(self, groups: Sequence[GroupTiming], start_s: float) -> None:
+        """The exchange of a step that began at `start_s`, in trace.json."""
+        self._trace.groups(groups, start_s)
+
     def close(self) -> None:
         """Writes what is pending; `warnings` is complete after it. Closing twice does nothing."""
         if self._metrics.closed:

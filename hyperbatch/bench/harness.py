@@ -109,7 +109,7 @@ def result(bench: str, table: list[dict[str, Any]], *, device: str | None = None
 
 
 def pick_device(name: str) -> torch.device:
-    """ "auto": the first GPU, or the CPU where there is none."""
+    """The named device; for "auto" the first GPU, or the CPU where there is none."""
     return torch.device("cuda:0" if name == "auto" and torch.cuda.is_available() else name.replace("auto", "cpu"))
 
 
