@@ -9,8 +9,16 @@ from ddp_before import batch, network
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hyperbatch import LARS, GridComm, RankGrid, ddp_kwargs, param_groups, plan_groups, register_ddp_hook  # new
-from hyperbatch.comm import ddp_bucket_bytes  # new
+from hyperbatch import (  # new
+    LARS,
+    GridComm,
+    RankGrid,
+    ddp_bucket_bytes,
+    ddp_kwargs,
+    param_groups,
+    plan_groups,
+    register_ddp_hook,
+)
 
 
 def main() -> None:

@@ -6,9 +6,7 @@ hyperbatch train own_model_and_data:recipe
 import numpy as np
 from torch import nn
 
-from hyperbatch import Config
-from hyperbatch.config import BatchPhase
-from hyperbatch.data.source import ArraySource
+from hyperbatch import ArraySource, BatchPhase, Config
 
 
 def stripes(config):

@@ -61,8 +61,8 @@ def _print(args: argparse.Namespace, values: Any, text: str | Callable[[], str])
 
 # What each bench takes beside --json
 BENCH_OPTIONS = {
-    "comm": ("hosts", "ranks", "mbit", "nic", "size_mb", "rounds", "ablate"),
-    "step": ("model", "batch", "peers", "max_autotune", "first_step", "rounds", "data", "steps"),
+    "comm": ("size_mb", "grid", "nproc", "rounds"),
+    "step": ("model", "batch", "peers", "max_autotune", "rounds", "data", "steps"),
 }
 
 
@@ -115,11 +115,17 @@ def _plan(args: argparse.Namespace) -> int:
     from hyperbatch.plan.planner import format_plan, make_plan
 
     plan = make_plan(args.recipe, gpus=args.gpus, strategy=args.strategy, **_workload(args))
+    values = plan.to_dict()
+    steps = {f"{values['recipe']} on {values['gpus']} x {values['cluster']}, {values['strategy']}": plan.step.timing}
     if args.trace:
-        from hyperbatch.sim.trace import write_trace
+        from hyperbatch.record import write_trace
 
-        write_trace(Path(args.trace), plan.to_dict())
-    _print(args, plan.to_dict(), lambda: format_plan(plan))
+        write_trace(Path(args.trace), steps)
+    if args.plot:
+        from hyperbatch.report.picture import timeline_picture, write_picture
+
+        write_picture(Path(args.plot), timeline_picture(steps))
+    _print(args, values, lambda: format_plan(plan))
     return 0
 
 
@@ -127,11 +133,12 @@ def _simulate(args: argparse.Namespace) -> int:
     from hyperbatch.sim.sweep import format_simulation, simulate
 
     simulation = simulate(args.recipe, gpus=_numbers(args.gpus, "--gpus"), **_workload(args))
+    values = simulation.to_dict()
     if args.plot:
-        from hyperbatch.sim.plots import write_sweep
+        from hyperbatch.report.picture import charts_picture, sweep_charts, write_picture
 
-        write_sweep(Path(args.plot), simulation.to_dict())
-    _print(args, simulation.to_dict(), lambda: format_simulation(simulation))
+        write_picture(Path(args.plot), charts_picture(*sweep_charts(values)))
+    _print(args, values, lambda: format_simulation(simulation))
     return 0
 
 
@@ -219,7 +226,8 @@ def _bench(args: argparse.Namespace) -> int:
     values = getattr(module, f"bench_{args.what}")(**options)
     from hyperbatch.bench.harness import format_table
 
-    _print(args, values, lambda: getattr(module, "format_result", format_table)(values))
+    if _is_first_rank():
+        _print(args, values, lambda: getattr(module, "format_result", format_table)(values))
     return 0
 
 
@@ -390,7 +398,8 @@ def _build_parser() -> _Parser:
         sizes(sub)
         if name == "plan":
             sub.add_argument("--gpus", type=_positive, metavar="N", help="GPUs [the recipe's]")
-            sub.add_argument("--trace", metavar="FILE", help="write the step's timeline for Perfetto")
+            sub.add_argument("--trace", metavar="FILE", help="write the step's time line for Perfetto")
+            sub.add_argument("--plot", metavar="FILE", help="draw the step's time line as an SVG picture")
             sub.add_argument("--strategy", choices=STRATEGIES, help="grouping")
         else:
             sub.add_argument(
@@ -407,7 +416,7 @@ def _build_parser() -> _Parser:
 
     sub = verb("bench", _bench, "measure one part against its peers")
     sub.add_argument("what", choices=("lars", "step", "comm", "data"))
-    sub.add_argument("--rounds", type=_positive, help="interleaved rounds of comm (2 unless given) and step (10)")
+    sub.add_argument("--rounds", type=_positive, help="interleaved rounds of comm [5] and step [10; on a CPU 3]")
     step = sub.add_argument_group(
         "step", "the whole training step against torch's, on synthetic data on the device; on a CPU a small smoke run"
     )
@@ -420,27 +429,15 @@ def _build_parser() -> _Parser:
         "--max-autotune", action="store_true", default=None, help="torch.compile's max-autotune, too: takes minutes"
     )
     step.add_argument(
-        "--first-step",
-        action="store_true",
-        default=None,
-        help="each candidate's first step, too, in a process of its own with empty kernel caches",
-    )
-    step.add_argument(
         "--data", metavar="DIR", help='train through the engine on these images instead; "generated": JPEGs made for it'
     )
     step.add_argument("--steps", type=_positive, metavar="N", help="steps of --data [200; on a CPU 20]")
-    cluster = sub.add_argument_group("comm", "the emulated cluster (needs root) and what is measured on it")
-    cluster.add_argument("--hosts", type=_positive, help="emulated hosts; 4 unless given")
-    cluster.add_argument("--ranks", type=_positive, help="ranks on each host; 2 unless given")
-    cluster.add_argument("--mbit", type=_positive, help="Mbit/s of each NIC; 200 unless given")
-    cluster.add_argument("--nic", choices=("rank", "host"), help="a NIC for each rank, the default, or for each host")
-    cluster.add_argument("--size-mb", type=_positive, help="size of the all-reduced message; 25 unless given")
-    cluster.add_argument(
-        "--ablate",
-        action="store_true",
-        default=None,
-        help="also grouping, algorithm and precision one at a time, and a longer backward",
+    comm = sub.add_argument_group(
+        "comm", "every all-reduce against the backend's own: under torchrun, srun or mpirun, or on this host alone"
     )
+    comm.add_argument("--size-mb", type=_positive, metavar="N", help="megabytes of the all-reduced message [25]")
+    comm.add_argument("--grid", metavar="ROWSxCOLUMNS", help="grid of the ranks [hosts x ranks per host]")
+    comm.add_argument("--nproc", type=_positive, metavar="N", help="ranks to start on this host [one per GPU]")
 
     sub = verb("data", _data, "pack, verify or describe a data set")
     actions = sub.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=_Parser)

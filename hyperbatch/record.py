@@ -13,12 +13,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from hyperbatch.errors import InputError
+
+if TYPE_CHECKING:
+    from hyperbatch.plan.types import GroupTiming, StepTiming
 
 SCHEMA = 1
 MAX_SPANS = 100_000  # about 12 MB of trace.json: what Perfetto opens without a pause
@@ -140,7 +143,8 @@ class RunWriter:
             _replace(folder / "metrics.jsonl", "".join(strict_json(line) + "\n" for line in kept))
         self._metrics = open(folder / "metrics.jsonl", "w" if fresh else "a", buffering=1)  # noqa: SIM115
         self._mllog = open(folder / "mllog.txt", "w" if fresh else "a", buffering=1)  # noqa: SIM115
-        self._trace = _Trace(folder / "trace.json", resume_from_step)
+        self._trace = TraceFile(folder / "trace.json", go_on=not fresh)
+        self._trace.process("rank 0" if fresh else f"rank 0, resumed at step {resume_from_step}")
         self._board = _Tensorboard(folder / "tensorboard", resume_from_step, self.warnings) if tensorboard else None
 
     def step(
@@ -184,11 +188,12 @@ class RunWriter:
         self._mllog.write(f":::MLLOG {strict_json(line)}\n")
 
     def span(self, name: str, start_s: float, duration_s: float, *, track: str = "engine", **args: Any) -> None:
-        """One slice of trace.json (Chrome trace format, opens in Perfetto); seconds since the run began.
-
-        The first MAX_SPANS are kept; the file and `warnings` say when there were more.
-        """
+        """One span of trace.json; seconds since the run began. `warnings` says when there were too many to keep."""
         self._trace.span(name, start_s, duration_s, track, args)
+
+    def groups(self, groups: Sequence[GroupTiming], start_s: float) -> None:
+        """The exchange of a step that began at `start_s`, in trace.json."""
+        self._trace.groups(groups, start_s)
 
     def close(self) -> None:
         """Writes what is pending; `warnings` is complete after it. Closing twice does nothing."""
@@ -196,7 +201,8 @@ class RunWriter:
             return
         self._metrics.close()
         self._mllog.close()
-        if self._trace.close():
+        self._trace.close()
+        if self._trace.dropped:
             self.warnings.append(
                 f"trace.json keeps the first {MAX_SPANS:,} spans; {self._trace.dropped:,} were left out"
             )
@@ -210,31 +216,36 @@ class RunWriter:
         self.close()
 
 
-class _Trace:
-    """trace.json, grown at its end: each flush writes over the closing brackets, so the file is JSON all the time."""
+class TraceFile:
+    """A trace that opens in Perfetto: spans on tracks, tracks in processes. Chrome's trace format.
+
+    It grows at its end: each flush writes over the closing brackets, so the file is JSON all the time. The first
+    MAX_SPANS spans are kept; `dropped` counts the rest.
+    """
 
     TAIL = b"\n]}\n"
 
-    def __init__(self, path: Path, resume_from_step: int | None) -> None:
+    def __init__(self, path: Path, *, go_on: bool = False) -> None:
+        """go_on: keep what an earlier attempt wrote there. Call `process` before the first span."""
         self.dropped = 0
         self._pending: list[bytes] = []
-        self._tracks: dict[str, int] = {}
-        self._flush_at = time.monotonic() + 1
-        self._spans, self._process = 0, 1
-        old = path.read_bytes() if resume_from_step is not None and path.exists() else b""
+        self._spans = self._process = 0
+        old = path.read_bytes() if go_on and path.exists() else b""
         if old.endswith(self.TAIL):
-            # The attempt before this one keeps its spans; this one is drawn as a process of its own beside it.
             self._spans = old.count(b'"ph":"X"')
-            self._process = 1 + old.count(b'"process_name"')
+            self._process = old.count(b'"process_name"')
             self._file = open(path, "r+b", buffering=0)  # noqa: SIM115
             self._end = len(old) - len(self.TAIL)
-            lead = b",\n"
         else:
             self._file = open(path, "wb", buffering=0)  # noqa: SIM115
             self._end = self._file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
-            lead = b""
-        name = "rank 0" if resume_from_step is None else f"rank 0, resumed at step {resume_from_step}"
-        self._put(lead + self._meta("process_name", name))
+
+    def process(self, name: str) -> None:
+        """The spans that follow are drawn in a process of their own, below the ones before."""
+        self.flush()
+        self._tracks: dict[str, int] = {}
+        self._process += 1
+        self._put((b",\n" if self._process > 1 else b"") + self._meta("process_name", name))
 
     def span(self, name: str, start_s: float, duration_s: float, track: str, args: Mapping[str, Any]) -> None:
         if self._spans >= MAX_SPANS:
@@ -256,19 +267,24 @@ class _Trace:
         if len(self._pending) >= 512 or time.monotonic() >= self._flush_at:
             self.flush()
 
+    def groups(self, groups: Sequence[GroupTiming], start_s: float = 0.0) -> None:
+        """The exchange of a step that began at `start_s`: a span for each group."""
+        for group in groups:
+            args = {"algorithm": group.algorithm, "bytes": group.bytes}
+            seconds = group.end_s - group.start_s
+            self.span(f"group {group.index}", start_s + group.start_s, seconds, "exchange", args)
+
     def flush(self) -> None:
         if self._pending:
             self._put(b"".join(b",\n" + event for event in self._pending))
             self._pending.clear()
         self._flush_at = time.monotonic() + 1
 
-    def close(self) -> bool:
-        """True when spans were left out."""
+    def close(self) -> None:
         if self.dropped:
             self._pending.append(self._meta("process_labels", f"{self.dropped} later spans left out"))
         self.flush()
         self._file.close()
-        return self.dropped > 0
 
     def _meta(self, kind: str, text: str, thread: int = 0) -> bytes:
         args = {"labels" if kind == "process_labels" else "name": text}
@@ -278,6 +294,20 @@ class _Trace:
         self._file.seek(self._end)
         self._file.write(events + self.TAIL)
         self._end += len(events)
+
+
+def write_trace(path: str | Path, steps: Mapping[str, StepTiming]) -> None:
+    """Predicted or measured steps below each other in one trace; the keys are their titles."""
+    try:
+        trace = TraceFile(Path(path))
+        for title, timing in steps.items():
+            trace.process(title)
+            for part, start_s, end_s in timing.parts():
+                trace.span(part.replace("_", " "), start_s, end_s - start_s, "compute", {})
+            trace.groups(timing.groups)
+        trace.close()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 class _Tensorboard:

@@ -1,142 +1,131 @@
-"""`hyperbatch bench comm`: the exchange against its peers, on an emulated cluster that it builds for itself.
+"""`hyperbatch bench comm`: one message by every all-reduce against the backend's own, on the ranks and links you have.
 
-all-reduce   one message, each algorithm and precision, against the backend's own
-wire         bytes each NIC sent, against theory
-step         ResNet-50's gradients behind a replayed backward, against DDP; grouping, algorithm, precision one at a time
-host         what a step costs the host's main thread
+    torchrun --nnodes N --nproc-per-node 8 ... -m hyperbatch bench comm    between hosts (or srun, mpirun)
+    hyperbatch bench comm --nproc 4                                        between processes of this host
+
+Rounds are interleaved, and the slowest rank counts.
 """
 
 from __future__ import annotations
 
-import os
+import json
+import sys
+import tempfile
+from contextlib import closing
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from hyperbatch.bench.cluster import emulated_cluster
-from hyperbatch.bench.comm_host import host_cost_s
-from hyperbatch.bench.comm_ranks import Settings, measure
-from hyperbatch.bench.harness import Candidate, result, rows
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hyperbatch.bench.harness import Candidate, device_name, interleave, result, rows
+from hyperbatch.comm import GridComm, all_reduce
+from hyperbatch.engine.ranks import Ranks, find_ranks, join
 from hyperbatch.errors import InputError
+from hyperbatch.launch import default_nproc, start_ranks
+from hyperbatch.plan.types import RankGrid
+from hyperbatch.stopwatch import slowest_s
 
 MB = 1_000_000
-STEP_PEERS = ("DDP default", "DDP, bf16 hook", "one group after backward")
+BF16 = torch.bfloat16
+WARM_UP_BYTES = 4 << 20
+TIMEOUT_S = 300
 
 
 def bench_comm(
-    *,
-    hosts: int = 4,
-    ranks: int = 2,
-    mbit: float = 200.0,
-    nic: str = "rank",
-    size_mb: float = 25.0,
-    rounds: int = 2,
-    backward_shares: tuple[float, ...] | None = None,
-    ablate: bool = False,
+    *, size_mb: float = 25.0, rounds: int = 5, grid: str | None = None, nproc: int | None = None
 ) -> dict[str, Any]:
-    """ranks: per host. backward_shares: how long backward is, as a share of the flat exchange of the same gradients.
+    """Rows of seconds for a message of `size_mb`. Under a launcher every rank calls it and gets the same answer.
 
-    The default takes under four minutes: a quarter. ablate: grouping, algorithm and precision one at a time, and a
-    backward as long as the exchange, too.
+    grid: ROWSxCOLUMNS of the ranks, by default hosts x ranks per host. nproc: ranks to start on this host, by default
+    one per GPU.
     """
-    if backward_shares is None:
-        backward_shares = (1.0, 0.25) if ablate else (0.25,)
     if size_mb <= 0 or rounds < 1:
         raise InputError(f"bench comm: {size_mb} MB in {rounds} rounds measures nothing; give positive numbers")
-    settings = Settings(
-        hosts=hosts,
-        ranks_per_host=ranks,
-        size_bytes=int(size_mb * MB),
-        rounds=rounds,
-        backward_shares=backward_shares,
-        ablate=ablate,
-    )
-    load_before = os.getloadavg()[0]
-    host_s = host_cost_s()
-    with emulated_cluster(hosts=hosts, ranks_per_host=ranks, mbit=mbit, nic=nic) as cluster:
-        per_rank = cluster.run(measure, settings, timeout_s=3600)
-    found = per_rank[0]
-
-    table = _all_reduce_rows(found["all_reduce"], settings)
-    for share, samples in found.get("step", {}).items():
-        table += _step_rows(samples, share)
-    host = Candidate(name="host time of a step, 161 tensors", run=_nothing)
-    table += rows([host], {host.name: host_s}, unit="s", part="host")
-    wires = [per_rank[first]["wire"] for first in range(0, cluster.size, ranks)]
-    return result(
-        "comm",
-        table,
-        device=f"{hosts} emulated hosts x {ranks} ranks, a {mbit:g} Mbit/s NIC per {nic}, on {os.cpu_count()} cores",
-        hosts=hosts,
-        ranks_per_host=ranks,
-        mbit=mbit,
-        nic=nic,
-        flat_exchange_s=found.get("flat_s"),
-        wire=_wire_rows(wires, settings, nic),
-        summary=_summary(found, table),
-        load_before=load_before,
-        note="bandwidth is shaped, delay is not: nothing here validates a switch point that depends on latency",
-    )
+    ranks = find_ranks()
+    if ranks is not None and nproc is not None:
+        raise InputError("--nproc starts processes on one host; leave it out where a launcher has started them")
+    world_size = ranks.world_size if ranks is not None else nproc or default_nproc("auto")
+    if world_size < 2:
+        raise InputError("one process exchanges nothing; give --nproc 2 or more, or start several with torchrun")
+    if grid is not None:
+        RankGrid.parse(grid).check_world(world_size)
+    order = {"size_bytes": int(size_mb * MB), "rounds": rounds, "grid": grid}
+    if ranks is not None:
+        return _measure(ranks, **order)
+    with tempfile.TemporaryDirectory(prefix="hyperbatch-") as scratch:
+        path = Path(scratch) / "order.json"
+        path.write_text(json.dumps(order))
+        start_ranks(world_size, "hyperbatch.bench.comm", path)
+        return json.loads(_answer(path).read_text())
 
 
-def _all_reduce_rows(samples: dict[str, list[float]], settings: Settings) -> list[dict[str, Any]]:
-    """16-bit messages are held against a 16-bit peer."""
+def _answer(order: Path) -> Path:
+    return order.with_name("answer.json")
+
+
+def _measure(ranks: Ranks, size_bytes: int, rounds: int, grid: str | None) -> dict[str, Any]:
+    hosts = ranks.world_size // ranks.local_size
+    whole = hosts * ranks.local_size == ranks.world_size
+    default = RankGrid(hosts, ranks.local_size) if whole else RankGrid(1, ranks.world_size)
+    with (
+        join(ranks, "auto", timeout_s=TIMEOUT_S) as device,
+        closing(GridComm(RankGrid.parse(grid) if grid else default)) as comm,
+        torch.no_grad(),
+    ):
+        samples = time_all_reduces(torch.zeros(size_bytes // 4, device=device), comm, rounds)
+    table = all_reduce_rows(samples, size_bytes)
+    where = f"{ranks.world_size} ranks on {hosts} host{'' if hosts == 1 else 's'}, {device_name()}"
+    return result("comm", table, device=where, grid=str(comm.grid), world_size=ranks.world_size)
+
+
+def all_reduces(tensor: Tensor, comm: GridComm) -> list[Candidate]:
+    """Each algorithm and wire precision on this tensor, and what torch itself offers."""
+
+    def plain_bf16() -> None:  # as DDP's bf16 hook does it
+        half = tensor.to(BF16)
+        dist.all_reduce(half)
+        tensor.copy_(half)
+
+    table = [
+        Candidate(name="dist.all_reduce", run=lambda: dist.all_reduce(tensor), peer=True),
+        Candidate(name="dist.all_reduce, cast to bf16", run=plain_bf16, peer=True),
+    ]
+    for algorithm in ("flat", "hierarchical", "torus"):
+        for wire, suffix in ((None, ""), (BF16, ", bf16 wire")):
+            if wire is None or algorithm != "hierarchical":
+                call = partial(all_reduce, tensor, comm, algorithm=algorithm, wire_dtype=wire)
+                table.append(Candidate(name=algorithm + suffix, run=call))
+    return table
+
+
+def time_all_reduces(tensor: Tensor, comm: GridComm, rounds: int) -> dict[str, list[float]]:
+    """Candidate -> seconds in each round, the same on every rank; a smaller message opens the connections."""
+    measure = partial(slowest_s, device=tensor.device)
+    for candidate in all_reduces(tensor[: WARM_UP_BYTES // 4], comm):
+        measure(candidate.run)
+    return interleave(all_reduces(tensor, comm), measure, rounds=rounds, warmup=0)
+
+
+def all_reduce_rows(samples: dict[str, list[float]], size_bytes: int) -> list[dict[str, Any]]:
+    """A row for each candidate; 16-bit messages are compared with a 16-bit peer."""
     table = []
     for half in (False, True):
         names = [name for name in samples if ("bf16" in name) == half]
-        candidates = [Candidate(name=name, run=_nothing, peer=name.startswith("dist.")) for name in names]
-        table += rows(candidates, samples, unit="s", part="all-reduce", bytes=settings.size_bytes)
+        candidates = [Candidate(name=name, run=list, peer=name.startswith("dist.")) for name in names]
+        table += rows(candidates, samples, unit="s", part="all-reduce", bytes=size_bytes)
     return table
 
 
-def _step_rows(samples: dict[str, list[float]], share: float) -> list[dict[str, Any]]:
-    candidates = [Candidate(name=name, run=_nothing, peer=name in STEP_PEERS) for name in samples]
-    table = rows(candidates, samples, unit="s", part="step", backward_share=share)
-    for row in table:
-        row["name"] = f"step, backward {share:g} of the exchange: {row['name']}"
-    return table
+def _started_rank(order: Path) -> None:
+    ranks = find_ranks()
+    assert ranks is not None, "started by `start_ranks`"
+    values = _measure(ranks, **json.loads(order.read_text()))
+    if ranks.rank == 0:
+        _answer(order).write_text(json.dumps(values))
 
 
-def _wire_rows(wires: list[dict[str, list[int]]], settings: Settings, nic: str) -> list[dict[str, Any]]:
-    """Per algorithm: the most any host sent, by NIC, against theory."""
-    ranks, size = settings.ranks_per_host, settings.hosts * settings.ranks_per_host
-    table = []
-    for name in wires[0]:
-        itemsize = 2 if "bf16" in name else 4
-        payload = settings.size_bytes // 4 // 4 * itemsize
-        worst = max((wire[name] for wire in wires), key=sum)
-        if name.startswith("torus"):
-            theory = 2 * (settings.hosts - 1) / settings.hosts * payload  # of a host, over all its NICs
-        else:
-            theory = 2 * (size - 1) / size * payload
-        table.append(
-            {
-                "name": name,
-                "message_bytes": payload,
-                "nic_bytes": worst,
-                "host_bytes": sum(worst),
-                "theory_host_bytes": round(theory),
-                "excess": sum(worst) / theory - 1 if theory else None,
-                "nics": ranks if nic == "rank" else 1,
-            }
-        )
-    return table
-
-
-def _summary(found: dict[str, Any], table: list[dict[str, Any]]) -> dict[str, float]:
-    """The ratios that are worth a line."""
-    median = {row["name"]: row["median"] for row in table}
-    flat = median["dist.all_reduce"]
-    ratios = {
-        "torus over flat": flat / median["torus"],
-        "torus with bf16 wire over fp32 flat": flat / median["torus, bf16 wire"],
-    }
-    for share in found.get("step", {}):
-        start = f"step, backward {share:g} of the exchange: "
-        ddp = median[start + "DDP default"]
-        ratios[f"{start}cubic groups, flat over DDP default"] = ddp / median[start + "cubic groups, flat"]
-        ratios[f"{start}all together over DDP default"] = ddp / median[start + "cubic groups, torus, bf16 wire"]
-        ratios[f"{start}bound, DDP default over backward alone"] = ddp / (share * found["flat_s"])
-    return ratios
-
-
-def _nothing() -> None:
-    pass
+if __name__ == "__main__":
+    _started_rank(Path(sys.argv[1]))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from hyperbatch.data.loader import TrainLoader
 from hyperbatch.data.pack import pack
 from hyperbatch.data.source import EncodedSource, open_data
 from hyperbatch.schedule import resolve_phases, steps
+from hyperbatch.stopwatch import wall_s
 
 _SMALL_SIDE = 256  # of the shards that are packed smaller
 
@@ -47,7 +48,7 @@ def bench_data(
 
     images, batch, passes over the set in a round: 0 for 256, 64 and 1 on a CPU; 2,048, 256 and 4 on a GPU.
     """
-    target = torch.device("cuda:0" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
+    target = harness.pick_device(device)
     gpu = target.type == "cuda"
     images, batch, passes = images or (2048 if gpu else 256), batch or (256 if gpu else 64), passes or (4 if gpu else 1)
     threads = threads or len(os.sched_getaffinity(0))
@@ -80,7 +81,7 @@ def bench_data(
         others = peers.data_peers(tree, image_size=image_size, batch=batch, workers=threads, device=target)
         candidates += [Candidate(name=c.name, run=_repeated(c.run, passes), peer=True) for c in others]
         try:
-            samples = harness.interleave(candidates, _images_per_s, rounds=rounds, warmup=1)
+            samples = harness.interleave(candidates, partial(_images_per_s, device=target), rounds=rounds, warmup=1)
         finally:
             for loader in loaders:
                 loader.close()
@@ -121,12 +122,10 @@ def _encoded(folder: Path) -> EncodedSource:
     return source
 
 
-def _images_per_s(run: Callable[[], int]) -> float:
-    start = time.perf_counter()
-    images = run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # the last batch counts when it has arrived
-    return images / (time.perf_counter() - start)
+def _images_per_s(run: Callable[[], int], device: torch.device) -> float:
+    counts: list[int] = []
+    seconds = wall_s(lambda: counts.append(run()), device=device)  # the last batch counts when it has arrived
+    return counts[0] / seconds
 
 
 def _ours(loader: TrainLoader, samples: int, batch: int, passes: int) -> Callable[[], int]:

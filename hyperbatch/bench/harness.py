@@ -11,7 +11,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -51,36 +50,6 @@ def interleave(
             candidate = candidates[(i + k) % len(candidates)]
             samples[candidate.name].append(measure(candidate.run))
     return samples
-
-
-def wall_s(run: Callable[[], Any], *, calls: int = 1) -> float:
-    """Seconds a call takes on the host's clock, with the device done at the end."""
-    _wait()
-    start = time.perf_counter()
-    for _ in range(calls):
-        run()
-    _wait()
-    return (time.perf_counter() - start) / calls
-
-
-def device_s(run: Callable[[], Any], *, calls: int = 1) -> float:
-    """Seconds a call takes on the GPU, between two events; the host's own clock where there is none."""
-    if not torch.cuda.is_available():
-        return wall_s(run, calls=calls)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    _wait()
-    start.record()
-    for _ in range(calls):
-        run()
-    end.record()
-    _wait()
-    return start.elapsed_time(end) / 1e3 / calls
-
-
-def _wait() -> None:
-    # A time means nothing while the device is still at work.
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def say(text: str) -> None:
@@ -137,6 +106,11 @@ def result(bench: str, table: list[dict[str, Any]], *, device: str | None = None
         "rows": table,
         **extra,
     }
+
+
+def pick_device(name: str) -> torch.device:
+    """The named device; for "auto" the first GPU, or the CPU where there is none."""
+    return torch.device("cuda:0" if name == "auto" and torch.cuda.is_available() else name.replace("auto", "cpu"))
 
 
 def device_name() -> str:

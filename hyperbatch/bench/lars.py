@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from hyperbatch.arena import Arena
 from hyperbatch.bench import harness
 from hyperbatch.bench.harness import Candidate
+from hyperbatch.bench.step_runs import captured
 from hyperbatch.errors import InputError
 from hyperbatch.optim import LARS
 from hyperbatch.plan.inventory import tensors
+from hyperbatch.stopwatch import device_s, wall_s
 
 MODELS = ("resnet50", "resnet152", "alexnet_bn", "thousand")
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -67,7 +69,7 @@ def bench_lars(
 
     Peers run in fp32, where they are usual.
     """
-    target = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
+    target = harness.pick_device(device)
     models = models or (MODELS if target.type == "cuda" else MODELS[:1])
     for name in models:
         if name not in MODELS:
@@ -86,10 +88,10 @@ def bench_lars(
 def _timed(model: str, candidates: list[Candidate], device: torch.device, rounds: int) -> list[dict[str, Any]]:
     if device.type == "cpu":
         named = _renamed(candidates, model, "eager")
-        samples = harness.interleave(named, harness.wall_s, rounds=rounds, warmup=1)
+        samples = harness.interleave(named, partial(wall_s, device=device), rounds=rounds, warmup=1)
         return harness.rows(named, samples, unit="ms", scale=1e3, model=model, clock="wall")
     eager = _renamed(candidates, model, "eager")
-    samples = harness.interleave(eager, partial(harness.wall_s, calls=5), rounds=rounds)
+    samples = harness.interleave(eager, partial(wall_s, device=device, calls=5), rounds=rounds)
     table = harness.rows(eager, samples, unit="ms", scale=1e3, model=model, clock="wall")
     graphs = []
     for candidate in candidates:
@@ -97,7 +99,7 @@ def _timed(model: str, candidates: list[Candidate], device: torch.device, rounds
         if replay is not None:
             graphs.append(Candidate(name=candidate.name, run=replay, peer=candidate.peer))
     graphs = _renamed(graphs, model, "graph")
-    samples = harness.interleave(graphs, partial(harness.device_s, calls=10), rounds=rounds)
+    samples = harness.interleave(graphs, partial(device_s, device=device, calls=10), rounds=rounds)
     return table + harness.rows(graphs, samples, unit="ms", scale=1e3, model=model, clock="device")
 
 
@@ -107,21 +109,12 @@ def _renamed(candidates: list[Candidate], model: str, mode: str) -> list[Candida
 
 def _captured(run: Callable[[], Any]) -> Callable[[], None] | None:
     """A replay of one call, or None for code that cannot be captured (it reads device values on the host)."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
-            run()
+        return captured(run)
     except RuntimeError:
         # The failed capture leaves an error behind that the next call would report.
         torch.cuda.synchronize()
         return None
-    return graph.replay
 
 
 def _give_grads(params: list[Tensor]) -> None:

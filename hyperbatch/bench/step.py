@@ -17,13 +17,7 @@ import torch
 
 from hyperbatch.bench import harness, step_data
 from hyperbatch.bench.harness import Candidate
-from hyperbatch.bench.step_device import (
-    Clocks,
-    copy_bytes_per_s,
-    release_memory,
-    warm_libraries,
-)
-from hyperbatch.bench.step_first import first_step_s
+from hyperbatch.bench.step_device import Clocks, release_memory, warm_libraries
 from hyperbatch.bench.step_kernels import by_family, our_kernels, profiled
 from hyperbatch.bench.step_report import format_step
 from hyperbatch.bench.step_runs import (
@@ -38,9 +32,9 @@ from hyperbatch.bench.step_runs import (
     set_up,
     torchvision_model,
 )
-from hyperbatch.bench.traffic import RUNGS, image_bytes, step_bytes
 from hyperbatch.errors import InputError, nearest
 from hyperbatch.models.build import model_names
+from hyperbatch.stopwatch import device_s
 
 SMALL_MODELS = ("resnet8", "resnet20", "resnet20x4", "resnet32", "resnet44", "resnet56")
 GPU_BATCHES = (16, 42, 256, 400)  # NVIDIA's at 4,216 GPUs, Fujitsu's at 2,048, the usual one, NVIDIA's at 8
@@ -58,7 +52,6 @@ def bench_step(
     batch: Sequence[int] | None = None,
     peers: Sequence[str] | None = None,
     max_autotune: bool = False,
-    first_step: bool = False,
     rounds: int | None = None,
     image_size: int | None = None,
     data: str | None = None,
@@ -68,10 +61,9 @@ def bench_step(
     """Rows of images a second for each batch, on synthetic data; with `data` the engine's, files included.
 
     On a GPU: ResNet-50, fp16, batches 16, 42, 256 and 400. On a CPU: ResNet-20, fp32, against torch eager alone.
-    peers: of eager, graph, masters, compile. first_step: time each candidate's first step, too, in a process of its
-    own. data: a folder, or "generated" for JPEGs like ImageNet's.
+    peers: of eager, graph, masters, compile. data: a folder, or "generated" for JPEGs like ImageNet's.
     """
-    target = torch.device("cuda:0" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
+    target = harness.pick_device(device)
     gpu = target.type == "cuda"
     model = model or ("resnet50" if gpu else "resnet20")
     if model not in model_names():
@@ -87,7 +79,7 @@ def bench_step(
     about: dict[str, Any] = {**asdict(setting), "device": harness.device_name(), "notes": [] if gpu else [CPU_NOTE]}
     batches = tuple(batch or (GPU_BATCHES if gpu else CPU_BATCHES))
     if data is not None:
-        if peers is not None or rounds is not None or max_autotune or first_step:
+        if peers is not None or rounds is not None or max_autotune:
             raise InputError("--data runs one training and no rounds; give --steps, --batch and --model with it")
         return harness.result("step", step_data.end_to_end(data, setting, batches, steps), **about)
     if steps is not None:
@@ -95,27 +87,21 @@ def bench_step(
     names = check_peers([*(peers if peers is not None else PEERS if gpu else PEERS[:1])], max_autotune, gpu=gpu)
 
     table, clocks = [], {}
-    bandwidth = copy_bytes_per_s(target) if gpu else None
     with chosen_kernels():
         warm_libraries(target)
         for size in batches:
             pairs = [(spec, setting) for spec in our_specs(setting) + peer_specs(names)]
-            firsts = [first_step_s(spec, setting, size) if first_step else None for spec, setting in pairs]
             rows, clocks[f"batch {size}"] = timed(pairs, size, rounds or (10 if gpu else 3), f"batch {size}")
-            table += [row | {"first_step_s": seconds} for row, seconds in zip(rows, firsts, strict=True)]
+            table += rows
         if gpu:
             title = f"batch {max(batches)}, precisions"
             rows, clocks[title] = timed(reference_path(setting), max(batches), rounds or 10, title)
             table += [row | {"ratio_to_fp32": row["median"] / rows[-1]["median"]} for row in rows]
-    for row in table:
-        row["copy_share"] = row["model_bytes_per_s"] / bandwidth if bandwidth and row["model_bytes_per_s"] else None
     return harness.result(
         "step",
         table,
         **about,
         peer_network="torchvision" if torchvision_model(model) else "hyperbatch",
-        copy_bytes_per_s=bandwidth,
-        traffic=traffic(setting, bandwidth) if bandwidth else [],
         clocks=clocks,
     )
 
@@ -134,8 +120,8 @@ def check_peers(names: list[str], max_autotune: bool, *, gpu: bool) -> list[str]
 def reference_path(setting: Setting) -> list[tuple[Spec, Setting]]:
     """The plain model in fp16 and in fp32, whose convolutions run in TF32, as torch does by default."""
     build = partial(ours, fused=False)
-    fp16 = Spec(name="reference path, fp16", build=build, rung="unfused")
-    fp32 = Spec(name="reference path, fp32", build=build, rung=None)
+    fp16 = Spec(name="reference path, fp16", build=build)
+    fp32 = Spec(name="reference path, fp32", build=build)
     return [(fp16, replace(setting, precision="fp16")), (fp32, replace(setting, precision="fp32"))]
 
 
@@ -143,18 +129,18 @@ def timed(
     candidates: list[tuple[Spec, Setting]], batch: int, rounds: int, title: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """(rows, clocks) of one batch. When it returns, the candidates' memory is free again."""
-    if candidates[0][1].device.type == "cuda":
+    device = candidates[0][1].device
+    if device.type == "cuda":
         # cuDNN's trials take time and memory once in a process: nobody's set-up shall count them.
         for setting in {setting.precision: setting for _, setting in candidates}.values():
-            set_up(Spec(name="trials", build=partial(ours, fused=False), rung=None), setting, batch)
+            set_up(Spec(name="trials", build=partial(ours, fused=False)), setting, batch)
     ready = []
     for spec, setting in candidates:
         ready.append(set_up(spec, setting, batch))
         harness.say(f"{title}, {spec.name}: set up in {ready[-1].set_up_s:.1f} s")
     runs = [Candidate(name=f"{title} / {r.spec.name}", run=r.built.run, peer=r.spec.peer) for r in ready]
-    fastest_s = min(harness.device_s(candidate.run) for candidate in runs)
-    measure = partial(harness.device_s, calls=min(MOST_CALLS, math.ceil(SAMPLE_S / fastest_s)))
-    device = candidates[0][1].device
+    fastest_s = min(device_s(candidate.run, device=device) for candidate in runs)
+    measure = partial(device_s, device=device, calls=min(MOST_CALLS, math.ceil(SAMPLE_S / fastest_s)))
     harness.say(f"{title}: {rounds} rounds, fastest step {fastest_s * 1e3:.1f} ms")
     clocks, scales = Clocks(device), [r.built.loss_scale() for r in ready]
     samples = harness.interleave(runs, measure, rounds=rounds, warmup=1, before_round=clocks.ask)
@@ -176,16 +162,11 @@ def timed(
 
 def details(ready: Ready, setting: Setting, batch: int, images_per_s: float) -> dict[str, Any]:
     """What a row says beside its speed; profiles one more step."""
-    step_s, rung = batch / images_per_s, ready.spec.rung
-    kernels, moved = [], None
-    if setting.device.type == "cuda":
-        kernels = profiled(ready.built.run)
-        sizes = {"image_size": setting.image_size, "classes": setting.classes}
-        moved = step_bytes(setting.model, rung, batch, **sizes) / step_s if rung else None
+    kernels = profiled(ready.built.run) if setting.device.type == "cuda" else []
     return {
         "model": setting.model,
         "precision": setting.precision,
-        "ms_per_step": step_s * 1e3,
+        "ms_per_step": 1e3 * batch / images_per_s,
         "set_up_s": ready.set_up_s,
         "peak_memory_bytes": ready.peak_memory_bytes,
         "kernels_per_step": sum(kernel.launches for kernel in kernels) or None,
@@ -194,19 +175,8 @@ def details(ready: Ready, setting: Setting, batch: int, images_per_s: float) -> 
             {"name": kernel.name[:120], "launches": kernel.launches, "ms": kernel.seconds * 1e3}
             for kernel in kernels[:12]
         ],
-        "rung": rung,
-        "model_bytes_per_s": moved,
         "finite": ready.built.is_finite(),
     }
-
-
-def traffic(setting: Setting, bandwidth: float) -> list[dict[str, Any]]:
-    """What each rung must move per image, and the speed at which that uses up the copy bandwidth."""
-    table = []
-    for rung in RUNGS:
-        parts = image_bytes(setting.model, rung, image_size=setting.image_size, classes=setting.classes)
-        table.append({"rung": rung, "bytes_per_image": parts, "roof_images_per_s": bandwidth / parts["total"]})
-    return table
 
 
 @contextlib.contextmanager

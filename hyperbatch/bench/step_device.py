@@ -1,4 +1,4 @@
-"""What `bench step` reads off the machine: clocks while it runs, copy bandwidth, and memory."""
+"""What `bench step` reads off the machine: its clocks while it runs, and memory."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import contextlib
 import gc
 import statistics
 import subprocess
-from functools import partial
 
 import torch
-
-from hyperbatch.bench import harness
 
 CLOCK_FIELDS = {
     "sm_mhz": "clocks.sm",
@@ -74,15 +71,6 @@ def parse_clocks(line: str) -> dict[str, float]:
         with contextlib.suppress(ValueError):
             sample[name] = float(text)
     return sample
-
-
-def copy_bytes_per_s(device: torch.device, *, size_bytes: int = 1 << 31) -> float:
-    """Bytes read and written a second by a copy far larger than the caches."""
-    source = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    measure = partial(harness.device_s, calls=5)
-    seconds = [measure(lambda: target.copy_(source)) for _ in range(4)][1:]
-    return 2 * size_bytes / statistics.median(seconds)
 
 
 def warm_libraries(device: torch.device) -> None:

@@ -15,7 +15,7 @@ def format_step(report: dict[str, Any]) -> str:
     width = max(len(row["name"]) for row in rows)
     lines.append(
         f"  {'':<{width}} {'img/s':>9} {'p20 .. p80':>19} {'x best peer':>11} {'ms':>8} {'GiB':>6}"
-        f" {'set-up s':>8} {'first step s':>12} {'kernels':>8} {'of copy':>8}"
+        f" {'set-up s':>8} {'kernels':>8}"
     )
     lines += [_line(row, width) for row in rows]
     for title, clocks in report["clocks"].items():
@@ -23,12 +23,6 @@ def format_step(report: dict[str, Any]) -> str:
         lines += [f"  clocks, {title}: {', '.join(readings)}"] if readings else []
     for batch in dict.fromkeys(row["batch"] for row in rows):
         lines += _families([row for row in rows if row["batch"] == batch], f"batch {batch}")
-    if report["traffic"]:
-        copy = report["copy_bytes_per_s"]
-        lines.append(f"  traffic model, roofs at the measured copy bandwidth of {copy / 1e12:.2f} TB/s")
-        for rung in report["traffic"]:
-            megabytes, roof = rung["bytes_per_image"]["total"] / 1e6, rung["roof_images_per_s"]
-            lines.append(f"    {rung['rung']:<8} {megabytes:6.0f} MB per image  {roof:8,.0f} img/s")
     lines += [
         f"  warning: {row['name']} had nans or skipped updates: its load is not that of training"
         for row in rows
@@ -43,8 +37,7 @@ def _line(row: dict[str, Any], width: int) -> str:
         f"  {row['name']:<{width}} {row['median']:>9,.0f} {row['p20']:>9,.0f} .. {row['p80']:>6,.0f}"
         f" {_number(row['ratio_to_best_peer'], '.3f'):>11} {row['ms_per_step']:>8.2f}"
         f" {_number(None if memory is None else memory / 2**30, '.1f'):>6} {row['set_up_s']:>8.1f}"
-        f" {_number(row.get('first_step_s'), '.1f'):>12}"
-        f" {_number(row['kernels_per_step'], 'd'):>8} {_number(row['copy_share'], '.0%'):>8}"
+        f" {_number(row['kernels_per_step'], 'd'):>8}"
     )
 
 

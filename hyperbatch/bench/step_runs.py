@@ -14,7 +14,6 @@ All work on one batch that lies on the device, in the working precision and chan
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,13 +34,13 @@ from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.models import create_model
 from hyperbatch.models.fused import why_not_fused
 from hyperbatch.optim.precision import working_dtype
+from hyperbatch.stopwatch import wall_s
 
 SMOOTHING = 0.1
 LOSS_SCALE = 1024.0  # low enough that no step is skipped: a skipped update would be a cheaper one
 WARMUP_STEPS = 3  # before a capture: kernels are chosen, lazy state is made
 PEERS = ("eager", "graph", "masters", "compile")
 MAX_AUTOTUNE = "max-autotune"
-FUSED_RUNG = "moments"  # of the traffic model: what models/fused.py has fused throughout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,11 +86,10 @@ class Built:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spec:
-    """A candidate before it is built. rung: of the traffic model (bench/traffic.py), where it knows the step."""
+    """A candidate before it is built."""
 
     name: str
     build: Callable[[Task], Built]
-    rung: str | None
     peer: bool = False
 
 
@@ -118,24 +116,22 @@ def make_task(setting: Setting, batch: int) -> Task:
 def our_specs(setting: Setting) -> list[Spec]:
     """The fused step where it can run, and the plain one."""
     if setting.device.type != "cuda":
-        return [Spec(name="hyperbatch plain", build=lambda task: ours(task, fused=False, graph=False), rung="unfused")]
-    plain = Spec(name="hyperbatch plain, graph", build=lambda task: ours(task, fused=False), rung="unfused")
+        return [Spec(name="hyperbatch plain", build=lambda task: ours(task, fused=False, graph=False))]
+    plain = Spec(name="hyperbatch plain, graph", build=lambda task: ours(task, fused=False))
     if not _can_fuse(setting):
         return [plain]
-    fused = Spec(name="hyperbatch fused, graph", build=lambda task: ours(task, fused=True), rung=FUSED_RUNG)
+    fused = Spec(name="hyperbatch fused, graph", build=lambda task: ours(task, fused=True))
     return [fused, plain]
 
 
 def peer_specs(names: Sequence[str] = (*PEERS, MAX_AUTOTUNE)) -> list[Spec]:
     modes = {"compile": "reduce-overhead", MAX_AUTOTUNE: MAX_AUTOTUNE}
     known = {
-        "eager": Spec(name="torch eager", build=eager, rung="unfused", peer=True),
-        "graph": Spec(name="torch graph", build=autocast_graph, rung="unfused", peer=True),
-        "masters": Spec(name="torch graph, fp32 masters", build=masters_graph, rung="unfused", peer=True),
+        "eager": Spec(name="torch eager", build=eager, peer=True),
+        "graph": Spec(name="torch graph", build=autocast_graph, peer=True),
+        "masters": Spec(name="torch graph, fp32 masters", build=masters_graph, peer=True),
         **{
-            name: Spec(
-                name=f"torch.compile {mode}", build=lambda task, mode=mode: compiled(task, mode), rung="norm", peer=True
-            )
+            name: Spec(name=f"torch.compile {mode}", build=lambda task, mode=mode: compiled(task, mode), peer=True)
             for name, mode in modes.items()
         },
     }
@@ -147,17 +143,18 @@ def set_up(spec: Spec, setting: Setting, batch: int) -> Ready:
     torch.manual_seed(0)
     task = make_task(setting, batch)
     memory = MemoryPeak(setting.device)
-    start = time.perf_counter()
-    built = spec.build(task)
-    built.run()
-    if setting.device.type == "cuda":
-        torch.cuda.synchronize()  # a first step counts when it has finished
-    set_up_s = time.perf_counter() - start
+    made: list[Built] = []
+
+    def first_step() -> None:
+        made.append(spec.build(task))
+        made[0].run()
+
+    set_up_s = wall_s(first_step, device=setting.device)
     for _ in range(2):  # torch.compile records its graphs in these
-        built.run()
+        made[0].run()
     peak = memory.read()
     release_memory(setting.device)
-    return Ready(spec=spec, built=built, set_up_s=set_up_s, peak_memory_bytes=peak)
+    return Ready(spec=spec, built=made[0], set_up_s=set_up_s, peak_memory_bytes=peak)
 
 
 # Ours

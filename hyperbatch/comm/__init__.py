@@ -1,13 +1,12 @@
 """Process groups of a grid, collectives over them, and the runner that hides them behind backward."""
 
 from hyperbatch.comm.collectives import all_gather, all_reduce, reduce_scatter
-from hyperbatch.comm.ddp import ddp_bucket_bytes, ddp_kwargs, register_ddp_hook
+from hyperbatch.comm.ddp import GridHookState, ddp_bucket_bytes, ddp_kwargs, grid_hook, register_ddp_hook
 from hyperbatch.comm.doctor import check_collectives
 from hyperbatch.comm.grid import GridComm
 from hyperbatch.comm.heartbeat import Heartbeat
 from hyperbatch.comm.runner import Handle
 from hyperbatch.comm.shards import own_shard, shard_bounds
-from hyperbatch.comm.switch import measure_switch
 from hyperbatch.comm.sync import GradSync, PhaseTiming
 from hyperbatch.comm.weights import broadcast_weights
 from hyperbatch.plan.types import param_specs
@@ -15,6 +14,7 @@ from hyperbatch.plan.types import param_specs
 __all__ = [
     "GradSync",
     "GridComm",
+    "GridHookState",
     "Handle",
     "Heartbeat",
     "PhaseTiming",
@@ -24,7 +24,7 @@ __all__ = [
     "check_collectives",
     "ddp_bucket_bytes",
     "ddp_kwargs",
-    "measure_switch",
+    "grid_hook",
     "own_shard",
     "param_specs",
     "reduce_scatter",

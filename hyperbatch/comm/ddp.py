@@ -42,6 +42,42 @@ def ddp_bucket_bytes(ddp_model: DistributedDataParallel) -> tuple[int, ...]:
     return tuple(int(size) for size in str(sizes).split(", ") if size)
 
 
+class GridHookState:
+    """What `grid_hook` needs to know, for `ddp_model.register_comm_hook(GridHookState(comm), grid_hook)`."""
+
+    def __init__(
+        self,
+        comm: GridComm,
+        *,
+        algorithm: str = "torus",
+        wire_dtype: torch.dtype | None = None,
+        hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES,
+    ) -> None:
+        resolve_algorithm(algorithm, 0)  # a misspelt name should not wait for the first backward
+        self.comm, self.algorithm, self.wire_dtype = comm, algorithm, wire_dtype
+        self.hybrid_switch_bytes = hybrid_switch_bytes
+
+
+def grid_hook(state, bucket):  # bare: DDP compares annotations by identity, and ours are strings
+    """A communication hook of DistributedDataParallel: the bucket's mean over the ranks of the grid."""
+    buffer = bucket.buffer()
+    future: torch.futures.Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+    wire_bytes = buffer.numel() * (state.wire_dtype or buffer.dtype).itemsize
+    chosen = resolve_algorithm(state.algorithm, wire_bytes, state.hybrid_switch_bytes)
+
+    def job() -> None:
+        all_reduce_now(buffer, state.comm, chosen, "mean", state.wire_dtype)
+
+    def then(error: BaseException | None) -> None:
+        if error is None:
+            future.set_result(buffer)
+        else:
+            future.set_exception(error)  # type: ignore[arg-type]
+
+    state.comm.submit(job, buffer.device, then)
+    return future
+
+
 def register_ddp_hook(
     ddp_model: DistributedDataParallel,
     comm: GridComm,
@@ -51,30 +87,11 @@ def register_ddp_hook(
     hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES,
 ) -> None:
     """DDP's buckets travel by our all-reduce, in this precision; the gradients are the mean over ranks as before."""
-    resolve_algorithm(algorithm, 0)  # a misspelt name should not wait for the first backward
     theirs = dist.get_process_group_ranks(ddp_model.process_group)
     if theirs != comm.members:
         raise InputError(
             f"this DDP model averages over ranks {theirs}, and the grid holds {comm.members}; "
             "give both the same ranks (DistributedDataParallel has process_group=)"
         )
-
-    def hook(_state, bucket):  # bare: DDP compares annotations by identity, and ours are strings
-        buffer = bucket.buffer()
-        future: torch.futures.Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
-        wire_bytes = buffer.numel() * (wire_dtype or buffer.dtype).itemsize
-        chosen = resolve_algorithm(algorithm, wire_bytes, hybrid_switch_bytes)
-
-        def job() -> None:
-            all_reduce_now(buffer, comm, chosen, "mean", wire_dtype)
-
-        def then(error: BaseException | None) -> None:
-            if error is None:
-                future.set_result(buffer)
-            else:
-                future.set_exception(error)  # type: ignore[arg-type]
-
-        comm.submit(job, buffer.device, then)
-        return future
-
-    ddp_model.register_comm_hook(None, hook)
+    options = {"algorithm": algorithm, "wire_dtype": wire_dtype, "hybrid_switch_bytes": hybrid_switch_bytes}
+    ddp_model.register_comm_hook(GridHookState(comm, **options), grid_hook)

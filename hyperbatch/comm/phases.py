@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from hyperbatch.comm.runner import Mark, mark
+from hyperbatch.stopwatch import Mark, mark
 
 
 class Phase(NamedTuple):

@@ -18,27 +18,10 @@ from collections.abc import Callable
 
 import torch
 
+from hyperbatch.stopwatch import Mark, mark
+
 Job = Callable[[], None]
 Then = Callable[[BaseException | None], None]  # called after a job, where it ran, with what it raised
-Mark = float | torch.cuda.Event  # a moment: seconds of the host's clock, or an event on a stream
-
-
-def mark(device: torch.device) -> Mark:
-    """Now, on the host for CPU tensors and on the current stream for CUDA tensors."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=not torch.cuda.is_current_stream_capturing())
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def seconds_between(first: Mark, second: Mark) -> float:
-    """On a GPU both events must have been reached."""
-    if isinstance(first, float) and isinstance(second, float):
-        return second - first
-    assert isinstance(first, torch.cuda.Event)
-    assert isinstance(second, torch.cuda.Event)
-    return first.elapsed_time(second) / 1e3
 
 
 class Handle(ABC):

@@ -6,10 +6,9 @@ communication         [--- g0 ---]   [------- g1 -------]        [---- g2 ----] 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,12 +19,13 @@ from hyperbatch.comm.agree import check_agreement
 from hyperbatch.comm.collectives import HYBRID_SWITCH_BYTES, all_reduce_now, reduce_scatter_now, resolve_algorithm
 from hyperbatch.comm.grid import GridComm
 from hyperbatch.comm.phases import Phase
-from hyperbatch.comm.runner import Handle, Job, Mark, mark, seconds_between
+from hyperbatch.comm.runner import Handle, Job
 from hyperbatch.comm.shards import own_shard
 from hyperbatch.comm.usage import check_usage, exchange_usage, usage_bits
 from hyperbatch.comm.weights import check_same_weights
 from hyperbatch.errors import InputError
 from hyperbatch.plan.types import GradGroup, GroupPlan, GroupTiming
+from hyperbatch.stopwatch import Mark, mark, seconds_between
 
 if TYPE_CHECKING:
     from hyperbatch.arena import Arena
@@ -57,7 +57,6 @@ class _Flight:
 class _Step:
     """From the begin() of the last micro-step on."""
 
-    begin_s: float
     begin: Mark
     flights: list[_Flight]
     arrived: list[bool]  # by parameter
@@ -120,7 +119,6 @@ class GradSync:
         self._last: _Step | None = None  # the one that timings are asked of
         self._timings: tuple[GroupTiming, ...] = ()
         self._phases: tuple[PhaseTiming, ...] = ()
-        self._begin_s = 0.0  # of these timings
         self._hooks = []
         if comm.world is not None:
             self._hooks = [
@@ -140,7 +138,6 @@ class GradSync:
             self._find_slices()
             flights = [_Flight(pending=len(members)) for members in self._members]
         self._open = _Step(
-            begin_s=time.perf_counter(),
             begin=mark(self._device),
             flights=flights,
             arrived=[False] * len(self._slots),
@@ -207,7 +204,6 @@ class GradSync:
         if self._last is not None:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # the caller asked for times, and events must have been reached
-            self._begin_s = self._last.begin_s
             self._timings = tuple(self._timing(self._last, index) for index in range(len(self._last.flights)))
             self._phases = tuple(self._phase_timings(self._last))
             self._last = None
@@ -217,12 +213,6 @@ class GradSync:
         """What the groups of `timings` consist of, on the same clock. Chunks of a pipelined torus overlap."""
         self.timings()
         return self._phases
-
-    def spans(self) -> tuple[GroupTiming, ...]:
-        """As `timings`, on the host's `time.perf_counter()` clock, for a trace beside other activities."""
-        timings = self.timings()
-        at = self._begin_s
-        return tuple(replace(t, ready_s=t.ready_s + at, start_s=t.start_s + at, end_s=t.end_s + at) for t in timings)
 
     def forget(self) -> None:
         """As if no step had been run yet: nothing in flight, no timings, nothing left to check."""

@@ -178,15 +178,7 @@ class Journal:
             start_s = end_s - timing.step_s
             for name, begin, end in marks.spans():
                 self.writer.span(name, start_s + begin, end - begin, track="engine", step=step.index + 1)
-            for group in groups:
-                self.writer.span(
-                    f"group {group.index}",
-                    start_s + group.start_s,
-                    group.end_s - group.start_s,
-                    track="exchange",
-                    algorithm=group.algorithm,
-                    bytes=group.bytes,
-                )
+            self.writer.groups(groups, start_s)
             for phase in phases:  # a track each, since chunks of a pipelined torus overlap
                 self.writer.span(
                     f"group {phase.index}",

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from hyperbatch.arena import Arena
-from hyperbatch.comm.runner import Mark, mark, seconds_between
 from hyperbatch.config import OptimConfig
 from hyperbatch.engine.links import measure_network
 from hyperbatch.engine.measure import free_bytes, probe
@@ -32,6 +31,7 @@ from hyperbatch.optim.precision import LossScaler, working_dtype
 from hyperbatch.plan.clusters import fitted_overhead, format_machine_file
 from hyperbatch.plan.inventory import layers
 from hyperbatch.plan.machine import Cluster, Device, Measured, Profile
+from hyperbatch.stopwatch import Mark, mark, seconds_between
 
 BATCHES = {"cuda": (32, 128, 256), "cpu": (2, 8)}
 SMALL_IMAGES = ("resnet8", "resnet20", "resnet20x4", "resnet32", "resnet44", "resnet56")

@@ -93,9 +93,3 @@ def fuse(model: nn.Module) -> None:
 
     assert isinstance(model, ResNet | AlexNetBN)
     model.fused = FusedResNet(model) if isinstance(model, ResNet) else FusedAlexNet(model)
-
-
-def unfuse(model: nn.Module) -> None:
-    """Back to the plain path."""
-    assert isinstance(model, ResNet | AlexNetBN)
-    model.fused = None

@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 from hyperbatch.errors import InputError
@@ -177,3 +177,24 @@ class StepTiming:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """From `to_dict`'s answer, or from any that has at least its fields: a plan's, a run's record."""
+
+        def known(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+            return {field.name: given[field.name] for field in fields(kind) if field.name in given}
+
+        own = known(cls, values)
+        own["groups"] = tuple(GroupTiming(**known(GroupTiming, group)) for group in own.get("groups", ()))
+        return cls(**own)
+
+    def parts(self) -> list[tuple[str, float, float]]:
+        """(part, start_s, end_s) one after the other; a part that took no time is left out."""
+        found, at = [], 0.0
+        for name in ("data_wait", "forward", "backward", "exposed_comm", "update"):
+            seconds = getattr(self, f"{name}_s")
+            if seconds > 0:
+                found.append((name, at, at + seconds))
+            at += max(0.0, seconds)
+        return found

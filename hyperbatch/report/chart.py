@@ -1,7 +1,8 @@
 """Line charts as inline SVG, drawn here so that they need no script, print well and open from a file.
 
-Each chart holds one group of marks per x axis (time, epochs, steps); the page shows one of them. The script only adds
-the cross-hair: it reads the same points from the page's data block.
+A chart of a run holds one group of marks per x axis (time, epochs, steps); the page shows one of them. The script only
+adds the cross-hair: it reads the same points from the page's data block. report/picture.py draws the same charts into
+files of their own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hyperbatch.report import units
-from hyperbatch.report.markup import Html, el
+from hyperbatch.report.markup import Html, el, join
 from hyperbatch.report.runs import AXES
 
 WIDTH, HEIGHT = 540, 250
@@ -43,6 +44,9 @@ class Chart:
     from_zero: bool = True
     ceiling: float | None = None
     target: float | None = None
+    axes: tuple[str, ...] = tuple(AXES)
+    log_x: bool = False
+    log_y: bool = False
     width: int = WIDTH
     notes: list[str] = field(default_factory=list)
 
@@ -81,7 +85,7 @@ def y_range(chart: Chart) -> tuple[float, float]:
     low, high = values[trim], values[-1 - trim]
     if chart.target is not None:
         low, high = min(low, chart.target), max(high, chart.target)
-    if chart.from_zero:
+    if chart.from_zero and not chart.log_y:
         low = min(0.0, low)
     return low, high
 
@@ -91,21 +95,26 @@ def draw(chart: Chart) -> Html:
     if not any(math.isfinite(v) for line in chart.lines for v in line.y):
         body = el("p", "Nothing was recorded.", cls="empty")
     else:
-        body = _svg(chart)
+        body = el(
+            "svg",
+            marks(chart),
+            el("g", cls="hover"),
+            viewBox=f"0 0 {chart.width} {HEIGHT}",
+            role="img",
+            aria_label=f"{chart.title}: {in_words(chart)}",
+            data_key=chart.key,
+            data_right=",".join(f"{_longest(chart, axis):.6g}" for axis in chart.axes),
+            data_y=",".join(f"{tick:.6g}" for tick in (_y_ticks(chart)[0], _y_ticks(chart)[-1])),
+        )
     notes = [el("p", note, cls="note") for note in chart.notes]
     cls = "wide" if chart.width > WIDTH else None
     return el("figure", el("figcaption", chart.title), el("div", body, cls="scroll" if cls else None), notes, cls=cls)
 
 
-def _svg(chart: Chart) -> Html:
-    y_ticks = ticks(*y_range(chart))
-    if chart.ceiling is not None:
-        y_ticks = [tick for tick in y_ticks if tick <= chart.ceiling + 1e-9]
-    bottom, top = y_ticks[0], y_ticks[-1]
-
-    def y_of(value: float) -> float:
-        return HEIGHT - BOTTOM - (value - bottom) / (top - bottom) * (HEIGHT - TOP - BOTTOM)
-
+def marks(chart: Chart) -> list[Html]:
+    """What is inside the chart's picture, chart.width by HEIGHT: grid, axes and curves."""
+    y_ticks = _y_ticks(chart)
+    y_of = _scale(y_ticks[0], y_ticks[-1], HEIGHT - BOTTOM, TOP, log=chart.log_y)
     form = {"percent": lambda v: units.percent(v, 1), "number": units.number, "count": units.count}[chart.form]
     grid = [
         [
@@ -127,27 +136,44 @@ def _svg(chart: Chart) -> Html:
         el("rect", x=LEFT, y=0, width=chart.width - LEFT, height=HEIGHT - BOTTOM + 4),
         id=f"clip-{chart.key}",
     )
-    axes, spans = [], []
-    for axis in AXES:
-        marks, right = _axis(chart, axis, y_of)
-        axes.append(el("g", marks, cls=f"axis {axis}"))
-        spans.append(f"{right:.6g}")
-    return el(
-        "svg",
-        el("defs", clip),
-        grid,
-        axes,
-        el("g", cls="hover"),
-        viewBox=f"0 0 {chart.width} {HEIGHT}",
-        role="img",
-        aria_label=f"{chart.title}: {_in_words(chart)}",
-        data_key=chart.key,
-        data_right=",".join(spans),
-        data_y=f"{bottom:.6g},{top:.6g}",
-    )
+    several = len(chart.axes) > 1  # the page shows one of them
+    axes = [el("g", _axis(chart, axis, y_of), cls=f"axis {axis}" if several else None) for axis in chart.axes]
+    return [el("defs", clip), join(*grid), *axes]
 
 
-def _in_words(chart: Chart) -> str:
+def _scale(low: float, high: float, start: float, end: float, *, log: bool) -> Scale:
+    """Where a value lies between two places; `low` lies at `start`."""
+    bend = math.log if log else float
+
+    def place(value: float) -> float:
+        if log and value <= 0:
+            return start
+        span = bend(high) - bend(low)
+        return start + (bend(value) - bend(low)) / span * (end - start) if span else (start + end) / 2
+
+    return place
+
+
+def _y_ticks(chart: Chart) -> list[float]:
+    low, high = y_range(chart)
+    found = log_ticks(low, high) if chart.log_y else ticks(low, high)
+    return [tick for tick in found if chart.ceiling is None or tick <= chart.ceiling + 1e-9]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten, from at or below `low` to at or above `high`."""
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
+    steps = [float(f"{n}e{power}") for power in powers for n in (1, 2, 5)]
+    first = max(i for i, step in enumerate(steps) if step <= low * 1.0001)
+    last = min(i for i, step in enumerate(steps) if step >= high * 0.9999)
+    return steps[first : max(last, first + 1) + 1]
+
+
+def _longest(chart: Chart, axis: str) -> float:
+    return max((v for line in chart.lines for v in line.x[axis] if math.isfinite(v)), default=1.0) or 1.0
+
+
+def in_words(chart: Chart) -> str:
     """What a reader who cannot see the curve is told."""
     form = {"percent": units.percent, "number": units.number, "count": units.count}[chart.form]
     parts = []
@@ -158,21 +184,24 @@ def _in_words(chart: Chart) -> str:
     return "; ".join(parts)
 
 
-def _axis(chart: Chart, axis: str, y_of: Scale) -> tuple[list[Html], float]:
-    """The x ticks and the curves against one axis, and the value at the right edge."""
-    longest = max((v for line in chart.lines for v in line.x[axis] if math.isfinite(v)), default=1.0) or 1.0
+def _axis(chart: Chart, axis: str, y_of: Scale) -> list[Html]:
+    """The x ticks and the curves against one axis. A logarithmic one has its ticks at the values that occur."""
+    longest = _longest(chart, axis)
     unit, scale = time_unit(longest) if axis == "time" else ("", 1.0)
-    inside = [tick for tick in ticks(0, longest / scale, 6) if tick * scale <= longest * 1.0001]
-
-    def x_of(value: float) -> float:
-        return LEFT + value / longest * (chart.width - LEFT - RIGHT)
-
-    marks = []
+    if chart.log_x:
+        least = min(v for line in chart.lines for v in line.x[axis])
+        known = sorted({v for line in chart.lines for v in line.x[axis]})
+        inside = known if len(known) <= 8 else [tick for tick in log_ticks(least, longest) if least <= tick <= longest]
+    else:
+        least = 0.0
+        inside = [tick for tick in ticks(0, longest / scale, 6) if tick * scale <= longest * 1.0001]
+    x_of = _scale(least, longest, LEFT, chart.width - RIGHT, log=chart.log_x)
+    drawn = []
     for tick in inside:
         # The unit stands at the last tick, as one reads it.
-        suffix = {"time": f" {unit}", "epoch": " epochs", "step": " steps"}[axis] if tick == inside[-1] else ""
+        suffix = f" {unit or AXES.get(axis, axis)}" if tick == inside[-1] else ""
         near_edge = x_of(tick * scale) > chart.width - RIGHT - 40 and suffix
-        marks.append(
+        drawn.append(
             el(
                 "text",
                 f"{tick:,g}{suffix}",
@@ -181,11 +210,11 @@ def _axis(chart: Chart, axis: str, y_of: Scale) -> tuple[list[Html], float]:
                 text_anchor="end" if near_edge else "middle",
             )
         )
-    marks.append(el("line", x1=LEFT, x2=chart.width - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM, cls="base"))
+    drawn.append(el("line", x1=LEFT, x2=chart.width - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM, cls="base"))
     curves = [_curve(line, axis, x_of, y_of) for line in chart.lines]
     if chart.target is not None:
         curves += [_ring(line, axis, chart.target, x_of, y_of) for line in chart.lines]
-    return [*marks, el("g", curves, clip_path=f"url(#clip-{chart.key})")], longest
+    return [*drawn, el("g", curves, clip_path=f"url(#clip-{chart.key})")]
 
 
 def _curve(line: Line, axis: str, x_of: Scale, y_of: Scale) -> list[Html]:

@@ -14,7 +14,7 @@ from typing import Any
 from hyperbatch.errors import InputError
 from hyperbatch.record import RunRecord, read_metrics
 
-AXES = ("time", "epoch", "step")
+AXES = {"time": "s", "epoch": "epochs", "step": "steps"}  # x axis of a run's curves -> its unit
 _STEP_FIELDS = ("step", "epoch", "time_s", "loss", "lr", "global_batch", "images_per_s")
 _EVAL_FIELDS = ("step", "epoch", "time_s", "top1", "samples")
 

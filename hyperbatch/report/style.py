@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-CSS = """
+# What a picture in a file of its own needs as well.
+CHART_CSS = """
 :root {
   color-scheme: light dark;
   --page: #f5f6f8; --card: #ffffff; --ink: #14171f; --soft: #5c6573; --line: #e3e6eb; --grid: #eceef2;
@@ -20,6 +21,24 @@ CSS = """
     --c7: #a3acba;
   }
 }
+svg {
+  display: block; width: 100%; height: auto; overflow: visible;
+  font: 11.5px system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif;
+}
+svg text { fill: var(--soft); font-variant-numeric: tabular-nums; }
+svg text.ink { fill: var(--ink); }
+.grid { stroke: var(--grid); }
+.base { stroke: var(--line); }
+line.target { stroke: var(--good); stroke-dasharray: 5 4; stroke-width: 1.4; }
+text.target { fill: var(--good); font-weight: 600; }
+.curve { fill: none; stroke-width: 2.2; stroke-linejoin: round; stroke-linecap: round; }
+.reached { fill: none; stroke: var(--good); stroke-width: 2; }
+.curve.faint { stroke-width: 1; opacity: .28; }
+"""
+
+CSS = (
+    CHART_CSS
+    + """
 * { box-sizing: border-box; }
 body {
   margin: 0; background: var(--page); color: var(--ink); -webkit-text-size-adjust: 100%;
@@ -82,19 +101,6 @@ figure { margin: 0; min-width: 0; }
 .wide { grid-column: 1 / -1; }
 .wide svg { min-width: 640px; }
 figcaption { font-size: 14px; font-weight: 600; margin: 0 0 4px; }
-svg {
-  display: block; width: 100%; height: auto; overflow: visible;
-  font: 11.5px system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif;
-}
-svg text { fill: var(--soft); font-variant-numeric: tabular-nums; }
-svg text.ink { fill: var(--ink); }
-.grid { stroke: var(--grid); }
-.base { stroke: var(--line); }
-line.target { stroke: var(--good); stroke-dasharray: 5 4; stroke-width: 1.4; }
-text.target { fill: var(--good); font-weight: 600; }
-.curve { fill: none; stroke-width: 2.2; stroke-linejoin: round; stroke-linecap: round; }
-.reached { fill: none; stroke: var(--good); stroke-width: 2; }
-.curve.faint { stroke-width: 1; opacity: .28; }
 .axis { display: none; }
 [data-axis=time] .axis.time, [data-axis=epoch] .axis.epoch, [data-axis=step] .axis.step { display: inline; }
 .hover line { stroke: var(--soft); stroke-dasharray: 2 3; }
@@ -166,6 +172,7 @@ footer { color: var(--soft); font-size: 12.5px; margin: 22px 2px 0; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
 }
 """
+)
 
 # One cross-hair for all charts: they share the x axis, so a glance compares them at the same moment.
 SCRIPT = """

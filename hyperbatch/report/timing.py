@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
+from hyperbatch.plan.types import StepTiming
 from hyperbatch.record import RunRecord
 from hyperbatch.report import units
-from hyperbatch.report.chart import ticks, time_unit
+from hyperbatch.report.chart import Scale, ticks, time_unit
 from hyperbatch.report.markup import Html, el, join
 from hyperbatch.report.runs import Run
 from hyperbatch.report.sections import card
@@ -19,13 +20,16 @@ CLOCK = (
     ("eval", "evaluation", 3),
     ("pause", "pauses (checkpoints)", 6),
 )
-STEP = (
-    ("data_wait", "waiting for data", 6),
-    ("forward", "forward", 0),
-    ("backward", "backward", 3),
-    ("exposed_comm", "exposed communication", 4),
-    ("update", "update", 2),
-)
+# part of a StepTiming -> (label, colour)
+STEP = {
+    "data_wait": ("waiting for data", 6),
+    "forward": ("forward", 0),
+    "backward": ("backward", 3),
+    "exposed_comm": ("exposed communication", 4),
+    "update": ("update", 2),
+}
+GROUP_COLOR = 1
+WIDTH, LEFT, RIGHT = 1060, 92, 8  # of a time line
 
 
 def stacked_bar(parts: list[tuple[str, float, int]], longest_s: float | None = None) -> Html:
@@ -69,97 +73,92 @@ def where_time_went(run: Run) -> Html | None:
         blocks.append(
             el("div", el("h3", f"The whole run: {units.duration(sum(s for _, s, _ in parts))}"), stacked_bar(parts))
         )
-    timing = record.timing
-    if timing.get("step_s"):
-        parts = [(label, timing.get(f"{name}_s") or 0.0, color) for name, label, color in STEP]
-        blocks.append(
-            el("div", el("h3", f"A typical step on rank 0: {units.duration(timing['step_s'])}"), stacked_bar(parts))
-        )
+    picture = None
+    if record.timing.get("step_s"):
+        timing = StepTiming.from_dict(record.timing)
+        parts = [(STEP[name][0], end_s - start_s, STEP[name][1]) for name, start_s, end_s in timing.parts()]
+        title = f"A typical step on rank 0: {units.duration(timing.step_s)}"
+        blocks.append(el("div", el("h3", title), stacked_bar(parts)))
+        picture = step_picture(timing)
     lead = "Exposed communication is what backward did not hide. The run's time counts training and evaluation."
-    return card("Where the time went", lead, el("div", blocks, cls="split"), step_picture(timing))
+    return card("Where the time went", lead, el("div", blocks, cls="split"), picture)
 
 
-def step_picture(timing: dict[str, Any]) -> Html | None:
-    """One step as a time line: the compute row above, each group's all-reduce below it."""
-    groups = timing.get("groups") or []
-    if not groups or not timing.get("step_s"):
+def step_picture(timing: StepTiming) -> Html | None:
+    """The step as a time line."""
+    if not timing.groups:
         return None
-    width, left, right = 1060, 92, 8
-    row = max(4.0, min(18.0, 240 / len(groups)))
-    gap = 5 if row > 8 else 1
-    step_s = max(timing["step_s"], *(group["end_s"] for group in groups))
-    top, height = 26, 0.0
-
-    def x_of(seconds: float) -> float:
-        return left + max(0.0, seconds) / step_s * (width - left - right)
-
-    marks, at = [], 0.0
-    for name, label, color in STEP:
-        length = timing.get(f"{name}_s") or 0.0
-        if length > 0:
-            shape = {"x": f"{x_of(at):.1f}", "width": f"{max(0.8, x_of(at + length) - x_of(at)):.1f}"}
-            bar = el("rect", y=0, height=top - 6, rx=3, fill=f"var(--c{color})", **shape)
-            marks.append(el("g", el("title", f"{label}: {units.duration(length)}"), bar))
-        at += length
-    marks.append(el("text", "compute", x=left - 10, y=14, text_anchor="end"))
-    for position, group in enumerate(groups):
-        y = top + position * (row + gap)
-        height = y + row
-        text = f"group {group['index']}, {group['algorithm']}, {units.size(group['bytes'])}"
-        times = f"ready {units.duration(group['ready_s'])}, {units.duration(group['end_s'] - group['start_s'])} long"
-        x, end = x_of(group["start_s"]), x_of(group["end_s"])
-        ready = x_of(group["ready_s"])
-        marks.append(
-            el(
-                "g",
-                el("title", f"{text}: {times}"),
-                el(
-                    "line",
-                    x1=f"{ready:.1f}",
-                    x2=f"{x:.1f}",
-                    y1=f"{y + row / 2:.1f}",
-                    y2=f"{y + row / 2:.1f}",
-                    stroke="var(--soft)",
-                ),
-                el(
-                    "rect",
-                    x=f"{x:.1f}",
-                    y=f"{y:.1f}",
-                    width=f"{max(1.0, end - x):.1f}",
-                    height=f"{row:.1f}",
-                    rx=2,
-                    fill="var(--c1)",
-                ),
-            )
-        )
-        if row > 10:
-            marks.append(el("text", f"group {group['index']}", x=left - 10, y=f"{y + row - 5:.1f}", text_anchor="end"))
-            if end + 60 < width:
-                marks.append(el("text", units.size(group["bytes"]), x=f"{end + 6:.1f}", y=f"{y + row - 5:.1f}"))
-    base = height + 8
-    marks.append(el("line", x1=left, x2=width - right, y1=f"{base:.1f}", y2=f"{base:.1f}", cls="base"))
-    unit, scale = ("ms", 1e-3) if step_s < 2 else time_unit(step_s)
-    inside = [tick for tick in ticks(0, step_s / scale, 8) if tick * scale <= step_s]
-    for tick in inside:
-        suffix = f" {unit}" if tick == inside[-1] else ""
-        marks.append(
-            el("text", f"{tick:g}{suffix}", x=f"{x_of(tick * scale):.1f}", y=f"{base + 16:.1f}", text_anchor="middle")
-        )
+    marks, height = timeline({"": timing})
+    box = f"0 0 {WIDTH} {height:.0f}"
+    svg = el("svg", marks, viewBox=box, role="img", aria_label="time line of one step", style="min-width:640px")
     return el(
         "figure",
         el("figcaption", "Each group's all-reduce within that step"),
-        el(
-            "div",
-            el(
-                "svg",
-                marks,
-                viewBox=f"0 0 {width} {base + 22:.0f}",
-                role="img",
-                aria_label="time line of one step",
-                style="min-width:640px",
-            ),
-            cls="scroll",
-        ),
+        el("div", svg, cls="scroll"),
         el("p", "A thin line is a group that was ready and had to wait for the one before it.", cls="note"),
         style="margin-top:22px",
     )
+
+
+def timeline(steps: Mapping[str, StepTiming]) -> tuple[list[Html], float]:
+    """Steps below each other to one scale, WIDTH wide, and the height: compute above, each group's all-reduce below.
+
+    The keys are titles; one step may do without.
+    """
+    longest_s = max(end for timing in steps.values() for end in (timing.step_s, *(g.end_s for g in timing.groups)))
+
+    def x_of(seconds: float) -> float:
+        return LEFT + max(0.0, seconds) / longest_s * (WIDTH - LEFT - RIGHT)
+
+    marks, top = [], 0.0
+    for title, timing in steps.items():
+        if title:
+            exposed = f"{title}: exposed communication {units.duration(timing.exposed_comm_s)}"
+            marks.append(el("text", exposed, x=LEFT, y=f"{top + 12:.1f}", cls="ink"))
+            top += 18
+        marks += _compute(timing, top, x_of)
+        drawn, top = _groups(timing, top + 26, x_of)
+        marks += drawn
+        top += 8
+    marks.append(el("line", x1=LEFT, x2=WIDTH - RIGHT, y1=f"{top:.1f}", y2=f"{top:.1f}", cls="base"))
+    unit, scale = ("ms", 1e-3) if longest_s < 2 else time_unit(longest_s)
+    inside = [tick for tick in ticks(0, longest_s / scale, 8) if tick * scale <= longest_s]
+    for tick in inside:
+        suffix = f" {unit}" if tick == inside[-1] else ""
+        place = f"{x_of(tick * scale):.1f}"
+        marks.append(el("text", f"{tick:g}{suffix}", x=place, y=f"{top + 16:.1f}", text_anchor="middle"))
+    return marks, top + 22
+
+
+def _compute(timing: StepTiming, top: float, x_of: Scale) -> list[Html]:
+    marks = [el("text", "compute", x=LEFT - 10, y=f"{top + 14:.1f}", text_anchor="end")]
+    for name, start_s, end_s in timing.parts():
+        label, color = STEP[name]
+        shape = {"x": f"{x_of(start_s):.1f}", "width": f"{max(0.8, x_of(end_s) - x_of(start_s)):.1f}"}
+        bar = el("rect", y=f"{top:.1f}", height=20, rx=3, fill=f"var(--c{color})", **shape)
+        marks.append(el("g", el("title", f"{label}: {units.duration(end_s - start_s)}"), bar))
+    return marks
+
+
+def _groups(timing: StepTiming, top: float, x_of: Scale) -> tuple[list[Html], float]:
+    """A row for each group, and where the last one ends; rows of many groups are thin and have no labels."""
+    row = max(4.0, min(18.0, 240 / max(1, len(timing.groups))))
+    gap = 5 if row > 8 else 1
+    marks, bottom = [], top
+    for position, group in enumerate(timing.groups):
+        y = top + position * (row + gap)
+        bottom = y + row
+        text = f"group {group.index}, {group.algorithm}, {units.size(group.bytes)}"
+        times = f"ready {units.duration(group.ready_s)}, {units.duration(group.end_s - group.start_s)} long"
+        ready, x, end = x_of(group.ready_s), x_of(group.start_s), x_of(group.end_s)
+        middle = f"{y + row / 2:.1f}"
+        waited = el("line", x1=f"{ready:.1f}", x2=f"{x:.1f}", y1=middle, y2=middle, stroke="var(--soft)")
+        shape = {"x": f"{x:.1f}", "y": f"{y:.1f}", "width": f"{max(1.0, end - x):.1f}", "height": f"{row:.1f}"}
+        bar = el("rect", rx=2, fill=f"var(--c{GROUP_COLOR})", **shape)
+        marks.append(el("g", el("title", f"{text}: {times}"), waited, bar))
+        if row > 10:
+            base = f"{y + row - 5:.1f}"
+            marks.append(el("text", f"group {group.index}", x=LEFT - 10, y=base, text_anchor="end"))
+            if end + 60 < WIDTH:
+                marks.append(el("text", units.size(group.bytes), x=f"{end + 6:.1f}", y=base))
+    return marks, bottom

@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 
 import hyperbatch
-from hyperbatch.config import BatchPhase
-from hyperbatch.errors import RunFailed
+from hyperbatch import BatchPhase, RunFailed
 
 COMMON = {
     "epochs": 30.0,

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hyperbatch.comm import GridComm
-from hyperbatch.comm.ddp import ddp_bucket_bytes, ddp_kwargs, register_ddp_hook
+from hyperbatch.comm.ddp import GridHookState, ddp_bucket_bytes, ddp_kwargs, grid_hook, register_ddp_hook
 from hyperbatch.errors import InputError
 from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.types import RankGrid
@@ -59,7 +59,7 @@ def hooked(rank: int) -> None:
 
     model = network()
     ddp = DistributedDataParallel(model)
-    register_ddp_hook(ddp, comm, wire_dtype=torch.float16)
+    ddp.register_comm_hook(GridHookState(comm, wire_dtype=torch.float16), grid_hook)  # torch's own way
     train(ddp, rank, 5)
     flat = torch.cat([param.grad.view(-1) for param in model.parameters() if param.grad is not None])
     assert torch.equal(flat, flat.half().double()), "the last gradients came over a 16-bit wire"

@@ -280,8 +280,6 @@ def timed(rank: int) -> None:
     assert [t.algorithm for t in timings] == ["hierarchical" if g.bytes <= 200 else "flat" for g in plan.groups]
     assert len({t.algorithm for t in timings}) == 2
     assert all(0 <= t.ready_s <= t.start_s <= t.end_s for t in timings)
-    spans = sync.spans()
-    assert spans[0].end_s - spans[0].start_s == pytest.approx(timings[0].end_s - timings[0].start_s)
 
 
 def test_timings_follow_the_plan() -> None:

@@ -1,4 +1,4 @@
-"""Signs of life outside the process group, and the measured switch point of hybrid."""
+"""Signs of life outside the process group."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ import pytest
 import torch.distributed as dist
 from harness import run_ranks
 
-from hyperbatch.comm import GridComm, Heartbeat, measure_switch
-from hyperbatch.comm.switch import switch_point
-from hyperbatch.plan.types import RankGrid
+from hyperbatch.comm import Heartbeat
 
 
 def beat(rank: int, path: str, end: str) -> tuple[list[str], float]:
@@ -66,19 +64,3 @@ def test_by_default_the_process_ends_with_one_line() -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("hyperbatch: rank 1 has given no sign of life")
-
-
-def test_the_switch_point_is_where_flat_starts_to_win() -> None:
-    assert switch_point({1: (1.0, 2.0), 2: (1.0, 2.0), 4: (3.0, 2.0), 8: (1.0, 2.0)}) == 2
-    assert switch_point({1: (2.0, 1.0), 2: (1.0, 2.0)}) == 0
-    assert switch_point({2: (1.0, 2.0), 1: (1.0, 2.0)}) == 2
-
-
-def switch(rank: int) -> int:
-    return measure_switch(GridComm(RankGrid(2, 2)), sizes_bytes=(64, 4096), rounds=2)
-
-
-def test_every_rank_measures_the_same_switch_point() -> None:
-    points = run_ranks(4, switch)
-    assert len(set(points)) == 1
-    assert points[0] in (0, 64, 4096)

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hyperbatch.bench.cluster import NAMESPACES, emulated_cluster, why_not
-from hyperbatch.bench.comm import bench_comm
-from hyperbatch.bench.comm_ranks import sent_bytes
+from benchmarks.cluster import NAMESPACES, emulated_cluster, why_not
+from benchmarks.comm import bench_emulated
+from benchmarks.comm_ranks import sent_bytes
 from hyperbatch.comm import GridComm, all_gather, all_reduce, reduce_scatter
 from hyperbatch.comm.shards import own_shard
 from hyperbatch.errors import InputError, RunFailed
@@ -77,7 +77,7 @@ def test_bytes_on_every_link_match_theory() -> None:
 
 
 def test_bench_reports_rows_of_the_agreed_shape() -> None:
-    report = bench_comm(hosts=2, ranks=1, mbit=2000, size_mb=1, rounds=1, backward_shares=())
+    report = bench_emulated(hosts=2, ranks=1, mbit=2000, size_mb=1, rounds=1, backward_shares=())
     assert report["bench"] == "comm"
     assert {"device", "versions", "commit", "rows"} <= report.keys()
     for row in report["rows"]:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
 
 import pytest
+from fifo_reference import serial_finish
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serial_network import serial_finish
 
 from hyperbatch.plan.inventory import tensors
 from hyperbatch.plan.optimal import optimal_groups

@@ -18,7 +18,7 @@ NO_TORCH = {
 
 # From the bottom up. A room is a folder or a module of the package; it imports from lower rows only.
 ROWS = (
-    ("errors", "vocabulary"),
+    ("errors", "stopwatch", "vocabulary"),
     ("config", "kernels"),
     ("models", "recipes", "schedule"),
     ("checkpoint", "data", "plan"),
@@ -123,6 +123,12 @@ def test_rooms_import_from_lower_rows_only():
 
 def test_the_design_page_draws_the_rooms_as_they_are():
     assert drawing_on_the_page()[1] == draw(), "run python tests/pure/test_rooms.py"
+
+
+def test_the_package_does_without_the_tools_beside_it():
+    """benchmarks/ is not in the wheel."""
+    found = {path.name for _, path in files() for module, _ in imports(path) if module.split(".")[0] == "benchmarks"}
+    assert not found
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import median
 
-from hyperbatch.sim.published import LATER, ROWS
+from benchmarks.published import LATER, ROWS
+from benchmarks.validate import absolute_errors, predict, report, time_to_target_s
 from hyperbatch.sim.sweep import STEP_ERROR
-from hyperbatch.sim.validate import absolute_errors, predict, report, time_to_target_s
 
 PAGE = Path(__file__).parents[2] / "docs" / "simulator_validation.md"
 
@@ -35,4 +35,4 @@ def test_intervals_hold_the_runs_found_later() -> None:
 
 
 def test_the_page_is_what_the_command_writes() -> None:
-    assert PAGE.read_text() == report(), "run python -m hyperbatch.sim.validate"
+    assert PAGE.read_text() == report(), "run python -m benchmarks.validate"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from fifo_reference import serial_finish
 from hypothesis import given
 from hypothesis import strategies as st
-from serial_network import serial_finish
 
 from hyperbatch.plan.clusters import load_cluster
 from hyperbatch.plan.compute import LayerTime, layer_times, seconds_at, slowest_of, slowest_quantile

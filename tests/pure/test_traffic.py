@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperbatch.bench.traffic import RUNGS, image_bytes, sizes, step_bytes
+from benchmarks.traffic import RUNGS, image_bytes, sizes, step_bytes
 from hyperbatch.plan.inventory import layers, tensors
 
 MODELS = ("resnet18", "resnet50", "resnet20", "alexnet_bn", "alexnet_bn_pool5")

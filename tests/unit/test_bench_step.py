@@ -12,14 +12,14 @@ import torch
 from torch._C._autograd import DeviceType
 
 from hyperbatch import cli
-from hyperbatch.bench import step_first, step_runs
+from hyperbatch.bench import step_runs
 from hyperbatch.bench.step import bench_step, format_result, timed
 from hyperbatch.bench.step_data import WINDOWS, describe, generate, window_speeds
 from hyperbatch.bench.step_device import Clocks, parse_clocks
 from hyperbatch.bench.step_kernels import KernelTime, by_family, family, our_kernels, profiled
 from hyperbatch.config import DataConfig
 from hyperbatch.data.source import open_data
-from hyperbatch.errors import InputError, RunFailed
+from hyperbatch.errors import InputError
 
 TINY = step_runs.Setting(model="resnet8", precision="fp32", image_size=8, classes=4, device=torch.device("cpu"))
 
@@ -41,7 +41,6 @@ def test_rows_hold_what_is_promised(report):
         assert {"name", "median", "p20", "p80", "unit", "ratio_to_best_peer", "peak_memory_bytes"} <= set(row)
         assert row["ms_per_step"] == pytest.approx(1e3 * row["batch"] / row["median"])
         assert row["set_up_s"] > 0
-        assert row["first_step_s"] is None
         assert row["finite"]
         assert not row["skipped_updates"]
         assert (row["ratio_to_best_peer"] == 1) == row["peer"]
@@ -66,10 +65,8 @@ def gpu_row(name, median, *, peer, kernel_ms, **more):
         "ms_per_step": 64e3 / median,
         "peak_memory_bytes": 3 << 30,
         "set_up_s": 2.5,
-        "first_step_s": 4.5,
         "kernels_per_step": 400,
         "kernel_ms": kernel_ms,
-        "copy_share": 0.5,
         "finite": True,
         "skipped_updates": False,
         **more,
@@ -84,21 +81,19 @@ def test_the_text_of_a_gpu_sets_our_best_beside_the_best_peer(report):
         gpu_row("torch eager", 3000, peer=True, kernel_ms={"convolution": 9.5}),
     ]
     clocks = {"batch 64": {"sm_mhz": {"min": 1900, "median": 1950, "max": 1980}}}
-    traffic = [{"rung": "norm", "bytes_per_image": {"total": 394e6}, "roof_images_per_s": 10650}]
-    made = report | {"rows": rows, "clocks": clocks, "traffic": traffic, "copy_bytes_per_s": 4.2e12, "notes": []}
+    made = report | {"rows": rows, "clocks": clocks, "notes": []}
     lines = format_result(made).splitlines()
     assert any("sm_mhz 1950 (1900 .. 1980)" in line for line in lines)
     assert any(line.split() == ["convolution", "5.500", "6.500"] for line in lines)
     assert any(line.split() == ["norm", "0.000", "8.000"] for line in lines)
     assert any(line.split()[:3] == ["step", "less", "kernels"] and "3.050" in line for line in lines)
-    assert any(line.split() == ["norm", "394", "MB", "per", "image", "10,650", "img/s"] for line in lines)
     assert "warning" not in format_result(made)
 
 
 @pytest.mark.parametrize("wrong", [{"finite": False}, {"skipped_updates": True}])
 def test_a_load_unlike_training_is_told(report, wrong):
     rows = [gpu_row("torch graph", 4000, peer=True, kernel_ms={}, **wrong)]
-    text = format_result(report | {"rows": rows, "traffic": []})
+    text = format_result(report | {"rows": rows})
     assert text.splitlines()[-1].startswith("  warning: batch 64 / torch graph had nans or skipped updates")
 
 
@@ -165,7 +160,7 @@ def test_wrong_options_are_told(options, message):
     ("arguments", "message"),
     [
         (["lars", "--batch", "4"], "--batch belongs to `bench step`, not to `bench lars`"),
-        (["step", "--hosts", "4"], "--hosts belongs to `bench comm`, not to `bench step`"),
+        (["step", "--grid", "2x2"], "--grid belongs to `bench comm`, not to `bench step`"),
         (["data", "--rounds", "4"], "--rounds belongs to `bench comm` and `bench step`"),
         (["step", "--batch", "4,x"], "--batch '4,x' is not a list"),
     ],
@@ -188,7 +183,7 @@ def test_no_candidate_outlives_its_batch():
         return wrapped
 
     builds = {"peer": step_runs.eager, "ours": lambda task: step_runs.ours(task, fused=False, graph=False)}
-    specs = [step_runs.Spec(name=name, build=remembered(build), rung=None) for name, build in builds.items()]
+    specs = [step_runs.Spec(name=name, build=remembered(build)) for name, build in builds.items()]
     rows, _ = timed([(spec, TINY) for spec in specs], 2, 1, "tiny")
     gc.collect()
     assert [row["name"] for row in rows] == ["tiny / peer", "tiny / ours"]
@@ -293,21 +288,6 @@ def test_clocks_are_summed_up_over_rounds():
         "sm_mhz": {"min": 1900, "median": 1950, "max": 1980},
         "power_w": {"min": 700, "median": 700, "max": 700},
     }
-
-
-def test_a_first_step_is_timed_in_a_process_of_its_own(monkeypatch, tmp_path):
-    """With caches of its own, which are gone afterwards."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    (spec,) = step_runs.our_specs(TINY)
-    assert 0 < step_first.first_step_s(spec, TINY, 2) < 60
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_first_step_that_fails_is_told():
-    spec = step_runs.Spec(name="nobody", build=step_runs.eager, rung=None)
-    with pytest.raises(RunFailed, match="first step of nobody failed in its own process: KeyError"):
-        step_first.first_step_s(spec, TINY, 2)
 
 
 # Files to weights

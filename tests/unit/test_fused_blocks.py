@@ -23,7 +23,7 @@ from torch.nn.utils import parametrizations, prune
 from hyperbatch.arena import Arena, backward_order
 from hyperbatch.errors import InputError
 from hyperbatch.models import create_model
-from hyperbatch.models.fused import fuse, is_large_enough, unfuse, why_not_fused
+from hyperbatch.models.fused import fuse, is_large_enough, why_not_fused
 from hyperbatch.models.norm import BatchNorm2d
 from hyperbatch.models.resnet import BasicBlock, Bottleneck
 
@@ -159,7 +159,7 @@ def test_evaluation_and_the_way_back_are_the_plain_path():
     with torch.no_grad():
         assert torch.equal(model.eval()(data[0]), plain.eval()(data[0]))
     assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
-    unfuse(model)
+    model.fused = None
     ours, theirs = (step(one.train(), *data) for one in (model, plain))
     assert torch.equal(ours.logits, theirs.logits)
     assert all(torch.equal(grad, theirs.grads[name]) for name, grad in ours.grads.items())
@@ -473,7 +473,7 @@ def test_the_order_of_backward_is_found_in_a_fused_model():
 def test_a_training_forward_without_gradients():
     model, (images, _) = fused(tiny()), batch(2, (3, 3))
     want = copy.deepcopy(model).double()
-    unfuse(want)
+    want.fused = None
     with torch.no_grad():
         got = model(images)
     expect = want(images.double())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hyperbatch.bench.reality import BEST, Settings, format_reality, predict, recording, summary
+from benchmarks.reality import BEST, Settings, format_reality, predict, recording, summary
 from hyperbatch.plan.inventory import tensors
 from hyperbatch.plan.machine import Link, Network
 

@@ -4,8 +4,8 @@ import time
 
 import torch
 
+from benchmarks.replay import ReplayModel, recorded_ready
 from hyperbatch.arena import Arena
-from hyperbatch.bench.replay import ReplayModel, recorded_ready
 from hyperbatch.plan.inventory import tensors
 from hyperbatch.plan.types import TensorSpec
 

@@ -1,12 +1,13 @@
 """The simulator against an emulated cluster: links are measured, steps predicted from them, then measured.
 
-    python -m hyperbatch.bench.reality predict    the links' machine file, then the predictions, into --folder
-    python -m hyperbatch.bench.reality measure    the same steps for real, and one table of both
+    python -m benchmarks.reality predict    the links' machine file, then the predictions, into --folder
+    python -m benchmarks.reality measure    the same steps for real, and one table of both
 
     links (all-reduces of other sizes)  ->  machine file  ->  cost, timeline, optimal  ->  predicted step
     replayed backward, GradSync on shaped links  --------------------------------------->  measured step
 
-Each algorithm with each grouping is one step of the same model, whose backward is a recording (see bench/replay.py).
+Each algorithm with each grouping is one step of the same model, whose backward is a recording
+(benchmarks/replay.py).
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.cluster import emulated_cluster
+from benchmarks.replay import ReplayModel
 from hyperbatch.arena import Arena
-from hyperbatch.bench.cluster import emulated_cluster
 from hyperbatch.bench.harness import Candidate, commit, interleave, versions
-from hyperbatch.bench.replay import ReplayModel
 from hyperbatch.comm import GradSync, GridComm
 from hyperbatch.engine.links import measure_network
 from hyperbatch.errors import InputError
@@ -123,7 +124,7 @@ def write_predictions(settings: Settings, folder: Path) -> Path:
         description=f"emulated: {settings.hosts} hosts of {settings.ranks_per_host} ranks, {settings.mbit:g} Mbit/s",
         devices=settings.grid.size,
         network=network,
-        sources={"links": "measured by hyperbatch.bench.reality", "device": "not used: backward is replayed"},
+        sources={"links": "measured by benchmarks.reality", "device": "not used: backward is replayed"},
     )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{settings.name}.toml").write_text(format_machine_file(machine))
@@ -308,7 +309,7 @@ def format_reality(values: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m hyperbatch.bench.reality", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m benchmarks.reality", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("action", choices=("predict", "measure"))
     parser.add_argument("--folder", type=Path, default=Path("benchmarks"))

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.replay import ReplayModel
 from hyperbatch.arena import Arena, backward_order
-from hyperbatch.bench.harness import Candidate, device_s, interleave, result, rows
-from hyperbatch.bench.replay import ReplayModel
+from hyperbatch.bench.harness import Candidate, interleave, result, rows
 from hyperbatch.comm import GradSync, GridComm
 from hyperbatch.models import create_model, smoothed_cross_entropy
 from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.types import RankGrid, TensorSpec
+from hyperbatch.stopwatch import device_s
 
 TENSORS = 161  # ResNet-50's
 STEPS = 8  # of a sample on a GPU
@@ -89,10 +90,10 @@ def bench_nccl(*, batch: int = 256, rounds: int = 10) -> dict[str, Any]:
         def sample_s(algorithm: str | None, wire: torch.dtype | None = None) -> float:
             """Seconds of a step, once a first one has warmed up."""
             if algorithm is None:
-                return device_s(lambda: step(None), calls=STEPS)
+                return device_s(lambda: step(None), device=device, calls=STEPS)
             with closing(GradSync(arena, plan, comm, algorithm=algorithm, wire_dtype=wire)) as sync:
                 step(sync)
-                return device_s(lambda: step(sync), calls=STEPS)
+                return device_s(lambda: step(sync), device=device, calls=STEPS)
 
         def counted(algorithm: str) -> None:
             with closing(GradSync(arena, plan, comm, algorithm=algorithm)) as sync:

@@ -41,7 +41,7 @@ BURST_KB = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
+class EmulatedCluster:
     """A cluster that is up. Rank r lives on host r // ranks_per_host."""
 
     hosts: int
@@ -80,7 +80,7 @@ class Cluster:
         """
         # Not plain fork: autograd does not survive a fork once backward has run. The server imports torch once.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch._dynamo", "hyperbatch.comm", "hyperbatch.bench.replay"])
+        context.set_forkserver_preload(["torch", "torch._dynamo", "hyperbatch.comm", "benchmarks.replay"])
         waiting, processes, results = {}, [], [None] * self.size
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no name server answers in there, and c10d warns of it
         try:
@@ -103,7 +103,7 @@ class Cluster:
 @contextlib.contextmanager
 def emulated_cluster(
     *, hosts: int = 4, ranks_per_host: int = 2, mbit: float = 200.0, nic: str = "rank"
-) -> Iterator[Cluster]:
+) -> Iterator[EmulatedCluster]:
     """Builds the cluster and takes it down again. InputError says in one line why it may not."""
     if nic not in ("rank", "host"):
         raise InputError(f"nic {nic!r} is unknown; choose rank (one NIC for each rank) or host (one for each host)")
@@ -114,7 +114,7 @@ def emulated_cluster(
         raise InputError(f"the emulated cluster cannot be built here: {reason}")
     _sweep()
     name = f"hyperbatch-{os.getpid()}-{secrets.token_hex(3)}"
-    cluster = Cluster(hosts=hosts, ranks_per_host=ranks_per_host, mbit=mbit, nic=nic, name=name)
+    cluster = EmulatedCluster(hosts=hosts, ranks_per_host=ranks_per_host, mbit=mbit, nic=nic, name=name)
     try:
         _build(cluster)
         yield cluster
@@ -145,7 +145,7 @@ def why_not() -> str | None:
     return None
 
 
-def _build(cluster: Cluster) -> None:
+def _build(cluster: EmulatedCluster) -> None:
     switch = f"{cluster.name}-switch"
     _ip("netns", "add", switch)
     for rail in range(cluster.rails):
@@ -196,7 +196,7 @@ def _run(*words: str) -> str:
 # -- ranks -------------------------------------------------------------------------------------------------------
 
 
-def _rank_main(cluster: Cluster, rank: int, fn: Callable, args: tuple, connection: Any) -> None:
+def _rank_main(cluster: EmulatedCluster, rank: int, fn: Callable, args: tuple, connection: Any) -> None:
     import torch
     import torch.distributed as dist
 

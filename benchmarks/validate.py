@@ -1,4 +1,4 @@
-"""The simulator against published runs: `python -m hyperbatch.sim.validate` writes docs/simulator_validation.md.
+"""The simulator against published runs: `python -m benchmarks.validate` writes docs/simulator_validation.md.
 
 Inputs are the machine files: data sheets and single-node results. No figure of a predicted row is an input to it.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from benchmarks.published import BEYOND, LATER, LATER_CLUSTER, LATER_SOURCE, ROWS, Row, TimedRun, run_rate
 from hyperbatch.config import BatchPhase, Config
 from hyperbatch.plan.clusters import load_cluster
 from hyperbatch.plan.compute import stretch
@@ -19,7 +20,6 @@ from hyperbatch.plan.machine import Cluster
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.plan.workload import model_times
 from hyperbatch.sim.convergence import Interval
-from hyperbatch.sim.published import BEYOND, LATER, LATER_CLUSTER, LATER_SOURCE, ROWS, Row, TimedRun, run_rate
 from hyperbatch.sim.sweep import simulate
 from hyperbatch.vocabulary import PRECISION_DTYPE
 
@@ -28,7 +28,7 @@ CONSTANT_EFFICIENCY = 0.9  # of the first naive predictor
 INTRODUCTION = f"""\
 # The simulator against published runs
 
-Written by `python -m hyperbatch.sim.validate`; do not edit. Inputs are the machine files (`hyperbatch/plan/machines/`):
+Written by `python -m benchmarks.validate`; do not edit. Inputs are the machine files in `hyperbatch/plan/machines/`:
 data sheets, single-node results, NCCL's own latency table. They were committed before this comparison was first made
 and have not been changed since; no figure of a predicted row is an input to it. The published figures were known while
 the model was written, so this is not a blind test.

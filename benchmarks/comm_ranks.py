@@ -1,9 +1,8 @@
-"""What one rank of the emulated cluster does for `bench comm`: interleaved rounds, in which the slowest rank counts."""
+"""What one rank of the emulated cluster does for `benchmarks.comm`: interleaved rounds; the slowest rank counts."""
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,17 +15,18 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.replay import ReplayModel, recorded_ready
 from hyperbatch.arena import Arena
+from hyperbatch.bench.comm import BF16, time_all_reduces
 from hyperbatch.bench.harness import Candidate, interleave
-from hyperbatch.bench.replay import ReplayModel, recorded_ready
 from hyperbatch.comm import GradSync, GridComm, all_reduce
 from hyperbatch.plan.inventory import tensors
 from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.types import RankGrid
+from hyperbatch.stopwatch import slowest_s
 
-BF16 = torch.bfloat16
+CPU = torch.device("cpu")
 GROUP_BASE = 2  # of the cubic groups: with ResNet-50's ready times its last group, which nothing hides, is under 1 MB
-WARM_UP_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,49 +44,15 @@ def measure(rank: int, settings: Settings) -> dict[str, Any]:
     comm = GridComm(RankGrid(settings.hosts, settings.ranks_per_host))
     with closing(comm), torch.no_grad():
         tensor = torch.zeros(settings.size_bytes // 4)
-        found: dict[str, Any] = {"all_reduce": _all_reduces(tensor, comm, settings.rounds), "wire": _wire(tensor, comm)}
+        found: dict[str, Any] = {
+            "all_reduce": time_all_reduces(tensor, comm, settings.rounds),
+            "wire": _wire(tensor, comm),
+        }
         del tensor
     if settings.backward_shares:
         with closing(GridComm(RankGrid(settings.hosts, settings.ranks_per_host))) as comm:
             found["flat_s"], found["step"] = _steps(comm, settings)
     return found
-
-
-def slowest_s(run: Callable[[], Any]) -> float:
-    """Seconds a call takes from a common start until its last rank is done."""
-    dist.barrier()
-    start = time.perf_counter()
-    run()
-    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return seconds.item()
-
-
-# -- one message -------------------------------------------------------------------------------------------------
-
-
-def _candidates(tensor: Tensor, comm: GridComm) -> list[Candidate]:
-    def plain_bf16() -> None:  # as DDP's bf16 hook does it
-        half = tensor.to(BF16)
-        dist.all_reduce(half)
-        tensor.copy_(half)
-
-    table = [
-        Candidate(name="dist.all_reduce", run=lambda: dist.all_reduce(tensor), peer=True),
-        Candidate(name="dist.all_reduce, cast to bf16", run=plain_bf16, peer=True),
-    ]
-    for algorithm in ("flat", "hierarchical", "torus"):
-        for wire, suffix in ((None, ""), (BF16, ", bf16 wire")):
-            if wire is None or algorithm != "hierarchical":
-                call = partial(all_reduce, tensor, comm, algorithm=algorithm, wire_dtype=wire)
-                table.append(Candidate(name=algorithm + suffix, run=call))
-    return table
-
-
-def _all_reduces(tensor: Tensor, comm: GridComm, rounds: int) -> dict[str, list[float]]:
-    for candidate in _candidates(tensor[: WARM_UP_BYTES // 4], comm):
-        slowest_s(candidate.run)
-    return interleave(_candidates(tensor, comm), slowest_s, rounds=rounds, warmup=0)
 
 
 def _wire(tensor: Tensor, comm: GridComm) -> dict[str, list[int]]:
@@ -132,7 +98,7 @@ def _steps(comm: GridComm, settings: Settings) -> tuple[float, dict[float, dict[
     def ddp_step(name: str) -> float:
         ddp = ddps[name]
         ddp.zero_grad(set_to_none=True)
-        return slowest_s(lambda: ddp.module.replay(ddp))
+        return slowest_s(lambda: ddp.module.replay(ddp), device=CPU)
 
     def one_group_step() -> float:
         arena.zero_grad()
@@ -143,7 +109,7 @@ def _steps(comm: GridComm, settings: Settings) -> tuple[float, dict[float, dict[
                 dist.all_reduce(flat)
                 flat.div_(comm.size)
 
-        return slowest_s(run)
+        return slowest_s(run, device=CPU)
 
     def own_step(strategy: str, algorithm: str, wire: torch.dtype | None) -> float:
         plan = plan_groups(arena.specs, strategy, base=GROUP_BASE)
@@ -156,7 +122,7 @@ def _steps(comm: GridComm, settings: Settings) -> tuple[float, dict[float, dict[
             sync.finish()
 
         with closing(sync):
-            return slowest_s(run)
+            return slowest_s(run, device=CPU)
 
     calls: dict[str, Callable[[], float]] = {name: partial(ddp_step, name) for name in ddps}
     calls["one group after backward"] = one_group_step
@@ -180,4 +146,6 @@ def _steps(comm: GridComm, settings: Settings) -> tuple[float, dict[float, dict[
 
 def _flat_seconds(arena: Arena, rounds: int) -> float:
     flat: Sequence[Tensor] = list(arena.grads.values())
-    return statistics.median(slowest_s(lambda: [dist.all_reduce(t) for t in flat]) for _ in range(min(rounds, 3)))
+    return statistics.median(
+        slowest_s(lambda: [dist.all_reduce(t) for t in flat], device=CPU) for _ in range(min(rounds, 3))
+    )

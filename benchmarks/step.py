@@ -1,0 +1,112 @@
+"""`hyperbatch bench step` with two more columns: memory traffic against a copy, and each candidate's first step.
+
+    python -m benchmarks.step --json > benchmarks/step_h200.json
+
+The traffic model (benchmarks/traffic.py) says what a step must move through memory; divided by the measured time it is
+a bandwidth, which is held against that of a large copy on the same GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from benchmarks.first_step import first_step_s
+from benchmarks.traffic import RUNGS, image_bytes, step_bytes
+from hyperbatch.bench.harness import pick_device, say
+from hyperbatch.bench.step import bench_step, format_result
+from hyperbatch.bench.step_runs import Setting
+from hyperbatch.record import strict_json
+from hyperbatch.stopwatch import copy_bytes_per_s
+
+# What each candidate of `bench step` has fused, in the traffic model's words. It knows 16-bit steps only.
+RUNG_OF = {
+    "hyperbatch fused, graph": "moments",
+    "hyperbatch plain, graph": "unfused",
+    "torch eager": "unfused",
+    "torch graph": "unfused",
+    "torch graph, fp32 masters": "unfused",
+    "torch.compile reduce-overhead": "norm",
+    "torch.compile max-autotune": "norm",
+    "reference path, fp16": "unfused",
+}
+
+
+def with_traffic(report: dict[str, Any], bandwidth: float) -> dict[str, Any]:
+    """The report with each row's `rung`, the bytes it moves per second by the model, and their share of the bandwidth.
+
+    `traffic`: what each rung must move per image, and the speed at which that uses up the bandwidth.
+    """
+    shape = {"image_size": report["image_size"], "classes": report["classes"]}
+    rows = []
+    for row in report["rows"]:
+        rung = RUNG_OF.get(_candidate(row))
+        moved = step_bytes(report["model"], rung, row["batch"], **shape) / row["ms_per_step"] * 1e3 if rung else None
+        share = None if moved is None else moved / bandwidth
+        rows.append(row | {"rung": rung, "model_bytes_per_s": moved, "copy_share": share})
+    table = []
+    for rung in RUNGS:
+        parts = image_bytes(report["model"], rung, **shape)
+        table.append({"rung": rung, "bytes_per_image": parts, "roof_images_per_s": bandwidth / parts["total"]})
+    return report | {"rows": rows, "copy_bytes_per_s": bandwidth, "traffic": table}
+
+
+def with_first_steps(report: dict[str, Any], device: str = "auto") -> dict[str, Any]:
+    """The report with `first_step_s` of each candidate; the rows of the reference path, measured apart, have none."""
+    names = ("model", "precision", "image_size", "classes")
+    setting = Setting(**{name: report[name] for name in names}, device=pick_device(device))
+    rows = []
+    for row in report["rows"]:
+        apart = _candidate(row).startswith("reference path")
+        say(f"{row['name']}: first step")
+        seconds = None if apart else first_step_s(_candidate(row), setting, row["batch"])
+        rows.append(row | {"first_step_s": seconds})
+    return report | {"rows": rows}
+
+
+def _candidate(row: dict[str, Any]) -> str:
+    """A row is called "batch 256 / torch eager"."""
+    return row["name"].partition(" / ")[2]
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """The text of `bench step`, then what is added here."""
+    lines = [format_result(report)]
+    for row in report["rows"]:
+        extra = []
+        if row.get("copy_share") is not None:
+            extra.append(f"{row['copy_share']:.0%} of the copy bandwidth")
+        if row.get("first_step_s") is not None:
+            extra.append(f"first step {row['first_step_s']:.1f} s")
+        lines += [f"  {row['name']}: {', '.join(extra)}"] if extra else []
+    if "traffic" in report:
+        copy = report["copy_bytes_per_s"]
+        lines.append(f"  traffic model, roofs at the measured copy bandwidth of {copy / 1e12:.2f} TB/s")
+        for rung in report["traffic"]:
+            megabytes, roof = rung["bytes_per_image"]["total"] / 1e6, rung["roof_images_per_s"]
+            lines.append(f"    {rung['rung']:<8} {megabytes:6.0f} MB per image  {roof:8,.0f} img/s")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", help="a built-in model [resnet50; on a CPU resnet20]")
+    parser.add_argument("--batch", type=lambda text: [int(part) for part in text.split(",")], metavar="N,N,...")
+    parser.add_argument("--peers", type=lambda text: text.split(","), metavar="NAME,...")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--max-autotune", action="store_true", help="torch.compile's max-autotune, too: takes minutes")
+    parser.add_argument("--first-step", action="store_true", help="each candidate's first step in its own process")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args()
+    options = {name: getattr(args, name) for name in ("model", "batch", "peers", "rounds", "max_autotune")}
+    report = bench_step(**options)
+    device = pick_device("auto")
+    if device.type == "cuda":
+        report = with_traffic(report, copy_bytes_per_s(device))
+    if args.first_step:
+        report = with_first_steps(report)
+    print(strict_json(report) if args.json else format_report(report))
+
+
+if __name__ == "__main__":
+    main()
