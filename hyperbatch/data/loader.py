@@ -10,25 +10,29 @@ the time it takes.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 from hyperbatch.config import DataConfig
 from hyperbatch.data import augment, stream
-from hyperbatch.data.batch import Bad, Batch, Plan
-from hyperbatch.data.cache import DeviceCache, PixelCache, choose_cache
+from hyperbatch.data.batch import BadSamples, Batch, BatchPlan
+from hyperbatch.data.cache import DeviceCache, make_cache
 from hyperbatch.data.decoders import resolve_decoders
-from hyperbatch.data.device import DeviceMaker
+from hyperbatch.data.gpu.maker import DeviceMaker
 from hyperbatch.data.host import HostMaker
-from hyperbatch.data.meter import Meter
+from hyperbatch.data.meter import LoaderReport, Meter
 from hyperbatch.data.source import ArraySource, DataError, Source
 from hyperbatch.kernels import has_triton
 from hyperbatch.schedule import Step
 
 
 class TrainLoader:
-    """This rank's batches of the sample stream. Use as a context manager, or call `close`."""
+    """This rank's batches of the sample stream. Use as a context manager, or call `close`.
+
+    ranks_per_host: how many ranks share this host, and with it the cores and the memory for kept images.
+    """
 
     def __init__(
         self,
@@ -40,6 +44,7 @@ class TrainLoader:
         world_size: int,
         device: torch.device,
         dtype: torch.dtype,
+        ranks_per_host: int = 1,
     ) -> None:
         self._source = source
         self._config = config
@@ -47,8 +52,9 @@ class TrainLoader:
         self._rank = rank
         self._world_size = world_size
         self._meter = Meter()
-        cache = _make_cache(source, config, device)
-        self._maker = make_maker(source, config, device=device, dtype=dtype, cache=cache, meter=self._meter)
+        self._maker = _make_maker(
+            source, config, device=device, dtype=dtype, ranks_per_host=ranks_per_host, meter=self._meter
+        )
         self._bad: dict[int, str] = {}
         self._running: list[Generator[Batch, None, None]] = []
 
@@ -72,7 +78,7 @@ class TrainLoader:
         finally:
             made.close()
 
-    def _plans(self, steps: Iterable[Step]) -> Iterator[Plan]:
+    def _plans(self, steps: Iterable[Step]) -> Iterator[BatchPlan]:
         columns = augment.uniforms_needed(self._config)
         for step in steps:
             phase = step.phase
@@ -83,9 +89,9 @@ class TrainLoader:
                 )
                 epochs, ids = stream.stretch(start, phase.batch_per_rank, len(self._source), self._seed)
                 uniforms = stream.uniforms(self._seed, epochs, ids, columns)
-                yield Plan(ids=ids, epochs=epochs, uniforms=uniforms, size=size, padding=0)
+                yield BatchPlan(ids=ids, epochs=epochs, uniforms=uniforms, size=size, padding=0)
 
-    def _note(self, bad: Bad) -> None:
+    def _note(self, bad: BadSamples) -> None:
         self._bad.update(bad)
         if len(self._bad) > self._config.max_bad_samples:
             raise DataError(
@@ -113,10 +119,9 @@ class TrainLoader:
     @property
     def bottleneck(self) -> str:
         """What the consumer waits for: "step" (nothing: the loader keeps up), or the busiest stage of the loader."""
-        return self._meter.bottleneck
+        return self.report().bottleneck
 
-    def report(self) -> dict[str, float | str]:
-        """wait_s, elapsed_s, wait_fraction, bottleneck, and busy seconds (per thread) of each stage."""
+    def report(self) -> LoaderReport:
         return self._meter.report()
 
     @property
@@ -134,6 +139,7 @@ def eval_batches(
     world_size: int,
     device: torch.device,
     dtype: torch.dtype,
+    ranks_per_host: int = 1,
     bad_samples: list[str] | None = None,
 ) -> Iterator[Batch]:
     """Every sample exactly once over all ranks; the same number of equally shaped batches on each.
@@ -141,7 +147,7 @@ def eval_batches(
     An unreadable sample is shown as a black image under its own label, so the count of samples never changes, and
     adds a line to `bad_samples`.
     """
-    maker = make_maker(source, config, device=device, dtype=dtype, exact=True)
+    maker = _make_maker(source, config, device=device, dtype=dtype, ranks_per_host=ranks_per_host, exact=True)
     made = maker.run(_eval_plans(len(source), batch_per_rank, rank, world_size, config.eval_size))
     try:
         for batch, bad in made:
@@ -152,47 +158,42 @@ def eval_batches(
         made.close()
 
 
-def _eval_plans(samples: int, batch_per_rank: int, rank: int, world_size: int, size: int) -> Iterator[Plan]:
+def _eval_plans(samples: int, batch_per_rank: int, rank: int, world_size: int, size: int) -> Iterator[BatchPlan]:
     for start in range(0, samples, batch_per_rank * world_size):
         first = start + rank * batch_per_rank
         ids = np.arange(first, first + batch_per_rank)
         padding = int(np.count_nonzero(ids >= samples))
-        yield Plan(ids=np.minimum(ids, samples - 1), epochs=None, uniforms=None, size=size, padding=padding)
+        yield BatchPlan(ids=np.minimum(ids, samples - 1), epochs=None, uniforms=None, size=size, padding=padding)
 
 
-def make_maker(
+def _make_maker(
     source: Source,
     config: DataConfig,
     *,
     device: torch.device,
     dtype: torch.dtype,
-    exact: bool = False,
-    cache: PixelCache | DeviceCache | None = None,
+    ranks_per_host: int,
     meter: Meter | None = None,
+    exact: bool = False,
 ) -> HostMaker | DeviceMaker:
     """The device makes its batches itself where it can run the fused kernel; else the CPU does.
 
-    exact: for evaluation, decoded by the CPU, since nvJPEG interpolates colours less well than the CPU's decoders.
+    exact: for evaluation, decoded by the CPU, since nvJPEG interpolates colours less well than the CPU's decoders, and
+    without a cache, unless the whole set is in memory as it is.
     """
     augment.check_options(config, source.channels)
     decoder, cpu_decoder = resolve_decoders(config.decoder, device)
+    cache = None
+    if not exact or (device.type == "cuda" and isinstance(source, ArraySource)):
+        cache = make_cache(source, config, device, ranks_per_host=ranks_per_host)
+    shared: dict[str, Any] = {
+        "device": device,
+        "dtype": dtype,
+        "meter": meter or Meter(),
+        "ranks_per_host": ranks_per_host,
+    }
     if device.type != "cuda" or not has_triton():
         assert not isinstance(cache, DeviceCache)
-        return HostMaker(source, config, device=device, dtype=dtype, decoder=cpu_decoder, cache=cache, meter=meter)
-    if cache is None and isinstance(source, ArraySource) and choose_cache(source, config, device)[0] == "gpu":
-        cache = DeviceCache(len(source), source.images.nbytes)
-        cache.put_array(source, device)
-    if exact:
-        decoder = cpu_decoder
-    return DeviceMaker(
-        source, config, device=device, dtype=dtype, decoder=decoder, cpu_decoder=cpu_decoder, cache=cache, meter=meter
-    )
-
-
-def _make_cache(source: Source, config: DataConfig, device: torch.device) -> PixelCache | DeviceCache | None:
-    place, limit_bytes = choose_cache(source, config, device)
-    if place == "none" or isinstance(source, ArraySource):
-        return None
-    if place == "gpu" and has_triton():
-        return DeviceCache(len(source), limit_bytes)
-    return PixelCache(limit_bytes)
+        return HostMaker(source, config, decoder=cpu_decoder, cache=cache, **shared)
+    decoder = cpu_decoder if exact else decoder
+    return DeviceMaker(source, config, decoder=decoder, cpu_decoder=cpu_decoder, cache=cache, **shared)

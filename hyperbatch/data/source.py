@@ -8,6 +8,8 @@ open_data(config) -> (train, val)      check_data(config) -> counts, before any 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,6 +20,7 @@ from hyperbatch.errors import InputError, RunFailed, load_object, nearest
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+_PROBED_SAMPLES = 32
 _SYNTHETIC_BYTES = 64 << 20  # distinct pixels a synthetic split holds; larger sets repeat them
 
 
@@ -127,6 +130,20 @@ class EncodedSource:
         from hyperbatch.data.decode import decode_full
 
         return decode_full(self.read(index), self.describe(index))
+
+
+def spread_ids(source: Source, count: int) -> list[int]:
+    """Up to `count` samples, spread evenly over the set, from which something about all of them is estimated."""
+    return np.unique(np.linspace(0, len(source) - 1, count).astype(int)).tolist()
+
+
+def estimated_mean(source: Source, measure: Callable[[int], float]) -> float | None:
+    """The mean of `measure(index)` over some samples; None when none of them can be read."""
+    values = []
+    for index in spread_ids(source, _PROBED_SAMPLES):
+        with contextlib.suppress(BadSample):  # reported when the loader meets it
+            values.append(measure(index))
+    return float(np.mean(values)) if values else None
 
 
 def open_data(config: DataConfig) -> tuple[Source, Source]:

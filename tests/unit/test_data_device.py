@@ -21,15 +21,15 @@ from PIL import Image
 from hyperbatch.config import DataConfig
 from hyperbatch.data import augment, stream
 from hyperbatch.data.augment import View
-from hyperbatch.data.batch import Plan
+from hyperbatch.data.batch import BatchPlan
 from hyperbatch.data.cache import DeviceCache, PixelCache
 from hyperbatch.data.decode import decode_full, gpu_can_decode, render_array
-from hyperbatch.data.device import DeviceMaker
+from hyperbatch.data.gpu.maker import DeviceMaker
+from hyperbatch.data.gpu.reader_pool import ReaderPool
+from hyperbatch.data.gpu.render import render_reference, render_views, view_table
 from hyperbatch.data.host import HostMaker
 from hyperbatch.data.pack import pack
-from hyperbatch.data.render import render_reference, render_views, view_table
 from hyperbatch.data.source import ArraySource, BadSample, DataError, EncodedSource, open_data
-from hyperbatch.data.workers import ReaderPool
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
@@ -76,7 +76,7 @@ class Files(EncodedSource):
 def planned(source, config, n=6, epoch=0, size=8):
     epochs = np.full(n, epoch)
     ids = stream.stretch(epoch * len(source), n, len(source), 5)[1]
-    return Plan(
+    return BatchPlan(
         ids=ids,
         epochs=epochs,
         uniforms=stream.uniforms(5, epochs, ids, augment.uniforms_needed(config)),
@@ -87,7 +87,7 @@ def planned(source, config, n=6, epoch=0, size=8):
 
 def eval_plan(n, padding):
     ids = np.minimum(np.arange(n), n - padding - 1)
-    return Plan(ids=ids, epochs=None, uniforms=None, size=8, padding=padding)
+    return BatchPlan(ids=ids, epochs=None, uniforms=None, size=8, padding=padding)
 
 
 def decode_on_the_cpu(files, device):
