@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hyperbatch.config import Config, fields, format_value
-from hyperbatch.data.source import check_data
+from hyperbatch.data.source import DataCounts, check_data
 from hyperbatch.launch import check_input
 from hyperbatch.plan import inventory
 from hyperbatch.plan.strategies import plan_groups
@@ -22,7 +22,7 @@ from hyperbatch.sim.clusters import load_cluster
 def preview(config: Config, world_size: int) -> dict[str, Any]:
     """Everything resolved: batch, steps, rate over time, groups, grid, bytes, memory."""
     counts = data_counts(config)
-    samples, classes, channels = counts["train_samples"], counts["classes"], counts["channels"]
+    samples, classes, channels = counts.train_samples, counts.classes, counts.channels
     check_input(config, world_size, counts)
     size = config.data.image_size
     available = device_memory_bytes()
@@ -54,7 +54,7 @@ def preview(config: Config, world_size: int) -> dict[str, Any]:
         "note": batch_note(config),
         "model": config.model.model,
         "parameters": sum(spec.numel for spec in specs),
-        "data": counts,
+        "data": counts.to_dict(),
         "world_size": world_size,
         "grid": str(grid),
         "algorithm": config.comm.algorithm,
@@ -78,16 +78,12 @@ def preview(config: Config, world_size: int) -> dict[str, Any]:
     }
 
 
-def data_counts(config: Config) -> dict[str, int]:
+def data_counts(config: Config) -> DataCounts:
     """Counts of the data at hand, or those the recipe was written for when none is given."""
     if config.data.data is not None or config.data.dataset not in ("images", "cifar10"):
         return check_data(config.data)
-    return {
-        "train_samples": config.data.train_samples,
-        "eval_samples": config.data.eval_samples,
-        "classes": config.data.classes,
-        "channels": 3,
-    }
+    data = config.data
+    return DataCounts(train_samples=data.train_samples, eval_samples=data.eval_samples, classes=data.classes)
 
 
 def tensor_table(config: Config, classes: int, channels: int) -> tuple[TensorSpec, ...]:

@@ -77,10 +77,10 @@ class DeviceCache:
 
 
 def make_cache(
-    source: Source, config: DataConfig, device: torch.device, *, ranks_per_host: int
+    source: Source, config: DataConfig, device: torch.device, ranks_per_host: int
 ) -> PixelCache | DeviceCache | None:
     """The cache the config asks for, if any. Images in memory are copied to the device at once, or not kept again."""
-    place, limit_bytes = choose_cache(source, config, device, ranks_per_host=ranks_per_host)
+    place, limit_bytes = _choose_cache(source, config, device, ranks_per_host)
     on_device = place == "gpu" and has_triton()
     if isinstance(source, ArraySource):
         if not on_device:
@@ -93,9 +93,7 @@ def make_cache(
     return DeviceCache(len(source), limit_bytes) if on_device else PixelCache(limit_bytes)
 
 
-def choose_cache(
-    source: Source, config: DataConfig, device: torch.device, *, ranks_per_host: int = 1
-) -> tuple[str, int]:
+def _choose_cache(source: Source, config: DataConfig, device: torch.device, ranks_per_host: int) -> tuple[str, int]:
     """("none", "host" or "gpu", limit in bytes). Depends on the set and the machine only, so a rerun does the same."""
     if config.cache == "gpu" and device.type != "cuda":
         raise InputError("--cache gpu: this run uses no GPU; use --cache host, or --device cuda")

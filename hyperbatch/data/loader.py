@@ -1,7 +1,7 @@
 """Batches on the device, ahead of the step that needs them.
 
-    steps -> plans (ids, uniforms, size) ──┬─> HostMaker     threads decode and cut, the device normalises
-                                           └─> DeviceMaker   threads read, the GPU decodes and cuts
+    steps -> plans (ids, uniforms, size) ──┬─> host.HostMaker         threads decode and cut, the device normalises
+                                           └─> gpu.maker.DeviceMaker  processes read, the GPU decodes and cuts
 
 A plan alone decides a batch's content, and batches leave in the order of their plans, so threads change nothing but
 the time it takes.
@@ -9,7 +9,9 @@ the time it takes.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -28,32 +30,27 @@ from hyperbatch.kernels import has_triton
 from hyperbatch.schedule import Step
 
 
+@dataclass(eq=False)
 class TrainLoader:
     """This rank's batches of the sample stream. Use as a context manager, or call `close`.
 
     ranks_per_host: how many ranks share this host, and with it the cores and the memory for kept images.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        config: DataConfig,
-        *,
-        seed: int,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        ranks_per_host: int = 1,
-    ) -> None:
-        self._source = source
-        self._config = config
-        self._seed = seed
-        self._rank = rank
-        self._world_size = world_size
+    source: Source
+    config: DataConfig
+    _: KW_ONLY
+    seed: int
+    rank: int
+    world_size: int
+    device: torch.device
+    dtype: torch.dtype
+    ranks_per_host: int = 1
+
+    def __post_init__(self) -> None:
         self._meter = Meter()
         self._maker = _make_maker(
-            source, config, device=device, dtype=dtype, ranks_per_host=ranks_per_host, meter=self._meter
+            self.source, self.config, self.device, self.dtype, self.ranks_per_host, self._meter, exact=False
         )
         self._bad: dict[int, str] = {}
         self._running: list[Generator[Batch, None, None]] = []
@@ -65,8 +62,7 @@ class TrainLoader:
         return running
 
     def _batches(self, steps: Iterable[Step]) -> Generator[Batch, None, None]:
-        made = self._maker.run(self._plans(steps))
-        try:
+        with contextlib.closing(self._maker.run(self._plans(steps))) as made:
             while True:
                 with self._meter.waiting():
                     item = next(made, None)
@@ -75,27 +71,25 @@ class TrainLoader:
                 batch, bad = item
                 self._note(bad)
                 yield batch
-        finally:
-            made.close()
 
     def _plans(self, steps: Iterable[Step]) -> Iterator[BatchPlan]:
-        columns = augment.uniforms_needed(self._config)
+        columns = augment.uniforms_needed(self.config)
         for step in steps:
             phase = step.phase
-            size = augment.size_at(self._config, step.epoch)
+            size = augment.size_at(self.config, step.epoch)
             for micro_step in range(phase.accumulation):
                 start = stream.rank_share(
-                    step.position, phase.batch_per_rank, phase.accumulation, self._world_size, self._rank, micro_step
+                    step.position, phase.batch_per_rank, phase.accumulation, self.world_size, self.rank, micro_step
                 )
-                epochs, ids = stream.stretch(start, phase.batch_per_rank, len(self._source), self._seed)
-                uniforms = stream.uniforms(self._seed, epochs, ids, columns)
+                epochs, ids = stream.stretch(start, phase.batch_per_rank, len(self.source), self.seed)
+                uniforms = stream.uniforms(self.seed, epochs, ids, columns)
                 yield BatchPlan(ids=ids, epochs=epochs, uniforms=uniforms, size=size, padding=0)
 
     def _note(self, bad: BadSamples) -> None:
         self._bad.update(bad)
-        if len(self._bad) > self._config.max_bad_samples:
+        if len(self._bad) > self.config.max_bad_samples:
             raise DataError(
-                f"{len(self._bad)} unreadable training samples on rank {self._rank}, the last {bad[-1][1]}; "
+                f"{len(self._bad)} unreadable training samples on rank {self.rank}, the last {bad[-1][1]}; "
                 "repair the data or raise --max-bad-samples"
             )
 
@@ -115,11 +109,6 @@ class TrainLoader:
     def wait_s(self) -> float:
         """Seconds the consumer has spent waiting for a batch so far."""
         return self._meter.wait_s
-
-    @property
-    def bottleneck(self) -> str:
-        """What the consumer waits for: "step" (nothing: the loader keeps up), or the busiest stage of the loader."""
-        return self.report().bottleneck
 
     def report(self) -> LoaderReport:
         return self._meter.report()
@@ -147,15 +136,13 @@ def eval_batches(
     An unreadable sample is shown as a black image under its own label, so the count of samples never changes, and
     adds a line to `bad_samples`.
     """
-    maker = _make_maker(source, config, device=device, dtype=dtype, ranks_per_host=ranks_per_host, exact=True)
-    made = maker.run(_eval_plans(len(source), batch_per_rank, rank, world_size, config.eval_size))
-    try:
+    maker = _make_maker(source, config, device, dtype, ranks_per_host, Meter(), exact=True)
+    plans = _eval_plans(len(source), batch_per_rank, rank, world_size, config.eval_size)
+    with contextlib.closing(maker.run(plans)) as made:
         for batch, bad in made:
             if bad_samples is not None:
                 bad_samples.extend(line for _, line in bad)
             yield batch
-    finally:
-        made.close()
 
 
 def _eval_plans(samples: int, batch_per_rank: int, rank: int, world_size: int, size: int) -> Iterator[BatchPlan]:
@@ -169,12 +156,12 @@ def _eval_plans(samples: int, batch_per_rank: int, rank: int, world_size: int, s
 def _make_maker(
     source: Source,
     config: DataConfig,
-    *,
     device: torch.device,
     dtype: torch.dtype,
     ranks_per_host: int,
-    meter: Meter | None = None,
-    exact: bool = False,
+    meter: Meter,
+    *,
+    exact: bool,
 ) -> HostMaker | DeviceMaker:
     """The device makes its batches itself where it can run the fused kernel; else the CPU does.
 
@@ -185,13 +172,8 @@ def _make_maker(
     decoder, cpu_decoder = resolve_decoders(config.decoder, device)
     cache = None
     if not exact or (device.type == "cuda" and isinstance(source, ArraySource)):
-        cache = make_cache(source, config, device, ranks_per_host=ranks_per_host)
-    shared: dict[str, Any] = {
-        "device": device,
-        "dtype": dtype,
-        "meter": meter or Meter(),
-        "ranks_per_host": ranks_per_host,
-    }
+        cache = make_cache(source, config, device, ranks_per_host)
+    shared: dict[str, Any] = {"device": device, "dtype": dtype, "meter": meter, "ranks_per_host": ranks_per_host}
     if device.type != "cuda" or not has_triton():
         assert not isinstance(cache, DeviceCache)
         return HostMaker(source, config, decoder=cpu_decoder, cache=cache, **shared)

@@ -390,8 +390,8 @@ def test_the_bottleneck_is_named():
     config = dataclasses.replace(CROP, cache="none", data_threads=1)
     with loader(Slow(), config) as made:
         list(made.batches(walk(Slow(), 1)))
-        assert made.bottleneck == "read"
         report = made.report()
+    assert report.bottleneck == "read"
     assert report.busy_s["read"] >= 72 * 0.005
     assert 0 < report.wait_fraction <= 1
     assert report.to_dict()["read_s"] == report.busy_s["read"]

@@ -117,10 +117,9 @@ class DeviceMaker(Maker):
 
     def _unread(self, plan: BatchPlan) -> np.ndarray:
         """Rows whose images do not lie in device memory yet."""
-        rows = np.arange(plan.real)
         if self._device_cache is None:
-            return rows
-        return rows[self._device_cache.table[plan.ids[rows], 0] == 0]
+            return np.arange(plan.real)
+        return np.flatnonzero(self._device_cache.table[plan.ids[: plan.real], 0] == 0)
 
     def _hand_over(self, batch: Batch, bad: BadSamples, ready: torch.cuda.Event | None) -> tuple[Batch, BadSamples]:
         """The step's stream waits for the batch; the host does not."""

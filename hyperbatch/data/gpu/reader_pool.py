@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyperbatch.data.gpu.reader_process import Location, ReadSample
-from hyperbatch.data.source import DataError
+from hyperbatch.data.gpu.reader_process import ReadSample
+from hyperbatch.data.source import DataError, Location
 
 _PACKAGE_ROOT = str(Path(__file__).parents[3])
 _CHILD = (

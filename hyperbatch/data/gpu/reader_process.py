@@ -19,18 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hyperbatch.data.decode import decode_full, gpu_can_decode, raw_header_bytes
-from hyperbatch.data.source import BadSample
+from hyperbatch.data.source import BadSample, Location
 
 FILE, PIXELS, FAILED = 0, 1, 2  # what was read: bytes for the GPU's decoder, pixels, neither
-
-
-class Location(NamedTuple):
-    """Where a sample's bytes lie. length -1: the whole file; crc32 -1: not checked."""
-
-    path: str
-    offset: int
-    length: int
-    crc32: int
 
 
 class ReadSample(NamedTuple):

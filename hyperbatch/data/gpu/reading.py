@@ -19,7 +19,7 @@ from hyperbatch.data.batch import BadSamples, BatchPlan
 from hyperbatch.data.cache import DeviceCache, PixelCache
 from hyperbatch.data.decode import decode_full, gpu_can_decode
 from hyperbatch.data.gpu.reader_pool import ReaderPool, return_pool, take_pool
-from hyperbatch.data.gpu.reader_process import FILE, PIXELS, Location
+from hyperbatch.data.gpu.reader_process import FILE, PIXELS
 from hyperbatch.data.maker import load_or_replace, samples_per_task
 from hyperbatch.data.meter import Meter
 from hyperbatch.data.source import EncodedSource, Source, estimated_mean
@@ -139,9 +139,8 @@ class ProcessReaders:
         assert isinstance(source, EncodedSource)
         for worker, share in enumerate(np.array_split(rows, self._workers)):
             if len(share):
-                locations = source.locations(plan.ids[share].tolist())
-                assert locations is not None
-                wanted = [Location(*place) for place in locations]
+                wanted = source.locations(plan.ids[share].tolist())
+                assert wanted is not None
                 pool.request(worker, slot, self._reader.decoder, self._reader.on_gpu, wanted)
                 promises.append(partial(self._receive, pool, worker, plan, share.tolist()))
         return promises
