@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 import numpy as np
@@ -28,7 +28,8 @@ from hyperbatch.data.source import ArraySource, EncodedSource
 class HostMaker(Maker):
     """Fills host batches from plans, on threads where that pays, and finishes them on the device."""
 
-    cache: PixelCache | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    cache: PixelCache | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

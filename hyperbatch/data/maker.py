@@ -1,6 +1,6 @@
-"""What both makers of batches have in common: how they work ahead, and what they do about unreadable samples.
+"""What the two makers of batches have in common: how far they work ahead, and what replaces an unreadable sample.
 
-host.HostMaker makes batches with the CPU, gpu.maker.DeviceMaker with the GPU.
+`host.HostMaker` makes batches with the CPU, `gpu.maker.DeviceMaker` with the GPU.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ class Maker:
 
     def __post_init__(self) -> None:
         self.threads = threads_per_rank(self.config, self.ranks_per_host)
-        std = np.asarray(self.source.std, dtype=np.float64)
-        self.std = std
-        self.scale = 1 / (255 * std)
-        self.offset = -np.asarray(self.source.mean, dtype=np.float64) / std
+        self.std = np.asarray(self.source.std, dtype=np.float64)
+        self.scale = 1 / (255 * self.std)
+        self.offset = -np.asarray(self.source.mean, dtype=np.float64) / self.std
 
     def offsets(self, plan: BatchPlan) -> np.ndarray:
         """float64[n, c]: what is added to grey level * scale, the colour noise of each sample included."""

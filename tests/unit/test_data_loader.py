@@ -203,6 +203,17 @@ def test_an_error_in_a_thread_reaches_the_consumer():
     assert not data_threads()
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batches_are_started_ahead_of_the_one_that_is_given(prefetch):
+    source, started = Encoded(), []
+    plan = walk(source, 1, epochs=5)
+    with loader(source, dataclasses.replace(CROP, prefetch=prefetch)) as made:
+        ahead = []
+        for _ in made.batches(step for step in plan if started.append(step) is None):
+            ahead.append(len(started))
+    assert ahead == [min(given + prefetch, 5) for given in range(1, 6)]
+
+
 def test_waiting_is_measured():
     source = Encoded()
     with loader(source, CROP) as made:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from hyperbatch.data.cache import DeviceCache, PixelCache
 from hyperbatch.data.decode import choose_decoder, decode_full
 from hyperbatch.data.gpu import nvjpeg
 from hyperbatch.data.gpu.reader_pool import can_use_processes
-from hyperbatch.data.gpu.reading import PixelBlock, ProcessReaders, ReadRows, SampleReader, ThreadReaders
+from hyperbatch.data.gpu.reading import PixelBlock, ProcessReaders, Promise, SampleReader, ThreadReaders
 from hyperbatch.data.gpu.render import copy_to_device, render_views, view_table
 from hyperbatch.data.maker import Finish, Maker, load_or_replace
 from hyperbatch.data.source import ArraySource, EncodedSource
@@ -39,9 +39,7 @@ class _Draft:
     plan: BatchPlan
     shown: np.ndarray  # int64[n]: the plan's ids, but for replaced samples
     images: np.ndarray  # int64[n, 6]: the kernel's table of addresses, sizes and strides
-    alive: list[Tensor] = field(
-        default_factory=list
-    )  # memory the addresses point into, held until the kernel is queued
+    alive: list[Tensor] = field(default_factory=list)  # where the addresses point; held until the kernel is queued
     bad: BadSamples = field(default_factory=list)
 
 
@@ -133,10 +131,8 @@ class DeviceMaker(Maker):
 
     # --- the device thread
 
-    def _make(
-        self, plan: BatchPlan, pending: Sequence[Callable[[], ReadRows]]
-    ) -> tuple[Batch, BadSamples, torch.cuda.Event | None]:
-        read = [wait() for wait in pending]
+    def _make(self, plan: BatchPlan, promises: list[Promise]) -> tuple[Batch, BadSamples, torch.cuda.Event | None]:
+        read = [promise() for promise in promises]
         start_s, decode_s = time.perf_counter(), 0.0
         if self._last_ready is not None:
             # The decoder writes on a stream of its own into memory that the last batch's kernel may still read, and
@@ -151,9 +147,9 @@ class DeviceMaker(Maker):
                 draft.shown[row] = index
         with self._on_stream():
             if self._device_cache is not None:
-                kept = self._device_cache.table[draft.shown[: plan.real]]
-                rows_kept = np.flatnonzero(kept[:, 0])
-                draft.images[rows_kept] = kept[rows_kept]
+                table = self._device_cache.table[draft.shown[: plan.real]]
+                kept = np.flatnonzero(table[:, 0])
+                draft.images[kept] = table[kept]
             for rows in read:
                 for block in rows.blocks:
                     self._upload(draft, block)

@@ -24,9 +24,8 @@ from hyperbatch.data.gpu.reader_process import ReadSample
 from hyperbatch.data.source import DataError, Location
 
 _PACKAGE_ROOT = str(Path(__file__).parents[3])
-_CHILD = (
-    "from hyperbatch.data.gpu.reader_process import main; main()"  # not -m, which would name its classes after __main__
-)
+# Not -m, which would name the child's classes after __main__.
+_CHILD = "from hyperbatch.data.gpu.reader_process import main; main()"
 
 
 def can_use_processes() -> bool:

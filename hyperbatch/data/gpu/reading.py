@@ -19,7 +19,7 @@ from hyperbatch.data.batch import BadSamples, BatchPlan
 from hyperbatch.data.cache import DeviceCache, PixelCache
 from hyperbatch.data.decode import decode_full, gpu_can_decode
 from hyperbatch.data.gpu.reader_pool import ReaderPool, return_pool, take_pool
-from hyperbatch.data.gpu.reader_process import FILE, PIXELS
+from hyperbatch.data.gpu.reader_process import FAILED, FILE, PIXELS
 from hyperbatch.data.maker import load_or_replace, samples_per_task
 from hyperbatch.data.meter import Meter
 from hyperbatch.data.source import EncodedSource, Source, estimated_mean
@@ -157,7 +157,7 @@ class ProcessReaders:
     def _receive(self, pool: ReaderPool, worker: int, plan: BatchPlan, rows: list[int]) -> ReadRows:
         with self._reader.meter.busy("read"):
             found = dict(zip(rows, pool.reply(worker), strict=True))
-        failed = [row for row, sample in found.items() if sample.kind not in (FILE, PIXELS)]
+        failed = [row for row, sample in found.items() if sample.kind == FAILED]
         read = self._reader.read_rows(plan, failed)
         for row, sample in found.items():
             if sample.kind == FILE:
