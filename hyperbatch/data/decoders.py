@@ -5,6 +5,7 @@ Decoders differ by grey levels, so the choice belongs to a run: measured once, s
 
 from __future__ import annotations
 
+import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -57,12 +58,9 @@ def measured_decoder(source: Source, config: DataConfig, device: torch.device, *
         return fallback
     files = []
     for index in spread_ids(source, _PROBED_SAMPLES):
-        try:
-            data = source.read_buffer(index)
-        except BadSample:
-            continue
-        if gpu_can_decode(data):
-            files.append(data)
+        with contextlib.suppress(BadSample):
+            files.append(source.read_buffer(index))
+    files = [data for data in files if gpu_can_decode(data)]
     if not files:
         return fallback
     encoded = [torch.frombuffer(data, dtype=torch.uint8) for data in files]

@@ -51,7 +51,6 @@ class Meter:
         self._since_s: float | None = None
 
     def busy(self, stage: str, workers: int = 1) -> _Busy:
-        """Use with `with`, around the work of a stage."""
         return _Busy(self, stage, workers)
 
     def add(self, stage: str, seconds: float, workers: int = 1) -> None:
@@ -78,8 +77,6 @@ class Meter:
 
 class _Busy:
     """A class, because it is entered for every sample: a generator would take three times as long."""
-
-    __slots__ = ("_meter", "_stage", "_start_s", "_workers")
 
     def __init__(self, meter: Meter, stage: str, workers: int) -> None:
         self._meter, self._stage, self._workers = meter, stage, workers
