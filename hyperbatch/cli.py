@@ -165,7 +165,7 @@ def _data(args: argparse.Namespace) -> int:
         task = bar.add_task(args.action)
         show = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731
         if args.action == "pack":
-            values = pack.pack(
+            report = pack.pack(
                 args.source,
                 args.target,
                 max_side=args.max_side,
@@ -175,7 +175,8 @@ def _data(args: argparse.Namespace) -> int:
                 progress=show,
             )
         else:
-            values = pack.verify(args.folder, progress=show)
+            report = pack.verify(args.folder, progress=show)
+    values = report.to_dict()
     _print(args, values, lambda: _lines(values))
     return 0 if values.get("ok", True) else 1
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hyperbatch.config import Config
-from hyperbatch.data.source import check_data
+from hyperbatch.data.source import DataCounts, check_data
 from hyperbatch.engine.folder import claimed, default_out, resume_hint
 from hyperbatch.engine.ranks import Ranks, ended_by_sigterm, find_ranks
 from hyperbatch.errors import InputError, RunFailed
@@ -96,19 +96,17 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
-def check_input(config: Config, world_size: int, counts: dict[str, int]) -> None:
+def check_input(config: Config, world_size: int, counts: DataCounts) -> None:
     """Every other mistake that can be seen before a worker starts, so that it is told once and at once.
 
     counts: what `check_data` found.
     """
     if config.comm.grid is not None:
         RankGrid.parse(config.comm.grid).check_world(world_size)
-    resolve_phases(config.schedule.batch_phases, counts["train_samples"], world_size, accumulate=config.run.accumulate)
+    resolve_phases(config.schedule.batch_phases, counts.train_samples, world_size, accumulate=config.run.accumulate)
     model = config.model.model
     if model in inventory.model_names():  # too small an image is refused
-        inventory.layers(
-            model, classes=counts["classes"], image_size=config.data.image_size, in_channels=counts["channels"]
-        )
+        inventory.layers(model, classes=counts.classes, image_size=config.data.image_size, in_channels=counts.channels)
     if config.model.init_from is not None and not Path(config.model.init_from).exists():
         raise InputError(f"--init-from {config.model.init_from}: no such file")
 

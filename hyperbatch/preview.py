@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from hyperbatch.config import Config, fields, format_value
-from hyperbatch.data.source import check_data
+from hyperbatch.data.source import DataCounts, check_data
 from hyperbatch.launch import check_input
 from hyperbatch.plan import inventory
 from hyperbatch.plan.clusters import load_cluster
@@ -33,7 +33,7 @@ class Preview:
     """A run with everything resolved: batch, steps, rate over time, groups, grid, bytes, memory."""
 
     config: Config
-    counts: dict[str, int]  # of the data
+    counts: DataCounts
     world_size: int
     grid: RankGrid
     phases: tuple[Phase, ...]
@@ -53,16 +53,16 @@ class Preview:
 
     @property
     def steps(self) -> int:
-        return total_steps(self.phases, self.counts["train_samples"], self.config.schedule.epochs)
+        return total_steps(self.phases, self.counts.train_samples, self.config.schedule.epochs)
 
     def to_dict(self) -> dict[str, Any]:
-        config, samples = self.config, self.counts["train_samples"]
+        config, samples = self.config, self.counts.train_samples
         return {
             "recipe": config.recipe,
             "note": self.note,
             "model": config.model.model,
             "parameters": self.parameters,
-            "data": self.counts,
+            "data": self.counts.to_dict(),
             "world_size": self.world_size,
             "grid": str(self.grid),
             "algorithm": config.comm.algorithm,
@@ -90,8 +90,8 @@ class Preview:
 def preview(config: Config, world_size: int) -> Preview:
     counts = data_counts(config)
     check_input(config, world_size, counts)
-    channels, available = counts["channels"], device_memory_bytes()
-    at_hand = config.override(train_samples=counts["train_samples"], classes=counts["classes"])
+    channels, available = counts.channels, device_memory_bytes()
+    at_hand = config.override(train_samples=counts.train_samples, classes=counts.classes)
     phases = resolve_all(at_hand, available, world_size, channels)
     memory = None
     if config.model.model in inventory.model_names():
@@ -105,7 +105,7 @@ def preview(config: Config, world_size: int) -> Preview:
         world_size=world_size,
         grid=grid,
         phases=phases,
-        schedule=schedule_table(config, phases, counts["train_samples"]),
+        schedule=schedule_table(config, phases, counts.train_samples),
         specs=specs,
         plan=preview_plan(config, specs),
         memory=memory,
@@ -113,16 +113,12 @@ def preview(config: Config, world_size: int) -> Preview:
     )
 
 
-def data_counts(config: Config) -> dict[str, int]:
+def data_counts(config: Config) -> DataCounts:
     """Counts of the data at hand, or those the recipe was written for when none is given."""
     if config.data.data is not None or config.data.dataset not in ("images", "cifar10"):
         return check_data(config.data)
-    return {
-        "train_samples": config.data.train_samples,
-        "eval_samples": config.data.eval_samples,
-        "classes": config.data.classes,
-        "channels": 3,
-    }
+    data = config.data
+    return DataCounts(train_samples=data.train_samples, eval_samples=data.eval_samples, classes=data.classes)
 
 
 def tensor_table(config: Config, channels: int) -> tuple[TensorSpec, ...]:
@@ -193,12 +189,12 @@ def format_preview(preview: Preview) -> str:
 
     console = Console(width=min(120, shutil.get_terminal_size((110, 40)).columns), highlight=False)
     config, counts = preview.config, preview.counts
-    samples = counts["train_samples"]
+    samples = counts.train_samples
     with console.capture() as text:
         console.print(f"[bold]{config.recipe}[/]  {config.model.model}, {preview.parameters:,} parameters")
         console.print(
-            f"data      {samples:,} training and {counts['eval_samples']:,} validation images, "
-            f"{counts['classes']:,} classes"
+            f"data      {samples:,} training and {counts.eval_samples:,} validation images, "
+            f"{counts.classes:,} classes"
         )
         console.print(
             f"ranks     {preview.world_size:,} as {preview.grid} (rows x columns), "

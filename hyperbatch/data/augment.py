@@ -23,7 +23,7 @@ from hyperbatch.errors import InputError
 # Columns of a sample's uniforms: the mirror, the colour noise (two pairs of normals), then geometry.
 _FLIP, _NOISE, _GEOMETRY = 0, 1, 5
 _CROP_ATTEMPTS = 10
-_NEAR_FULL_AREA = 0.999  # smallest area of a near-full crop, as in Fujitsu's MLPerf v0.6 job file
+_NEAR_FULL_AREA = 0.999  # of the image: the smallest near-full crop, as in Fujitsu's MLPerf v0.6 job parameters
 
 # Eigenvalues and eigenvectors (columns) of the covariance of ImageNet's RGB pixels in [0, 1] (Krizhevsky et al.).
 _PCA_VALUES = np.array([0.2175, 0.0188, 0.0045])
@@ -155,9 +155,8 @@ def shifts(config: DataConfig, uniforms: np.ndarray | Sequence[float]) -> np.nda
 def color_noise(config: DataConfig, uniforms: np.ndarray) -> np.ndarray:
     """float64[n, 3] to add to pixels in [0, 1]: normal steps along the principal axes of ImageNet's colours."""
     u = uniforms[:, _NOISE : _NOISE + 4]
-    radius = np.sqrt(
-        -2 * np.log1p(-u[:, [0, 0, 2]])
-    )  # Box and Muller: two normals from the first pair, one from the next
+    # Box and Muller: two normals from the first pair, one from the next.
+    radius = np.sqrt(-2 * np.log1p(-u[:, [0, 0, 2]]))
     normals = radius * np.stack(
         [np.cos(2 * np.pi * u[:, 1]), np.sin(2 * np.pi * u[:, 1]), np.cos(2 * np.pi * u[:, 3])], axis=1
     )

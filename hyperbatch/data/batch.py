@@ -1,4 +1,4 @@
-"""What a loader is asked for and what it gives: a plan of one micro-step, and the batch made from it."""
+"""What a maker of batches is given and what it gives: the plan of one micro-step, and the batch made from it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from torch import Tensor
 
 from hyperbatch.config import DataConfig
 from hyperbatch.data import augment
-from hyperbatch.data.source import DataError
-
-MAX_REPLACEMENTS = 100  # bad samples in a row before the set is given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +22,7 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class BatchPlan:
     """All that decides a batch. The last `padding` ids only fill the shape. No uniforms: evaluation."""
 
     ids: np.ndarray
@@ -51,9 +48,5 @@ class Plan:
         return augment.train_view(config, width, height, int(self.epochs[row]), uniforms, whole=whole)
 
 
-Bad = list[tuple[int, str]]  # unreadable samples: id, and a line that says where and why
-Made = Generator[tuple[Batch, Bad], None, None]
-
-
-def too_many_in_a_row(bad: Bad) -> DataError:
-    return DataError(f"{MAX_REPLACEMENTS} unreadable samples in a row, the last {bad[-1][1]}; repair the data")
+BadSamples = list[tuple[int, str]]  # unreadable samples: id, and a line that says where and why
+Batches = Generator[tuple[Batch, BadSamples], None, None]

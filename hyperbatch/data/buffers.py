@@ -41,17 +41,12 @@ class BatchBuffers:
         import torch
 
         size = math.prod(shape) * dtype.itemsize
-        memory = self._reused(size)
-        if memory is None:
+        memory = None
+        while self._free and (memory is None or memory.nbytes != size):
+            memory = self._free.popleft()
+        if memory is None or memory.nbytes != size:
             memory = np.empty(size, dtype=np.uint8)
         # torch holds on to the array it was made from as long as any view of the tensor lives.
         lent = memory[:]
         weakref.finalize(lent, self._free.append, memory).atexit = False
         return torch.from_numpy(lent).view(dtype).view(shape)
-
-    def _reused(self, size: int) -> np.ndarray | None:
-        while self._free:
-            memory = self._free.popleft()
-            if memory.nbytes == size:
-                return memory
-        return None

@@ -5,23 +5,23 @@ Whole images are kept, not views: every epoch cuts its own views, and they are t
 
 from __future__ import annotations
 
-import io
+import math
 import os
 import threading
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from hyperbatch.config import DataConfig
-from hyperbatch.data.source import ArraySource, BadSample, EncodedSource, Source
+from hyperbatch.data.decode import image_size
+from hyperbatch.data.source import ArraySource, EncodedSource, Source, estimated_mean
 from hyperbatch.errors import InputError
+from hyperbatch.kernels import has_triton
 
 _HOST_SHARE = 0.25  # of the host's memory, for all ranks of the host together
 _GPU_SHARE = 0.25  # of a GPU's memory
-_PROBED_SAMPLES = 32  # of which the size of the decoded set is guessed
 
 
 class PixelCache:
@@ -76,11 +76,28 @@ class DeviceCache:
         self.table[:, 1:] = (width, height, channels, width * channels, 1)
 
 
-def choose_cache(source: Source, config: DataConfig, device: torch.device) -> tuple[str, int]:
+def make_cache(
+    source: Source, config: DataConfig, device: torch.device, ranks_per_host: int
+) -> PixelCache | DeviceCache | None:
+    """The cache the config asks for, if any. Images in memory are copied to the device at once, or not kept again."""
+    place, limit_bytes = _choose_cache(source, config, device, ranks_per_host)
+    on_device = place == "gpu" and has_triton()
+    if isinstance(source, ArraySource):
+        if not on_device:
+            return None
+        cache = DeviceCache(len(source), source.images.nbytes)
+        cache.put_array(source, device)
+        return cache
+    if place == "none":
+        return None
+    return DeviceCache(len(source), limit_bytes) if on_device else PixelCache(limit_bytes)
+
+
+def _choose_cache(source: Source, config: DataConfig, device: torch.device, ranks_per_host: int) -> tuple[str, int]:
     """("none", "host" or "gpu", limit in bytes). Depends on the set and the machine only, so a rerun does the same."""
     if config.cache == "gpu" and device.type != "cuda":
         raise InputError("--cache gpu: this run uses no GPU; use --cache host, or --device cuda")
-    limits = {"host": int(host_memory_bytes() * _HOST_SHARE) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))}
+    limits = {"host": int(host_memory_bytes() * _HOST_SHARE) // ranks_per_host}
     if device.type == "cuda":
         limits["gpu"] = int(torch.cuda.get_device_properties(device).total_memory * _GPU_SHARE)
     if config.cache in limits:
@@ -101,14 +118,8 @@ def decoded_bytes(source: Source) -> int:
         return source.images.nbytes
     if not isinstance(source, EncodedSource):
         return source.image(0).nbytes * len(source)
-    sizes = []
-    for index in np.unique(np.linspace(0, len(source) - 1, _PROBED_SAMPLES).astype(int)).tolist():
-        try:
-            with Image.open(io.BytesIO(source.read(index))) as image:
-                sizes.append(image.width * image.height * source.channels)
-        except (BadSample, OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-            continue  # counted when the loader meets it
-    return int(np.mean(sizes) * len(source)) if sizes else 1 << 62
+    pixels = estimated_mean(source, lambda i: math.prod(image_size(source.read(i), source.describe(i))))
+    return 1 << 62 if pixels is None else int(pixels * source.channels * len(source))
 
 
 def host_memory_bytes() -> int:

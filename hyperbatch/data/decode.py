@@ -6,6 +6,7 @@ orientation is ignored, as torchvision's ImageFolder ignores it.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import io
@@ -37,6 +38,15 @@ _RGB_IDS = b"RGB"  # component names of files that are not YCbCr
 ViewOf = Callable[[int, int], View]  # of the full image's width and height
 
 
+@functools.cache
+def load_torchvision() -> Any | None:
+    """torchvision.io, or None where it is missing or does not fit this torch."""
+    try:
+        return importlib.import_module("torchvision.io")
+    except Exception:  # a build for another torch fails in many ways at import
+        return None
+
+
 def choose_decoder(name: str) -> str:
     """The CPU decoder `auto` stands for without torchvision, or the one asked for when it can be used."""
     if name == "auto":
@@ -46,6 +56,11 @@ def choose_decoder(name: str) -> str:
     if name in ("torchvision", "nvjpeg") and importlib.util.find_spec("torchvision") is None:
         raise InputError(f"--decoder {name}: needs torchvision, which is not installed; use --decoder auto")
     return name
+
+
+def image_size(data: bytes | bytearray, where: str) -> tuple[int, int]:
+    """(width, height), from the header alone. Raises BadSample."""
+    return _guarded(lambda: _open(data, where).size, where)
 
 
 def decode_full(data: bytes | bytearray, where: str, *, decoder: str = "pillow") -> np.ndarray:
@@ -192,11 +207,15 @@ def resized_view(pixels: np.ndarray, view: View, size: int, *, full_size: tuple[
 
 
 def _torchvision_pixels(data: bytes | bytearray) -> np.ndarray:
-    from hyperbatch.data.nvjpeg import decode_on_cpu  # here, because it loads torch
+    """By torchvision's libjpeg-turbo, without Python's lock; ValueError or RuntimeError for what it refuses."""
+    import torch  # here, because reading processes start without it
 
     if not gpu_can_decode(data):
         raise ValueError("not a plain JPEG")
-    return decode_on_cpu(data)
+    torchvision: Any = load_torchvision()
+    # A bytearray, because torch warns of memory that must not be written.
+    file = torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.uint8)
+    return torchvision.decode_jpeg(file, mode=torchvision.ImageReadMode.RGB).permute(1, 2, 0).numpy()
 
 
 def _pillow_view(data: bytes | bytearray, where: str, view_of: ViewOf, size: int, exact: bool) -> np.ndarray:

@@ -5,6 +5,7 @@ Decoders differ by grey levels, so the choice belongs to a run: measured once, s
 
 from __future__ import annotations
 
+import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,10 +13,10 @@ import numpy as np
 import torch
 
 from hyperbatch.config import DataConfig
-from hyperbatch.data import nvjpeg
-from hyperbatch.data.decode import choose_decoder, decode_full, gpu_can_decode
-from hyperbatch.data.host import default_threads
-from hyperbatch.data.source import BadSample, EncodedSource, Source
+from hyperbatch.data.decode import choose_decoder, decode_full, gpu_can_decode, load_torchvision
+from hyperbatch.data.gpu import nvjpeg
+from hyperbatch.data.maker import threads_per_rank
+from hyperbatch.data.source import BadSample, EncodedSource, Source, spread_ids
 from hyperbatch.errors import InputError
 from hyperbatch.kernels import has_triton
 
@@ -29,7 +30,7 @@ _BRIGHTNESS = np.array([0.299, 0.587, 0.114])
 def resolve_decoders(name: str, device: torch.device) -> tuple[str, str]:
     """(decoder of training images, decoder of everything that must be exact or that the GPU cannot decode)."""
     cpu_decoder = choose_decoder("auto")
-    if cpu_decoder == "pillow" and nvjpeg.load_torchvision() is not None:
+    if cpu_decoder == "pillow" and load_torchvision() is not None:
         cpu_decoder = "torchvision"
     if name == "auto":
         return ("nvjpeg" if has_triton() and nvjpeg.has_nvjpeg(device) else cpu_decoder), cpu_decoder
@@ -40,12 +41,12 @@ def resolve_decoders(name: str, device: torch.device) -> tuple[str, str]:
                 "--decoder nvjpeg: needs a GPU, Triton and a torchvision built with nvJPEG; use --decoder auto"
             )
         return name, cpu_decoder
-    if name == "torchvision" and nvjpeg.load_torchvision() is None:
+    if name == "torchvision" and load_torchvision() is None:
         raise InputError("--decoder torchvision: not installed, or built for another torch; use --decoder auto")
     return choose_decoder(name), choose_decoder(name)
 
 
-def measured_decoder(source: Source, config: DataConfig, device: torch.device) -> str:
+def measured_decoder(source: Source, config: DataConfig, device: torch.device, *, ranks_per_host: int = 1) -> str:
     """The decoder `auto` stands for on this set: the GPU's if its pixels are right and it is quicker than the CPU's."""
     if config.decoder != "auto" or not isinstance(source, EncodedSource):
         return config.decoder
@@ -56,13 +57,10 @@ def measured_decoder(source: Source, config: DataConfig, device: torch.device) -
     if decoder != "nvjpeg":
         return fallback
     files = []
-    for index in np.unique(np.linspace(0, len(source) - 1, _PROBED_SAMPLES).astype(int)).tolist():
-        try:
-            data = source.read_buffer(index)
-        except BadSample:
-            continue
-        if gpu_can_decode(data):
-            files.append(data)
+    for index in spread_ids(source, _PROBED_SAMPLES):
+        with contextlib.suppress(BadSample):
+            files.append(source.read_buffer(index))
+    files = [data for data in files if gpu_can_decode(data)]
     if not files:
         return fallback
     encoded = [torch.frombuffer(data, dtype=torch.uint8) for data in files]
@@ -75,7 +73,7 @@ def measured_decoder(source: Source, config: DataConfig, device: torch.device) -
         gpu_s = time.perf_counter() - start_s
     except RuntimeError:
         return fallback
-    with ThreadPoolExecutor(config.data_threads or default_threads()) as pool:
+    with ThreadPoolExecutor(threads_per_rank(config, ranks_per_host)) as pool:
         start_s = time.perf_counter()
         on_cpu = list(pool.map(lambda data: decode_full(data, "", decoder=cpu_decoder), files))
         cpu_s = time.perf_counter() - start_s

@@ -13,7 +13,7 @@ from typing import IO, cast
 
 import numpy as np
 
-from hyperbatch.data.source import BadSample, EncodedSource, check_same_classes
+from hyperbatch.data.source import BadSample, EncodedSource, Location, check_same_classes
 from hyperbatch.errors import InputError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".webp", ".tif", ".tiff")
@@ -43,7 +43,7 @@ class FolderSource(EncodedSource):
         return bytes(self.read_buffer(index))
 
     def read_buffer(self, index: int) -> bytearray:
-        path = self.locations([index])[0][0]
+        path = self.locations([index])[0].path
         try:
             # Four calls of the system; Python's own file objects make eight.
             descriptor = os.open(path, os.O_RDONLY)
@@ -56,10 +56,10 @@ class FolderSource(EncodedSource):
             raise BadSample(f"{path}: {error.strerror}") from error
         return data
 
-    def locations(self, ids: list[int]) -> list[tuple[str, int, int, int]]:
+    def locations(self, ids: list[int]) -> list[Location]:
         labels, names = self.labels[ids].tolist(), self._names[ids].tolist()
         return [
-            (f"{self.folder}{os.sep}{self.classes[label]}{os.sep}{os.fsdecode(name)}", 0, -1, -1)
+            Location(f"{self.folder}{os.sep}{self.classes[label]}{os.sep}{os.fsdecode(name)}")
             for label, name in zip(labels, names, strict=True)
         ]
 

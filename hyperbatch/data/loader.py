@@ -1,7 +1,7 @@
 """Batches on the device, ahead of the step that needs them.
 
-    steps -> plans (ids, uniforms, size) ──┬─> HostMaker     threads decode and cut, the device normalises
-                                           └─> DeviceMaker   threads read, the GPU decodes and cuts
+    steps -> plans (ids, uniforms, size) ──┬─> host.HostMaker         threads decode and cut, the device normalises
+                                           └─> gpu.maker.DeviceMaker  processes read, the GPU decodes and cuts
 
 A plan alone decides a batch's content, and batches leave in the order of their plans, so threads change nothing but
 the time it takes.
@@ -9,46 +9,49 @@ the time it takes.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from hyperbatch.config import DataConfig
 from hyperbatch.data import augment, stream
-from hyperbatch.data.batch import Bad, Batch, Plan
-from hyperbatch.data.cache import DeviceCache, PixelCache, choose_cache
+from hyperbatch.data.batch import BadSamples, Batch, BatchPlan
+from hyperbatch.data.cache import DeviceCache, make_cache
 from hyperbatch.data.decoders import resolve_decoders
-from hyperbatch.data.device import DeviceMaker
+from hyperbatch.data.gpu.maker import DeviceMaker
 from hyperbatch.data.host import HostMaker
-from hyperbatch.data.meter import Meter
+from hyperbatch.data.meter import LoaderReport, Meter
 from hyperbatch.data.source import ArraySource, DataError, Source
 from hyperbatch.kernels import has_triton
 from hyperbatch.schedule import Step
 
 
+@dataclass(eq=False)
 class TrainLoader:
-    """This rank's batches of the sample stream. Use as a context manager, or call `close`."""
+    """This rank's batches of the sample stream. Use as a context manager, or call `close`.
 
-    def __init__(
-        self,
-        source: Source,
-        config: DataConfig,
-        *,
-        seed: int,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self._source = source
-        self._config = config
-        self._seed = seed
-        self._rank = rank
-        self._world_size = world_size
+    ranks_per_host: how many ranks share this host, and with it the cores and the memory for kept images.
+    """
+
+    source: Source
+    config: DataConfig
+    _: KW_ONLY
+    seed: int
+    rank: int
+    world_size: int
+    device: torch.device
+    dtype: torch.dtype
+    ranks_per_host: int = 1
+
+    def __post_init__(self) -> None:
         self._meter = Meter()
-        cache = _make_cache(source, config, device)
-        self._maker = make_maker(source, config, device=device, dtype=dtype, cache=cache, meter=self._meter)
+        self._maker = _make_maker(
+            self.source, self.config, self.device, self.dtype, self.ranks_per_host, self._meter, exact=False
+        )
         self._bad: dict[int, str] = {}
         self._running: list[Generator[Batch, None, None]] = []
 
@@ -59,8 +62,7 @@ class TrainLoader:
         return running
 
     def _batches(self, steps: Iterable[Step]) -> Generator[Batch, None, None]:
-        made = self._maker.run(self._plans(steps))
-        try:
+        with contextlib.closing(self._maker.run(self._plans(steps))) as made:
             while True:
                 with self._meter.waiting():
                     item = next(made, None)
@@ -69,26 +71,24 @@ class TrainLoader:
                 batch, bad = item
                 self._note(bad)
                 yield batch
-        finally:
-            made.close()
 
-    def _plans(self, steps: Iterable[Step]) -> Iterator[Plan]:
-        columns = augment.uniforms_needed(self._config)
+    def _plans(self, steps: Iterable[Step]) -> Iterator[BatchPlan]:
+        columns = augment.uniforms_needed(self.config)
         for step in steps:
             phase = step.phase
-            size = augment.size_at(self._config, step.epoch)
-            start = stream.rank_share(step.position, phase.share_per_rank, self._world_size, self._rank)
+            size = augment.size_at(self.config, step.epoch)
+            start = stream.rank_share(step.position, phase.share_per_rank, self.world_size, self.rank)
             for count in phase.micro_batches:
-                epochs, ids = stream.stretch(start, count, len(self._source), self._seed)
+                epochs, ids = stream.stretch(start, count, len(self.source), self.seed)
                 start += count
-                uniforms = stream.uniforms(self._seed, epochs, ids, columns)
-                yield Plan(ids=ids, epochs=epochs, uniforms=uniforms, size=size, padding=0)
+                uniforms = stream.uniforms(self.seed, epochs, ids, columns)
+                yield BatchPlan(ids=ids, epochs=epochs, uniforms=uniforms, size=size, padding=0)
 
-    def _note(self, bad: Bad) -> None:
+    def _note(self, bad: BadSamples) -> None:
         self._bad.update(bad)
-        if len(self._bad) > self._config.max_bad_samples:
+        if len(self._bad) > self.config.max_bad_samples:
             raise DataError(
-                f"{len(self._bad)} unreadable training samples on rank {self._rank}, the last {bad[-1][1]}; "
+                f"{len(self._bad)} unreadable training samples on rank {self.rank}, the last {bad[-1][1]}; "
                 "repair the data or raise --max-bad-samples"
             )
 
@@ -109,13 +109,7 @@ class TrainLoader:
         """Seconds the consumer has spent waiting for a batch so far."""
         return self._meter.wait_s
 
-    @property
-    def bottleneck(self) -> str:
-        """What the consumer waits for: "step" (nothing: the loader keeps up), or the busiest stage of the loader."""
-        return self._meter.bottleneck
-
-    def report(self) -> dict[str, float | str]:
-        """wait_s, elapsed_s, wait_fraction, bottleneck, and busy seconds (per thread) of each stage."""
+    def report(self) -> LoaderReport:
         return self._meter.report()
 
     @property
@@ -133,6 +127,7 @@ def eval_batches(
     world_size: int,
     device: torch.device,
     dtype: torch.dtype,
+    ranks_per_host: int = 1,
     bad_samples: list[str] | None = None,
 ) -> Iterator[Batch]:
     """Every sample exactly once over all ranks; the same number of equally shaped batches on each.
@@ -140,58 +135,46 @@ def eval_batches(
     An unreadable sample is shown as a black image under its own label, so the count of samples never changes, and
     adds a line to `bad_samples`.
     """
-    maker = make_maker(source, config, device=device, dtype=dtype, exact=True)
-    made = maker.run(_eval_plans(len(source), batch_per_rank, rank, world_size, config.eval_size))
-    try:
+    maker = _make_maker(source, config, device, dtype, ranks_per_host, Meter(), exact=True)
+    plans = _eval_plans(len(source), batch_per_rank, rank, world_size, config.eval_size)
+    with contextlib.closing(maker.run(plans)) as made:
         for batch, bad in made:
             if bad_samples is not None:
                 bad_samples.extend(line for _, line in bad)
             yield batch
-    finally:
-        made.close()
 
 
-def _eval_plans(samples: int, batch_per_rank: int, rank: int, world_size: int, size: int) -> Iterator[Plan]:
+def _eval_plans(samples: int, batch_per_rank: int, rank: int, world_size: int, size: int) -> Iterator[BatchPlan]:
     for start in range(0, samples, batch_per_rank * world_size):
         first = start + rank * batch_per_rank
         ids = np.arange(first, first + batch_per_rank)
         padding = int(np.count_nonzero(ids >= samples))
-        yield Plan(ids=np.minimum(ids, samples - 1), epochs=None, uniforms=None, size=size, padding=padding)
+        yield BatchPlan(ids=np.minimum(ids, samples - 1), epochs=None, uniforms=None, size=size, padding=padding)
 
 
-def make_maker(
+def _make_maker(
     source: Source,
     config: DataConfig,
-    *,
     device: torch.device,
     dtype: torch.dtype,
-    exact: bool = False,
-    cache: PixelCache | DeviceCache | None = None,
-    meter: Meter | None = None,
+    ranks_per_host: int,
+    meter: Meter,
+    *,
+    exact: bool,
 ) -> HostMaker | DeviceMaker:
     """The device makes its batches itself where it can run the fused kernel; else the CPU does.
 
-    exact: for evaluation, decoded by the CPU, since nvJPEG interpolates colours less well than the CPU's decoders.
+    exact: for evaluation, decoded by the CPU, since nvJPEG interpolates colours less well than the CPU's decoders, and
+    without a cache, unless the whole set is in memory as it is.
     """
     augment.check_options(config, source.channels)
     decoder, cpu_decoder = resolve_decoders(config.decoder, device)
+    cache = None
+    if not exact or (device.type == "cuda" and isinstance(source, ArraySource)):
+        cache = make_cache(source, config, device, ranks_per_host)
+    shared: dict[str, Any] = {"device": device, "dtype": dtype, "meter": meter, "ranks_per_host": ranks_per_host}
     if device.type != "cuda" or not has_triton():
         assert not isinstance(cache, DeviceCache)
-        return HostMaker(source, config, device=device, dtype=dtype, decoder=cpu_decoder, cache=cache, meter=meter)
-    if cache is None and isinstance(source, ArraySource) and choose_cache(source, config, device)[0] == "gpu":
-        cache = DeviceCache(len(source), source.images.nbytes)
-        cache.put_array(source, device)
-    if exact:
-        decoder = cpu_decoder
-    return DeviceMaker(
-        source, config, device=device, dtype=dtype, decoder=decoder, cpu_decoder=cpu_decoder, cache=cache, meter=meter
-    )
-
-
-def _make_cache(source: Source, config: DataConfig, device: torch.device) -> PixelCache | DeviceCache | None:
-    place, limit_bytes = choose_cache(source, config, device)
-    if place == "none" or isinstance(source, ArraySource):
-        return None
-    if place == "gpu" and has_triton():
-        return DeviceCache(len(source), limit_bytes)
-    return PixelCache(limit_bytes)
+        return HostMaker(source, config, decoder=cpu_decoder, cache=cache, **shared)
+    decoder = cpu_decoder if exact else decoder
+    return DeviceMaker(source, config, decoder=decoder, cpu_decoder=cpu_decoder, cache=cache, **shared)

@@ -6,8 +6,38 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 _NOT_WAITING = 0.02  # of the time: below it the loader keeps up, and nothing of it is worth naming
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderReport:
+    """How long the step waited for data since the first batch was asked for, and how busy the loader was meanwhile."""
+
+    wait_s: float
+    elapsed_s: float
+    busy_s: dict[str, float]  # of each stage, per thread that does it
+
+    @property
+    def wait_fraction(self) -> float:
+        return self.wait_s / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def bottleneck(self) -> str:
+        """`step` while batches are ready in time; else the busiest stage."""
+        if self.wait_fraction < _NOT_WAITING or not self.busy_s:
+            return "step"
+        return max(self.busy_s, key=self.busy_s.__getitem__)
+
+    def to_dict(self) -> dict[str, float | str]:
+        return {
+            "wait_s": self.wait_s,
+            "elapsed_s": self.elapsed_s,
+            "wait_fraction": self.wait_fraction,
+            "bottleneck": self.bottleneck,
+            **{f"{stage}_s": seconds for stage, seconds in self.busy_s.items()},
+        }
 
 
 class Meter:
@@ -20,13 +50,8 @@ class Meter:
         self.wait_s = 0.0
         self._since_s: float | None = None
 
-    @contextmanager
-    def busy(self, stage: str, workers: int = 1) -> Iterator[None]:
-        start_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(stage, time.perf_counter() - start_s, workers)
+    def busy(self, stage: str, workers: int = 1) -> _Busy:
+        return _Busy(self, stage, workers)
 
     def add(self, stage: str, seconds: float, workers: int = 1) -> None:
         with self._lock:
@@ -43,31 +68,21 @@ class Meter:
         finally:
             self.wait_s += time.perf_counter() - start_s
 
-    @property
-    def elapsed_s(self) -> float:
-        """Since the first batch was asked for."""
-        return 0.0 if self._since_s is None else time.perf_counter() - self._since_s
-
-    @property
-    def wait_fraction(self) -> float:
-        """Of the time since the first batch was asked for."""
-        return self.wait_s / self.elapsed_s if self.elapsed_s else 0.0
-
-    @property
-    def bottleneck(self) -> str:
-        """`step` while batches are ready in time; else the stage that was busiest, per thread that does it."""
-        if self.wait_fraction < _NOT_WAITING or not self._busy_s:
-            return "step"
+    def report(self) -> LoaderReport:
+        elapsed_s = 0.0 if self._since_s is None else time.perf_counter() - self._since_s
         with self._lock:
-            return max(self._busy_s, key=lambda stage: self._busy_s[stage] / self._workers[stage])
+            busy_s = {stage: seconds / self._workers[stage] for stage, seconds in self._busy_s.items()}
+        return LoaderReport(wait_s=self.wait_s, elapsed_s=elapsed_s, busy_s=busy_s)
 
-    def report(self) -> dict[str, float | str]:
-        with self._lock:
-            stages = {f"{stage}_s": seconds / self._workers[stage] for stage, seconds in self._busy_s.items()}
-        return {
-            "wait_s": self.wait_s,
-            "elapsed_s": self.elapsed_s,
-            "wait_fraction": self.wait_fraction,
-            "bottleneck": self.bottleneck,
-            **stages,
-        }
+
+class _Busy:
+    """A class, because it is entered for every sample: a generator would take three times as long."""
+
+    def __init__(self, meter: Meter, stage: str, workers: int) -> None:
+        self._meter, self._stage, self._workers = meter, stage, workers
+
+    def __enter__(self) -> None:
+        self._start_s = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        self._meter.add(self._stage, time.perf_counter() - self._start_s, self._workers)

@@ -15,7 +15,7 @@ import tarfile
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -34,6 +34,26 @@ _SHRUNK_QUALITY = 90  # of images that are shrunk, when none is asked for
 _MAX_PROBLEMS = 100  # lines `verify` keeps; it counts all
 
 Progress = Callable[[int, int], None]  # (samples done, samples in all)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackReport:
+    resumed_shards: int  # finished by an earlier pack that was interrupted
+    samples: int
+    bytes: int
+    shards: int
+    unreadable: int  # images whose header cannot be read; they are packed all the same
+    to_dict = asdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    ok: bool
+    samples: int
+    bytes: int
+    problem_count: int
+    problems: list[str]  # the first _MAX_PROBLEMS
+    to_dict = asdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +107,13 @@ def pack(
     decoded: bool = False,
     workers: int = 0,
     progress: Progress | None = None,
-) -> dict[str, Any]:
+) -> PackReport:
     """Packs a folder tree or tars into shards of about `shard_bytes` each; run again, it finishes what is missing.
 
     Files keep their bytes unless asked otherwise: `max_side` shrinks images with a longer side, `quality` compresses
     again, and `decoded` stores plain pixels (PPM), which are large and cost nothing to read.
 
     The order within the set is a fixed shuffle, so that readers who take shards from front to back get mixed classes.
-    Returns {"samples", "bytes", "shards", "resumed_shards", "unreadable"}.
     """
     if shard_bytes < 1 or workers < 0:
         raise InputError(f"shard size {shard_bytes} and workers {workers}: must be positive")
@@ -116,13 +135,12 @@ def pack(
 
     total = sum(len(source) for source in sources.values())
     todo = [(sources[split], dst / name, ids, recompress) for split, shards in plan.items() for name, ids in shards]
-    finished = [item for item in todo if _is_finished(item[1], len(item[2]))]
-    done = sum(len(ids) for _, _, ids, _ in finished)
+    finished = {path: len(ids) for _, path, ids, _ in todo if _is_finished(path, len(ids))}
+    done = sum(finished.values())
     if progress:
         progress(done, total)
-    skip = {path for _, path, _, _ in finished}
     with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
-        running = {pool.submit(_write_shard, *item): len(item[2]) for item in todo if item[1] not in skip}
+        running = {pool.submit(_write_shard, *item): len(item[2]) for item in todo if item[1] not in finished}
         try:
             for future in as_completed(running):
                 future.result()
@@ -132,11 +150,11 @@ def pack(
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
-    return {"resumed_shards": len(finished), **_write_manifest(dst, sources["train"].classes, plan)}
+    return _write_manifest(dst, sources["train"].classes, plan, resumed_shards=len(finished))
 
 
-def verify(folder: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Reads every sample: tar structure, index, checksum, image header. {"ok", "samples", "bytes", "problems"}."""
+def verify(folder: str | Path, *, progress: Progress | None = None) -> VerifyReport:
+    """Reads every sample: tar structure, index, checksum, image header."""
     folder = Path(folder)
     manifest = read_manifest(folder)
     shards = [(folder / shard["name"], shard) for split in manifest["splits"].values() for shard in split["shards"]]
@@ -154,30 +172,24 @@ def verify(folder: str | Path, *, progress: Progress | None = None) -> dict[str,
         size_bytes += int(index["length"].sum())
         if progress:
             progress(samples, total)
-    return {
-        "ok": not problems,
-        "samples": samples,
-        "bytes": size_bytes,
-        "problem_count": len(problems),
-        "problems": problems[:_MAX_PROBLEMS],
-    }
+    return VerifyReport(
+        ok=not problems,
+        samples=samples,
+        bytes=size_bytes,
+        problem_count=len(problems),
+        problems=problems[:_MAX_PROBLEMS],
+    )
 
 
 def info(folder: str | Path) -> dict[str, Any]:
     """Describes a set of any kind: its form, classes and, per split, samples, bytes and (packed) image sizes."""
     sources = _open_splits(folder)
-    described: dict[str, Any] = {
-        "kind": {"FolderSource": "folder", "TarSource": "tars", "ShardSource": "shards"}[
-            type(sources["train"]).__name__
-        ],
-        "classes": len(sources["train"].classes),
-        "class_names": list(sources["train"].classes),
-        "splits": {},
-    }
+    form, classes = type(sources["train"]).__name__, list(sources["train"].classes)
+    splits: dict[str, dict[str, Any]] = {}
     for split, source in sources.items():
-        per_class = np.bincount(source.labels, minlength=len(source.classes))
+        per_class = np.bincount(source.labels, minlength=len(classes))
         size_bytes = int(source.sizes_bytes().sum())
-        described["splits"][split] = {
+        splits[split] = {
             "samples": len(source),
             "bytes": size_bytes,
             "mean_bytes": size_bytes / len(source),
@@ -185,12 +197,11 @@ def info(folder: str | Path) -> dict[str, Any]:
         }
         if isinstance(source, ShardSource):
             known = source.index[source.index["width"] > 0]
-            described["splits"][split] |= {
-                "median_width": int(np.median(known["width"])) if len(known) else 0,
-                "median_height": int(np.median(known["height"])) if len(known) else 0,
-                "unreadable": len(source) - len(known),
-            }
-    return described
+            for side in ("width", "height"):
+                splits[split][f"median_{side}"] = int(np.median(known[side])) if len(known) else 0
+            splits[split]["unreadable"] = len(source) - len(known)
+    kind = {"FolderSource": "folder", "TarSource": "tars", "ShardSource": "shards"}[form]
+    return {"kind": kind, "classes": len(classes), "class_names": classes, "splits": splits}
 
 
 def _open_splits(folder: str | Path) -> dict[str, EncodedSource]:
@@ -297,26 +308,26 @@ def _image_size(data: bytes) -> tuple[int, int]:
 
 
 def _write_manifest(
-    dst: Path, classes: tuple[str, ...], plan: dict[str, list[tuple[str, np.ndarray]]]
-) -> dict[str, int]:
-    splits: dict[str, Any] = {}
-    unreadable = 0
+    dst: Path, classes: tuple[str, ...], plan: dict[str, list[tuple[str, np.ndarray]]], *, resumed_shards: int
+) -> PackReport:
+    splits, indexes = {}, []
     for split, shards in plan.items():
-        indexes = {name: read_index(dst / name, len(ids)) for name, ids in shards}
-        unreadable += sum(int(np.count_nonzero(index["width"] == 0)) for index in indexes.values())
+        found = [read_index(dst / name, len(ids)) for name, ids in shards]
+        indexes += found
         splits[split] = {
-            "samples": sum(len(index) for index in indexes.values()),
-            "bytes": sum(int(index["length"].sum()) for index in indexes.values()),
-            "shards": [{"name": name, "samples": len(index)} for name, index in indexes.items()],
+            "samples": sum(len(index) for index in found),
+            "bytes": sum(int(index["length"].sum()) for index in found),
+            "shards": [{"name": name, "samples": len(ids)} for name, ids in shards],
         }
     manifest = {"format": FORMAT, "schema": 1, "classes": list(classes), "splits": splits}
     _write_atomically(dst / MANIFEST, json.dumps(manifest, indent=1).encode())
-    return {
-        "samples": sum(split["samples"] for split in splits.values()),
-        "bytes": sum(split["bytes"] for split in splits.values()),
-        "shards": sum(len(split["shards"]) for split in splits.values()),
-        "unreadable": unreadable,
-    }
+    return PackReport(
+        resumed_shards=resumed_shards,
+        samples=sum(split["samples"] for split in splits.values()),
+        bytes=sum(split["bytes"] for split in splits.values()),
+        shards=len(indexes),
+        unreadable=sum(int(np.count_nonzero(index["width"] == 0)) for index in indexes),
+    )
 
 
 def _write_atomically(path: Path, content: bytes) -> None:

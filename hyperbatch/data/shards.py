@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hyperbatch.data.source import BadSample, EncodedSource
+from hyperbatch.data.source import BadSample, EncodedSource, Location
 from hyperbatch.errors import InputError
 
 MANIFEST = "manifest.json"
@@ -76,11 +76,13 @@ class ShardSource(EncodedSource):
             raise BadSample(f"{self.describe(index)}: the bytes do not match the index's checksum")
         return data
 
-    def locations(self, ids: list[int]) -> list[tuple[str, int, int, int]]:
+    def locations(self, ids: list[int]) -> list[Location]:
         rows = self.index[ids]
         shards = np.searchsorted(self._ends, ids, side="right").tolist()
         columns = (rows[name].tolist() for name in ("offset", "length", "crc32"))
-        return [(self._names[shard], *row) for shard, row in zip(shards, zip(*columns, strict=True), strict=True)]
+        return [
+            Location(self._names[shard], *row) for shard, row in zip(shards, zip(*columns, strict=True), strict=True)
+        ]
 
     def describe(self, index: int) -> str:
         shard = int(np.searchsorted(self._ends, index, side="right"))
@@ -143,12 +145,8 @@ def read_index(shard: Path, samples: int | None = None) -> np.ndarray:
     if samples is not None and len(index) != samples:
         raise InputError(f"{path} has {len(index)} samples, the manifest says {samples}; pack the set again")
     # Compared without a sum, which a hostile offset could make wrap around.
-    if (
-        len(index)
-        and (
-            (index["offset"] > size_bytes) | (index["length"] > size_bytes - np.minimum(index["offset"], size_bytes))
-        ).any()
-    ):
+    room = size_bytes - np.minimum(index["offset"], size_bytes)
+    if ((index["offset"] > size_bytes) | (index["length"] > room)).any():
         raise InputError(f"{path} points past the end of {shard.name}; pack the set again")
     return index
 

@@ -8,8 +8,11 @@ open_data(config) -> (train, val)      check_data(config) -> counts, before any 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -18,6 +21,7 @@ from hyperbatch.errors import InputError, RunFailed, load_object, nearest
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+_PROBED_SAMPLES = 32
 _SYNTHETIC_BYTES = 64 << 20  # distinct pixels a synthetic split holds; larger sets repeat them
 
 
@@ -27,6 +31,26 @@ class BadSample(Exception):
 
 class DataError(RunFailed):
     """The data cannot carry the run on: too many bad samples, or none readable."""
+
+
+class Location(NamedTuple):
+    """Where a sample's bytes lie. length -1: the whole file; crc32 -1: not checked."""
+
+    path: str
+    offset: int = 0
+    length: int = -1
+    crc32: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataCounts:
+    """The size of a data set, known before an image of it is decoded."""
+
+    train_samples: int
+    eval_samples: int
+    classes: int
+    channels: int = 3
+    to_dict = asdict
 
 
 @runtime_checkable
@@ -111,8 +135,8 @@ class EncodedSource:
         """`read` into memory of the caller's own, which decoders that refuse read-only bytes need."""
         return bytearray(self.read(index))
 
-    def locations(self, ids: list[int]) -> list[tuple[str, int, int, int]] | None:
-        """(path, offset, length or -1, crc32 or -1) of samples that another process can read; None: it cannot."""
+    def locations(self, ids: list[int]) -> list[Location] | None:
+        """Where another process can read the samples; None: it cannot."""
         return None
 
     def describe(self, index: int) -> str:
@@ -127,6 +151,20 @@ class EncodedSource:
         from hyperbatch.data.decode import decode_full
 
         return decode_full(self.read(index), self.describe(index))
+
+
+def spread_ids(source: Source, count: int) -> list[int]:
+    """Up to `count` samples, spread evenly over the set, from which something about all of them is estimated."""
+    return np.unique(np.linspace(0, len(source) - 1, count).astype(int)).tolist()
+
+
+def estimated_mean(source: Source, measure: Callable[[int], float]) -> float | None:
+    """The mean of `measure(index)` over some samples; None when none of them can be read."""
+    values = []
+    for index in spread_ids(source, _PROBED_SAMPLES):
+        with contextlib.suppress(BadSample):  # reported when the loader meets it
+            values.append(measure(index))
+    return float(np.mean(values)) if values else None
 
 
 def open_data(config: DataConfig) -> tuple[Source, Source]:
@@ -167,7 +205,7 @@ def open_eval(config: DataConfig) -> Source:
     return open_data(config)[1]
 
 
-def check_data(config: DataConfig) -> dict[str, int]:
+def check_data(config: DataConfig) -> DataCounts:
     """What open_data would give, as counts; the InputErrors of opening and loading, without decoding an image."""
     from hyperbatch.data.augment import check_options
     from hyperbatch.data.decode import choose_decoder
@@ -179,13 +217,10 @@ def check_data(config: DataConfig) -> dict[str, int]:
         counts = count_cifar10(data_folder(config))
     else:
         train, val = open_data(config)
-        counts = {
-            "train_samples": len(train),
-            "eval_samples": len(val),
-            "classes": len(train.classes),
-            "channels": train.channels,
-        }
-    check_options(config, counts["channels"])
+        counts = DataCounts(
+            train_samples=len(train), eval_samples=len(val), classes=len(train.classes), channels=train.channels
+        )
+    check_options(config, counts.channels)
     return counts
 
 

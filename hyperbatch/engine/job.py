@@ -151,7 +151,7 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
         fixed = {
             "order": share(order, ranks),
             "max_batch_per_rank": fitting_batch(model, sample_bytes, dtype, config.optim.optimizer, device, ranks),
-            "decoder": share(measured_decoder(train_set, config.data, device), ranks),
+            "decoder": share(measured_decoder(train_set, config.data, device, ranks_per_host=ranks.local_size), ranks),
         }
     else:
         fixed = saved["fixed"]
@@ -193,6 +193,7 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
         world_size=ranks.world_size,
         device=device,
         dtype=dtype,
+        ranks_per_host=ranks.local_size,
     )
     if saved is not None:
         state.load_buffers(model, saved["norm"], ranks)

@@ -254,7 +254,7 @@ class Journal:
             trust_ratios={} if error else job.optimizer.trust_ratios(),
             clock=clock | {"data_wait_s": job.data_wait_s},
             skipped_steps=0 if error else job.scaler.state_dict()["skipped"],
-            data=job.loader.report(),
+            data=job.loader.report().to_dict(),
             timing=typical(list(self._timings)).to_dict() if self._timings else {},
             folder=str(self.out),
             error=error,

@@ -207,6 +207,7 @@ def evaluate_job(job: Job, clock: Clock, journal: Journal) -> bool:
         world_size=job.ranks.world_size,
         device=job.device,
         dtype=job.dtype,
+        ranks_per_host=job.ranks.local_size,
         bad_samples=bad_samples,
     )
     journal.eval_start(job)

@@ -1,4 +1,4 @@
-"""Views of a batch of images in one launch (Triton). Reference: `hyperbatch.data.render.render_reference`.
+"""Views of a batch of images in one launch (Triton). Reference: `hyperbatch.data.gpu.render.render_reference`.
 
     images of any size, anywhere in device memory          one program: BLOCK elements of one image's view
     address, width, height, strides  ─┐                    ┌──────────────┐

@@ -11,11 +11,12 @@ import torch
 from PIL import Image
 
 from hyperbatch.config import BatchPhase, DataConfig
-from hyperbatch.data import augment, nvjpeg
+from hyperbatch.data import augment
 from hyperbatch.data.decode import decode_full, decode_view, gpu_can_decode
 from hyperbatch.data.decoders import brightness_difference, measured_decoder
+from hyperbatch.data.gpu import nvjpeg
+from hyperbatch.data.gpu.render import copy_to_device, render_reference, render_views, view_table
 from hyperbatch.data.loader import TrainLoader, eval_batches
-from hyperbatch.data.render import pinned, render_reference, render_views, view_table
 from hyperbatch.data.source import ArraySource, EncodedSource
 from hyperbatch.schedule import resolve_phases, steps
 
@@ -91,7 +92,7 @@ def test_the_kernel_equals_its_reference(dtype, size):
     rows = np.array([(t.data_ptr(), t.shape[2], t.shape[1], 1, t.shape[2], t.shape[1] * t.shape[2]) for t in kept])
     out = torch.full((12, size, size, 3), float("nan"), device=CUDA, dtype=dtype)
     ones, zeros = np.full(3, 1 / 255, dtype=np.float32), np.zeros((12, 3), dtype=np.float32)
-    render_views(out, *(pinned(part, CUDA) for part in (rows, view_table(table), ones, zeros)))
+    render_views(out, *(copy_to_device(part, CUDA) for part in (rows, view_table(table), ones, zeros)))
     tolerance = {torch.float32: 1e-4, torch.float16: 6e-4, torch.bfloat16: 5e-3}[dtype]  # one rounding of the result
     for i, image in enumerate(images):
         expected = render_reference(image, views[i], size) / 255

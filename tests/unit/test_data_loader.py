@@ -12,11 +12,14 @@ import torch
 from PIL import Image
 
 from hyperbatch.config import BatchPhase, DataConfig, SizePhase
-from hyperbatch.data import stream
+from hyperbatch.data import maker, stream
 from hyperbatch.data.loader import TrainLoader, eval_batches
 from hyperbatch.data.meter import Meter
 from hyperbatch.data.source import ArraySource, DataError, EncodedSource, open_data
+from hyperbatch.engine.loop import run
+from hyperbatch.engine.ranks import Ranks
 from hyperbatch.errors import InputError, RunFailed
+from hyperbatch.recipes import get_recipe
 from hyperbatch.schedule import resolve_phases, steps
 
 CPU = torch.device("cpu")
@@ -200,6 +203,17 @@ def test_an_error_in_a_thread_reaches_the_consumer():
     assert not data_threads()
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batches_are_started_ahead_of_the_one_that_is_given(prefetch):
+    source, started = Encoded(), []
+    plan = walk(source, 1, epochs=5)
+    with loader(source, dataclasses.replace(CROP, prefetch=prefetch)) as made:
+        ahead = []
+        for _ in made.batches(step for step in plan if started.append(step) is None):
+            ahead.append(len(started))
+    assert ahead == [min(given + prefetch, 5) for given in range(1, 6)]
+
+
 def test_waiting_is_measured():
     source = Encoded()
     with loader(source, CROP) as made:
@@ -207,6 +221,33 @@ def test_waiting_is_measured():
         for _ in made.batches(walk(source, 1)):
             pass
         assert made.wait_s > 0
+
+
+# --- the other ranks of the host
+
+
+def test_ranks_of_a_host_share_its_cores_and_memory(monkeypatch):
+    """As the caller counts them: not every launcher sets LOCAL_WORLD_SIZE, so the environment is not asked."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr("hyperbatch.data.cache.host_memory_bytes", lambda: 64 << 30)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    config = dataclasses.replace(CROP, data_threads=0, cache="host")
+    for ranks in (1, 4, 8, 100):
+        with TrainLoader(
+            Encoded(), config, seed=5, rank=0, world_size=8, device=CPU, dtype=torch.float32, ranks_per_host=ranks
+        ) as made:
+            assert made._maker.threads == max(1, 64 // ranks)
+            assert made._maker.cache.limit_bytes == (16 << 30) // ranks
+    assert maker.threads_per_rank(dataclasses.replace(CROP, data_threads=5), 8) == 5  # asked for by name
+
+
+def test_a_run_tells_its_loaders_how_many_ranks_share_the_host(monkeypatch, tmp_path):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # or the run would change the threads of this process
+    seen = []
+    monkeypatch.setattr(maker, "threads_per_rank", lambda config, ranks_per_host: seen.append(ranks_per_host) or 1)
+    values = {"epochs": 1.0, "warmup_epochs": 0.0, "decay_epochs": 1.0, "out": str(tmp_path / "run"), "device": "cpu"}
+    run(get_recipe("digits").config().override(**values), Ranks(local_size=3))
+    assert seen == [3, 3]  # training and evaluation
 
 
 # --- bad samples
@@ -360,21 +401,22 @@ def test_the_bottleneck_is_named():
     config = dataclasses.replace(CROP, cache="none", data_threads=1)
     with loader(Slow(), config) as made:
         list(made.batches(walk(Slow(), 1)))
-        assert made.bottleneck == "read"
         report = made.report()
-    assert report["read_s"] >= 72 * 0.005
-    assert 0 < report["wait_fraction"] <= 1
+    assert report.bottleneck == "read"
+    assert report.busy_s["read"] >= 72 * 0.005
+    assert 0 < report.wait_fraction <= 1
+    assert report.to_dict()["read_s"] == report.busy_s["read"]
 
 
 def test_a_meter_names_the_busiest_stage_per_thread():
     meter = Meter()
-    assert meter.bottleneck == "step"
+    assert meter.report().bottleneck == "step"
     meter.add("read", 4.0, 8)
     meter.add("decode", 3.0, 4)
     meter.add("device", 0.6)
     with meter.waiting():
         time.sleep(0.02)
-    assert meter.bottleneck == "decode"
-    assert meter.report()["decode_s"] == 0.75
+    assert meter.report().bottleneck == "decode"
+    assert meter.report().busy_s["decode"] == 0.75
     meter.wait_s = 0.0
-    assert meter.bottleneck == "step"
+    assert meter.report().bottleneck == "step"

@@ -46,9 +46,9 @@ def files(folder):
 def test_pack_keeps_every_byte_and_label(tree, tmp_path):
     seen = []
     result = pack(tree, tmp_path / "dst", shard_bytes=8000, progress=lambda done, total: seen.append((done, total)))
-    assert result["samples"] == 50
-    assert result["shards"] > 4
-    assert result["unreadable"] == 0
+    assert result.samples == 50
+    assert result.shards > 4
+    assert result.unreadable == 0
     assert seen[-1] == (50, 50)
     for before, after in zip(opened(tree), opened(tmp_path / "dst"), strict=True):
         assert isinstance(after, ShardSource)
@@ -56,9 +56,9 @@ def test_pack_keeps_every_byte_and_label(tree, tmp_path):
         assert contents(after) == contents(before)
         assert after.image(3).shape == (after.index["height"][3], after.index["width"][3], 3)
         assert after.sizes_bytes().sum() == before.sizes_bytes().sum()
-    assert verify(tmp_path / "dst")["ok"]
-    assert verify(tmp_path / "dst")["samples"] == 50
-    assert check_data(DataConfig(data=str(tmp_path / "dst")))["train_samples"] == 40
+    assert verify(tmp_path / "dst").ok
+    assert verify(tmp_path / "dst").samples == 50
+    assert check_data(DataConfig(data=str(tmp_path / "dst"))).train_samples == 40
 
 
 def test_shards_are_webdataset_tars(tree, tmp_path):
@@ -110,10 +110,10 @@ def test_an_interrupted_pack_is_finished_by_the_next(tree, tmp_path, monkeypatch
     monkeypatch.undo()
     (tmp_path / "dst" / "train-000003.part").write_bytes(b"left by a killed process")
     result = pack(tree, tmp_path / "dst", shard_bytes=8000)
-    assert 0 < result["resumed_shards"] < result["shards"]
+    assert 0 < result.resumed_shards < result.shards
     left = files(tmp_path / "dst")
     assert {name: data for name, data in left.items() if not name.endswith(".part")} == files(tmp_path / "whole")
-    assert verify(tmp_path / "dst")["ok"]
+    assert verify(tmp_path / "dst").ok
 
 
 def test_a_folder_of_something_else_is_not_touched(tree, tmp_path):
@@ -131,10 +131,10 @@ def test_a_folder_of_something_else_is_not_touched(tree, tmp_path):
 
 def test_images_that_cannot_be_read_are_kept_and_counted(tree, tmp_path):
     (tree / "train" / "a" / "broken.jpg").write_bytes(b"no image")
-    assert pack(tree, tmp_path / "dst")["unreadable"] == 1
+    assert pack(tree, tmp_path / "dst").unreadable == 1
     result = verify(tmp_path / "dst")
-    assert not result["ok"]
-    assert "broken.jpg: not a readable image" in result["problems"][0]
+    assert not result.ok
+    assert "broken.jpg: not a readable image" in result.problems[0]
     assert info(tmp_path / "dst")["splits"]["train"]["unreadable"] == 1
 
 
@@ -183,8 +183,8 @@ def test_a_flipped_bit_is_found(packed):
         train.read(7)
     assert len(train.read(8)) == train.index["length"][8]
     result = verify(packed)
-    assert result["problem_count"] == 1
-    assert "[7]" in result["problems"][0]
+    assert result.problem_count == 1
+    assert "[7]" in result.problems[0]
 
 
 def set_field(name, value):
@@ -213,7 +213,7 @@ def test_a_wrong_index_is_refused(packed, change, text):
     rewrite_index(packed, change)
     with pytest.raises(InputError, match=text):
         opened(packed)
-    assert not verify(packed)["ok"]
+    assert not verify(packed).ok
 
 
 def test_a_shard_that_is_cut_or_missing_is_refused(packed):
@@ -224,7 +224,7 @@ def test_a_shard_that_is_cut_or_missing_is_refused(packed):
     shard.unlink()
     with pytest.raises(InputError, match="pack the set again"):
         opened(packed)
-    assert not verify(packed)["ok"]
+    assert not verify(packed).ok
 
 
 @pytest.mark.parametrize("name", ["../outside.tar", "/etc/x.tar", "a/b.tar", "x.txt", 5, None])
@@ -252,8 +252,8 @@ def test_verify_names_members_that_do_not_belong(packed, tmp_path, kind):
     with tarfile.open(packed / "val-000000.tar", "a") as tar:
         tar.addfile(member)
     result = verify(packed)
-    assert result["problem_count"] == 1
-    assert repr(member.name) in result["problems"][0]
+    assert result.problem_count == 1
+    assert repr(member.name) in result.problems[0]
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -261,8 +261,8 @@ def test_verify_names_members_that_do_not_belong(packed, tmp_path, kind):
 
 
 def test_images_with_a_longer_side_are_shrunk(tree, tmp_path):
-    assert pack(tree, tmp_path / "dst", max_side=25)["unreadable"] == 0
-    assert verify(tmp_path / "dst")["ok"]
+    assert pack(tree, tmp_path / "dst", max_side=25).unreadable == 0
+    assert verify(tmp_path / "dst").ok
     for before, after in zip(opened(tree), opened(tmp_path / "dst"), strict=True):
         assert len(after) == len(before)
         assert sorted(after.labels.tolist()) == sorted(before.labels.tolist())
@@ -278,15 +278,15 @@ def test_small_images_keep_their_bytes_when_others_are_shrunk(tree, tmp_path):
 
 
 def test_a_lower_quality_makes_files_smaller_and_never_larger(tree, tmp_path):
-    sizes = {quality: pack(tree, tmp_path / str(quality), quality=quality)["bytes"] for quality in (20, 60, 100)}
-    original = pack(tree, tmp_path / "same")["bytes"]
+    sizes = {quality: pack(tree, tmp_path / str(quality), quality=quality).bytes for quality in (20, 60, 100)}
+    original = pack(tree, tmp_path / "same").bytes
     assert sizes[20] < sizes[60] < original
     assert sizes[100] == original
 
 
 def test_plain_pixels_are_those_of_the_files(tree, tmp_path):
     pack(tree, tmp_path / "dst", decoded=True)
-    assert verify(tmp_path / "dst")["ok"]
+    assert verify(tmp_path / "dst").ok
     before, after = opened(tree)[0], opened(tmp_path / "dst")[0]
     key = lambda pair: (pair[1], pair[0].tobytes())  # noqa: E731
     pairs = [

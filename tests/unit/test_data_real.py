@@ -57,7 +57,7 @@ def test_a_subset_packs_verifies_and_reads_back_byte_for_byte(imagenette, tmp_pa
         labels = source.labels[::step]
         expected[split] = sorted(zip([source.read(i) for i in range(0, len(source), step)], labels.tolist()))
         assert len(set(labels.tolist())) == 10  # the tars are shuffled, so a stride meets every class
-    assert pack(tmp_path / "src", tmp_path / "dst", shard_bytes=1 << 20)["unreadable"] == 0
+    assert pack(tmp_path / "src", tmp_path / "dst", shard_bytes=1 << 20).unreadable == 0
     assert verify(tmp_path / "dst") == {
         "ok": True,
         "samples": 150,
@@ -80,7 +80,7 @@ def test_tiny_imagenet_opens_and_decodes():
 def test_cifar10_opens():
     """One part only: all of it takes a quarter of a minute to unpack."""
     folder = ROOT / "cifar10"
-    assert count_cifar10(folder)["train_samples"] == 50_000
+    assert count_cifar10(folder).train_samples == 50_000
     read, train, test = _find(folder)
     assert len(train) == 5
     images, labels = read(test[0])

@@ -91,7 +91,12 @@ def test_folder_tree(tmp_path):
     assert train.labels.tolist() == [0, 0, 0, 1, 1, 1]
     assert train.image(4).shape == (16, 20, 3)
     assert train.read(4) == (tmp_path / "train" / "dog" / "1.JPEG").read_bytes()
-    assert check_data(images(tmp_path)) == {"train_samples": 6, "eval_samples": 6, "classes": 2, "channels": 3}
+    assert check_data(images(tmp_path)).to_dict() == {
+        "train_samples": 6,
+        "eval_samples": 6,
+        "classes": 2,
+        "channels": 3,
+    }
     assert train.sizes_bytes().tolist() == [len(train.read(i)) for i in range(6)]
 
 
@@ -100,7 +105,7 @@ def test_other_files_in_a_tree_are_passed_over(tmp_path):
     (tmp_path / "train" / "cat" / "notes.txt").write_text("no image")
     (tmp_path / "train" / "cat" / ".hidden.jpg").write_bytes(b"")
     (tmp_path / "train" / ".cache").mkdir()
-    assert check_data(images(tmp_path))["train_samples"] == 6
+    assert check_data(images(tmp_path)).train_samples == 6
 
 
 def test_names_that_are_not_utf8(tmp_path):
@@ -121,7 +126,7 @@ def test_tars(tmp_path, suffix):
     assert train.classes == ("a", "b")
     where = [train.describe(i).partition(":")[2] for i in range(len(train))]
     assert {name: train.read(i) for i, name in enumerate(where)} == {n: d for n, d in files.items() if "train" in n}
-    assert check_data(images(tmp_path))["eval_samples"] == 6
+    assert check_data(images(tmp_path)).eval_samples == 6
 
 
 def test_odd_tar_members_are_passed_over(tmp_path):
@@ -139,7 +144,7 @@ def test_odd_tar_members_are_passed_over(tmp_path):
         link = tarfile.TarInfo("train/a/link.jpg")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(link)
-    assert check_data(images(tmp_path))["train_samples"] == 2
+    assert check_data(images(tmp_path)).train_samples == 2
 
 
 def test_a_damaged_tar_is_named(tmp_path):
@@ -275,7 +280,7 @@ def test_cifar10_forms_agree(tmp_path, form):
     assert (len(train), len(test)) == (35, 7)
     assert train.images[3, 1, 2, 1] == flat[3, 1024 + 32 + 2]
     assert (train.labels == np.tile(labels, 5)).all()
-    assert count_cifar10(tmp_path)["classes"] == 10
+    assert count_cifar10(tmp_path).classes == 10
 
 
 def test_a_hostile_pickle_is_refused(tmp_path):
@@ -307,7 +312,7 @@ def test_synthetic_is_deterministic_and_of_the_asked_shape():
     assert train.image(7).shape == (32, 32, 3)
     assert (train.image(7) == again.image(7)).all()
     assert (train.image(7) != val.image(7)).any()
-    assert check_data(config) == {"train_samples": 50, "eval_samples": 20, "classes": 4, "channels": 3}
+    assert check_data(config).to_dict() == {"train_samples": 50, "eval_samples": 20, "classes": 4, "channels": 3}
     assert (len(train), len(val), set(train.labels)) == (50, 20, {0, 1, 2, 3})
 
 
@@ -333,7 +338,7 @@ def own_wrong(config):
 
 def test_own_data_by_callable(monkeypatch):
     monkeypatch.syspath_prepend(os.path.dirname(__file__))
-    assert check_data(DataConfig(dataset="test_data_source:own_data"))["channels"] == 2
+    assert check_data(DataConfig(dataset="test_data_source:own_data")).channels == 2
     assert "must return (train, val)" in message(DataConfig(dataset="test_data_source:own_wrong"))
     assert "give package.module:callable" in message(DataConfig(dataset="test_data_source:nothing"))
 

@@ -1,7 +1,7 @@
 """A process that reads files into shared memory and decodes those the GPU cannot. No torch here: it starts at once.
 
     parent: (slot, options, locations) ──pipe──>  read, check, perhaps decode  ──>  shared memory
-            rows: kind, offset, a, b   <──pipe──
+            a ReadSample for each      <──pipe──
 
 It knows nothing of sets and ends when its pipe does, whatever became of the parent.
 """
@@ -19,27 +19,19 @@ from typing import NamedTuple
 import numpy as np
 
 from hyperbatch.data.decode import decode_full, gpu_can_decode, raw_header_bytes
-from hyperbatch.data.source import BadSample
+from hyperbatch.data.source import BadSample, Location
 
-FILE, PIXELS, FAILED = 0, 1, 2  # kinds of rows: bytes for the GPU's decoder, pixels, neither
-
-
-class Location(NamedTuple):
-    """Where a sample's bytes lie. length -1: the whole file; crc32 -1: not checked."""
-
-    path: str
-    offset: int
-    length: int
-    crc32: int
+FILE, PIXELS, FAILED = 0, 1, 2  # what was read: bytes for the GPU's decoder, pixels, neither
 
 
-class Row(NamedTuple):
-    """Offset in the slab; for FILE its bytes, for PIXELS width and height."""
+class ReadSample(NamedTuple):
+    """Where the sample lies in the slab, and its size as a file or in pixels."""
 
     kind: int
     offset: int = 0
-    a: int = 0
-    b: int = 0
+    file_bytes: int = 0
+    width: int = 0
+    height: int = 0
 
 
 @functools.lru_cache(maxsize=256)
@@ -63,30 +55,32 @@ def _read(where: Location, room: memoryview) -> int:
     return length
 
 
-def fill(slab: memoryview, start: int, stop: int, decoder: str, on_gpu: bool, wanted: list[Location]) -> list[Row]:
-    """Puts the samples one after the other into slab[start:stop]. A row that fails is left to the parent to explain."""
-    rows = []
+def fill(
+    slab: memoryview, start: int, stop: int, decoder: str, on_gpu: bool, wanted: list[Location]
+) -> list[ReadSample]:
+    """Puts the samples one after the other into slab[start:stop]. One that fails is left to the parent to explain."""
+    samples = []
     for where in wanted:
         try:
             length = _read(where, slab[start:stop])
             data = slab[start : start + length]
             if (header := raw_header_bytes(data)) is not None:
                 width, height, size = header
-                rows.append(Row(PIXELS, start + size, width, height))
-                start += length
+                samples.append(ReadSample(PIXELS, start + size, width=width, height=height))
             elif on_gpu and gpu_can_decode(data):
-                rows.append(Row(FILE, start, length))
-                start += length
+                samples.append(ReadSample(FILE, start, length))
             else:
                 pixels = decode_full(bytes(data), "", decoder=decoder)
-                if pixels.size > stop - start:
+                height, width, _ = pixels.shape
+                length = pixels.size
+                if length > stop - start:
                     raise BadSample("no room")
-                np.frombuffer(slab, np.uint8)[start : start + pixels.size] = pixels.reshape(-1)
-                rows.append(Row(PIXELS, start, pixels.shape[1], pixels.shape[0]))
-                start += pixels.size
+                np.frombuffer(slab, np.uint8)[start : start + length] = pixels.reshape(-1)
+                samples.append(ReadSample(PIXELS, start, width=width, height=height))
+            start += length
         except (BadSample, OSError):
-            rows.append(Row(FAILED))
-    return rows
+            samples.append(ReadSample(FAILED))
+    return samples
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The parent's side of `reader.py`: processes and the shared, pinned memory they fill.
+"""The parent's side of `reader_process.py`: the processes, and the shared, pinned memory they fill.
 
     slab   [ worker 0: slot 0 | slot 1 | ... ][ worker 1: slot 0 | ... ]      batch b uses slot b % slots of each worker
 
@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyperbatch.data.reader import Location, Row
-from hyperbatch.data.source import DataError
+from hyperbatch.data.gpu.reader_process import ReadSample
+from hyperbatch.data.source import DataError, Location
 
-_PACKAGE_ROOT = str(Path(__file__).parents[2])
-_CHILD = "from hyperbatch.data.reader import main; main()"  # not -m, which would name its classes after __main__
+_PACKAGE_ROOT = str(Path(__file__).parents[3])
+# Not -m, which would name the child's classes after __main__.
+_CHILD = "from hyperbatch.data.gpu.reader_process import main; main()"
 
 
 def can_use_processes() -> bool:
@@ -43,7 +44,7 @@ def take_pool(workers: int, slots: int, slot_bytes: int, *, pin: bool) -> Reader
     return ReaderPool(workers, slots, slot_bytes, pin=pin)
 
 
-def give_back(pool: ReaderPool) -> None:
+def return_pool(pool: ReaderPool) -> None:
     """Keeps the pool for others, unless answers are still to come."""
     if pool.unanswered:
         pool.close()
@@ -100,18 +101,18 @@ class ReaderPool:
 
     def request(self, worker: int, slot: int, decoder: str, on_gpu: bool, wanted: list[Location]) -> None:
         start = (worker * self.slots + slot) * self.slot_bytes
-        with self._told(worker):
+        with self._death_reported(worker):
             self._asked += 1
             self._requests[worker].send((start, start + self.slot_bytes, decoder, on_gpu, wanted))
 
-    def reply(self, worker: int) -> list[Row]:
-        with self._told(worker):
-            rows = self._replies[worker].recv()
+    def reply(self, worker: int) -> list[ReadSample]:
+        with self._death_reported(worker):
+            samples = self._replies[worker].recv()
             self._answered += 1
-            return rows
+            return samples
 
     @contextlib.contextmanager
-    def _told(self, worker: int):
+    def _death_reported(self, worker: int):
         try:
             yield
         except (EOFError, OSError) as error:

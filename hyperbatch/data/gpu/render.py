@@ -6,31 +6,11 @@ image's edge (not the box's) and normalised. Pillow rounds to whole grey levels 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from hyperbatch.config import DataConfig
 from hyperbatch.data import augment
-from hyperbatch.data.batch import Plan
-
-
-class Normaliser:
-    """Pixels / 255, minus mean, over std, and the colour noise of a plan: one multiply and one add a channel."""
-
-    def __init__(self, config: DataConfig, mean: Sequence[float], std: Sequence[float]) -> None:
-        self.config = config
-        self.std = np.asarray(std, dtype=np.float64)
-        self.scale = 1 / (255 * self.std)
-        self.offset = -np.asarray(mean, dtype=np.float64) / self.std
-
-    def offsets(self, plan: Plan) -> np.ndarray:
-        """float64[n, c]: what to add to pixels * scale, for each sample."""
-        if plan.uniforms is None or not self.config.color_noise:
-            return np.broadcast_to(self.offset, (len(plan.ids), len(self.offset)))
-        return self.offset + augment.color_noise(self.config, plan.uniforms) / self.std
 
 
 def axis_weights(low: float, length: float, size: int, pixels: int) -> np.ndarray:
@@ -64,7 +44,7 @@ def render_views(out: Tensor, samples: Tensor, views: Tensor, scales: Tensor, of
     launch(out, samples, views, scales, offsets)
 
 
-def pinned(array: np.ndarray, device: torch.device) -> Tensor:
+def copy_to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """A copy on the device that the host does not wait for."""
     host = torch.from_numpy(np.ascontiguousarray(array))  # the kernel counts on rows one after the other
     if device.type != "cuda":

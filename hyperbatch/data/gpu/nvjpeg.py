@@ -6,23 +6,14 @@ What the decoder would get wrong without a word goes to the CPU instead: see `de
 from __future__ import annotations
 
 import functools
-import importlib
 import io
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-
-@functools.cache
-def load_torchvision() -> Any | None:
-    """torchvision.io, or None where it is missing or does not fit this torch."""
-    try:
-        return importlib.import_module("torchvision.io")
-    except Exception:  # a build for another torch fails in many ways at import
-        return None
+from hyperbatch.data.decode import load_torchvision
 
 
 @functools.cache
@@ -48,11 +39,3 @@ def decode_batch(files: list[Tensor], device: torch.device) -> list[Tensor]:
     """
     torchvision: Any = load_torchvision()
     return torchvision.decode_jpeg(files, mode=torchvision.ImageReadMode.RGB, device=device)
-
-
-def decode_on_cpu(data: bytes | bytearray) -> np.ndarray:
-    """uint8[h, w, 3] by torchvision's libjpeg-turbo, without Python's lock; RuntimeError when it cannot."""
-    torchvision: Any = load_torchvision()
-    # A bytearray, because torch warns of memory that must not be written.
-    file = torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.uint8)
-    return torchvision.decode_jpeg(file, mode=torchvision.ImageReadMode.RGB).permute(1, 2, 0).numpy()

@@ -1,0 +1,20 @@
+"""Batches made on the GPU. The reference for all of it is `host.HostMaker`, which makes the same batches on the CPU.
+
+    plan ──> reading.py            threads of this process read files and decode what the GPU cannot; for large sets
+               reader_pool.py      processes do that instead, into pinned memory they share with this one
+               reader_process.py   (the program of such a process)
+                 │
+                 │ files, pixels
+                 v
+             maker.py              one thread with a stream of its own:
+               nvjpeg.py             decodes the batch's JPEGs in one call
+               ../cache.py           keeps decoded images in device memory; later batches need their addresses only
+               render.py             cuts, resizes, mirrors, normalises and casts all views in one launch
+                 │
+                 │ batch, event
+                 v
+             the step              its stream waits for the event; the host does not
+
+Python's lock is held for the tables of a batch and some microseconds a file; reading, checksums, decoding and copies
+run without it.
+"""

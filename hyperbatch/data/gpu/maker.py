@@ -1,0 +1,243 @@
+"""The GPU's maker of batches: one thread that takes what was read, has it decoded and cut, and hands over the batch."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hyperbatch.data import augment
+from hyperbatch.data.batch import BadSamples, Batch, Batches, BatchPlan
+from hyperbatch.data.cache import DeviceCache, PixelCache
+from hyperbatch.data.decode import choose_decoder, decode_full
+from hyperbatch.data.gpu import nvjpeg
+from hyperbatch.data.gpu.reader_pool import can_use_processes
+from hyperbatch.data.gpu.reading import PixelBlock, ProcessReaders, Promise, SampleReader, ThreadReaders
+from hyperbatch.data.gpu.render import copy_to_device, render_views, view_table
+from hyperbatch.data.maker import Finish, Maker, load_or_replace
+from hyperbatch.data.source import ArraySource, EncodedSource
+
+Decode = Callable[[list[Tensor], torch.device], list[Tensor]]
+
+# Threads that only read: more of them fight for Python's lock (measured on 16 cores: 4 read twice as much as 16).
+_READING_THREADS = 4
+_READING_PROCESSES = 8
+_WORTH_PROCESSES = 2048  # samples; a smaller set is read before processes have started
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A batch that is being made: which sample each row shows, and where the pixels of it lie on the device."""
+
+    plan: BatchPlan
+    shown: np.ndarray  # int64[n]: the plan's ids, but for replaced samples
+    images: np.ndarray  # int64[n, 6]: the kernel's table of addresses, sizes and strides
+    alive: list[Tensor] = field(default_factory=list)  # where the addresses point; held until the kernel is queued
+    bad: BadSamples = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class DeviceMaker(Maker):
+    """Makes batches ahead of the step. `decoder` is "nvjpeg" or one of the CPU's.
+
+    processes: read by processes instead of threads; None: where the set is large enough.
+    """
+
+    _: KW_ONLY
+    cpu_decoder: str
+    cache: PixelCache | DeviceCache | None = None
+    processes: bool | None = None
+    decode: Decode = nvjpeg.decode_batch
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.processes is None:
+            self.processes = can_use_processes() and len(self.source) >= _WORTH_PROCESSES
+        self._host_cache = self.cache if isinstance(self.cache, PixelCache) else None
+        self._device_cache = self.cache if isinstance(self.cache, DeviceCache) else None
+        # Of high priority: its kernels are short, and the step after next waits for them. On a CPU there is none, and
+        # the same code runs by Triton's interpreter, for tests.
+        self._stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
+        self._last_ready: torch.cuda.Event | None = None  # of the batch that was made last
+        with self._on_stream():
+            self._scale = copy_to_device(self.scale.astype(np.float32), self.device)
+            self._black = torch.zeros(self.source.channels, dtype=torch.uint8, device=self.device)
+
+    def run(self, plans: Iterator[BatchPlan]) -> Batches:
+        """(batch, its unreadable samples as (id, line)) for each plan, in order."""
+        readers = self._readers()
+        device_thread = ThreadPoolExecutor(1, thread_name_prefix="hyperbatch-data-device")
+
+        def start(plan: BatchPlan) -> Finish:
+            made = device_thread.submit(self._make, plan, readers.submit(plan, self._unread(plan)))
+            return lambda: self._hand_over(*made.result())
+
+        try:
+            yield from self.prefetch(plans, start)
+        finally:
+            device_thread.shutdown(wait=True, cancel_futures=True)
+            if self._last_ready is not None:
+                self._last_ready.synchronize()  # others may write where the last batch's copies come from
+            readers.close()
+
+    def _readers(self) -> ThreadReaders | ProcessReaders:
+        on_gpu = self.decoder == "nvjpeg"
+        processes = (
+            self.processes
+            and self._host_cache is None
+            and self.config.decoder != "torchvision"  # asked for by name, and processes do not load torch
+            and isinstance(self.source, EncodedSource)
+            and self.source.locations([0]) is not None
+        )
+        reader = SampleReader(
+            source=self.source,
+            on_gpu=on_gpu,
+            # 16 processes of Pillow decode more than 16 threads of torchvision.
+            decoder=choose_decoder("auto") if processes else self.cpu_decoder,
+            pin=self._stream is not None,
+            meter=self.meter,
+            # Copies of kept images run without Python's lock: every core helps.
+            threads=min(self.threads, _READING_THREADS) if on_gpu and self._host_cache is None else self.threads,
+            host_cache=self._host_cache,
+            device_cache=self._device_cache,
+        )
+        if not processes:
+            return ThreadReaders(reader)
+        workers = min(self.threads, _READING_PROCESSES) if on_gpu else self.threads
+        return ProcessReaders(reader, workers, slots=self.config.prefetch + 2)
+
+    def _unread(self, plan: BatchPlan) -> np.ndarray:
+        """Rows whose images do not lie in device memory yet."""
+        if self._device_cache is None:
+            return np.arange(plan.real)
+        return np.flatnonzero(self._device_cache.table[plan.ids[: plan.real], 0] == 0)
+
+    def _hand_over(self, batch: Batch, bad: BadSamples, ready: torch.cuda.Event | None) -> tuple[Batch, BadSamples]:
+        """The step's stream waits for the batch; the host does not."""
+        if ready is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(ready)
+            for tensor in (batch.images, batch.labels, batch.mask):
+                if tensor is not None:
+                    tensor.record_stream(stream)  # its memory is not reused before the step has read it
+        return batch, bad
+
+    # --- the device thread
+
+    def _make(self, plan: BatchPlan, promises: list[Promise]) -> tuple[Batch, BadSamples, torch.cuda.Event | None]:
+        read = [promise() for promise in promises]
+        start_s, decode_s = time.perf_counter(), 0.0
+        if self._last_ready is not None:
+            # The decoder writes on a stream of its own into memory that the last batch's kernel may still read, and
+            # readers will write where its copies came from.
+            self._last_ready.synchronize()
+        # Padding and unreadable images: one black pixel.
+        black = np.array([self._black.data_ptr(), 1, 1, 0, 0, 1])
+        draft = _Draft(plan, plan.ids.copy(), np.tile(black, (len(plan.ids), 1)))
+        for rows in read:
+            draft.bad += rows.bad
+            for row, index in rows.replaced.items():
+                draft.shown[row] = index
+        with self._on_stream():
+            if self._device_cache is not None:
+                table = self._device_cache.table[draft.shown[: plan.real]]
+                kept = np.flatnonzero(table[:, 0])
+                draft.images[kept] = table[kept]
+            for rows in read:
+                for block in rows.blocks:
+                    self._upload(draft, block)
+            files = {row: file for rows in read for row, file in rows.files.items()}
+            if files:
+                decode_s = self._decode_files(draft, files)
+            batch = self._render(draft)
+            ready = None
+            if self._stream is not None:
+                ready = self._last_ready = torch.cuda.Event()
+                ready.record(self._stream)
+        self.meter.add("device", time.perf_counter() - start_s - decode_s)
+        return batch, draft.bad, ready
+
+    def _upload(self, draft: _Draft, block: PixelBlock) -> None:
+        # A copy also where there is nothing to copy to: readers write into the block again.
+        pixels = block.pixels.to(self.device, non_blocking=True, copy=True)
+        draft.alive.append(pixels)
+        base, channels = pixels.data_ptr(), self.source.channels
+        for row, (offset, width, height) in block.places.items():
+            draft.images[row] = (base + offset, width, height, channels, width * channels, 1)
+            image = pixels[offset : offset + width * height * channels]
+            index = int(draft.shown[row])
+            if self._device_cache is not None:
+                self._device_cache.put(index, draft.images[row], image)
+            elif self._host_cache is not None:
+                host = block.pixels[offset : offset + image.numel()].view(height, width, channels)
+                self._host_cache.put(index, host.numpy().copy())
+
+    def _decode_files(self, draft: _Draft, files: dict[int, Tensor]) -> float:
+        """Fills the files' rows; returns the seconds the decoder took."""
+        start_s = time.perf_counter()
+        try:
+            decoded = dict(zip(files, self.decode(list(files.values()), self.device), strict=True))
+        except RuntimeError:  # one of them is broken, and nothing says which
+            decoded = {row: self._decode_alone(draft, row, file) for row, file in files.items()}
+        if self._stream is not None:
+            # Hardware decoders have been seen to run past the stream they were given: the host waits before it goes on.
+            self._stream.synchronize()
+        decode_s = time.perf_counter() - start_s
+        self.meter.add("gpu_decode", decode_s)
+        for row, pixels in decoded.items():
+            if pixels is None:
+                continue
+            draft.alive.append(pixels)
+            _, height, width = pixels.shape
+            draft.images[row] = (pixels.data_ptr(), width, height, 1, width, width * height)
+            index = int(draft.shown[row])
+            if self._device_cache is not None:
+                self._device_cache.put(index, draft.images[row], pixels)
+            elif self._host_cache is not None and self._host_cache.bytes < self._host_cache.limit_bytes:
+                self._host_cache.put(index, pixels.permute(1, 2, 0).contiguous().cpu().numpy())
+        return decode_s
+
+    def _decode_alone(self, draft: _Draft, row: int, file: Tensor) -> Tensor | None:
+        """uint8[3, h, w] of a file the GPU's decoder may refuse, or of the sample that replaces it."""
+        with contextlib.suppress(RuntimeError):
+            return self.decode([file], self.device)[0]
+        source = self.source
+        assert isinstance(source, EncodedSource)
+
+        def on_cpu(index: int) -> Tensor:
+            pixels = decode_full(source.read(index), source.describe(index), decoder=self.cpu_decoder)
+            return torch.from_numpy(pixels.transpose(2, 0, 1).copy()).to(self.device)
+
+        draft.shown[row], pixels = load_or_replace(draft.plan, int(draft.shown[row]), source, on_cpu, draft.bad)
+        return pixels
+
+    def _render(self, draft: _Draft) -> Batch:
+        plan, images = draft.plan, draft.images
+        whole = isinstance(self.source, ArraySource)
+        views = augment.batch_views(self.config, images[:, 1], images[:, 2], plan.epochs, plan.uniforms, whole=whole)
+        shape = (len(images), plan.size, plan.size, self.source.channels)
+        # The kernel counts in 32 bits; a 64-bit run gets that, widened.
+        dtype = torch.float32 if self.dtype == torch.float64 else self.dtype
+        out = torch.empty(shape, dtype=dtype, device=self.device)
+        render_views(
+            out,
+            copy_to_device(images, self.device),
+            copy_to_device(view_table(views), self.device),
+            self._scale,
+            copy_to_device(self.offsets(plan).astype(np.float32), self.device),
+        )
+        labels = self.source.labels[draft.shown]
+        labels[plan.real :] = 0  # padding repeats the last sample's id
+        return Batch(out.permute(0, 3, 1, 2).to(self.dtype), copy_to_device(labels, self.device), self.mask(plan))
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
+        if self._stream is None:
+            return contextlib.nullcontext()
+        return torch.cuda.stream(self._stream)

@@ -1,0 +1,177 @@
+"""The rows of a batch on their way to the GPU: read by threads of this process, or by processes of their own.
+
+Threads serve any source; processes serve those whose samples lie in files (`EncodedSource.locations`). Both promise
+rows that are waited for later, by calling the promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hyperbatch.data.batch import BadSamples, BatchPlan
+from hyperbatch.data.cache import DeviceCache, PixelCache
+from hyperbatch.data.decode import decode_full, gpu_can_decode
+from hyperbatch.data.gpu.reader_pool import ReaderPool, return_pool, take_pool
+from hyperbatch.data.gpu.reader_process import FAILED, FILE, PIXELS
+from hyperbatch.data.maker import load_or_replace, samples_per_task
+from hyperbatch.data.meter import Meter
+from hyperbatch.data.source import EncodedSource, Source, estimated_mean
+
+_ROOM = 2  # times the mean size; what does not fit into its slot is read again by the parent
+
+
+@dataclass(frozen=True, slots=True)
+class PixelBlock:
+    """Images one after the other in (pinned) host memory, and row -> offset, width, height."""
+
+    pixels: Tensor
+    places: dict[int, tuple[int, int, int]]
+
+
+@dataclass(slots=True)
+class ReadRows:
+    """What was read for some rows of a batch. A row that is in neither `files` nor `blocks` is in device memory
+    already, or it is an unreadable sample of an evaluation, which is shown black."""
+
+    files: dict[int, Tensor] = field(default_factory=dict)  # row -> bytes for the GPU's decoder
+    blocks: list[PixelBlock] = field(default_factory=list)  # decoded on the host
+    replaced: dict[int, int] = field(default_factory=dict)  # row -> the sample that stands in for an unreadable one
+    bad: BadSamples = field(default_factory=list)
+
+
+Promise = Callable[[], ReadRows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleReader:
+    """Reads one sample at a time, in this process; finds what replaces an unreadable one."""
+
+    source: Source
+    on_gpu: bool  # JPEGs are left to the GPU's decoder
+    decoder: str
+    pin: bool
+    meter: Meter
+    threads: int
+    host_cache: PixelCache | None
+    device_cache: DeviceCache | None
+
+    def read_rows(self, plan: BatchPlan, rows: list[int]) -> ReadRows:
+        read, images = ReadRows(), {}
+        for row in rows:
+            wanted = int(plan.ids[row])
+            shown, loaded = load_or_replace(plan, wanted, self.source, self._load, read.bad)
+            if shown != wanted:
+                read.replaced[row] = shown
+            if isinstance(loaded, Tensor):
+                read.files[row] = loaded
+            elif loaded is not None:
+                images[row] = loaded
+        if images:
+            with self.meter.busy("copy", self.threads):
+                read.blocks.append(self._collect(images))
+        return read
+
+    def _load(self, index: int) -> Tensor | np.ndarray | None:
+        """A file for the GPU's decoder, pixels [h, w, c], or None for an image that lies in device memory."""
+        if self.device_cache is not None and self.device_cache.table[index, 0]:
+            return None
+        if self.host_cache is not None and (pixels := self.host_cache.get(index)) is not None:
+            return pixels
+        if not isinstance(self.source, EncodedSource):
+            return self.source.image(index)
+        with self.meter.busy("read", self.threads):
+            data = self.source.read_buffer(index)
+        if self.on_gpu and gpu_can_decode(data):
+            return torch.frombuffer(data, dtype=torch.uint8)
+        with self.meter.busy("decode", self.threads):
+            return decode_full(data, self.source.describe(index), decoder=self.decoder)
+
+    def _collect(self, images: dict[int, np.ndarray]) -> PixelBlock:
+        total = sum(image.size for image in images.values())
+        block = PixelBlock(torch.empty(total, dtype=torch.uint8, pin_memory=self.pin), {})
+        flat, offset = block.pixels.numpy(), 0
+        for row, image in images.items():
+            flat[offset : offset + image.size] = image.reshape(-1)
+            block.places[row] = (offset, image.shape[1], image.shape[0])
+            offset += image.size
+        return block
+
+
+class ThreadReaders:
+    def __init__(self, reader: SampleReader) -> None:
+        self._reader = reader
+        self._threads = ThreadPoolExecutor(reader.threads, thread_name_prefix="hyperbatch-data")
+
+    def submit(self, plan: BatchPlan, rows: np.ndarray) -> list[Promise]:
+        count = samples_per_task(len(rows), self._reader.threads)
+        tasks = [rows[start : start + count].tolist() for start in range(0, len(rows), count)]
+        return [self._threads.submit(self._reader.read_rows, plan, task).result for task in tasks]
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+class ProcessReaders:
+    """One request a worker and batch. `slots`: as many batches as may lie between a request and its last use."""
+
+    def __init__(self, reader: SampleReader, workers: int, *, slots: int) -> None:
+        self._reader = reader
+        self._slots = slots
+        self._workers = workers
+        self._pools: list[ReaderPool] = []
+        self._samples_per_worker = 0
+        self._batch = 0
+
+    def submit(self, plan: BatchPlan, rows: np.ndarray) -> list[Promise]:
+        samples_per_worker = -(-plan.real // self._workers)
+        if samples_per_worker > self._samples_per_worker:
+            self._open(samples_per_worker)
+        pool, slot = self._pools[-1], self._batch % self._slots
+        self._batch += 1
+        source, promises = self._reader.source, []
+        assert isinstance(source, EncodedSource)
+        for worker, share in enumerate(np.array_split(rows, self._workers)):
+            if len(share):
+                wanted = source.locations(plan.ids[share].tolist())
+                assert wanted is not None
+                pool.request(worker, slot, self._reader.decoder, self._reader.on_gpu, wanted)
+                promises.append(partial(self._receive, pool, worker, plan, share.tolist()))
+        return promises
+
+    def _open(self, samples_per_worker: int) -> None:
+        """Larger slots, for a first or a larger batch. Older ones stay, since batches under way lie in them."""
+        self._samples_per_worker = samples_per_worker
+        source, files = self._reader.source, self._reader.on_gpu
+        assert isinstance(source, EncodedSource)
+        mean_bytes = estimated_mean(source, lambda i: len(source.read(i)) if files else source.image(i).nbytes)
+        slot_bytes = max(1 << 20, int(_ROOM * samples_per_worker * (mean_bytes or 1 << 20)))
+        self._pools.append(take_pool(self._workers, self._slots, slot_bytes, pin=self._reader.pin))
+
+    def _receive(self, pool: ReaderPool, worker: int, plan: BatchPlan, rows: list[int]) -> ReadRows:
+        with self._reader.meter.busy("read"):
+            found = dict(zip(rows, pool.reply(worker), strict=True))
+        failed = [row for row, sample in found.items() if sample.kind == FAILED]
+        read = self._reader.read_rows(plan, failed)
+        for row, sample in found.items():
+            if sample.kind == FILE:
+                read.files[row] = pool.slab[sample.offset : sample.offset + sample.file_bytes]
+        pixels = {row: sample for row, sample in found.items() if sample.kind == PIXELS}
+        if pixels:
+            samples = list(pixels.values())
+            start, last = samples[0].offset, samples[-1]
+            stop = last.offset + 3 * last.width * last.height
+            places = {row: (sample.offset - start, sample.width, sample.height) for row, sample in pixels.items()}
+            read.blocks.append(PixelBlock(pool.slab[start:stop], places))
+        return read
+
+    def close(self) -> None:
+        for pool in self._pools:
+            return_pool(pool)
+        self._pools.clear()

@@ -1,0 +1,101 @@
+"""What the two makers of batches have in common: how far they work ahead, and what replaces an unreadable sample.
+
+`host.HostMaker` makes batches with the CPU, `gpu.maker.DeviceMaker` with the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hyperbatch.config import DataConfig
+from hyperbatch.data import augment
+from hyperbatch.data.batch import BadSamples, Batch, Batches, BatchPlan
+from hyperbatch.data.meter import Meter
+from hyperbatch.data.source import BadSample, DataError, Source
+
+_MAX_REPLACEMENTS = 100  # unreadable samples in a row before the set is given up
+_MAX_TASK_SAMPLES = 16  # small enough to spread a batch over the threads, large enough to be worth a task
+
+T = TypeVar("T")
+Finish = Callable[[], tuple[Batch, BadSamples]]  # waits for a batch that was started
+
+
+@dataclass(eq=False)
+class Maker:
+    """Turns plans into batches on `device`, on behalf of one of `ranks_per_host` ranks that share the host's cores."""
+
+    source: Source
+    config: DataConfig
+    _: KW_ONLY
+    device: torch.device
+    dtype: torch.dtype
+    decoder: str
+    meter: Meter = field(default_factory=Meter)
+    ranks_per_host: int = 1
+
+    def __post_init__(self) -> None:
+        self.threads = threads_per_rank(self.config, self.ranks_per_host)
+        self.std = np.asarray(self.source.std, dtype=np.float64)
+        self.scale = 1 / (255 * self.std)
+        self.offset = -np.asarray(self.source.mean, dtype=np.float64) / self.std
+
+    def offsets(self, plan: BatchPlan) -> np.ndarray:
+        """float64[n, c]: what is added to grey level * scale, the colour noise of each sample included."""
+        if plan.uniforms is None or not self.config.color_noise:
+            return np.broadcast_to(self.offset, (len(plan.ids), len(self.offset)))
+        return self.offset + augment.color_noise(self.config, plan.uniforms) / self.std
+
+    def mask(self, plan: BatchPlan) -> Tensor | None:
+        """Which samples count in evaluation; None in training, where all do."""
+        if plan.training:
+            return None
+        mask = torch.ones(len(plan.ids), dtype=torch.bool, device=self.device)
+        mask[plan.real :] = False
+        return mask
+
+    def prefetch(self, plans: Iterator[BatchPlan], start: Callable[[BatchPlan], Finish]) -> Batches:
+        """The batch of each plan, in order; `config.prefetch` others are started before the one that is given."""
+        started: deque[Finish] = deque()
+        for plan in plans:
+            started.append(start(plan))
+            if len(started) > self.config.prefetch:
+                yield started.popleft()()
+        while started:
+            yield started.popleft()()
+
+
+def load_or_replace(
+    plan: BatchPlan, index: int, source: Source, load: Callable[[int], T], bad: BadSamples
+) -> tuple[int, T | None]:
+    """(the sample that is shown, what `load` gives for it); unreadable samples are added to `bad`.
+
+    In training the next readable sample takes the place of an unreadable one. In evaluation nothing does: the sample
+    counts, under its own label, and None stands for a black image.
+    """
+    for _ in range(_MAX_REPLACEMENTS):
+        try:
+            return index, load(index)
+        except BadSample as error:
+            bad.append((index, str(error)))
+            if not plan.training:
+                return index, None
+            index = (index + 1) % len(source)
+    raise DataError(f"{_MAX_REPLACEMENTS} unreadable samples in a row, the last {bad[-1][1]}; repair the data")
+
+
+def threads_per_rank(config: DataConfig, ranks_per_host: int) -> int:
+    """What was asked for, or the cores this process may use, shared with the other ranks of the host."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return config.data_threads or max(1, cores // ranks_per_host)
+
+
+def samples_per_task(samples: int, threads: int) -> int:
+    return max(1, min(_MAX_TASK_SAMPLES, -(-samples // threads)))
