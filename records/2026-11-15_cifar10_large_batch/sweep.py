@@ -30,26 +30,34 @@ COMMON = {
     "nproc": 1,
     "log_every_steps": 10,
 }
-# Peak rates that are tried on one seed; LARS moves a layer by rate x 0.02 of its own length in a step.
+SETTINGS = ("optimizer", "batch", "lr", "trust_coefficient", "seed")
+# Peak rates that are tried on one seed. LARS moves a layer by rate x trust coefficient of its own length in a step, and
+# norm parameters and biases by the rate itself, so both are varied: first the rate, at the recipe's trust of 0.02.
 RATES = {
-    ("lars", 256): [0.5, 1.0, 2.0],
-    ("lars", 4096): [2.0, 4.0, 8.0],
     ("lars", 8192): [2.0, 4.0, 8.0, 16.0],
-    ("lars", 16384): [4.0, 8.0, 16.0, 32.0],
-    ("sgd", 256): [0.05, 0.1, 0.2],
-    ("sgd", 4096): [0.8, 1.6, 3.2],
     ("sgd", 8192): [0.8, 1.6, 3.2, 6.4],
+    ("lars", 16384): [4.0, 8.0, 16.0, 32.0],
     ("sgd", 16384): [0.8, 1.6, 3.2, 6.4],
+    ("lars", 256): [0.5, 1.0, 2.0],
+    ("sgd", 256): [0.05, 0.1, 0.2],
+    ("lars", 4096): [2.0, 4.0, 8.0],
+    ("sgd", 4096): [0.8, 1.6, 3.2],
 }
-ORDER = [8192, 16384, 256, 4096]
+# Then the trust coefficient, at the recipe's rate of 1; SGD, which has none, gets as many lower rates.
+TRUSTS = {8192: [0.04, 0.08, 0.16], 16384: [0.08, 0.16, 0.32]}
+LOWER = {8192: [0.1, 0.2, 0.4], 16384: [0.1, 0.2, 0.4]}
 
 
 def arms() -> list[dict[str, object]]:
-    """The tuning runs, both rules at a batch before the next batch."""
-    found = []
-    for batch in ORDER:
-        for rule in ("lars", "sgd"):
-            found += [{"optimizer": rule, "batch": batch, "lr": lr, "seed": 0} for lr in RATES[rule, batch]]
+    """The tuning runs, in the order in which they are made."""
+    found: list[dict[str, object]] = []
+    for (rule, batch), rates in RATES.items():
+        found += [{"optimizer": rule, "batch": batch, "lr": lr, "seed": 0} for lr in rates]
+        if batch == 16384 and rule == "sgd":
+            for large, trusts in TRUSTS.items():
+                same = {"optimizer": "lars", "batch": large, "lr": 1.0, "seed": 0}
+                found += [{**same, "trust_coefficient": trust} for trust in trusts]
+                found += [{"optimizer": "sgd", "batch": large, "lr": lr, "seed": 0} for lr in LOWER[large]]
     return found
 
 
@@ -87,7 +95,7 @@ def main() -> int:
     start_s, (part, parts) = time.perf_counter(), map(int, options.part.split("/"))
     done = [json.loads(line) for line in options.rows.read_text().splitlines()] if options.rows.exists() else []
     for arm in arms()[part::parts]:
-        if any(all(row.get(name) == value for name, value in arm.items()) for row in done):
+        if any({name: row[name] for name in row if name in SETTINGS} == arm for row in done):
             continue
         if time.perf_counter() - start_s > options.until:
             break

@@ -156,7 +156,7 @@ def test_control_c_ends_a_run(tmp_path, graph):
     ("arguments", "words"),
     [
         (["--model", "test_nccl_commands:Fragile", "--eval-every-epochs", "1"], "the glass broke on rank 1"),
-        (["--dataset", "test_nccl_commands:rotten", "--max-bad-samples", "0", "--cache", "none"], "--max-bad-samples"),
+        (["--dataset", "test_nccl_commands:rotten", "--max-bad-samples", "0", "--cache", "none"], "repair the data"),
     ],
     ids=["in evaluation", "in the loader"],
 )
