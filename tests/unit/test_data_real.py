@@ -58,7 +58,7 @@ def test_a_subset_packs_verifies_and_reads_back_byte_for_byte(imagenette, tmp_pa
         expected[split] = sorted(zip([source.read(i) for i in range(0, len(source), step)], labels.tolist()))
         assert len(set(labels.tolist())) == 10  # the tars are shuffled, so a stride meets every class
     assert pack(tmp_path / "src", tmp_path / "dst", shard_bytes=1 << 20).unreadable == 0
-    assert verify(tmp_path / "dst") == {
+    assert verify(tmp_path / "dst").to_dict() == {
         "ok": True,
         "samples": 150,
         "bytes": sum(len(data) for rows in expected.values() for data, _ in rows),
