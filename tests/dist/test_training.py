@@ -194,6 +194,37 @@ def test_a_checkpoint_gets_its_name_once_its_bytes_are_on_the_disk(tmp_path, mon
     assert saved_step(tmp_path) == 3
 
 
+def test_a_checkpoint_of_an_older_version_can_be_used(tmp_path, capsys):
+    """With fields that are gone and without those that came later it is continued, evaluated, exported and reported."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    train(1, whole)
+    train(1, run, max_steps=7)
+    path = run / "checkpoints" / "step-00000007.pt"
+    values = torch.load(path, weights_only=True)
+    values["config"]["schedule"]["lr_follows_phases"] = True
+    values["fixed"]["grid"] = "1x1"
+    del values["config"]["data"]["cache_bytes"], values["fixed"]["decoder"], values["clock"]["capture_s"]
+    torch.save(values, path)
+    record = json.loads((run / "record.json").read_text())
+    record["config"] = values["config"]
+    (run / "record.json").write_text(json.dumps(record))
+
+    assert main(["eval", str(run), "--device", "cpu"]) == 0
+    assert main(["export", str(run)]) == 0
+    assert main(["report", str(run)]) == 0
+    weights = checkpoint.load_weights(run / "model.safetensors")
+    assert same_bits(weights, checkpoint.load_weights(path))
+    _, resumed = train(1, run, resume=True)
+    assert same_bits(resumed, flat_weights(whole))
+    assert metrics(run) == metrics(whole)
+
+
+def test_a_checkpoint_that_lacks_something_is_not_continued(tmp_path):
+    torch.save(at_step(3).to_dict() | {"fixed": {}}, tmp_path / "step-00000003.pt")
+    with pytest.raises(InputError, match=r"step-00000003.pt is not complete: 'plan'"):
+        checkpoint.load(tmp_path)
+
+
 def test_a_resume_that_is_past_its_limit_trains_no_further(tmp_path):
     _, weights = train(1, tmp_path, max_steps=4)
     (tmp_path / "record.json").unlink()  # as after a run that was killed
