@@ -1,13 +1,8 @@
 """One file holds a run at a step: checkpoints/step-00000120.pt, written whole or not at all.
 
-    model        name -> tensor (fp32 masters in 16-bit runs), without batch-norm statistics
-    norm         name -> tensor[world_size, ...]: batch-norm statistics of every rank
-    optimizer    name -> tensor
-    progress     step, position in the sample stream, clock, results so far
-    fixed        what was measured once and must not change: order, group plan, batch that fits, grid
-    config       the run's config
-
-Tensors are kept by name, so another world size can read them; only `norm` is merged then.
+`Checkpoint` is what the file holds. Tensors are kept by name, so that another number of ranks can read them; only the
+batch-norm statistics, which differ between ranks, are merged then. engine/snapshot.py takes a checkpoint of a run and
+continues a run from one.
 """
 
 from __future__ import annotations
@@ -15,82 +10,163 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hyperbatch.config import Config, fields
+from hyperbatch.config import Config, format_value
+from hyperbatch.config import fields as config_fields
 from hyperbatch.errors import InputError
 from hyperbatch.models.norm import merge_norm_statistics
+from hyperbatch.plan.types import GroupPlan
 
 FORMAT = 1
 
 
-def save(folder: Path, step: int, state: Mapping[str, Any], *, keep: int) -> Path:
+@dataclass(slots=True)
+class Progress:
+    """How far a run is."""
+
+    step: int = 0  # steps done
+    position: int = 0  # samples consumed
+    top1: float | None = None
+    time_to_target_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fixed:
+    """What a run measured before its first step. A resumed run takes it over: other values would give other bits."""
+
+    order: list[str]  # parameters, as backward finishes them
+    plan: GroupPlan
+    max_batch_per_rank: int  # samples of a micro-step that fit into memory
+    decoder: str | None = None  # of JPEG files; older checkpoints do not have it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A run at a step. The fields are the keys of the file, except `path` and `skipped`, which `load` adds."""
+
+    config: Config
+    progress: Progress
+    fixed: Fixed
+    clock: dict[str, float]
+    data_wait_s: float
+    model: dict[str, Tensor]  # name -> weight; fp32 masters in 16-bit runs
+    norm: dict[str, Tensor]  # name -> tensor[world_size, ...]: batch-norm statistics of every rank
+    optimizer: dict[str, Tensor]
+    scaler: dict[str, Any]
+    train_samples: int
+    classes: list[str]
+    channels: int
+    path: str = ""
+    skipped: tuple[str, ...] = ()  # why newer checkpoints could not be read
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the file holds: tensors, lists, texts and numbers, which torch loads without running any code."""
+        stored = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("path", "skipped")}
+        fixed = {f.name: getattr(self.fixed, f.name) for f in fields(self.fixed)} | {"plan": self.fixed.plan.to_dict()}
+        return (
+            {"format": FORMAT}
+            | stored
+            | {
+                "config": self.config.to_dict(),
+                "progress": asdict(self.progress),
+                "fixed": fixed,
+            }
+        )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        fixed: dict[str, Any] = _known(Fixed, values["fixed"])
+        typed = {
+            "config": Config.from_dict(values["config"]),
+            "progress": Progress(**_known(Progress, values["progress"])),
+            "fixed": Fixed(**{**fixed, "plan": GroupPlan.from_dict(fixed["plan"])}),
+        }
+        return cls(**_known(cls, values) | typed)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Weights and merged batch-norm statistics: what evaluation and export use."""
+        return {**self.model, **merge_norm_statistics(per_rank(self.norm))}
+
+
+def save(folder: Path, saved: Checkpoint, *, keep: int) -> Path:
     """Writes step-N.pt by an atomic move after the bytes are on disk, then drops all but the newest `keep`."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step-{step:08d}.pt"
+    path = folder / f"step-{saved.progress.step:08d}.pt"
     partial = path.with_suffix(".partial")
     with open(partial, "wb") as file:
-        torch.save({"format": FORMAT, **state}, file)
+        torch.save(saved.to_dict(), file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
-    saved = _saved(folder)
-    newest = saved.index(path)
+    files = _files(folder)
+    newest = files.index(path)
     # Later files are of an attempt that this run went back behind; they must not pass for its newest.
-    for old in [*saved[: max(0, newest + 1 - keep)], *saved[newest + 1 :]]:
+    for old in [*files[: max(0, newest + 1 - keep)], *files[newest + 1 :]]:
         old.unlink(missing_ok=True)
     return path
 
 
-def _saved(folder: Path) -> list[Path]:
+def _files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("step-*.pt") if re.fullmatch(r"step-\d+\.pt", p.name))
 
 
-def load(path: Path) -> dict[str, Any]:
-    """One checkpoint, or the newest of a run's folder that can be read; `path` and `skipped` say which it was."""
+def load(path: Path) -> Checkpoint:
+    """One checkpoint, or the newest of a run's folder that can be read."""
     if path.is_dir():
         return _load_newest(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        values = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise InputError(f"checkpoint {path} does not exist") from None
     except Exception as error:
         raise InputError(f"checkpoint {path} cannot be read: {type(error).__name__}") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+    if not _is_checkpoint(values):
         raise InputError(f"{path} is not a hyperbatch checkpoint of format {FORMAT}")
-    return state | {"path": str(path), "skipped": []}
+    try:
+        return replace(Checkpoint.from_dict(values), path=str(path))
+    except (KeyError, TypeError) as error:
+        raise InputError(f"checkpoint {path} is not complete: {error}") from error
 
 
-def _load_newest(folder: Path) -> dict[str, Any]:
-    failures = []
-    for path in reversed(_saved(folder)):
+def _known(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those values that are fields of the dataclass: a file of another version may hold more."""
+    return {f.name: values[f.name] for f in fields(kind) if f.name in values}
+
+
+def _is_checkpoint(values: Any) -> bool:
+    return isinstance(values, dict) and values.get("format") == FORMAT
+
+
+def _load_newest(folder: Path) -> Checkpoint:
+    failures: list[str] = []
+    for path in reversed(_files(folder)):
         try:
-            state = load(path)
+            saved = load(path)
         except InputError as error:  # torn by a full disk, say: the one before it still counts
             failures.append(str(error))
             continue
-        return state | {"skipped": failures}
+        return replace(saved, skipped=tuple(failures))
     raise InputError("; ".join(failures) or f"no checkpoint in {folder}: nothing to resume or evaluate")
 
 
-def check_same_run(saved: Mapping[str, Any], config: Config) -> None:
+def check_same_run(saved: Config, config: Config) -> None:
     """InputError naming every field in which the resumed config differs and may not."""
-    if saved.get("recipe") != config.recipe:
-        name = saved.get("recipe")
+    if saved.recipe != config.recipe:
         raise InputError(
-            f"--resume: the saved run is of recipe {name}; continue it with `hyperbatch train {name} --resume`"
+            f"--resume: the saved run is of recipe {saved.recipe}; "
+            f"continue it with `hyperbatch train {saved.recipe} --resume`"
         )
-    now = config.to_dict()
-    differences = []
-    for spec in fields():
-        # A checkpoint of an older version does not know every field: it ran with the default.
-        before, after = saved.get(spec.section, {}).get(spec.name, spec.default), now[spec.section][spec.name]
-        if not spec.free and spec.coerce(before) != spec.coerce(after):
-            differences.append(f"{spec.name} {before} -> {after}")
+    differences = [
+        f"{spec.name} {format_value(spec.of(saved))} -> {format_value(spec.of(config))}"
+        for spec in config_fields()
+        if not spec.free and spec.of(saved) != spec.of(config)
+    ]
     if differences:
         raise InputError(f"--resume: the saved run had another config: {'; '.join(differences)}; use another --out")
 
@@ -107,13 +183,13 @@ def load_weights(path: Path) -> dict[str, Tensor]:
         except Exception as error:
             raise InputError(f"weights {path} cannot be read: {error}") from error
     if path.is_dir():
-        return weights_of(load(path))
+        return load(path).weights()
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise InputError(f"{path} is no weights file: neither .safetensors nor what torch.save writes") from error
-    if isinstance(state, dict) and state.get("format") == FORMAT:
-        return weights_of(state)
+    if _is_checkpoint(state):
+        return Checkpoint.from_dict(state).weights()
     for key in ("state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
@@ -122,9 +198,19 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     return {name.removeprefix("module."): tensor for name, tensor in state.items()}
 
 
-def weights_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Weights and merged batch-norm statistics of a checkpoint: what evaluation and export use."""
-    return {**state["model"], **merge_norm_statistics(per_rank(state["norm"]))}
+def fill_model(model: nn.Module, weights: Mapping[str, Tensor], *, where: str) -> None:
+    """Copies weights and, where given, buffers into the model. InputError names what does not fit."""
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    missing = [name for name, _ in model.named_parameters() if name not in weights]
+    unknown = [name for name in weights if name not in own]
+    other = [name for name in weights if name in own and weights[name].shape != own[name].shape]
+    if missing or unknown or other:
+        faults = (("missing", missing), ("unknown", unknown), ("of another shape", other))
+        text = ", ".join(f"{len(names)} {what} (e.g. {names[0]})" for what, names in faults if names)
+        raise InputError(f"weights in {where} do not fit the model: {text}")
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)
 
 
 def per_rank(stacked: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -137,10 +223,10 @@ def export(run: Path, output: Path | None = None) -> Path:
     """Writes a run's newest weights, batch-norm statistics merged, as safetensors with torchvision's names."""
     from safetensors.torch import save_file
 
-    state = load(run)
+    saved = load(run)
     path = output or (run if run.is_dir() else run.parent) / "model.safetensors"
-    tensors = {name: tensor.contiguous() for name, tensor in weights_of(state).items()}
-    metadata = {"format": "pt", "model": state["config"]["model"]["model"], "step": str(state["progress"]["step"])}
+    tensors = {name: tensor.contiguous() for name, tensor in saved.weights().items()}
+    metadata = {"format": "pt", "model": saved.config.model.model, "step": str(saved.progress.step)}
     try:
         save_file(tensors, path, metadata=metadata)
     except Exception as error:

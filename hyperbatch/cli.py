@@ -289,8 +289,8 @@ def _config(args: argparse.Namespace) -> Config:
 
 def _world_size(args: argparse.Namespace, nproc: int, device: str) -> int:
     """How many ranks this command has or would start."""
+    from hyperbatch.engine.agent import default_nproc
     from hyperbatch.engine.ranks import find_ranks
-    from hyperbatch.launch import default_nproc
 
     ranks = find_ranks()
     return args.world_size or (ranks.world_size if ranks is not None else nproc or default_nproc(device))

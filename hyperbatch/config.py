@@ -274,9 +274,9 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        flat = {name: value for part in values.values() if isinstance(part, Mapping) for name, value in part.items()}
-        specs = {spec.name: spec for spec in fields()}
-        known = {name: specs[name].coerce(value) if name in specs else value for name, value in flat.items()}
+        """The inverse of `to_dict`. A field that an older version saved and that is gone is left out."""
+        saved = ((spec, values.get(spec.section, {})) for spec in fields())
+        known = {spec.name: spec.coerce(part[spec.name]) for spec, part in saved if spec.name in part}
         return cls(recipe=values.get("recipe", "custom")).override(**known)
 
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from hyperbatch.bench.harness import Candidate, device_name, interleave, result, rows
 from hyperbatch.comm import GridComm, all_reduce
+from hyperbatch.engine.agent import default_nproc, start_ranks
 from hyperbatch.engine.ranks import Ranks, find_ranks, join
 from hyperbatch.errors import InputError
-from hyperbatch.launch import default_nproc, start_ranks
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.stopwatch import slowest_s
 

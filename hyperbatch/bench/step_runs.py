@@ -25,15 +25,16 @@ from torch.nn import functional
 from hyperbatch.bench.step_device import MemoryPeak, release_memory
 from hyperbatch.config import BatchPhase, Config
 from hyperbatch.data.batch import Batch
-from hyperbatch.engine.clock import Clock
-from hyperbatch.engine.graph import StepRunner, forget_workspaces
-from hyperbatch.engine.job import build_job
-from hyperbatch.engine.loop import steps_left, train_step
+from hyperbatch.engine.cuda_graphs import forget_workspaces
+from hyperbatch.engine.learner import build_learner
+from hyperbatch.engine.loop import micro_step, train_step
 from hyperbatch.engine.ranks import Ranks
+from hyperbatch.engine.runner import StepRunner
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.models import create_model
 from hyperbatch.models.fused import why_not_fused
 from hyperbatch.optim.precision import working_dtype
+from hyperbatch.schedule import resolve_phases, steps
 from hyperbatch.stopwatch import wall_s
 
 SMOOTHING = 0.1
@@ -171,30 +172,29 @@ def ours(task: Task, *, fused: bool, graph: bool = True) -> Built:
     config = Config(recipe="bench-step").override(
         model=setting.model,
         fused="on" if fused else "off",
-        dataset="synthetic",
-        train_samples=batch,
-        eval_samples=1,
-        classes=setting.classes,
         image_size=setting.image_size,
         precision=setting.precision,
         batch_phases=(BatchPhase(0, batch),),
-        accumulate=1,
         device=task.device.type,
         graph="on" if graph else "off",
     )
-    job = build_job(config, Ranks(), task.device, None, Clock())
-    runner, timer = StepRunner(job), StepTimer(task.device)
-    step = next(steps_left(job))
-    if not runner.knows(step):
+    ranks, warnings = Ranks(), []
+    learner = build_learner(
+        config, ranks, task.device, classes=setting.classes, in_channels=task.images.shape[1], warnings=warnings
+    )
+    runner = StepRunner(learner, micro_step, config, ranks, warnings)
+    timer = StepTimer(task.device)
+    step = next(steps(resolve_phases(config.schedule.batch_phases, batch, 1, accumulate=1), batch, 1.0))
+    if not runner.is_ready(step):
         runner.prepare(step)
-    job.scaler.load_state_dict(job.scaler.state_dict() | {"scale": LOSS_SCALE})
+    learner.scaler.load_state_dict(learner.scaler.state_dict() | {"scale": LOSS_SCALE})
     batches = itertools.repeat(Batch(task.images, task.labels))
 
     def run() -> None:
         timer.start()
         train_step(runner, step, batches, timer)
 
-    return Built(run=run, model=job.model, loss_scale=lambda: job.scaler.state_dict()["scale"])
+    return Built(run=run, model=learner.model, loss_scale=lambda: learner.scaler.state_dict()["scale"])
 
 
 # Peers

@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from hyperbatch.engine.agent import default_nproc, start_ranks
 from hyperbatch.engine.ranks import Ranks, find_ranks
 from hyperbatch.errors import InputError
-from hyperbatch.launch import default_nproc, start_ranks
 
 OPTIONAL = ("triton", "torchvision", "timm", "simplejpeg", "tensorboard", "safetensors")
 TIMEOUT_S = 60  # of a collective: a link that takes longer is broken

@@ -11,11 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyperbatch import checkpoint
-from hyperbatch.config import Config
 from hyperbatch.data.loader import Batch, eval_batches
 from hyperbatch.data.source import open_eval
 from hyperbatch.engine.ranks import Ranks, join
-from hyperbatch.engine.state import load_weights
 from hyperbatch.errors import InputError
 from hyperbatch.models import create_model
 from hyperbatch.models.norm import merged_buffers
@@ -45,16 +43,16 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], group: dist.ProcessGrou
 
 def evaluate_checkpoint(path: Path, *, data: str | None = None, device: str = "auto") -> dict[str, Any]:
     """Top-1 of a checkpoint (or a run's newest) on its validation set, in one process."""
-    state = checkpoint.load(path)
-    config = Config.from_dict(state["config"])
+    saved = checkpoint.load(path)
+    config = saved.config
     if data is not None:
         config = config.override(data=data)
     with join(Ranks(), device, config.run.timeout_s) as place:
         eval_set = open_eval(config.data)
-        if list(eval_set.classes) != state["classes"]:
+        if list(eval_set.classes) != saved.classes:
             raise InputError(f"the data has {len(eval_set.classes)} other classes than the checkpoint; check --data")
-        model = create_model(config.model.model, classes=len(state["classes"]), in_channels=state["channels"])
-        load_weights(model, checkpoint.weights_of(state), where=str(path))
+        model = create_model(config.model.model, classes=len(saved.classes), in_channels=saved.channels)
+        checkpoint.fill_model(model, saved.weights(), where=str(path))
         dtype = torch.float64 if config.optim.precision == "fp64" else torch.float32
         model.to(place, dtype).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         bad_samples: list[str] = []
@@ -71,7 +69,7 @@ def evaluate_checkpoint(path: Path, *, data: str | None = None, device: str = "a
         top1, samples = evaluate(model, batches)
     return {
         "checkpoint": str(path),
-        "step": state["progress"]["step"],
+        "step": saved.progress.step,
         "top1": top1,
         "samples": samples,
         "warnings": list(dict.fromkeys(bad_samples)),

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hyperbatch.config import Config
+from hyperbatch.engine.ranks import Ranks, errors_shared, share
 from hyperbatch.errors import InputError
 from hyperbatch.record import RunRecord
 
@@ -32,6 +33,16 @@ def default_out(config: Config) -> Path:
             raise InputError(f"{name} cannot be made: {error.strerror}; choose a folder with --out") from None
         return name
     raise AssertionError("names are endless")
+
+
+def claim_folder(config: Config, ranks: Ranks, held: contextlib.ExitStack) -> Path:
+    """The run's folder. Rank 0 claims it until `held` ends, unless a parent command has done so already."""
+    out = config.run.out
+    with errors_shared(ranks):
+        if ranks.rank == 0 and ranks.launcher != "none":
+            out = out or str(default_out(config))
+            held.enter_context(claimed(Path(out), resume=config.run.resume))
+    return Path(share(out, ranks) or default_out(config))
 
 
 @contextlib.contextmanager

@@ -24,8 +24,8 @@ from hyperbatch.comm.sync import PhaseTiming
 from hyperbatch.config import Config
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.console import Console
-from hyperbatch.engine.job import Job
 from hyperbatch.engine.ranks import Ranks, host_group
+from hyperbatch.engine.run import Run
 from hyperbatch.engine.steptimer import Marks, StepTimer
 from hyperbatch.errors import RunFailed
 from hyperbatch.mllog import MlperfEvents
@@ -65,7 +65,7 @@ class Journal:
         if self.mlperf is not None:
             self.mlperf.init_start()
         self.console = Console(enabled=chief)
-        self.job: Job | None = None
+        self.run: Run | None = None
         self._booked: list[_Booked] = []  # steps whose loss has not been looked at
         self._pending: _Pending | None = None
         self._unreadable: dict[str, None] = {}  # validation images of this rank; in order, each once
@@ -86,37 +86,37 @@ class Journal:
         and so the bad samples are this rank's."""
         if self.writer is not None:
             self.writer.close()
-            if self.job is not None:
-                self._record(self.job, bad_samples=self._bad_samples(self.job), error=reason).save(self.out)
+            if self.run is not None:
+                self._record(self.run, bad_samples=self._bad_samples(self.run), error=reason).save(self.out)
 
-    def start(self, job: Job, evals: EpochGrid) -> None:
+    def start(self, run: Run, evals: EpochGrid) -> None:
         """The run's time begins here."""
-        self.job, self._evals = job, evals
-        samples, epochs = len(job.train_set), self.config.schedule.epochs
-        self._last_s, self._last_position = self.clock.train_s, job.progress.position
-        for note in job.warnings:
+        self.run, self._evals = run, evals
+        samples, epochs = len(run.train_set), self.config.schedule.epochs
+        self._last_s, self._last_position = self.clock.train_s, run.progress.position
+        for note in run.warnings:
             self.console.say(f"note: {note}")
-        self.console.start(total_steps(job.phases, samples, epochs), job.progress.step)
+        self.console.start(total_steps(run.phases, samples, epochs), run.progress.step)
         if self.mlperf is not None:
             self.mlperf.run_start(
                 train_samples=samples,
-                eval_samples=len(job.eval_set),
-                world_size=job.ranks.world_size,
-                batch_per_rank=job.phases[0].batch_per_rank,
-                accumulation=job.phases[0].accumulation,
+                eval_samples=len(run.eval_set),
+                world_size=run.ranks.world_size,
+                batch_per_rank=run.phases[0].batch_per_rank,
+                accumulation=run.phases[0].accumulation,
             )
-            self.mlperf.block_start(job.epoch, min(epochs, evals.next_epoch(job.epoch)))
+            self.mlperf.block_start(run.epoch, min(epochs, evals.next_epoch(run.epoch)))
 
-    def step(self, job: Job, step: Step, loss: Tensor, rate: float, timer: StepTimer) -> None:
+    def step(self, run: Run, step: Step, loss: Tensor, rate: float, timer: StepTimer) -> None:
         """Books a step just launched, and writes the one before it."""
         self._write()
         self._booked.append(_Booked(step, rate, loss))
         if step.index % self.config.run.log_every_steps:
             return
-        booked, losses = self._take(job)
+        booked, losses = self._take(run)
         # On a GPU reading group times waits for the device, so a few steps must do.
-        sampled = job.device.type == "cpu" or step.index % 100 == 50
-        groups, phases = (job.sync.timings(), job.sync.phases()) if sampled else ((), ())
+        sampled = run.learner.device.type == "cpu" or step.index % 100 == 50
+        groups, phases = (run.learner.sync.timings(), run.learner.sync.phases()) if sampled else ((), ())
         arrived = None
         if losses.is_cuda:
             on_host = torch.empty(losses.shape, dtype=losses.dtype, pin_memory=True)
@@ -129,21 +129,21 @@ class Journal:
     def flush(self) -> None:
         """Writes what is pending and looks at the loss of every step so far, also of those that get no line."""
         self._write()
-        if self._booked and self.job is not None:
-            booked, losses = self._take(self.job)
+        if self._booked and self.run is not None:
+            booked, losses = self._take(self.run)
             _check_finite(booked, losses.tolist())  # synchronises: what follows builds on these steps
 
-    def _take(self, job: Job) -> tuple[list[_Booked], Tensor]:
+    def _take(self, run: Run) -> tuple[list[_Booked], Tensor]:
         """The steps not looked at yet, and the mean of each one's loss over ranks."""
         booked, self._booked = self._booked, []
         losses = torch.stack([item.loss for item in booked])
-        if job.comm.world is not None:
-            dist.all_reduce(losses, group=job.comm.world)
-            losses = losses / job.ranks.world_size
+        if run.learner.comm.world is not None:
+            dist.all_reduce(losses, group=run.learner.comm.world)
+            losses = losses / run.ranks.world_size
         return booked, losses
 
     def _write(self) -> None:
-        if self._pending is None or self.job is None:
+        if self._pending is None or self.run is None:
             return
         booked, losses, arrived, end_s, trained_s, marks, groups, phases = self._pending
         self._pending = None
@@ -152,7 +152,7 @@ class Journal:
         values = losses.tolist()
         _check_finite(booked, values)
         (step, rate, _), loss = booked[-1], values[-1]
-        samples = len(self.job.train_set)
+        samples = len(self.run.train_set)
         position = step.position + step.phase.global_batch
         rate_s = max(trained_s - self._last_s, 1e-9)
         images_per_s = (position - self._last_position) / rate_s
@@ -189,18 +189,18 @@ class Journal:
                 )
         self.console.step(step.index + 1, epoch, loss, rate, images_per_s)
 
-    def eval_start(self, job: Job) -> None:
+    def eval_start(self, run: Run) -> None:
         if self.mlperf is not None:
-            self.mlperf.eval_start(job.epoch)
+            self.mlperf.eval_start(run.epoch)
 
-    def eval(self, job: Job, top1: float, samples: int) -> None:
-        step, epoch, now = job.progress.step, job.epoch, self.clock.run_s
+    def eval(self, run: Run, top1: float, samples: int) -> None:
+        step, epoch, now = run.progress.step, run.epoch, self.clock.run_s
         self._last_s = self.clock.train_s  # waiting for the last step before it belongs to that step
         if self.writer is not None and self.mlperf is not None:
             self.writer.eval(step=step, epoch=epoch, time_s=now, top1=top1, samples=samples)
             self.mlperf.eval_stop(epoch, top1)
             until = min(self.config.schedule.epochs, self._evals.next_epoch(epoch))
-            if until > epoch and not (self.config.run.stop_at_target and job.reached):
+            if until > epoch and not (self.config.run.stop_at_target and run.reached):
                 self.mlperf.block_start(epoch, until)
         self.console.eval(step, epoch, top1, self.config.run.target_top1)
 
@@ -208,53 +208,53 @@ class Journal:
         """Books validation images that this rank could not read."""
         self._unreadable.update(dict.fromkeys(lines))
 
-    def finish(self, job: Job) -> RunRecord:
+    def finish(self, run: Run) -> RunRecord:
         """Writes what is pending and the record."""
         self.flush()
         self.clock.switch("pause")
         if self.mlperf is not None:
-            self.mlperf.run_stop(job.reached)
+            self.mlperf.run_stop(run.reached)
         if self.writer is not None:
             self.writer.close()
-        record = self._record(job, bad_samples=of_all_ranks(self._bad_samples(job), job.ranks))
+        record = self._record(run, bad_samples=of_all_ranks(self._bad_samples(run), run.ranks))
         if self.writer is not None:
             record.save(self.out)
         return record
 
-    def _bad_samples(self, job: Job) -> list[str]:
-        return [*job.loader.bad_samples, *self._unreadable]
+    def _bad_samples(self, run: Run) -> list[str]:
+        return [*run.loader.bad_samples, *self._unreadable]
 
-    def _record(self, job: Job, *, bad_samples: list[str], error: str = "") -> RunRecord:
-        progress, clock, samples = job.progress, self.clock.state_dict(), len(job.train_set)
-        firsts = [total_steps(job.phases[:i], samples, p.from_position / samples) for i, p in enumerate(job.phases)]
+    def _record(self, run: Run, *, bad_samples: list[str], error: str = "") -> RunRecord:
+        progress, clock, samples = run.progress, self.clock.state_dict(), len(run.train_set)
+        firsts = [total_steps(run.phases[:i], samples, p.from_position / samples) for i, p in enumerate(run.phases)]
         return RunRecord(
             recipe=self.config.recipe,
             config=self.config.to_dict(),
-            environment=environment(job),
-            world_size=job.ranks.world_size,
-            grid=str(job.comm.grid),
+            environment=environment(run),
+            world_size=run.ranks.world_size,
+            grid=str(run.learner.comm.grid),
             result=Result(
-                reached=job.reached,
+                reached=run.reached,
                 target_top1=self.config.run.target_top1,
                 top1=progress.top1,
                 time_to_target_s=progress.time_to_target_s,
                 train_s=clock["train_s"],
                 images_per_s=progress.position / clock["train_s"] if clock["train_s"] else 0.0,
-                epochs=job.epoch,
+                epochs=run.epoch,
                 steps=progress.step,
             ),
-            warnings=[*job.warnings, *bad_samples, *(self.writer.warnings if self.writer else [])],
-            plan=job.plan.to_dict(),
+            warnings=[*run.warnings, *bad_samples, *(self.writer.warnings if self.writer else [])],
+            plan=run.learner.sync.plan.to_dict(),
             phases=[
                 asdict(phase) | {"first_step": first}
-                for phase, first in zip(job.phases, firsts, strict=True)
+                for phase, first in zip(run.phases, firsts, strict=True)
                 if first < progress.step
             ],
             # After a failure the device may be gone: what would have to be read from it is left out.
-            trust_ratios={} if error else job.optimizer.trust_ratios(),
-            clock=clock | {"data_wait_s": job.data_wait_s},
-            skipped_steps=0 if error else job.scaler.state_dict()["skipped"],
-            data=job.loader.report().to_dict(),
+            trust_ratios={} if error else run.learner.optimizer.trust_ratios(),
+            clock=clock | {"data_wait_s": run.data_wait_s},
+            skipped_steps=0 if error else run.learner.scaler.state_dict()["skipped"],
+            data=run.loader.report().to_dict(),
             timing=typical(list(self._timings)).to_dict() if self._timings else {},
             folder=str(self.out),
             error=error,
@@ -290,20 +290,24 @@ def typical(timings: list[StepTiming]) -> StepTiming:
     return next(t for t in late if t.step_s == middle)
 
 
-def environment(job: Job) -> dict[str, Any]:
+def environment(run: Run) -> dict[str, Any]:
     """What the result was obtained with."""
-    device = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else platform.processor() or "cpu"
+    device = (
+        torch.cuda.get_device_name(run.learner.device)
+        if run.learner.device.type == "cuda"
+        else platform.processor() or "cpu"
+    )
     return {
         "hyperbatch": hyperbatch.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "device": device,
-        "device_type": job.device.type,
+        "device_type": run.learner.device.type,
         "host": socket.gethostname(),
         "cores": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
-        "launcher": job.ranks.launcher,
-        "fused_kernels": job.fused,
-        "cuda_graph": job.graph,
+        "launcher": run.ranks.launcher,
+        "fused_kernels": run.learner.fused,
+        "cuda_graph": run.learner.arena.pinned,
     }

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from hyperbatch.arena import Arena, backward_order
 from hyperbatch.comm import GridComm, all_reduce
 from hyperbatch.config import CommConfig
+from hyperbatch.engine.kernel_choice import cudnn_trials
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.plan import fit
 from hyperbatch.plan.strategies import group_options, plan_groups
@@ -37,20 +36,9 @@ def probe(model: nn.Module, images: Tensor) -> tuple[list[str], int]:
             loss = model(images).float().sum()
         loss.backward()
 
-    with _any_kernels():
+    with cudnn_trials(False):  # for convolutions that run once, in a shape and precision that training never uses
         order = backward_order(model, run_backward)
     return order, sum(kept.values()) // len(images)
-
-
-@contextlib.contextmanager
-def _any_kernels() -> Iterator[None]:
-    """No trials for convolutions that run once, in a shape and precision that training never uses: seconds of them."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 def fitting_batch(

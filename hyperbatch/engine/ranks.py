@@ -177,12 +177,12 @@ def leave_group(device: torch.device) -> None:
         dist.distributed_c10d._abort_process_group()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-_beside: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_host_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def host_group(timeout_s: float = 300.0) -> dist.ProcessGroup | None:
     """Where objects and tensors of the host travel: the default process group (None), or, where a caller opened that
-    for GPUs alone, a gloo group beside it. Made on the first call, which `join` makes on all ranks at once."""
+    for GPUs alone, an additional gloo group. Made on the first call, which `join` makes on all ranks at once."""
     import torch
     import torch.distributed as dist
 
@@ -190,9 +190,9 @@ def host_group(timeout_s: float = 300.0) -> dist.ProcessGroup | None:
     assert world is not None
     if torch.device("cpu") in world._device_types:
         return None
-    if world not in _beside:
-        _beside[world] = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    return _beside[world]
+    if world not in _host_groups:
+        _host_groups[world] = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return _host_groups[world]
 
 
 def _gpu_index(ranks: Ranks, gpus: int) -> int:
@@ -208,7 +208,7 @@ def _gpu_index(ranks: Ranks, gpus: int) -> int:
 
 
 @contextlib.contextmanager
-def together(ranks: Ranks) -> Iterator[None]:
+def errors_shared(ranks: Ranks) -> Iterator[None]:
     """Work each rank does for itself: an InputError on one of them is raised on all, so that nobody waits in vain."""
     problem = None
     try:

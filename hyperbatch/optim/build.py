@@ -1,11 +1,9 @@
-"""From a config to an optimizer, its rate at a step, and its state by name for checkpoints."""
+"""From a config to an optimizer, and its rate at a step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hyperbatch.arena import Arena
 from hyperbatch.config import OptimConfig
@@ -59,38 +57,3 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float, weight_decay_scale: fl
         put(group, "lr", lr)
         if "base_weight_decay" in group:
             put(group, "weight_decay", group["base_weight_decay"] * weight_decay_scale)
-
-
-def named_state(optimizer: LayerwiseOptimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimizer's state as name -> tensor on the CPU, e.g. `momentum_buffer/layer1.0.conv1.weight`.
-
-    Also `master/...` of 16-bit weights, and `group0/last_lr`. Names and shapes do not depend on the world size.
-    """
-    names = {param: name for name, param in model.named_parameters()}
-    tensors: dict[str, Tensor] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            for key, value in optimizer.init_state(param).items():
-                tensors[f"{key}/{names[param]}"] = _saved(value)
-        for key in optimizer.group_state_names:
-            tensors[f"group{index}/{key}"] = torch.as_tensor(group[key], dtype=torch.float64).cpu().clone()
-    return tensors
-
-
-def load_named_state(optimizer: LayerwiseOptimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """The inverse of `named_state`. A KeyError names what is missing."""
-    names = {param: name for name, param in model.named_parameters()}
-    with torch.no_grad():
-        for index, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                for key, value in optimizer.init_state(param).items():
-                    value.copy_(tensors[f"{key}/{names[param]}"])
-                    if key == "master":
-                        param.copy_(value)
-            for key in optimizer.group_state_names:
-                put(group, key, tensors[f"group{index}/{key}"].item())
-    optimizer.refresh()
-
-
-def _saved(value: Tensor) -> Tensor:
-    return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -145,7 +145,7 @@ def test_ranks_of_this_host_are_started() -> None:
 
 
 def grid_of_unequal_hosts(rank: int, hosts: list[int]) -> str:
-    from hyperbatch.engine.job import choose_grid  # most ranks here need none of it, and it takes seconds to load
+    from hyperbatch.engine.learner import choose_grid  # most ranks here need none of it, and it takes seconds to load
 
     ranks = Ranks(rank=rank, world_size=len(hosts), local_size=hosts[rank], launcher="test")
     return str(choose_grid(Config(), ranks))

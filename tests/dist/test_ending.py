@@ -29,8 +29,8 @@ from toy import config
 
 from hyperbatch.data.source import DataError
 from hyperbatch.engine import ending, loop, worker
-from hyperbatch.engine.graph import StepRunner
 from hyperbatch.engine.ranks import Ranks, ended_by_sigterm
+from hyperbatch.engine.runner import StepRunner
 from hyperbatch.errors import RunFailed
 from hyperbatch.record import RunRecord
 

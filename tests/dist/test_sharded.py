@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hyperbatch.arena import Arena
 from hyperbatch.comm import GradSync, GridComm
 from hyperbatch.errors import InputError
-from hyperbatch.optim.build import load_named_state, named_state
+from hyperbatch.engine.snapshot import load_named_state, named_state
 from hyperbatch.optim.lamb import LAMB
 from hyperbatch.optim.lars import LARS
 from hyperbatch.optim.params import param_groups

@@ -16,14 +16,16 @@ from toy import config, flat_weights, same_bits
 
 from hyperbatch.config import BatchPhase, SizePhase
 from hyperbatch.data.augment import size_at
-from hyperbatch.engine import ending, graph, loop
+from hyperbatch.engine import ending, loop
+from hyperbatch.engine import runner as runner_module
 from hyperbatch.engine.clock import Clock
-from hyperbatch.engine.graph import StepRunner
-from hyperbatch.engine.job import build_job
+from hyperbatch.engine.loop import micro_step
 from hyperbatch.engine.ranks import Ranks
-from hyperbatch.engine.step import micro_step, pieces
+from hyperbatch.engine.run import build_run
+from hyperbatch.engine.runner import StepRunner
+from hyperbatch.engine.step import blank_batch, micro_steps
 from hyperbatch.engine.steptimer import Marks, StepTimer
-from hyperbatch.engine.warmup import put_back
+from hyperbatch.engine.warmup import preserved_state
 from hyperbatch.errors import InputError
 from hyperbatch.kernels.compile import is_compiling
 from hyperbatch.models import smoothed_cross_entropy
@@ -38,11 +40,11 @@ class Played:
         self.fail: Exception | None = None  # what the next capture raises
         self.waits = False  # whether the model waits for the device
 
-    def beside(self):
+    def on_capture_stream(self):
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def checked(self):
+    def no_synchronisation(self):
         if self.waits:
             raise RuntimeError("called a synchronizing CUDA operation")
         yield
@@ -78,6 +80,11 @@ def played(monkeypatch):
 def train(out, **values):
     record = loop.run(config(out=str(out), **values), Ranks())
     return record, flat_weights(out), losses(out)
+
+
+def runner_of(run, kind=StepRunner, **options):
+    """As the loop makes it."""
+    return kind(run.learner, micro_step, run.config, run.ranks, run.warnings, **options)
 
 
 def losses(out):
@@ -138,50 +145,49 @@ def test_warm_up_after_a_resume_leaves_no_trace(tmp_path, monkeypatch):
 def test_everything_is_put_back(tmp_path):
     """Also what no later step would show: random numbers, gradients, counts, rates."""
     torch.set_num_threads(1)
-    job = build_job(config(model="toy:normed", precision="fp16"), Ranks(), torch.device("cpu"), None, Clock())
+    run = build_run(config(model="toy:normed", precision="fp16"), Ranks(), torch.device("cpu"))
     images, labels = torch.randn(8, 1, 8, 8).half(), torch.arange(8) % 4
 
     def step():
-        for piece in pieces((8, 8)):
-            micro_step(job, piece, images, labels, torch.zeros(()), StepTimer(job.device))
+        for part in micro_steps((8, 8)):
+            micro_step(run.learner, part, images, labels, torch.zeros(()), StepTimer(run.learner.device))
 
     def everything():
-        job.arena.collect()
-        tensors = [*job.arena.flat_weights(), *job.arena.grads.values(), *job.model.buffers(), torch.get_rng_state()]
+        run.learner.arena.collect()
+        tensors = [*run.learner.arena.flat_weights(), *run.learner.arena.grads.values(), *run.learner.model.buffers(), torch.get_rng_state()]
         tensors += [
-            job.optimizer.init_state(p)["momentum_buffer"] for g in job.optimizer.param_groups for p in g["params"]
+            run.learner.optimizer.init_state(p)["momentum_buffer"] for g in run.learner.optimizer.param_groups for p in g["params"]
         ]
         return [tensor.clone() for tensor in tensors]
 
-    before, scaler, groups = everything(), job.scaler.state_dict(), [dict(g) for g in job.optimizer.param_groups]
-    with put_back(job):
-        for group in job.optimizer.param_groups:
+    before, scaler, groups = everything(), run.learner.scaler.state_dict(), [dict(g) for g in run.learner.optimizer.param_groups]
+    with preserved_state(run.learner):
+        for group in run.learner.optimizer.param_groups:
             group["lr"] = 0.5
         step()
         images[0] = torch.inf  # a skipped step, too: the scale and the counts change
         step()
-        assert job.scaler.state_dict()["skipped"] == 1
+        assert run.learner.scaler.state_dict()["skipped"] == 1
         assert not torch.equal(
-            job.arena.masters, before[list(map(id, job.arena.flat_weights())).index(id(job.arena.masters))]
+            run.learner.arena.masters, before[list(map(id, run.learner.arena.flat_weights())).index(id(run.learner.arena.masters))]
         )
     assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
-    assert job.scaler.state_dict() == scaler
-    assert [g["lr"] for g in job.optimizer.param_groups] == [g["lr"] for g in groups]
-    assert job.optimizer.skipped_steps.item() == 0
-    assert all(slot.param.grad is None for slot in job.arena.slots)
-    assert job.sync.timings() == ()
-    job.close()
+    assert run.learner.scaler.state_dict() == scaler
+    assert [g["lr"] for g in run.learner.optimizer.param_groups] == [g["lr"] for g in groups]
+    assert run.learner.optimizer.skipped_steps.item() == 0
+    assert all(slot.param.grad is None for slot in run.learner.arena.slots)
+    assert run.learner.sync.timings() == ()
+    run.close()
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_batches_are_copied_beside_a_channel_of_zeros(fused):
     """Where fused kernels want it, and there are three others."""
-    job = build_job(config(), Ranks(), torch.device("cpu"), None, Clock())
-    job.fused = fused
-    runner = StepRunner(job, backend=Played())
+    run = build_run(config(), Ranks(), torch.device("cpu"))
+    run.learner.fused = fused
     for channels in (1, 3):
-        job.train_set.channels = channels
-        images, _ = runner._blank(2, 5)
+        run.learner.in_channels = channels
+        images, _ = blank_batch(run.learner, 2, 5)
         batch = torch.randn(2, 5, 5, channels).permute(0, 3, 1, 2)
         images.copy_(batch)
         assert torch.equal(images, batch)
@@ -191,20 +197,20 @@ def test_batches_are_copied_beside_a_channel_of_zeros(fused):
             assert torch.equal(images.padded, torch.nn.functional.pad(batch, (0, 0, 0, 0, 0, 1)))
         else:
             assert images.stride() == batch.stride()
-    job.close()
+    run.close()
 
 
 @pytest.mark.parametrize("parts", [(8,), (8, 8, 8), (9, 8, 8)])
 def test_the_total_is_the_mean_loss_of_the_step(parts):
-    job = build_job(config(), Ranks(), torch.device("cpu"), None, Clock())
+    run = build_run(config(), Ranks(), torch.device("cpu"))
     total, labels = torch.full((), 7.0), torch.arange(9) % 4  # what the step before has left
     batches = [torch.randn(n, 1, 8, 8) for n in parts]
-    smoothing = job.config.optim.label_smoothing
-    losses = [len(x) * smoothed_cross_entropy(job.model(x), labels[: len(x)], smoothing).item() for x in batches]
-    for piece, images in zip(pieces(parts), batches, strict=True):
-        micro_step(job, piece, images, labels[: len(images)], total, StepTimer(job.device))
+    smoothing = run.config.optim.label_smoothing
+    losses = [len(x) * smoothed_cross_entropy(run.learner.model(x), labels[: len(x)], smoothing).item() for x in batches]
+    for part, images in zip(micro_steps(parts), batches, strict=True):
+        micro_step(run.learner, part, images, labels[: len(images)], total, StepTimer(run.learner.device))
     assert total.item() == pytest.approx(sum(losses) / sum(parts), rel=1e-6)
-    job.close()
+    run.close()
 
 
 @pytest.mark.parametrize("failure", [None, "no room for 3 GiB\nand more"])
@@ -228,14 +234,14 @@ def test_compiling_before_the_first_step_leaves_no_trace(tmp_path, monkeypatch, 
                     raise ValueError(failure)
             return dy
 
-    def build_fused(*args):
-        job = build_job(*args)
-        job.fused = True
-        dropout = next(module for module in job.model.modules() if isinstance(module, torch.nn.Dropout))
+    def build_fused(*args, **options):
+        run = build_run(*args, **options)
+        run.learner.fused = True
+        dropout = next(module for module in run.learner.model.modules() if isinstance(module, torch.nn.Dropout))
         dropout.register_forward_hook(lambda module, inputs, output: Rubbish.apply(output))
-        return job
+        return run
 
-    monkeypatch.setattr(loop, "build_job", build_fused)
+    monkeypatch.setattr(loop, "build_run", build_fused)
     record, weights, losses = train(tmp_path / "compiled", **values)
     assert len(passes) == 2  # one per shape
     assert losses == expected_losses
@@ -245,14 +251,14 @@ def test_compiling_before_the_first_step_leaves_no_trace(tmp_path, monkeypatch, 
 
 
 def test_a_step_that_fails_is_put_back_too():
-    job = build_job(config(), Ranks(), torch.device("cpu"), None, Clock())
-    before = [tensor.clone() for tensor in job.arena.flat_weights()]
-    with contextlib.suppress(ZeroDivisionError), put_back(job):
-        for tensor in job.arena.flat_weights():
+    run = build_run(config(), Ranks(), torch.device("cpu"))
+    before = [tensor.clone() for tensor in run.learner.arena.flat_weights()]
+    with contextlib.suppress(ZeroDivisionError), preserved_state(run.learner):
+        for tensor in run.learner.arena.flat_weights():
             tensor.zero_()
         raise ZeroDivisionError
-    assert all(torch.equal(a, b) for a, b in zip(before, job.arena.flat_weights(), strict=True))
-    job.close()
+    assert all(torch.equal(a, b) for a, b in zip(before, run.learner.arena.flat_weights(), strict=True))
+    run.close()
 
 
 def test_graphs_are_kept_per_shape_place_and_turn(tmp_path, played):
@@ -272,35 +278,35 @@ def test_graphs_of_unequal_micro_steps_share_inputs_of_their_shape(tmp_path, pla
 
 def test_every_shape_ahead_is_warmed_up_before_the_run(played, monkeypatch):
     sizes = (SizePhase(0, 8), SizePhase(1, 6), SizePhase(3, 8))
-    job = build_job(config(model="toy:pooled", size_phases=sizes), Ranks(), torch.device("cpu"), None, Clock())
+    run = build_run(config(model="toy:pooled", size_phases=sizes), Ranks(), torch.device("cpu"))
 
     def ahead():
-        return [(step.phase.global_batch, size_at(job.config.data, step.epoch)) for step in loop.stages(job)]
+        return [(step.phase.global_batch, size_at(run.config.data, step.epoch)) for step in loop.shapes_ahead(run)]
 
     def met():
-        return {(step.phase.global_batch, size_at(job.config.data, step.epoch)) for step in loop.steps_left(job)}
+        return {(step.phase.global_batch, size_at(run.config.data, step.epoch)) for step in loop.steps_left(run)}
 
     assert ahead() == [(24, 8), (24, 6), (48, 6), (48, 8)]
     assert set(ahead()) == met()
-    runner = loop.StepRunner(job)
-    runner.warm_up(loop.stages(job))
-    run, steps = [], list(loop.steps_left(job))
-    monkeypatch.setattr(graph, "put_back", lambda job: run.append(job) or contextlib.nullcontext())
+    runner = runner_of(run, loop.StepRunner)
+    runner.warm_up(loop.shapes_ahead(run))
+    warmed, steps = [], list(loop.steps_left(run))
+    monkeypatch.setattr(runner_module, "preserved_state", lambda learner: warmed.append(learner) or contextlib.nullcontext())
     for step in steps:
-        if not runner.knows(step):
+        if not runner.is_ready(step):
             runner.prepare(step)
-    assert run == [], "what is captured later needs no warm-up any more"
+    assert warmed == [], "what is captured later needs no warm-up any more"
     assert played.captured == 2 * 4
-    job.progress.step, job.progress.position = 20, 480  # resumed where the batch changes
+    run.progress.step, run.progress.position = 20, 480  # resumed where the batch changes
     assert ahead() == [(48, 6), (48, 8)]
     assert set(ahead()) == met()
-    job.config = job.config.override(max_steps=22)
+    run.config = run.config.override(max_steps=22)
     assert ahead() == [(48, 6)]
-    job.close()
+    run.close()
 
 
 def test_the_same_shape_in_other_micro_steps_is_another_graph(tmp_path, played, monkeypatch):
-    monkeypatch.setattr("hyperbatch.engine.job.fitting_batch", lambda *_: 24)
+    monkeypatch.setattr("hyperbatch.engine.learner.fitting_batch", lambda *_: 24)
     train(tmp_path, batch_phases=(BatchPhase(0, 24), BatchPhase(2, 48)))
     assert played.captured == 2 * 1 + 2 * 2, "the loss of half a step is halved inside the graph"
 
@@ -327,16 +333,16 @@ def test_a_step_that_cannot_be_captured_runs_plain_and_says_why(tmp_path, monkey
 
 
 def test_graph_on_makes_it_an_error(monkeypatch):
-    job = build_job(config(), Ranks(), torch.device("cpu"), None, Clock())
-    job.config = job.config.override(graph="on")
+    run = build_run(config(), Ranks(), torch.device("cpu"))
+    run.config = run.config.override(graph="on")
     backend = Played()
     backend.fail = RuntimeError("operation not permitted")
-    runner = StepRunner(job, backend=backend)
+    runner = runner_of(run, backend=backend)
     with pytest.raises(InputError, match="--graph on: the step cannot be captured: operation not permitted"):
-        runner.prepare(next(loop.steps_left(job)))
-    job.close()
+        runner.prepare(next(loop.steps_left(run)))
+    run.close()
     with pytest.raises(InputError, match="--graph on: CUDA graphs need a GPU"):
-        build_job(config(graph="on"), Ranks(), torch.device("cpu"), None, Clock())
+        build_run(config(graph="on"), Ranks(), torch.device("cpu"))
 
 
 def test_graphs_of_other_shapes_make_room(tmp_path, played, monkeypatch):
@@ -386,13 +392,13 @@ def test_fused_kernels_are_used_where_they_can_run(monkeypatch):
     monkeypatch.setattr("hyperbatch.models.fused", fused, raising=False)
     cpu = torch.device("cpu")
     for choice, used in (("auto", False), ("off", False), ("on", True)):  # auto does not look for a GPU's kernels here
-        job = build_job(config(fused=choice), Ranks(), cpu, None, Clock())
-        assert job.fused == used
-        assert seen == ([job.model] if used else [])
-        job.close()
+        run = build_run(config(fused=choice), Ranks(), cpu)
+        assert run.learner.fused == used
+        assert seen == ([run.learner.model] if used else [])
+        run.close()
     fused.why_not_fused = lambda model, dtype, device: "Triton is not installed"
     with pytest.raises(InputError, match="--fused on: Triton is not installed; use --fused auto"):
-        build_job(config(fused="on"), Ranks(), cpu, None, Clock())
+        build_run(config(fused="on"), Ranks(), cpu)
 
 
 def watched(rank, folder):
@@ -424,14 +430,14 @@ def test_captured_collectives_are_watched_from_outside(tmp_path):
 
 
 def forgets(rank):
-    job = build_job(config(), ranks_here(), torch.device("cpu"), None, Clock())
-    with put_back(job):
-        for piece in pieces((12,)):
+    run = build_run(config(), ranks_here(), torch.device("cpu"))
+    with preserved_state(run.learner):
+        for part in micro_steps((12,)):
             images = torch.zeros(12, 1, 8, 8)
-            micro_step(job, piece, images, torch.zeros(12).long(), torch.zeros(()), StepTimer(job.device))
-        assert job.sync.timings() != ()
-    job.close()
-    return job.sync.timings()
+            micro_step(run.learner, part, images, torch.zeros(12).long(), torch.zeros(()), StepTimer(run.learner.device))
+        assert run.learner.sync.timings() != ()
+    run.close()
+    return run.learner.sync.timings()
 
 
 def test_the_exchange_forgets_the_steps_of_a_warm_up():
@@ -442,11 +448,11 @@ def fails_on_one(rank):
     backend = Played()
     if rank == 1:
         backend.fail = RuntimeError("no room on this device")
-    job = build_job(config(), ranks_here(), torch.device("cpu"), None, Clock())
-    runner = StepRunner(job, backend=backend, warm=True)
-    runner.prepare(next(loop.steps_left(job)))
-    job.close()
-    return runner.captures, job.warnings
+    run = build_run(config(), ranks_here(), torch.device("cpu"))
+    runner = runner_of(run, backend=backend, warm=True)
+    runner.prepare(next(loop.steps_left(run)))
+    run.close()
+    return runner.captures, run.warnings
 
 
 def test_all_ranks_replay_or_none():
@@ -485,9 +491,9 @@ def has_no_room(rank):
     backend = Played()
     if rank == 1:
         backend.fail = torch.OutOfMemoryError("no room")
-    job = build_job(config(), ranks_here(), torch.device("cpu"), None, Clock())
+    run = build_run(config(), ranks_here(), torch.device("cpu"))
     with pytest.raises(torch.OutOfMemoryError, match="rank 1: no room"):  # nothing to make room with
-        StepRunner(job, backend=backend, warm=True).prepare(next(loop.steps_left(job)))
+        runner_of(run, backend=backend, warm=True).prepare(next(loop.steps_left(run)))
 
 
 def test_all_ranks_run_out_of_memory_or_none():

@@ -23,10 +23,10 @@ from hyperbatch.engine.evaluate import evaluate
 from hyperbatch.engine.journal import of_all_ranks
 from hyperbatch.engine.loop import run
 from hyperbatch.engine.measure import choose_plan
-from hyperbatch.engine.ranks import Ranks, join, share, together
-from hyperbatch.engine.state import gather_buffers
+from hyperbatch.engine.ranks import Ranks, errors_shared, join, share
+from hyperbatch.engine.snapshot import gather_buffers
 from hyperbatch.errors import InputError, RunFailed
-from hyperbatch.plan.types import RankGrid
+from hyperbatch.plan.types import GroupPlan, RankGrid
 from hyperbatch.record import RunRecord
 
 
@@ -77,7 +77,7 @@ def test_accumulation_is_chosen_when_the_batch_does_not_fit(tmp_path, monkeypatc
     """With memory for fewer samples than the per-rank batch, the fewest micro-steps that fit are taken."""
     record, whole = train(1, tmp_path / "1", precision="fp64", max_steps=4)
     assert record["phases"][0]["accumulation"] == 1
-    monkeypatch.setattr("hyperbatch.engine.job.fitting_batch", lambda *_: 7)
+    monkeypatch.setattr("hyperbatch.engine.learner.fitting_batch", lambda *_: 7)
     record, parts = train(1, tmp_path / "2", precision="fp64", max_steps=4)
     assert (record["phases"][0]["accumulation"], record["phases"][0]["batch_per_rank"]) == (4, 6)
     assert all((whole[name] - parts[name]).abs().max() <= 1e-12 for name in whole)
@@ -147,12 +147,30 @@ def test_torn_checkpoint_falls_back_to_the_one_before(tmp_path):
     assert any("cannot be read" in warning for warning in record["warnings"])
 
 
+def at_step(step):
+    """A small checkpoint."""
+    return checkpoint.Checkpoint(
+        config=config(),
+        progress=checkpoint.Progress(step=step),
+        fixed=checkpoint.Fixed(order=[], plan=GroupPlan(strategy="single", groups=()), max_batch_per_rank=1),
+        clock={},
+        data_wait_s=0.0,
+        model={"weight": torch.ones(2)},
+        norm={},
+        optimizer={},
+        scaler={},
+        train_samples=240,
+        classes=["a", "b"],
+        channels=1,
+    )
+
+
 def saved_step(folder):
-    return checkpoint.load(folder)["progress"]["step"]
+    return checkpoint.load(folder).progress.step
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_of_its_name_whole(tmp_path, monkeypatch):
-    path = checkpoint.save(tmp_path, 3, {"progress": {"step": 3}}, keep=2)
+    path = checkpoint.save(tmp_path, at_step(3), keep=2)
     before = path.read_bytes()
 
     def full_disk(state, file):
@@ -161,7 +179,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_of_its_name_whole(tm
 
     monkeypatch.setattr(torch, "save", full_disk)
     with pytest.raises(OSError, match="no space left"):
-        checkpoint.save(tmp_path, 3, {"progress": {"step": 3}}, keep=2)
+        checkpoint.save(tmp_path, at_step(3), keep=2)
     assert path.read_bytes() == before
     assert saved_step(tmp_path) == 3
 
@@ -171,9 +189,40 @@ def test_a_checkpoint_gets_its_name_once_its_bytes_are_on_the_disk(tmp_path, mon
     events, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (events.append(os.fstat(fd).st_size), fsync(fd)))
     monkeypatch.setattr(os, "replace", lambda old, new: (events.append(new.name), replace(old, new)))
-    path = checkpoint.save(tmp_path, 3, {"progress": {"step": 3}}, keep=2)
+    path = checkpoint.save(tmp_path, at_step(3), keep=2)
     assert events == [path.stat().st_size, "step-00000003.pt"]
     assert saved_step(tmp_path) == 3
+
+
+def test_a_checkpoint_of_an_older_version_can_be_used(tmp_path, capsys):
+    """With fields that are gone and without those that came later it is continued, evaluated, exported and reported."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    train(1, whole)
+    train(1, run, max_steps=7)
+    path = run / "checkpoints" / "step-00000007.pt"
+    values = torch.load(path, weights_only=True)
+    values["config"]["schedule"]["lr_follows_phases"] = True
+    values["fixed"]["grid"] = "1x1"
+    del values["config"]["data"]["cache_bytes"], values["fixed"]["decoder"], values["clock"]["capture_s"]
+    torch.save(values, path)
+    record = json.loads((run / "record.json").read_text())
+    record["config"] = values["config"]
+    (run / "record.json").write_text(json.dumps(record))
+
+    assert main(["eval", str(run), "--device", "cpu"]) == 0
+    assert main(["export", str(run)]) == 0
+    assert main(["report", str(run)]) == 0
+    weights = checkpoint.load_weights(run / "model.safetensors")
+    assert same_bits(weights, checkpoint.load_weights(path))
+    _, resumed = train(1, run, resume=True)
+    assert same_bits(resumed, flat_weights(whole))
+    assert metrics(run) == metrics(whole)
+
+
+def test_a_checkpoint_that_lacks_something_is_not_continued(tmp_path):
+    torch.save(at_step(3).to_dict() | {"fixed": {}}, tmp_path / "step-00000003.pt")
+    with pytest.raises(InputError, match=r"step-00000003.pt is not complete: 'plan'"):
+        checkpoint.load(tmp_path)
 
 
 def test_a_resume_that_is_past_its_limit_trains_no_further(tmp_path):
@@ -193,7 +242,7 @@ def test_diverged_run_stops_with_a_reason(tmp_path):
     assert "the loss became" in record.error
     assert not record.result.reached
     lost_at = int(re.search(r"at step (\d+)", record.error)[1])
-    assert checkpoint.load(tmp_path)["progress"]["step"] < lost_at  # a lost step is not saved
+    assert checkpoint.load(tmp_path).progress.step < lost_at  # a lost step is not saved
 
 
 def diverges_between_two_lines(rank, values):
@@ -272,7 +321,7 @@ def in_a_group_for_gpus_alone(rank, folder):
         buffers = gather_buffers(model, ranks)
         shared = share(f"of rank {rank}", ranks)
         lines = of_all_ranks([f"line {rank}"], ranks)
-        with pytest.raises(InputError, match="rank 1: wrong"), together(ranks):
+        with pytest.raises(InputError, match="rank 1: wrong"), errors_shared(ranks):
             if rank == 1:
                 raise InputError("wrong")
     return shared, lines, buffers["running_mean"].tolist()

@@ -105,9 +105,9 @@ def config(**values):
 
 def flat_weights(folder):
     """Weights, batch-norm statistics of each rank and optimizer state of a run's newest checkpoint, by name."""
-    state = checkpoint.load(Path(folder))
-    norm = {f"norm.{name}": tensor for name, tensor in state["norm"].items()}
-    return {**state["model"], **norm, **{f"optimizer.{name}": tensor for name, tensor in state["optimizer"].items()}}
+    saved = checkpoint.load(Path(folder))
+    norm = {f"norm.{name}": tensor for name, tensor in saved.norm.items()}
+    return {**saved.model, **norm, **{f"optimizer.{name}": tensor for name, tensor in saved.optimizer.items()}}
 
 
 def same_bits(left, right):

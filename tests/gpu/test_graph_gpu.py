@@ -14,12 +14,11 @@ from torch import nn
 from hyperbatch.bench.step_runs import captured
 from hyperbatch.comm import GridComm
 from hyperbatch.config import BatchPhase, Config, SizePhase
-from hyperbatch.engine import job as job_module
+from hyperbatch.engine import learner as learner_module
 from hyperbatch.engine import loop
-from hyperbatch.engine.clock import Clock
-from hyperbatch.engine.graph import StepRunner
-from hyperbatch.engine.job import build_job
 from hyperbatch.engine.ranks import Ranks
+from hyperbatch.engine.run import build_run
+from hyperbatch.engine.runner import StepRunner
 from hyperbatch.errors import InputError, RunFailed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -205,24 +204,25 @@ def test_a_capture_that_fails_in_mid_run_changes_nothing(tmp_path, error):
 
 def test_graphs_share_their_memory():
     values = {"model": "resnet20", "image_size": 32, "batch_phases": (BatchPhase(0, 512), BatchPhase(1, 256))}
-    job = build_job(config(train_samples=1024, **values), Ranks(), CUDA, None, Clock())
-    runner = StepRunner(job)
-    large, *_, small = loop.steps_left(job)
+    run = build_run(config(train_samples=1024, **values), Ranks(), CUDA)
+    runner = StepRunner(run.learner, loop.micro_step, run.config, run.ranks, run.warnings)
+    large, *_, small = loop.steps_left(run)
     reserved = []
     for step in (large, small):
         runner.prepare(step)
         torch.cuda.empty_cache()
         reserved.append(torch.cuda.memory_reserved())
-    job.close()
-    assert len(runner._graphs) == 4
-    assert len({captured.replay.__self__.pool() for captured in runner._graphs.values()}) == 1
+    run.close()
+    graphs = runner._captured.graphs.values()
+    assert len(graphs) == 4
+    assert len({captured.replay.__self__.pool() for captured in graphs}) == 1
     assert reserved[1] < 1.15 * reserved[0], reserved
 
 
 @pytest.fixture
 def own_group(tmp_path, monkeypatch):
     """One rank that talks to itself through NCCL."""
-    monkeypatch.setattr(job_module, "GridComm", functools.partial(GridComm, alone=True))
+    monkeypatch.setattr(learner_module, "GridComm", functools.partial(GridComm, alone=True))
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1, device_id=CUDA)
     yield
     if dist.is_initialized():
@@ -232,7 +232,7 @@ def own_group(tmp_path, monkeypatch):
 def test_collectives_are_captured(tmp_path, monkeypatch, own_group):
     _, plain = train(tmp_path / "plain", graph="off")
     record, captured = train(tmp_path / "captured", graph="on")
-    monkeypatch.setattr(job_module, "GridComm", GridComm)
+    monkeypatch.setattr(learner_module, "GridComm", GridComm)
     _, alone = train(tmp_path / "alone", graph="on")
     assert record.environment["cuda_graph"]
     assert captured == plain == alone

@@ -148,5 +148,5 @@ def test_ranks_train_inside_a_group_of_the_caller_that_knows_only_nccl(tmp_path)
     parts, seen = train(tmp_path, 2, {"parts": {"max_steps": 8, "resume": True}}, backend="nccl")
     assert seen["parts"][0]
     assert losses(parts["parts"]) == losses(whole["whole"])
-    a, b = (checkpoint.load(tmp_path / name)["model"] for name in ("whole", "parts"))
+    a, b = (checkpoint.load(tmp_path / name).model for name in ("whole", "parts"))
     assert all(torch.equal(a[name], b[name]) for name in a)

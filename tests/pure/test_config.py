@@ -27,6 +27,14 @@ def test_config_survives_json():
     assert isinstance(again.schedule.batch_phases[1], BatchPhase)
 
 
+def test_fields_that_no_longer_exist_are_left_out_of_a_saved_config():
+    config = Config(recipe="old").override(lr=3.0)
+    values = config.to_dict()
+    values["schedule"]["lr_follows_phases"] = True
+    values["of another version"] = {"lr": 4.0}
+    assert Config.from_dict(values) == config
+
+
 def test_global_batch_scales_every_phase_and_keeps_the_rate_where_it_was_given():
     config = Config().override(batch_phases=(BatchPhase(0, 64), BatchPhase(5, 128)), lr=2.0)
     scaled = config.override(global_batch=128)

@@ -8,8 +8,9 @@ from torch import nn
 
 from hyperbatch.arena import Arena, backward_order
 from hyperbatch.config import OptimConfig
+from hyperbatch.engine.snapshot import load_named_state, named_state
 from hyperbatch.optim import LAMB, LARS
-from hyperbatch.optim.build import build_optimizer, load_named_state, named_state, set_rate
+from hyperbatch.optim.build import build_optimizer, set_rate
 from hyperbatch.optim.precision import working_dtype
 
 

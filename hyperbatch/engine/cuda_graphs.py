@@ -1,0 +1,232 @@
+"""Micro-steps as CUDA graphs: one launch in the place of thousands.
+
+    capture   run the micro-step once on inputs that stay where they are; its launches become a graph
+    replay    batch -> copy into the graph's inputs -> launch the graph
+
+Graphs are kept per shape of a micro-step, its share of the step, place among the micro-steps, and turn. Two turns take
+alternate steps: a graph's time marks are written anew at each replay, and the journal reads them while the next step
+runs. All graphs share one pool of memory; what outlives a replay (inputs, loss, gradients, state) lies outside it.
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+import contextlib
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hyperbatch.data.batch import Batch
+from hyperbatch.engine.learner import Learner
+from hyperbatch.engine.step import MicroStep, Work, blank_batch, micro_steps
+from hyperbatch.engine.steptimer import Ends, StepTimer
+from hyperbatch.kernels.memsets import replace_memsets
+
+TURNS = 2
+ImageShape = tuple[int, ...]  # of a micro-step
+StepShape = tuple[tuple[int, ...], int]  # samples of each micro-step, image size
+Replay = Callable[[], None]
+
+
+class Backend(Protocol):
+    """What captures. Tests have one for CPUs that runs the function again on replay."""
+
+    def on_capture_stream(self) -> contextlib.AbstractContextManager[None]:
+        """Where warm-up and capture run."""
+        ...
+
+    def no_synchronisation(self) -> contextlib.AbstractContextManager[None]:
+        """Raises where something inside waits for the device."""
+        ...
+
+    def capture(self, run: Replay) -> Replay: ...
+
+    def release(self) -> None:
+        """Lets all graphs go and gives their memory back."""
+        ...
+
+    def close(self) -> None:
+        """Lets all graphs go, whoever still refers to them, and waits for nothing."""
+        ...
+
+
+class Captured(NamedTuple):
+    replay: Replay
+    ends: Ends  # its time marks
+
+
+class CapturedSteps:
+    """The graphs of a learner's micro-steps, and the tensors that they read."""
+
+    def __init__(self, backend: Backend, learner: Learner, work: Work, total: Tensor) -> None:
+        self.backend = backend
+        self.shapes: set[StepShape] = set()  # of steps that are captured
+        self.graphs: dict[tuple[ImageShape, MicroStep, int], Captured] = {}
+        self._inputs: dict[ImageShape, tuple[Tensor, Tensor]] = {}
+        self._learner, self._work, self._total = learner, work, total
+        self._turn = 0
+
+    def capture(self, shape: StepShape) -> None:
+        """Captures the micro-steps of a step; NotCaptured or NoRoom says why it cannot be done."""
+        micro_batches, image_size = shape
+        learner = self._learner
+        try:
+            for turn in range(TURNS):
+                for part in dict.fromkeys(micro_steps(micro_batches)):
+                    of_images = (part.samples, learner.in_channels, image_size, image_size)
+                    if of_images not in self._inputs:
+                        self._inputs[of_images] = blank_batch(learner, part.samples, image_size)
+                    marks = StepTimer(learner.device)
+                    inputs = self._inputs[of_images]
+                    replay = self.backend.capture(partial(self._work, learner, part, *inputs, self._total, marks))
+                    self.graphs[of_images, part, turn] = Captured(replay, marks.ends)
+        except RuntimeError as error:
+            learner.sync.forget()
+            no_room = isinstance(first_cause(error), torch.OutOfMemoryError)
+            raise (NoRoom if no_room else NotCaptured)(error) from error
+        self.shapes.add(shape)
+
+    def replay(self, part: MicroStep, batch: Batch, timer: StepTimer) -> None:
+        """One micro-step of a step that is captured."""
+        shape = tuple(batch.images.shape)
+        if part.first:
+            self._turn = (self._turn + 1) % TURNS
+        images, labels = self._inputs[shape]
+        images.copy_(batch.images, non_blocking=True)
+        labels.copy_(batch.labels, non_blocking=True)
+        captured = self.graphs[shape, part, self._turn]
+        captured.replay()
+        if part.first or part.last:
+            timer.replayed(captured.ends)
+        else:
+            timer.mark("micro_step")  # its own marks are written again before they are read
+
+    def drop(self) -> None:
+        """Gives the memory of all graphs back; more can be captured."""
+        self._forget()
+        self.backend.release()
+
+    def close(self) -> None:
+        self._forget()
+        self.backend.close()
+
+    def _forget(self) -> None:
+        self.graphs.clear()
+        self._inputs.clear()
+        self.shapes.clear()
+
+
+class NotCaptured(Exception):
+    """Says in one line what kept a step from being captured, and where it stands."""
+
+    def __init__(self, error: BaseException) -> None:
+        error = first_cause(error)
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+        super().__init__(
+            f"{line} (in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno})" if frames else line
+        )
+
+
+class NoRoom(NotCaptured):
+    """It was memory."""
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """Ending a broken capture fails, too: what broke it is the first of the chain."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+def forget_workspaces() -> None:
+    """cuBLAS takes new workspaces from here on, in the whole process: for a graph that is captured next, from its pool.
+
+    One that was there before could be freed under the graph: torch.compile, other captures and, in newer versions of
+    torch, graphs that end clear them. Graphs of one pool share such memory and must not run at once.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextlib.contextmanager
+def _empty_graphs_ignored() -> Iterator[None]:
+    """A capture that breaks before its first kernel has a better reason to give."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        yield
+
+
+class CudaGraphs:
+    """The backend of GPUs: one stream to capture on, one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    @contextlib.contextmanager
+    def on_capture_stream(self) -> Iterator[None]:
+        here = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(here)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            here.wait_stream(self._stream)
+
+    @contextlib.contextmanager
+    def no_synchronisation(self) -> Iterator[None]:
+        # A capture that breaks is harder to clean up after than a step that stops.
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Synchronization debug mode")
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def capture(self, run: Replay) -> Replay:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        self._graphs.append(graph)
+        forget_workspaces()
+        try:
+            # The loader's threads use the device meanwhile, on streams of their own: only this thread is watched.
+            with (
+                _empty_graphs_ignored(),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                run()
+        except BaseException:
+            self._clean_up()
+            raise
+        replace_memsets(graph)
+        graph.instantiate()
+        return graph.replay
+
+    def _clean_up(self) -> None:
+        """A broken capture leaves allocator (torch before 2.12) and generator believing that it still goes on."""
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        generator = torch.cuda.default_generators[self._device.index]
+        fresh = torch.Generator(self._device).manual_seed(generator.initial_seed())
+        generator.graphsafe_set_state(fresh.graphsafe_get_state())
+
+    def release(self) -> None:
+        torch.cuda.synchronize(self._device)  # a replay may still run in the memory that goes
+        self.close()
+        forget_workspaces()
+        self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        # The frames of a traceback may hold on to a graph, so that dropping it would not destroy it.
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()

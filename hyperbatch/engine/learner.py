@@ -1,0 +1,195 @@
+"""What a training step works on, made in the order in which the parts need each other.
+
+model -> backward order -> arena -> groups -> exchange -> update rule
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hyperbatch import checkpoint
+from hyperbatch.arena import Arena
+from hyperbatch.checkpoint import Checkpoint
+from hyperbatch.comm import GradSync, GridComm
+from hyperbatch.comm.weights import broadcast_weights
+from hyperbatch.config import Config
+from hyperbatch.engine.measure import choose_plan, fitting_batch, probe
+from hyperbatch.engine.ranks import Ranks, errors_shared, host_grid, share
+from hyperbatch.errors import InputError
+from hyperbatch.models import create_model
+from hyperbatch.models.norm import set_norm_group
+from hyperbatch.optim.base import LayerwiseOptimizer
+from hyperbatch.optim.build import build_optimizer
+from hyperbatch.optim.precision import LossScaler, working_dtype
+from hyperbatch.optim.sharded import ShardedUpdate
+from hyperbatch.plan.types import RankGrid
+
+
+@dataclass(kw_only=True, slots=True)
+class Learner:
+    """One rank's model, its gradients and their exchange, and the rule that updates it."""
+
+    device: torch.device
+    dtype: torch.dtype  # of activations and working weights
+    in_channels: int  # of images
+    label_smoothing: float
+    model: nn.Module
+    arena: Arena
+    sync: GradSync
+    optimizer: LayerwiseOptimizer
+    update: LayerwiseOptimizer | ShardedUpdate  # what steps: the optimizer itself, or its sharded form
+    scaler: LossScaler
+    max_batch_per_rank: int  # samples of a micro-step that fit into memory
+    fused: bool  # forward and backward run through our kernels
+    capturable: bool  # built so that steps can be captured in CUDA graphs
+
+    @property
+    def comm(self) -> GridComm:
+        return self.sync.comm
+
+
+def build_learner(
+    config: Config,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    classes: int,
+    in_channels: int,
+    warnings: list[str],
+    saved: Checkpoint | None = None,
+) -> Learner:
+    """Every rank calls it. warnings: gets what the user should know.
+
+    saved: the run that is continued. Its weights and what it measured are taken over here; `snapshot.restore` does the
+    rest.
+    """
+    capturable = wants_graph(config, device, warnings)
+    # The same seed gives every rank the same weights; rank 0's are sent round all the same, below.
+    dtype = working_dtype(config.optim.precision)
+    torch.manual_seed(config.run.seed)
+    with errors_shared(ranks):
+        model = create_model(
+            config.model.model,
+            classes=classes,
+            in_channels=in_channels,
+            zero_init_last_gamma=config.model.zero_init_last_gamma,
+            bn_momentum=config.model.bn_momentum,
+        )
+        if dtype == torch.float64:
+            model.double()
+        if saved is not None:
+            checkpoint.fill_model(model, saved.model, where=saved.path)
+        elif config.model.init_from is not None:
+            path = Path(config.model.init_from)
+            checkpoint.fill_model(model, checkpoint.load_weights(path), where=str(path))
+    model.to(device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+
+    comm = GridComm(choose_grid(config, ranks))
+    if config.model.bn_group_ranks > 1:
+        set_norm_group(model, _norm_group(config.model.bn_group_ranks, ranks))
+
+    size = config.data.image_size
+    sample = torch.zeros(2, size, size, in_channels, device=device).permute(0, 3, 1, 2)
+    if saved is None:
+        order, sample_bytes = probe(model, sample)
+        order = share(order, ranks)
+        max_batch = fitting_batch(model, sample_bytes, dtype, config.optim.optimizer, device, ranks)
+    else:
+        order, max_batch = saved.fixed.order, saved.fixed.max_batch_per_rank
+    # Gradients stay where autograd put them until their group leaves: one multi-tensor copy per group.
+    arena = Arena(model, order, dtype=dtype, copy_on_ready=False)
+    fused = use_fused(config, model, dtype, device)
+    if saved is None:
+        # Ranks that started apart would never agree again.
+        broadcast_weights(arena, comm)
+        for buffer in model.buffers() if ranks.world_size > 1 else ():
+            dist.broadcast(buffer, src=0)
+        plan = share(choose_plan(config.comm, arena, model, sample, comm), ranks)
+    else:
+        plan = saved.fixed.plan
+
+    wire = config.comm.wire_dtype
+    sync = GradSync(
+        arena,
+        plan,
+        comm,
+        wire_dtype=None if wire is None else working_dtype(wire),
+        algorithm=config.comm.algorithm,
+        hybrid_switch_bytes=config.comm.hybrid_switch_bytes,
+        sharded=config.comm.sharded_update,
+    )
+    optimizer = build_optimizer(config.optim, model, arena, lr=config.schedule.lr, capturable=capturable)
+    return Learner(
+        device=device,
+        dtype=dtype,
+        in_channels=in_channels,
+        label_smoothing=config.optim.label_smoothing,
+        model=model,
+        arena=arena,
+        sync=sync,
+        optimizer=optimizer,
+        update=ShardedUpdate(optimizer, arena, sync) if config.comm.sharded_update else optimizer,
+        scaler=LossScaler(config.optim.precision, optimizer, device=device),
+        max_batch_per_rank=max_batch,
+        fused=fused,
+        capturable=capturable,
+    )
+
+
+def wants_graph(config: Config, device: torch.device, warnings: list[str]) -> bool:
+    """Whether to capture steps; what is known to forbid it is an error where it was asked for, else a warning."""
+    if config.run.graph == "off":
+        return False
+    reason = None
+    if device.type != "cuda":
+        reason = f"CUDA graphs need a GPU, and this run is on the {device.type.upper()}"
+    elif config.comm.sharded_update:
+        reason = "the sharded update (--sharded-update) sends a table from the host in every step"
+    if reason is None:
+        return True
+    if config.run.graph == "on":
+        raise InputError(f"--graph on: {reason}; use --graph auto")
+    if device.type == "cuda":  # nobody expects them elsewhere
+        warnings.append(f"steps run without a CUDA graph: {reason}")
+    return False
+
+
+def use_fused(config: Config, model: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
+    """Switches the model to the fused kernels where they can run; where they cannot, asking for them is an error."""
+    if config.model.fused == "off" or (config.model.fused == "auto" and device.type != "cuda"):
+        return False
+    from hyperbatch.models import fused  # imports Triton
+
+    reason = fused.why_not_fused(model, dtype, device)
+    if reason is None:
+        fused.fuse(model)
+    elif config.model.fused == "on":
+        raise InputError(f"--fused on: {reason}; use --fused auto")
+    return reason is None
+
+
+def choose_grid(config: Config, ranks: Ranks) -> RankGrid:
+    """The config's grid, or hosts x ranks per host. Every rank calls it."""
+    if config.comm.grid is None:
+        return host_grid(ranks)
+    grid = RankGrid.parse(config.comm.grid)
+    grid.check_world(ranks.world_size)
+    return grid
+
+
+def _norm_group(size: int, ranks: Ranks) -> dist.ProcessGroup | None:
+    """The neighbours this rank shares batch-norm statistics with; every rank makes every group, as torch requires."""
+    if ranks.world_size % size:
+        raise InputError(f"--bn-group-ranks {size} does not divide the {ranks.world_size} ranks")
+    mine: Any = None
+    for first in range(0, ranks.world_size, size):
+        group = dist.new_group(list(range(first, first + size)))
+        if first <= ranks.rank < first + size:
+            mine = group
+    return mine

@@ -1,0 +1,116 @@
+"""A run, built: the learner, the data it is trained on, and how far it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from hyperbatch.checkpoint import Checkpoint, Progress
+from hyperbatch.config import Config
+from hyperbatch.data.decoders import measured_decoder
+from hyperbatch.data.loader import TrainLoader
+from hyperbatch.data.source import Source, open_data
+from hyperbatch.engine.clock import Clock
+from hyperbatch.engine.learner import Learner, build_learner
+from hyperbatch.engine.ranks import Ranks, errors_shared, share
+from hyperbatch.recipes import batch_note
+from hyperbatch.schedule import Phase, resolve_phases
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """One rank's training run: what it trains is the learner."""
+
+    config: Config
+    ranks: Ranks
+    clock: Clock
+    learner: Learner
+    train_set: Source
+    eval_set: Source
+    loader: TrainLoader
+    phases: tuple[Phase, ...]
+    warnings: list[str]
+    progress: Progress = field(default_factory=Progress)
+    waited_before_s: float = 0.0  # for batches, in the runs this one continues
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the training set so far."""
+        return self.progress.position / len(self.train_set)
+
+    @property
+    def data_wait_s(self) -> float:
+        """Seconds this rank has waited for batches, in the runs this one continues, too."""
+        return self.waited_before_s + self.loader.wait_s
+
+    @property
+    def reached(self) -> bool:
+        return self.progress.time_to_target_s is not None
+
+    def close(self) -> None:
+        self.learner.sync.close()
+        self.loader.close()
+
+
+def build_run(
+    config: Config,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    clock: Clock | None = None,
+    saved: Checkpoint | None = None,
+) -> Run:
+    """A run before its first step; `saved` is the one that it is going to continue (`snapshot.restore`)."""
+    warnings = notes(config, device)
+    with errors_shared(ranks):
+        train_set, eval_set = open_data(config.data)
+    learner = build_learner(
+        config,
+        ranks,
+        device,
+        classes=len(train_set.classes),
+        in_channels=train_set.channels,
+        warnings=warnings,
+        saved=saved,
+    )
+    phases = resolve_phases(
+        config.schedule.batch_phases,
+        len(train_set),
+        ranks.world_size,
+        accumulate=config.run.accumulate,
+        max_batch_per_rank=learner.max_batch_per_rank,
+    )
+    if saved is None:
+        decoder = share(measured_decoder(train_set, config.data, device, ranks_per_host=ranks.local_size), ranks)
+    else:
+        decoder = saved.fixed.decoder or config.data.decoder
+    loader = TrainLoader(
+        train_set,
+        replace(config.data, decoder=decoder),
+        seed=config.run.seed,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        device=device,
+        dtype=learner.dtype,
+        ranks_per_host=ranks.local_size,
+    )
+    return Run(
+        config=config,
+        ranks=ranks,
+        clock=clock or Clock(),
+        learner=learner,
+        train_set=train_set,
+        eval_set=eval_set,
+        loader=loader,
+        phases=phases,
+        warnings=warnings,
+    )
+
+
+def notes(config: Config, device: torch.device) -> list[str]:
+    """What the user should know about this run before it starts."""
+    found = [batch_note(config)]
+    if device.type == "cpu" and config.optim.precision in ("fp16", "bf16"):
+        found.append(f"{config.optim.precision} is many times slower than fp32 on a CPU; use --precision fp32 here")
+    return [note for note in found if note]
