@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 
-from hyperbatch.engine import links
+from hyperbatch.engine import network as measuring
 from hyperbatch.plan.machine import Network
 from hyperbatch.plan.types import RankGrid
 
 
 def measured(rank: int, rows: int) -> Network:
-    links.LARGE_BYTES = {"cpu": (1 << 14, 1 << 18)}
-    return links.measure_network(RankGrid(rows, 4 // rows), torch.device("cpu"), rounds=1)
+    measuring.LARGE_BYTES = {"cpu": (1 << 14, 1 << 18)}
+    return measuring.measure_network(RankGrid(rows, 4 // rows), torch.device("cpu"), rounds=1)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
@@ -32,8 +32,8 @@ def test_every_rank_gets_the_same_answer(rows: int) -> None:
 def through_nccl(rank: int, device: str) -> Network:
     """Our own set-up on GPUs, without one: a backend per device, and times that are given."""
     dist.get_backend_config = lambda *_: "cpu:gloo,cuda:nccl"
-    links._link = lambda *_, **__: links.ASSUMED
-    return links.measure_network(RankGrid(2, 1), torch.device(device))
+    measuring._link = lambda *_, **__: measuring.ASSUMED
+    return measuring.measure_network(RankGrid(2, 1), torch.device(device))
 
 
 @pytest.mark.parametrize(("device", "nccl"), [("cuda", True), ("cpu", False)])
@@ -44,5 +44,5 @@ def test_the_network_is_that_of_the_devices_backend(device: str, nccl: bool) -> 
 
 
 def test_alone_there_is_nothing_to_measure() -> None:
-    network = links.measure_network(RankGrid(1, 1), torch.device("cpu"))
-    assert network.intra == network.inter == links.ASSUMED
+    network = measuring.measure_network(RankGrid(1, 1), torch.device("cpu"))
+    assert network.intra == network.inter == measuring.ASSUMED
