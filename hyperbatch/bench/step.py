@@ -6,9 +6,8 @@ for each batch:  build every candidate (first step, memory) -> interleaved round
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -32,6 +31,7 @@ from hyperbatch.bench.step_runs import (
     set_up,
     torchvision_model,
 )
+from hyperbatch.engine.measure import cudnn_trials
 from hyperbatch.errors import InputError, nearest
 from hyperbatch.models.build import model_names
 from hyperbatch.plan.inventory import usual_data
@@ -87,7 +87,7 @@ def bench_step(
     names = check_peers([*(peers if peers is not None else PEERS if gpu else PEERS[:1])], max_autotune, gpu=gpu)
 
     table, clocks = [], {}
-    with chosen_kernels():
+    with cudnn_trials(True):  # for everybody
         warm_libraries(target)
         for size in batches:
             pairs = [(spec, setting) for spec in our_specs(setting) + peer_specs(names)]
@@ -177,14 +177,3 @@ def details(ready: Ready, setting: Setting, batch: int, images_per_s: float) -> 
         ],
         "finite": ready.built.is_finite(),
     }
-
-
-@contextlib.contextmanager
-def chosen_kernels() -> Iterator[None]:
-    """cuDNN tries its kernels and takes the fastest, for everybody."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before

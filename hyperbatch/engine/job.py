@@ -17,6 +17,7 @@ from hyperbatch import checkpoint
 from hyperbatch.arena import Arena
 from hyperbatch.comm import GradSync, GridComm
 from hyperbatch.config import Config
+from hyperbatch.data.cache import gpu_cache_bytes
 from hyperbatch.data.decoders import measured_decoder
 from hyperbatch.data.loader import TrainLoader
 from hyperbatch.data.source import Source, open_data
@@ -150,7 +151,6 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
         order, sample_bytes = probe(model, sample)
         fixed = {
             "order": share(order, ranks),
-            "max_batch_per_rank": fitting_batch(model, sample_bytes, dtype, config.optim.optimizer, device, ranks),
             "decoder": share(measured_decoder(train_set, config.data, device, ranks_per_host=ranks.local_size), ranks),
         }
     else:
@@ -160,6 +160,10 @@ def build_job(config: Config, ranks: Ranks, device: torch.device, saved: dict[st
     fused = use_fused(config, model, dtype, device)
     if saved is None:
         state.broadcast_model(model, arena, ranks)
+        cache_bytes = gpu_cache_bytes(train_set, config.data, device)
+        fixed["max_batch_per_rank"] = fitting_batch(
+            config.optim, model, arena, sample, sample_bytes, cache_bytes, ranks
+        )
         fixed["plan"] = share(choose_plan(config.comm, arena, model, sample, comm).to_dict(), ranks)
     else:
         state.load_weights(model, saved["model"], where="the checkpoint", arena=arena)
