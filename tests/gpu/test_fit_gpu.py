@@ -1,4 +1,4 @@
-"""The batch that fits, measured on a GPU: a run at that batch has room, and one of 1.6 times as many samples has not."""
+"""The batch that fits, measured on a GPU: a run at that batch has room, one of 1.6 times as many samples has not."""
 
 from __future__ import annotations
 
