@@ -31,7 +31,7 @@ from benchmarks.replay import ReplayModel
 from hyperbatch.arena import Arena
 from hyperbatch.bench.harness import Candidate, commit, interleave, versions
 from hyperbatch.comm import GradSync, GridComm
-from hyperbatch.engine.links import measure_network
+from hyperbatch.engine.network import measure_network
 from hyperbatch.errors import InputError
 from hyperbatch.plan.clusters import format_machine_file, load_cluster
 from hyperbatch.plan.compute import LayerTime, layer_times

@@ -235,7 +235,7 @@ def _bench(args: argparse.Namespace) -> int:
 def _profile(args: argparse.Namespace) -> int:
     from hyperbatch.engine.profile import format_profile, profile
 
-    values = profile(
+    answer = profile(
         args.model,
         device=args.device,
         output=Path(args.output),
@@ -243,17 +243,17 @@ def _profile(args: argparse.Namespace) -> int:
         image_size=args.image_size,
     )
     if _is_first_rank():
-        _print(args, values, lambda: format_profile(values))
+        _print(args, answer.to_dict(), lambda: format_profile(answer))
     return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:
     from hyperbatch.engine.doctor import doctor, format_doctor
 
-    values = doctor(collectives=args.collectives, nproc=args.nproc)
+    diagnosis = doctor(collectives=args.collectives, nproc=args.nproc)
     if _is_first_rank():
-        _print(args, values, lambda: format_doctor(values))
-    return 0 if values["ok"] else 1
+        _print(args, diagnosis.to_dict(), lambda: format_doctor(diagnosis))
+    return 0 if diagnosis.ok else 1
 
 
 def _lines(values: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 from hyperbatch.config import Config, fields, format_value
 from hyperbatch.data.source import DataCounts, check_data
 from hyperbatch.launch import check_input
+from hyperbatch.memory import host_memory_bytes
 from hyperbatch.plan import inventory
 from hyperbatch.plan.clusters import load_cluster
 from hyperbatch.plan.fit import StepMemory
@@ -179,7 +179,7 @@ def device_memory_bytes() -> int:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False).stdout.split()
         if answer and answer[0].isdigit():
             return int(answer[0]) << 20
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return host_memory_bytes()
 
 
 def format_preview(preview: Preview) -> str:
@@ -193,8 +193,7 @@ def format_preview(preview: Preview) -> str:
     with console.capture() as text:
         console.print(f"[bold]{config.recipe}[/]  {config.model.model}, {preview.parameters:,} parameters")
         console.print(
-            f"data      {samples:,} training and {counts.eval_samples:,} validation images, "
-            f"{counts.classes:,} classes"
+            f"data      {samples:,} training and {counts.eval_samples:,} validation images, {counts.classes:,} classes"
         )
         console.print(
             f"ranks     {preview.world_size:,} as {preview.grid} (rows x columns), "

@@ -23,7 +23,7 @@ from torch import Tensor
 from hyperbatch.bench.harness import Candidate, device_name, interleave, result, rows
 from hyperbatch.comm import GridComm, all_reduce
 from hyperbatch.engine.agent import default_nproc, start_ranks
-from hyperbatch.engine.ranks import Ranks, find_ranks, join
+from hyperbatch.engine.ranks import Ranks, find_ranks, host_grid, join
 from hyperbatch.errors import InputError
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.stopwatch import slowest_s
@@ -67,17 +67,15 @@ def _answer(order: Path) -> Path:
 
 
 def _measure(ranks: Ranks, size_bytes: int, rounds: int, grid: str | None) -> dict[str, Any]:
-    hosts = ranks.world_size // ranks.local_size
-    whole = hosts * ranks.local_size == ranks.world_size
-    default = RankGrid(hosts, ranks.local_size) if whole else RankGrid(1, ranks.world_size)
-    with (
-        join(ranks, "auto", timeout_s=TIMEOUT_S) as device,
-        closing(GridComm(RankGrid.parse(grid) if grid else default)) as comm,
-        torch.no_grad(),
-    ):
-        samples = time_all_reduces(torch.zeros(size_bytes // 4, device=device), comm, rounds)
+    with join(ranks, "auto", timeout_s=TIMEOUT_S) as device, torch.no_grad():
+        by_host = host_grid(ranks)
+        with closing(GridComm(RankGrid.parse(grid) if grid else by_host)) as comm:
+            samples = time_all_reduces(torch.zeros(size_bytes // 4, device=device), comm, rounds)
     table = all_reduce_rows(samples, size_bytes)
-    where = f"{ranks.world_size} ranks on {hosts} host{'' if hosts == 1 else 's'}, {device_name()}"
+    hosts = f"{by_host.rows} host{'' if by_host.rows == 1 else 's'}"
+    if by_host.columns != ranks.local_size:
+        hosts = "hosts of different sizes"
+    where = f"{ranks.world_size} ranks on {hosts}, {device_name()}"
     return result("comm", table, device=where, grid=str(comm.grid), world_size=ranks.world_size)
 
 

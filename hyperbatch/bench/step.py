@@ -34,9 +34,9 @@ from hyperbatch.bench.step_runs import (
 from hyperbatch.engine.kernel_choice import cudnn_trials
 from hyperbatch.errors import InputError, nearest
 from hyperbatch.models.build import model_names
+from hyperbatch.plan.inventory import usual_data
 from hyperbatch.stopwatch import device_s
 
-SMALL_MODELS = ("resnet8", "resnet20", "resnet20x4", "resnet32", "resnet44", "resnet56")
 GPU_BATCHES = (16, 42, 256, 400)  # NVIDIA's at 4,216 GPUs, Fujitsu's at 2,048, the usual one, NVIDIA's at 8
 CPU_BATCHES = (32,)
 SAMPLE_S = 0.1  # a sample is at least this long, in as many steps as that takes
@@ -68,12 +68,12 @@ def bench_step(
     model = model or ("resnet50" if gpu else "resnet20")
     if model not in model_names():
         raise InputError(f"bench step: unknown model {model!r}{nearest(model, model_names())}")
-    small = model in SMALL_MODELS
+    usual_size, classes = usual_data(model)
     setting = Setting(
         model=model,
         precision="fp16" if gpu else "fp32",
-        image_size=image_size or (32 if small else 224),
-        classes=10 if small else 1000,
+        image_size=image_size or usual_size,
+        classes=classes,
         device=target,
     )
     about: dict[str, Any] = {**asdict(setting), "device": harness.device_name(), "notes": [] if gpu else [CPU_NOTE]}

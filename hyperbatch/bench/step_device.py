@@ -79,21 +79,6 @@ def warm_libraries(device: torch.device) -> None:
     conv(torch.randn(2, 8, 8, 8, device=device)).flatten(1).matmul(torch.randn(288, 8, device=device)).sum().backward()
 
 
-class MemoryPeak:
-    """Most memory that tensors took since it was made, beside what was there before."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
-        release_memory(device)
-        if self._device is not None:
-            self._before = torch.cuda.memory_allocated(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-
-    def read(self) -> int | None:
-        """None on a CPU, where nobody counts."""
-        return None if self._device is None else torch.cuda.max_memory_allocated(self._device) - self._before
-
-
 def release_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":

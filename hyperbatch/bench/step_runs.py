@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hyperbatch.bench.step_device import MemoryPeak, release_memory
+from hyperbatch.bench.step_device import release_memory
 from hyperbatch.config import BatchPhase, Config
 from hyperbatch.data.batch import Batch
 from hyperbatch.engine.cuda_graphs import forget_workspaces
 from hyperbatch.engine.learner import build_learner
 from hyperbatch.engine.loop import micro_step, train_step
+from hyperbatch.engine.measure import peak_bytes
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.engine.runner import StepRunner
 from hyperbatch.engine.steptimer import StepTimer
@@ -143,19 +144,22 @@ def set_up(spec: Spec, setting: Setting, batch: int) -> Ready:
     """Builds a candidate up to its first finished step, and runs two more."""
     torch.manual_seed(0)
     task = make_task(setting, batch)
-    memory = MemoryPeak(setting.device)
     made: list[Built] = []
+    seconds: list[float] = []
 
     def first_step() -> None:
         made.append(spec.build(task))
         made[0].run()
 
-    set_up_s = wall_s(first_step, device=setting.device)
-    for _ in range(2):  # torch.compile records its graphs in these
-        made[0].run()
-    peak = memory.read()
+    def first_steps() -> None:
+        seconds.append(wall_s(first_step, device=setting.device))
+        for _ in range(2):  # torch.compile records its graphs in these
+            made[0].run()
+
     release_memory(setting.device)
-    return Ready(spec=spec, built=made[0], set_up_s=set_up_s, peak_memory_bytes=peak)
+    peak = peak_bytes(first_steps, setting.device) if setting.device.type == "cuda" else first_steps()
+    release_memory(setting.device)
+    return Ready(spec=spec, built=made[0], set_up_s=seconds[0], peak_memory_bytes=peak)
 
 
 # Ours

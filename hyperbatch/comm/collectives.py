@@ -15,7 +15,7 @@ from torch import Tensor
 from hyperbatch.comm.grid import GridComm
 from hyperbatch.comm.phases import Log, phase
 from hyperbatch.comm.pipeline import pipelines, torus_in_chunks
-from hyperbatch.comm.runner import Handle
+from hyperbatch.comm.runner import ExchangeHandle
 from hyperbatch.comm.scaling import scale, scaled_copy
 from hyperbatch.comm.shards import gather_now, gather_shards, own_shard, scatter_now, scatter_sum
 from hyperbatch.errors import InputError, nearest
@@ -31,20 +31,20 @@ def all_reduce(
     wire_dtype: torch.dtype | None = None,
     async_op: bool = False,
     hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES,
-) -> Handle | None:
+) -> ExchangeHandle | None:
     """In place, for a contiguous tensor. Every rank must call it in the same order.
 
     op: "mean" or "sum". wire_dtype: precision of the messages; sums inside a message are taken in it too.
-    async_op: returns a Handle, and the tensor must not be touched before its wait().
+    async_op: returns a ExchangeHandle, and the tensor must not be touched before its wait().
     """
     wire_bytes = tensor.numel() * (wire_dtype or tensor.dtype).itemsize
     algorithm = resolve_algorithm(algorithm, wire_bytes, hybrid_switch_bytes)
     _check(tensor, op)
 
-    def job() -> None:
+    def exchange() -> None:
         all_reduce_now(tensor, comm, algorithm, op, wire_dtype)
 
-    handle = comm.submit(job, tensor.device)
+    handle = comm.submit(exchange, tensor.device)
     if async_op:
         return handle
     handle.wait()
@@ -62,7 +62,7 @@ def reduce_scatter(
     start, stop = own_shard(tensor.numel(), comm, algorithm)
     _check_shard(output, tensor, stop - start)
 
-    def job() -> None:
+    def exchange() -> None:
         if comm.world is None:
             output.copy_(tensor.view(-1))
             return
@@ -70,7 +70,7 @@ def reduce_scatter(
         scaled_copy(work, tensor.view(-1), comm.size, op)
         output.copy_(scatter_now(work, comm, algorithm))
 
-    comm.submit(job, tensor.device).wait()
+    comm.submit(exchange, tensor.device).wait()
 
 
 def all_gather(output: Tensor, tensor: Tensor, comm: GridComm, *, algorithm: str = "flat") -> None:
@@ -79,12 +79,12 @@ def all_gather(output: Tensor, tensor: Tensor, comm: GridComm, *, algorithm: str
     _check(output, "sum")
     _check_shard(tensor, output, stop - start)
 
-    def job() -> None:
+    def exchange() -> None:
         whole = output.view(-1)
         whole[start:stop].copy_(tensor)
         gather_now(whole, comm, algorithm)
 
-    comm.submit(job, output.device).wait()
+    comm.submit(exchange, output.device).wait()
 
 
 def resolve_algorithm(algorithm: str, wire_bytes: int, hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES) -> str:

@@ -65,7 +65,7 @@ def grid_hook(state, bucket):  # bare: DDP compares annotations by identity, and
     wire_bytes = buffer.numel() * (state.wire_dtype or buffer.dtype).itemsize
     chosen = resolve_algorithm(state.algorithm, wire_bytes, state.hybrid_switch_bytes)
 
-    def job() -> None:
+    def exchange() -> None:
         all_reduce_now(buffer, state.comm, chosen, "mean", state.wire_dtype)
 
     def then(error: BaseException | None) -> None:
@@ -74,7 +74,7 @@ def grid_hook(state, bucket):  # bare: DDP compares annotations by identity, and
         else:
             future.set_exception(error)  # type: ignore[arg-type]
 
-    state.comm.submit(job, buffer.device, then)
+    state.comm.submit(exchange, buffer.device, then)
     return future
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,36 @@ from torch import Tensor
 from hyperbatch.comm.collectives import all_reduce
 from hyperbatch.comm.grid import GridComm
 from hyperbatch.plan.types import RankGrid
+from hyperbatch.stopwatch import slowest_s, wall_s
 
 WARM_UP_ROUNDS = 2
 # On CPUs the largest goes in several chunks (comm/pipeline.py); longer ones would only take longer.
 SIZES_BYTES = {"cuda": (1 << 12, 1 << 20, 1 << 26), "cpu": (1 << 12, 1 << 20, 1 << 23)}
 LARGEST_SUM = 256  # integers up to it are exact in bf16, in whatever order they are added
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveCheck:
+    """One all-reduce of one size. Times are those of the slowest rank.
+
+    correct: equals the backend's sum bit for bit on every rank (small integers, exact in every precision).
+    gb_per_s: bus bandwidth, 2 (n - 1) / n of the message per second, as NCCL's own tests count it.
+    """
+
+    name: str
+    algorithm: str
+    grid: str
+    dtype: str
+    bytes: int
+    correct: bool
+    median: float
+    p20: float
+    p80: float
+    unit: str = "s"
+    gb_per_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 def check_collectives(
@@ -27,11 +53,9 @@ def check_collectives(
     grid: RankGrid | None = None,
     sizes_bytes: Sequence[int] | None = None,
     rounds: int = 10,
-) -> list[dict[str, Any]]:
+) -> list[CollectiveCheck]:
     """One row per algorithm, precision and size, the same on every rank; every rank of the process group calls it.
 
-    correct: equals the backend's sum bit for bit on every rank (small integers, exact in every precision).
-    gb_per_s: bus bandwidth, 2 (n - 1) / n of the message per second, as NCCL's own tests count it.
     grid: by default as square as the world size allows, so that every algorithm has two directions to go.
     """
     comm = GridComm(grid or RankGrid.square(dist.get_world_size() if dist.is_initialized() else 1))
@@ -48,7 +72,7 @@ def check_collectives(
 
 def _check(
     comm: GridComm, algorithm: str, dtype: torch.dtype, size_bytes: int, device: torch.device, rounds: int
-) -> dict[str, Any]:
+) -> CollectiveCheck:
     numel = size_bytes // dtype.itemsize | 1  # odd, so that remainders are checked too
     mine = values_of(torch.arange(numel, device=device), comm.rank, comm.size).to(dtype)
     expected = mine.clone()
@@ -58,33 +82,24 @@ def _check(
     wrong = (actual != expected).any().to(torch.int32).reshape(1)
     all_reduce(wrong, comm, op="sum")
 
-    seconds = []
-    for _ in range(WARM_UP_ROUNDS + rounds):
-        settle(device)
-        start = time.perf_counter()
-        all_reduce(actual, comm, algorithm=algorithm)
-        settle(device)
-        seconds.append(time.perf_counter() - start)
-    slowest = torch.tensor(seconds[WARM_UP_ROUNDS:], dtype=torch.float64)
-    if comm.size > 1:
-        slowest = slowest.to(device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=comm.world)
-    times = sorted(slowest.tolist())
+    measure = wall_s if comm.world is None else partial(slowest_s, group=comm.world)
+    run = partial(all_reduce, actual, comm, algorithm=algorithm)
+    seconds = [measure(run, device=device) for _ in range(WARM_UP_ROUNDS + rounds)]
+    times = sorted(seconds[WARM_UP_ROUNDS:])
     median = statistics.median(times)
     name = str(dtype).removeprefix("torch.")
-    return {
-        "name": f"{algorithm} {comm.grid} {name} {size_bytes} bytes",
-        "algorithm": algorithm,
-        "grid": str(comm.grid),
-        "dtype": name,
-        "bytes": size_bytes,
-        "correct": wrong.item() == 0,
-        "median": median,
-        "p20": times[len(times) // 5],
-        "p80": times[len(times) * 4 // 5],
-        "unit": "s",
-        "gb_per_s": size_bytes * 2 * (comm.size - 1) / comm.size / median / 1e9,
-    }
+    return CollectiveCheck(
+        name=f"{algorithm} {comm.grid} {name} {size_bytes} bytes",
+        algorithm=algorithm,
+        grid=str(comm.grid),
+        dtype=name,
+        bytes=size_bytes,
+        correct=wrong.item() == 0,
+        median=median,
+        p20=times[len(times) // 5],
+        p80=times[len(times) * 4 // 5],
+        gb_per_s=size_bytes * 2 * (comm.size - 1) / comm.size / median / 1e9,
+    )
 
 
 def values_of(places: Tensor, rank: int, world_size: int) -> Tensor:
@@ -95,9 +110,3 @@ def values_of(places: Tensor, rank: int, world_size: int) -> Tensor:
     stride = -(-world_size // 64)
     largest = LARGEST_SUM // -(-world_size // stride)
     return torch.where((places + rank) % stride == 0, 1 + places % 251 * (rank + 1) % largest, 0)
-
-
-def settle(device: torch.device) -> None:
-    """A stopwatch on the host must see the end of the device's work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # measured here, not in a run

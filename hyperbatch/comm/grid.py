@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyperbatch.comm.agree import check_agreement
-from hyperbatch.comm.runner import Handle, InlineRunner, Job, StreamRunner, Then, ThreadRunner
+from hyperbatch.comm.runner import Exchange, ExchangeHandle, InlineRunner, StreamRunner, Then, ThreadRunner
 from hyperbatch.errors import InputError
 from hyperbatch.plan.types import RankGrid
 
@@ -90,20 +90,20 @@ class GridComm:
     def size(self) -> int:
         return self.grid.size
 
-    def submit(self, job: Job, device: torch.device, then: Then | None = None) -> Handle:
-        """Runs a job behind all earlier ones: on the communication thread, or on the communication stream of a GPU."""
+    def submit(self, exchange: Exchange, device: torch.device, then: Then | None = None) -> ExchangeHandle:
+        """Runs an exchange behind all earlier ones, on the communication thread or a GPU's communication stream."""
         if self._closed:
             raise RuntimeError("this GridComm is closed; make a new one")
         if device.type == "cuda" and self.world is not None:
             if device not in self._streams:
                 self._streams[device] = StreamRunner(device)
-            return self._streams[device].submit(job, then)
+            return self._streams[device].submit(exchange, then)
         # A thread would issue from beside the caller's own collectives on a group that is not ours alone.
         if self.world not in self._made:
-            return self._inline.submit(job, then)
+            return self._inline.submit(exchange, then)
         if self._thread is None:
             self._thread = ThreadRunner(f"hyperbatch-comm-{self.rank}")
-        return self._thread.submit(job, then)
+        return self._thread.submit(exchange, then)
 
     def drain(self) -> None:
         """Waits until the communication thread has nothing left, so that the caller may use the groups itself."""
@@ -111,7 +111,7 @@ class GridComm:
             self._thread.submit(_nothing).wait()
 
     def scratch(self, role: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer for the running job. On a CPU it is kept: fresh pages of 100 MB cost more than the sum over them."""
+        """A buffer for the running exchange. On a CPU it is kept: fresh pages cost more than the sum over them."""
         if device.type == "cuda":
             return torch.empty(numel, dtype=dtype, device=device)  # the caching allocator keeps it
         kept = self._scratch.get((role, dtype))

@@ -11,14 +11,14 @@ import torch
 from hyperbatch.stopwatch import Mark, mark
 
 
-class Phase(NamedTuple):
+class PhaseMarks(NamedTuple):
     name: str  # "cast", "all-reduce", "row reduce-scatter", ...
     bytes: int  # of the tensor this rank hands in
     start: Mark
     end: Mark
 
 
-Log = list[Phase] | None  # None: nobody asks
+Log = list[PhaseMarks] | None  # None: nobody asks
 
 
 @contextmanager
@@ -29,4 +29,4 @@ def phase(log: Log, name: str, nbytes: int, device: torch.device) -> Iterator[No
         return
     start = mark(device)
     yield
-    log.append(Phase(name, nbytes, start, mark(device)))
+    log.append(PhaseMarks(name, nbytes, start, mark(device)))

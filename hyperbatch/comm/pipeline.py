@@ -10,7 +10,6 @@ its row and the one after is cast, exchanged and summed. On GPUs the phases foll
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -19,9 +18,10 @@ from torch import Tensor
 
 from hyperbatch.comm import shards
 from hyperbatch.comm.grid import GridComm
-from hyperbatch.comm.phases import Log, Phase
+from hyperbatch.comm.phases import Log, PhaseMarks
 from hyperbatch.comm.scaling import scale, scaled_copy
 from hyperbatch.comm.shards import shard_bounds, sum_parts
+from hyperbatch.stopwatch import Mark, mark
 
 CHUNK_BYTES = 2 << 20  # on the wire; smaller ones cost more messages, larger ones hide less
 _LIVE = 4  # chunks between scatter and landing
@@ -65,16 +65,16 @@ class _Chunk:
         self.received = comm.scratch(f"received {number % 2}", self.body.numel(), wire_dtype, target.device)
         start, stop = shard_bounds(numel, self.parts, comm.column_index)
         self.shard = self.wire[start:stop]
-        self.began_s = 0.0
+        self.began: Mark = 0.0
         self.work: Any = None
 
     def scatter(self) -> None:
-        start_s = time.perf_counter()
+        start = mark(self.target.device)
         if self.wire is self.target:
             scale(self.wire, self.comm.size, self.op)
         else:
             scaled_copy(self.wire, self.target, self.comm.size, self.op)
-            self._book("cast", start_s)
+            self._book("cast", start)
         self._begin(dist.all_to_all_single(self.received, self.body, group=self.comm.row, async_op=True))
 
     def reduce(self) -> None:
@@ -82,12 +82,12 @@ class _Chunk:
         sum_parts(self.received.view(self.parts, self.each), self.shard[: self.each])
         if self.tail.numel():
             dist.reduce(self.tail, group=self.comm.row, group_dst=self.parts - 1)
-        self._book("row reduce-scatter", self.began_s)
+        self._book("row reduce-scatter", self.began)
         self._begin(dist.all_reduce(self.shard, group=self.comm.column, async_op=True))
 
     def gather(self) -> None:
         self._wait()
-        self._book("column all-reduce", self.began_s)
+        self._book("column all-reduce", self.began)
         mine = self.shard[: self.each]
         self._begin(shards._all_gather(self.body, mine, group=self.comm.row, async_op=True))
 
@@ -95,20 +95,20 @@ class _Chunk:
         self._wait()
         if self.tail.numel():
             dist.broadcast(self.tail, group=self.comm.row, group_src=self.parts - 1)
-        self._book("row all-gather", self.began_s)
+        self._book("row all-gather", self.began)
         if self.wire is not self.target:
-            start_s = time.perf_counter()
+            start = mark(self.target.device)
             self.target.copy_(self.wire)
-            self._book("cast", start_s)
+            self._book("cast", start)
 
     def _begin(self, work: Any) -> None:
-        self.work, self.began_s = work, time.perf_counter()
+        self.work, self.began = work, mark(self.target.device)
 
     def _wait(self) -> None:
         self.work.wait()
         self.work = None
 
-    def _book(self, name: str, start_s: float) -> None:
+    def _book(self, name: str, start: Mark) -> None:
         if self.log is not None:
             nbytes = self.shard.nbytes if name.startswith("column") else self.wire.nbytes
-            self.log.append(Phase(name, nbytes, start_s, time.perf_counter()))
+            self.log.append(PhaseMarks(name, nbytes, start, mark(self.target.device)))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -20,29 +19,30 @@ import torch
 
 from hyperbatch.stopwatch import Mark, mark
 
-Job = Callable[[], None]
-Then = Callable[[BaseException | None], None]  # called after a job, where it ran, with what it raised
+_CPU = torch.device("cpu")
+Exchange = Callable[[], None]  # issues the collectives of one message, e.g. of a gradient group
+Then = Callable[[BaseException | None], None]  # called after an exchange, where it ran, with what it raised
 
 
-class Handle(ABC):
-    """A collective in flight. `wait()` makes its result visible to the caller; `done()` asks without blocking."""
+class ExchangeHandle(ABC):
+    """An exchange in flight. `wait()` makes its result visible to the caller; `done()` asks without blocking."""
 
     start: Mark
     end: Mark
 
     @abstractmethod
     def wait(self) -> None:
-        """Raises what the collective raised."""
+        """Raises what the exchange raised."""
 
     @abstractmethod
     def done(self) -> bool: ...
 
 
-class DoneHandle(Handle):
-    """Of a job that ran at once, on the caller's thread."""
+class DoneHandle(ExchangeHandle):
+    """Of an exchange that ran at once, on the caller's thread."""
 
     def __init__(self, start: Mark, error: BaseException | None) -> None:
-        self.start, self.end, self._error = start, time.perf_counter(), error
+        self.start, self.end, self._error = start, mark(_CPU), error
 
     def wait(self) -> None:
         if self._error is not None:
@@ -52,7 +52,7 @@ class DoneHandle(Handle):
         return True
 
 
-class ThreadHandle(Handle):
+class ThreadHandle(ExchangeHandle):
     def __init__(self) -> None:
         self._finished = threading.Event()
         self._error: BaseException | None = None
@@ -66,86 +66,88 @@ class ThreadHandle(Handle):
         return self._finished.is_set()
 
 
-class StreamHandle(Handle):
-    def __init__(self, start: Mark, end: Mark, device: torch.device, job: Job, error: BaseException | None) -> None:
+class StreamHandle(ExchangeHandle):
+    def __init__(
+        self, start: Mark, end: Mark, device: torch.device, exchange: Exchange, error: BaseException | None
+    ) -> None:
         assert isinstance(end, torch.cuda.Event)
         self.start, self.end, self._reached = start, end, end
         self._device, self._error = device, error
-        self._job: Job | None = job  # keeps its tensors alive until the waiting stream is behind them
+        self._exchange: Exchange | None = exchange  # keeps its tensors alive until the waiting stream is behind them
 
     def wait(self) -> None:
         if self._error is not None:
             raise self._error
         torch.cuda.current_stream(self._device).wait_event(self._reached)
-        self._job = None
+        self._exchange = None
 
     def done(self) -> bool:
         return self._reached.query()
 
 
-# Every runner runs its jobs one after another, and after a failure every later job fails with the same error, at once:
+# Every runner runs its exchanges one after another, and after a failure every later one fails with the same error:
 # this rank has left out a collective that the others may have taken part in, so its next one would meet their last.
 
 
 class ThreadRunner:
-    """Runs jobs on a thread of its own."""
+    """Runs exchanges on a thread of its own."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Job, Then | None, ThreadHandle] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._jobs,), name=name, daemon=True)
+        self._queue: queue.SimpleQueue[tuple[Exchange, Then | None, ThreadHandle] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
         self._thread.start()
         # The thread holds the queue only, so an abandoned runner ends it too.
-        self._end = weakref.finalize(self, self._jobs.put, None)
+        self._end = weakref.finalize(self, self._queue.put, None)
 
-    def submit(self, job: Job, then: Then | None = None) -> ThreadHandle:
+    def submit(self, exchange: Exchange, then: Then | None = None) -> ThreadHandle:
         handle = ThreadHandle()
-        self._jobs.put((job, then, handle))
+        self._queue.put((exchange, then, handle))
         return handle
 
     def close(self) -> None:
-        """Ends the thread after the jobs submitted so far."""
+        """Ends the thread after the exchanges submitted so far."""
         self._end()
         self._thread.join()
 
 
-def _serve(jobs: queue.SimpleQueue[tuple[Job, Then | None, ThreadHandle] | None]) -> None:
+def _serve(submitted: queue.SimpleQueue[tuple[Exchange, Then | None, ThreadHandle] | None]) -> None:
     broken: BaseException | None = None
     with torch.no_grad():  # grad mode belongs to a thread
-        while (item := jobs.get()) is not None:
-            job, then, handle = item
-            handle.start = time.perf_counter()
+        while (item := submitted.get()) is not None:
+            exchange, then, handle = item
+            handle.start = mark(_CPU)
             if broken is None:
                 try:
-                    job()
+                    exchange()
                 except BaseException as error:
                     broken = error
             handle._error = broken
-            handle.end = time.perf_counter()
+            handle.end = mark(_CPU)
             handle._finished.set()
             if then is not None:
                 then(broken)
-            del item, job, then, handle  # the tensors of a job must not live until the next one comes
+            del item, exchange, then, handle  # the tensors of an exchange must not live until the next one comes
 
 
 class InlineRunner:
-    """Runs jobs at once, on the thread that submits them."""
+    """Runs exchanges at once, on the thread that submits them."""
 
     def __init__(self) -> None:
         self._broken: BaseException | None = None
 
-    def submit(self, job: Job, then: Then | None = None) -> Handle:
-        start = time.perf_counter()
+    def submit(self, exchange: Exchange, then: Then | None = None) -> ExchangeHandle:
+        start = mark(_CPU)
         with torch.no_grad():
-            error = self._run(job)
+            error = self._run(exchange)
         if then is not None:
             then(error)
         return DoneHandle(start, error)
 
-    def _run(self, job: Job) -> BaseException | None:
-        """What the job raised, or one before it."""
+    def _run(self, exchange: Exchange) -> BaseException | None:
+        """What the exchange raised, or one before it."""
         if self._broken is None:
             try:
-                job()
+                exchange()
             except BaseException as error:
                 self._broken = error
                 if not isinstance(error, Exception):  # Ctrl-C
@@ -154,24 +156,24 @@ class InlineRunner:
 
 
 class StreamRunner(InlineRunner):
-    """Runs jobs on a stream of its own, behind what the submitting stream has been given so far."""
+    """Runs exchanges on a stream of its own, behind what the submitting stream has been given so far."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
         self.stream = torch.cuda.Stream(device)
 
-    def submit(self, job: Job, then: Then | None = None) -> Handle:
+    def submit(self, exchange: Exchange, then: Then | None = None) -> ExchangeHandle:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream), torch.no_grad():
             start = mark(self.device)
             # A capture sends nothing: it fails at once, the other ranks miss nothing, and it may be tried again.
             if torch.cuda.is_current_stream_capturing() and self._broken is None:
-                job()
+                exchange()
                 error = None
             else:
-                error = self._run(job)
+                error = self._run(exchange)
             end = mark(self.device)
             if then is not None:
                 then(error)
-        return StreamHandle(start, end, self.device, job, error)
+        return StreamHandle(start, end, self.device, exchange, error)

@@ -18,14 +18,14 @@ from torch import Tensor
 from hyperbatch.comm.agree import check_agreement
 from hyperbatch.comm.collectives import HYBRID_SWITCH_BYTES, all_reduce_now, reduce_scatter_now, resolve_algorithm
 from hyperbatch.comm.grid import GridComm
-from hyperbatch.comm.phases import Phase
-from hyperbatch.comm.runner import Handle, Job
+from hyperbatch.comm.phases import Log
+from hyperbatch.comm.runner import Exchange, ExchangeHandle
 from hyperbatch.comm.shards import own_shard
 from hyperbatch.comm.usage import check_usage, exchange_usage, usage_bits
 from hyperbatch.comm.weights import check_same_weights
 from hyperbatch.errors import InputError
 from hyperbatch.plan.types import GradGroup, GroupPlan, GroupTiming
-from hyperbatch.stopwatch import Mark, mark, seconds_between
+from hyperbatch.stopwatch import Mark, mark, seconds_between, wait
 
 if TYPE_CHECKING:
     from hyperbatch.arena import Arena
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class PhaseTiming:
     """One phase of one group's exchange, e.g. its all-reduce in columns."""
 
-    index: int  # of the group
+    index: int  # of the gradient group
     algorithm: str
     phase: str
     bytes: int
@@ -45,12 +45,12 @@ class PhaseTiming:
 
 @dataclass(slots=True)
 class _Flight:
-    """One group in one step."""
+    """One gradient group in one step."""
 
     pending: int  # gradients still to come
     ready: Mark | None = None
-    handle: Handle | None = None
-    phases: list[Phase] | None = None
+    handle: ExchangeHandle | None = None
+    phases: Log = None
 
 
 @dataclass(slots=True)
@@ -108,12 +108,13 @@ class GradSync:
 
         self._device = arena.device
         number = {slot.name: i for i, slot in enumerate(self._slots)}
-        self._members = [[number[name] for name in group.parameters] for group in plan.groups]
-        self._group_of = {i: group for group, members in enumerate(self._members) for i in members}
+        self._group_of = {number[name]: i for i, group in enumerate(plan.groups) for name in group.parameters}
         self._slices: list[Tensor] = []
         self._sliced_from: dict[torch.dtype, Tensor] = {}
         self._used = [False] * len(self._slots)  # in any micro-step of this step
-        self._unchecked: deque[tuple[Handle, Tensor]] = deque()  # usage of steps on their way through the device
+        self._unchecked: deque[tuple[ExchangeHandle, Tensor]] = (
+            deque()
+        )  # usage of steps on their way through the device
         self._captured: list[list[bool]] = []  # usage in captured steps that ranks have not compared yet
         self._open: _Step | None = None  # the step that communicates now
         self._last: _Step | None = None  # the one that timings are asked of
@@ -136,7 +137,7 @@ class GradSync:
         flights = []
         if self._hooks:
             self._find_slices()
-            flights = [_Flight(pending=len(members)) for members in self._members]
+            flights = [_Flight(pending=len(group.parameters)) for group in self.plan.groups]
         self._open = _Step(
             begin=mark(self._device),
             flights=flights,
@@ -180,11 +181,11 @@ class GradSync:
         """
         for used in self._captured:
             bits = usage_bits(used, self.comm, self._device)
-            job = partial(exchange_usage, bits, self.comm, self._device)
-            self._unchecked.append((self.comm.submit(job, self._device), bits))
+            exchange = partial(exchange_usage, bits, self.comm, self._device)
+            self._unchecked.append((self.comm.submit(exchange, self._device), bits))
         self._captured = []
-        if self._unchecked and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the caller wants to know before it goes on
+        if self._unchecked:
+            wait(self._device)  # the caller wants to know before it goes on
         while self._unchecked:
             self._check_next()
 
@@ -202,8 +203,7 @@ class GradSync:
     def timings(self) -> tuple[GroupTiming, ...]:
         """Groups of the last finished step, times relative to its `begin`; empty with one rank and in a CUDA graph."""
         if self._last is not None:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # the caller asked for times, and events must have been reached
+            wait(self._device)  # the caller asked for times, and events must have been reached
             self._timings = tuple(self._timing(self._last, index) for index in range(len(self._last.flights)))
             self._phases = tuple(self._phase_timings(self._last))
             self._last = None
@@ -260,13 +260,15 @@ class GradSync:
         flight.phases = None if captured else []
         tensor, algorithm = self._slices[index], self._algorithms[index]
         if self.sharded:
-            job: Job = partial(reduce_scatter_now, tensor, self.comm, algorithm, self._wire_dtype, flight.phases)
+            exchange: Exchange = partial(
+                reduce_scatter_now, tensor, self.comm, algorithm, self._wire_dtype, flight.phases
+            )
         else:
-            job = partial(all_reduce_now, tensor, self.comm, algorithm, "mean", self._wire_dtype, flight.phases)
+            exchange = partial(all_reduce_now, tensor, self.comm, algorithm, "mean", self._wire_dtype, flight.phases)
         if step.launched == len(step.flights) and not captured:  # what this step uses is known by now
             step.usage = usage_bits(self._used, self.comm, self._device)
-            job = partial(_both, job, partial(exchange_usage, step.usage, self.comm, self._device))
-        flight.handle = self.comm.submit(job, self._device)
+            exchange = partial(_both, exchange, partial(exchange_usage, step.usage, self.comm, self._device))
+        flight.handle = self.comm.submit(exchange, self._device)
 
     def _find_slices(self) -> None:
         """The arena may have been laid out anew since the last step."""
@@ -343,7 +345,7 @@ class GradSync:
         check_usage(bits, [slot.name for slot in self._slots], self.comm)
 
 
-def _both(first: Job, second: Job) -> None:
+def _both(first: Exchange, second: Exchange) -> None:
     first()
     second()
 

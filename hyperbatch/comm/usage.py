@@ -29,7 +29,7 @@ def usage_bits(used: Sequence[bool], comm: GridComm, device: torch.device) -> Te
 
 
 def exchange_usage(bits: Tensor, comm: GridComm, device: torch.device) -> None:
-    """Sums the bits over ranks in place. A job: on a GPU they are there once its handle is done."""
+    """Sums the bits over ranks in place. An exchange: on a GPU they are there once its handle is done."""
     summed = bits.to(device, non_blocking=True)
     all_reduce_now(summed, comm, "flat", "sum")
     if summed is not bits:

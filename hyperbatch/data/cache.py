@@ -6,9 +6,7 @@ Whole images are kept, not views: every epoch cuts its own views, and they are t
 from __future__ import annotations
 
 import math
-import os
 import threading
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,6 +17,7 @@ from hyperbatch.data.decode import image_size
 from hyperbatch.data.source import ArraySource, EncodedSource, Source, estimated_mean
 from hyperbatch.errors import InputError
 from hyperbatch.kernels import has_triton
+from hyperbatch.memory import host_memory_bytes
 
 _HOST_SHARE = 0.25  # of the host's memory, for all ranks of the host together
 _GPU_SHARE = 0.25  # of a GPU's memory
@@ -93,6 +92,16 @@ def make_cache(
     return DeviceCache(len(source), limit_bytes) if on_device else PixelCache(limit_bytes)
 
 
+def gpu_cache_bytes(source: Source, config: DataConfig, device: torch.device) -> int:
+    """What the cache that `make_cache` makes may come to hold in the GPU's memory."""
+    if device.type != "cuda" or not has_triton():
+        return 0
+    place, limit_bytes = _choose_cache(source, config, device, ranks_per_host=1)
+    if place != "gpu":
+        return 0
+    return source.images.nbytes if isinstance(source, ArraySource) else limit_bytes
+
+
 def _choose_cache(source: Source, config: DataConfig, device: torch.device, ranks_per_host: int) -> tuple[str, int]:
     """("none", "host" or "gpu", limit in bytes). Depends on the set and the machine only, so a rerun does the same."""
     if config.cache == "gpu" and device.type != "cuda":
@@ -120,12 +129,3 @@ def decoded_bytes(source: Source) -> int:
         return source.image(0).nbytes * len(source)
     pixels = estimated_mean(source, lambda i: math.prod(image_size(source.read(i), source.describe(i))))
     return 1 << 62 if pixels is None else int(pixels * source.channels * len(source))
-
-
-def host_memory_bytes() -> int:
-    """What this process may use: the machine's memory, or less where a control group says so."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no control groups, or no limit ("max")
-        return total

@@ -6,8 +6,8 @@ Decoders differ by grey levels, so the choice belongs to a run: measured once, s
 from __future__ import annotations
 
 import contextlib
-import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from hyperbatch.data.maker import threads_per_rank
 from hyperbatch.data.source import BadSample, EncodedSource, Source, spread_ids
 from hyperbatch.errors import InputError
 from hyperbatch.kernels import has_triton
+from hyperbatch.stopwatch import wall_s
 
 _PROBED_SAMPLES = 256  # a fraction of a second of decoding
 # Of brightness, in grey levels. nvJPEG repeats the colours of subsampled files where libjpeg interpolates them, so
@@ -64,19 +65,16 @@ def measured_decoder(source: Source, config: DataConfig, device: torch.device, *
     if not files:
         return fallback
     encoded = [torch.frombuffer(data, dtype=torch.uint8) for data in files]
+    on_gpu: list[torch.Tensor] = []
+    on_cpu: list[np.ndarray] = []
     try:
         nvjpeg.decode_batch(encoded[:8], device)  # sets the decoder up
-        torch.cuda.synchronize(device)  # a time means nothing while the device is still at work
-        start_s = time.perf_counter()
-        on_gpu = nvjpeg.decode_batch(encoded, device)
-        torch.cuda.synchronize(device)
-        gpu_s = time.perf_counter() - start_s
+        gpu_s = wall_s(lambda: on_gpu.extend(nvjpeg.decode_batch(encoded, device)), device=device)
     except RuntimeError:
         return fallback
     with ThreadPoolExecutor(threads_per_rank(config, ranks_per_host)) as pool:
-        start_s = time.perf_counter()
-        on_cpu = list(pool.map(lambda data: decode_full(data, "", decoder=cpu_decoder), files))
-        cpu_s = time.perf_counter() - start_s
+        decoded = partial(pool.map, lambda data: decode_full(data, "", decoder=cpu_decoder), files)
+        cpu_s = wall_s(lambda: on_cpu.extend(decoded()), device=torch.device("cpu"))
     for ours, theirs in zip(on_gpu, on_cpu, strict=True):
         pixels = ours.permute(1, 2, 0).cpu().numpy()
         if pixels.shape != theirs.shape or brightness_difference(pixels, theirs) > _MEAN_TOLERANCE:

@@ -10,103 +10,127 @@ import shutil
 import socket
 import sys
 import tempfile
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hyperbatch.engine.agent import default_nproc, start_ranks
 from hyperbatch.engine.ranks import Ranks, find_ranks
 from hyperbatch.errors import InputError
 
+if TYPE_CHECKING:
+    from hyperbatch.comm.doctor import CollectiveCheck
+
 OPTIONAL = ("triton", "torchvision", "timm", "simplejpeg", "tensorboard", "safetensors")
 TIMEOUT_S = 60  # of a collective: a link that takes longer is broken
 
 
-def doctor(*, collectives: bool = False, nproc: int | None = None) -> dict[str, Any]:
-    """{"ok", "checks": [{"name", "ok", "detail"}], "collectives": rows}; a check that is not ok says what to do.
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Something that training needs. Where it is not ok, the detail says what to do."""
 
-    Under torchrun, srun or mpirun every process calls it: the ranks join, and all get the same "ok". Elsewhere
+    name: str
+    ok: bool
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosis:
+    checks: tuple[Check, ...]
+    collectives: tuple[CollectiveCheck, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, **asdict(self)}
+
+
+def doctor(*, collectives: bool = False, nproc: int | None = None) -> Diagnosis:
+    """What is fit and unfit here.
+
+    Under torchrun, srun or mpirun every process calls it: the ranks join, and all get the same `ok`. Elsewhere
     `collectives` starts `nproc` ranks on this host.
     """
     checks = [_python(), _torch(), *_packages(), _devices(), _network(), _disk()]
-    rows: list[dict[str, Any]] = []
+    rows: list[CollectiveCheck] = []
     ranks = find_ranks()
     if ranks is not None and nproc is not None:
         raise InputError("--nproc starts processes on one host; leave it out where a launcher has started them")
     if ranks is not None and ranks.world_size > 1:
-        rows, others = _join_and_check(ranks, collectives, [check for check in checks if not check["ok"]])
+        rows, others = _join_and_check(ranks, collectives, [check for check in checks if not check.ok])
         checks += others
     elif collectives:
         count = nproc or default_nproc("auto")
         if ranks is not None or count == 1:
             detail = "one process exchanges nothing; start two or more, with --nproc 2 or a launcher"
-            checks.append(_check("collectives", False, detail))
+            checks.append(Check("collectives", False, detail))
         else:
             rows = _start_and_check(count)
     if rows:
-        wrong = [row["name"] for row in rows if not row["correct"]]
+        wrong = [row.name for row in rows if not row.correct]
         detail = f"wrong values: {', '.join(wrong)}" if wrong else f"all {len(rows)} cases are right"
-        checks.append(_check("collectives", not wrong, detail))
-    return {"ok": all(check["ok"] for check in checks), "checks": checks, "collectives": rows}
+        checks.append(Check("collectives", not wrong, detail))
+    return Diagnosis(checks=tuple(checks), collectives=tuple(rows))
 
 
-def _check(name: str, ok: bool, detail: str) -> dict[str, Any]:
-    return {"name": name, "ok": ok, "detail": detail}
+def _python() -> Check:
+    return Check("python", sys.version_info >= (3, 11), platform.python_version())
 
 
-def _python() -> dict[str, Any]:
-    return _check("python", sys.version_info >= (3, 11), platform.python_version())
-
-
-def _torch() -> dict[str, Any]:
+def _torch() -> Check:
     import torch
 
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     detail = torch.__version__ + ("" if version >= (2, 11) else ": hyperbatch needs 2.11 or newer")
-    return _check("torch", version >= (2, 11), detail)
+    return Check("torch", version >= (2, 11), detail)
 
 
-def _packages() -> list[dict[str, Any]]:
+def _packages() -> list[Check]:
     checks = []
     for name in OPTIONAL:
         try:
             detail = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             detail = "not installed (optional)"
-        checks.append(_check(name, True, detail))
+        checks.append(Check(name, True, detail))
     return checks
 
 
-def _devices() -> dict[str, Any]:
+def _devices() -> Check:
     import torch
 
     if not torch.cuda.is_available():
-        return _check("device", True, f"CPU, {os.cpu_count()} cores; no GPU is seen by torch")
+        return Check("device", True, f"CPU, {os.cpu_count()} cores; no GPU is seen by torch")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     from torch.cuda import nccl as torch_nccl
 
     nccl = ".".join(map(str, torch_nccl.version())) if torch.distributed.is_nccl_available() else "none"
-    return _check("device", True, f"{len(names)} x {names[0]}, CUDA {torch.version.cuda}, NCCL {nccl}")
+    return Check("device", True, f"{len(names)} x {names[0]}, CUDA {torch.version.cuda}, NCCL {nccl}")
 
 
-def _network() -> dict[str, Any]:
+def _network() -> Check:
     host = socket.gethostname()
     try:
-        return _check("network", True, f"{host} is {socket.gethostbyname(host)}")
+        return Check("network", True, f"{host} is {socket.gethostbyname(host)}")
     except OSError:
         # Gloo looks the host name up; without an entry it cannot start over several hosts.
-        return _check("network", True, f"{host} has no address; set GLOO_SOCKET_IFNAME for runs over several hosts")
+        return Check("network", True, f"{host} has no address; set GLOO_SOCKET_IFNAME for runs over several hosts")
 
 
-def _disk() -> dict[str, Any]:
+def _disk() -> Check:
     free = shutil.disk_usage(".").free
-    return _check("disk", free > 1e9, f"{free / 1e9:.0f} GB free here" + ("" if free > 1e9 else ": too little"))
+    return Check("disk", free > 1e9, f"{free / 1e9:.0f} GB free here" + ("" if free > 1e9 else ": too little"))
 
 
-def _start_and_check(nproc: int) -> list[dict[str, Any]]:
+def _start_and_check(nproc: int) -> list[CollectiveCheck]:
+    from hyperbatch.comm.doctor import CollectiveCheck
+
     with tempfile.TemporaryDirectory(prefix="hyperbatch-") as scratch:
         answer = Path(scratch) / "collectives.json"
         start_ranks(nproc, "hyperbatch.engine.doctor", answer)
-        return json.loads(answer.read_text())
+        return [CollectiveCheck(**row) for row in json.loads(answer.read_text())]
 
 
 def _started_rank(answer: Path) -> None:
@@ -117,12 +141,10 @@ def _started_rank(answer: Path) -> None:
     with join(ranks, "auto", timeout_s=TIMEOUT_S) as device:
         rows = _check_grids(ranks, device)
     if ranks.rank == 0:
-        answer.write_text(json.dumps(rows))
+        answer.write_text(json.dumps([row.to_dict() for row in rows]))
 
 
-def _join_and_check(
-    ranks: Ranks, collectives: bool, failed: list[dict[str, Any]]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _join_and_check(ranks: Ranks, collectives: bool, failed: list[Check]) -> tuple[list[CollectiveCheck], list[Check]]:
     """Rows of the collectives, and what else is wrong: the failed checks of other hosts, or that ranks do not meet."""
     import torch.distributed as dist
 
@@ -135,13 +157,13 @@ def _join_and_check(
             rows = _check_grids(ranks, device) if collectives else []
     except (InputError, RuntimeError) as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return [], [_check("ranks", False, f"rank {ranks.rank} of {ranks.world_size}: {line}")]
-    others = {f"{host} {check['name']}": check for host, checks in everyone for check in checks if check not in failed}
-    met = _check("ranks", True, f"{ranks.world_size} ranks of {len({host for host, _ in everyone})} hosts meet")
-    return rows, [met, *(check | {"name": name} for name, check in others.items())]
+        return [], [Check("ranks", False, f"rank {ranks.rank} of {ranks.world_size}: {line}")]
+    others = {f"{host} {check.name}": check for host, checks in everyone for check in checks if check not in failed}
+    met = Check("ranks", True, f"{ranks.world_size} ranks of {len({host for host, _ in everyone})} hosts meet")
+    return rows, [met, *(replace(check, name=name) for name, check in others.items())]
 
 
-def _check_grids(ranks: Ranks, device: Any) -> list[dict[str, Any]]:
+def _check_grids(ranks: Ranks, device: Any) -> list[CollectiveCheck]:
     """On hosts x ranks per host; on a square too where those have one direction only and a torus would be a ring."""
     from hyperbatch.comm.doctor import check_collectives
     from hyperbatch.engine.ranks import host_grid
@@ -152,11 +174,11 @@ def _check_grids(ranks: Ranks, device: Any) -> list[dict[str, Any]]:
     return [row for grid in dict.fromkeys(grids) for row in check_collectives(device, grid=grid)]
 
 
-def format_doctor(values: dict[str, Any]) -> str:
-    lines = [f"{'ok ' if check['ok'] else 'NO '} {check['name']:12} {check['detail']}" for check in values["checks"]]
-    for row in values["collectives"]:
-        verdict = "right" if row["correct"] else "WRONG"
-        lines.append(f"    {row['name']:42} {verdict}  {row['median'] * 1e3:8.2f} ms  {row['gb_per_s']:6.2f} GB/s")
+def format_doctor(diagnosis: Diagnosis) -> str:
+    lines = [f"{'ok ' if check.ok else 'NO '} {check.name:12} {check.detail}" for check in diagnosis.checks]
+    for row in diagnosis.collectives:
+        verdict = "right" if row.correct else "WRONG"
+        lines.append(f"    {row.name:42} {verdict}  {row.median * 1e3:8.2f} ms  {row.gb_per_s:6.2f} GB/s")
     return "\n".join(lines)
 
 

@@ -62,9 +62,11 @@ def build_learner(
     classes: int,
     in_channels: int,
     warnings: list[str],
+    cache_bytes: int = 0,
     saved: Checkpoint | None = None,
 ) -> Learner:
-    """Every rank calls it. warnings: gets what the user should know.
+    """Every rank calls it. warnings: gets what the user should know. cache_bytes: of images that the loader may come to
+    keep on the GPU.
 
     saved: the run that is continued. Its weights and what it measured are taken over here; `snapshot.restore` does the
     rest.
@@ -99,9 +101,8 @@ def build_learner(
     if saved is None:
         order, sample_bytes = probe(model, sample)
         order = share(order, ranks)
-        max_batch = fitting_batch(model, sample_bytes, dtype, config.optim.optimizer, device, ranks)
     else:
-        order, max_batch = saved.fixed.order, saved.fixed.max_batch_per_rank
+        order, sample_bytes = saved.fixed.order, 0
     # Gradients stay where autograd put them until their group leaves: one multi-tensor copy per group.
     arena = Arena(model, order, dtype=dtype, copy_on_ready=False)
     fused = use_fused(config, model, dtype, device)
@@ -110,9 +111,10 @@ def build_learner(
         broadcast_weights(arena, comm)
         for buffer in model.buffers() if ranks.world_size > 1 else ():
             dist.broadcast(buffer, src=0)
+        max_batch = fitting_batch(config.optim, model, arena, sample, sample_bytes, cache_bytes, ranks)
         plan = share(choose_plan(config.comm, arena, model, sample, comm), ranks)
     else:
-        plan = saved.fixed.plan
+        max_batch, plan = saved.fixed.max_batch_per_rank, saved.fixed.plan
 
     wire = config.comm.wire_dtype
     sync = GradSync(

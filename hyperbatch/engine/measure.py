@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import time
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,12 +13,24 @@ from torch import Tensor, nn
 
 from hyperbatch.arena import Arena, backward_order
 from hyperbatch.comm import GridComm, all_reduce
-from hyperbatch.config import CommConfig
+from hyperbatch.config import CommConfig, OptimConfig
 from hyperbatch.engine.kernel_choice import cudnn_trials
 from hyperbatch.engine.ranks import Ranks
+from hyperbatch.kernels.compile import without_launches
+from hyperbatch.memory import free_host_memory_bytes
+from hyperbatch.models import smoothed_cross_entropy
+from hyperbatch.optim.precision import working_dtype
 from hyperbatch.plan import fit
 from hyperbatch.plan.strategies import group_options, plan_groups
-from hyperbatch.plan.types import GroupPlan, param_specs
+from hyperbatch.plan.types import GroupPlan
+from hyperbatch.stopwatch import Mark, gradient_marks, mark, seconds_between, slowest_s, wait
+
+COUNTED = ("cuda",)  # devices whose allocator counts what tensors take
+# Samples of the two steps whose memory is measured: small enough to cost little, and far enough apart that what a
+# library takes for its own work hardly moves the slope between them.
+PROBED_SAMPLES = (4, 32)
+LINK_ROUNDS = 5
+SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 22  # messages that tell what a message and what a byte costs
 
 
 def probe(model: nn.Module, images: Tensor) -> tuple[list[str], int]:
@@ -42,14 +56,24 @@ def probe(model: nn.Module, images: Tensor) -> tuple[list[str], int]:
 
 
 def fitting_batch(
-    model: nn.Module, bytes_per_sample: int, dtype: torch.dtype, optimizer: str, device: torch.device, ranks: Ranks
+    config: OptimConfig, model: nn.Module, arena: Arena, images: Tensor, kept_bytes: int, cache_bytes: int, ranks: Ranks
 ) -> int:
-    """Samples of one micro-step that this rank's free memory holds; the smallest over all ranks."""
-    itemsize = torch.empty((), dtype=dtype).element_size()
-    per_sample = max(1, bytes_per_sample * itemsize // max(4, itemsize))  # the probe ran in fp32, or fp64 in fp64 runs
-    # In 16 bit a parameter takes as many bytes as in fp32: its master makes up for what it saves.
-    state_bytes = fit.step_memory(param_specs(model), 0, optimizer).total
-    fits = fit.fitting_batch(free_bytes(device, ranks), state_bytes, per_sample)
+    """Samples of one micro-step that a rank's free memory holds; the smallest over all ranks.
+
+    On a GPU it is measured. On a CPU, where nobody counts what tensors take, it follows from `kept_bytes`, which
+    `probe` has counted for one sample. cache_bytes: images that the loader may come to keep on the GPU.
+    """
+    device, dtype = images.device, working_dtype(config.precision)
+    state, free = fit.step_memory(arena.specs, 0, config.optimizer), free_bytes(device, ranks) - cache_bytes
+    fits = None
+    if device.type in COUNTED:
+        step = partial(_step_without_update, config, model, arena, images.to(dtype))
+        # Weights, masters and gradients are in the arena already; the momentum is still to come.
+        fits = measured_batch(step, device, free - state.momentum)
+    if fits is None:
+        # The probe ran in fp32, or in fp64 for runs in fp64.
+        sample_bytes = max(1, kept_bytes * dtype.itemsize // max(4, dtype.itemsize))
+        fits = fit.fitting_batch(free, state.total, sample_bytes)
     if ranks.world_size > 1:
         box = torch.tensor(fits, dtype=torch.int64, device=device)
         dist.all_reduce(box, op=dist.ReduceOp.MIN)
@@ -57,17 +81,47 @@ def fitting_batch(
     return fits
 
 
-def free_bytes(device: torch.device, ranks: Ranks) -> int:
-    """Memory this rank may use: the GPU's, or its share of the host's."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+def _step_without_update(config: OptimConfig, model: nn.Module, arena: Arena, images: Tensor, samples: int) -> None:
+    """Takes the memory of a micro-step of so many samples, without compiling our kernels, and leaves no trace."""
+
+    def run_backward() -> None:
+        batch = images[:1].expand(samples, -1, -1, -1).contiguous(memory_format=torch.channels_last)
+        labels = torch.zeros(samples, dtype=torch.int64, device=images.device)
+        smoothed_cross_entropy(model(batch), labels, config.label_smoothing).backward()
+
+    with cudnn_trials(False), without_launches():
+        backward_order(model, run_backward)  # puts statistics, gradients and random numbers back
+    arena.zero_grad()
+
+
+def measured_batch(step: Callable[[int], None], device: torch.device, free: int) -> int | None:
+    """Samples that fit, from the memory of a step of few and one of some more; None where not even those fit."""
     try:
-        with open("/proc/meminfo") as file:
-            line = next(line for line in file if line.startswith("MemAvailable"))
-        available = int(line.split()[1]) * 1024
-    except (OSError, StopIteration):  # not Linux
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return available // ranks.local_size
+        peaks = [(samples, peak_bytes(partial(step, samples), device)) for samples in PROBED_SAMPLES]
+    except torch.OutOfMemoryError:
+        return None
+    fixed, sample_bytes = fit.split_peaks(*peaks)
+    # What fit.USABLE leaves is for all that these steps did not need: the workspaces of kernels that cuDNN chooses by
+    # trial, the pool of CUDA graphs, prefetched batches, buffers of NCCL, evaluation, fragmentation.
+    return fit.fitting_batch(free, max(0.0, fixed), max(1.0, sample_bytes), headroom=1)
+
+
+def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
+    """Most memory that tensors take on a GPU while it runs, beside what was there before."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)  # whoever measures around this asks about what comes after it
+    return peak - before
+
+
+def free_bytes(device: torch.device, ranks: Ranks) -> int:
+    """Memory this rank may still use: the GPU's, or its share of the host's."""
+    if device.type != "cuda":
+        return free_host_memory_bytes() // ranks.local_size
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch holds it, and will use it
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def choose_plan(comm_config: CommConfig, arena: Arena, model: nn.Module, images: Tensor, comm: GridComm) -> GroupPlan:
@@ -81,44 +135,31 @@ def choose_plan(comm_config: CommConfig, arena: Arena, model: nn.Module, images:
 
 def measure_ready(arena: Arena, model: nn.Module, images: Tensor) -> list[float]:
     """Seconds from the start of backward until each gradient of the arena is there. It leaves no trace in the model."""
-    moments: dict[str, float] = {}
-
-    def note(name: str) -> None:
-        if images.is_cuda:
-            torch.cuda.synchronize()  # a measurement before the run: the kernel's end is what is asked for
-        moments[name] = time.perf_counter()
+    device = images.device
+    marks: dict[str, Mark] = {}
 
     def run_backward() -> None:
         loss = model(images.to(arena.slots[0].dtype)).float().sum()
-        moments[""] = time.perf_counter()
+        marks["start"] = mark(device)
         loss.backward()
+        marks["end"] = mark(device)
 
-    hooks = [
-        slot.param.register_post_accumulate_grad_hook(lambda _, name=slot.name: note(name)) for slot in arena.slots
-    ]
-    backward_order(model, run_backward)  # the order is known; it puts statistics, gradients and random numbers back
-    for hook in hooks:
-        hook.remove()
+    with gradient_marks({slot.name: slot.param for slot in arena.slots}, device) as ready:
+        backward_order(model, run_backward)  # the order is known; it puts statistics, gradients and random numbers back
     arena.zero_grad()
-    end = time.perf_counter()
-    return [moments.get(slot.name, end) - moments[""] for slot in arena.slots]
+    wait(device)  # events can be read once they were reached
+    return [seconds_between(marks["start"], ready.get(slot.name, marks["end"])) for slot in arena.slots]
 
 
 def measure_link(comm: GridComm, algorithm: str, device: torch.device) -> tuple[float, float]:
-    """(seconds a message costs at least, seconds per byte), from a small and a large all-reduce."""
+    """(seconds a message costs at least, seconds per byte), from a small and a large all-reduce on all ranks."""
     if comm.world is None:
         return 0.0, 0.0
-    seconds = {}
-    for nbytes in (1 << 10, 1 << 22):
-        tensor = torch.zeros(nbytes // 4, device=device)
-        rounds = []
-        for _ in range(5):
-            dist.barrier()
-            start = time.perf_counter()
-            all_reduce(tensor, comm, algorithm=algorithm)
-            if device.type == "cuda":
-                torch.cuda.synchronize()  # a measurement before the run
-            rounds.append(time.perf_counter() - start)
-        seconds[nbytes] = sorted(rounds)[len(rounds) // 2]
-    slope = max(0.0, (seconds[1 << 22] - seconds[1 << 10]) / ((1 << 22) - (1 << 10)))
-    return max(0.0, seconds[1 << 10] - slope * (1 << 10)), slope
+
+    def median_s(nbytes: int) -> float:
+        run = partial(all_reduce, torch.zeros(nbytes // 4, device=device), comm, algorithm=algorithm)
+        return statistics.median(slowest_s(run, device=device, group=comm.world) for _ in range(LINK_ROUNDS))
+
+    small_s, large_s = median_s(SMALL_BYTES), median_s(LARGE_BYTES)
+    slope = max(0.0, (large_s - small_s) / (LARGE_BYTES - SMALL_BYTES))
+    return max(0.0, small_s - slope * SMALL_BYTES), slope

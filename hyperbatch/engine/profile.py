@@ -1,7 +1,7 @@
 """`hyperbatch profile`: measures this device, and the links of the process group at hand, into a machine file.
 
     step at each batch   | forward: a mark after every layer | backward: a mark at every gradient | update |
-    under torchrun       all-reduces inside a host and between hosts (engine/links.py)
+    under torchrun       all-reduces inside a host and between hosts (engine/network.py)
 
 The planner takes the layers as measured: for this model on this device its ready times are not a model's but these.
 """
@@ -11,30 +11,58 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from hyperbatch.arena import Arena
 from hyperbatch.config import OptimConfig
-from hyperbatch.engine.links import measure_network
 from hyperbatch.engine.measure import free_bytes, probe
+from hyperbatch.engine.network import measure_network
 from hyperbatch.engine.ranks import Ranks, find_ranks, host_grid, join
 from hyperbatch.errors import InputError
 from hyperbatch.models import create_model, smoothed_cross_entropy
 from hyperbatch.optim.build import build_optimizer
 from hyperbatch.optim.precision import LossScaler, working_dtype
 from hyperbatch.plan.clusters import fitted_overhead, format_machine_file
-from hyperbatch.plan.inventory import layers
+from hyperbatch.plan.inventory import layers, usual_data
 from hyperbatch.plan.machine import Cluster, Device, Measured, Profile
-from hyperbatch.stopwatch import Mark, mark, seconds_between
+from hyperbatch.stopwatch import Mark, copy_bytes_per_s, gradient_marks, mark, seconds_between, wait, wall_s
 
 BATCHES = {"cuda": (32, 128, 256), "cpu": (2, 8)}
-SMALL_IMAGES = ("resnet8", "resnet20", "resnet20x4", "resnet32", "resnet44", "resnet56")
+CEILING_ROUNDS = 7  # the best of them counts: a ceiling is looked for
+
+
+class LayerRow(NamedTuple):
+    """One layer of the step at the largest batch."""
+
+    layer: str
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceProfile:
+    """What was measured. The machine file holds it all; this is for people and scripts."""
+
+    machine_file: str
+    device: str
+    images_per_s: dict[str, float]  # by batch
+    layers: tuple[LayerRow, ...]
+    memory_gbyte_per_s: float
+    matmul_tflop_per_s: float
+    inside_host_gbyte_per_s: float
+    inside_host_latency_us: float
+    between_hosts_gbyte_per_s: float
+    between_hosts_latency_us: float
+    links: dict[str, str]  # where the numbers of each kind of link come from
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "layers": [row._asdict() for row in self.layers]}
 
 
 def profile(
@@ -45,10 +73,10 @@ def profile(
     batches: Sequence[int] | None = None,
     image_size: int | None = None,
     rounds: int | None = None,
-) -> dict[str, Any]:
+) -> DeviceProfile:
     """Writes `output` on rank 0 and returns what was measured, for `simulate --cluster FILE` and `plan`."""
-    small = model in SMALL_IMAGES
-    size, classes = image_size or (32 if small else 224), 10 if small else 1000
+    usual_size, classes = usual_data(model)
+    size = image_size or usual_size
     layers(model, classes=classes, image_size=size)  # an unknown model is refused before anything starts
     if not output.parent.is_dir() or output.is_dir():
         raise InputError(f"--output {output}: give a file in a folder that is there")
@@ -106,35 +134,28 @@ def profile(
     )
     if ranks.rank == 0:
         output.write_text(format_machine_file(cluster))
-    return {
-        "machine_file": str(output),
-        "device": cluster.device.name,
-        "images_per_s": {str(p.batch_per_device): round(p.images_per_s_per_device, 1) for p in points},
-        "layers": _layer_rows(found[-1][1]),
-        "memory_gbyte_per_s": bandwidth / 1e9,
-        "matmul_tflop_per_s": peaks[precision] / 1e12,
-        "inside_host_gbyte_per_s": network.intra.bytes_per_s / 1e9,
-        "inside_host_latency_us": network.intra.latency_s * 1e6,
-        "between_hosts_gbyte_per_s": network.inter.bytes_per_s / 1e9,
-        "between_hosts_latency_us": network.inter.latency_s * 1e6,
-        "links": {name: sources[f"links.{name}"] for name in ("intra", "inter")},
-    }
+    largest = found[-1][1]
+    return DeviceProfile(
+        machine_file=str(output),
+        device=cluster.device.name,
+        images_per_s={str(p.batch_per_device): round(p.images_per_s_per_device, 1) for p in points},
+        layers=tuple(map(LayerRow, largest.layers, largest.forward_s, largest.backward_s)),
+        memory_gbyte_per_s=bandwidth / 1e9,
+        matmul_tflop_per_s=peaks[precision] / 1e12,
+        inside_host_gbyte_per_s=network.intra.bytes_per_s / 1e9,
+        inside_host_latency_us=network.intra.latency_s * 1e6,
+        between_hosts_gbyte_per_s=network.inter.bytes_per_s / 1e9,
+        between_hosts_latency_us=network.inter.latency_s * 1e6,
+        links={name: sources[f"links.{name}"] for name in ("intra", "inter")},
+    )
 
 
-def _layer_rows(steps: Profile) -> list[dict[str, Any]]:
-    return [
-        {"layer": name, "forward_s": forward, "backward_s": backward}
-        for name, forward, backward in zip(steps.layers, steps.forward_s, steps.backward_s, strict=True)
-    ]
-
-
-def format_profile(values: dict[str, Any]) -> str:
+def format_profile(measured: DeviceProfile) -> str:
     """`profile`'s answer as text."""
-    rows = sorted(values["layers"], key=lambda row: -(row["forward_s"] + row["backward_s"]))
+    rows = sorted(measured.layers, key=lambda row: -(row.forward_s + row.backward_s))
     lines = [f"{'slowest layers':32} {'forward ms':>10} {'backward ms':>11}"]
-    for row in rows[:8]:
-        lines.append(f"{row['layer']:32} {row['forward_s'] * 1e3:>10.3f} {row['backward_s'] * 1e3:>11.3f}")
-    lines += [f"{name:26} {value}" for name, value in values.items() if name != "layers"]
+    lines += [f"{row.layer:32} {row.forward_s * 1e3:>10.3f} {row.backward_s * 1e3:>11.3f}" for row in rows[:8]]
+    lines += [f"{name:26} {value}" for name, value in measured.to_dict().items() if name != "layers"]
     return "\n".join(lines)
 
 
@@ -160,8 +181,6 @@ def step_profile(
     modules = dict(network.named_modules())
     for layer in table:
         modules[layer.name].register_forward_hook(note(f"forward {layer.name}"))
-    for slot in arena.slots:
-        slot.param.register_post_accumulate_grad_hook(note(slot.name))
 
     def step() -> None:
         arena.zero_grad()
@@ -174,15 +193,15 @@ def step_profile(
         marks["end"] = mark(device)
 
     whole, forward, backward = [], [], []
-    for i in range(rounds + 2):
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # events can be read once they were reached
-        if i >= 2:  # the first rounds choose kernels and fill caches
-            whole.append(seconds_between(marks["start"], marks["end"]))
-            forward.append(_between(marks, "start", [[f"forward {layer.name}"] for layer in table]))
-            ready = [[spec.name for spec in layer.tensors] for layer in reversed(table)]
-            backward.append(_between(marks, "backward", ready)[::-1])
+    ready = [[spec.name for spec in layer.tensors] for layer in reversed(table)]
+    with gradient_marks({slot.name: slot.param for slot in arena.slots}, device) as gradients:
+        for i in range(rounds + 2):
+            step()
+            wait(device)  # events can be read once they were reached
+            if i >= 2:  # the first rounds choose kernels and fill caches
+                whole.append(seconds_between(marks["start"], marks["end"]))
+                forward.append(_between(marks["start"], marks, [[f"forward {layer.name}"] for layer in table]))
+                backward.append(_between(marks["backward"], gradients, ready)[::-1])
     run = {
         "model": model,
         "precision": precision,
@@ -200,36 +219,17 @@ def step_profile(
     return point, steps
 
 
-def _between(marks: dict[str, Mark], start: str, stops: list[list[str]]) -> list[float]:
+def _between(start: Mark, marks: dict[str, Mark], stops: list[list[str]]) -> list[float]:
     """Seconds from each layer's last mark to the next one's. A layer that was done before its turn takes none."""
     clock, seconds = 0.0, []
     for names in stops:
-        moment = max(seconds_between(marks[start], marks[name]) for name in names if name in marks)
+        moment = max(seconds_between(start, marks[name]) for name in names if name in marks)
         seconds.append(max(0.0, moment - clock))
         clock = max(clock, moment)
     return seconds
 
 
-def copy_bytes_per_s(device: torch.device) -> float:
-    """Bytes read and written per second by a large copy."""
-    source = torch.empty(1 << (30 if device.type == "cuda" else 26), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / _least_seconds(lambda: target.copy_(source), device)
-
-
 def matmul_flop_per_s(device: torch.device, dtype: torch.dtype) -> float:
     side = 8192 if device.type == "cuda" else 1024
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    return 2 * side**3 / _least_seconds(lambda: left @ right, device)
-
-
-def _least_seconds(call: Callable[[], Any], device: torch.device, rounds: int = 7) -> float:
-    """The best of a few: these are ceilings."""
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the device's time is what is measured
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return 2 * side**3 / min(wall_s(lambda: left @ right, device=device) for _ in range(CEILING_ROUNDS))

@@ -8,6 +8,7 @@ import torch
 
 from hyperbatch.checkpoint import Checkpoint, Progress
 from hyperbatch.config import Config
+from hyperbatch.data.cache import gpu_cache_bytes
 from hyperbatch.data.decoders import measured_decoder
 from hyperbatch.data.loader import TrainLoader
 from hyperbatch.data.source import Source, open_data
@@ -72,6 +73,7 @@ def build_run(
         classes=len(train_set.classes),
         in_channels=train_set.channels,
         warnings=warnings,
+        cache_bytes=gpu_cache_bytes(train_set, config.data, device),
         saved=saved,
     )
     phases = resolve_phases(

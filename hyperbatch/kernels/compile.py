@@ -23,6 +23,7 @@ MAX_THREADS = 16
 _kernels: list[Kernel] = []
 # Triton's own mode for this holds in one context, and backward runs in autograd's threads: all of them enter that one.
 _mode: contextvars.Context | None = None  # None: kernels are launched
+_launches = True
 
 
 class Kernel:
@@ -33,10 +34,10 @@ class Kernel:
         _kernels.append(self)
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        if not _launches or (_mode is not None and interpreted()):
+            return lambda *args, **options: None
         if _mode is None:
             return self.fn[grid]
-        if interpreted():
-            return lambda *args, **options: None
         context = _mode.copy()  # one thread at a time can be in a context
         return lambda *args, **options: context.run(self.fn.warmup, *args, grid=grid, **options)
 
@@ -53,6 +54,17 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 def is_compiling() -> bool:
     """Whether kernels are compiled and not launched: what they should have written is whatever lay in memory."""
     return _mode is not None
+
+
+@contextlib.contextmanager
+def without_launches() -> Iterator[None]:
+    """Kernels called inside, by any thread, are neither compiled nor launched: to see what memory a step takes."""
+    global _launches
+    _launches = False
+    try:
+        yield
+    finally:
+        _launches = True
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from hyperbatch.kernels.compile import is_compiling
 from hyperbatch.kernels.memsets import replace_memsets
+from hyperbatch.stopwatch import device_s
 
 CALLS, ROUNDS = 4, 3  # of a measurement
 SMALL_BYTES = 128 << 20  # of x or its product: up to here launches count, and memory for another one is there
@@ -157,16 +158,10 @@ def _seconds(way: Callable[[], Tensor], *, in_graph: bool) -> float:
     with torch.cuda.stream(stream):
         way()  # loads kernels and lets cuDNN choose
         run, calls = (_captured(way), CALLS) if in_graph else (way, 1)
-        best = float("inf")
-        for _ in range(1 + ROUNDS):  # the first brings a graph to the device
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            best = min(best, start.elapsed_time(end))
+        # One more than ROUNDS: the first brings a graph to the device.
+        best_s = min(device_s(run, device=stream.device) for _ in range(1 + ROUNDS))
     here.wait_stream(stream)
-    return best / calls
+    return best_s / calls
 
 
 def _captured(way: Callable[[], Tensor]) -> Callable[[], None]:

@@ -10,7 +10,6 @@ finishes its parameters and the memory of a step all follow from that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -35,6 +34,12 @@ class LayerSpec:
 def model_names() -> list[str]:
     """The models with a table here."""
     return sorted(_MODELS)
+
+
+def usual_data(model: str) -> tuple[int, int]:
+    """(image size, classes) of the data a model is known for: CIFAR-10's for small images, ImageNet's otherwise."""
+    small = model in _MODELS and _MODELS[model].keywords.get("small_images")
+    return (32, 10) if small else (224, 1000)
 
 
 @cache
@@ -214,8 +219,8 @@ def _alexnet(classes: int, image_size: int, in_channels: int, *, norm_after_pool
     return b.layers
 
 
-def _families() -> dict[str, Callable[[int, int, int], list[LayerSpec]]]:
-    known: dict[str, Callable[[int, int, int], list[LayerSpec]]] = {}
+def _families() -> dict[str, partial[list[LayerSpec]]]:
+    known: dict[str, partial[list[LayerSpec]]] = {}
     for depth, blocks, bottleneck in (
         (18, (2, 2, 2, 2), False),
         (34, (3, 4, 6, 3), False),

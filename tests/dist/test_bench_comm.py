@@ -37,6 +37,18 @@ def test_under_a_launcher_every_rank_gets_the_same_rows(options, grid):
     assert "torus, bf16 wire" in format_table(report)
 
 
+def launched_on_unequal_hosts(rank):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank % 2)}
+    os.environ["LOCAL_WORLD_SIZE"] = "221"[rank]
+    return bench_comm(size_mb=0.1, rounds=1)
+
+
+def test_hosts_of_different_sizes_make_one_row():
+    for report in run_ranks(3, launched_on_unequal_hosts):
+        assert report["grid"] == "1x3"
+        assert report["device"].startswith("3 ranks on hosts of different sizes, ")
+
+
 def test_the_command_starts_ranks_of_its_own(capfd):
     assert cli.main(["bench", "comm", "--nproc", "2", "--size-mb", "1", "--rounds", "1", "--json"]) == 0
     report = json.loads(capfd.readouterr().out)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hyperbatch.arena import Arena
 from hyperbatch.comm import GradSync, pipeline, shards
 from hyperbatch.comm.collectives import ALGORITHMS, all_gather, all_reduce, reduce_scatter
-from hyperbatch.comm.doctor import LARGEST_SUM, check_collectives, values_of
+from hyperbatch.comm.doctor import LARGEST_SUM, CollectiveCheck, check_collectives, values_of
 from hyperbatch.comm.grid import GridComm, cuda_uses_nccl
 from hyperbatch.comm.shards import own_shard, shard_bounds
 from hyperbatch.errors import InputError
@@ -510,15 +510,15 @@ def test_the_harness_names_stuck_and_failing_ranks() -> None:
         run_ranks(2, raises)
 
 
-def doctor(rank: int) -> list[dict]:
+def doctor(rank: int) -> list[CollectiveCheck]:
     return check_collectives(torch.device("cpu"), sizes_bytes=(4096,), rounds=2)
 
 
 def test_doctor_checks_every_algorithm() -> None:
     rows = run_ranks(4, doctor)[0]
-    assert {row["algorithm"] for row in rows} == {"flat", "hierarchical", "torus"}
-    assert all(row["correct"] and row["median"] > 0 for row in rows)
-    assert {row["grid"] for row in rows} == {"2x2"}
+    assert {row.algorithm for row in rows} == {"flat", "hierarchical", "torus"}
+    assert all(row.correct and row.median > 0 for row in rows)
+    assert {row.grid for row in rows} == {"2x2"}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 16, 32, 63, 64, 65, 128, 255, 256, 257, 511, 513, 1000, 2048, 4096])

@@ -16,7 +16,7 @@ from harness import run_ranks
 from hyperbatch.comm import doctor as comm_doctor
 from hyperbatch.config import Config
 from hyperbatch.engine import doctor as engine_doctor
-from hyperbatch.engine.doctor import doctor
+from hyperbatch.engine.doctor import Diagnosis, doctor
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.errors import InputError
 
@@ -79,31 +79,31 @@ def one_rank_per_host(rank: int) -> list[str]:
     as_torchrun(rank, 4, 1)
     be_quick()
     values = doctor(collectives=True)
-    assert values["ok"], values
-    return list(dict.fromkeys(row["grid"] for row in values["collectives"]))
+    assert values.ok, values
+    return list(dict.fromkeys(row.grid for row in values.collectives))
 
 
 def test_hosts_of_one_rank_are_checked_on_a_square_too() -> None:
     assert run_ranks(4, one_rank_per_host) == [["4x1", "2x2"]] * 4
 
 
-def one_host_is_ill(rank: int) -> dict:
+def one_host_is_ill(rank: int) -> Diagnosis:
     as_torchrun(rank, 2, 1)
     engine_doctor.socket.gethostname = lambda: f"node{rank}"
     if rank == 1:
-        engine_doctor._disk = lambda: engine_doctor._check("disk", False, "0 GB free here: too little")
+        engine_doctor._disk = lambda: engine_doctor.Check("disk", False, "0 GB free here: too little")
     return doctor()
 
 
 def test_what_is_wrong_on_one_host_is_told_on_all() -> None:
     first, second = run_ranks(2, one_host_is_ill)
-    assert not first["ok"]
-    assert not second["ok"]
-    ill = [check for check in first["checks"] if not check["ok"]]
+    assert not first.ok
+    assert not second.ok
+    ill = [check for check in first.to_dict()["checks"] if not check["ok"]]
     assert ill == [{"name": "node1 disk", "ok": False, "detail": "0 GB free here: too little"}]
 
 
-def wrong_values(rank: int) -> dict:
+def wrong_values(rank: int) -> Diagnosis:
     as_torchrun(rank, 2, 2)
     be_quick()
     original = comm_doctor.all_reduce
@@ -119,26 +119,26 @@ def wrong_values(rank: int) -> dict:
 
 def test_wrong_values_on_one_rank_fail_on_all() -> None:
     for values in run_ranks(2, wrong_values):
-        assert not values["ok"]
-        detail = next(check["detail"] for check in values["checks"] if check["name"] == "collectives")
+        assert not values.ok
+        detail = next(check.detail for check in values.checks if check.name == "collectives")
         assert detail == "wrong values: torus 2x1 float32 4096 bytes, torus 2x1 bfloat16 4096 bytes"
 
 
 def test_one_process_is_told_to_start_more(monkeypatch: pytest.MonkeyPatch) -> None:
     values = doctor(collectives=True, nproc=1)
-    assert not values["ok"]
-    assert "one process exchanges nothing" in values["checks"][-1]["detail"]
+    assert not values.ok
+    assert "one process exchanges nothing" in values.checks[-1].detail
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
-    assert "one process exchanges nothing" in doctor(collectives=True)["checks"][-1]["detail"]
+    assert "one process exchanges nothing" in doctor(collectives=True).checks[-1].detail
     with pytest.raises(InputError, match="--nproc"):
         doctor(collectives=True, nproc=2)
 
 
 def test_ranks_of_this_host_are_started() -> None:
     values = doctor(collectives=True, nproc=2)
-    assert values["ok"]
-    assert len(values["collectives"]) == 18
+    assert values.ok
+    assert len(values.collectives) == 18
 
 
 # -- hosts of different sizes ------------------------------------------------------------------------------------

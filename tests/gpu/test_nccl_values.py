@@ -103,7 +103,7 @@ def doctor_rows(rank, grid):
 def test_the_doctor_finds_nothing_wrong(world_size):
     rows = run_ranks(world_size, doctor_rows, GRIDS[world_size][0], cuda=True)[0]
     assert len(rows) == 12
-    assert all(row["correct"] for row in rows), rows
+    assert all(row.correct for row in rows), rows
 
 
 def network(dtype):

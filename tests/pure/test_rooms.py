@@ -12,13 +12,13 @@ import hyperbatch
 ROOT = Path(hyperbatch.__file__).parent
 PAGE = ROOT.parent / "docs" / "design.md"
 NO_TORCH = {
-    *("cli", "config", "errors", "mllog", "plan", "preview", "recipes", "record", "report", "schedule", "sim"),
-    "vocabulary",
+    *("cli", "config", "errors", "memory", "mllog", "plan", "preview", "recipes", "record", "report", "schedule"),
+    *("sim", "vocabulary"),
 }
 
 # From the bottom up. A room is a folder or a module of the package; it imports from lower rows only.
 ROWS = (
-    ("errors", "stopwatch", "vocabulary"),
+    ("errors", "memory", "stopwatch", "vocabulary"),
     ("config", "kernels"),
     ("models", "recipes", "schedule"),
     ("data", "plan"),

@@ -18,7 +18,7 @@ import torch
 from fused_reference import CLASSES, residual
 
 from hyperbatch.kernels import compile as kernels
-from hyperbatch.kernels.compile import compiling, is_compiling
+from hyperbatch.kernels.compile import compiling, is_compiling, without_launches
 
 KIND = os.environ.get("HYPERBATCH_TEST_KERNELS")
 played = pytest.mark.skipif(KIND != "played", reason="runs in the process with a GPU that is played")
@@ -283,3 +283,22 @@ def test_all_kernels_that_are_launched_in_a_step_are_covered():
         found = [value for name, value in vars(module).items() if name.endswith("_kernel")]
         assert found
         assert all(isinstance(value, kernels.Kernel) for value in found)
+
+
+@interpreted
+def test_without_launches_kernels_do_nothing():
+    x, y = torch.ones(8), torch.zeros(8)
+    with without_launches():
+        double[(1,)](x, y, 8, BLOCK=8)
+    assert not y.any()
+    double[(1,)](x, y, 8, BLOCK=8)
+    assert (y == 2).all()
+
+
+@interpreted
+def test_without_launches_a_fused_step_takes_its_memory_and_runs_through():
+    model, images = residual(blocks=(1,), widths=(16,)), torch.randn(4, 3, 16, 16)
+    fused.fuse(model)
+    with without_launches():
+        model(images).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())

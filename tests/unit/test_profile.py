@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,12 @@ CONFIG = Config(
 
 def test_a_profile_is_a_machine_file_with_ready_times(tmp_path: Path) -> None:
     path = tmp_path / "here.toml"
-    values = profile("resnet8", device="cpu", output=path, batches=(2, 4), rounds=1)
+    answer = profile("resnet8", device="cpu", output=path, batches=(2, 4), rounds=1)
+    values = json.loads(json.dumps(answer.to_dict()))
     assert set(values["images_per_s"]) == {"2", "4"}
-    assert "conv1" in format_profile(values)
+    assert set(values["layers"][0]) == {"layer", "forward_s", "backward_s"}
+    assert values["layers"][0]["layer"] == "conv1"
+    assert "conv1" in format_profile(answer)
 
     cluster = load_cluster(path)
     small, large = cluster.device.profiles

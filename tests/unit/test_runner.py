@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from hyperbatch.comm.runner import Handle, InlineRunner, StreamRunner
+from hyperbatch.comm.runner import ExchangeHandle, InlineRunner, StreamRunner
 
 
 class Stream:
@@ -57,7 +57,7 @@ def failing():
 def test_after_a_failure_every_later_job_fails_with_the_same_error(make, capturing):
     runner, ran, told = make(), [], []
 
-    def wait(handle: Handle) -> str:
+    def wait(handle: ExchangeHandle) -> str:
         with pytest.raises(RuntimeError) as caught:
             handle.wait()
         return str(caught.value)

@@ -1,4 +1,4 @@
-"""Measures the links of a process group: latency and bandwidth inside a host and between hosts, and NICs per host.
+"""Measures the network of a process group: latency and bandwidth inside a host and between hosts, and NICs per host.
 
     inside     all-reduces in every row at once                 (ranks of one host)
     between    all-reduces in the first column alone            (one rank of each host)
@@ -10,7 +10,6 @@ A ring of n moves 2(n-1)/n of a message through each link, in 2(n-1) hops.
 from __future__ import annotations
 
 import statistics
-import time
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from hyperbatch.comm.grid import GridComm, cuda_uses_nccl
 from hyperbatch.comm.pipeline import CHUNK_BYTES
 from hyperbatch.plan.machine import Link, Network
 from hyperbatch.plan.types import RankGrid
+from hyperbatch.stopwatch import slowest_s
 
 SMALL_BYTES = 16 << 10  # latency is all that counts
 SMALL_CALLS = 10  # one behind the other, as groups travel: the first after a pause also waits for everybody to wake up
@@ -71,19 +71,12 @@ def _link(
 def _seconds(
     group: dist.ProcessGroup | None, nbytes: int, device: torch.device, rounds: int, takes_part: bool, calls: int = 1
 ) -> float:
-    """Median time of an all-reduce, from a common start to its last rank; others wait."""
+    """Median time of an all-reduce, from a common start to its last rank; a rank that takes no part waits."""
     tensor = torch.zeros(nbytes // 4, device=device)
-    seconds = []
-    for i in range(rounds + 1):
-        dist.barrier()
-        start = time.perf_counter()
+
+    def run() -> None:
         if takes_part:
-            for _ in range(calls):
-                dist.all_reduce(tensor, group=group)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # the device's time is what is measured
-        took = torch.tensor(time.perf_counter() - start if takes_part else 0.0, dtype=torch.float64, device=device)
-        dist.all_reduce(took, op=dist.ReduceOp.MAX)
-        if i > 0:  # the first one connects
-            seconds.append(took.item() / calls)  # synchronises: a measurement before anything runs
-    return statistics.median(seconds)
+            dist.all_reduce(tensor, group=group)
+
+    seconds = [slowest_s(run, device=device, calls=calls) for _ in range(1 + rounds)]
+    return statistics.median(seconds[1:])  # the first one connects
