@@ -24,7 +24,7 @@ from hyperbatch.comm.sync import PhaseTiming
 from hyperbatch.config import Config
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.console import Console
-from hyperbatch.engine.ranks import Ranks, host_group
+from hyperbatch.engine.ranks import Ranks, gather
 from hyperbatch.engine.run import Run
 from hyperbatch.engine.steptimer import Marks, StepTimer
 from hyperbatch.errors import RunFailed
@@ -272,11 +272,7 @@ def _check_finite(booked: list[_Booked], losses: list[float]) -> None:
 
 def of_all_ranks(lines: list[str], ranks: Ranks) -> list[str]:
     """The lines of every rank, each once: two ranks may have met the same sample."""
-    parts = [lines]
-    if ranks.world_size > 1:
-        parts = [[] for _ in range(ranks.world_size)]
-        dist.all_gather_object(parts, lines, group=host_group())
-    return list(dict.fromkeys(line for part in parts for line in part))
+    return list(dict.fromkeys(line for part in gather(lines, ranks) for line in part))
 
 
 def shifted(group: GroupTiming, by_s: float) -> GroupTiming:

@@ -217,12 +217,7 @@ def errors_shared(ranks: Ranks) -> Iterator[None]:
         if ranks.world_size == 1:
             raise
         problem = str(error)
-    if ranks.world_size == 1:
-        return
-    import torch.distributed as dist
-
-    problems: list[str | None] = [None] * ranks.world_size
-    dist.all_gather_object(problems, problem, group=host_group())
+    problems = gather(problem, ranks)
     found = {text: rank for rank, text in reversed(list(enumerate(problems))) if text is not None}
     if found:
         text, rank = min(found.items(), key=lambda item: item[1])
@@ -253,12 +248,19 @@ def host_grid(ranks: Ranks) -> RankGrid:
 
     A rank knows the size of its own host only, and the grid must be the same on all of them.
     """
-    sizes: list[int] = [ranks.local_size] * ranks.world_size
-    if ranks.world_size > 1:
-        import torch.distributed as dist
-
-        dist.all_gather_object(sizes, ranks.local_size, group=host_group())
+    sizes = gather(ranks.local_size, ranks)
     return RankGrid.of_hosts(ranks.world_size, sizes[0] if len(set(sizes)) == 1 else ranks.world_size)
+
+
+def gather(value: Any, ranks: Ranks) -> list[Any]:
+    """The value of every rank, on every rank."""
+    if ranks.world_size == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values = [None] * ranks.world_size
+    dist.all_gather_object(values, value, group=host_group())
+    return values
 
 
 def share(value: Any, ranks: Ranks) -> Any:

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from hyperbatch.config import Config
 from hyperbatch.data.augment import size_at
 from hyperbatch.data.batch import Batch
 from hyperbatch.engine.cuda_graphs import Backend, CapturedSteps, CudaGraphs, NoRoom, NotCaptured, StepShape
 from hyperbatch.engine.learner import Learner
-from hyperbatch.engine.ranks import Ranks, host_group
+from hyperbatch.engine.ranks import Ranks, gather
 from hyperbatch.engine.step import MicroStep, Work, blank_batch, micro_steps
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.warmup import compile_kernels, preserved_state
@@ -117,8 +116,9 @@ class StepRunner:
             with self._captured.backend.on_capture_stream():
                 work()
         except NotCaptured as error:
-            failure = isinstance(error, NoRoom), str(error)  # not the error: its frames hold what the capture allocated
-        failures = self._of_all_ranks(failure)
+            rank = f"rank {self._ranks.rank}: " if self._ranks.world_size > 1 else ""
+            failure = isinstance(error, NoRoom), f"{rank}{error}"  # a text: the error's frames hold what was allocated
+        failures = [item for item in gather(failure, self._ranks) if item is not None]
         if reason := next((text for no_room, text in failures if not no_room), None):
             self._fall_back(self._captured, reason)
         elif failures:
@@ -139,7 +139,11 @@ class StepRunner:
             # Norms over ranks exchange sums in forward: a rank that fails to compile would leave the others waiting.
             if learner.fused and self._config.model.bn_group_ranks == 1:
                 for images, labels in batches.values():
-                    self._compile(images, labels)
+                    reason = compile_kernels(
+                        learner, self._work, images, labels, self.total, ranks_per_host=self._ranks.local_size
+                    )
+                    if reason is not None:
+                        self._warnings.append(f"kernels are compiled one after the other: {reason}")
             step()
             # Once: other shapes run the same code, and later the loader's threads wait for the device as they may.
             if self._captured is not None and not self._warmed:
@@ -148,20 +152,6 @@ class StepRunner:
                         step()
                 except RuntimeError as error:
                     raise NotCaptured(error) from error
-
-    def _compile(self, images: torch.Tensor, labels: torch.Tensor) -> None:
-        ranks_per_host = self._ranks.local_size
-        reason = compile_kernels(self._learner, self._work, images, labels, self.total, ranks_per_host=ranks_per_host)
-        if reason is not None:
-            self._warnings.append(f"kernels are compiled one after the other: {reason}")
-
-    def _of_all_ranks(self, failure: tuple[bool, str] | None) -> list[tuple[bool, str]]:
-        """The failures of all ranks, each with its rank's name."""
-        if self._ranks.world_size == 1:
-            return [] if failure is None else [failure]
-        found: list[tuple[bool, str] | None] = [None] * self._ranks.world_size
-        dist.all_gather_object(found, failure, group=host_group())
-        return [(item[0], f"rank {rank}: {item[1]}") for rank, item in enumerate(found) if item is not None]
 
     def _fall_back(self, captured: CapturedSteps, reason: str) -> None:
         if self._config.run.graph == "on":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +21,8 @@ class MicroStep(NamedTuple):
     last: bool
 
 
-class Work(Protocol):
-    """What a micro-step does with its batch. It asks the device for nothing, so that it can be captured."""
-
-    def __call__(
-        self, learner: Learner, part: MicroStep, images: Tensor, labels: Tensor, total: Tensor, timer: StepTimer, /
-    ) -> None: ...
+# What a micro-step does with its images and labels; the tensor before the timer gets the step's loss so far.
+Work = Callable[[Learner, MicroStep, Tensor, Tensor, Tensor, StepTimer], None]
 
 
 def micro_steps(micro_batches: Sequence[int]) -> list[MicroStep]:

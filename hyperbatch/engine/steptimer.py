@@ -8,26 +8,23 @@ from dataclasses import dataclass
 import torch
 
 from hyperbatch.plan.types import GroupTiming, StepTiming
+from hyperbatch.stopwatch import Mark, seconds_between
 
-Moment = torch.cuda.Event | float  # an event on a GPU, seconds on a CPU
-Ends = tuple[tuple[str, Moment], ...]  # (phase that ended, moment)
+Ends = tuple[tuple[str, Mark], ...]  # (phase that ended, moment)
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
     """One step's marks."""
 
-    start: Moment
+    start: Mark
     ends: Ends
 
     def spans(self) -> list[tuple[str, float, float]]:
         """(phase, start_s, end_s) from the step's start. On a GPU the step must have finished."""
         spans, before = [], 0.0
         for name, moment in self.ends:
-            if isinstance(moment, float):
-                now = moment - self.start  # type: ignore[operator]
-            else:
-                now = self.start.elapsed_time(moment) / 1e3  # type: ignore[union-attr]
+            now = seconds_between(self.start, moment)
             spans.append((name, before, now))
             before = now
         return spans
@@ -57,7 +54,7 @@ class StepTimer:
         self.start()
 
     def start(self) -> None:
-        self._ends: list[tuple[str, Moment]] = []
+        self._ends: list[tuple[str, Mark]] = []
         self._start = self._now()
 
     def mark(self, phase: str) -> None:
@@ -74,7 +71,7 @@ class StepTimer:
     def marks(self) -> Marks:
         return Marks(self._start, self.ends)
 
-    def _now(self) -> Moment:
+    def _now(self) -> Mark:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())

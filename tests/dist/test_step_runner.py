@@ -142,7 +142,7 @@ def test_warm_up_after_a_resume_leaves_no_trace(tmp_path, monkeypatch):
     assert resumed_losses == whole_losses
 
 
-def test_everything_is_put_back(tmp_path):
+def test_all_state_is_preserved(tmp_path):
     """Also what no later step would show: random numbers, gradients, counts, rates."""
     torch.set_num_threads(1)
     run = build_run(config(model="toy:normed", precision="fp16"), Ranks(), torch.device("cpu"))
@@ -181,7 +181,7 @@ def test_everything_is_put_back(tmp_path):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_batches_are_copied_beside_a_channel_of_zeros(fused):
+def test_batches_are_copied_next_to_a_channel_of_zeros(fused):
     """Where fused kernels want it, and there are three others."""
     run = build_run(config(), Ranks(), torch.device("cpu"))
     run.learner.fused = fused
@@ -250,7 +250,7 @@ def test_compiling_before_the_first_step_leaves_no_trace(tmp_path, monkeypatch, 
     assert told == (["kernels are compiled one after the other: no room for 3 GiB"] * 2 if failure else [])
 
 
-def test_a_step_that_fails_is_put_back_too():
+def test_state_is_preserved_when_a_step_fails():
     run = build_run(config(), Ranks(), torch.device("cpu"))
     before = [tensor.clone() for tensor in run.learner.arena.flat_weights()]
     with contextlib.suppress(ZeroDivisionError), preserved_state(run.learner):
