@@ -20,13 +20,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.weak import TensorWeakRef
 
-from hyperbatch import vocabulary
 from hyperbatch.errors import InputError
-from hyperbatch.optim.params import kind_of, owners
+from hyperbatch.params import HALF_DTYPES, kind_of, owners
 from hyperbatch.plan.types import TensorSpec
 
 ALIGN_BYTES = 256
-HALF_DTYPES = tuple(getattr(torch, name) for name in vocabulary.HALF_DTYPES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,42 +42,6 @@ class Slot:
     def end(self) -> int:
         """Where the next slot begins: padding included."""
         return _aligned(self.offset + self.numel, self.dtype)
-
-
-def backward_order(model: nn.Module, run_backward: Callable[[], None]) -> list[str]:
-    """Names of trainable parameters in the order in which one probe backward finishes their gradients.
-
-    Parameters the probe does not touch come last, in definition order. Buffers, gradients and RNG state are restored
-    after it.
-    """
-    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    finished: dict[str, None] = {}
-
-    def record(name: str) -> Callable[[Tensor], None]:
-        def hook(_: Tensor) -> None:
-            finished.pop(name, None)  # a second backward in the probe: the last one counts
-            finished[name] = None
-
-        return hook
-
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    grads = [(param, param.grad) for _, param in named]
-    for param, _ in grads:
-        param.grad = None
-    handles = [param.register_post_accumulate_grad_hook(record(name)) for name, param in named]
-    cuda_devices = sorted({param.device.index for _, param in named if param.device.type == "cuda"})
-    try:
-        with torch.random.fork_rng(devices=cuda_devices):
-            run_backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-        for param, grad in grads:
-            param.grad = grad
-        with torch.no_grad():
-            for buffer, saved in buffers:
-                buffer.copy_(saved)
-    return [*finished, *(name for name, _ in named if name not in finished)]
 
 
 class Arena:

@@ -128,7 +128,7 @@ def tensor_table(config: Config, channels: int) -> tuple[TensorSpec, ...]:
     import torch
 
     from hyperbatch.models import create_model
-    from hyperbatch.optim.params import kind_of, owners
+    from hyperbatch.params import kind_of, owners
 
     with torch.device("meta"):
         model = create_model(config.model.model, classes=config.data.classes, in_channels=channels)
@@ -193,8 +193,7 @@ def format_preview(preview: Preview) -> str:
     with console.capture() as text:
         console.print(f"[bold]{config.recipe}[/]  {config.model.model}, {preview.parameters:,} parameters")
         console.print(
-            f"data      {samples:,} training and {counts.eval_samples:,} validation images, "
-            f"{counts.classes:,} classes"
+            f"data      {samples:,} training and {counts.eval_samples:,} validation images, {counts.classes:,} classes"
         )
         console.print(
             f"ranks     {preview.world_size:,} as {preview.grid} (rows x columns), "

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyperbatch.arena import Arena, backward_order
+from hyperbatch.arena import Arena
 from hyperbatch.comm import GridComm, all_reduce
 from hyperbatch.config import CommConfig
 from hyperbatch.engine.ranks import Ranks
+from hyperbatch.params import backward_order
 from hyperbatch.plan import fit
 from hyperbatch.plan.strategies import group_options, plan_groups
 from hyperbatch.plan.types import GroupPlan, param_specs

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hyperbatch import vocabulary
 from hyperbatch.optim.dtensor import Spread, agreed, is_dtensor, local, local_grad, spread_of, whole_norms
+from hyperbatch.params import HALF_DTYPES
 
 if TYPE_CHECKING:
     from hyperbatch.arena import Arena
 
 Scalar = float | Tensor  # a Tensor stays on the device: capturable rates, loss scales
-HALF_DTYPES = tuple(getattr(torch, name) for name in vocabulary.HALF_DTYPES)
 
 
 @dataclass(frozen=True, slots=True)

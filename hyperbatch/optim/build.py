@@ -12,7 +12,7 @@ from hyperbatch.config import OptimConfig
 from hyperbatch.optim.base import LayerwiseOptimizer, put
 from hyperbatch.optim.lamb import LAMB
 from hyperbatch.optim.lars import LARS
-from hyperbatch.optim.params import param_groups
+from hyperbatch.params import param_groups
 
 
 def build_optimizer(

@@ -14,7 +14,7 @@ from hyperbatch.errors import InputError
 from hyperbatch.optim.build import load_named_state, named_state
 from hyperbatch.optim.lamb import LAMB
 from hyperbatch.optim.lars import LARS
-from hyperbatch.optim.params import param_groups
+from hyperbatch.params import param_groups
 from hyperbatch.optim.precision import LossScaler
 from hyperbatch.optim.sharded import ShardedUpdate
 from hyperbatch.plan.strategies import plan_groups

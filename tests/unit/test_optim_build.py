@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from hyperbatch.arena import Arena, backward_order
+from hyperbatch.arena import Arena
 from hyperbatch.config import OptimConfig
 from hyperbatch.optim import LAMB, LARS
 from hyperbatch.optim.build import build_optimizer, load_named_state, named_state, set_rate
 from hyperbatch.optim.precision import working_dtype
+from hyperbatch.params import backward_order
 
 
 def build(optim, lr=0.1, **options):
