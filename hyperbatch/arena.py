@@ -155,7 +155,7 @@ class Arena:
 
         The buffers are not touched: backward writes over them, and `collect` clears what it left out.
         """
-        self.settle()
+        self.reclaim()
         for slot in self.slots:
             slot.param.grad = None
 
@@ -192,7 +192,7 @@ class Arena:
 
     # --- changes from outside -----------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def reclaim(self) -> None:
         """Takes parameters back in that `.to()` moved out of the arena. Nothing to do in a normal step."""
         if [slot.param.data_ptr() for slot in self.slots] == self._addresses:
             return
@@ -223,7 +223,7 @@ class Arena:
 
     def load_masters(self, tensors: Mapping[str, Tensor]) -> None:
         """Fills masters, then the working weights from them. Names the arena does not hold are passed over."""
-        self.settle()
+        self.reclaim()
         self._fill({name: tensor for name, tensor in tensors.items() if name in self._by_name})
         self.notify_loaded()
 
@@ -320,7 +320,7 @@ def _load_hook(arena_ref: weakref.ref[Arena], owner: weakref.ref[nn.Module], nam
             return
         if metadata.get("assign_to_params_buffers"):
             raise RuntimeError("load_state_dict(assign=True) would take the model out of its arena; load by copy")
-        arena.settle()
+        arena.reclaim()
         for local, name in names.items():
             tensor = state_dict.get(prefix + local)
             slot = arena.slot(name)

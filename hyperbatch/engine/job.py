@@ -243,8 +243,6 @@ def wants_graph(config: Config, device: torch.device, warnings: list[str]) -> bo
     reason = None
     if device.type != "cuda":
         reason = f"CUDA graphs need a GPU, and this run is on the {device.type.upper()}"
-    elif config.comm.sharded_update:
-        reason = "the sharded update (--sharded-update) sends a table from the host in every step"
     if reason is None:
         return True
     if config.run.graph == "on":

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from hyperbatch.arena import Arena
 from hyperbatch.config import OptimConfig
-from hyperbatch.optim.base import LayerwiseOptimizer, put
+from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.optim.lamb import LAMB
 from hyperbatch.optim.lars import LARS
+from hyperbatch.optim.tensors import write_setting
 from hyperbatch.params import param_groups
 
 
@@ -56,9 +57,9 @@ def build_optimizer(
 def set_rate(optimizer: torch.optim.Optimizer, lr: float, weight_decay_scale: float = 1.0) -> None:
     """Before each step. Values on the device (capturable) are filled there, without waiting for it."""
     for group in optimizer.param_groups:
-        put(group, "lr", lr)
+        write_setting(group, "lr", lr)
         if "base_weight_decay" in group:
-            put(group, "weight_decay", group["base_weight_decay"] * weight_decay_scale)
+            write_setting(group, "weight_decay", group["base_weight_decay"] * weight_decay_scale)
 
 
 def named_state(optimizer: LayerwiseOptimizer, model: nn.Module) -> dict[str, Tensor]:
@@ -88,7 +89,7 @@ def load_named_state(optimizer: LayerwiseOptimizer, model: nn.Module, tensors: M
                     if key == "master":
                         param.copy_(value)
             for key in optimizer.group_state_names:
-                put(group, key, tensors[f"group{index}/{key}"].item())
+                write_setting(group, key, tensors[f"group{index}/{key}"].item())
     optimizer.refresh()
 
 

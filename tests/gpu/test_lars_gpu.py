@@ -10,7 +10,7 @@ from torch import nn
 
 from hyperbatch.arena import Arena
 from hyperbatch.optim import LARS
-from hyperbatch.optim.lars import MOMENTUM_RULES, hyper, lars_update
+from hyperbatch.optim.lars import LARS_RULE, MOMENTUM_RULES, lars_update
 from hyperbatch.optim.precision import LossScaler
 
 pytestmark = [
@@ -55,7 +55,7 @@ def test_one_fused_step_agrees_with_the_fp64_reference(rule, magnitudes):
             for p in params
         ]
         group = dict(optimizer.param_groups[0])
-        h = hyper({**group, "last_lr": float(group["last_lr"])})
+        h = LARS_RULE.read({**group, "last_lr": float(group["last_lr"])})
         optimizer.step()
         for param, weight, buffer in zip(params, before, buffers, strict=True):
             expected = lars_update(weight, param.grad.double(), buffer, h).weight

@@ -37,9 +37,9 @@ def test_kernels_compile_for_hopper_with_wide_accesses_and_no_shuffles(half):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from hyperbatch.kernels import lars
+    from hyperbatch.kernels import layerwise
 
-    update_kernel = lars.update_kernel.fn
+    update_kernel = layerwise.update_kernel.fn
     flags = {"FLAGS": (half, False, 0, False, False, False, False), "HALF": triton.language.float16, "HAS_HALF": half}
     flags |= {"ALIGNED": True, "PARTIALS": 1024, "BLOCK": 1024, "OVERLAP": True}
     types = {"first_chunk": "i32", "chunks": "*i64", "grads": "*i64", "rates": "*i64", "clock": "*i32"}
@@ -57,9 +57,9 @@ def test_the_look_at_the_weights_compiles_for_hopper_with_wide_loads():
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from hyperbatch.kernels import lars
+    from hyperbatch.kernels import layerwise
 
-    look = lars.weight_norms_kernel.fn
+    look = layerwise.weight_norms_kernel.fn
     flags = {"HALF": triton.language.bfloat16, "HAS_HALF": True, "ALIGNED": True, "BLOCK": 1024}
     signature = {n: "constexpr" if n in flags else "*i64" if n == "chunks" else "*fp32" for n in look.arg_names}
     source = ASTSource(fn=look, signature=signature, constexprs=flags, attrs={})
