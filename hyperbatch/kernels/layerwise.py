@@ -212,16 +212,17 @@ def norms_kernel(
     tl.store(grad_partials + c, total)
     if not (total <= 3.4028234663852886e38):  # inf, nan, or a sum of squares beyond fp32
         tl.atomic_max(clock + 2, step)
+        n = 0  # nobody will take this chunk's direction
     if DIRECTION:
         group = tl.load(row + 8)
         # Another program writes the present number meanwhile; the next one is still the same.
         factors = _lamb_factors(group, numbers + group * COLUMNS + NEXT_CARRIED, numbers, rates, scale)
         if HAS_HALF and half_copy != 0:
-            gradient = _pointer(address + start * 2, HALF, ALIGNED)
-            total = _direction_squares(row, gradient, n, factors, ALIGNED, BLOCK)
+            half = _pointer(address + start * 2, HALF, ALIGNED)
+            total = _direction_squares(row, half, n, factors, ALIGNED, BLOCK)
         else:
-            gradient = _pointer(address + start * 4, tl.float32, ALIGNED)
-            total = _direction_squares(row, gradient, n, factors, ALIGNED, BLOCK)
+            full = _pointer(address + start * 4, tl.float32, ALIGNED)
+            total = _direction_squares(row, full, n, factors, ALIGNED, BLOCK)
         tl.store(direction_partials + c, total)
 
 
