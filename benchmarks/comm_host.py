@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.replay import ReplayModel
-from hyperbatch.arena import Arena, backward_order
+from hyperbatch.arena import Arena
 from hyperbatch.bench.harness import Candidate, interleave, result, rows
 from hyperbatch.comm import GradSync, GridComm
 from hyperbatch.models import create_model, smoothed_cross_entropy
+from hyperbatch.params import backward_order
 from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.types import RankGrid, TensorSpec
 from hyperbatch.stopwatch import device_s

@@ -12,7 +12,6 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hyperbatch.arena import Arena as Arena
-    from hyperbatch.arena import backward_order as backward_order
     from hyperbatch.comm import GradSync as GradSync
     from hyperbatch.comm import GridComm as GridComm
     from hyperbatch.comm import GridHookState as GridHookState
@@ -37,9 +36,10 @@ if TYPE_CHECKING:
     from hyperbatch.models.fused import why_not_fused as why_not_fused
     from hyperbatch.optim import LAMB as LAMB
     from hyperbatch.optim import LARS as LARS
-    from hyperbatch.optim import param_groups as param_groups
     from hyperbatch.optim.build import set_rate as set_rate
     from hyperbatch.optim.precision import LossScaler as LossScaler
+    from hyperbatch.params import backward_order as backward_order
+    from hyperbatch.params import param_groups as param_groups
     from hyperbatch.plan.clusters import format_machine_file as format_machine_file
     from hyperbatch.plan.clusters import load_cluster as load_cluster
     from hyperbatch.plan.planner import format_plan as format_plan
@@ -75,7 +75,7 @@ _HOME = {
     "ScheduleConfig": "config",
     "StepTiming": "plan.types",
     "all_reduce": "comm",
-    "backward_order": "arena",
+    "backward_order": "params",
     "check_collectives": "comm",
     "create_model": "models",
     "ddp_bucket_bytes": "comm",
@@ -87,7 +87,7 @@ _HOME = {
     "grid_hook": "comm",
     "load_cluster": "plan.clusters",
     "make_plan": "plan.planner",
-    "param_groups": "optim",
+    "param_groups": "params",
     "param_specs": "comm",
     "plan_groups": "plan.strategies",
     "register_ddp_hook": "comm",

@@ -20,13 +20,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.weak import TensorWeakRef
 
-from hyperbatch import vocabulary
 from hyperbatch.errors import InputError
-from hyperbatch.optim.params import kind_of, owners
+from hyperbatch.params import HALF_DTYPES, kind_of, owners
 from hyperbatch.plan.types import TensorSpec
 
 ALIGN_BYTES = 256
-HALF_DTYPES = tuple(getattr(torch, name) for name in vocabulary.HALF_DTYPES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,42 +42,6 @@ class Slot:
     def end(self) -> int:
         """Where the next slot begins: padding included."""
         return _aligned(self.offset + self.numel, self.dtype)
-
-
-def backward_order(model: nn.Module, run_backward: Callable[[], None]) -> list[str]:
-    """Names of trainable parameters in the order in which one probe backward finishes their gradients.
-
-    Parameters the probe does not touch come last, in definition order. Buffers, gradients and RNG state are restored
-    after it.
-    """
-    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    finished: dict[str, None] = {}
-
-    def record(name: str) -> Callable[[Tensor], None]:
-        def hook(_: Tensor) -> None:
-            finished.pop(name, None)  # a second backward in the probe: the last one counts
-            finished[name] = None
-
-        return hook
-
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    grads = [(param, param.grad) for _, param in named]
-    for param, _ in grads:
-        param.grad = None
-    handles = [param.register_post_accumulate_grad_hook(record(name)) for name, param in named]
-    cuda_devices = sorted({param.device.index for _, param in named if param.device.type == "cuda"})
-    try:
-        with torch.random.fork_rng(devices=cuda_devices):
-            run_backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-        for param, grad in grads:
-            param.grad = grad
-        with torch.no_grad():
-            for buffer, saved in buffers:
-                buffer.copy_(saved)
-    return [*finished, *(name for name, _ in named if name not in finished)]
 
 
 class Arena:
@@ -193,7 +155,7 @@ class Arena:
 
         The buffers are not touched: backward writes over them, and `collect` clears what it left out.
         """
-        self.settle()
+        self.reclaim()
         for slot in self.slots:
             slot.param.grad = None
 
@@ -230,7 +192,7 @@ class Arena:
 
     # --- changes from outside -----------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def reclaim(self) -> None:
         """Takes parameters back in that `.to()` moved out of the arena. Nothing to do in a normal step."""
         if [slot.param.data_ptr() for slot in self.slots] == self._addresses:
             return
@@ -261,7 +223,7 @@ class Arena:
 
     def load_masters(self, tensors: Mapping[str, Tensor]) -> None:
         """Fills masters, then the working weights from them. Names the arena does not hold are passed over."""
-        self.settle()
+        self.reclaim()
         self._fill({name: tensor for name, tensor in tensors.items() if name in self._by_name})
         self.notify_loaded()
 
@@ -358,7 +320,7 @@ def _load_hook(arena_ref: weakref.ref[Arena], owner: weakref.ref[nn.Module], nam
             return
         if metadata.get("assign_to_params_buffers"):
             raise RuntimeError("load_state_dict(assign=True) would take the model out of its arena; load by copy")
-        arena.settle()
+        arena.reclaim()
         for local, name in names.items():
             tensor = state_dict.get(prefix + local)
             slot = arena.slot(name)

@@ -128,7 +128,7 @@ def tensor_table(config: Config, channels: int) -> tuple[TensorSpec, ...]:
     import torch
 
     from hyperbatch.models import create_model
-    from hyperbatch.optim.params import kind_of, owners
+    from hyperbatch.params import kind_of, owners
 
     with torch.device("meta"):
         model = create_model(config.model.model, classes=config.data.classes, in_channels=channels)

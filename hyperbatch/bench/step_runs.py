@@ -182,11 +182,9 @@ def ours(task: Task, *, fused: bool, graph: bool = True) -> Built:
         device=task.device.type,
         graph="on" if graph else "off",
     )
-    ranks, warnings = Ranks(), []
-    learner = build_learner(
-        config, ranks, task.device, classes=setting.classes, in_channels=task.images.shape[1], warnings=warnings
-    )
-    runner = StepRunner(learner, micro_step, config, ranks, warnings)
+    ranks = Ranks()
+    learner = build_learner(config, ranks, task.device, classes=setting.classes, in_channels=task.images.shape[1])
+    runner = StepRunner(learner, micro_step, config, ranks, warnings=[])
     timer = StepTimer(task.device)
     step = next(steps(resolve_phases(config.schedule.batch_phases, batch, 1, accumulate=1), batch, 1.0))
     if not runner.is_ready(step):

@@ -22,7 +22,7 @@ def broadcast_weights(arena: Arena, comm: GridComm) -> None:
     """The weights of the first rank on all of them, fp32 masters included. Every rank calls it, before GradSync."""
     if comm.world is None:
         return
-    arena.settle()
+    arena.reclaim()
     comm.drain()  # the thread must not use the group meanwhile
     for flat in arena.flat_weights():
         dist.broadcast(flat, group=comm.world, group_src=0)
@@ -33,7 +33,7 @@ def check_same_weights(arena: Arena, comm: GridComm, *, masters: bool) -> None:
     """Raises InputError on every rank, naming the first parameter that differs. masters: compare them, too."""
     if comm.size == 1:
         return
-    arena.settle()
+    arena.reclaim()
     sums, lines = [], []
     for slot in arena.slots:
         buffers = [arena.weights[slot.dtype]]

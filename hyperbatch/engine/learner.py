@@ -61,17 +61,16 @@ def build_learner(
     *,
     classes: int,
     in_channels: int,
-    warnings: list[str],
     cache_bytes: int = 0,
     saved: Checkpoint | None = None,
 ) -> Learner:
-    """Every rank calls it. warnings: gets what the user should know. cache_bytes: of images that the loader may come to
-    keep on the GPU.
+    """Every rank calls it.
 
+    cache_bytes: of images that the loader may come to keep on the GPU.
     saved: the run that is continued. Its weights and what it measured are taken over here; `snapshot.restore` does the
     rest.
     """
-    capturable = wants_graph(config, device, warnings)
+    capturable = wants_graph(config, device)
     # The same seed gives every rank the same weights; rank 0's are sent round all the same, below.
     dtype = working_dtype(config.optim.precision)
     torch.manual_seed(config.run.seed)
@@ -144,22 +143,13 @@ def build_learner(
     )
 
 
-def wants_graph(config: Config, device: torch.device, warnings: list[str]) -> bool:
-    """Whether to capture steps; what is known to forbid it is an error where it was asked for, else a warning."""
-    if config.run.graph == "off":
-        return False
-    reason = None
-    if device.type != "cuda":
-        reason = f"CUDA graphs need a GPU, and this run is on the {device.type.upper()}"
-    elif config.comm.sharded_update:
-        reason = "the sharded update (--sharded-update) sends a table from the host in every step"
-    if reason is None:
-        return True
-    if config.run.graph == "on":
-        raise InputError(f"--graph on: {reason}; use --graph auto")
-    if device.type == "cuda":  # nobody expects them elsewhere
-        warnings.append(f"steps run without a CUDA graph: {reason}")
-    return False
+def wants_graph(config: Config, device: torch.device) -> bool:
+    """Whether to capture steps: on GPUs, unless the user says no."""
+    if config.run.graph == "on" and device.type != "cuda":
+        raise InputError(
+            f"--graph on: CUDA graphs need a GPU, and this run is on the {device.type.upper()}; use --graph auto"
+        )
+    return config.run.graph != "off" and device.type == "cuda"
 
 
 def use_fused(config: Config, model: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyperbatch.arena import Arena, backward_order
+from hyperbatch.arena import Arena
 from hyperbatch.comm import GridComm, all_reduce
 from hyperbatch.config import CommConfig, OptimConfig
 from hyperbatch.engine.kernel_choice import cudnn_trials
@@ -20,6 +20,7 @@ from hyperbatch.kernels.compile import without_launches
 from hyperbatch.memory import free_host_memory_bytes
 from hyperbatch.models import smoothed_cross_entropy
 from hyperbatch.optim.precision import working_dtype
+from hyperbatch.params import backward_order
 from hyperbatch.plan import fit
 from hyperbatch.plan.strategies import group_options, plan_groups
 from hyperbatch.plan.types import GroupPlan

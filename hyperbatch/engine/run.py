@@ -72,7 +72,6 @@ def build_run(
         device,
         classes=len(train_set.classes),
         in_channels=train_set.channels,
-        warnings=warnings,
         cache_bytes=gpu_cache_bytes(train_set, config.data, device),
         saved=saved,
     )

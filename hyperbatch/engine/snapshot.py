@@ -17,8 +17,9 @@ from hyperbatch.config import Config
 from hyperbatch.engine.ranks import Ranks, errors_shared, host_group, share
 from hyperbatch.engine.run import Run
 from hyperbatch.models.norm import merge_norm_statistics
-from hyperbatch.optim.base import LayerwiseOptimizer, put
+from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.optim.sharded import ShardedUpdate
+from hyperbatch.optim.tensors import write_setting
 from hyperbatch.schedule import position_of
 
 
@@ -129,7 +130,7 @@ def load_named_state(optimizer: LayerwiseOptimizer, model: nn.Module, tensors: M
                     if key == "master":
                         param.copy_(value)
             for key in optimizer.group_state_names:
-                put(group, key, tensors[f"group{index}/{key}"].item())
+                write_setting(group, key, tensors[f"group{index}/{key}"].item())
     optimizer.refresh()
 
 

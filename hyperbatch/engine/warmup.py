@@ -12,7 +12,7 @@ from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.step import MicroStep, Work
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.kernels.compile import compiling
-from hyperbatch.optim.base import Scalar, put
+from hyperbatch.optim.tensors import Scalar, write_setting
 
 
 @contextlib.contextmanager
@@ -41,12 +41,10 @@ def preserved_state(learner: Learner) -> Iterator[None]:
                     tensor.copy_(value)
                 for group, values in zip(optimizer.param_groups, numbers, strict=True):
                     for name, value in values.items():
-                        put(group, name, value)
+                        write_setting(group, name, value)
                 if optimizer.skipped_steps is not None:
                     optimizer.skipped_steps.zero_() if skipped is None else optimizer.skipped_steps.copy_(skipped)
-                for stats in optimizer._stats:
-                    for column in (stats.weight_norms, stats.grad_norms, stats.trust):
-                        column.fill_(torch.nan)
+                optimizer.clear_stats()
             learner.scaler.load_state_dict(scaler)
             learner.sync.forget()
             learner.arena.zero_grad()

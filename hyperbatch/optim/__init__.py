@@ -2,6 +2,6 @@
 
 from hyperbatch.optim.lamb import LAMB
 from hyperbatch.optim.lars import LARS
-from hyperbatch.optim.params import param_groups
+from hyperbatch.params import param_groups
 
 __all__ = ["LAMB", "LARS", "param_groups"]

@@ -1,4 +1,4 @@
-"""What LARS and LAMB share: fp32 masters, arena storage, loss scaling, skipped steps, readable layer norms.
+"""What all update rules share: fp32 masters, arena storage, loss scaling, skipped steps, readable layer norms.
 
 param (16 or 32 bit) --grad--> [ norms | inf? ] --> update of master and state in fp32 --> param
                                     |
@@ -6,38 +6,35 @@ param (16 or 32 bit) --grad--> [ norms | inf? ] --> update of master and state i
 """
 
 # pyright: reportPrivateImportUsage=false
-# torch._foreach_* is the multi-tensor interface that torch.optim itself is written in.
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hyperbatch import vocabulary
-from hyperbatch.optim.dtensor import Spread, agreed, is_dtensor, local, local_grad, spread_of, whole_norms
+from hyperbatch.kernels import has_triton, interpreted
+from hyperbatch.optim.dtensor import agreed, is_dtensor, local, local_grad, spread_of
+from hyperbatch.optim.rule import Entry, Rule, norms_of_layers
+from hyperbatch.optim.tensors import (
+    adopt_writes,
+    capturing,
+    is_dense,
+    is_number,
+    on_device,
+    read_is_free,
+    scalar,
+    write_setting,
+)
+from hyperbatch.params import HALF_DTYPES
 
 if TYPE_CHECKING:
     from hyperbatch.arena import Arena
+    from hyperbatch.optim.fused import FusedStep
 
-Scalar = float | Tensor  # a Tensor stays on the device: capturable rates, loss scales
-HALF_DTYPES = tuple(getattr(torch, name) for name in vocabulary.HALF_DTYPES)
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One parameter with a gradient: what a step reads and writes."""
-
-    name: str
-    param: Tensor
-    weight: Tensor  # full precision: the parameter itself, or its fp32 master
-    grad: Tensor  # as backward left it: perhaps 16-bit, perhaps loss-scaled
-    state: tuple[Tensor, ...]
-    weight_norm: Tensor | None = None  # |w| of the whole layer, where the tensors above are one rank's part of it
-    spread: Spread | None = None  # the ranks to ask for norms of the whole layer, where it is a DTensor
+Work = list[tuple[dict[str, Any], list[Entry]]]  # each group with those of its parameters that have a gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +47,23 @@ class LayerStats:
     trust: Tensor
 
 
-class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
-    """Subclasses name their state, check a group and update one."""
+class LayerwiseOptimizer(torch.optim.Optimizer):
+    """A torch optimizer around a `Rule`. Subclasses name the rule and take its settings as arguments."""
 
-    state_names: tuple[str, ...] = ()  # tensors per parameter
-    group_state_names: tuple[str, ...] = ()  # numbers per group
+    rule: ClassVar[Rule]
+    state_names: ClassVar[tuple[str, ...]]  # the rule's
+    group_state_names: ClassVar[tuple[str, ...]]
     # torch's GradScaler then hands over the two attributes below and asks the host nothing. They have no value here:
     # GradScaler multiplies its scale into one that is there, and deletes both after the step.
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None  # what the gradients were multiplied by
     found_inf: Tensor | None  # not 0: somebody saw an inf or nan already
     _loaded: dict[str, Any] | None = None  # a state dict on its way in
+    _fused_step: FusedStep | None = None  # the rule's kernels with their tables, once a step has run
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.state_names, cls.group_state_names = cls.rule.state_names, cls.rule.group_state_names
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
 
     def _setup(self, arena: Arena | None, capturable: bool, foreach: bool | None, fused: bool | None) -> None:
         self.arena = arena
-        self._capturable, self._foreach, self._fused = capturable, foreach, fused
+        self._capturable, self.foreach, self.fused = capturable, foreach, fused
         self._arena_names: dict[Tensor, str] = {} if arena is None else {slot.param: slot.name for slot in arena.slots}
         self._arena_state = [] if arena is None else [arena.views(arena.new_buffers()) for _ in self.state_names]
         self._arena_masters = {} if arena is None else arena.named_masters()
@@ -92,7 +95,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
         self.skipped_steps: Tensor | None = None  # how many were; a device tensor
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_foreach": self._foreach, "_fused": self._fused}
+        return {**super().__getstate__(), "_foreach": self.foreach, "_fused": self.fused}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if self._loaded is not None:
@@ -114,6 +117,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
         except ValueError:
             self.param_groups.pop()
             raise
+        self._fused_step = None  # built at the next step, over all groups
+        if self.fused and (reason := why_not_fused(self.param_groups)):
+            self.param_groups.pop()
+            raise ValueError(f"fused=True, but {reason}")
         # Before a schedule scales it: set_rate multiplies this one.
         group.setdefault("base_weight_decay", float(group["weight_decay"]))
         if self._capturable:
@@ -130,13 +137,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
         for param in group["params"]:
             if not param.is_floating_point():
                 raise ValueError(f"params must be real floating-point tensors, not {param.dtype}")
-            if is_dtensor(param) and self._foreach is False:
+            if is_dtensor(param) and self.foreach is False:
                 raise ValueError("foreach=False takes norms of whole tensors; leave it out for DTensor parameters")
-        self.check_group(group)
-
-    @abstractmethod
-    def check_group(self, group: dict[str, Any]) -> None:
-        """Raises ValueError naming the setting that is wrong."""
+        self.rule.read(group).check()
 
     def _to_device(self, group: dict[str, Any]) -> None:
         """A captured graph must read its rates from device memory, or it would replay the captured ones."""
@@ -165,7 +168,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         if self.arena is not None:
-            self.arena.settle()
+            self.arena.reclaim()
         if self.step_fused():
             return loss
         work = [(group, self._entries(group, names)) for group, names in self.group_names()]
@@ -173,35 +176,73 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
         if not entries:
             return loss
         if not capturing(entries[0].param.device):
-            self._heed_writes((entry.param, entry.weight) for entry in entries)
+            self._adopt_writes((entry.param, entry.weight) for entry in entries)
         grad_norms, found = self._measure(entries)
-        self._count(found)
-        skip = None
-        if found.device.type == "cpu":  # reading it costs nothing here
-            if found.item():
-                return loss
-        else:
-            skip = found > 0
+        self.apply_update(work, grad_norms, found)
+        return loss
+
+    def apply_update(self, work: Work, grad_norms: Tensor, found: Tensor) -> bool:
+        """What is left of a step once norms are known; for those who measure and exchange them in a way of their own.
+
+        grad_norms: of the gradients as they are, one per entry in the order of `work`. found: 1 on the device when the
+        step must be skipped, else 0. Returns False where the host can tell that it was.
+        """
+        self.last_found_inf = found
+        self.skipped_steps = found.clone() if self.skipped_steps is None else self.skipped_steps.add_(found)
+        skip = None if read_is_free(found.device) else found > 0
+        if skip is None and found.item():
+            return False
         self._stats, done = [], 0
         for group, part in work:
             if part:
-                stats = self.update_group(group, part, grad_norms[done : done + len(part)], skip)
+                stats = self._update_group(group, part, grad_norms[done : done + len(part)], skip)
                 self._stats.append(self._keep(stats, skip))
                 done += len(part)
-        half = [entry for entry in entries if entry.weight is not entry.param]
+        half = [entry for _, part in work for entry in part if entry.weight is not entry.param]
         if half:
             torch._foreach_copy_([entry.param for entry in half], [entry.weight for entry in half])
-        return loss
+        return True
 
-    @abstractmethod
-    def update_group(
+    def _update_group(
         self, group: dict[str, Any], entries: list[Entry], grad_norms: Tensor, skip: Tensor | None
     ) -> LayerStats:
-        """grad_norms: of the gradients as they are, one per entry. skip: None when the host knows the step is good."""
+        rule, scale = self.rule, self.scale_of_grads()
+        h = rule.read(group, grad_norms.device)
+        if self.foreach is False:
+            path = rule.reference
+        else:
+            path = rule.in_place if rule.in_place and skip is None and not self.foreach else rule.foreach
+        grad_norms = grad_norms if scale is None else grad_norms / scale
+        weight_norms, trust = path(entries, h, grad_norms, scale, skip)
+        for name, value in h.next_group_state().items():  # as it was, where the step is skipped
+            old = getattr(h, name)
+            write_setting(group, name, value if skip is None else torch.where(skip, on_device(old, skip.device), value))
+        return LayerStats([entry.name for entry in entries], weight_norms, grad_norms, trust)
 
     def step_fused(self) -> bool:
-        """Does the whole step, where there are kernels for it, and says so."""
-        return False
+        """Does the whole step by the rule's kernels where they can run, and says whether it did."""
+        if self.fused is False or (self.fused is None and self.foreach is not None):
+            return False
+        if not any(group["params"] for group in self.param_groups):
+            return False
+        if self._fused_step is None or not self._fused_step.holds():
+            self._fused_step = None
+            if reason := why_not_fused(self.param_groups):
+                if self.fused:
+                    raise ValueError(f"fused=True, but {reason}")
+                return False
+            from hyperbatch.optim.fused import FusedStep  # imports Triton
+
+            self._fused_step = FusedStep(self)
+        self._fused_step.run()
+        return True
+
+    def report_from(self, outcome: Tensor, stats: LayerStats) -> None:
+        """Kernels write there from now on. outcome: whether the last step was skipped, and how many were."""
+        if self.skipped_steps is not None:
+            outcome[1].copy_(self.skipped_steps)
+        self.last_found_inf, self.skipped_steps = outcome.unbind()
+        self._stats = [stats]
 
     def _entries(self, group: dict[str, Any], names: list[str]) -> list[Entry]:
         entries = []
@@ -243,14 +284,14 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
             state["master"] = torch.empty_like(param, dtype=wide).copy_(param.detach())
         return state
 
-    def _heed_writes(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def _adopt_writes(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """16-bit weights that somebody else wrote win over their masters. Found by value: `.data` has no version."""
         arena = self.arena
         if arena is not None and arena.masters is not None:
-            reconcile(arena.weights[arena.dtype], arena.masters)
+            adopt_writes(arena.weights[arena.dtype], arena.masters)
         for param, master in pairs:
             if master is not param and param not in self._arena_names:
-                reconcile(param, master)
+                adopt_writes(param, master)
 
     def _measure(self, entries: list[Entry]) -> tuple[Tensor, Tensor]:
         """Norms of the gradients as they are, and 1 when any holds inf or nan, else 0: both on the device."""
@@ -266,10 +307,6 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
 
     def told_inf(self) -> Tensor | None:
         return getattr(self, "found_inf", None)
-
-    def _count(self, found: Tensor) -> None:
-        self.last_found_inf = found
-        self.skipped_steps = found.clone() if self.skipped_steps is None else self.skipped_steps.add_(found)
 
     def _keep(self, stats: LayerStats, skip: Tensor | None) -> LayerStats:
         """In tensors that stay: every replay of a captured step writes to them, and a skipped step leaves them."""
@@ -288,8 +325,12 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
     def refresh(self) -> None:
         """Takes over weights that somebody else wrote. Steps do it by themselves, replays of captured ones cannot."""
         self._follow_arena()
+        if self._fused_step is not None and self._fused_step.holds():
+            self._fused_step.refresh()
+            return
+        self._fused_step = None
         states = ((p, self.state.get(p, {})) for group in self.param_groups for p in group["params"])
-        self._heed_writes((local(p), local(state["master"])) for p, state in states if "master" in state)
+        self._adopt_writes((local(p), local(state["master"])) for p, state in states if "master" in state)
 
     def _follow_arena(self) -> None:
         """After the arena was laid out anew, or filled: its masters hold what counts."""
@@ -315,6 +356,12 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
             LayerStats(stats.names, stats.weight_norms.clone(), stats.grad_norms.clone(), stats.trust.clone())
             for stats in self._stats
         ]
+
+    def clear_stats(self) -> None:
+        """As if no step had been taken, in the tensors that captured steps write to."""
+        for stats in self._stats:
+            for column in (stats.weight_norms, stats.grad_norms, stats.trust):
+                column.fill_(torch.nan)
 
     def layer_norms(self) -> dict[str, tuple[float, float, float]]:
         """name -> (|w|, |g|, trust) of the last step. Synchronises: the values go to the host."""
@@ -357,7 +404,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
             for name in ("lr", "weight_decay", *self.group_state_names):
                 if isinstance(before[name], Tensor):  # a captured graph reads this very tensor
                     value, group[name] = group[name], before[name]
-                    put(group, name, value)
+                    write_setting(group, name, value)
         self.param_groups = groups
         saved_order = [index for group in saved["param_groups"] for index in group["params"]]
         self.state.update((key, value) for key, value in saved["state"].items() if key not in saved_order)  # of hooks
@@ -375,72 +422,20 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
                         value.zero_()
 
 
-def is_number(value: Any) -> bool:
-    return not isinstance(value, Tensor)
-
-
-def scalar(value: Any, name: str, device: torch.device | None = None) -> Any:
-    """A group's setting, with tensors of one element made 0-d. Those on another device than `device` are read."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.numel() != 1:
-        raise ValueError(f"{name} must be one number, but is a tensor of shape {tuple(value.shape)}")
-    return value.item() if device is not None and value.device != device else value.reshape(())
-
-
-def capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-@torch.no_grad()
-def reconcile(param: Tensor, master: Tensor) -> None:
-    """A weight that somebody else wrote wins over its master, except where it is just the master rounded."""
-    same = master.to(param.dtype) == param
-    master.copy_(torch.where(same, master, param.to(master.dtype)))
-
-
-def norms_of(tensors: list[Tensor]) -> Tensor:
-    """|tensor| of each, in fp64: a long fp32 sum of squares loses digits (4e-5 over 2 million elements on a CPU)."""
-    if tensors[0].device.type == "cpu":
-        return torch.stack([_cpu_norm(tensor) for tensor in tensors])
-    return torch.stack(list(torch._foreach_norm(tensors, 2, torch.float64)))
-
-
-def norms_of_layers(tensors: list[Tensor], entries: list[Entry]) -> Tensor:
-    """As `norms_of`, of the whole layers where each tensor is one rank's part."""
-    return whole_norms(norms_of(tensors), [entry.spread for entry in entries])
-
-
-def _cpu_norm(tensor: Tensor) -> Tensor:
-    """fp64 over fp32 norms of short rows: as exact as converting every element, and seven times as fast."""
-    row, n = 4096, tensor.numel()
-    if tensor.dtype != torch.float32 or n < 2 * row or not is_dense(tensor):
-        return torch.linalg.vector_norm(tensor, dtype=torch.float64)
-    flat = tensor.as_strided((n,), (1,))
-    whole = n // row * row
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, row), dim=1)
-    return torch.linalg.vector_norm(torch.cat([rows, flat[whole:]]), dtype=torch.float64)
-
-
-def on_device(value: Scalar, device: torch.device) -> Tensor:
-    """A number as a tensor: full() is filled on the device, where tensor() would be copied there and waited for."""
-    return value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=device)
-
-
-def unless(skip: Tensor, value: Scalar, otherwise: float) -> Tensor:
-    """`value`, or `otherwise` on a skipped step."""
-    return torch.where(skip, otherwise, on_device(value, skip.device))
-
-
-def put(group: dict[str, Any], name: str, value: Scalar) -> None:
-    """Sets a group's number; one that lives on the device is written in place, as captured graphs expect."""
-    old = group[name]
-    if isinstance(old, Tensor):
-        old.copy_(value) if isinstance(value, Tensor) else old.fill_(value)
-    else:
-        group[name] = value.clone() if isinstance(value, Tensor) else value
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Without gaps or overlaps in memory, in whatever order of dimensions."""
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+def why_not_fused(groups: list[dict[str, Any]]) -> str | None:
+    """What keeps these parameters from the fused kernels, or None."""
+    params = [param for group in groups for param in group["params"]]
+    dtypes = {param.dtype for param in params}
+    if any(is_dtensor(param) for param in params):
+        return "some parameters are DTensors; leave fused out for them"
+    if not has_triton():
+        return "Triton is not installed"
+    if any(param.device != params[0].device for param in params):
+        return "the parameters are on several devices"
+    if params and params[0].device.type != ("cpu" if interpreted() else "cuda"):
+        return f"the parameters are on {params[0].device}, not on a CUDA device"
+    if not dtypes <= {torch.float32, torch.float16, torch.bfloat16}:
+        return f"parameters are {', '.join(sorted(map(str, dtypes)))}"
+    if {torch.float16, torch.bfloat16} <= dtypes:
+        return "some parameters are float16 and some bfloat16"
+    return None

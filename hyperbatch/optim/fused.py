@@ -1,7 +1,6 @@
-"""The host's side of the fused LARS kernels: tables of addresses, kept on the device and sent again only on a change.
+"""The host's side of the fused kernels: tables of addresses, kept on the device and sent again only on a change.
 
-layers   [ weight, momentum, 16-bit copy | first partial, partials | group ]      fixed
-chunks   [ layer, first element, elements ]                                       fixed
+chunks   [ weight, state, 16-bit copy | elements | layer, first element | first partial, partials | group ]    fixed
 grads    [ address or 0 ]             new after zero_grad(set_to_none=True); constant over an arena
 numbers  [ lr, decay, momentum, ... ] per group; capturable rates are read where they are
 """
@@ -10,8 +9,9 @@ numbers  [ lr, decay, momentum, ... ] per group; capturable rates are read where
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
-import itertools
+import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,42 +20,82 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hyperbatch.kernels.lars import (
+from hyperbatch.kernels.layerwise import (
+    CHUNK_COLUMNS,
+    COLUMNS,
+    LAMB_CODE,
+    LARS_CODES,
     MAX_PARTIALS,
-    RULE_CODES,
-    grad_norms_kernel,
+    NEXT_CARRIED,
+    norms_kernel,
     update_kernel,
     weight_norms_kernel,
 )
-from hyperbatch.optim.base import LayerStats, capturing, is_dense, is_number, on_device, scalar
+from hyperbatch.optim.base import LayerStats
+from hyperbatch.optim.tensors import capturing, is_dense, is_number, on_device, scalar
 
 if TYPE_CHECKING:
-    from hyperbatch.optim.lars import LARS
+    from hyperbatch.optim.base import LayerwiseOptimizer
 
 CHUNK = 4096  # elements a program handles, unless the layer would need more than MAX_PARTIALS of them
 BLOCK = 1024
 WARPS = 4
 CAPTURES = 16  # graphs whose gradient addresses can be held for replay
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-FLAGS = ("nesterov", "trust_clip", "decoupled_weight_decay", "maximize")
+Group = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class KernelForm:
+    """How the kernels are told of a rule."""
+
+    flags: Callable[
+        [Group], tuple[Any, ...]
+    ]  # what a launch is compiled for: code, nesterov, clip, decoupled, maximize
+    settings: Callable[[Group], list[float]]  # its columns of the table of numbers, behind lr and weight decay
+
+
+def _lars_flags(group: Group) -> tuple[Any, ...]:
+    names = ("nesterov", "trust_clip", "decoupled_weight_decay", "maximize")
+    return LARS_CODES[group["momentum_rule"]], *(bool(group[name]) for name in names)
+
+
+def _lars_settings(group: Group) -> list[float]:
+    return [group["momentum"], group["trust_coefficient"], group["eps"], float(group["adapt"])]
+
+
+def _lamb_flags(group: Group) -> tuple[Any, ...]:
+    return LAMB_CODE, False, bool(group["trust_clip"]), False, False
+
+
+def _lamb_settings(group: Group) -> list[float]:
+    """What a beta leaves, and its logarithm, are taken here: fp32 would keep four digits of 1 - 0.999."""
+    betas = group["betas"]
+    logs = [math.log(beta) if beta > 0.0 else -math.inf for beta in betas]
+    return [*betas, *(1.0 - beta for beta in betas), *logs, group["eps"], float(group["adapt"])]
+
+
+FORMS = {"lars": KernelForm(_lars_flags, _lars_settings), "lamb": KernelForm(_lamb_flags, _lamb_settings)}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTensors:
     """What the kernels write for one parameter. All dense and laid out alike."""
 
     weight: Tensor  # fp32: the parameter or its master
-    buffer: Tensor  # fp32 momentum
+    state: tuple[Tensor, ...]  # fp32: one or two
     copy: Tensor | None  # the 16-bit working weight
     group: int
 
 
-class FusedLars:
+class FusedKernels:
     """Two launches a step, and one more for each further combination of flags among the groups."""
 
-    def __init__(self, layers: list[Layer], groups: list[dict[str, Any]], *, fixed_grads: bool) -> None:
+    def __init__(
+        self, form: KernelForm, layers: list[KernelTensors], groups: list[Group], *, fixed_grads: bool
+    ) -> None:
         """fixed_grads: gradients keep their addresses, as in an arena."""
-        self.layers = layers
+        self._form = form
         device = layers[0].weight.device
         # Programmatic dependent launch: launch 2 starts up under launch 1. Hopper and newer have it.
         self._overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -64,7 +104,7 @@ class FusedLars:
         self._has_half, self._half = bool(halves), TRITON_DTYPES[next(iter(halves), torch.float16)]
 
         # Chunks of groups with equal flags are neighbours, so that one launch covers them.
-        flags = [flags_of(group) for group in groups]
+        flags = [form.flags(group) for group in groups]
         rows, self._launches, self._partials = [], [], 1
         for i in sorted(range(len(layers)), key=lambda i: flags.index(flags[layers[i].group])):
             made = _chunk_rows(layers[i], i, len(rows))
@@ -75,20 +115,23 @@ class FusedLars:
             self._partials = max(self._partials, triton.next_power_of_2(len(made)))
             rows += made
         self._count = len(rows)
-        self._fixed_aligned = all(address % 16 == 0 for row in rows for address in row[:3])
+        self._fixed_aligned = all(address % 16 == 0 for row in rows for address in (*row[:3], row[9]))
+        self._has_direction = any(kind[0] == LAMB_CODE for kind in flags)
 
-        self._chunks = torch.tensor(rows or [(0,) * 9], dtype=torch.int64).to(device)
+        self._chunks = torch.tensor(rows or [(0,) * CHUNK_COLUMNS.value], dtype=torch.int64).to(device)
         self._grad_partials = torch.zeros(max(1, self._count), device=device)
+        self._direction_partials = torch.zeros_like(self._grad_partials)
         self._weight_partials = torch.zeros_like(self._grad_partials)
         self._new_weight_partials = torch.zeros_like(self._grad_partials)
         self._clock = torch.tensor([0, 1, 0], dtype=torch.int32).to(device)
         self.outcome = torch.zeros(2, device=device)  # last step skipped; steps skipped
         self.stats = torch.full((len(layers), 3), torch.nan, device=device)
         self._grads_aligned = False
-        self._grads = Mirror((len(layers),), torch.int64, device, fixed=fixed_grads)
-        self._numbers = Mirror((len(groups), 8), torch.float32, device, columns=6)
-        self._rates = Mirror((len(groups), 2), torch.int64, device)
-        self.last_lr = self._numbers.tensor[:, 7]  # one per group
+        self._grads = DeviceTable((len(layers),), torch.int64, device, fixed=fixed_grads)
+        columns = 2 + len(form.settings(groups[0]))
+        self._numbers = DeviceTable((len(groups), COLUMNS.value), torch.float32, device, columns=columns)
+        self._rates = DeviceTable((len(groups), 2), torch.int64, device)
+        self.carried = self._numbers.tensor[:, NEXT_CARRIED.value]  # one per group
 
     def refresh(self) -> None:
         """Takes the weights' norms anew, and masters from 16-bit weights that somebody else wrote."""
@@ -107,7 +150,7 @@ class FusedLars:
     def step(
         self,
         grads: list[Tensor | None],
-        groups: list[dict[str, Any]],
+        groups: list[Group],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
@@ -117,16 +160,12 @@ class FusedLars:
                 self._launch(grads, groups, grad_scale, found_inf)
 
     def _launch(
-        self,
-        grads: list[Tensor | None],
-        groups: list[dict[str, Any]],
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
+        self, grads: list[Tensor | None], groups: list[Group], grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
         addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
-        if self._grads.put(addresses):
+        if self._grads.send(addresses):
             self._grads_aligned = all(address % 16 == 0 for address in addresses)
-        self._put_settings(groups)
+        self._send_settings(groups)
         common = {
             "HALF": self._half,
             "HAS_HALF": self._has_half,
@@ -139,21 +178,22 @@ class FusedLars:
             self._chunks,
             self._grads.tensor,
             self._grad_partials,
+            self._direction_partials,
             self._weight_partials,
             self._new_weight_partials,
             self._clock,
             self._numbers.tensor,
+            self._rates.tensor,
+            self.outcome if grad_scale is None else grad_scale,
         )
-        scale = self.outcome if grad_scale is None else grad_scale
         scaled, told = grad_scale is not None, found_inf is not None
-        grad_norms_kernel[(self._count,)](*tables, scale, GROUPS=len(groups), SCALED=scaled, **common)
+        sizes = {"GROUPS": len(groups), "SCALED": scaled, "DIRECTION": self._has_direction}
+        norms_kernel[(self._count,)](*tables, **sizes, **common)
         for kind, first, count in self._launches:
             if count:
                 update_kernel[(count,)](
                     first,
                     *tables,
-                    self._rates.tensor,
-                    scale,
                     found_inf if told else self.outcome,
                     self.outcome,
                     self.stats,
@@ -163,25 +203,25 @@ class FusedLars:
                     **common,
                 )
 
-    def _put_settings(self, groups: list[dict[str, Any]]) -> None:
+    def _send_settings(self, groups: list[Group]) -> None:
         """Numbers go into the table; rates that live on the device are read where they are."""
-        home, device, row_bytes = self._numbers.tensor.data_ptr(), self._numbers.tensor.device, 8 * 4
+        home, device, row_bytes = self._numbers.tensor.data_ptr(), self._numbers.tensor.device, 4 * COLUMNS.value
         numbers, rates = [], []
         for row, group in enumerate(groups):
             here = [_rate_of(group, name, device) for name in ("lr", "weight_decay")]
             rates.append([home + row_bytes * row + 4 * i if is_number(x) else x.data_ptr() for i, x in enumerate(here)])
-            numbers.append([x if is_number(x) else 0.0 for x in here])
-            numbers[-1] += [group["momentum"], group["trust_coefficient"], group["eps"], float(group["adapt"])]
-        self._numbers.put(numbers)
-        self._rates.put(rates)
+            numbers.append([x if is_number(x) else 0.0 for x in here] + self._form.settings(group))
+        self._numbers.send(numbers)
+        self._rates.send(rates)
 
 
 class FusedStep:
-    """A `LARS` step through the kernels: gathers gradients, notices changes from outside, launches."""
+    """A step through the kernels: gathers gradients, notices changes from outside, launches."""
 
-    def __init__(self, optimizer: LARS) -> None:
+    def __init__(self, optimizer: LayerwiseOptimizer) -> None:
         # Held weakly: the optimizer owns this object.
-        self._optimizer: LARS = weakref.proxy(optimizer)
+        self._optimizer: LayerwiseOptimizer = weakref.proxy(optimizer)
+        self._form, self._kind = FORMS[optimizer.rule.name], type(optimizer).__name__
         groups = optimizer.param_groups
         self._params = _params_of(groups)
         if capturing(self._params[0].device):
@@ -190,31 +230,30 @@ class FusedStep:
             _fit_state(param, optimizer.init_state(param))
         self._names = [name for _, part in optimizer.group_names() for name in part]
         self._captured: list[Tensor] = []  # what graphs write to: stays alive
-        # 16-bit copies of parameters with gaps in memory: the kernels write these, a copy follows.
-        self._written_beside: list[tuple[Tensor, Tensor]] = []
-        layers = [self._layer(param, index) for index, group in enumerate(groups) for param in group["params"]]
+        # (parameter with gaps in memory, what the kernels write instead): a copy follows each step.
+        self._copied_back: list[tuple[Tensor, Tensor]] = []
+        layers = [self._tensors(param, index) for index, group in enumerate(groups) for param in group["params"]]
         self._fits = [(x.weight, p.dtype, x.weight.stride()) for x, p in zip(layers, self._params, strict=True)]
-        self._kernels = FusedLars(layers, groups, fixed_grads=optimizer.arena is not None)
-        rescaled = [group["momentum_rule"] == "rescaled" for group in groups]
-        self._last_lrs = list(itertools.compress(zip(groups, self._kernels.last_lr, strict=True), rescaled))
-        for group, last_lr in self._last_lrs:
-            last_lr.copy_(on_device(group["last_lr"], last_lr.device))
-            group["last_lr"] = last_lr
-        if optimizer.skipped_steps is not None:
-            self._kernels.outcome[1].copy_(optimizer.skipped_steps)
-        optimizer.last_found_inf, optimizer.skipped_steps = self._kernels.outcome.unbind()
-        optimizer._stats = [LayerStats(self._names, *self._kernels.stats.unbind(dim=1))]
-        self._places, self._flags = self._live_places(), [flags_of(group) for group in groups]
+        self._kernels = FusedKernels(self._form, layers, groups, fixed_grads=optimizer.arena is not None)
+        # (group, key, where the kernels keep the number that the group carries from step to step)
+        self._carried: list[tuple[Group, str, Tensor]] = []
+        for group, number in zip(groups, self._kernels.carried, strict=True):
+            for key in optimizer.rule.read(group).next_group_state():
+                number.copy_(on_device(group[key], number.device))
+                group[key] = number
+                self._carried.append((group, key, number))
+        optimizer.report_from(self._kernels.outcome, LayerStats(self._names, *self._kernels.stats.unbind(dim=1)))
+        self._places, self._flags = self._live_places(), [self._form.flags(group) for group in groups]
 
-    def _layer(self, param: Tensor, group: int) -> Layer:
-        state = self._optimizer.state[param]
-        master = state.get("master")
+    def _tensors(self, param: Tensor, group: int) -> KernelTensors:
+        values = self._optimizer.state[param]
+        state, master = tuple(values[key] for key in self._optimizer.state_names), values.get("master")
         if master is None:
-            return Layer(param, state["momentum_buffer"], None, group)
+            return KernelTensors(param, state, None, group)
         copy = None if param.dtype == torch.float32 else param if is_dense(param) else torch.empty_like(param)
         if copy is not param:
-            self._written_beside.append((param, master if copy is None else copy))
-        return Layer(master, state["momentum_buffer"], copy, group)
+            self._copied_back.append((param, master if copy is None else copy))
+        return KernelTensors(master, state, copy, group)
 
     def _live_places(self) -> list[Any]:
         """Where everything lies that the tables point at. Taken on the host in every step, so it must be cheap."""
@@ -227,8 +266,8 @@ class FusedStep:
     def holds(self) -> bool:
         """Whether parameters, state and flags are still those that the tables were made for."""
         groups = self._optimizer.param_groups
-        same = [flags_of(group) for group in groups] == self._flags
-        if same and all(group["last_lr"] is last_lr for group, last_lr in self._last_lrs):
+        same = [self._form.flags(group) for group in groups] == self._flags
+        if same and all(group[key] is number for group, key, number in self._carried):
             if self._live_places() == self._places:
                 return True
             for param in self._params:
@@ -240,13 +279,13 @@ class FusedStep:
             what = "settings other than lr and weight_decay were changed"
         if self._captured:
             raise RuntimeError(
-                f"{what} after a CUDA graph captured the step of this LARS; make a new LARS and capture it"
+                f"{what} after a CUDA graph captured the step of this {self._kind}; make a new one and capture it"
             )
         return False
 
     def refresh(self) -> None:
         """Takes over weights that were written from outside."""
-        for param, source in self._written_beside:
+        for param, source in self._copied_back:
             source.copy_(param)
         self._kernels.refresh()
 
@@ -259,7 +298,7 @@ class FusedStep:
         if not capturing(params[0].device):
             self.refresh()
         elif not optimizer.param_groups[0]["capturable"]:
-            raise RuntimeError("LARS must be made with capturable=True to be captured in a CUDA graph")
+            raise RuntimeError(f"{self._kind} must be made with capturable=True to be captured in a CUDA graph")
         else:
             self._captured = self._captured or [param.detach() for param in params]
         fitting = [
@@ -269,15 +308,10 @@ class FusedStep:
             for g, (like, dtype, strides), name in zip(grads, self._fits, self._names, strict=True)
         ]
         self._kernels.step(fitting, optimizer.param_groups, optimizer.scale_of_grads(), optimizer.told_inf())
-        for param, source in self._written_beside:
+        for param, source in self._copied_back:
             param.copy_(source)
         # What autograd's check for changed saved tensors looks at; the kernels wrote behind its back.
         torch.autograd.graph.increment_version(touched)
-
-
-def flags_of(group: dict[str, Any]) -> tuple[Any, ...]:
-    """What a launch is compiled for."""
-    return RULE_CODES[group["momentum_rule"]], *(bool(group[name]) for name in FLAGS)
 
 
 def _params_of(groups: list[dict[str, Any]]) -> list[Tensor]:
@@ -299,7 +333,7 @@ def _fit_state(param: Tensor, state: dict[str, Tensor]) -> None:
 def _fitting(grad: Tensor, like: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """The gradient in its weight's memory layout and the parameter's dtype."""
     if grad.layout != torch.strided:
-        raise ValueError(f"the gradient of {name} is sparse; LARS needs dense gradients")
+        raise ValueError(f"the gradient of {name} is sparse; the fused kernels need dense gradients")
     if grad.dtype == dtype and _same_layout(grad, like):
         return grad
     return torch.empty_like(like, dtype=dtype).copy_(grad)
@@ -310,7 +344,7 @@ def _same_layout(a: Tensor, b: Tensor) -> bool:
     return all(x == y or size == 1 for x, y, size in zip(a.stride(), b.stride(), a.shape, strict=True))
 
 
-class Mirror:
+class DeviceTable:
     """A small table on the device that is sent again only when its values change, without waiting for the device."""
 
     def __init__(
@@ -330,8 +364,8 @@ class Mirror:
         self._spare = [torch.zeros(self._target.shape, dtype=dtype, pin_memory=True) for _ in range(spare)]
         self._sent_on_replay: list[Tensor] = []
 
-    def put(self, values: Any) -> bool:
-        """Whether they were new."""
+    def send(self, values: Any) -> bool:
+        """Says whether they were new."""
         capturing = self._on_gpu and torch.cuda.is_current_stream_capturing()
         if capturing and not self._fixed:
             self._send_on_replay(values)
@@ -356,15 +390,16 @@ class Mirror:
         self._values = None  # the host cannot know which graph ran last
 
 
-def _chunk_rows(layer: Layer, index: int, first: int) -> list[tuple[int, ...]]:
+def _chunk_rows(layer: KernelTensors, index: int, first: int) -> list[tuple[int, ...]]:
     """The layer's rows of the kernels' chunk table; `first` is the number of its first partial."""
     n = layer.weight.numel()
     size = max(CHUNK, -(-n // (MAX_PARTIALS * BLOCK)) * BLOCK)
-    weight, buffer, copy = layer.weight.data_ptr(), layer.buffer.data_ptr(), _address(layer.copy)
+    first_state, *more = (tensor.data_ptr() for tensor in layer.state)
+    weight, copy = layer.weight.data_ptr(), 0 if layer.copy is None else layer.copy.data_ptr()
     return [
         (
             weight + start * 4,
-            buffer + start * 4,
+            first_state + start * 4,
             copy + start * 2 if copy else 0,
             min(size, n - start),
             index,
@@ -372,13 +407,10 @@ def _chunk_rows(layer: Layer, index: int, first: int) -> list[tuple[int, ...]]:
             first,
             -(-n // size),
             layer.group,
+            more[0] + start * 4 if more else 0,
         )
         for start in range(0, n, size)
     ]
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _rate_of(group: dict[str, Any], name: str, device: torch.device) -> Any:

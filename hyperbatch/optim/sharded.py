@@ -9,7 +9,6 @@ weights are 16-bit and gradients are not), and each rank does an N-th of the upd
 their full size but are up to date in this rank's shard alone until `gather_state`: memory is not what is saved here.
 """
 
-# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -24,8 +23,9 @@ from hyperbatch.comm.collectives import all_reduce_now
 from hyperbatch.comm.shards import gather_now
 from hyperbatch.comm.sync import GradSync
 from hyperbatch.errors import InputError
-from hyperbatch.optim.base import Entry, LayerwiseOptimizer, capturing, norms_of, reconcile
-from hyperbatch.optim.lars import LARS
+from hyperbatch.optim.base import LayerwiseOptimizer
+from hyperbatch.optim.rule import Entry
+from hyperbatch.optim.tensors import adopt_writes, capturing, norms_of
 
 
 class ShardedUpdate:
@@ -33,7 +33,7 @@ class ShardedUpdate:
 
         sync = GradSync(arena, plan, comm, sharded=True)
         optimizer = LARS(groups, lr, arena=arena)
-        update = ShardedUpdate(optimizer, sync)
+        update = ShardedUpdate(optimizer, arena, sync)
         ...
         sync.finish(); update.step()
         update.gather_state()              # on every rank, before state or masters are read: checkpoints
@@ -42,24 +42,23 @@ class ShardedUpdate:
     """
 
     def __init__(self, optimizer: LayerwiseOptimizer, arena: Arena, sync: GradSync) -> None:
-        if not isinstance(optimizer, LARS):
+        if not optimizer.rule.trust_from_gradient:
             raise InputError(
-                f"the sharded update knows lars and sgd, not {type(optimizer).__name__.lower()}; "
-                "leave --sharded-update out"
+                f"the sharded update knows lars and sgd, not {optimizer.rule.name}; leave --sharded-update out"
             )
-        if optimizer._foreach is False:
+        if optimizer.foreach is False:
             raise InputError("the sharded update has no reference path (foreach=False): it takes norms of whole layers")
         if not sync.sharded:
             raise InputError("ShardedUpdate needs GradSync(sharded=True): every gradient would arrive whole")
         self.optimizer, self._arena, self._sync, self._comm = optimizer, arena, sync, sync.comm
-        self._number = {slot.name: i for i, slot in enumerate(arena.slots)}
+        self._number: dict[Tensor, int] = {slot.param: i for i, slot in enumerate(arena.slots)}
         self._parts: list[tuple[int, int]] = [(0, 0)] * len(arena.slots)  # of each slot, in elements; mostly empty
         for index, group in enumerate(sync.plan.groups):
             start, stop = sync.shard(index)
             for name in group.parameters:
                 slot = arena.slot(name)
                 first = min(max(start - slot.offset, 0), slot.numel)
-                self._parts[self._number[name]] = (first, min(max(stop - slot.offset, first), slot.numel))
+                self._parts[self._number[slot.param]] = (first, min(max(stop - slot.offset, first), slot.numel))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -68,31 +67,20 @@ class ShardedUpdate:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        optimizer = self.optimizer
-        self._arena.settle()
+        self._arena.reclaim()
         weight_norms = torch.zeros(len(self._arena.slots), dtype=torch.float64, device=self._arena.device)
-        work = [(group, self._entries(names, weight_norms)) for group, names in self._named_groups()]
-        entries = [entry for _, part in work for entry in part]
+        entries: dict[int, Entry] = {}
+        work = []
+        for group in self.optimizer.param_groups:
+            used = [self._number[param] for param in group["params"] if param.grad is not None]
+            entries.update((i, self._entry(i, weight_norms[i])) for i in used)
+            work.append((group, [entries[i] for i in used]))
         if not entries:
             return loss
-        self._heed_writes()
+        self._adopt_writes()
         grad_norms, found = self._measure(entries, weight_norms)
-        optimizer._count(found)
-        skip = None
-        if found.device.type == "cpu":  # reading it costs nothing here
-            if found.item():
-                return loss
-        else:
-            skip = found > 0
-        optimizer._stats = []
-        for group, part in work:
-            if part:
-                norms = torch.stack([grad_norms[self._number[entry.name]] for entry in part])
-                optimizer._stats.append(optimizer._keep(optimizer.update_group(group, part, norms, skip), skip))
-        half = [entry for entry in entries if entry.weight is not entry.param]
-        if half:
-            torch._foreach_copy_([entry.param for entry in half], [entry.weight for entry in half])
-        self._gather([self._group_slice(i, self._arena.weights) for i in range(len(self._sync.plan.groups))])
+        if self.optimizer.apply_update(work, torch.stack([grad_norms[i] for i in entries]), found):
+            self._gather([self._group_slice(i, self._arena.weights) for i in range(len(self._sync.plan.groups))])
         return loss
 
     @torch.no_grad()
@@ -104,45 +92,37 @@ class ShardedUpdate:
             numel = slots[-1].end - slots[0].offset
             self._gather([_flat(views, 0, numel) for views in states[0].values()], index)
 
-    def _measure(self, entries: list[Entry], weight_norms: Tensor) -> tuple[Tensor, Tensor]:
-        """Norms of whole layers from everybody's parts: one message of two numbers a layer, and one more."""
+    def _measure(self, entries: dict[int, Entry], weight_norms: Tensor) -> tuple[Tensor, Tensor]:
+        """Norms of whole layers from everybody's parts: one message of two numbers a slot, and one more.
+
+        Slots without a gradient send zeros, so every rank sends as many and no table of places is made. All of it
+        happens on the device, so that a graph can capture it.
+        """
         count = len(weight_norms)
-        numbers = [self._number[entry.name] for entry in entries]
-        table = torch.zeros(2 * count + 1, dtype=torch.float64, device=weight_norms.device)
-        squares = torch.cat([norms_of([e.grad for e in entries]), norms_of([e.weight for e in entries])]).square()
-        places = torch.tensor(numbers + [count + i for i in numbers], device=table.device)
-        table.index_copy_(0, places, squares.to(table.dtype))
+        nothing = [self._arena.grads[slot.dtype][:0] for slot in self._arena.slots]
+        grads = [entries[i].grad if i in entries else nothing[i] for i in range(count)]
+        weights = [entries[i].weight if i in entries else nothing[i] for i in range(count)]
+        norms = torch.cat([norms_of(grads), norms_of(weights)])
         told = self.optimizer.told_inf()
-        if told is not None:
-            table[-1] = (told != 0).double().reshape(())
+        flag = torch.zeros_like(norms[:1]) if told is None else (told != 0).to(norms.dtype).reshape(1)
+        table = torch.cat([norms.square(), flag])
         job = partial(all_reduce_now, table, self._comm, "flat", "sum")
         self._comm.submit(job, table.device).wait()
         weight_norms.copy_(table[count:-1].sqrt())
         found = (~torch.isfinite(table[:count]).all() | (table[-1] != 0)).float()
         return table[:count].sqrt(), found
 
-    def _named_groups(self) -> list[tuple[dict[str, Any], list[tuple[str, Tensor]]]]:
-        names = self.optimizer._arena_names
-        return [(group, [(names[p], p) for p in group["params"]]) for group in self.optimizer.param_groups]
+    def _entry(self, number: int, weight_norm: Tensor) -> Entry:
+        """This rank's part of a parameter; most are empty, but every rank sees every layer."""
+        slot, (start, stop) = self._arena.slots[number], self._parts[number]
+        state = self.optimizer.init_state(slot.param)
+        working = self._part(self._arena.weights, slot, start, stop)
+        master = _flat(state["master"], start, stop) if "master" in state else working
+        grad = self._part(self._arena.grads, slot, start, stop)
+        buffers = tuple(_flat(state[key], start, stop) for key in self.optimizer.state_names)
+        return Entry(slot.name, working, master, grad, buffers, weight_norm)
 
-    def _entries(self, named: list[tuple[str, Tensor]], weight_norms: Tensor) -> list[Entry]:
-        """This rank's part of every parameter that has a gradient; most are empty, so that all ranks see all layers."""
-        entries = []
-        for name, param in named:
-            if param.grad is None:
-                continue
-            number = self._number[name]
-            start, stop = self._parts[number]
-            slot = self._arena.slots[number]
-            state = self.optimizer.init_state(param)
-            working = self._part(self._arena.weights, slot, start, stop)
-            master = _flat(state["master"], start, stop) if "master" in state else working
-            grad = self._part(self._arena.grads, slot, start, stop)
-            buffers = tuple(_flat(state[key], start, stop) for key in self.optimizer.state_names)
-            entries.append(Entry(name, working, master, grad, buffers, weight_norms[number]))
-        return entries
-
-    def _heed_writes(self) -> None:
+    def _adopt_writes(self) -> None:
         """16-bit weights that somebody else wrote win over their masters, as in the optimizer's own step."""
         weights, masters = self._arena.weights.get(self._arena.dtype), self._arena.masters
         if weights is None or masters is None or capturing(weights.device):
@@ -150,7 +130,7 @@ class ShardedUpdate:
         for index, group in enumerate(self._sync.plan.groups):
             if self._arena.slot(group.parameters[0]).dtype == weights.dtype:
                 mine = slice(*self._sync.shard(index))
-                reconcile(weights[mine], masters[mine])
+                adopt_writes(weights[mine], masters[mine])
 
     def _gather(self, slices: list[Tensor], index: int | None = None) -> None:
         """index: the group they all belong to; None: slice i belongs to group i."""

@@ -16,7 +16,8 @@ from harness import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hyperbatch.arena import Arena, backward_order
+from hyperbatch.arena import Arena
+from hyperbatch.params import backward_order
 from hyperbatch.comm import GradSync, GridComm, broadcast_weights, runner, usage, weights
 from hyperbatch.comm import sync as sync_module
 from hyperbatch.errors import InputError

@@ -7,14 +7,17 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyperbatch.arena import Arena
 from hyperbatch.comm import GradSync, GridComm
 from hyperbatch.errors import InputError
 from hyperbatch.engine.snapshot import load_named_state, named_state
+from hyperbatch.optim import base
+from hyperbatch.optim.build import set_rate
 from hyperbatch.optim.lamb import LAMB
 from hyperbatch.optim.lars import LARS
-from hyperbatch.optim.params import param_groups
+from hyperbatch.params import param_groups
 from hyperbatch.optim.precision import LossScaler
 from hyperbatch.optim.sharded import ShardedUpdate
 from hyperbatch.plan.strategies import plan_groups
@@ -59,8 +62,7 @@ class Trainer:
         self.update = ShardedUpdate(self.optimizer, self.arena, self.sync) if sharded else self.optimizer
 
     def step(self, rank: int, step: int, *, spoil: bool = False) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.5 / (1 + step)
+        set_rate(self.optimizer, 0.5 / (1 + step))
         self.arena.zero_grad()
         self.sync.begin()
         (self.scaler.scale(self.model.loss(rank, step)) * (torch.inf if spoil else 1.0)).backward()
@@ -192,6 +194,44 @@ def edit_and_stop(rank: int) -> None:
 
 def test_edited_weights_stay_and_rate_0_decays_nothing() -> None:
     run_ranks(2, edit_and_stop)
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations of this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(str(function.overloadpacket).removeprefix("aten."))
+        return function(*args, **(kwargs or {}))
+
+
+def second_step(rank: int, options: dict) -> list[str]:
+    """As on a GPU, where the host must not read whether a step is bad."""
+    trainer = Trainer(GridComm(RankGrid(2, 1)), torch.float16, sharded=True, capturable=True, **options)
+    base.read_is_free = lambda device: False
+    trainer.step(rank, 0)
+    trainer.arena.zero_grad()
+    trainer.sync.begin()
+    trainer.scaler.backward(trainer.model.loss(rank, 1).float())
+    trainer.sync.finish()
+    before = trainer.arena.weights[torch.float16].clone()
+    with Operations() as operations:
+        trainer.update.step()
+        trainer.scaler.update()
+    assert not torch.equal(before, trainer.arena.weights[torch.float16])
+    return sorted(operations.names)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum_rule": "rescaled", "nesterov": True, "trust_clip": True}], ids=str)
+def test_a_step_takes_nothing_from_the_host_and_tells_it_nothing(options: dict) -> None:
+    """So that a CUDA graph can capture it: values of the host (lift_fresh: torch.tensor) would be those of the capture,
+    and whoever reads a value (_local_scalar_dense: item) waits for the device."""
+    for names in run_ranks(2, second_step, options):
+        assert "_foreach_copy_" in names, "the comparison can fail"
+        assert not {"lift_fresh", "_local_scalar_dense", "nonzero"} & set(names)
 
 
 def save(rank: int, grid: str, start: dict | None, first: int, last: int) -> dict[str, Tensor]:

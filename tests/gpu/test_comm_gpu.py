@@ -10,8 +10,8 @@ from torch import nn
 from hyperbatch.arena import Arena
 from hyperbatch.comm import GradSync, GridComm, all_reduce
 from hyperbatch.optim.lars import LARS
-from hyperbatch.optim.params import param_groups
 from hyperbatch.optim.sharded import ShardedUpdate
+from hyperbatch.params import param_groups
 from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.types import RankGrid
 

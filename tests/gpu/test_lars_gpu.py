@@ -1,4 +1,4 @@
-"""LARS on a CUDA device: the fused kernels against the fp64 reference, graphs, loss scaling without a host wait."""
+"""LARS and LAMB on a CUDA device: kernels against the fp64 reference, graphs, loss scaling without a host wait."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from hyperbatch.arena import Arena
-from hyperbatch.optim import LARS
-from hyperbatch.optim.lars import MOMENTUM_RULES, hyper, lars_update
+from hyperbatch.optim import LAMB, LARS
+from hyperbatch.optim.lamb import LAMB_RULE, lamb_update
+from hyperbatch.optim.lars import LARS_RULE, MOMENTUM_RULES, lars_update
 from hyperbatch.optim.precision import LossScaler
 
 pytestmark = [
@@ -55,7 +56,7 @@ def test_one_fused_step_agrees_with_the_fp64_reference(rule, magnitudes):
             for p in params
         ]
         group = dict(optimizer.param_groups[0])
-        h = hyper({**group, "last_lr": float(group["last_lr"])})
+        h = LARS_RULE.read({**group, "last_lr": float(group["last_lr"])})
         optimizer.step()
         for param, weight, buffer in zip(params, before, buffers, strict=True):
             expected = lars_update(weight, param.grad.double(), buffer, h).weight
@@ -65,13 +66,39 @@ def test_one_fused_step_agrees_with_the_fp64_reference(rule, magnitudes):
             assert ((param.double() - expected).abs() <= bound).all(), (param.shape, rule, step)
 
 
+@pytest.mark.parametrize("magnitudes", [(1.0, 1.0), (1e-6, 1e6), (1e6, 1e-6)])
+@pytest.mark.parametrize("options", [{}, {"betas": (0.5, 0.9), "trust_clip": True, "eps": 1e-3}], ids=str)
+def test_one_fused_lamb_step_agrees_with_the_fp64_reference(options, magnitudes):
+    params = make_params(magnitude=magnitudes[0])
+    optimizer = LAMB(params, lr=0.5, weight_decay=1e-2, fused=True, **options)
+    for step in range(3):
+        set_grads(params, step, magnitudes[1])
+        before = [full(optimizer, p).detach().double() if step else p.detach().double() for p in params]
+        averages = [
+            [optimizer.state[p][key].double() if step else torch.zeros_like(p, dtype=torch.float64) for p in params]
+            for key in LAMB.state_names
+        ]
+        group = dict(optimizer.param_groups[0])
+        h = LAMB_RULE.read({**group, "step": float(group["step"])})
+        optimizer.step()
+        for param, weight, *state in zip(params, before, *averages, strict=True):
+            expected = lamb_update(weight, param.grad.double(), *state, h)
+            moved = expected.weight - weight
+            # An average that nearly cancels the new gradient leaves its own rounding behind: that of a typical move.
+            bound = 2e-6 * (weight.abs() + moved.abs()) + (2e-6 * moved.square().mean().sqrt() if moved.numel() else 0)
+            assert ((full(optimizer, param).double() - expected.weight).abs() <= bound).all(), (param.shape, step)
+    assert float(optimizer.param_groups[0]["step"]) == 3.0
+
+
+@pytest.mark.parametrize("kind", [LARS, LAMB])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_16_bit_weights_follow_their_masters(dtype):
+def test_16_bit_weights_follow_their_masters(dtype, kind):
+    rate = 0.5 if kind is LARS else 0.01
     params = make_params(dtype)
-    optimizer = LARS(params, lr=0.5, weight_decay=1e-2, fused=True)
+    optimizer = kind(params, lr=rate, weight_decay=1e-2, fused=True)
     optimizer.grad_scale = torch.tensor(256.0, device="cuda")
     reference_params = make_params(dtype)
-    reference = LARS(reference_params, lr=0.5, weight_decay=1e-2, foreach=False)
+    reference = kind(reference_params, lr=rate, weight_decay=1e-2, foreach=False)
     reference.grad_scale = optimizer.grad_scale
     for step in range(3):
         for group, one in ((params, optimizer), (reference_params, reference)):
@@ -130,9 +157,11 @@ def test_gradients_in_new_places_are_found():
 
 @pytest.mark.parametrize("kwargs", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
 @pytest.mark.parametrize("unscaled_before", [False, True])
-def test_grad_scaler_never_waits_and_skips_bad_steps(kwargs, unscaled_before):
+@pytest.mark.parametrize("kind", [LARS, LAMB])
+def test_grad_scaler_never_waits_and_skips_bad_steps(kind, kwargs, unscaled_before):
     params, plain = make_params(), make_params()
-    optimizer, unscaled = LARS(params, lr=0.5, **kwargs), LARS(plain, lr=0.5, **kwargs)
+    rate = 0.5 if kind is LARS else 0.01
+    optimizer, unscaled = kind(params, lr=rate, **kwargs), kind(plain, lr=rate, **kwargs)
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=1000)
     scaler.scale(torch.ones((), device="cuda"))
     for step in range(4):
@@ -163,11 +192,14 @@ def test_grad_scaler_never_waits_and_skips_bad_steps(kwargs, unscaled_before):
 
 @pytest.mark.parametrize("in_arena", [False, True])
 @pytest.mark.parametrize("kwargs", [{"fused": True}, {"foreach": True}], ids=str)
-def test_graph_replay_equals_eager(kwargs, in_arena):
+@pytest.mark.parametrize("kind", [LARS, LAMB])
+def test_graph_replay_equals_eager(kind, kwargs, in_arena):
+    options = {"momentum_rule": "rescaled"} if kind is LARS else {}
+
     def build():
         model = nn.ParameterList(make_params(shapes=SHAPES[4:]))
         arena = Arena(model, [name for name, _ in model.named_parameters()]) if in_arena else None
-        return model, arena, LARS(model, lr=0.1, momentum_rule="rescaled", capturable=True, arena=arena, **kwargs)
+        return model, arena, kind(model, lr=0.1, capturable=True, arena=arena, **options, **kwargs)
 
     def put_grads(model, seed):
         fresh = copy.deepcopy(list(model))

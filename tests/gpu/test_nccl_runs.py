@@ -84,6 +84,8 @@ def test_captured_runs_give_the_bits_of_plain_ones(tmp_path, world_size):
         "hierarchical": {"grid": grid, "algorithm": "hierarchical"},
         "optimal groups": {"grouping": "optimal"},
         "grouped norm": {"bn_group_ranks": 2},
+        "sharded": {"sharded_update": True},
+        "sharded torus": {"sharded_update": True, "grid": grid, "algorithm": "torus", "momentum_rule": "rescaled"},
         "accumulation": {"accumulate": 2},
         "a batch change": {"batch_phases": (BatchPhase(0, 64), BatchPhase(0.5, 128))},
         "resizing": {"size_phases": (SizePhase(0, 16), SizePhase(0.5, 24), SizePhase(1, 16))},
@@ -109,7 +111,8 @@ def test_a_batch_shared_by_ranks_trains_as_one_rank_would(tmp_path, world_size):
     cases = {
         "plain": {"bn_group_ranks": world_size, "graph": "off"},
         "captured": {"bn_group_ranks": world_size, "graph": "on"},
-        "sharded": {"bn_group_ranks": world_size, "sharded_update": True},
+        "sharded": {"bn_group_ranks": world_size, "sharded_update": True, "graph": "off"},
+        "sharded, captured": {"bn_group_ranks": world_size, "sharded_update": True, "graph": "on"},
     }
     curves, seen = train(tmp_path, world_size, cases)
     alone = loop.run(config(out=str(tmp_path / "alone")), Ranks())
@@ -118,7 +121,8 @@ def test_a_batch_shared_by_ranks_trains_as_one_rank_would(tmp_path, world_size):
     assert len(expected) == alone.result.steps == 10
     for name, curve in curves.items():
         assert losses(curve) == pytest.approx(expected, rel=1e-3), name
-    assert not seen["sharded"][0]
+    assert {name for name, (graph, _) in seen.items() if graph} == {"captured", "sharded, captured"}
+    assert curves["sharded, captured"] == curves["sharded"]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -131,7 +135,7 @@ def test_the_fused_step_is_exchanged_and_captured(tmp_path, world_size):
         "grouped norm": {"bn_group_ranks": 2},
     }
     cases = {f"{name} off": {**FUSED, **way, "graph": "off"} for name, way in ways.items()}
-    cases |= {f"{name} on": {**FUSED, **way, "graph": "on"} for name, way in ways.items() if name != "sharded"}
+    cases |= {f"{name} on": {**FUSED, **way, "graph": "on"} for name, way in ways.items()}
     curves, seen = train(tmp_path, world_size, cases)
     assert all(fused for _, fused in seen.values()), seen
     assert {name for name, (graph, _) in seen.items() if graph} == {name for name in cases if name.endswith(" on")}

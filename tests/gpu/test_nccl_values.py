@@ -12,8 +12,8 @@ from hyperbatch.arena import Arena
 from hyperbatch.comm import GradSync, GridComm, all_gather, all_reduce, check_collectives, own_shard, reduce_scatter
 from hyperbatch.errors import InputError
 from hyperbatch.optim.lars import LARS
-from hyperbatch.optim.params import param_groups
 from hyperbatch.optim.sharded import ShardedUpdate
+from hyperbatch.params import param_groups
 from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.types import RankGrid
 

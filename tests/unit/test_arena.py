@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from hyperbatch.arena import ALIGN_BYTES, Arena, backward_order
+from hyperbatch.arena import ALIGN_BYTES, Arena
+from hyperbatch.params import backward_order
 
 
 class Net(nn.Module):

@@ -20,12 +20,13 @@ from fused_reference import alexnet, backward, batch, check, error, errors, exac
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from hyperbatch.arena import Arena, backward_order
+from hyperbatch.arena import Arena
 from hyperbatch.errors import InputError
 from hyperbatch.models import create_model
 from hyperbatch.models.fused import fuse, is_large_enough, why_not_fused
 from hyperbatch.models.norm import BatchNorm2d
 from hyperbatch.models.resnet import BasicBlock, Bottleneck
+from hyperbatch.params import backward_order
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")

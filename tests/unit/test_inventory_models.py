@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from hyperbatch.arena import backward_order
 from hyperbatch.models import create_model
 from hyperbatch.models import model_names as built_in
+from hyperbatch.params import backward_order
 from hyperbatch.plan.inventory import layers, model_names, tensors
 
 SMALL = {"resnet8", "resnet20", "resnet32", "resnet44", "resnet56"}

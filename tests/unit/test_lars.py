@@ -14,8 +14,8 @@ from torch import nn
 
 from hyperbatch.arena import Arena
 from hyperbatch.optim import LARS, param_groups
-from hyperbatch.optim.base import norms_of, reconcile
 from hyperbatch.optim.lars import MOMENTUM_RULES
+from hyperbatch.optim.tensors import adopt_writes, norms_of
 
 PATHS = {"reference": {"foreach": False}, "foreach": {"foreach": True}, "default": {}}
 every_path = pytest.mark.parametrize("path", [*PATHS.values()], ids=[*PATHS])
@@ -397,6 +397,6 @@ def test_masters_stay_out_of_autograd():
     weight = nn.Parameter(torch.randn(8).half())
     master = weight.detach().float()
     weight.data.add_(1)
-    reconcile(weight, master)
+    adopt_writes(weight, master)
     assert not master.requires_grad
     assert torch.equal(master.half(), weight)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hyperbatch.arena import Arena
-from hyperbatch.optim import LARS
+from hyperbatch.optim import LAMB, LARS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
@@ -30,25 +30,31 @@ def test_kernels_by_the_interpreter():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@pytest.mark.parametrize("rule", ["lars", "lamb"])
 @pytest.mark.parametrize("half", [False, True])
-def test_kernels_compile_for_hopper_with_wide_accesses_and_no_shuffles(half):
+def test_kernels_compile_for_hopper_with_wide_accesses_and_no_shuffles(half, rule):
     """Without a GPU: 16-byte loads and stores, and no detour through shared memory between the two precisions."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from hyperbatch.kernels import lars
+    from hyperbatch.kernels import layerwise
 
-    update_kernel = lars.update_kernel.fn
-    flags = {"FLAGS": (half, False, 0, False, False, False, False), "HALF": triton.language.float16, "HAS_HALF": half}
-    flags |= {"ALIGNED": True, "PARTIALS": 1024, "BLOCK": 1024, "OVERLAP": True}
+    code = layerwise.LAMB_CODE if rule == "lamb" else layerwise.LARS_CODES["lr_inside"]
+    common = {"HALF": triton.language.float16, "HAS_HALF": half, "ALIGNED": True, "BLOCK": 1024, "OVERLAP": True}
     types = {"first_chunk": "i32", "chunks": "*i64", "grads": "*i64", "rates": "*i64", "clock": "*i32"}
-    signature = {n: "constexpr" if n in flags else types.get(n, "*fp32") for n in update_kernel.arg_names}
-    source = ASTSource(fn=update_kernel, signature=signature, constexprs=flags, attrs={})
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
-    assert "ld.global.v4.b32" in compiled.asm["ptx"]
-    assert "st.global.v4.b32" in compiled.asm["ptx"]
-    assert "convert_layout" not in compiled.asm["ttgir"]
+    for kernel, flags in (
+        (layerwise.update_kernel, {"FLAGS": (half, False, code, False, False, False, False), "PARTIALS": 1024}),
+        (layerwise.norms_kernel, {"GROUPS": 2, "SCALED": half, "DIRECTION": rule == "lamb"}),
+    ):
+        flags |= common
+        signature = {n: "constexpr" if n in flags else types.get(n, "*fp32") for n in kernel.fn.arg_names}
+        source = ASTSource(fn=kernel.fn, signature=signature, constexprs=flags, attrs={})
+        options = {"num_warps": 4, "launch_pdl": kernel is layerwise.update_kernel}
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        assert "ld.global.v4.b32" in compiled.asm["ptx"]
+        assert ("st.global.v4.b32" in compiled.asm["ptx"]) == (kernel is layerwise.update_kernel)
+        assert "convert_layout" not in compiled.asm["ttgir"]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
@@ -57,9 +63,9 @@ def test_the_look_at_the_weights_compiles_for_hopper_with_wide_loads():
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from hyperbatch.kernels import lars
+    from hyperbatch.kernels import layerwise
 
-    look = lars.weight_norms_kernel.fn
+    look = layerwise.weight_norms_kernel.fn
     flags = {"HALF": triton.language.bfloat16, "HAS_HALF": True, "ALIGNED": True, "BLOCK": 1024}
     signature = {n: "constexpr" if n in flags else "*i64" if n == "chunks" else "*fp32" for n in look.arg_names}
     source = ASTSource(fn=look, signature=signature, constexprs=flags, attrs={})
@@ -84,10 +90,10 @@ def set_grads(params, seed, scale=1.0):
         param.grad = (torch.randn(param.shape, generator=generator) * scale).to(param.dtype)
 
 
-def run(path, dtype, steps=2, scale=None, **options):
+def run(path, dtype, steps=2, scale=None, kind=LARS, **options):
     params = make_params(dtype)
     groups = [{"params": params[:3]}, {"params": params[3:], "adapt": False, "weight_decay": 0.0}]
-    optimizer = LARS(groups, lr=0.2, weight_decay=1e-2, **options, **path)
+    optimizer = kind(groups, lr=0.2, weight_decay=1e-2, **options, **path)
     if scale is not None:
         optimizer.grad_scale = torch.tensor(scale)
     for step in range(steps):
@@ -229,15 +235,16 @@ CHANGES = [other_layout, double_and_back, vector_to_parameters, with_gaps, trans
 
 @inside
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_it_follows_parameters_that_others_move_or_write(change, dtype):
+@pytest.mark.parametrize(("kind", "dtype"), [(LARS, torch.float32), (LARS, torch.float16), (LAMB, torch.float16)])
+def test_it_follows_parameters_that_others_move_or_write(change, kind, dtype):
     """`.data` has a version of its own, so neither shows there."""
     if dtype == torch.float16 and change is double_and_back:
         pytest.skip("ends in fp32")
     outcomes = []
     for path in ({"fused": True}, {"foreach": False}):
         params = few_params(dtype)
-        optimizer = LARS(params, lr=0.2, weight_decay=1e-2, momentum_rule="rescaled", **path)
+        options = {"momentum_rule": "rescaled"} if kind is LARS else {}
+        optimizer = kind(params, lr=0.2, weight_decay=1e-2, **options, **path)
         for step in range(3):
             set_grads(params, step)
             optimizer.step()
@@ -407,16 +414,18 @@ def test_untouched_parameters_and_groups_with_other_flags():
 
 
 @inside
-def test_over_an_arena_with_both_precisions():
+@pytest.mark.parametrize(("kind", "dtype"), [(LARS, torch.bfloat16), (LAMB, torch.float16)])
+def test_over_an_arena_with_both_precisions(kind, dtype):
     outcomes = []
     for path in ({"fused": True}, {"foreach": False}):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(40, 50), nn.BatchNorm1d(50), nn.Linear(50, 3))
-        arena = Arena(model, [name for name, _ in model.named_parameters()][::-1], dtype=torch.bfloat16)
-        optimizer = LARS(model.named_parameters(), lr=0.5, weight_decay=1e-2, arena=arena, **path)
+        arena = Arena(model, [name for name, _ in model.named_parameters()][::-1], dtype=dtype)
+        rate = 0.5 if kind is LARS else 0.01
+        optimizer = kind(model.named_parameters(), lr=rate, weight_decay=1e-2, arena=arena, **path)
         for _ in range(2):
             arena.zero_grad()
-            model(torch.ones(4, 40).bfloat16() * torch.arange(4).bfloat16()[:, None]).float().pow(2).sum().backward()
+            model(torch.ones(4, 40).to(dtype) * torch.arange(4).to(dtype)[:, None]).float().pow(2).sum().backward()
             optimizer.step()
         outcomes.append([*arena.named_masters().values(), *model.parameters()])
         for buffer in (*arena.flat_weights(), *arena.grads.values()):
@@ -424,3 +433,76 @@ def test_over_an_arena_with_both_precisions():
     for a, b in zip(*outcomes, strict=True):
         # One rounding of a bf16 weight may go the other way, and backward carries it on.
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-4)
+
+
+# --- LAMB -----------------------------------------------------------------------------------------------------------
+
+
+@inside
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.float32, {"betas": (0.0, 0.5), "trust_clip": True, "eps": 1e-3}),
+        (torch.float16, {"betas": (0.8, 0.95)}),
+        (torch.bfloat16, {"trust_clip": True}),
+    ],
+    ids=str,
+)
+def test_fused_lamb_agrees_with_the_reference(dtype, options):
+    scale = None if dtype == torch.float32 else 128.0
+    fused, params, optimizer = run({"fused": True}, dtype, steps=3, scale=scale, kind=LAMB, **options)
+    reference, others, other = run({"foreach": False}, dtype, steps=3, scale=scale, kind=LAMB, **options)
+    for a, b in zip(fused, reference, strict=True):
+        torch.testing.assert_close(a, b, rtol=5e-6, atol=5e-6)
+    for a, b in zip(params, others, strict=True):
+        for key in LAMB.state_names:
+            torch.testing.assert_close(optimizer.state[a][key], other.state[b][key], rtol=2e-6, atol=1e-7)
+    measured, expected = optimizer.layer_norms(), other.layer_norms()
+    assert measured.keys() == expected.keys()
+    for name in ("0.0", "0.1", "0.2", "1.1"):
+        assert measured[name] == pytest.approx(expected[name], rel=1e-5), name
+    assert [float(group["step"]) for group in optimizer.param_groups] == [3.0, 3.0]
+
+
+@inside
+def test_fused_lamb_skips_bad_steps_and_counts_those_of_each_group():
+    params = few_params(torch.float16)
+    optimizer = LAMB([{"params": params[:2]}, {"params": params[2:]}], lr=0.1, fused=True, capturable=True)
+    set_grads(params, 0)
+    before = [p.detach().clone() for p in params]
+    params[1].grad[0, 0] = torch.inf  # in the very first step, which must leave no trace in state or counts
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
+    assert not any(optimizer.state[p][key].any() for p in params for key in LAMB.state_names)
+    assert (optimizer.last_found_inf, optimizer.skipped_steps) == (1, 1)
+    set_grads(params, 1)
+    optimizer.found_inf = torch.ones(1)  # GradScaler has seen one
+    optimizer.step()
+    del optimizer.found_inf
+    assert optimizer.skipped_steps == 2
+    for step, used in ((2, params), (3, params[:2])):
+        set_grads(params, step)
+        for param in params:
+            param.grad = param.grad if any(param is one for one in used) else None
+        optimizer.step()
+    assert [float(group["step"]) for group in optimizer.param_groups] == [2.0, 1.0]
+    assert optimizer.skipped_steps == 2
+
+
+@inside
+def test_state_of_fused_lamb_serves_the_other_paths():
+    outcomes = []
+    for first, then in (({"fused": True}, {"foreach": False}), ({"foreach": False}, {"fused": True})):
+        params = few_params(torch.float16)
+        optimizer = LAMB(params, lr=0.1, **first)
+        set_grads(params, 0)
+        optimizer.step()
+        other = LAMB(params, lr=0.1, **then)
+        other.load_state_dict(optimizer.state_dict())
+        set_grads(params, 1)
+        other.step()
+        assert float(other.param_groups[0]["step"]) == 2.0
+        outcomes.append([other.state[p]["master"] for p in params])
+    for a, b in zip(*outcomes, strict=True):
+        torch.testing.assert_close(a, b, rtol=5e-6, atol=5e-6)

@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from hyperbatch.arena import Arena, backward_order
+from hyperbatch import vocabulary
+from hyperbatch.arena import Arena
 from hyperbatch.config import OptimConfig
 from hyperbatch.engine.snapshot import load_named_state, named_state
 from hyperbatch.optim import LAMB, LARS
-from hyperbatch.optim.build import build_optimizer, set_rate
+from hyperbatch.optim.build import OPTIMIZERS, build_optimizer, set_rate
 from hyperbatch.optim.precision import working_dtype
+from hyperbatch.params import backward_order
 
 
 def build(optim, lr=0.1, **options):
@@ -127,3 +129,7 @@ def test_state_is_by_name_on_the_cpu_and_complete_before_the_first_step():
     del state["master/0.bias"]
     with pytest.raises(KeyError, match=r"master/0\.bias"):
         load_named_state(optimizer, model, state)
+
+
+def test_every_name_of_the_config_has_a_rule():
+    assert set(OPTIMIZERS) == set(vocabulary.OPTIMIZERS)

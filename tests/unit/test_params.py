@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hyperbatch.optim import param_groups
-from hyperbatch.optim.params import kind_of, owners
+from hyperbatch.params import kind_of, owners
 
 
 class ScaleNorm(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 from hyperbatch.arena import Arena
 from hyperbatch.errors import InputError
 from hyperbatch.optim import LARS, param_groups
-from hyperbatch.optim.lars import Hyper, lars_update
+from hyperbatch.optim.lars import LarsSettings, lars_update
 from hyperbatch.optim.precision import LossScaler, working_dtype
 
 
@@ -119,7 +119,7 @@ def test_lars_in_fp16_stalls_where_ours_converges():
     def loss_of(weight):
         return (inputs @ weight.float() - target).pow(2).mean().item()
 
-    h = Hyper(
+    h = LarsSettings(
         lr=0.02,
         momentum=0.9,
         weight_decay=0.0,
@@ -137,7 +137,7 @@ def test_lars_in_fp16_stalls_where_ours_converges():
     optimizer = LARS([param], lr=0.02)
     first = loss_of(start)
     for _ in range(2000):
-        weight, buffer, *_ = lars_update(weight, grad_of(weight), buffer, h)  # all of it in fp16
+        weight, (buffer,), *_ = lars_update(weight, grad_of(weight), buffer, h)  # all of it in fp16
         param.grad = grad_of(param.detach())
         optimizer.step()
     # With momentum a step is 10 lr c |w| = 2e-4 |w|: less than half a unit in fp16's last place, so nothing moves.

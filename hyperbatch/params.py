@@ -1,12 +1,17 @@
-"""Which parameters are weights and which are norm parameters or biases."""
+"""A model's parameters: whose they are, of which kind, and in which order backward finishes them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from hyperbatch import vocabulary
+
+HALF_DTYPES = tuple(getattr(torch, name) for name in vocabulary.HALF_DTYPES)
 NORM_TYPES = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -51,3 +56,39 @@ def param_groups(
         {"params": rest, "weight_decay": weight_decay if decay_norm_bias else 0.0, "adapt": adapt_norm_bias},
     ]
     return [group for group in groups if group["params"]]
+
+
+def backward_order(model: nn.Module, run_backward: Callable[[], None]) -> list[str]:
+    """Names of trainable parameters in the order in which one probe backward finishes their gradients.
+
+    Parameters the probe does not touch come last, in definition order. Buffers, gradients and RNG state are restored
+    after it.
+    """
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    finished: dict[str, None] = {}
+
+    def record(name: str) -> Callable[[Tensor], None]:
+        def hook(_: Tensor) -> None:
+            finished.pop(name, None)  # a second backward in the probe: the last one counts
+            finished[name] = None
+
+        return hook
+
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    grads = [(param, param.grad) for _, param in named]
+    for param, _ in grads:
+        param.grad = None
+    handles = [param.register_post_accumulate_grad_hook(record(name)) for name, param in named]
+    cuda_devices = sorted({param.device.index for _, param in named if param.device.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices=cuda_devices):
+            run_backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+        for param, grad in grads:
+            param.grad = grad
+        with torch.no_grad():
+            for buffer, saved in buffers:
+                buffer.copy_(saved)
+    return [*finished, *(name for name, _ in named if name not in finished)]

@@ -1,0 +1,108 @@
+"""What an update rule is: data, a pure function that a person can read, and the same over many layers at once.
+
+rule file    settings, update (the reference), foreach, Rule(...), and a thin class with the rule's arguments
+base         everything else: masters, arena, loss scale, skipped steps, statistics, state dicts, DTensors
+fused        the rule's kernels
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hyperbatch.optim.dtensor import Spread, whole_norms
+from hyperbatch.optim.tensors import Scalar, norms_of, scalar
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One parameter with a gradient: what a step reads and writes."""
+
+    name: str
+    param: Tensor
+    weight: Tensor  # full precision: the parameter itself, or its fp32 master
+    grad: Tensor  # as backward left it: perhaps 16-bit, perhaps loss-scaled
+    state: tuple[Tensor, ...]
+    weight_norm: Tensor | None = None  # |w| of the whole layer, where the tensors above are one rank's part of it
+    spread: Spread | None = None  # the ranks to ask for norms of the whole layer, where it is a DTensor
+
+
+class Update(NamedTuple):
+    """One layer after a step, as new tensors."""
+
+    weight: Tensor
+    state: tuple[Tensor, ...]
+    weight_norm: Tensor
+    trust: Tensor
+
+
+class Settings(Protocol):
+    """What one step reads from a param group: a frozen dataclass whose fields are keys of the group."""
+
+    def check(self) -> None:
+        """Raises ValueError naming the setting that is wrong."""
+        ...
+
+    def next_group_state(self) -> dict[str, Scalar]:
+        """The group's own numbers after a step that was not skipped."""
+        ...
+
+
+# (entries, settings, norms of the unscaled gradients, loss scale, skip) -> (|w|, trust), an element per entry.
+# skip: None where the host knows that the step is good, else 1 on the device when it must change nothing.
+Path = Callable[[list[Entry], Any, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    name: str
+    settings: Callable[..., Settings]  # made from the fields of the same names in a group
+    fields: tuple[str, ...]
+    state_names: tuple[str, ...]  # tensors per parameter, in full precision
+    group_state_names: tuple[str, ...]  # numbers per group that a step moves on
+    update: Callable[..., Update]  # (weight, unscaled gradient, *state, settings): the reference, in full precision
+    foreach: Path  # the same with torch's multi-tensor operations; every factor stays on the device
+    in_place: Path | None = None  # for a CPU, where it is faster than `foreach`: factors are read on the host
+    trust_from_gradient: bool  # |w| and |g| are all the norms it needs: each rank can update a part of a layer
+
+    def read(self, group: dict[str, Any], device: torch.device | None = None) -> Any:
+        """Settings at this step. Tensors on another device than `device` are read on the host."""
+        return self.settings(**{name: scalar(group[name], name, device) for name in self.fields})
+
+    def reference(
+        self, entries: list[Entry], h: Any, grad_norms: Tensor, grad_scale: Tensor | None, skip: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The `Path` that runs `update` on one layer after the other."""
+        rows = []
+        for entry in entries:
+            grad = entry.grad.to(entry.weight.dtype)
+            grad = grad if grad_scale is None else grad / grad_scale
+            new = self.update(entry.weight, grad, *entry.state, h)
+            for target, value in zip((entry.weight, *entry.state), (new.weight, *new.state), strict=True):
+                target.copy_(value if skip is None else torch.where(skip, target, value))
+            rows.append(torch.stack([new.weight_norm, new.trust]))
+        weight_norms, trust = torch.stack(rows, dim=1)
+        return weight_norms, trust
+
+
+def norms_of_layers(tensors: list[Tensor], entries: list[Entry]) -> Tensor:
+    """As `norms_of`, of the whole layers where each tensor is one rank's part."""
+    return whole_norms(norms_of(tensors), [entry.spread for entry in entries])
+
+
+def full_grads(
+    entries: list[Entry], grad_scale: Tensor | None, skip: Tensor | None, *, negated: bool = False
+) -> list[Tensor]:
+    """Gradients in the weights' precision, without the loss scale; zeros on a skipped step."""
+    grads = [entry.grad.to(entry.weight.dtype) for entry in entries]
+    if skip is not None:
+        grads = [torch.where(skip, 0.0, grad) for grad in grads]  # inf times 0 would be nan
+    sign = -1.0 if negated else 1.0
+    if negated or grad_scale is not None:
+        grads = list(torch._foreach_mul(grads, sign if grad_scale is None else sign / grad_scale))
+    return grads

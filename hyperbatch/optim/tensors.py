@@ -1,0 +1,91 @@
+"""Numbers that live on the host or on the device, norms in fp64, and 16-bit weights beside their masters."""
+
+# pyright: reportPrivateImportUsage=false
+# torch._foreach_* is the multi-tensor interface that torch.optim itself is written in.
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Scalar = float | Tensor  # a Tensor stays on the device: capturable rates, loss scales
+
+
+def is_number(value: Any) -> bool:
+    return not isinstance(value, Tensor)
+
+
+def scalar(value: Any, name: str, device: torch.device | None = None) -> Any:
+    """A group's setting, with tensors of one element made 0-d. Those on another device than `device` are read."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(f"{name} must be one number, but is a tensor of shape {tuple(value.shape)}")
+    return value.item() if device is not None and value.device != device else value.reshape(())
+
+
+def write_setting(group: dict[str, Any], name: str, value: Scalar) -> None:
+    """Sets a group's number; one that lives on the device is written in place, as captured graphs expect."""
+    old = group[name]
+    if isinstance(old, Tensor):
+        old.copy_(value) if isinstance(value, Tensor) else old.fill_(value)
+    else:
+        group[name] = value.clone() if isinstance(value, Tensor) else value
+
+
+def on_device(value: Scalar, device: torch.device) -> Tensor:
+    """A number as a tensor: full() is filled on the device, where tensor() would be copied there and waited for."""
+    return value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=device)
+
+
+def unless(skip: Tensor, value: Scalar, otherwise: float) -> Tensor:
+    """`value`, or `otherwise` on a skipped step."""
+    return torch.where(skip, otherwise, on_device(value, skip.device))
+
+
+def scaled(tensors: list[Tensor], factor: Scalar) -> list[Tensor]:
+    """Each tensor times one factor, or times its own element of a vector of them."""
+    if isinstance(factor, Tensor) and factor.ndim == 1:
+        wide = {dtype: factor.to(dtype).unbind() for dtype in {tensor.dtype for tensor in tensors}}
+        return list(torch._foreach_mul(tensors, [wide[tensor.dtype][i] for i, tensor in enumerate(tensors)]))
+    return list(torch._foreach_mul(tensors, factor))
+
+
+def capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def read_is_free(device: torch.device) -> bool:
+    """Whether the host may read a value there. Anywhere but on the CPU it would wait for the device."""
+    return device.type == "cpu"
+
+
+@torch.no_grad()
+def adopt_writes(param: Tensor, master: Tensor) -> None:
+    """A weight that somebody else wrote wins over its master, except where it is just the master rounded."""
+    same = master.to(param.dtype) == param
+    master.copy_(torch.where(same, master, param.to(master.dtype)))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Without gaps or overlaps in memory, in whatever order of dimensions."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def norms_of(tensors: list[Tensor]) -> Tensor:
+    """|tensor| of each, in fp64: a long fp32 sum of squares loses digits (4e-5 over 2 million elements on a CPU)."""
+    if tensors[0].device.type == "cpu":
+        return torch.stack([_cpu_norm(tensor) for tensor in tensors])
+    return torch.stack(list(torch._foreach_norm(tensors, 2, torch.float64)))
+
+
+def _cpu_norm(tensor: Tensor) -> Tensor:
+    """fp64 over fp32 norms of short rows: as exact as converting every element, and seven times as fast."""
+    row, n = 4096, tensor.numel()
+    if tensor.dtype != torch.float32 or n < 2 * row or not is_dense(tensor):
+        return torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    flat = tensor.as_strided((n,), (1,))
+    whole = n // row * row
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, row), dim=1)
+    return torch.linalg.vector_norm(torch.cat([rows, flat[whole:]]), dtype=torch.float64)
