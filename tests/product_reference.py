@@ -1,4 +1,4 @@
-"""A 1x1 convolution and its batch norm: inputs, float64 torch as the reference, and the checks of `kernels.norm.product`."""
+"""A 1x1 convolution and its batch norm: inputs, float64 torch as the reference, and the checks of `norm.product`."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ done; weight gradients are written where the arena keeps them.
     x ─┬─ conv norm relu ─ conv norm relu ─ conv norm ─(+)─ relu ─ out
        └───────────────── [conv norm] ──────────────────┘
 
-Kept for backward: inputs and outputs of the convolutions, and one bit per element of out. Of the widest tensor, the
-output of the last 1x1 convolution, not even that: its norm follows from the moments of its input (`kernels.norm.product`).
+Kept for backward: inputs and outputs of the convolutions, and one bit per element of out. The widest tensor, the output
+of the last 1x1 convolution, is not kept: its norm follows from the moments of its input (`kernels.norm.product`).
 
 The gradient of the shortcut does not pass through autograd, which would spend a pass on adding it: it is handed to the
 block before, whose backward reads both parts anyway.

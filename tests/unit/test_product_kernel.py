@@ -43,7 +43,7 @@ def test_kernels_compile_for_hopper(c, monkeypatch):
     pytest.importorskip("triton")
     kernel_names = [name for module in (moments, product) for name in vars(module) if name.endswith("_kernel")]
     compiled = compile_launches(monkeypatch, moments, product)
-    monkeypatch.setattr(rows, "overlaps", lambda: True)
+    monkeypatch.setattr(tiles, "overlaps", lambda: True)
     case, coef = make((4, 5, 7), c, 4 * c), torch.ones(4, c)
     counters = kernels.new_counters(case.y.device)
     _, taken = moments.normalise_with_moments(case.y, coef, counters)

@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hyperbatch.kernels.compile import kernel
 from hyperbatch.kernels.conv import rows as as_rows
 from hyperbatch.kernels.norm.sums import add_partials, is_last
-from hyperbatch.kernels.norm.tiles import Tiling, matrix, overlapping, own_rows, processors, reducing
+from hyperbatch.kernels.norm.tiles import Tiling, matrix, overlapping, processors, reducing
 
 WIDEST = 128  # channels whose G one program can hold in registers
 FAR = tl.constexpr(16.0)  # squared mean over variance from which a column is taken about a centre
@@ -85,16 +85,18 @@ def _moments_kernel(
     """Partials of G and s for all columns at once. Where they are too many for one program: of s alone, and y about its
     centre is stored in `apart`, for a matrix product to make G of it."""
     ALL: tl.constexpr = BC == C
+    column, p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    c = column * BC + tl.arange(0, BC)
     if OVERLAP:
         gdc_wait()
-    programs = tl.num_programs(1)
-    column, c, p, base, rows = own_rows(M, C, ROWS, BC)
     scale, shift = tl.load(coef + 2 * C + c), tl.load(coef + 3 * C + c)
     centre = _centre(x, coef, scale, shift, c, M, C, NORM, BM)
     if p == 0:
         tl.store(moments + (C + 1) * C + c, centre.to(tl.float32))
     if ALL:
         products = tl.zeros([BC, BC], tl.float32)
+    rows = tl.minimum(M - p * ROWS, ROWS)
+    base = (p * ROWS).to(tl.int64) * C
     x += base
     y += base
     apart += base

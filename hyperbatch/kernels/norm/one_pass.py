@@ -119,7 +119,7 @@ def _one_pass_kernel(
     tile = _keep(tile)
     if SHORTCUT != 0:
         added = _keep(added)
-    store_normalised(tile, scale, shift, added, output, 0, at, r, column, inside, C, SHORTCUT, BITS)
+    store_normalised(tile, scale, shift, added, output, at, r, column, inside, C, SHORTCUT, BITS)
 
 
 @kernel(do_not_specialize=SIZES)

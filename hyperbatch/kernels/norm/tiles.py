@@ -217,9 +217,9 @@ def sum_rows(x, base, rows, c, C, BM: tl.constexpr, STAGES: tl.constexpr):
 
 @triton.jit
 def store_normalised(
-    x, scale, shift, added, output, base, at, r, column, inside, C, SHORTCUT: tl.constexpr, BITS: tl.constexpr
+    x, scale, shift, added, output, at, r, column, inside, C, SHORTCUT: tl.constexpr, BITS: tl.constexpr
 ):
-    """relu(x * scale + shift + added) of a tile, at elements `at` from `base` on; with BITS, a bit for each, of rows r.
+    """relu(x * scale + shift + added) of a tile, at elements `at` of y; with BITS, a bit for each, of rows r.
 
     SHORTCUT: what is added: 0 nothing, 1 a tensor as it is, 2 one to be normalised.
     """
@@ -234,9 +234,9 @@ def store_normalised(
     if SHORTCUT == 2:
         v += added.to(tl.float32) * tl.load(shortcut_coef + 2 * C + c)[None, :]
     v = tl.where(v < 0, 0.0, v).to(y.dtype.element_ty)  # a nan stays one, as in torch
-    tl.store(y + base + at, v, mask=inside)
+    tl.store(y + at, v, mask=inside)
     if BITS:
-        store_bits(bits + base // 8, v, column, r, C, inside)
+        store_bits(bits, v, column, r, C, inside)
 
 
 @triton.jit

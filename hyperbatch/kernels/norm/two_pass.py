@@ -89,16 +89,18 @@ def _normalise_kernel(
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
+    y, bits, shortcut, shortcut_coef = output
     column, base, r, at, inside = own_tile(M, C, BM, BC)
     v = tl.load(x + base + at, mask=inside, other=0.0)
     added = v
     if SHORTCUT != 0:
-        added = tl.load(output[2] + base + at, mask=inside, other=0.0)
+        added = tl.load(shortcut + base + at, mask=inside, other=0.0)
     if OVERLAP:
         gdc_wait()
     c = column * BC + tl.arange(0, BC)
     scale, shift = tl.load(coef + 2 * C + c), tl.load(coef + 3 * C + c)
-    store_normalised(v, scale, shift, added, output, base, at, r, column, inside, C, SHORTCUT, BITS)
+    output = (y + base, bits + base // 8, shortcut, shortcut_coef)
+    store_normalised(v, scale, shift, added, output, at, r, column, inside, C, SHORTCUT, BITS)
 
 
 @kernel(do_not_specialize=SIZES)
