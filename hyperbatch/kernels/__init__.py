@@ -21,8 +21,8 @@ def interpreted() -> bool:
 processors_left: int | None = None  # see leave_processors; None: nobody has said
 
 
-def leave_processors(count: int) -> None:
+def leave_processors(count: int | None) -> None:
     """How many processors of the GPU are left to NCCL by kernels whose programs wait for each other: as many as it may
-    take programs (NCCL_MAX_CTAS), or none where a rank is alone. Call it before the first step."""
+    take programs. None: all that it can ever take, if there are several ranks. Call it before the first step."""
     global processors_left
     processors_left = count

@@ -368,15 +368,14 @@ def test_tiles_of_one_launch_cover_every_row_once_and_run_at_once(monkeypatch, m
 
 @inside
 @pytest.mark.parametrize(
-    ("ranks", "limit", "spare"),
-    [("1", None, 0), ("8", None, 64), ("8", "32", 32), ("8", "200", 132), ("8", "many", 64)],
+    ("ranks", "told", "left"), [(1, None, 0), (8, None, 64), (8, 32, 32), (8, 200, 132), (1, 0, 0)]
 )
-def test_programs_that_meet_leave_processors_to_nccl(monkeypatch, ranks, limit, spare):
+def test_programs_that_meet_leave_processors_to_nccl(monkeypatch, ranks, told, left):
     """An all-reduce that holds them may wait for a rank that waits for us."""
     monkeypatch.setattr(one_pass, "processors", lambda: 132)
     monkeypatch.setattr(one_pass, "interpreted", lambda: False)
-    monkeypatch.setenv("WORLD_SIZE", ranks)
-    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
-    if limit is not None:
-        monkeypatch.setenv("NCCL_MAX_CTAS", limit)
-    assert one_pass._at_once() == 2 * (132 - spare)
+    monkeypatch.setattr(one_pass.dist, "is_initialized", lambda: ranks > 1)
+    monkeypatch.setattr(one_pass.dist, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(one_pass.kernels, "processors_left", None)
+    one_pass.kernels.leave_processors(told)
+    assert one_pass._at_once() == 2 * (132 - left)
