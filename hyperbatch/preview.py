@@ -193,7 +193,8 @@ def format_preview(preview: Preview) -> str:
     with console.capture() as text:
         console.print(f"[bold]{config.recipe}[/]  {config.model.model}, {preview.parameters:,} parameters")
         console.print(
-            f"data      {samples:,} training and {counts.eval_samples:,} validation images, {counts.classes:,} classes"
+            f"data      {samples:,} training and {counts.eval_samples:,} validation images, "
+            f"{counts.classes:,} classes"
         )
         console.print(
             f"ranks     {preview.world_size:,} as {preview.grid} (rows x columns), "

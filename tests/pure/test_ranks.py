@@ -1,7 +1,5 @@
 """Reading a rank's place from the environment of torchrun, Slurm and Open MPI."""
 
-import dataclasses
-
 import pytest
 
 from hyperbatch import kernels
@@ -101,5 +99,5 @@ def test_kernels_are_told_how_many_processors_nccl_may_take(monkeypatch, world, 
     monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
     if limit is not None:
         monkeypatch.setenv("NCCL_MAX_CTAS", limit)
-    _leave_processors_to_nccl(dataclasses.replace(find_ranks({}), world_size=world))
+    _leave_processors_to_nccl(Ranks(world_size=world))
     assert kernels.processors_left == left
