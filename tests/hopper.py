@@ -16,12 +16,27 @@ TYPES = {
 }
 
 
-def compile_launches(monkeypatch: Any, module: Any) -> dict[str, str]:
-    """From now on, what `module` launches is compiled instead: name of each kernel -> its PTX, of the last launch."""
+def compile_launches(monkeypatch: Any, *modules: Any) -> dict[str, str]:
+    """From now on, what `modules` launch is compiled instead: name of each kernel -> its PTX, of the last launch."""
     compiled: dict[str, str] = {}
-    for name in [name for name in vars(module) if name.endswith("_kernel")]:
-        monkeypatch.setattr(module, name, _Compiler(getattr(module, name).fn, name, compiled))
+    for module in modules:
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, _Compiler(getattr(module, name).fn, name, compiled))
     return compiled
+
+
+def type_of(value: Any) -> Any:
+    """As Triton writes it; a tuple of arguments has a tuple of types."""
+    if isinstance(value, tuple):
+        return tuple(type_of(item) for item in value)
+    return TYPES[value.dtype if isinstance(value, torch.Tensor) else type(value)]
+
+
+def paths_of_tensors(value: Any, path: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Where tensors stand in an argument: its index, and indices of tuples in it."""
+    if isinstance(value, tuple):
+        return [found for i, item in enumerate(value) for found in paths_of_tensors(item, (*path, i))]
+    return [path] if isinstance(value, torch.Tensor) else []
 
 
 class _Compiler:
@@ -38,10 +53,10 @@ class _Compiler:
 
         names = self.kernel.arg_names
         values = dict(zip(names, args))
-        signature = {n: TYPES[v.dtype if isinstance(v, torch.Tensor) else type(v)] for n, v in values.items()}
-        signature = {n: signature.get(n, "constexpr") for n in names}
-        whole = [n for n, v in values.items() if isinstance(v, torch.Tensor) or n == "C"]
-        aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in whole}
+        signature = {n: type_of(values[n]) if n in values else "constexpr" for n in names}
+        paths = [path for i, n in enumerate(names) for path in paths_of_tensors(values.get(n), (i,))]
+        paths += [(i,) for i, n in enumerate(names) if n == "C" and n in values]
+        aligned = {path: [["tt.divisibility", 16]] for path in paths}
         source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=aligned)
         options = {"num_warps": num_warps, "launch_pdl": launch_pdl}
         asm = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm

@@ -62,14 +62,15 @@ def our_kernels() -> dict[str, str]:
         return found
     from triton import JITFunction
 
-    for info in pkgutil.iter_modules(kernels.__path__):
-        module = importlib.import_module(f"{kernels.__name__}.{info.name}")
+    for info in pkgutil.walk_packages(kernels.__path__, prefix=f"{kernels.__name__}."):
+        module = importlib.import_module(info.name)
+        title = info.name.removeprefix(f"{kernels.__name__}.")
         for member in vars(module).values():
             while member is not None and not isinstance(member, JITFunction):
                 member = getattr(member, "fn", None)  # what an autotuner or a heuristic wraps
             if member is not None and member.__module__ == module.__name__:
                 name = member.__name__
-                found[name] = f"{found[name]} or {info.name}" if name in found else info.name
+                found[name] = f"{found[name]} or {title}" if name in found else title
     return found
 
 

@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from hyperbatch.errors import InputError
+from hyperbatch.kernels import leave_processors
 from hyperbatch.plan.types import RankGrid
 
 if TYPE_CHECKING:
@@ -145,10 +146,11 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
     if ranks.world_size == 1 or dist.is_initialized():  # alone, or in a process group the caller opened and will close
         if ranks.world_size > 1:
             host_group(timeout_s)
+        _leave_processors_to_nccl(ranks)
         yield chosen
         return
-    # Norms whose programs wait for each other leave as many processors to NCCL (kernels/small_norm.py).
     os.environ.setdefault("NCCL_MAX_CTAS", "32")
+    _leave_processors_to_nccl(ranks)
     # torchrun's agent already runs the store its workers meet at; elsewhere rank 0 opens one.
     init_method = "env://" if ranks.launcher == "torchrun" else f"tcp://{ranks.master_addr}:{ranks.master_port}"
     dist.init_process_group(
@@ -164,6 +166,12 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
         leave_group(chosen)
         raise
     dist.destroy_process_group()
+
+
+def _leave_processors_to_nccl(ranks: Ranks) -> None:
+    """As many as NCCL may take programs: norms whose programs wait for each other must not wait for an all-reduce."""
+    limit = os.environ.get("NCCL_MAX_CTAS", "")
+    leave_processors(int(limit) if ranks.world_size > 1 and limit.isdigit() else None)
 
 
 def leave_group(device: torch.device) -> None:

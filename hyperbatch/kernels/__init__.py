@@ -16,3 +16,13 @@ def has_triton() -> bool:
 def interpreted() -> bool:
     """Whether Triton kernels run on CPU tensors, slowly: for tests."""
     return has_triton() and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+processors_left: int | None = None  # see leave_processors; None: nobody has said
+
+
+def leave_processors(count: int | None) -> None:
+    """How many processors of the GPU are left to NCCL by kernels whose programs wait for each other: as many as it may
+    take programs. None: all that it can ever take, if there are several ranks. Call it before the first step."""
+    global processors_left
+    processors_left = count

@@ -44,7 +44,7 @@ def convolve(x: Tensor, conv: nn.Conv2d) -> Tensor:
 
     def by_cudnn() -> Tensor:
         z = torch.ops.aten.convolution(x, w, None, conv.stride, conv.padding, conv.dilation, False, (0, 0), conv.groups)
-        return _channels_last(z)
+        return channels_last(z)
 
     if not is_product(conv):
         return by_cudnn()
@@ -55,7 +55,7 @@ def input_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, weight: Tensor) -> Te
     """dx from dz. weight: that of the forward."""
 
     def by_cudnn() -> Tensor:
-        return _channels_last(_backward(dz, x, _padded(weight, x, conv), conv, (True, False, False))[0])
+        return channels_last(_backward(dz, x, _padded(weight, x, conv), conv, (True, False, False))[0])
 
     if not is_product(conv):
         return by_cudnn()
@@ -100,9 +100,9 @@ def _image(matrix: Tensor, like: Tensor) -> Tensor:
     return matrix.view(n, h, w, matrix.shape[1]).permute(0, 3, 1, 2)
 
 
-def _channels_last(x: Tensor) -> Tensor:
-    """x itself, as a rule. Not where its layout is open to question, as with an input of one channel, and not without
-    cuDNN: torch then makes tensors in its own default layout."""
+def channels_last(x: Tensor) -> Tensor:
+    """x itself, as a rule. Not where its layout is open to question, as with an input of one channel, nor where torch
+    chose another one: without cuDNN, and for gradients that its own operations hand over."""
     return x.contiguous(memory_format=torch.channels_last)
 
 

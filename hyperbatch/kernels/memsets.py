@@ -2,7 +2,8 @@
 
 cuBLAS and cuDNN clear a counter of 4 bytes before many of their kernels. In a graph that is a node of another kind, and
 the chain of kernels stops for it: 5 to 6 us each on an H200, 30 to 80 times in a step of ResNet-50. A kernel in its
-place takes 2 us. Written against the driver's interface, since torch hands out graphs but not their nodes.
+place takes 2 us (`kernels.fill`). Written against the driver's interface, since torch hands out graphs but not their
+nodes.
 
     before   kernel -> memset -> kernel          after   kernel -> fill -> kernel
 """
@@ -15,36 +16,7 @@ import functools
 import torch
 
 MAX_BYTES = 4096  # larger ones are left to the memory's own engines
-THREADS = 32
 _MEMSET = 2  # CU_GRAPH_NODE_TYPE_MEMSET
-
-# void fill(uint32* to, uint32 value, uint32 count), by the threads of one block.
-_FILL = b"""
-.version 7.0
-.target sm_80
-.address_size 64
-.visible .entry fill(.param .u64 to, .param .u32 value, .param .u32 count)
-{
-    .reg .pred %done;
-    .reg .b32 %value, %count, %i;
-    .reg .b64 %to, %at;
-    ld.param.u64 %to, [to];
-    ld.param.u32 %value, [value];
-    ld.param.u32 %count, [count];
-    cvta.to.global.u64 %to, %to;
-    mov.u32 %i, %tid.x;
-$next:
-    setp.ge.u32 %done, %i, %count;
-    @%done bra $end;
-    mul.wide.u32 %at, %i, 4;
-    add.u64 %at, %at, %to;
-    st.global.u32 [%at], %value;
-    add.u32 %i, %i, THREADS;
-    bra $next;
-$end:
-    ret;
-}
-""".replace(b"THREADS", str(THREADS).encode())
 
 
 class _Memset(ctypes.Structure):  # CUDA_MEMSET_NODE_PARAMS
@@ -74,7 +46,7 @@ class _Kernel(ctypes.Structure):  # CUDA_KERNEL_NODE_PARAMS_v2
 def replace_memsets(graph: torch.cuda.CUDAGraph) -> int:
     """How many were replaced, in a graph captured with keep_graph=True that is not instantiated yet.
 
-    Fewer, or none, where the driver does not play along: the graph is then as good as it was.
+    Fewer, or none, without Triton or where the driver refuses: the graph is then as good as it was.
     """
     handle, replaced = ctypes.c_void_p(graph.raw_cuda_graph()), 0
     try:
@@ -83,7 +55,12 @@ def replace_memsets(graph: torch.cuda.CUDAGraph) -> int:
             if memset is not None:
                 _replace(handle, node, memset)
                 replaced += 1
-    except (OSError, AttributeError, RuntimeError):  # no library, no such function in it, an answer that is an error
+    except (
+        ImportError,
+        OSError,
+        AttributeError,
+        RuntimeError,
+    ):  # no Triton; no driver, no such function, an error of it
         pass
     return replaced
 
@@ -117,10 +94,12 @@ def _small_memset(node: ctypes.c_void_p) -> _Memset | None:
 def _add_fill(graph: ctypes.c_void_p, before: list[ctypes.c_void_p], memset: _Memset) -> ctypes.c_void_p:
     element = memset.value & ((1 << 8 * memset.size) - 1)
     word = sum(element << 8 * at for at in range(0, 4, memset.size))  # an element as often as it fits a word
+    function, threads = _fill_function(torch.cuda.current_device())
     values = ctypes.c_uint64(memset.to), ctypes.c_uint32(word), ctypes.c_uint32(memset.size * memset.width // 4)
-    arguments = (ctypes.c_void_p * 3)(*(ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values))
-    kernel = _Kernel(function=_fill_function(torch.cuda.current_device()), grid=(1, 1, 1), block=(THREADS, 1, 1))
-    kernel.arguments = arguments
+    values += ctypes.c_uint64(0), ctypes.c_uint64(0)  # Triton's scratch memory: none
+    addresses = (ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values)
+    kernel = _Kernel(function=function, grid=(1, 1, 1), block=(threads, 1, 1))
+    kernel.arguments = (ctypes.c_void_p * len(values))(*addresses)
     node = ctypes.c_void_p()
     count = ctypes.c_size_t(len(before))
     _call("cuGraphAddKernelNode_v2", ctypes.byref(node), graph, _array(before), count, ctypes.byref(kernel))
@@ -128,14 +107,16 @@ def _add_fill(graph: ctypes.c_void_p, before: list[ctypes.c_void_p], memset: _Me
 
 
 @functools.cache
-def _fill_function(device: int) -> int:
-    """Loaded once for each device, and never unloaded: graphs hold it."""
-    module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    _call("cuModuleLoadData", ctypes.byref(module), _FILL)
-    _call("cuModuleGetFunction", ctypes.byref(function), module, b"fill")
+def _fill_function(device: int) -> tuple[int, int]:
+    """The kernel and its number of threads. Loaded once for each device, and never unloaded: graphs hold it."""
+    from hyperbatch.kernels.fill import THREADS, compile_fill
+
+    compiled, module, function = compile_fill(), ctypes.c_void_p(), ctypes.c_void_p()
+    _call("cuModuleLoadData", ctypes.byref(module), compiled.asm["cubin"])
+    _call("cuModuleGetFunction", ctypes.byref(function), module, compiled.metadata.name.encode())
     if function.value is None:
         raise RuntimeError("the driver loaded no function")
-    return function.value
+    return function.value, THREADS
 
 
 def _nodes(name: str, of: ctypes.c_void_p) -> list[ctypes.c_void_p]:

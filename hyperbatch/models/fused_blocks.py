@@ -6,8 +6,8 @@ done; weight gradients are written where the arena keeps them.
     x ─┬─ conv norm relu ─ conv norm relu ─ conv norm ─(+)─ relu ─ out
        └───────────────── [conv norm] ──────────────────┘
 
-Kept for backward: inputs and outputs of the convolutions, and one bit per element of out. Of the widest tensor, the
-output of the last 1x1 convolution, not even that: its norm follows from the moments of its input (`kernels.gram`).
+Kept for backward: inputs and outputs of the convolutions, and one bit per element of out. The widest tensor, the output
+of the last 1x1 convolution, is not kept: its norm follows from the moments of its input (`kernels.norm.product`).
 
 The gradient of the shortcut does not pass through autograd, which would spend a pass on adding it: it is handed to the
 block before, whose backward reads both parts anyway.
@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hyperbatch.kernels import conv as convolution
-from hyperbatch.kernels import gram, pool
 from hyperbatch.kernels import norm as kernels
+from hyperbatch.kernels.norm import pool
+from hyperbatch.kernels.norm.moments import normalise_with_moments
+from hyperbatch.kernels.norm.product import ProductNorm, product_backward, product_statistics
 from hyperbatch.models.norm import BatchNorm2d, gather_rows, pool_moments
 from hyperbatch.models.resnet import BasicBlock, Bottleneck
 
@@ -35,7 +37,7 @@ BY_MOMENTS_BYTES = 24 << 20
 BY_MOMENTS_CHANNELS = 256  # of that input at most: its moments are a matrix of the square of them
 
 
-class Layer:
+class ConvNorm:
     """A convolution and the batch norm after it."""
 
     def __init__(self, conv: nn.Conv2d, norm: BatchNorm2d, counters: Tensor, parameters: Sequence[Tensor] = ()) -> None:
@@ -45,9 +47,9 @@ class Layer:
     def parameters(self) -> Sequence[Tensor]:
         return self._parameters or (self.conv.weight, self.norm.weight, self.norm.bias)
 
-    def of_forward(self, parameters: Sequence[Tensor]) -> Layer:
+    def of_forward(self, parameters: Sequence[Tensor]) -> ConvNorm:
         """For its backward: the modules may hold other parameters by then (torch.func.functional_call)."""
-        return Layer(self.conv, self.norm, self.counters, parameters)
+        return ConvNorm(self.conv, self.norm, self.counters, parameters)
 
     @property
     def shared(self) -> bool:
@@ -95,11 +97,11 @@ class Layer:
         powers = n & (n - 1) == 0 and c & (c - 1) == 0 and 16 <= c <= BY_MOMENTS_CHANNELS
         return large and powers and not self.shared and convolution.is_product(self.conv)
 
-    def statistics_of_product(self, x: Tensor, z: Tensor) -> Tensor | gram.ProductNorm:
+    def statistics_of_product(self, x: Tensor, z: Tensor) -> Tensor | ProductNorm:
         """Of z = conv(x), from x where that is cheaper."""
         if not self.by_moments(x):
             return self.statistics(z)
-        return gram.product_statistics(x, self.conv.weight, self.norm, self.counters)
+        return product_statistics(x, self.conv.weight, self.norm, self.counters)
 
     def weight_gradient(self, dz: Tensor, x: Tensor) -> Tensor:
         return convolution.weight_gradient(dz, x, self.conv, new_grad(self.parameters[0]))
@@ -108,7 +110,7 @@ class Layer:
         return convolution.input_gradient(dz, x, self.conv, self.parameters[0])
 
 
-def saved_by(ctx: Any, layers: Sequence[Layer]) -> tuple[list[Layer], list[Any]]:
+def saved_by(ctx: Any, layers: Sequence[ConvNorm]) -> tuple[list[ConvNorm], list[Any]]:
     """The layers with the parameters that they had in forward, and the other saved tensors.
 
     Those are in channels-last memory: hooks that keep them elsewhere may bring them back in another layout.
@@ -116,12 +118,12 @@ def saved_by(ctx: Any, layers: Sequence[Layer]) -> tuple[list[Layer], list[Any]]
     saved = ctx.saved_tensors
     return (
         [layer.of_forward(saved[3 * i : 3 * i + 3]) for i, layer in enumerate(layers)],
-        [x if x is None or x.dim() != 4 else kernels.channels_last(x) for x in saved[3 * len(layers) :]],
+        [x if x is None or x.dim() != 4 else convolution.channels_last(x) for x in saved[3 * len(layers) :]],
     )
 
 
-def coef_of(norm: Tensor | gram.ProductNorm) -> Tensor:
-    return norm.coef if isinstance(norm, gram.ProductNorm) else norm
+def coef_of(norm: Tensor | ProductNorm) -> Tensor:
+    return norm.coef if isinstance(norm, ProductNorm) else norm
 
 
 class Handover:
@@ -150,7 +152,7 @@ class Residual(torch.autograd.Function):
             outputs[i] = convolution.convolve(inputs[-1], layer.conv)
             if i == depth - 2 and block.path[-1].by_moments(outputs[i]):
                 norms[i] = layer.statistics(outputs[i])
-                y, moments = gram.normalise_with_gram(outputs[i], norms[i], block.counters)
+                y, moments = normalise_with_moments(outputs[i], norms[i], block.counters)
             else:
                 y, norms[i] = layer.norm_relu(outputs[i])
             inputs.append(y)
@@ -165,11 +167,11 @@ class Residual(torch.autograd.Function):
         if moments is None:
             out, bits, norms[end] = last.norm_join(outputs[end], shortcut, shortcut_coef)
         else:
-            norms[end] = gram.product_statistics(moments, last.conv.weight, last.norm, block.counters)
+            norms[end] = product_statistics(moments, last.conv.weight, last.norm, block.counters)
             out, bits = kernels.join(outputs[end], norms[end].coef, shortcut, shortcut_coef, follows=True)
 
         # The output of a product whose norm knows its moments is not needed again.
-        products = [norm if isinstance(norm, gram.ProductNorm) else None for norm in norms]
+        products = [norm if isinstance(norm, ProductNorm) else None for norm in norms]
         ctx.save_for_backward(
             *parameters,
             bits,
@@ -211,8 +213,8 @@ class Residual(torch.autograd.Function):
                 return layers[i].input_gradient(dz, x)
             w = layers[i].parameters[0]
             weights[i] = new_grad(w)
-            product = gram.ProductNorm(coef=coefs[i], centred=centred[i], sums=sums[i], rows=kernels.matrix(x)[0])
-            return gram.product_backward(g, x, w, product, sum_g, grads[i], weights[i], block.counters)
+            product = ProductNorm(coef=coefs[i], centred=centred[i], sums=sums[i], rows=kernels.matrix(x)[0])
+            return product_backward(g, x, w, product, sum_g, grads[i], weights[i], block.counters)
 
         through_shortcut = g if block.shortcut is None else through(depth, inputs[0])
         d = through(depth - 1, inputs[-1])
@@ -232,7 +234,7 @@ class ConvNormPool(torch.autograd.Function):
     """relu(norm(conv(x))), and a max-pool after it when there is a window."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Layer, window: dict[str, int] | None, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: ConvNorm, window: dict[str, int] | None, *parameters: Tensor) -> Tensor:
         z = convolution.convolve(x, layer.conv)
         ctx.layer, ctx.window = layer, window
         if window is None:
@@ -248,7 +250,7 @@ class ConvNormPool(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (layer,), (x, z, coef, *peaks) = saved_by(ctx, [ctx.layer])
-        dy = kernels.channels_last(dy)
+        dy = convolution.channels_last(dy)
         if ctx.window is None:
             dz, grads = layer.norm_relu_backward(dy, z, coef)
         else:
@@ -306,16 +308,16 @@ class FusedBlock:
         if isinstance(block, Bottleneck):
             pairs.append((block.conv3, block.bn3))
         self.counters = counters
-        self.path = [Layer(conv, norm, counters) for conv, norm in pairs]
+        self.path = [ConvNorm(conv, norm, counters) for conv, norm in pairs]
         self.shortcut = None
         if block.downsample is not None:
             conv, norm = block.downsample
             assert isinstance(conv, nn.Conv2d)
             assert isinstance(norm, BatchNorm2d)
-            self.shortcut = Layer(conv, norm, counters)
+            self.shortcut = ConvNorm(conv, norm, counters)
 
     @property
-    def layers(self) -> list[Layer]:
+    def layers(self) -> list[ConvNorm]:
         """Those of the path, then the shortcut's."""
         return self.path if self.shortcut is None else [*self.path, self.shortcut]
 

@@ -17,7 +17,7 @@ from hyperbatch.kernels import conv as convolution
 from hyperbatch.kernels import norm as kernels
 from hyperbatch.models.alexnet import AlexNetBN, classify
 from hyperbatch.models.fused import fused_parts
-from hyperbatch.models.fused_blocks import Classify, ConvNormPool, FusedBlock, Layer, MeanOfPixels
+from hyperbatch.models.fused_blocks import Classify, ConvNorm, ConvNormPool, FusedBlock, MeanOfPixels
 from hyperbatch.models.layers import Linear, to_logits
 from hyperbatch.models.norm import BatchNorm2d
 from hyperbatch.models.resnet import ResNet
@@ -63,7 +63,7 @@ class FusedResNet(FusedNetwork):
 
     def __init__(self, model: ResNet) -> None:
         super().__init__(model)
-        self.stem = Layer(model.conv1, model.bn1, self.counters)
+        self.stem = ConvNorm(model.conv1, model.bn1, self.counters)
         self.window = _window(model.maxpool)
         self.blocks = [FusedBlock(block, self.counters) for stage in model.stages for block in getattr(model, stage)]
         self.norms = [layer.norm for layer in (self.stem, *(layer for block in self.blocks for layer in block.layers))]
@@ -84,13 +84,13 @@ class FusedAlexNet(FusedNetwork):
 
     def __init__(self, model: AlexNetBN) -> None:
         super().__init__(model)
-        self.layers: list[tuple[Layer, dict[str, int] | None]] = []
+        self.layers: list[tuple[ConvNorm, dict[str, int] | None]] = []
         modules = list(model.features)
         for i, module in enumerate(modules):
             if isinstance(module, nn.Conv2d):
                 norm, follower = modules[i + 1], modules[i + 3]
                 assert isinstance(norm, BatchNorm2d)
-                self.layers.append((Layer(module, norm, self.counters), _window(follower)))
+                self.layers.append((ConvNorm(module, norm, self.counters), _window(follower)))
         last = modules[-1]
         self.last_norm = last if isinstance(last, BatchNorm2d) else None  # of 6x6 pixels: torch's own will do
         self.norms = [layer.norm for layer, _ in self.layers]
@@ -124,8 +124,8 @@ def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
-def _images(images: Tensor, first: Layer) -> Tensor:
-    return kernels.channels_last(convolution.padded(images.to(first.conv.weight.dtype)))
+def _images(images: Tensor, first: ConvNorm) -> Tensor:
+    return convolution.channels_last(convolution.padded(images.to(first.conv.weight.dtype)))
 
 
 def _count_batch(norms: list[BatchNorm2d]) -> None:

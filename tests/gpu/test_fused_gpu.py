@@ -28,7 +28,7 @@ if torch.cuda.is_available():
     from norm_reference import make, new_gradients
 
     from hyperbatch.kernels import norm as kernels
-    from hyperbatch.kernels import small_norm
+    from hyperbatch.kernels.norm import one_pass
     from hyperbatch.models import fused_blocks
 
 CUDA = torch.device("cuda", 0)
@@ -78,7 +78,7 @@ def launches(request, monkeypatch):
 def choose(monkeypatch, how):
     """Two launches, or one where the tensor is small enough."""
     if how == "two launches":
-        monkeypatch.setattr(small_norm, "is_small", lambda x: False)
+        monkeypatch.setattr(one_pass, "is_small", lambda x: False)
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from hyperbatch.engine.ranks import Ranks, find_ranks, first_host
+from hyperbatch import kernels
+from hyperbatch.engine.ranks import Ranks, _leave_processors_to_nccl, find_ranks, first_host
 from hyperbatch.errors import InputError
 
 
@@ -87,3 +88,16 @@ def test_a_node_list_that_is_not_understood_is_named(nodes):
 def test_broken_environment_is_named():
     with pytest.raises(InputError, match="WORLD_SIZE"):
         find_ranks({"RANK": "0", "WORLD_SIZE": "two"})
+
+
+@pytest.mark.parametrize(
+    ("world", "limit", "left"), [(1, "32", None), (8, None, None), (8, "32", 32), (8, "many", None)]
+)
+def test_kernels_are_told_how_many_processors_nccl_may_take(monkeypatch, world, limit, left):
+    """None: unknown, so that several ranks leave all that NCCL can ever take."""
+    monkeypatch.setattr(kernels, "processors_left", 7)
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    if limit is not None:
+        monkeypatch.setenv("NCCL_MAX_CTAS", limit)
+    _leave_processors_to_nccl(Ranks(world_size=world))
+    assert kernels.processors_left == left

@@ -266,6 +266,7 @@ def test_our_kernels_are_found_by_name():
     found = our_kernels()
     assert found["update_kernel"] == "lars"
     assert found["_views"] == "augment"
+    assert found["_statistics_kernel"] == "norm.two_pass"
 
 
 # What is read off the machine

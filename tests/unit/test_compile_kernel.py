@@ -230,7 +230,7 @@ def test_a_fused_network_finds_all_its_kernels(gpu, compiled, monkeypatch):
     with compiling():
         step()
     names = [name for name, _ in compiled]
-    of_norms = {"_statistics_kernel", "_small_norm_kernel", "_small_join_backward_kernel"}
+    of_norms = {"_statistics_kernel", "_one_pass_kernel", "_one_pass_join_backward_kernel"}
     assert of_norms | {"_pool_kernel", "_pool_apply_kernel"} <= set(names)
     assert not gpu.launched
     step()
@@ -277,9 +277,10 @@ def test_threads_are_shared_by_the_ranks_of_a_host(monkeypatch):
 def test_all_kernels_that_are_launched_in_a_step_are_covered():
     """A plain triton.jit would be launched on the rubbish that the others leave."""
     pytest.importorskip("triton")
-    from hyperbatch.kernels import gram, lars, loss, norm, pool, small_norm
+    from hyperbatch.kernels import lars, loss
+    from hyperbatch.kernels.norm import moments, one_pass, pool, product, two_pass
 
-    for module in (gram, lars, loss, norm, pool, small_norm):
+    for module in (lars, loss, moments, one_pass, pool, product, two_pass):
         found = [value for name, value in vars(module).items() if name.endswith("_kernel")]
         assert found
         assert all(isinstance(value, kernels.Kernel) for value in found)

@@ -34,7 +34,7 @@ outside = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
 if importlib.util.find_spec("triton"):
     from norm_reference import poisoned
 
-    from hyperbatch.kernels import small_norm
+    from hyperbatch.kernels.norm import one_pass
     from hyperbatch.models import fused_blocks
 
 FP32 = 5e-5  # relative, per tensor: some ten layers of fp32 on both ways, each amplified by the norms behind it
@@ -141,7 +141,7 @@ def test_16_bits_are_as_near_as_the_plain_path(dtype, monkeypatch):
 @inside
 def test_every_step_starts_from_memory_that_means_nothing(monkeypatch):
     monkeypatch.setattr(fused_blocks, "BY_MOMENTS_BYTES", 0)
-    monkeypatch.setattr(small_norm, "is_small", lambda x: False)
+    monkeypatch.setattr(one_pass, "is_small", lambda x: False)
     model, data = tiny(Bottleneck, 1), batch(2, (3, 3))
     want = exact_step(model, *data)
     with poisoned():

@@ -59,6 +59,43 @@ class Driver:
         return order
 
 
+def test_the_kernel_compiled_for_hopper_takes_what_the_node_hands_it(monkeypatch):
+    """Triton adds arguments of its own: one that the node lacks would be read from wherever the list ends."""
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from hyperbatch.kernels import fill
+
+    compiled = fill.compile_fill(GPUTarget("cuda", 90, 32))
+    handed = []
+
+    def call(name, *arguments):
+        if name == "cuModuleLoadData":
+            assert arguments[1].startswith(b"\x7fELF")
+        elif name == "cuModuleGetFunction":
+            assert arguments[2] == b"fill"
+            arguments[0]._obj.value = 7
+        else:
+            kernel = arguments[-1]._obj
+            handed.append((kernel.function, tuple(kernel.grid), tuple(kernel.block), kernel.shared_bytes))
+            words = [ctypes.cast(kernel.arguments[i], ctypes.POINTER(ctypes.c_uint32))[0] for i in (1, 2)]
+            handed.append((ctypes.cast(kernel.arguments[0], ctypes.POINTER(ctypes.c_uint64))[0], *words))
+
+    memsets._fill_function.cache_clear()
+    monkeypatch.setattr(fill, "compile_fill", lambda: compiled)
+    monkeypatch.setattr(memsets, "_call", call)
+    monkeypatch.setattr(memsets.torch.cuda, "current_device", lambda: 0)
+    memset = memsets._Memset(to=1 << 40, value=0xAB, size=1, width=8, height=1)
+    memsets._add_fill(ctypes.c_void_p(1), [], memset)
+    memsets._fill_function.cache_clear()
+    assert handed == [(7, (1, 1, 1), (fill.THREADS, 1, 1), compiled.metadata.shared), (1 << 40, 0xABABABAB, 2)]
+    ptx = compiled.asm["ptx"]
+    head = ptx[ptx.index(".entry fill(") : ptx.index("{", ptx.index(".entry fill("))]
+    types = [line.split()[1] for line in head.splitlines() if line.strip().startswith(".param")]
+    assert types == [".u64", ".u32", ".u32", ".u64", ".u64"], "an address, two words, and Triton's two addresses"
+    assert f".reqntid {fill.THREADS}" in head
+
+
 GRAPH = SimpleNamespace(raw_cuda_graph=lambda: 1)
 
 

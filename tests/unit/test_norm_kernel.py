@@ -34,7 +34,7 @@ if importlib.util.find_spec("triton"):
     )
 
     from hyperbatch.kernels import norm as kernels
-    from hyperbatch.kernels import rows, small_norm
+    from hyperbatch.kernels.norm import one_pass, sums, tiles, two_pass
 
 # [n, c, h, w] and what is added: odd rows, one row, one image, few and many columns, several blocks of them.
 CASES = [
@@ -62,9 +62,9 @@ def test_kernels_by_the_interpreter():
 def test_kernels_compiled_for_hopper_wait_before_they_read_what_may_still_be_written(monkeypatch):
     """Without a GPU. A launch comes up while the one before still runs."""
     pytest.importorskip("triton")
-    compiled = compile_launches(monkeypatch, kernels)
-    monkeypatch.setattr(rows, "overlaps", lambda: True)
-    monkeypatch.setattr(small_norm, "is_small", lambda x: False)
+    compiled = compile_launches(monkeypatch, two_pass)
+    monkeypatch.setattr(tiles, "overlaps", lambda: True)
+    monkeypatch.setattr(one_pass, "is_small", lambda x: False)
     case, counters = make(4, 64, 28, 28, torch.float16), kernels.new_counters(torch.device("cpu"))
     grads = new_gradients(case.norm)
     loads = 64 * 64 // (4 * 32 * 8)  # of one tensor, by each thread: 16 bytes each
@@ -98,15 +98,15 @@ def launches(request, monkeypatch):
 def choose(monkeypatch, how):
     """One launch, of programs whose tile has all rows, which meet or not; or two."""
     if how == "two launches":
-        monkeypatch.setattr(small_norm, "is_small", lambda x: False)
-    monkeypatch.setattr(small_norm.Launch, "meets", how == "meeting")
+        monkeypatch.setattr(one_pass, "is_small", lambda x: False)
+    monkeypatch.setattr(one_pass.Launch, "meets", how == "meeting")
 
 
 @pytest.fixture
 def many(monkeypatch):
     """Several programs a column block, whose partials are merged, in two launches. The interpreter runs one program
     after the other, so that of one launch none may wait for another."""
-    monkeypatch.setattr(rows, "processors", lambda: MANY)
+    monkeypatch.setattr(tiles, "processors", lambda: MANY)
 
 
 @inside
@@ -132,7 +132,7 @@ def test_16_bits_are_one_rounding_away(dtype, shortcut, counters):
 @inside
 @pytest.mark.usefixtures("launches")
 def test_one_program_a_column_block(monkeypatch, counters):
-    monkeypatch.setattr(rows, "processors", lambda: 0)
+    monkeypatch.setattr(tiles, "processors", lambda: 0)
     check(make(2, 64, 17, 9), "norm", counters)
 
 
@@ -141,7 +141,7 @@ def test_one_program_a_column_block(monkeypatch, counters):
 @pytest.mark.parametrize(("dtype", "far"), [(torch.float32, 1e4), (torch.float16, 500.0)], ids=["fp32", "fp16"])
 def test_variances_of_means_far_from_zero(monkeypatch, counters, processors, dtype, far):
     """E[x^2] - E[x]^2 would keep no digit: 1e8 of 1."""
-    monkeypatch.setattr(rows, "processors", lambda: processors)
+    monkeypatch.setattr(tiles, "processors", lambda: processors)
     case = make(3, 16, 41, 11, dtype, far=far)
     check_statistics(kernels.statistics(case.x, case.norm, counters), case, exact(case))
 
@@ -220,7 +220,7 @@ def test_sums_of_whole_numbers_are_the_same_bits_however_they_are_dealt(monkeypa
     ways = [("whole", 2), ("meeting", 2), ("two launches", 0), ("two launches", 2), ("two launches", MANY)]
     for how, processors in ways:
         choose(monkeypatch, how)
-        monkeypatch.setattr(rows, "processors", lambda processors=processors: processors)
+        monkeypatch.setattr(tiles, "processors", lambda processors=processors: processors)
         norm, grads = copy.deepcopy(case.norm), new_gradients(case.norm)
         y, coef = kernels.norm_relu(case.x, norm, counters)
         dx = kernels.norm_relu_backward(case.dy, case.x, coef, grads, counters)
@@ -337,12 +337,12 @@ def test_a_zero_weight_passes_no_gradient_down_but_learns(counters):
 @pytest.mark.parametrize("c", [8, 24, 64, 192, 2048, 2112])
 @pytest.mark.parametrize("m", [1, 2, 63, 4097, 12544])
 def test_tilings_cover_every_row_once(monkeypatch, m, c):
-    monkeypatch.setattr(rows, "processors", lambda: 132)
-    for tiling in (rows.streaming(m, c), rows.reducing(m, c)):
+    monkeypatch.setattr(tiles, "processors", lambda: 132)
+    for tiling in (tiles.streaming(m, c), tiles.reducing(m, c)):
         assert c % tiling.columns == 0
         assert tiling.columns & (tiling.columns - 1) == 0
         assert tiling.columns % 8 == 0, "bits of eight columns are a byte"
-        assert c // tiling.columns <= kernels.COLUMN_BLOCKS.value
+        assert c // tiling.columns <= sums.COLUMN_BLOCKS.value
         assert tiling.programs * tiling.rows_per_program >= m
         assert (tiling.programs - 1) * tiling.rows_per_program < m, "a program without rows would divide by 0"
         assert tiling.rows_per_program % tiling.rows == 0
@@ -352,15 +352,15 @@ def test_tilings_cover_every_row_once(monkeypatch, m, c):
 @pytest.mark.parametrize("c", [8, 24, 64, 192, 2048, 2112])
 @pytest.mark.parametrize("m", [1, 2, 63, 1024, 1025, 8232])
 def test_tiles_of_one_launch_cover_every_row_once_and_run_at_once(monkeypatch, m, c):
-    monkeypatch.setattr(small_norm, "processors", lambda: 132)
-    monkeypatch.setattr(small_norm, "interpreted", lambda: False)
-    launch = small_norm.Launch.of(m, c)
+    monkeypatch.setattr(one_pass, "processors", lambda: 132)
+    monkeypatch.setattr(one_pass, "interpreted", lambda: False)
+    launch = one_pass.Launch.of(m, c)
     assert launch.columns * launch.width == c
     assert launch.width % 8 == 0, "bits of eight columns are a byte"
     assert (launch.programs - 1) * launch.rows < m <= launch.programs * launch.rows
     assert launch.meets == (m > 1024)
     if launch.meets and launch.fits:
-        assert launch.columns <= kernels.COLUMN_BLOCKS.value
+        assert launch.columns <= sums.COLUMN_BLOCKS.value
         assert launch.columns * launch.programs <= 2 * 132
         assert launch.options["num_warps"] <= 4, "two of them run on a processor, whatever registers they take"
     assert launch.fits or launch.columns * launch.programs > 2 * 132 or launch.columns > 64
@@ -368,15 +368,14 @@ def test_tiles_of_one_launch_cover_every_row_once_and_run_at_once(monkeypatch, m
 
 @inside
 @pytest.mark.parametrize(
-    ("ranks", "limit", "spare"),
-    [("1", None, 0), ("8", None, 64), ("8", "32", 32), ("8", "200", 132), ("8", "many", 64)],
+    ("ranks", "told", "left"), [(1, None, 0), (8, None, 64), (8, 32, 32), (8, 200, 132), (1, 0, 0)]
 )
-def test_programs_that_meet_leave_processors_to_nccl(monkeypatch, ranks, limit, spare):
+def test_programs_that_meet_leave_processors_to_nccl(monkeypatch, ranks, told, left):
     """An all-reduce that holds them may wait for a rank that waits for us."""
-    monkeypatch.setattr(small_norm, "processors", lambda: 132)
-    monkeypatch.setattr(small_norm, "interpreted", lambda: False)
-    monkeypatch.setenv("WORLD_SIZE", ranks)
-    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
-    if limit is not None:
-        monkeypatch.setenv("NCCL_MAX_CTAS", limit)
-    assert small_norm._at_once() == 2 * (132 - spare)
+    monkeypatch.setattr(one_pass, "processors", lambda: 132)
+    monkeypatch.setattr(one_pass, "interpreted", lambda: False)
+    monkeypatch.setattr(one_pass.dist, "is_initialized", lambda: ranks > 1)
+    monkeypatch.setattr(one_pass.dist, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(one_pass.kernels, "processors_left", None)
+    one_pass.kernels.leave_processors(told)
+    assert one_pass._at_once() == 2 * (132 - left)

@@ -34,7 +34,7 @@ def test_kernels_compile_for_hopper_with_wide_accesses_and_no_shuffles(name):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from hyperbatch.kernels import pool
+    from hyperbatch.kernels.norm import pool
 
     kernel = getattr(pool, name).fn
     constants = {"KERNEL": 3, "STRIDE": 2, "PADDING": 1, "BI": pool.ELEMENTS // (64 * pool.ACROSS), "BJ": pool.ACROSS}

@@ -14,13 +14,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gram_reference import check, column_sums, make, nans, new_norm, reference, statistics_errors, through_kernels
 from hopper import before_the_wait, compile_launches
+from product_reference import check, column_sums, make, nans, new_norm, reference, statistics_errors, through_kernels
 from torch import nn
 
 if importlib.util.find_spec("triton"):
-    from hyperbatch.kernels import gram, rows
     from hyperbatch.kernels import norm as kernels
+    from hyperbatch.kernels.norm import moments, product, tiles
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
@@ -41,24 +41,24 @@ def test_kernels_by_the_interpreter():
 def test_kernels_compile_for_hopper(c, monkeypatch):
     """Without a GPU: what the interpreter lets pass, and the large products on its tensor cores, 16 bytes a thread."""
     pytest.importorskip("triton")
-    kernel_names = [name for name in vars(gram) if name.endswith("_kernel")]
-    compiled = compile_launches(monkeypatch, gram)
-    monkeypatch.setattr(rows, "overlaps", lambda: True)
+    kernel_names = [name for module in (moments, product) for name in vars(module) if name.endswith("_kernel")]
+    compiled = compile_launches(monkeypatch, moments, product)
+    monkeypatch.setattr(tiles, "overlaps", lambda: True)
     case, coef = make((4, 5, 7), c, 4 * c), torch.ones(4, c)
     counters = kernels.new_counters(case.y.device)
-    _, moments = gram.normalise_with_gram(case.y, coef, counters)
-    kept = gram.product_statistics(moments, case.w, new_norm(case), counters)
-    if c > gram.WIDEST:  # all that differs there: y, and y about its centre
-        assert before_the_wait(compiled["_gram_kernel"]) == 0
-        assert compiled["_gram_kernel"].count("st.global.v4.b32") == 2 * 2
+    _, taken = moments.normalise_with_moments(case.y, coef, counters)
+    kept = product.product_statistics(taken, case.w, new_norm(case), counters)
+    if c > moments.WIDEST:  # all that differs there: y, and y about its centre
+        assert before_the_wait(compiled["_moments_kernel"]) == 0
+        assert compiled["_moments_kernel"].count("st.global.v4.b32") == 2 * 2
         return
     grads = kernels.NormGradients(*(nans(3, 4 * c, like=case.y) for _ in range(3)))
-    gram.product_backward(case.g, case.y, case.w, kept, grads.bias, grads, torch.empty_like(case.w), counters)
+    product.product_backward(case.g, case.y, case.w, kept, grads.bias, grads, torch.empty_like(case.w), counters)
     assert len(kernel_names) == 6
     assert set(kernel_names) == set(compiled)
-    for name in ("_gram_kernel", "_sum_kernel", "_quadratic_kernel", "_input_gradient_kernel"):
+    for name in ("_moments_kernel", "_add_moments_kernel", "_quadratic_kernel", "_input_gradient_kernel"):
         assert before_the_wait(compiled[name]) == 0, "the launch before may still write what it reads"
-    for name in ("_gram_kernel", "_input_gradient_kernel") if c == 128 else ():
+    for name in ("_moments_kernel", "_input_gradient_kernel") if c == 128 else ():
         assert "wgmma.mma_async" in compiled[name]
         assert "cp.async.cg.shared.global" in compiled[name]
         assert "st.global.v4.b32" in compiled[name]
@@ -89,7 +89,7 @@ def test_all_channels_far_from_zero():
     case = replace(case, y=y.half().to(memory_format=torch.channels_last))
     norm, counters = new_norm(case), kernels.new_counters(case.y.device)
     norm.eps = 0.0
-    kept = gram.product_statistics(case.y, case.w, norm, counters)
+    kept = product.product_statistics(case.y, case.w, norm, counters)
     z = case.y.double().permute(0, 2, 3, 1).reshape(-1, 16) @ case.w.double().T
     torch.testing.assert_close(kept.coef[1].double(), z.var(0, correction=0).rsqrt(), rtol=1e-5, atol=0)
 
@@ -119,10 +119,10 @@ def test_moments_are_taken_while_y_is_made(c):
         norm.bias[::3] = 2.0  # about a centre
         norm.bias[1::3] = -8.0  # all 0
     coef = kernels.statistics(x, norm, counters)
-    y, moments = gram.normalise_with_gram(x, coef, counters)
+    y, taken = moments.normalise_with_moments(x, coef, counters)
     assert torch.equal(y, kernels.normalise(x, coef))
     case = replace(case, y=y)
-    check(case, through_kernels(case, moments), sums=SUMS)
+    check(case, through_kernels(case, taken), sums=SUMS)
 
 
 @inside
@@ -171,7 +171,7 @@ def test_nothing_unwritten_is_read(monkeypatch):
 def test_local_statistics_are_mean_and_variance_alone():
     case = make((2, 3, 5), 16, 32)
     norm, counters = new_norm(case), kernels.new_counters(case.y.device)
-    kept = gram.product_statistics(case.y, case.w[:, :, None, None], norm, counters, local=True)
+    kept = product.product_statistics(case.y, case.w[:, :, None, None], norm, counters, local=True)
     exact = reference(case)
     torch.testing.assert_close(kept.coef[0].double(), exact.mean, rtol=0, atol=1e-5)
     torch.testing.assert_close(kept.coef[1].double(), exact.rstd**-2 - norm.eps, rtol=1e-5, atol=0)
@@ -179,7 +179,7 @@ def test_local_statistics_are_mean_and_variance_alone():
     grads = kernels.NormGradients(*(nans(3, 32, like=case.y) for _ in range(3)), local=True)
     dw = nans(32, 16, like=case.y, dtype=torch.float16)
     with pytest.raises(ValueError, match="no group of ranks"):
-        gram.product_backward(case.g, case.y, case.w, kept, column_sums(case.g), grads, dw, counters)
+        product.product_backward(case.g, case.y, case.w, kept, column_sums(case.g), grads, dw, counters)
 
 
 @inside
@@ -187,4 +187,4 @@ def test_local_statistics_are_mean_and_variance_alone():
 def test_other_widths_are_refused(c, n):
     case = make((1, 2, 2), c, n)
     with pytest.raises(ValueError, match="16, 32, 64"):
-        gram.product_statistics(case.y, case.w, new_norm(case), kernels.new_counters(case.y.device))
+        product.product_statistics(case.y, case.w, new_norm(case), kernels.new_counters(case.y.device))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gram_reference import (
+from product_reference import (
     check,
     column_sums,
     error,
@@ -20,8 +20,9 @@ from torch import nn
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 if torch.cuda.is_available():
-    from hyperbatch.kernels import gram
     from hyperbatch.kernels import norm as kernels
+    from hyperbatch.kernels.norm.moments import normalise_with_moments
+    from hyperbatch.kernels.norm.product import product_backward, product_statistics
 
 # Tensor cores cut sums off instead of rounding them: some hundred steps of a program, each half a bit of 23.
 SUMS = 4e-5
@@ -57,7 +58,7 @@ def test_moments_are_taken_while_y_is_made():
             norm.bias.normal_()
             norm.weight[::3], norm.bias[::3] = 0.02, 2.0  # about a centre
         coef = kernels.statistics(x, norm, counters)
-        y, moments = gram.normalise_with_gram(x, coef, counters)
+        y, moments = normalise_with_moments(x, coef, counters)
         assert torch.equal(y, kernels.normalise(x, coef))
         case = make(size, c, 4 * c, device="cuda", scale=0.01)
         case.y = y
@@ -82,8 +83,8 @@ def test_same_bits_every_time_and_in_a_graph():
     dw, sum_g = nans(4 * c, c, like=case.y, dtype=torch.float16), column_sums(case.g)
 
     def step():
-        kept = gram.product_statistics(case.y, case.w, norm, counters)
-        return kept.coef, gram.product_backward(case.g, case.y, case.w, kept, sum_g, grads, dw, counters)
+        kept = product_statistics(case.y, case.w, norm, counters)
+        return kept.coef, product_backward(case.g, case.y, case.w, kept, sum_g, grads, dw, counters)
 
     first = [t.clone() for t in (*step(), dw)]
     for _ in range(5):

@@ -4,8 +4,8 @@
     the last program to arrive     sums the partials in their order, so the bits never depend on who was last
     or each program                does so, once all have met: nobody waits for what another makes of them
 
-Variances are sums of squares about a value near the mean, merged by Chan's rule: never E[x^2] - E[x]^2. What the norms
-call coef and back: `kernels.norm`.
+Variances are sums of squares about a value near the mean, merged by Chan's rule: never E[x^2] - E[x]^2. Tuples among
+the arguments: `tiles`.
 """
 
 # Triton's decorator hides what a kernel takes from the type checker.
@@ -13,13 +13,58 @@ call coef and back: `kernels.norm`.
 # pyright: reportCallIssue=false
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor, nn
 
 COLUMN_BLOCKS = tl.constexpr(64)  # most of one tensor: as many counters of each kind
 HIGHEST_BIT = tl.constexpr(-(2**31))  # of a counter
 # Partials that are added up at once, and how often they are asked for ahead: more would take registers from the rest.
 PARTIALS, PARTIALS_AHEAD = tl.constexpr(1024), tl.constexpr(3)
+
+
+class NormGradients(NamedTuple):
+    """What the backward of one norm writes. `local` sums leave `back` to whoever adds up the ranks."""
+
+    back: Tensor  # fp32 [3, c]: a, b, d of dx = a * g + b * x + d
+    weight: Tensor  # fp32 [c]
+    bias: Tensor
+    local: bool = False
+
+
+class Branch(NamedTuple):
+    """A norm whose output went into a sum."""
+
+    x: Tensor
+    coef: Tensor
+    grads: NormGradients
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """What kernels take."""
+        return self.x, self.coef, self.grads[:3]
+
+
+def operands(norm: nn.BatchNorm2d) -> tuple[Any, ...]:
+    """What kernels take of a norm."""
+    return norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.momentum, norm.eps
+
+
+def new_coef(norm: nn.BatchNorm2d) -> Tensor:
+    """fp32 [4, c]: mean, rstd, scale, shift."""
+    return torch.empty(4, norm.num_features, device=norm.weight.device, dtype=torch.float32)
+
+
+def new_counters(device: torch.device) -> Tensor:
+    """Of programs that arrive, per column block: for `is_last`, which leaves zeros, then for `meet`, which leaves the
+    highest bit as it may be. One per stream."""
+    return torch.zeros(2 * COLUMN_BLOCKS.value, dtype=torch.int32, device=device)
+
+
+# --- what kernels call ------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -77,16 +122,18 @@ def merge_moments(part, count, c, M, C, ROWS):
 
 
 @triton.jit
-def load_norm(weight, bias, running_mean, running_var, c):
+def load_norm(norm, c):
     """To be asked for before the sums, so that there is one wait for memory instead of two."""
+    weight, bias, running_mean, running_var, _, _ = norm
     return tl.load(weight + c), tl.load(bias + c), tl.load(running_mean + c), tl.load(running_var + c)
 
 
 @triton.jit
-def store_statistics(mean, squares, norm, coef, running_mean, running_var, c, M, C, momentum, eps, here):
-    """(scale, shift) from a mean, a sum of squares about it and what `load_norm` found; coef and running statistics are
-    stored if `here`."""
-    w, b, old_mean, old_var = norm
+def store_statistics(mean, squares, norm, loaded, coef, c, M, C, here):
+    """(scale, shift) from a mean, a sum of squares about it and what `load_norm` loaded; stores coef and the running
+    statistics if `here`."""
+    _, _, running_mean, running_var, momentum, eps = norm
+    w, b, old_mean, old_var = loaded
     here = (c >= 0) & here
     var = tl.maximum(squares / M, 0.0)
     rstd = 1.0 / tl.sqrt(var + eps)
@@ -103,18 +150,16 @@ def store_statistics(mean, squares, norm, coef, running_mean, running_var, c, M,
 
 
 @triton.jit
-def finish_statistics(
-    part, coef, weight, bias, running_mean, running_var, c, M, C, ROWS, programs, momentum, eps, LOCAL: tl.constexpr
-):
+def finish_statistics(part, norm, coef, c, M, C, ROWS, programs, LOCAL: tl.constexpr):
     """Partials (mean, sum of squares about it) -> coef and running statistics. LOCAL: mean and variance alone."""
     if LOCAL:
         mean, squares = merge_moments(part, programs, c, M, C, ROWS)
         tl.store(coef + c, mean)
         tl.store(coef + C + c, tl.maximum(squares / M, 0.0))
     else:
-        norm = load_norm(weight, bias, running_mean, running_var, c)
+        loaded = load_norm(norm, c)
         mean, squares = merge_moments(part, programs, c, M, C, ROWS)
-        store_statistics(mean, squares, norm, coef, running_mean, running_var, c, M, C, momentum, eps, True)
+        store_statistics(mean, squares, norm, loaded, coef, c, M, C, True)
 
 
 @triton.jit
@@ -130,9 +175,10 @@ def add_partials(part, count, c, C):
 
 
 @triton.jit
-def store_gradients(sum_g, sum_gx, coef, back, dweight, dbias, c, M, C, LOCAL: tl.constexpr, here=True):
+def store_gradients(sum_g, sum_gx, coef, grads, c, M, C, LOCAL: tl.constexpr, here=True):
     """(a, b, d) of dx from sums of g and of g * (x - mean); they, as back, and the gradients of weight and bias are
     stored if `here`. LOCAL: those gradients alone."""
+    back, dweight, dbias = grads
     here = (c >= 0) & here
     mean, rstd, scale = tl.load(coef + c), tl.load(coef + C + c), tl.load(coef + 2 * C + c)
     tl.store(dbias + c, sum_g, mask=here)
@@ -147,7 +193,7 @@ def store_gradients(sum_g, sum_gx, coef, back, dweight, dbias, c, M, C, LOCAL: t
 
 
 @triton.jit
-def finish_backward(part, coef, back, dweight, dbias, c, M, C, programs, LOCAL: tl.constexpr):
+def finish_backward(part, coef, grads, c, M, C, programs, LOCAL: tl.constexpr):
     """Partials (sum of g, sum of g * (x - mean)) -> what `store_gradients` stores."""
     sum_g, sum_gx = add_partials(part, programs, c, C), add_partials(part + programs * C, programs, c, C)
-    store_gradients(sum_g, sum_gx, coef, back, dweight, dbias, c, M, C, LOCAL)
+    store_gradients(sum_g, sum_gx, coef, grads, c, M, C, LOCAL)

@@ -1,5 +1,14 @@
-"""A channels-last tensor [n, c, h, w] as a matrix of n*h*w rows and c columns: how its rows are dealt to programs, and
-what a program does with its own, in blocks of columns (Triton)."""
+"""How a channels-last tensor, a matrix of n*h*w rows and c columns, is dealt to programs, and what a program does with
+its own rows or its own tile, in blocks of columns (Triton).
+
+Some arguments of the functions below are tuples, and keep their order wherever they go:
+
+    norm     weight, bias, running mean, running variance, momentum, eps      `sums.operands`
+    grads    back, gradient of the weight, gradient of the bias               `sums.NormGradients[:3]`
+    branch   x, coef, grads: a norm whose output went into a sum              `sums.Branch`
+    joined   dy, dy2, bits: what the gradient of that sum is made of          `JoinedGradient`
+    output   y, bits, shortcut, its coef: y = relu(norm(x) + shortcut)        `Output`
+"""
 
 # Triton's decorator hides what a kernel takes from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -15,16 +24,18 @@ import triton.language as tl
 from torch import Tensor
 
 from hyperbatch.kernels import interpreted
+from hyperbatch.kernels.conv import channels_last
 
 SIZES = ("M", "ROWS", "PIXELS", "WIDTH")  # numbers a kernel is not compiled anew for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiling:
-    """How a matrix of m rows and c columns is dealt to programs: grid (c // columns, programs)."""
+    """How a matrix of m rows and c columns is dealt to programs."""
 
     rows: int  # of a tile
     columns: int
+    blocks: int  # of columns
     rows_per_program: int
     programs: int
     warps: int
@@ -35,26 +46,36 @@ class Tiling:
         """Tiles of about `elements`; at least one tile a program, at most about `programs` programs in all."""
         columns = min(widest, c & -c)  # the largest power of two that divides c: no column is ever masked
         rows = max(1, elements // columns)
-        share = max(1, programs // (c // columns))
+        blocks = c // columns
+        share = max(1, programs // blocks)
         rows_per_program = triton.cdiv(triton.cdiv(m, share), rows) * rows
         return cls(
             rows=rows,
             columns=columns,
+            blocks=blocks,
             rows_per_program=rows_per_program,
             programs=triton.cdiv(m, rows_per_program),
             warps=warps,
             stages=stages,
         )
 
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.blocks, self.programs
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"BM": self.rows, "BC": self.columns, "num_warps": self.warps}
+
+    @property
+    def in_stages(self) -> dict[str, int]:
+        """The options of a kernel that goes through its tiles in a loop."""
+        return self.options | {"STAGES": self.stages}
+
 
 def matrix(x: Tensor) -> tuple[int, int]:
     """(rows, columns) of a channels-last tensor."""
     return x.numel() // x.shape[1], x.shape[1]
-
-
-def channels_last(x: Tensor) -> Tensor:
-    """x itself when it lies so; gradients that torch's own operations hand over may not."""
-    return x.contiguous(memory_format=torch.channels_last)
 
 
 @functools.cache
@@ -68,7 +89,7 @@ def overlaps() -> bool:
     return not interpreted() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def beside(follows: bool = True) -> dict[str, bool]:
+def overlapping(follows: bool = True) -> dict[str, bool]:
     """Options of a launch that may come up while the one before still runs.
 
     A kernel that waits (gdc_wait) before it reads anything always may. One that reads something first must know that
@@ -79,8 +100,8 @@ def beside(follows: bool = True) -> dict[str, bool]:
 
 
 def streaming(m: int, c: int, *, elements: int = 4096, warps: int = 4) -> Tiling:
-    """Element by element: one tile a program, the hardware deals them out. Kernels take `own_tile`, and all in one axis
-    of the grid, which has room for any number."""
+    """Element by element: one tile a program, the hardware deals them out. Kernels take `own_tile`; all programs lie in
+    one axis of the grid, which has room for any number."""
     return Tiling.of(m, c, elements=elements, warps=warps, widest=64, programs=1 << 40)
 
 
@@ -98,6 +119,63 @@ def reducing(
     return Tiling.of(m, c, elements=elements, warps=warps, widest=sum_columns(c), programs=programs, stages=stages)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """Memory for y = relu(norm(x) + shortcut) and one bit per element of it, and the shortcut, if there is one."""
+
+    y: Tensor
+    bits: Tensor  # y itself where no bits are wanted
+    shortcut: Tensor | None
+    coef: Tensor | None  # of a shortcut that is to be normalised, too
+
+    @classmethod
+    def of(cls, x: Tensor, shortcut: Tensor | None = None, coef: Tensor | None = None, *, bits: bool = False) -> Output:
+        y = torch.empty_like(x)
+        of_bits = torch.empty(x.numel() // 8, dtype=torch.uint8, device=x.device) if bits else y
+        return cls(y=y, bits=of_bits, shortcut=shortcut, coef=coef)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What kernels take: y in the place of what is not there."""
+        return self.y, self.bits, *(self.y if tensor is None else tensor for tensor in (self.shortcut, self.coef))
+
+    @property
+    def options(self) -> dict[str, int]:
+        kind = 0 if self.shortcut is None else 1 if self.coef is None else 2
+        return {"SHORTCUT": kind, "BITS": self.bits is not self.y}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinedGradient:
+    """The gradient of the sum in relu(sum): memory for it and the sums of its columns, and what it is made of."""
+
+    g: Tensor
+    sums: Tensor  # fp32
+    tensors: tuple[Tensor, Tensor, Tensor]  # dy, dy2, bits
+    options: dict[str, int]
+
+    @classmethod
+    def of(cls, dy: Tensor, dy2: Tensor | None, bits: Tensor) -> JoinedGradient:
+        g = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
+        pooled = g.shape[2] * g.shape[3] > 1 and dy.stride(2) == 0 and dy.stride(3) == 0  # one value an image
+        dy = dy[:, :, 0, 0].contiguous() if pooled else channels_last(dy)
+        add = 0 if dy2 is None else 1 if dy2.shape == g.shape else 2
+        return cls(
+            g=g,
+            sums=g.new_empty(g.shape[1], dtype=torch.float32),
+            tensors=(dy, dy if dy2 is None else dy2, bits),
+            options={"POOLED": pooled, "ADD": add},
+        )
+
+    @property
+    def pixels(self) -> tuple[int, int]:
+        """Of an image, and of a line of it."""
+        return self.g.shape[2] * self.g.shape[3], self.g.shape[3]
+
+
+# --- a program's own --------------------------------------------------------------------------------------------------
+
+
 @triton.jit
 def own_tile(M, C, BM: tl.constexpr, BC: tl.constexpr):
     """Of a program of `streaming`: its column block and first element; its rows r and elements `at` from there on."""
@@ -108,13 +186,20 @@ def own_tile(M, C, BM: tl.constexpr, BC: tl.constexpr):
     return column, (p * BM).to(tl.int64) * C, r, at, (p * BM + r < M)[:, None]
 
 
-# --- what a program does with `rows` rows from element `base` on, of a block of columns -------------------------------
+@triton.jit
+def own_rows(M, C, ROWS, BC: tl.constexpr):
+    """Of a program of `reducing`: its column block and the columns c, its number, its first element and its rows."""
+    column, p = tl.program_id(0), tl.program_id(1)
+    return column, column * BC + tl.arange(0, BC), p, (p * ROWS).to(tl.int64) * C, tl.minimum(M - p * ROWS, ROWS)
+
+
+# --- what a program does with `rows` rows from element `base` on, of the columns c ------------------------------------
 
 
 @triton.jit
-def sum_rows(x, column, base, rows, C, BM: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr):
+def sum_rows(x, base, rows, c, C, BM: tl.constexpr, STAGES: tl.constexpr):
     """(mean, sum of squares about it)."""
-    c = column * BC + tl.arange(0, BC)
+    BC: tl.constexpr = c.shape[0]
     about = tl.load(x + base + c).to(tl.float32)
     # A tile of sums, folded once at the end: a fold in every turn would cost more than the loads.
     total = tl.zeros([BM, BC], tl.float32)
@@ -132,22 +217,13 @@ def sum_rows(x, column, base, rows, C, BM: tl.constexpr, BC: tl.constexpr, STAGE
 
 @triton.jit
 def store_normalised(
-    x,
-    scale,
-    shift,
-    added,
-    shortcut_coef,
-    y,
-    bits,
-    at,
-    r,
-    column,
-    inside,
-    C,
-    SHORTCUT: tl.constexpr,  # what is added: 0 nothing, 1 as it is, 2 to be normalised, too
-    BITS: tl.constexpr,  # keep what the ReLU let through
+    x, scale, shift, added, output, at, r, column, inside, C, SHORTCUT: tl.constexpr, BITS: tl.constexpr
 ):
-    """relu(x * scale + shift + added) of a tile, at elements `at` of y; bits of rows r."""
+    """relu(x * scale + shift + added) of a tile, at elements `at` of y; with BITS, a bit for each, of rows r.
+
+    SHORTCUT: what is added: 0 nothing, 1 a tensor as it is, 2 one to be normalised.
+    """
+    y, bits, _, shortcut_coef = output
     BC: tl.constexpr = x.shape[1]
     c = column * BC + tl.arange(0, BC)
     if SHORTCUT == 2:
@@ -181,9 +257,9 @@ def store_bits(bits, v, column, r, C, inside):
 
 
 @triton.jit
-def sum_gradient_rows(dy, x, coef, column, base, rows, C, BM: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr):
+def sum_gradient_rows(dy, x, coef, base, rows, c, C, BM: tl.constexpr, STAGES: tl.constexpr):
     """Sums of g and g * (x - mean), where g is dy where the ReLU let through."""
-    c = column * BC + tl.arange(0, BC)
+    BC: tl.constexpr = c.shape[0]
     mean = tl.load(coef + c)[None, :]
     scale, shift = tl.load(coef + 2 * C + c)[None, :], tl.load(coef + 3 * C + c)[None, :]
     first = tl.zeros([BM, BC], tl.float32)
@@ -202,24 +278,15 @@ def sum_gradient_rows(dy, x, coef, column, base, rows, C, BM: tl.constexpr, BC: 
 
 @triton.jit
 def load_joined(
-    dy,
-    dy2,
-    bits,
-    at,
-    r,
-    row,
-    column,
-    inside,
-    C,
-    PIXELS,
-    WIDTH,
-    POOLED: tl.constexpr,
-    ADD: tl.constexpr,
-    BM: tl.constexpr,
-    BC: tl.constexpr,
+    joined, at, r, row, column, inside, c, C, PIXELS, WIDTH, BM: tl.constexpr, POOLED: tl.constexpr, ADD: tl.constexpr
 ):
-    """g = dy + dy2 where the ReLU let through, of a tile: elements `at`, bits of rows r, `row` of the whole."""
-    c = column * BC + tl.arange(0, BC)
+    """g = dy + dy2 where the ReLU let through, of a tile: elements `at`, bits of rows r, `row` of the whole.
+
+    POOLED: dy is one value for all PIXELS rows of an image. ADD: dy2 is there for 0 no pixel, 1 every one, 2 every
+    other one, both ways.
+    """
+    dy, dy2, bits = joined
+    BC: tl.constexpr = c.shape[0]
     if POOLED:
         g = tl.load(dy + (row // PIXELS)[:, None] * C + c[None, :], mask=inside, other=0.0).to(tl.float32)
     else:
@@ -240,31 +307,31 @@ def load_joined(
 
 @triton.jit
 def sum_joined_rows(
-    dy,
-    dy2,
-    bits,
-    x,
-    coef,
-    x2,
-    coef2,
+    joined,
+    branch,
+    branch2,
     g_out,
     column,
     base,
     start,
     rows,
+    c,
     C,
     PIXELS,
     WIDTH,
-    POOLED: tl.constexpr,  # dy is a gradient of means over PIXELS rows
-    ADD: tl.constexpr,  # dy2: 0 none, 1 of every pixel, 2 of every other one, both ways
-    NORMS: tl.constexpr,  # whose x is at hand: 0 to 2
     BM: tl.constexpr,
-    BC: tl.constexpr,
     STAGES: tl.constexpr,
+    POOLED: tl.constexpr,
+    ADD: tl.constexpr,
+    NORMS: tl.constexpr,
 ):
-    """Where two branches met, g = dy + dy2 where the ReLU let through goes down both, so it is stored. Its sums, and
-    those of g * (x - mean) of each norm. start: the first row."""
-    c = column * BC + tl.arange(0, BC)
+    """Where two branches met, the gradient g goes down both, so it is stored. Its sums, and those of g * (x - mean) of
+    the NORMS branches (0 to 2) whose x is at hand. start: the first row."""
+    BC: tl.constexpr = c.shape[0]
+    dy, dy2, bits = joined
+    x, coef, _ = branch
+    x2, coef2, _ = branch2
+    joined = (dy, dy2, bits + base // 8)
     first = tl.zeros([BM, BC], tl.float32)
     second = tl.zeros([BM, BC], tl.float32)
     third = tl.zeros([BM, BC], tl.float32)
@@ -276,9 +343,7 @@ def sum_joined_rows(
         r = i + tl.arange(0, BM)
         inside = (r < rows)[:, None]
         at = base + r[:, None] * C + c[None, :]
-        g = load_joined(
-            dy, dy2, bits + base // 8, at, r, start + r, column, inside, C, PIXELS, WIDTH, POOLED, ADD, BM, BC
-        )
+        g = load_joined(joined, at, r, start + r, column, inside, c, C, PIXELS, WIDTH, BM, POOLED, ADD)
         # Sums are those of g as it is stored, so that both passes see the same numbers.
         g = g.to(g_out.dtype.element_ty)
         tl.store(g_out + at, g, mask=inside)

@@ -1,6 +1,6 @@
 """Batch norm, ReLU and max-pool of 16-bit channels-last tensors, with nothing stored at the size of x (Triton).
 
-Reference: torch.batch_norm, relu, max_pool2d. Norms as in `hyperbatch.kernels.norm`: coef, back, one row of partials.
+Reference: torch.batch_norm, relu, max_pool2d. What coef and back are: `kernels.norm`.
 
     normalise_pool          x          -> pooled; of each window the peak of x and its tap      1 read, 5/8 of a write *
     reduce_pool_gradient    g, peak    -> sums of g and g * (peak - mean) -> back               1/2 of a read
@@ -31,9 +31,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hyperbatch.kernels.compile import kernel
-from hyperbatch.kernels.norm import NormGradients
-from hyperbatch.kernels.rows import matrix, reducing, sum_gradient_rows
-from hyperbatch.kernels.sums import finish_backward, is_last, store_partials
+from hyperbatch.kernels.norm.sums import NormGradients, finish_backward, is_last, store_partials
+from hyperbatch.kernels.norm.tiles import matrix, own_rows, reducing, sum_gradient_rows
 
 NO_TAP = tl.constexpr(255)
 WARPS = 4
@@ -117,11 +116,9 @@ def _pool_reduce_kernel(
     dpooled,
     peak,
     coef,
+    grads,
     part,
     counters,
-    back,
-    dweight,
-    dbias,
     PIXELS,
     M,
     C,
@@ -131,15 +128,13 @@ def _pool_reduce_kernel(
     BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """As the reduction of `kernels.norm`, over M windows; PIXELS of x went into mean and variance."""
-    column, p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    c = column * BC + tl.arange(0, BC)
-    rows = tl.minimum(M - p * ROWS, ROWS)
-    base = (p * ROWS).to(tl.int64) * C
-    sum_g, sum_gx = sum_gradient_rows(dpooled, peak, coef, column, base, rows, C, BM, BC, STAGES)
+    """As the reduction of `two_pass`, over M windows; PIXELS of x went into mean and variance."""
+    programs = tl.num_programs(1)
+    column, c, p, base, rows = own_rows(M, C, ROWS, BC)
+    sum_g, sum_gx = sum_gradient_rows(dpooled, peak, coef, base, rows, c, C, BM, STAGES)
     store_partials(part, p, programs, C, c, sum_g, sum_gx)
     if is_last(counters + column, programs):
-        finish_backward(part, coef, back, dweight, dbias, c, PIXELS, C, programs, LOCAL)
+        finish_backward(part, coef, grads, c, PIXELS, C, programs, LOCAL)
 
 
 @kernel
@@ -226,24 +221,9 @@ def reduce_pool_gradient(
     m, c = matrix(dpooled)
     tiling = reducing(m, c, elements=8192, per_processor=1)
     part = x.new_empty(2, tiling.programs, c, dtype=torch.float32)
-    _pool_reduce_kernel[(c // tiling.columns, tiling.programs)](
-        dpooled,
-        peaks.value,
-        coef,
-        part,
-        counters,
-        grads.back,
-        grads.weight,
-        grads.bias,
-        matrix(x)[0],
-        m,
-        c,
-        tiling.rows_per_program,
-        LOCAL=grads.local,
-        BM=tiling.rows,
-        BC=tiling.columns,
-        STAGES=tiling.stages,
-        num_warps=tiling.warps,
+    sizes = matrix(x)[0], m, c, tiling.rows_per_program
+    _pool_reduce_kernel[tiling.grid](
+        dpooled, peaks.value, coef, grads[:3], part, counters, *sizes, LOCAL=grads.local, **tiling.in_stages
     )
 
 

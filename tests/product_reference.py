@@ -1,4 +1,4 @@
-"""A 1x1 convolution and its batch norm: inputs, float64 torch as the reference, and the checks of `kernels.gram`."""
+"""A 1x1 convolution and its batch norm: inputs, float64 torch as the reference, and the checks of `norm.product`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hyperbatch.kernels import gram
 from hyperbatch.kernels import norm as kernels
+from hyperbatch.kernels.norm.moments import Moments, normalise_with_moments
+from hyperbatch.kernels.norm.product import product_backward, product_statistics
 
 HALF_ULP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # relative
 SMALLEST = {torch.float16: 2.0**-25, torch.bfloat16: 0.0}  # half of the smallest number
@@ -82,10 +83,10 @@ def statistics_errors(
         norm.weight.fill_(1 / max(ratio, 1))
         norm.bias.fill_(min(ratio, 1))
     if made:
-        y, source = gram.normalise_with_gram(y, kernels.statistics(y, norm, counters), counters)
+        y, source = normalise_with_moments(y, kernels.statistics(y, norm, counters), counters)
     else:
         y = source = (y / max(ratio, 1) + min(ratio, 1)).to(memory_format=torch.channels_last)
-    kept = gram.product_statistics(source, w, nn.BatchNorm2d(32, eps=0.0, device=device), counters)
+    kept = product_statistics(source, w, nn.BatchNorm2d(32, eps=0.0, device=device), counters)
     var, mean = torch.var_mean(rows(y) @ w.double().T, 0, correction=0)
     of_mean, of_var = (kept.coef[0].double() - mean) / var.sqrt(), kept.coef[1].double() ** -2 / var - 1
     return float(of_mean.abs().max()), float(of_var.abs().max())
@@ -119,13 +120,13 @@ def nans(*shape: int, like: Tensor, dtype: torch.dtype = torch.float32) -> Tenso
     return torch.full(shape, float("nan"), device=like.device, dtype=dtype)
 
 
-def through_kernels(case: Case, source: Tensor | gram.Moments | None = None) -> Result:
+def through_kernels(case: Case, source: Tensor | Moments | None = None) -> Result:
     n, c = case.w.shape
     norm, counters = new_norm(case), kernels.new_counters(case.y.device)
-    kept = gram.product_statistics(case.y if source is None else source, case.w, norm, counters)
+    kept = product_statistics(case.y if source is None else source, case.w, norm, counters)
     grads = kernels.NormGradients(nans(3, n, like=case.y), nans(n, like=case.y), nans(n, like=case.y))
     dw = nans(n, c, like=case.y, dtype=case.w.dtype)
-    dy = gram.product_backward(case.g, case.y, case.w, kept, column_sums(case.g), grads, dw, counters)
+    dy = product_backward(case.g, case.y, case.w, kept, column_sums(case.g), grads, dw, counters)
     assert not counters.any()
     return Result(kept.coef[0], kept.coef[1], norm.running_mean, norm.running_var, dy, dw, grads.weight, grads.bias)
 

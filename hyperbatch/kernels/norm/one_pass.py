@@ -1,9 +1,9 @@
-"""Batch norm, ReLU and the residual add of small tensors: one launch, and each element is read once (Triton).
+"""The norms of a small tensor: one launch, and each element is read once (Triton).
 
 A program keeps its tile in registers between the two passes of a norm. With few rows a tile has all of them, and nobody
 waits for anybody; else programs leave their sums, meet, and each makes of all sums what it needs.
 
-What the kernels compute, and how larger tensors are treated: `kernels.norm`, which calls these.
+What the kernels compute: `kernels.norm`. References: `two_pass`, torch.batch_norm, relu, add.
 """
 
 # Triton's decorator hides what a kernel takes from the type checker.
@@ -11,38 +11,49 @@ What the kernels compute, and how larger tensors are treated: `kernels.norm`, wh
 # pyright: reportCallIssue=false
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from hyperbatch import kernels
 from hyperbatch.kernels import interpreted
 from hyperbatch.kernels.compile import kernel
-from hyperbatch.kernels.rows import SIZES, load_joined, matrix, processors, store_applied, store_normalised
-from hyperbatch.kernels.sums import (
+from hyperbatch.kernels.norm.sums import (
     COLUMN_BLOCKS,
+    Branch,
+    NormGradients,
     add_partials,
     load_norm,
     meet,
     merge_moments,
+    new_coef,
+    operands,
     store_gradients,
     store_partials,
     store_statistics,
 )
-
-if TYPE_CHECKING:
-    from hyperbatch.kernels.norm import Branch, NormGradients
+from hyperbatch.kernels.norm.tiles import (
+    SIZES,
+    JoinedGradient,
+    Output,
+    load_joined,
+    matrix,
+    processors,
+    store_applied,
+    store_normalised,
+)
 
 PER_THREAD = 64  # elements: of 16 bits, two in a register
 WHOLE_ROWS, WHOLE_COLUMNS = 1024, 16  # so many rows are one tile's; 32 bytes of each, the least that memory moves
 ROWS, COLUMNS = 256, 32  # of other tiles: 64 bytes of a row, and few sums for each program to add up
 PER_PROCESSOR = 2  # programs of 128 threads that meet: as many run at once, whatever registers they take
-NCCL_PROGRAMS = 64  # most that NCCL takes where nobody sets NCCL_MAX_CTAS (engine/ranks.py sets 32)
+NCCL_PROGRAMS = 64  # the most that NCCL ever takes
 OPAQUE = tl.constexpr(not interpreted())  # the interpreter knows no assembly
 
 
@@ -69,26 +80,18 @@ def _tile(M, C, BM: tl.constexpr, BC: tl.constexpr):
 
 
 @kernel(do_not_specialize=SIZES)
-def _small_norm_kernel(
+def _one_pass_kernel(
     x,
+    norm,
+    output,
     part,
     counters,
     coef,
-    weight,
-    bias,
-    running_mean,
-    running_var,
-    shortcut,
-    shortcut_coef,
-    y,
-    bits,
     M,
     C,
-    momentum,
-    eps,
     MEET: tl.constexpr,
-    SHORTCUT: tl.constexpr,  # 0 none, 1 as it is, 2 to be normalised, too
-    BITS: tl.constexpr,  # keep what the ReLU let through
+    SHORTCUT: tl.constexpr,
+    BITS: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -100,9 +103,9 @@ def _small_norm_kernel(
     about = tl.load(x + p * BM * C + c).to(tl.float32)
     added = tile
     if SHORTCUT != 0:
-        added = tl.load(shortcut + at, mask=inside, other=0.0)
+        added = tl.load(output[2] + at, mask=inside, other=0.0)
     if not MEET:
-        norm = load_norm(weight, bias, running_mean, running_var, c)
+        loaded = load_norm(norm, c)
     v = tl.where(inside, tile.to(tl.float32) - about[None, :], 0.0)
     rows = tl.minimum(M - p * BM, BM)
     apart = tl.sum(v, 0) / rows
@@ -110,33 +113,18 @@ def _small_norm_kernel(
     if MEET:
         store_partials(part, p, programs, C, c, mean, squares)
         meet(counters, column, p, programs)
-        norm = load_norm(weight, bias, running_mean, running_var, c)
+        loaded = load_norm(norm, c)
         mean, squares = merge_moments(part, programs, c, M, C, BM)
-    scale, shift = store_statistics(
-        mean, squares, norm, coef, running_mean, running_var, c, M, C, momentum, eps, p == 0
-    )
+    scale, shift = store_statistics(mean, squares, norm, loaded, coef, c, M, C, p == 0)
     tile = _keep(tile)
     if SHORTCUT != 0:
         added = _keep(added)
-    store_normalised(tile, scale, shift, added, shortcut_coef, y, bits, at, r, column, inside, C, SHORTCUT, BITS)
+    store_normalised(tile, scale, shift, added, output, at, r, column, inside, C, SHORTCUT, BITS)
 
 
 @kernel(do_not_specialize=SIZES)
-def _small_norm_backward_kernel(
-    dy,
-    x,
-    coef,
-    part,
-    counters,
-    back,
-    dweight,
-    dbias,
-    dx,
-    M,
-    C,
-    MEET: tl.constexpr,
-    BM: tl.constexpr,
-    BC: tl.constexpr,
+def _one_pass_backward_kernel(
+    dy, x, coef, grads, part, counters, dx, M, C, MEET: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr
 ):
     """dx of relu(norm(x)), and the gradients of weight and bias."""
     column, p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -153,32 +141,22 @@ def _small_norm_backward_kernel(
         store_partials(part, p, programs, C, c, first, second)
         meet(counters, column, p, programs)
         first, second = add_partials(part, programs, c, C), add_partials(part + programs * C, programs, c, C)
-    a, b, d = store_gradients(first, second, coef, back, dweight, dbias, c, M, C, False, p == 0)
+    a, b, d = store_gradients(first, second, coef, grads, c, M, C, False, p == 0)
     g, tile = _keep(g), _keep(tile)
     store_applied(g, tile, a, b, d, dx, at, inside)
 
 
 @kernel(do_not_specialize=SIZES)
-def _small_join_backward_kernel(
-    dy,
-    dy2,
-    bits,
-    x,
-    coef,
-    x2,
-    coef2,
+def _one_pass_join_backward_kernel(
+    joined,
+    branch,
+    branch2,
     g_out,
-    part,
-    counters,
     sums,
-    back,
-    dweight,
-    dbias,
-    back2,
-    dweight2,
-    dbias2,
     dx,
     dx2,
+    part,
+    counters,
     M,
     C,
     PIXELS,
@@ -191,12 +169,14 @@ def _small_join_backward_kernel(
     BC: tl.constexpr,
 ):
     """g of relu(norm(x) + shortcut), then dx of each norm."""
+    x, coef, grads = branch
+    x2, coef2, grads2 = branch2
     column, p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     r, c, at, inside = _tile(M, C, BM, BC)
     tile = tl.load(x + at, mask=inside, other=0.0)
     if NORMS == 2:
         tile2 = tl.load(x2 + at, mask=inside, other=0.0)
-    g = load_joined(dy, dy2, bits, at, r, r, column, inside, C, PIXELS, WIDTH, POOLED, ADD, BM, BC)
+    g = load_joined(joined, at, r, r, column, inside, c, C, PIXELS, WIDTH, BM, POOLED, ADD)
     g = _keep(g.to(g_out.dtype.element_ty))
     tl.store(g_out + at, g, mask=inside)
     # Sums are those of g as it is stored: what others read.
@@ -214,16 +194,16 @@ def _small_join_backward_kernel(
         if NORMS == 2:
             third = add_partials(part + 2 * programs * C, programs, c, C)
     tl.store(sums + c, first, mask=(c >= 0) & (p == 0))
-    a, b, d = store_gradients(first, second, coef, back, dweight, dbias, c, M, C, False, p == 0)
+    a, b, d = store_gradients(first, second, coef, grads, c, M, C, False, p == 0)
     g, tile = _keep(g), _keep(tile)
     store_applied(g, tile, a, b, d, dx, at, inside)
     if NORMS == 2:
-        a, b, d = store_gradients(first, third, coef2, back2, dweight2, dbias2, c, M, C, False, p == 0)
+        a, b, d = store_gradients(first, third, coef2, grads2, c, M, C, False, p == 0)
         g, tile2 = _keep(g), _keep(tile2)
         store_applied(g, tile2, a, b, d, dx2, at, inside)
 
 
-# --- what kernels.norm calls ------------------------------------------------------------------------------------------
+# --- what `dispatch` calls --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,15 +253,15 @@ class Launch:
 def _at_once() -> int:
     """Programs that run at once. The interpreter runs one after the other.
 
-    With several ranks an all-reduce may hold as many processors as NCCL may take programs, and wait for other ranks:
-    programs that wait for each other must not wait for that.
+    An all-reduce may hold as many processors as NCCL may take programs, and wait for other ranks: programs that wait
+    for each other must not wait for that. If nobody has said how many that are, several ranks leave all it can take.
     """
     if interpreted():
         return 0
-    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    limit = os.environ.get("NCCL_MAX_CTAS", "")
-    spare = int(limit) if limit.isdigit() else NCCL_PROGRAMS
-    return PER_PROCESSOR * max(0, processors() - spare * (ranks > 1))
+    left = kernels.processors_left
+    if left is None:
+        left = NCCL_PROGRAMS if dist.is_initialized() and dist.get_world_size() > 1 else 0
+    return PER_PROCESSOR * max(0, processors() - left)
 
 
 def is_small(x: Tensor) -> bool:
@@ -289,110 +269,47 @@ def is_small(x: Tensor) -> bool:
     return Launch.of(*matrix(x)).fits
 
 
-def forward(
-    x: Tensor,
-    norm: nn.BatchNorm2d,
-    counters: Tensor,
-    coef: Tensor,
-    shortcut: Tensor | None,
-    shortcut_coef: Tensor | None,
-    y: Tensor,
-    bits: Tensor | None,
-) -> None:
-    """y = relu(norm(x) + shortcut) and its bits, as far as there are a shortcut and bits; and coef."""
+def forward(x: Tensor, norm: nn.BatchNorm2d, counters: Tensor, output: Output) -> Tensor:
+    """coef; fills the output."""
     m, c = matrix(x)
-    launch = Launch.of(m, c)
+    launch, coef = Launch.of(m, c), new_coef(norm)
     part = launch.partials(2, coef)
-    _small_norm_kernel[launch.grid](
-        x,
-        part,
-        counters,
-        coef,
-        norm.weight,
-        norm.bias,
-        norm.running_mean,
-        norm.running_var,
-        x if shortcut is None else shortcut,
-        coef if shortcut_coef is None else shortcut_coef,
-        y,
-        y if bits is None else bits,
-        m,
-        c,
-        norm.momentum,
-        norm.eps,
-        SHORTCUT=0 if shortcut is None else 1 if shortcut_coef is None else 2,
-        BITS=bits is not None,
-        **launch.options,
+    _one_pass_kernel[launch.grid](
+        x, operands(norm), output.tensors, part, counters, coef, m, c, **output.options, **launch.options
     )
+    return coef
 
 
-def backward(dy: Tensor, x: Tensor, coef: Tensor, grads: NormGradients, counters: Tensor, dx: Tensor) -> None:
+def backward(dy: Tensor, x: Tensor, coef: Tensor, grads: NormGradients, counters: Tensor) -> Tensor:
     """dx of relu(norm(x)); fills `grads`."""
     m, c = matrix(x)
-    launch = Launch.of(m, c)
+    launch, dx = Launch.of(m, c), torch.empty_like(x)
     part = launch.partials(2, coef)
-    _small_norm_backward_kernel[launch.grid](
-        dy,
-        x,
-        coef,
-        part,
-        counters,
-        grads.back,
-        grads.weight,
-        grads.bias,
-        dx,
-        m,
-        c,
-        **launch.options,
-    )
+    _one_pass_backward_kernel[launch.grid](dy, x, coef, grads[:3], part, counters, dx, m, c, **launch.options)
+    return dx
 
 
-def join_backward(
-    dy: Tensor,
-    dy2: Tensor | None,
-    bits: Tensor,
-    branches: Sequence[Branch],
-    counters: Tensor,
-    g: Tensor,
-    sums: Tensor,
-    dxs: Sequence[Tensor],
-    *,
-    pooled: bool,
-) -> None:
-    """g, the gradient before the ReLU, its column sums, and dx of each branch; fills their gradients.
-
-    pooled: dy is [n, c], the gradient of each image's pixels.
-    """
-    m, c = matrix(g)
-    launch = Launch.of(m, c)
+def join_backward(joined: JoinedGradient, branches: Sequence[Branch], counters: Tensor) -> list[Tensor]:
+    """dx of each branch; fills their gradients, and g and its column sums."""
+    m, c = matrix(joined.g)
+    launch, dxs = Launch.of(m, c), [torch.empty_like(branch.x) for branch in branches]
     first, last = branches[0], branches[-1]
     part = launch.partials(1 + len(branches), first.coef)
-    _small_join_backward_kernel[launch.grid](
-        dy,
-        dy if dy2 is None else dy2,
-        bits,
-        first.x,
-        first.coef,
-        last.x,
-        last.coef,
-        g,
-        part,
-        counters,
-        sums,
-        first.grads.back,
-        first.grads.weight,
-        first.grads.bias,
-        last.grads.back,
-        last.grads.weight,
-        last.grads.bias,
+    _one_pass_join_backward_kernel[launch.grid](
+        joined.tensors,
+        first.tensors,
+        last.tensors,
+        joined.g,
+        joined.sums,
         dxs[0],
         dxs[-1],
+        part,
+        counters,
         m,
         c,
-        m // len(g),
-        g.shape[3],
-        POOLED=pooled,
-        ADD=0 if dy2 is None else 1 if dy2.shape == g.shape else 2,
+        *joined.pixels,
         NORMS=len(branches),
+        **joined.options,
         **launch.options,
     )
+    return dxs

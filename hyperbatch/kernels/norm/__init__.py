@@ -1,0 +1,55 @@
+"""Batch norm, ReLU and the residual add of 16-bit channels-last tensors, in as few passes as they need (Triton).
+
+A channels-last tensor [n, c, h, w] is a matrix of n*h*w rows and c columns. Bytes are counted in passes over it:
+
+    statistics   x                      -> coef: mean, rstd, scale, shift; running statistics     1 read
+    normalise    relu(x * scale + shift [+ shortcut])                                             1 read, 1 write
+    join         relu(norm(x) + shortcut), and one bit per element: whether the ReLU let it through
+                                                                                                  2 reads, 1 1/16 writes
+    reduce       g = dy where the ReLU let through -> sums of g and g * (x - mean)                2 reads
+                                        -> back: a, b, d; gradients of weight and bias
+    apply        dx = a * g + b * x + d                                                           2 reads, 1 write
+
+Each way of doing it has a file, and a reference that it must agree with:
+
+    two_pass     of any tensor: the passes above, one launch each                torch.batch_norm, relu, add
+    one_pass     of a small tensor: programs keep their tile in registers from   the same
+                 one pass to the next, in one launch: 1 read, 1 write
+    dispatch     what a layer calls: one_pass where the tensor is small, else two_pass
+    product      after a 1x1 convolution, from the moments of its input:         two_pass after torch's convolution
+    moments      no read of the convolution's output
+    pool         with a max-pool behind, which stores nothing of x's size        torch.batch_norm, relu, max_pool2d
+
+and they share how rows are dealt to programs (tiles) and how programs add up what they found (sums). The tests hold all
+of them to float64: tests/norm_reference.py, product_reference.py, pool_reference.py.
+"""
+
+from hyperbatch.kernels.norm.dispatch import join_backward, norm_join, norm_relu, norm_relu_backward
+from hyperbatch.kernels.norm.sums import Branch, NormGradients, new_coef, new_counters
+from hyperbatch.kernels.norm.tiles import matrix
+from hyperbatch.kernels.norm.two_pass import (
+    apply_gradient,
+    join,
+    normalise,
+    reduce_gradient,
+    reduce_joined_gradient,
+    statistics,
+)
+
+__all__ = [
+    "Branch",
+    "NormGradients",
+    "apply_gradient",
+    "join",
+    "join_backward",
+    "matrix",
+    "new_coef",
+    "new_counters",
+    "norm_join",
+    "norm_relu",
+    "norm_relu_backward",
+    "normalise",
+    "reduce_gradient",
+    "reduce_joined_gradient",
+    "statistics",
+]

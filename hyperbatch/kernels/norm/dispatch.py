@@ -1,0 +1,61 @@
+"""A norm with its ReLU, and with the sum that closes a block: in one launch where the tensor is small, else in two.
+
+Ranks that share their statistics exchange them between the two passes: they call the steps of `two_pass` themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from hyperbatch.kernels.norm import one_pass, two_pass
+from hyperbatch.kernels.norm.sums import Branch, NormGradients
+from hyperbatch.kernels.norm.tiles import JoinedGradient, Output
+
+
+def norm_relu(x: Tensor, norm: nn.BatchNorm2d, counters: Tensor) -> tuple[Tensor, Tensor]:
+    """(relu(norm(x)), coef)."""
+    output = Output.of(x)
+    return output.y, _norm(x, norm, counters, output)
+
+
+def norm_join(
+    x: Tensor, norm: nn.BatchNorm2d, counters: Tensor, shortcut: Tensor, shortcut_coef: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, bits, coef): statistics, and out and bits as of `two_pass.join`."""
+    output = Output.of(x, shortcut, shortcut_coef, bits=True)
+    return output.y, output.bits, _norm(x, norm, counters, output)
+
+
+def _norm(x: Tensor, norm: nn.BatchNorm2d, counters: Tensor, output: Output) -> Tensor:
+    """coef; fills the output."""
+    if one_pass.is_small(x):
+        return one_pass.forward(x, norm, counters, output)
+    coef = two_pass.statistics(x, norm, counters)
+    two_pass.fill(output, x, coef, follows=True)
+    return coef
+
+
+def norm_relu_backward(dy: Tensor, x: Tensor, coef: Tensor, grads: NormGradients, counters: Tensor) -> Tensor:
+    """dx of relu(norm(x)); fills `grads`."""
+    assert not grads.local
+    if one_pass.is_small(x):
+        return one_pass.backward(dy, x, coef, grads, counters)
+    two_pass.reduce_gradient(dy, x, coef, grads, counters)
+    return two_pass.apply_gradient(dy, x, coef, grads.back, relu=True, follows=True)
+
+
+def join_backward(
+    dy: Tensor, bits: Tensor, branches: Sequence[Branch], counters: Tensor, *, dy2: Tensor | None = None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(g, its column sums, dx of each branch); fills their gradients. Arguments: `two_pass.reduce_joined_gradient`."""
+    assert not any(branch.grads.local for branch in branches)
+    if branches and one_pass.is_small(branches[0].x):
+        joined = JoinedGradient.of(dy, dy2, bits)
+        return joined.g, joined.sums, one_pass.join_backward(joined, branches, counters)
+    g, sums = two_pass.reduce_joined_gradient(dy, bits, branches, counters, dy2=dy2)
+    dxs = [
+        two_pass.apply_gradient(g, b.x, b.coef, b.grads.back, relu=False, follows=b is branches[0]) for b in branches
+    ]
+    return g, sums, dxs
