@@ -35,7 +35,7 @@ def all_reduce(
     """In place, for a contiguous tensor. Every rank must call it in the same order.
 
     op: "mean" or "sum". wire_dtype: precision of the messages; sums inside a message are taken in it too.
-    async_op: returns a ExchangeHandle, and the tensor must not be touched before its wait().
+    async_op: returns an ExchangeHandle, and the tensor must not be touched before its wait().
     """
     wire_bytes = tensor.numel() * (wire_dtype or tensor.dtype).itemsize
     algorithm = resolve_algorithm(algorithm, wire_bytes, hybrid_switch_bytes)

@@ -112,9 +112,8 @@ class GradSync:
         self._slices: list[Tensor] = []
         self._sliced_from: dict[torch.dtype, Tensor] = {}
         self._used = [False] * len(self._slots)  # in any micro-step of this step
-        self._unchecked: deque[tuple[ExchangeHandle, Tensor]] = (
-            deque()
-        )  # usage of steps on their way through the device
+        # Usage of steps on their way through the device.
+        self._unchecked: deque[tuple[ExchangeHandle, Tensor]] = deque()
         self._captured: list[list[bool]] = []  # usage in captured steps that ranks have not compared yet
         self._open: _Step | None = None  # the step that communicates now
         self._last: _Step | None = None  # the one that timings are asked of

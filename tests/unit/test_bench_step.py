@@ -264,7 +264,7 @@ def test_only_what_ran_on_the_device_is_counted(monkeypatch):
 def test_our_kernels_are_found_by_name():
     pytest.importorskip("triton")
     found = our_kernels()
-    assert found["update_kernel"] == "lars"
+    assert found["update_kernel"] == "layerwise"
     assert found["_views"] == "augment"
     assert found["_statistics_kernel"] == "norm.two_pass"
 

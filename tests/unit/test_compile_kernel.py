@@ -277,10 +277,10 @@ def test_threads_are_shared_by_the_ranks_of_a_host(monkeypatch):
 def test_all_kernels_that_are_launched_in_a_step_are_covered():
     """A plain triton.jit would be launched on the rubbish that the others leave."""
     pytest.importorskip("triton")
-    from hyperbatch.kernels import lars, loss
+    from hyperbatch.kernels import layerwise, loss
     from hyperbatch.kernels.norm import moments, one_pass, pool, product, two_pass
 
-    for module in (lars, loss, moments, one_pass, pool, product, two_pass):
+    for module in (layerwise, loss, moments, one_pass, pool, product, two_pass):
         found = [value for name, value in vars(module).items() if name.endswith("_kernel")]
         assert found
         assert all(isinstance(value, kernels.Kernel) for value in found)
