@@ -194,13 +194,13 @@ def optimizer_info(common: Any, name: str, schedulers: Any) -> Any:
             error.error_regex = OUR_WORDS.get(error.error_regex, error.error_regex)
         return errors
 
-    fused_on = () if name == "LAMB" else ("cuda", "cpu") if interpreted() else ("cuda",)
+    fused_on = ("cuda", "cpu") if interpreted() else ("cuda",)
     return common.OptimizerInfo(
         OURS[name],
         optim_inputs_func=inputs,
         optim_error_inputs_func=wrong_inputs,
         scheduler_inputs=schedulers,
-        supported_impls=("foreach", "fused") if fused_on else ("foreach",),
+        supported_impls=("foreach", "fused"),
         supports_fused_on=fused_on,
         not_og_supported_flags=("foreach", "fused", "maximize", "capturable"),
         has_capturable_arg=True,
