@@ -125,7 +125,8 @@ def build_learner(
         hybrid_switch_bytes=config.comm.hybrid_switch_bytes,
         sharded=config.comm.sharded_update,
     )
-    optimizer = build_optimizer(config.optim, model, arena, lr=config.schedule.lr, capturable=capturable)
+    # On a GPU rates are device tensors in plain steps, too: both read the same fp32 numbers and give the same bits.
+    optimizer = build_optimizer(config.optim, model, arena, lr=config.schedule.lr, capturable=device.type == "cuda")
     return Learner(
         device=device,
         dtype=dtype,

@@ -43,7 +43,7 @@ WANTED = (
         "and without it torch's Adam ends at the same 0.7604.",
     ),
     Wanted(
-        optimizers=("LARS",),
+        optimizers=("LARS", "LAMB"),
         test="test_fused_matches_forloop_*_float64",
         message="fused=True, but parameters are torch.float64",
         reason="The fused kernels compute in float32, so float64 parameters are refused rather than rounded.",
@@ -56,10 +56,10 @@ WANTED = (
         "writes between steps is then not its master rounded, and replaces it.",
     ),
     Wanted(
-        optimizers=("LARS",),
+        optimizers=("LARS", "LAMB"),
         test="test_fused_error_on_params_on_meta_*",
         message="lr is missing|fused=True, but the parameters are on meta",
-        reason="The test gives no rate, and fused=True is checked with the parameters, not at the first step.",
+        reason="fused=True is checked with the parameters (and LARS wants a rate there), not at the first step.",
     ),
     # The rest can be met on a GPU only.
     Wanted(
