@@ -26,6 +26,7 @@ from hyperbatch.engine.run import Run, build_run
 from hyperbatch.engine.runner import StepRunner
 from hyperbatch.engine.step import MicroStep, micro_steps
 from hyperbatch.engine.steptimer import StepTimer
+from hyperbatch.engine.whiten import rehearse, whiten
 from hyperbatch.models import smoothed_cross_entropy
 from hyperbatch.optim.build import set_rate
 from hyperbatch.record import RunRecord
@@ -82,8 +83,10 @@ def train(run: Run, runner: StepRunner, journal: Journal) -> RunRecord:
     for first in itertools.islice(steps_left(run), 1):
         if not runner.is_ready(first):
             runner.prepare(first)
+    rehearse(run)
     clock.switch("train")
     journal.start(run, evals)
+    whiten(run)
 
     for step in todo:
         if not runner.is_ready(step):
