@@ -154,6 +154,15 @@ class OptimConfig:
     decoupled_weight_decay: bool = option(False, "decay apart from the gradient, with its own schedule (Fujitsu)")
     decay_norm_bias: bool = option(False, "apply weight decay to norm parameters and biases too")
     adapt_norm_bias: bool = option(False, "apply the trust ratio to norm parameters and biases too")
+    bias_lr_scale: float = option(
+        1.0, "factor on the rate of norm parameters and biases; their decay per step stays as it is", POSITIVE
+    )
+    head_lr_scale: float = option(
+        1.0, "factor on the rate of the last linear layer's weight; its decay per step stays as it is", POSITIVE
+    )
+    whiten_bias_epochs: float | None = option(
+        None, "epochs in which the bias of the whitening layer goes through the whole schedule; none: all", POSITIVE
+    )
     label_smoothing: float = option(0.1, "label smoothing, in [0, 1)", BELOW_ONE)
     precision: str = option("fp32", "forward and backward precision", PRECISIONS)
 

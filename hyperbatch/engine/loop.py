@@ -95,7 +95,8 @@ def train(run: Run, runner: StepRunner, journal: Journal) -> RunRecord:
                 runner.prepare(step)
         rate = learning_rate(config.schedule, step.epoch)
         decay = weight_decay_scale(config.schedule, step.epoch)
-        set_rate(learner.optimizer, rate, decay if config.optim.decoupled_weight_decay else 1.0)
+        early = learning_rate(config.schedule, step.epoch, ends_epoch=config.optim.whiten_bias_epochs)
+        set_rate(learner.optimizer, rate, decay if config.optim.decoupled_weight_decay else 1.0, early_lr=early)
         # Dropout and the like depend on (seed, step, rank) only, so a resumed run draws what an unbroken one would.
         torch.manual_seed(zlib.crc32(f"{config.run.seed} {step.index} {run.ranks.rank}".encode()))
 
