@@ -73,7 +73,7 @@ def kept_bytes(model: str, dtype: str, *, classes: int = 1000, image_size: int =
     table = layers(model, classes=classes, image_size=image_size, in_channels=in_channels)
     kept = sum(layer.saved for layer in table) + image_size * image_size * in_channels
     # torch keeps an int64 index for each output of a max pool
-    indices = sum(layer.activations for layer in table if layer.kind == "pool" and "max" in layer.name)
+    indices = sum(layer.activations for layer in table if layer.kind == "pool" and "avg" not in layer.name)
     return kept * DTYPE_BYTES[dtype] + indices * 8
 
 
@@ -238,7 +238,7 @@ def _whitenet(
             unit = f"group{group}.{index}"
             b.conv(f"{unit}.conv", width, 3)
             if index == 0:
-                b.pool(f"{unit}.pool.max", 2, 2)
+                b.pool(f"{unit}.pool", 2, 2)
             b.norm(f"{unit}.norm", keep=2, parts=("bias",))  # the scale is fixed
     b.global_pool("maxpool")
     b.linear("head", classes, bias=False)

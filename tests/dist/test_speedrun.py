@@ -7,16 +7,20 @@ import json
 import pytest
 import torch
 from harness import run_ranks
+from safetensors.torch import load_file
 from test_training import ranks_here, train
 from torch.nn import functional as F
 from toy import config, data, flat_weights, pictures, same_bits
 
+from hyperbatch import checkpoint
 from hyperbatch.data.loader import TrainLoader
 from hyperbatch.engine import loop
+from hyperbatch.engine.evaluate import evaluate_checkpoint
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.engine.run import build_run
 from hyperbatch.engine.whiten import whiten
 from hyperbatch.errors import InputError
+from hyperbatch.models import create_from
 from hyperbatch.models.initial import whitening_filters
 from hyperbatch.recipes import get_recipe
 
@@ -50,6 +54,9 @@ def test_the_recipe_on_two_ranks(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["samples"] for line in lines if line["event"] == "eval"] == [30, 30]
 
+    judged = evaluate_checkpoint(tmp_path, device="cpu")
+    assert (judged["top1"], judged["samples"]) == (record["result"]["top1"], 30)
+
     half = flat_weights(tmp_path / "checkpoints" / "step-00000005.pt")
     end = flat_weights(tmp_path)
     train_set, _ = pictures(None)
@@ -65,6 +72,9 @@ def test_the_recipe_on_two_ranks(tmp_path):
             assert torch.all(tensor == 1), name
         elif name.endswith(("conv.weight", "norm.bias", "head.weight")) and "/" not in name:
             assert not torch.equal(tensor, half[name]), name
+    exported = load_file(checkpoint.export(tmp_path))
+    assert all(torch.equal(tensor, end[name]) for name, tensor in exported.items() if name in end)
+    create_from(recipe().model, classes=10, in_channels=3).load_state_dict(exported)
 
 
 def build_and_whiten(rank, values):

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 from hyperbatch import vocabulary
 from hyperbatch.arena import Arena
-from hyperbatch.config import OptimConfig
+from hyperbatch.config import ModelConfig, OptimConfig
 from hyperbatch.errors import InputError
-from hyperbatch.models import create_model
+from hyperbatch.models import create_from, create_model
 from hyperbatch.models.norm import BatchNorm2d
-from hyperbatch.models.whitenet import ACTIVATIONS
+from hyperbatch.models.whitenet import ACTIVATIONS, ConvUnit
 from hyperbatch.optim.build import build_optimizer
 from hyperbatch.params import backward_order
 
@@ -93,6 +93,18 @@ def test_the_norms_are_the_configs_and_their_scale_is_fixed():
         assert not norm.weight.requires_grad
         assert norm.bias.requires_grad
         assert torch.all(norm.weight == 1)
+
+
+def test_every_model_option_of_a_config_reaches_the_model():
+    config = ModelConfig(model="whitenet", bn_momentum=0.4, bn_eps=1e-3, activation="silu", init="dirac")
+    model = create_from(config, classes=6, in_channels=1)
+    unit = model.get_submodule("group2.1")
+    assert isinstance(unit, ConvUnit)
+    assert (unit.norm.momentum, unit.norm.eps, type(unit.act)) == (0.4, 1e-3, torch.nn.SiLU)
+    assert torch.equal(unit.conv.weight[:, :, 1, 1], torch.eye(256))
+    assert model(torch.randn(2, 1, 32, 32)).shape == (2, 6)
+    resnet = create_from(ModelConfig(model="resnet8", zero_init_last_gamma=True), classes=6, in_channels=1)
+    assert not resnet.get_parameter("layer1.0.bn2.weight").any()
 
 
 def test_bn_eps_reaches_other_models():
