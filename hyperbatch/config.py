@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 
 from hyperbatch.errors import InputError, nearest
 from hyperbatch.vocabulary import (
+    ACTIVATIONS,
     ALGORITHMS,
     GROUP_BASE,
     GROUP_COUNT,
@@ -68,7 +69,21 @@ class ModelConfig:
     model: str = option("resnet50", "a built-in name, timm/NAME, or package.module:callable (given the class count)")
     zero_init_last_gamma: bool = option(False, "start the last norm scale of each residual block at 0 (Goyal et al.)")
     bn_momentum: float = option(0.1, "weight of the new batch in the running batch-norm statistics", SHARE)
+    bn_eps: float = option(1e-5, "added to the variance in batch norm", POSITIVE)
     bn_group_ranks: int = option(1, "ranks that share batch-norm statistics; 1: each rank its own", POSITIVE)
+    activation: str | None = option(
+        None, "activation of models that offer a choice (whitenet); none: the model's own", ACTIVATIONS
+    )
+    init: str = option(
+        "default",
+        "initial weights; dirac: 3x3 convolutions start as the identity on their first outputs",
+        ("default", "dirac"),
+    )
+    whiten_samples: int = option(
+        0,
+        "training images that the first convolution (whitenet's) learns to whiten before training; 0: none",
+        NOT_NEGATIVE,
+    )
     fused: str = option(
         "auto",
         "forward and backward by our kernels (GPU, 16 bit); auto: where they can run",
@@ -139,6 +154,15 @@ class OptimConfig:
     decoupled_weight_decay: bool = option(False, "decay apart from the gradient, with its own schedule (Fujitsu)")
     decay_norm_bias: bool = option(False, "apply weight decay to norm parameters and biases too")
     adapt_norm_bias: bool = option(False, "apply the trust ratio to norm parameters and biases too")
+    bias_lr_scale: float = option(
+        1.0, "factor on the rate of norm parameters and biases; their decay per step stays as it is", POSITIVE
+    )
+    head_lr_scale: float = option(
+        1.0, "factor on the rate of the last linear layer's weight; its decay per step stays as it is", POSITIVE
+    )
+    whiten_bias_epochs: float | None = option(
+        None, "epochs in which the bias of the whitening layer goes through the whole schedule; none: all", POSITIVE
+    )
     label_smoothing: float = option(0.1, "label smoothing, in [0, 1)", BELOW_ONE)
     precision: str = option("fp32", "forward and backward precision", PRECISIONS)
 

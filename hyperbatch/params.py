@@ -58,6 +58,16 @@ def param_groups(
     return [group for group in groups if group["params"]]
 
 
+def head_weight(model: nn.Module) -> str | None:
+    """The name of the last linear layer's weight, in the order of definition; None: the model has no such layer."""
+    names = [
+        full_name
+        for full_name, (module, name) in owners(model).items()
+        if isinstance(module, nn.Linear) and name == "weight"
+    ]
+    return names[-1] if names else None
+
+
 def backward_order(model: nn.Module, run_backward: Callable[[], None]) -> list[str]:
     """Names of trainable parameters in the order in which one probe backward finishes their gradients.
 

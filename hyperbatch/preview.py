@@ -136,6 +136,8 @@ def tensor_table(config: Config, channels: int) -> tuple[TensorSpec, ...]:
     specs = []
     for name, (module, local) in owners(model).items():
         param = module.get_parameter(local)
+        if not param.requires_grad:
+            continue
         kind = kind_of(module, local, param)
         wide = dtype if kind == "weight" or dtype not in HALF_DTYPES else "float32"
         specs.append(TensorSpec(name=name, shape=tuple(param.shape), kind=kind, dtype=wide))

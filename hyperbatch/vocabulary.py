@@ -13,6 +13,8 @@ GROUP_BASE = 3  # tensors in the first group of `cubic`
 OPTIMIZERS = ("lars", "lamb", "sgd")  # update rules
 MOMENTUM_RULES = ("lr_inside", "lr_outside", "rescaled", "unscaled")  # where the rate enters the momentum of LARS
 
+ACTIVATIONS = ("gelu", "silu")  # of models that offer a choice
+
 PRECISION_DTYPE = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 PRECISIONS = tuple(PRECISION_DTYPE)
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}

@@ -29,6 +29,8 @@ from hyperbatch.data.source import ArraySource, DataError, Source
 from hyperbatch.kernels import has_triton
 from hyperbatch.schedule import Step
 
+_PLAIN_PIXELS = 1 << 24  # of a batch that `plain` makes: 16,384 images of 32 px, 334 of 224
+
 
 @dataclass(eq=False)
 class TrainLoader:
@@ -84,6 +86,20 @@ class TrainLoader:
                 uniforms = stream.uniforms(self.seed, epochs, ids, columns)
                 yield BatchPlan(ids=ids, epochs=epochs, uniforms=uniforms, size=size, padding=0)
 
+    def plain(self, samples: int) -> Iterator[Batch]:
+        """The first samples of the training set in the order of the set, without augmentation: what evaluation would
+        show, at the size at which training starts. Use it up before the next batch of `batches` is asked for."""
+        samples = min(samples, len(self.source))
+        size, count = plain_shape(self.config, samples)
+        plans = (
+            BatchPlan(ids=np.arange(i, min(i + count, samples)), epochs=None, uniforms=None, size=size, padding=0)
+            for i in range(0, samples, count)
+        )
+        with contextlib.closing(self._maker.run(plans)) as made:
+            for batch, bad in made:
+                self._note(bad)
+                yield batch
+
     def _note(self, bad: BadSamples) -> None:
         self._bad.update(bad)
         if len(self._bad) > self.config.max_bad_samples:
@@ -116,6 +132,12 @@ class TrainLoader:
     def bad_samples(self) -> list[str]:
         """One line per sample that could not be read and was replaced."""
         return list(self._bad.values())
+
+
+def plain_shape(config: DataConfig, samples: int) -> tuple[int, int]:
+    """(image side, images) of the largest batch that `TrainLoader.plain` makes of so many samples."""
+    size = augment.size_at(config, 0.0)
+    return size, min(samples, max(1, _PLAIN_PIXELS // size**2))
 
 
 def eval_batches(

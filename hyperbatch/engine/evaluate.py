@@ -15,7 +15,7 @@ from hyperbatch.data.loader import Batch, eval_batches
 from hyperbatch.data.source import open_eval
 from hyperbatch.engine.ranks import Ranks, join
 from hyperbatch.errors import InputError
-from hyperbatch.models import create_model
+from hyperbatch.models import create_from
 from hyperbatch.models.norm import merged_buffers
 
 
@@ -51,7 +51,7 @@ def evaluate_checkpoint(path: Path, *, data: str | None = None, device: str = "a
         eval_set = open_eval(config.data)
         if list(eval_set.classes) != saved.classes:
             raise InputError(f"the data has {len(eval_set.classes)} other classes than the checkpoint; check --data")
-        model = create_model(config.model.model, classes=len(saved.classes), in_channels=saved.channels)
+        model = create_from(config.model, classes=len(saved.classes), in_channels=saved.channels)
         checkpoint.fill_model(model, saved.weights(), where=str(path))
         dtype = torch.float64 if config.optim.precision == "fp64" else torch.float32
         model.to(place, dtype).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]

@@ -22,7 +22,8 @@ from hyperbatch.config import Config
 from hyperbatch.engine.measure import choose_plan, fitting_batch, probe
 from hyperbatch.engine.ranks import Ranks, errors_shared, host_grid, share
 from hyperbatch.errors import InputError
-from hyperbatch.models import create_model
+from hyperbatch.models import create_from
+from hyperbatch.models.initial import whitening_layer
 from hyperbatch.models.norm import set_norm_group
 from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.optim.build import build_optimizer
@@ -75,13 +76,9 @@ def build_learner(
     dtype = working_dtype(config.optim.precision)
     torch.manual_seed(config.run.seed)
     with errors_shared(ranks):
-        model = create_model(
-            config.model.model,
-            classes=classes,
-            in_channels=in_channels,
-            zero_init_last_gamma=config.model.zero_init_last_gamma,
-            bn_momentum=config.model.bn_momentum,
-        )
+        model = create_from(config.model, classes=classes, in_channels=in_channels)
+        if config.model.whiten_samples:
+            whitening_layer(model)  # which `engine.whiten` sets when training begins; one that does not fit is refused
         if dtype == torch.float64:
             model.double()
         if saved is not None:
@@ -108,8 +105,8 @@ def build_learner(
     if saved is None:
         # Ranks that started apart would never agree again.
         broadcast_weights(arena, comm)
-        for buffer in model.buffers() if ranks.world_size > 1 else ():
-            dist.broadcast(buffer, src=0)
+        if ranks.world_size > 1:
+            _broadcast_frozen(model)
         max_batch = fitting_batch(config.optim, model, arena, sample, sample_bytes, cache_bytes, ranks)
         plan = share(choose_plan(config.comm, arena, model, sample, comm), ranks)
     else:
@@ -142,6 +139,15 @@ def build_learner(
         fused=fused,
         capturable=capturable,
     )
+
+
+@torch.no_grad()
+def _broadcast_frozen(model: nn.Module) -> None:
+    """Rank 0's buffers and frozen parameters: what the arena does not hold."""
+    for tensor in (*model.buffers(), *(param for param in model.parameters() if not param.requires_grad)):
+        sent = tensor.contiguous()
+        dist.broadcast(sent, src=0)
+        tensor.copy_(sent)
 
 
 def wants_graph(config: Config, device: torch.device) -> bool:

@@ -26,6 +26,7 @@ from hyperbatch.engine.run import Run, build_run
 from hyperbatch.engine.runner import StepRunner
 from hyperbatch.engine.step import MicroStep, micro_steps
 from hyperbatch.engine.steptimer import StepTimer
+from hyperbatch.engine.whiten import rehearse, whiten
 from hyperbatch.models import smoothed_cross_entropy
 from hyperbatch.optim.build import set_rate
 from hyperbatch.record import RunRecord
@@ -82,8 +83,10 @@ def train(run: Run, runner: StepRunner, journal: Journal) -> RunRecord:
     for first in itertools.islice(steps_left(run), 1):
         if not runner.is_ready(first):
             runner.prepare(first)
+    rehearse(run)
     clock.switch("train")
     journal.start(run, evals)
+    whiten(run)
 
     for step in todo:
         if not runner.is_ready(step):
@@ -92,7 +95,8 @@ def train(run: Run, runner: StepRunner, journal: Journal) -> RunRecord:
                 runner.prepare(step)
         rate = learning_rate(config.schedule, step.epoch)
         decay = weight_decay_scale(config.schedule, step.epoch)
-        set_rate(learner.optimizer, rate, decay if config.optim.decoupled_weight_decay else 1.0)
+        early = learning_rate(config.schedule, step.epoch, ends_epoch=config.optim.whiten_bias_epochs)
+        set_rate(learner.optimizer, rate, decay if config.optim.decoupled_weight_decay else 1.0, early_lr=early)
         # Dropout and the like depend on (seed, step, rank) only, so a resumed run draws what an unbroken one would.
         torch.manual_seed(zlib.crc32(f"{config.run.seed} {step.index} {run.ranks.rank}".encode()))
 

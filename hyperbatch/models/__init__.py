@@ -1,10 +1,11 @@
-"""resnet, alexnet, loss; nothing here knows of ranks, but a norm layer may be handed a process group."""
+"""resnet, alexnet, whitenet, loss; nothing here knows of ranks, but a norm layer may be handed a process group."""
 
-from hyperbatch.models.build import create_model, model_names
+from hyperbatch.models.build import create_from, create_model, model_names
 from hyperbatch.models.loss import smoothed_cross_entropy
 from hyperbatch.models.norm import merge_norm_statistics, merged_buffers, norm_buffers, set_norm_group
 
 __all__ = [
+    "create_from",
     "create_model",
     "merge_norm_statistics",
     "merged_buffers",

@@ -10,12 +10,16 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hyperbatch.config import ModelConfig
 from hyperbatch.errors import InputError, load_object, nearest
 from hyperbatch.models.alexnet import AlexNetBN
+from hyperbatch.models.initial import dirac_
 from hyperbatch.models.layers import adopt
 from hyperbatch.models.resnet import IMAGENET_DEPTHS, SMALL_DEPTHS, imagenet_resnet, small_resnet
+from hyperbatch.models.whitenet import WhiteNet
 
 DEFAULT_BN_MOMENTUM = 0.1  # torch's
+DEFAULT_BN_EPS = 1e-5  # torch's
 
 _RESNETS: dict[str, Callable[..., nn.Module]] = {
     **{f"resnet{depth}": partial(imagenet_resnet, depth) for depth in IMAGENET_DEPTHS},
@@ -26,11 +30,15 @@ _ALEXNETS: dict[str, Callable[..., nn.Module]] = {
     "alexnet_bn": partial(AlexNetBN, norm_after_pool5=False),
     "alexnet_bn_pool5": partial(AlexNetBN, norm_after_pool5=True),
 }
+_WHITENETS: dict[str, Callable[..., nn.Module]] = {
+    "whitenet": partial(WhiteNet, (64, 256, 256), 2),
+    "whitenet_deep": partial(WhiteNet, (128, 384, 512), 3),
+}
 
 
 def model_names() -> list[str]:
     """The built-in names, sorted."""
-    return sorted([*_RESNETS, *_ALEXNETS])
+    return sorted([*_RESNETS, *_ALEXNETS, *_WHITENETS])
 
 
 def create_model(
@@ -40,30 +48,57 @@ def create_model(
     in_channels: int = 3,
     zero_init_last_gamma: bool = False,
     bn_momentum: float = DEFAULT_BN_MOMENTUM,
+    bn_eps: float = DEFAULT_BN_EPS,
+    activation: str | None = None,
+    init: str = "default",
 ) -> nn.Module:
     """A built-in name, `timm/NAME`, or `package.module:callable`, with freshly drawn weights on the CPU."""
+    if activation is not None and name not in _WHITENETS:
+        raise InputError(f"--activation {activation}: {name} offers no choice; leave it out")
+    if zero_init_last_gamma and name in (*_ALEXNETS, *_WHITENETS):
+        what = "no residual blocks" if name in _ALEXNETS else "no trained norm scales"
+        raise InputError(f"--zero-init-last-gamma: {name} has {what}; leave it off")
     if name in _RESNETS:
-        return _RESNETS[name](
+        model = _RESNETS[name](
             classes=classes,
             in_channels=in_channels,
             zero_init_last_gamma=zero_init_last_gamma,
             bn_momentum=bn_momentum,
         )
-    if name in _ALEXNETS:
-        if zero_init_last_gamma:
-            raise InputError(f"--zero-init-last-gamma: {name} has no residual blocks; leave it off")
-        return _ALEXNETS[name](classes=classes, in_channels=in_channels, bn_momentum=bn_momentum)
-    if name.startswith("timm/"):
-        model = _timm_model(name.removeprefix("timm/"), classes, in_channels, zero_init_last_gamma)
+    elif name in _ALEXNETS:
+        model = _ALEXNETS[name](classes=classes, in_channels=in_channels, bn_momentum=bn_momentum)
+    elif name in _WHITENETS:
+        options = {} if activation is None else {"activation": activation}
+        model = _WHITENETS[name](
+            classes=classes, in_channels=in_channels, bn_momentum=bn_momentum, bn_eps=bn_eps, **options
+        )
+    elif name.startswith("timm/"):
+        model = adopt(_timm_model(name.removeprefix("timm/"), classes, in_channels, zero_init_last_gamma))
     elif ":" in name:
-        model = _own_model(name, classes, in_channels, zero_init_last_gamma)
+        model = adopt(_own_model(name, classes, in_channels, zero_init_last_gamma))
     else:
         raise InputError(f"unknown model {name!r}{nearest(name, model_names())}")
-    if bn_momentum != DEFAULT_BN_MOMENTUM:  # the default leaves a foreign model its own
-        for module in model.modules():
-            if isinstance(module, _BatchNorm):
-                module.momentum = bn_momentum
-    return adopt(model)
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):  # the defaults leave a foreign model its own
+            module.momentum = module.momentum if bn_momentum == DEFAULT_BN_MOMENTUM else bn_momentum
+            module.eps = module.eps if bn_eps == DEFAULT_BN_EPS else bn_eps
+    if init == "dirac":
+        dirac_(model)
+    return model
+
+
+def create_from(config: ModelConfig, *, classes: int, in_channels: int) -> nn.Module:
+    """The model of a config; weights that it takes from a file or from the data are not set yet."""
+    return create_model(
+        config.model,
+        classes=classes,
+        in_channels=in_channels,
+        zero_init_last_gamma=config.zero_init_last_gamma,
+        bn_momentum=config.bn_momentum,
+        bn_eps=config.bn_eps,
+        activation=config.activation,
+        init=config.init,
+    )
 
 
 def _timm_model(name: str, classes: int, in_channels: int, zero_init_last_gamma: bool) -> nn.Module:

@@ -9,11 +9,13 @@ from torch import nn
 
 from hyperbatch.arena import Arena
 from hyperbatch.config import OptimConfig
+from hyperbatch.errors import InputError
+from hyperbatch.models.initial import whitening_layer
 from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.optim.lamb import LAMB
 from hyperbatch.optim.lars import LARS
 from hyperbatch.optim.tensors import write_setting
-from hyperbatch.params import param_groups
+from hyperbatch.params import head_weight, kind_of, owners, param_groups
 
 
 def _sgd(optim: OptimConfig) -> tuple[type[LARS | LAMB], dict[str, Any]]:
@@ -48,20 +50,61 @@ def build_optimizer(
     """The config's update rule over the arena's parameters."""
     kind, options = OPTIMIZERS[optim.optimizer](optim)
     adapts = options.pop("adapt", True)
-    groups = param_groups(
-        model,
-        optim.weight_decay,
-        decay_norm_bias=optim.decay_norm_bias,
-        adapt_norm_bias=optim.adapt_norm_bias,
-    )
+    groups = rate_groups(optim, model)
     for group in groups:
         group["adapt"] = group["adapt"] and adapts
     return kind(groups, lr=lr, capturable=capturable, arena=arena, **options)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, lr: float, weight_decay_scale: float = 1.0) -> None:
-    """Before each step. Values on the device (capturable) are filled there, without waiting for it."""
+def rate_groups(optim: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
+    """`param_groups`, divided further where parameters take another rate.
+
+    Each group says by which factor (`lr_scale`), and whether its schedule ends before the run does (`ends_early`).
+    Decay that the rate multiplies is divided by the factor: a larger rate does not make a weight decay faster.
+    """
+    scales = {
+        full_name: optim.bias_lr_scale
+        for full_name, (module, name) in owners(model).items()
+        if kind_of(module, name, module.get_parameter(name)) != "weight"
+    }
+    early = None
+    if optim.head_lr_scale != 1.0:
+        head = head_weight(model)
+        if head is None:
+            raise InputError(f"--head-lr-scale: {type(model).__name__} has no linear layer; leave it out")
+        scales[head] = optim.head_lr_scale
+    if optim.whiten_bias_epochs is not None:
+        name, layer = whitening_layer(model)
+        early = f"{name}.bias"
+        if layer.bias is None:
+            raise InputError(f"--whiten-bias-epochs: {name} of {type(model).__name__} has no bias; leave it out")
+    groups = []
+    for group in param_groups(
+        model,
+        optim.weight_decay,
+        decay_norm_bias=optim.decay_norm_bias,
+        adapt_norm_bias=optim.adapt_norm_bias,
+    ):
+        parts: dict[tuple[float, bool], list[Any]] = {}
+        for name, param in group["params"]:
+            parts.setdefault((scales.get(name, 1.0), name == early), []).append((name, param))
+        for (scale, ends_early), params in parts.items():
+            decay = group["weight_decay"] / (1.0 if optim.decoupled_weight_decay else scale)
+            groups.append(
+                {**group, "params": params, "weight_decay": decay, "lr_scale": scale, "ends_early": ends_early}
+            )
+    return groups
+
+
+def set_rate(
+    optimizer: torch.optim.Optimizer, lr: float, weight_decay_scale: float = 1.0, *, early_lr: float | None = None
+) -> None:
+    """Before each step. Values on the device (capturable) are filled there, without waiting for it.
+
+    early_lr: for groups whose schedule ends early. Each group takes its own factor of the rate.
+    """
     for group in optimizer.param_groups:
-        write_setting(group, "lr", lr)
+        own = early_lr if early_lr is not None and group.get("ends_early") else lr
+        write_setting(group, "lr", own * group.get("lr_scale", 1.0))
         if "base_weight_decay" in group:
             write_setting(group, "weight_decay", group["base_weight_decay"] * weight_decay_scale)

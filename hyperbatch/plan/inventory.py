@@ -1,7 +1,8 @@
 """Tensor tables of the known models, computed from their architecture and tested against the models themselves.
 
 A model is written down once, as the layers of its forward pass; sizes, multiply-adds, the order in which backward
-finishes its parameters and the memory of a step all follow from that.
+finishes its parameters and the memory of a step all follow from that. Frozen parameters are not in the tables: nobody
+exchanges or updates them.
 
     forward    conv1 bn1 maxpool  layer1.0.conv1 ... layer1.0.bn3 layer1.0.downsample.0/.1  ...  avgpool fc
     backward   fc  ...  layer1.0.downsample.1/.0 layer1.0.bn3 ... layer1.0.conv1  bn1 conv1
@@ -38,8 +39,7 @@ def model_names() -> list[str]:
 
 def usual_data(model: str) -> tuple[int, int]:
     """(image size, classes) of the data a model is known for: CIFAR-10's for small images, ImageNet's otherwise."""
-    small = model in _MODELS and _MODELS[model].keywords.get("small_images")
-    return (32, 10) if small else (224, 1000)
+    return (32, 10) if model in _FOR_SMALL_IMAGES else (224, 1000)
 
 
 @cache
@@ -73,7 +73,7 @@ def kept_bytes(model: str, dtype: str, *, classes: int = 1000, image_size: int =
     table = layers(model, classes=classes, image_size=image_size, in_channels=in_channels)
     kept = sum(layer.saved for layer in table) + image_size * image_size * in_channels
     # torch keeps an int64 index for each output of a max pool
-    indices = sum(layer.activations for layer in table if layer.kind == "pool" and "max" in layer.name)
+    indices = sum(layer.activations for layer in table if layer.kind == "pool" and "avg" not in layer.name)
     return kept * DTYPE_BYTES[dtype] + indices * 8
 
 
@@ -93,7 +93,8 @@ class _Builder:
     def elements(self) -> int:
         return self.channels * self.side * self.side
 
-    def _append(self, name: str, kind: str, specs: tuple[TensorSpec, ...], macs: int, inputs: int, keep: bool) -> None:
+    def _append(self, name: str, kind: str, specs: tuple[TensorSpec, ...], macs: int, inputs: int, keep: int) -> None:
+        """keep: how many tensors of its output's size backward needs."""
         self.layers.append(
             LayerSpec(
                 name=name,
@@ -102,7 +103,7 @@ class _Builder:
                 macs=macs,
                 activations=self.elements,
                 inputs=inputs,
-                saved=self.elements if keep else 0,
+                saved=self.elements * keep,
             )
         )
 
@@ -113,31 +114,39 @@ class _Builder:
         weight = TensorSpec(name=f"{name}.weight", shape=(out, self.channels, kernel, kernel))
         self.side = _out_side(name, self.side, kernel, stride, padding)
         self.channels = out
-        self._append(name, "conv", (weight,), fan_in * self.elements, inputs, True)
+        self._append(name, "conv", (weight,), fan_in * self.elements, inputs, 1)
 
-    def norm(self, name: str, *, keep: bool = True) -> None:
-        """Batch norm and the ReLU or add after it. keep=False: nothing after it needs its output for backward."""
-        specs = tuple(
-            TensorSpec(name=f"{name}.{part}", shape=(self.channels,), kind="norm") for part in ("weight", "bias")
-        )
+    def frozen_conv(self, name: str, out: int, kernel: int) -> None:
+        """A convolution without padding whose bias alone is trained, and a smooth activation after it."""
+        inputs, fan_in = self.elements, self.channels * kernel * kernel
+        self.side = _out_side(name, self.side, kernel, 1, 0)
+        self.channels = out
+        bias = TensorSpec(name=f"{name}.bias", shape=(out,), kind="bias")
+        self._append(name, "conv", (bias,), fan_in * self.elements, inputs, 2)
+
+    def norm(self, name: str, *, keep: int = 1, parts: tuple[str, ...] = ("weight", "bias")) -> None:
+        """Batch norm and the activation or add after it. keep=0: nothing after it needs its output for backward; 2: the
+        activation is a smooth one, whose backward needs its input beside the output that the next layer needs."""
+        specs = tuple(TensorSpec(name=f"{name}.{part}", shape=(self.channels,), kind="norm") for part in parts)
         self._append(name, "norm", specs, 0, self.elements, keep)
 
     def pool(self, name: str, kernel: int, stride: int, padding: int = 0) -> None:
         inputs = self.elements
         self.side = _out_side(name, self.side, kernel, stride, padding)
-        self._append(name, "pool", (), 0, inputs, True)
+        self._append(name, "pool", (), 0, inputs, 1)
 
     def global_pool(self, name: str, side: int = 1) -> None:
         inputs = self.elements
         self.side = side
-        self._append(name, "pool", (), 0, inputs, True)
+        self._append(name, "pool", (), 0, inputs, 1)
 
-    def linear(self, name: str, out: int) -> None:
+    def linear(self, name: str, out: int, *, bias: bool = True) -> None:
         inputs = self.elements
-        weight = TensorSpec(name=f"{name}.weight", shape=(out, inputs))
-        bias = TensorSpec(name=f"{name}.bias", shape=(out,), kind="bias")
+        specs = [TensorSpec(name=f"{name}.weight", shape=(out, inputs))]
+        if bias:
+            specs.append(TensorSpec(name=f"{name}.bias", shape=(out,), kind="bias"))
         self.channels, self.side = out, 1
-        self._append(name, "linear", (weight, bias), inputs * out, inputs, True)
+        self._append(name, "linear", tuple(specs), inputs * out, inputs, 1)
 
 
 def _out_side(name: str, side: int, kernel: int, stride: int, padding: int) -> int:
@@ -164,7 +173,7 @@ def _residual_block(b: _Builder, prefix: str, planes: int, out: int, stride: int
     if stride != 1 or channels != out:
         b.side, b.channels = side, channels
         b.conv(f"{prefix}.downsample.0", out, 1, stride)
-        b.norm(f"{prefix}.downsample.1", keep=False)
+        b.norm(f"{prefix}.downsample.1", keep=0)
 
 
 def _resnet(
@@ -219,6 +228,23 @@ def _alexnet(classes: int, image_size: int, in_channels: int, *, norm_after_pool
     return b.layers
 
 
+def _whitenet(
+    classes: int, image_size: int, in_channels: int, *, widths: tuple[int, ...], depth: int
+) -> list[LayerSpec]:
+    b = _Builder(image_size, in_channels)
+    b.frozen_conv("whiten", 2 * in_channels * 2 * 2, 2)
+    for group, width in enumerate(widths, start=1):
+        for index in range(depth):
+            unit = f"group{group}.{index}"
+            b.conv(f"{unit}.conv", width, 3)
+            if index == 0:
+                b.pool(f"{unit}.pool", 2, 2)
+            b.norm(f"{unit}.norm", keep=2, parts=("bias",))  # the scale is fixed
+    b.global_pool("maxpool")
+    b.linear("head", classes, bias=False)
+    return b.layers
+
+
 def _families() -> dict[str, partial[list[LayerSpec]]]:
     known: dict[str, partial[list[LayerSpec]]] = {}
     for depth, blocks, bottleneck in (
@@ -237,16 +263,22 @@ def _families() -> dict[str, partial[list[LayerSpec]]]:
         known[name] = partial(_resnet, blocks=blocks, width=width, bottleneck=False, small_images=True)
     known["alexnet_bn"] = partial(_alexnet, norm_after_pool5=False)
     known["alexnet_bn_pool5"] = partial(_alexnet, norm_after_pool5=True)
+    known["whitenet"] = partial(_whitenet, widths=(64, 256, 256), depth=2)
+    known["whitenet_deep"] = partial(_whitenet, widths=(128, 384, 512), depth=3)
     return known
 
 
 _MODELS = _families()
+_FOR_SMALL_IMAGES = {
+    name for name, build in _MODELS.items() if build.func is _whitenet or build.keywords.get("small_images")
+}
 
 
 def training_flops(model: str, *, classes: int = 1000, image_size: int = 224, in_channels: int = 3) -> float:
     """Operations of one training step per image, a multiply-add counted as two: forward, and backward twice that.
 
-    The first layer needs no gradient of its input.
+    The first layer needs no gradient of its input, and none of its weight if that is frozen.
     """
     table = layers(model, classes=classes, image_size=image_size, in_channels=in_channels)
-    return 2.0 * (3 * math.fsum(layer.macs for layer in table) - table[0].macs)
+    spared = 1 if any(spec.kind == "weight" for spec in table[0].tensors) else 2
+    return 2.0 * (3 * math.fsum(layer.macs for layer in table) - spared * table[0].macs)

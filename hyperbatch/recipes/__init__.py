@@ -19,6 +19,7 @@ DEFAULT = "digits"
 # Listing order: everyday ones first, then published systems by year.
 MODULES = (
     "everyday",
+    "speedrun",
     "mlperf",
     "krizhevsky",
     "amazon",

@@ -14,8 +14,15 @@ import math
 from hyperbatch.config import ScheduleConfig
 
 
-def learning_rate(schedule: ScheduleConfig, epoch: float) -> float:
-    """The rate of a step that starts after `epoch` epochs. It does not follow the batch from phase to phase."""
+def learning_rate(schedule: ScheduleConfig, epoch: float, *, ends_epoch: float | None = None) -> float:
+    """The rate of a step that starts after `epoch` epochs. It does not follow the batch from phase to phase.
+
+    ends_epoch: of parameters that go through the whole schedule by then, and have a rate of 0 afterwards.
+    """
+    if ends_epoch is not None:
+        if epoch >= ends_epoch:
+            return 0.0
+        epoch *= schedule.epochs / ends_epoch
     return peak(schedule) * shape(schedule, epoch)
 
 

@@ -100,6 +100,15 @@ CASES = {
     "fp16": {"model": "toy:normed", "precision": "fp16"},
     "lamb": {"optimizer": "lamb", "lr": 0.02},
     "rescaled momentum": {"momentum_rule": "rescaled"},
+    "whitening and rates per group": {
+        "model": "toy:whitened",
+        "precision": "fp16",
+        "optimizer": "sgd",
+        "whiten_samples": 100,
+        "bias_lr_scale": 4.0,
+        "head_lr_scale": 0.5,
+        "whiten_bias_epochs": 2.0,
+    },
     "resizing": {"model": "toy:pooled", "size_phases": (SizePhase(0, 8), SizePhase(1, 6), SizePhase(3, 8))},
 }
 

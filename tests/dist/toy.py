@@ -123,3 +123,37 @@ def pooled(classes, in_channels):
         nn.Flatten(),
         nn.Linear(8 * 4, classes),
     )
+
+
+def whitened(classes, in_channels):
+    """A whitening layer whose filters are frozen, as whitenet's; 2x2 patches of one channel have 4 elements."""
+    model = nn.Sequential(
+        nn.Conv2d(in_channels, 8 * in_channels, 2),
+        nn.Tanh(),
+        nn.BatchNorm2d(8 * in_channels),
+        nn.Flatten(),
+        nn.Linear(8 * in_channels * 49, classes),
+    )
+    model[0].weight.requires_grad_(False)
+    model[2].weight.requires_grad_(False)
+    return model
+
+
+def whitened_and_trained(classes, in_channels):
+    model = whitened(classes, in_channels)
+    model[0].weight.requires_grad_(True)
+    return model
+
+
+def pictures(config):
+    """CIFAR-10's shape: ten classes of 32x32 colour images, each a coarse pattern of its own under noise."""
+    generator = np.random.default_rng(3)
+    patterns = np.kron(generator.uniform(60, 190, size=(10, 4, 4, 3)), np.ones((1, 8, 8, 1)))
+
+    def split(name, count):
+        labels = np.arange(count) % 10
+        images = patterns[labels] + generator.normal(0, 20, size=(count, 32, 32, 3))
+        classes = tuple(str(label) for label in range(10))
+        return ArraySource(name, images.clip(0, 255).astype(np.uint8), labels, classes=classes)
+
+    return split("train", 120), split("val", 30)

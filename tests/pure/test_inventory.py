@@ -63,6 +63,21 @@ def test_a_training_image_costs_24_gflop() -> None:
     assert training_flops("resnet50") == pytest.approx(24.3e9, rel=1e-3)
 
 
+def test_whitenet_costs_what_its_layers_do() -> None:
+    """airbench94's sizes, counted by hand; the whitening layer's filters need no gradient, nor do the images."""
+    options = {"classes": 10, "image_size": 32}
+    # (inputs, outputs, side): a group's first convolution runs before its pool
+    convolutions = ((24, 64, 31), (64, 64, 15), (64, 256, 15), (256, 256, 7), (256, 256, 7), (256, 256, 3))
+    macs = sum(9 * inputs * outputs * side**2 for inputs, outputs, side in convolutions) + 2560
+    whiten = 12 * 24 * 31**2
+    assert sum(layer.macs for layer in layers("whitenet", **options)) == macs + whiten
+    assert training_flops("whitenet", **options) == 2 * (3 * macs + whiten)
+    names = [spec.name for spec in tensors("whitenet", classes=10)]
+    assert names[0] == "head.weight"
+    assert names[-1] == "whiten.bias"
+    assert not any(name.endswith("norm.weight") for name in names)
+
+
 def test_classes_channels_and_image_size_shape_the_tables() -> None:
     assert {s.name: s.shape for s in tensors("resnet20", classes=10, in_channels=1)}["fc.weight"] == (10, 64)
     assert {s.name: s.shape for s in tensors("resnet20", in_channels=1)}["conv1.weight"] == (16, 1, 3, 3)

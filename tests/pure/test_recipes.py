@@ -163,6 +163,19 @@ def test_facebook_and_tencent_particulars():
     assert tencent.comm.algorithm == "hybrid"
 
 
+def test_the_speed_runs_rates_are_those_of_a_summed_loss():
+    """airbench94 sums the loss over 1,024 samples: rate and decay per sample are what its file computes."""
+    config = get_recipe("cifar10").config(1_024)
+    optim, batch, scale = config.optim, 1_024, 1_024 * (1 + 1 / (1 - 0.85))
+    summed_lr, summed_decay = 11.5 / scale, 0.0153 * batch / scale  # the decay of a step, free of the rate
+    lr = learning_rate(config.schedule, config.schedule.warmup_epochs)
+    assert lr == pytest.approx(summed_lr * batch)
+    assert lr * optim.weight_decay == pytest.approx(summed_decay)
+    assert (optim.bias_lr_scale, optim.momentum, optim.nesterov, optim.label_smoothing) == (64.0, 0.85, True, 0.2)
+    whole = get_recipe("cifar10").config()
+    assert learning_rate(whole.schedule, 0) == pytest.approx(0.2 * 1.5 * whole.global_batch / 1_024)
+
+
 @pytest.mark.parametrize("point", POINTS.values(), ids=lambda point: str(point.global_batch))
 def test_mlperf_rows(point):
     recipe = get_recipe("mlperf_resnet50")

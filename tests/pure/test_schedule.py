@@ -63,6 +63,15 @@ def test_cosine_ends_and_middle():
     assert rate(90, **cosine) == pytest.approx(0.0)
 
 
+def test_an_early_end_runs_through_the_same_shape_in_less_time():
+    schedule = ScheduleConfig(lr=2.0, warmup_epochs=2, epochs=8, decay_power=1.0, end_lr=0.5)
+    early = [learning_rate(schedule, epoch, ends_epoch=4.0) for epoch in (0, 0.5, 1, 2.5, 3.5)]
+    assert early == [learning_rate(schedule, 2 * epoch) for epoch in (0, 0.5, 1, 2.5, 3.5)]
+    assert early[1] == 1.0
+    assert max(early) == early[2] == 2.0
+    assert [learning_rate(schedule, epoch, ends_epoch=4.0) for epoch in (4, 7.9)] == [0.0, 0.0]  # not end_lr
+
+
 def test_a_decay_never_climbs_above_a_small_peak():
     assert rate(80, lr=1e-6, end_lr=1e-4) == pytest.approx(1e-6)
 

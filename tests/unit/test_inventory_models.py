@@ -39,11 +39,14 @@ def test_names_shapes_and_kinds(name: str) -> None:
             return "norm"
         return "bias" if parameter.endswith("bias") else "weight"
 
-    expected = {n: (tuple(p.shape), kind(n)) for n, p in model.named_parameters()}
+    expected = {n: (tuple(p.shape), kind(n)) for n, p in model.named_parameters() if p.requires_grad}
     assert {spec.name: (spec.shape, spec.kind) for spec in tensors(name, classes=10)} == expected
 
 
-@pytest.mark.parametrize(("name", "image_size"), [("resnet50", 64), ("resnet8", 16), ("alexnet_bn_pool5", 64)])
+@pytest.mark.parametrize(
+    ("name", "image_size"),
+    [("resnet50", 64), ("resnet8", 16), ("alexnet_bn_pool5", 64), ("whitenet", 32), ("whitenet_deep", 16)],
+)
 def test_order_and_activations(name: str, image_size: int) -> None:
     """The probe's order, and each table layer's output size, by watching one real step."""
     torch.manual_seed(0)

@@ -1,0 +1,98 @@
+"""Small networks for CIFAR-10 speed runs, after Keller Jordan's airbench (arXiv 2404.00498).
+
+whiten  conv 2x2 without padding, to two outputs per element of a patch; frozen filters, trained bias       act
+group   [conv 3x3 - max-pool 2x2 - norm - act] [conv 3x3 - norm - act]                                      three times
+deep    [conv 3x3 - max-pool 2x2 - norm - act] [conv 3x3 - norm - act] [conv 3x3 - norm - + first - act]    three times
+then: maximum over the remaining 3x3 pixels, head without a bias, logits / 9
+
+Norms have a trained shift and a scale that stays 1. The whitening filters come from the training images
+(`models.initial`); as drawn here they are random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hyperbatch.models.layers import Conv2d, Linear, to_logits
+from hyperbatch.models.norm import BatchNorm2d
+
+WHITEN_KERNEL = 2
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"gelu": nn.GELU, "silu": nn.SiLU}  # as vocabulary names them
+
+
+class ConvUnit(nn.Module):
+    """conv -> pool, or none -> norm -> plus a shortcut, where one is given -> act."""
+
+    def __init__(
+        self, inputs: int, outputs: int, *, pooled: bool, activation: str, bn_momentum: float, bn_eps: float
+    ) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        self.pool = nn.MaxPool2d(2) if pooled else nn.Identity()
+        self.norm = BatchNorm2d(outputs, eps=bn_eps, momentum=bn_momentum)
+        self.norm.weight.requires_grad_(False)  # the scale stays 1: the next layer's weights can do its work
+        self.act = ACTIVATIONS[activation]()
+
+    def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
+        x = self.norm(self.pool(self.conv(x)))
+        return self.act(x if shortcut is None else x + shortcut)
+
+
+class ConvGroup(nn.Sequential):
+    """Two units; or three, with a shortcut from the first unit's output to the last's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *between, last = self
+        x = shortcut = first(x)
+        for unit in between:
+            x = unit(x)
+        return last(x, shortcut if between else None)
+
+
+class WhiteNet(nn.Module):
+    def __init__(
+        self,
+        widths: tuple[int, int, int] = (64, 256, 256),
+        depth: int = 2,
+        *,
+        classes: int,
+        in_channels: int,
+        activation: str = "gelu",
+        bn_momentum: float,
+        bn_eps: float,
+        logit_scale: float = 1 / 9,
+    ) -> None:
+        """depth: convolutions of a group, 2 or 3; three have a shortcut."""
+        super().__init__()
+        channels = 2 * in_channels * WHITEN_KERNEL**2
+        self.whiten = Conv2d(in_channels, channels, WHITEN_KERNEL)
+        self.whiten.weight.requires_grad_(False)
+        self.act = ACTIVATIONS[activation]()
+        self.groups = tuple(f"group{index}" for index in range(1, len(widths) + 1))
+        for group, width in zip(self.groups, widths, strict=True):
+            units = []
+            for index in range(depth):
+                units.append(
+                    ConvUnit(
+                        width if index else channels,
+                        width,
+                        pooled=index == 0,
+                        activation=activation,
+                        bn_momentum=bn_momentum,
+                        bn_eps=bn_eps,
+                    )
+                )
+            self.add_module(group, ConvGroup(*units))
+            channels = width
+        self.head = Linear(channels, classes, bias=False)
+        self.logit_scale = logit_scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.whiten(x))
+        for group in self.groups:
+            x = getattr(self, group)(x)
+        x = F.max_pool2d(x, (x.shape[2], x.shape[3])).flatten(1)
+        return to_logits(self.head(x)) * self.logit_scale
