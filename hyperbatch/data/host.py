@@ -94,7 +94,7 @@ class HostMaker(Maker):
             write_array_views(pixels.numpy(), self.source.gather(plan.ids), self.config, plan.uniforms)
             return []
         out, out_labels, bad = pixels.numpy(), labels.numpy(), []
-        offsets = self.offsets(plan)
+        gains, offsets = self.colors(plan)
         black = np.zeros(out.shape[1:], dtype=np.uint8)
         for row in range(start, min(stop, len(plan.ids))):
             label, view = 0, None
@@ -103,10 +103,10 @@ class HostMaker(Maker):
                 shown, view = load_or_replace(plan, int(plan.ids[row]), self.source, load, bad)
                 label = self.source.labels[shown]
             out_labels[row] = label
-            self._put(out[row], black if view is None else view, offsets[row])
+            self._put(out[row], black if view is None else view, gains[row], offsets[row])
         return bad
 
-    def _put(self, out: np.ndarray, view: np.ndarray, offset: np.ndarray) -> None:
+    def _put(self, out: np.ndarray, view: np.ndarray, gain: float, offset: np.ndarray) -> None:
         """Bytes as they are; floats normalised, while they are still in the cache."""
         if out.dtype == np.uint8:
             out[:] = view
@@ -115,7 +115,7 @@ class HostMaker(Maker):
         height, width, _ = out.shape
         rows = out.reshape(height, -1)
         rows[:] = view.reshape(height, -1)
-        rows *= np.tile(self.scale.astype(out.dtype), width)
+        rows *= np.tile((self.scale * gain).astype(out.dtype), width)
         rows += np.tile(offset.astype(out.dtype), width)
 
     def _view(self, plan: BatchPlan, row: int, index: int) -> np.ndarray:
@@ -159,22 +159,27 @@ class HostMaker(Maker):
         rows = pixels.to(self.device, non_blocking=True).view(n * height, width * channels).to(self._math_dtype)
         rows.mul_(self._scale.repeat(width)).add_(self._offset.repeat(width))
         images = rows.view(n, height, width, channels).permute(0, 3, 1, 2)
-        if plan.training and self.config.color_noise:
-            noise = torch.from_numpy(self.offsets(plan) - self.offset).to(self._math_dtype)
-            if self.device.type == "cuda":
-                noise = noise.pin_memory()  # a copy from pageable memory would hold up the host
-            images += noise.to(self.device, non_blocking=True)[:, :, None, None]
+        if plan.training and self.changes_colors:
+            gains, offsets = self.colors(plan)
+            gain = self._to_device(gains)[:, None, None, None]
+            images.mul_(gain).add_(self._to_device(offsets - gains[:, None] * self.offset)[:, :, None, None])
         labels = labels.to(self.device, non_blocking=True)
         return Batch(images.to(self.dtype), labels, self.mask(plan))
+
+    def _to_device(self, values: np.ndarray) -> Tensor:
+        host = torch.from_numpy(values).to(self._math_dtype)
+        if self.device.type == "cuda":
+            host = host.pin_memory()  # a copy from pageable memory would hold up the host
+        return host.to(self.device, non_blocking=True)
 
 
 def write_array_views(out: np.ndarray, pixels: np.ndarray, config: DataConfig, uniforms: np.ndarray | None) -> None:
     """`View.finish` for a whole batch [n, h, w, c]: shifted and mirrored into `out`; in evaluation as it is."""
     if uniforms is not None and config.augment == "shift" and config.shift_pixels:
-        n, height, width, channels = pixels.shape
+        _, height, width, _ = pixels.shape
         border = config.shift_pixels
-        padded = np.zeros((n, height + 2 * border, width + 2 * border, channels), dtype=np.uint8)
-        padded[:, border : border + height, border : border + width] = pixels
+        mode = "reflect" if config.shift_padding == "reflect" else "constant"
+        padded = np.pad(pixels, ((0, 0), (border, border), (border, border), (0, 0)), mode=mode)
         # A loop of slices: quicker than index arrays for images from 8x8 up.
         for i, (left, top) in enumerate((border - augment.shifts(config, uniforms)).tolist()):
             out[i] = padded[i, top : top + height, left : left + width]

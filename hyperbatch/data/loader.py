@@ -73,7 +73,6 @@ class TrainLoader:
                 yield batch
 
     def _plans(self, steps: Iterable[Step]) -> Iterator[BatchPlan]:
-        columns = augment.uniforms_needed(self.config)
         for step in steps:
             phase = step.phase
             size = augment.size_at(self.config, step.epoch)
@@ -81,7 +80,7 @@ class TrainLoader:
             for count in phase.micro_batches:
                 epochs, ids = stream.stretch(start, count, len(self.source), self.seed)
                 start += count
-                uniforms = stream.uniforms(self.seed, epochs, ids, columns)
+                uniforms = augment.draw(self.config, self.seed, epochs, ids)
                 yield BatchPlan(ids=ids, epochs=epochs, uniforms=uniforms, size=size, padding=0)
 
     def _note(self, bad: BadSamples) -> None:

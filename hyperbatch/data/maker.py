@@ -47,11 +47,24 @@ class Maker:
         self.scale = 1 / (255 * self.std)
         self.offset = -np.asarray(self.source.mean, dtype=np.float64) / self.std
 
-    def offsets(self, plan: BatchPlan) -> np.ndarray:
-        """float64[n, c]: what is added to grey level * scale, the colour noise of each sample included."""
-        if plan.uniforms is None or not self.config.color_noise:
-            return np.broadcast_to(self.offset, (len(plan.ids), len(self.offset)))
-        return self.offset + augment.color_noise(self.config, plan.uniforms) / self.std
+    def colors(self, plan: BatchPlan) -> tuple[np.ndarray, np.ndarray]:
+        """(gains float64[n], offsets float64[n, c]) of each sample, its noise and jitter included.
+
+        A normalised pixel is grey level * scale * gain + offset.
+        """
+        offsets = np.broadcast_to(self.offset, (len(plan.ids), len(self.offset)))
+        if plan.uniforms is None:
+            return np.ones(len(plan.ids)), offsets
+        if self.config.color_noise:
+            offsets = offsets + augment.color_noise(self.config, plan.uniforms) / self.std
+        contrast, brightness = augment.jitter(self.config, plan.uniforms)
+        return contrast, offsets * contrast[:, None] + brightness[:, None]
+
+    @property
+    def changes_colors(self) -> bool:
+        """Whether training views differ in gain or offset."""
+        config = self.config
+        return bool(config.color_noise or config.brightness_jitter or config.contrast_jitter)
 
     def mask(self, plan: BatchPlan) -> Tensor | None:
         """Which samples count in evaluation; None in training, where all do."""

@@ -24,7 +24,18 @@ _WARPS = 4
 
 
 @triton.jit
-def _views(out, samples, views, scales, offsets, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+def _views(
+    out,
+    samples,
+    views,
+    scales,
+    gains,
+    offsets,
+    SIZE: tl.constexpr,
+    C: tl.constexpr,
+    REFLECT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     image = tl.program_id(1).to(tl.int64)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = element < SIZE * SIZE * C
@@ -46,6 +57,8 @@ def _views(out, samples, views, scales, offsets, SIZE: tl.constexpr, C: tl.const
     # Mirrored last, shifted before: undone in that order.
     x = tl.where(mirrored, SIZE - 1 - x, x) - x_shift
     y = y - y_shift
+    if REFLECT:
+        x, y = _reflected(x, SIZE), _reflected(y, SIZE)
     inside_view = inside & (x >= 0) & (x < SIZE) & (y >= 0) & (y < SIZE)
 
     # A triangle of weights around the place, as wide as one step (at least one pixel each way).
@@ -77,12 +90,36 @@ def _views(out, samples, views, scales, offsets, SIZE: tl.constexpr, C: tl.const
             line_sum += weight * tl.load(line + column * x_stride, mask=here, other=0).to(tl.float32)
         total += y_weight * line_sum
     value = tl.where(inside_view, total / tl.where(inside_view, x_total * y_total, 1.0), 0.0)
-    value = value * tl.load(scales + c) + tl.load(offsets + image * C + c)
+    value = value * (tl.load(scales + c) * tl.load(gains + image)) + tl.load(offsets + image * C + c)
     tl.store(out + image * (SIZE * SIZE * C) + element, value.to(out.dtype.element_ty), mask=inside)
 
 
-def views(out: Tensor, samples: Tensor, views: Tensor, scales: Tensor, offsets: Tensor) -> None:
-    """Fills out [n, size, size, c] from the samples' addresses and views; value * scales[c] + offsets[n, c]."""
+@triton.jit
+def _reflected(place, SIZE: tl.constexpr):
+    """`augment._reflected`: folded back at the outermost pixels."""
+    place = tl.abs(place)
+    return tl.where(place < SIZE, place, 2 * (SIZE - 1) - place)
+
+
+def views(
+    out: Tensor, samples: Tensor, views: Tensor, scales: Tensor, gains: Tensor, offsets: Tensor, *, reflect: bool
+) -> None:
+    """Fills out [n, size, size, c] from the samples' addresses and views: value * scales[c] * gains[n] + offsets[n, c].
+
+    reflect: what a shift brings in is the view's own reflection; else 0.
+    """
     n, size, _, channels = out.shape
     grid = (triton.cdiv(size * size * channels, _BLOCK), n)
-    _views[grid](out, samples, views, scales, offsets, SIZE=size, C=channels, BLOCK=_BLOCK, num_warps=_WARPS)
+    _views[grid](
+        out,
+        samples,
+        views,
+        scales,
+        gains,
+        offsets,
+        SIZE=size,
+        C=channels,
+        REFLECT=reflect,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
+    )

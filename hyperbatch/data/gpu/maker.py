@@ -231,7 +231,8 @@ class DeviceMaker(Maker):
             copy_to_device(images, self.device),
             copy_to_device(view_table(views), self.device),
             self._scale,
-            copy_to_device(self.offsets(plan).astype(np.float32), self.device),
+            *(copy_to_device(part.astype(np.float32), self.device) for part in self.colors(plan)),
+            reflect=self.config.shift_padding == "reflect",
         )
         labels = self.source.labels[draft.shown]
         labels[plan.real :] = 0  # padding repeats the last sample's id
