@@ -79,7 +79,7 @@ def check_options(config: DataConfig, channels: int) -> None:
 
 def uniforms_needed(config: DataConfig) -> int:
     """Columns of `stream.uniforms` that a training view may use."""
-    return _jitter_column(config) + (2 if config.brightness_jitter or config.contrast_jitter else 0)
+    return jitter_column(config) + (2 if has_jitter(config) else 0)
 
 
 def draw(config: DataConfig, seed: int, epochs: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -192,15 +192,19 @@ def flips(config: DataConfig, uniforms: np.ndarray) -> np.ndarray:
 
 def jitter(config: DataConfig, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(contrast, brightness), float64[n] each: what normalised pixels are multiplied with, and what is added then."""
-    if not config.brightness_jitter and not config.contrast_jitter:
+    if not has_jitter(config):
         return np.ones(len(uniforms)), np.zeros(len(uniforms))
-    column = _jitter_column(config)
+    column = jitter_column(config)
     brightness, contrast = (2 * uniforms[:, column : column + 2] - 1).T
     return 1 + config.contrast_jitter * contrast, config.brightness_jitter * brightness
 
 
-def _jitter_column(config: DataConfig) -> int:
-    """After the columns of the geometry."""
+def has_jitter(config: DataConfig) -> bool:
+    return bool(config.brightness_jitter or config.contrast_jitter)
+
+
+def jitter_column(config: DataConfig) -> int:
+    """Of brightness in the uniforms, that of contrast follows: after the geometry's."""
     geometry = {"none": 0, "shift": 2, "random_resized_crop": 4 * _CROP_ATTEMPTS, "scale_jitter": 3}
     return _GEOMETRY + geometry.get(config.augment, 2)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hyperbatch.config import DataConfig
 from hyperbatch.data import augment
-from hyperbatch.data.batch import BadSamples, Batch, Batches, BatchPlan
+from hyperbatch.data.batch import BadSamples, Batch, Batches, Plan
 from hyperbatch.data.buffers import BatchBuffers
 from hyperbatch.data.cache import PixelCache
 from hyperbatch.data.decode import decode_full, decode_view, render_array, resized_view
@@ -39,22 +39,23 @@ class HostMaker(Maker):
         self._scale = torch.from_numpy(self.scale).to(self.device, self._math_dtype)
         self._offset = torch.from_numpy(self.offset).to(self.device, self._math_dtype)
 
-    def run(self, plans: Iterator[BatchPlan]) -> Batches:
+    def run(self, plans: Iterator[Plan]) -> Batches:
         """(batch, its unreadable samples as (id, line)) for each plan, in order."""
         # Gathering from small arrays is quicker than handing the work to a thread, unless a GPU waits meanwhile.
         if isinstance(self.source, ArraySource) and self.device.type == "cpu":
             for plan in plans:
                 pixels, labels = self._host_buffers(plan)
-                bad = self._fill(plan, pixels, labels, 0, len(plan.ids))
+                bad = self._fill(plan, pixels, labels, 0, len(plan))
                 yield self._finish(plan, pixels, labels), bad
             return
         pool = ThreadPoolExecutor(self.threads, thread_name_prefix="hyperbatch-data")
 
-        def start(plan: BatchPlan) -> Finish:
+        def start(plan: Plan) -> Finish:
+            _ = plan.ids, plan.uniforms  # drawn now, once, and not by every thread that asks
             pixels, labels = self._host_buffers(plan)
             # A vectorised batch is one task, any other is spread over the threads.
-            count = len(plan.ids) if self._is_vectorised(plan) else samples_per_task(len(plan.ids), self.threads)
-            starts = range(0, len(plan.ids), count)
+            count = len(plan) if self._is_vectorised(plan) else samples_per_task(len(plan), self.threads)
+            starts = range(0, len(plan), count)
             tasks = [pool.submit(self._fill, plan, pixels, labels, i, i + count) for i in starts]
 
             def finish() -> tuple[Batch, BadSamples]:
@@ -68,17 +69,17 @@ class HostMaker(Maker):
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _host_buffers(self, plan: BatchPlan) -> tuple[Tensor, Tensor]:
+    def _host_buffers(self, plan: Plan) -> tuple[Tensor, Tensor]:
         """Bytes; or, where threads cut the views of a CPU run, the normalised images themselves."""
         # Pinned so that the copy runs beside the step; torch's host allocator reuses a block once its copy is done.
         pin = self.device.type == "cuda"
-        shape = (len(plan.ids), plan.size, plan.size, self.source.channels)
-        labels = torch.empty(len(plan.ids), dtype=torch.int64, pin_memory=pin)
+        shape = (len(plan), plan.size, plan.size, self.source.channels)
+        labels = torch.empty(len(plan), dtype=torch.int64, pin_memory=pin)
         if pin or self._is_vectorised(plan):
             return torch.empty(shape, dtype=torch.uint8, pin_memory=pin), labels
         return self._buffers.take(shape, self._math_dtype), labels
 
-    def _is_vectorised(self, plan: BatchPlan) -> bool:
+    def _is_vectorised(self, plan: Plan) -> bool:
         source = self.source
         return (
             isinstance(source, ArraySource)
@@ -86,7 +87,7 @@ class HostMaker(Maker):
             and (not plan.training or self.config.augment in ("none", "shift"))
         )
 
-    def _fill(self, plan: BatchPlan, pixels: Tensor, labels: Tensor, start: int, stop: int) -> BadSamples:
+    def _fill(self, plan: Plan, pixels: Tensor, labels: Tensor, start: int, stop: int) -> BadSamples:
         """Writes samples [start, stop) of the batch; returns those that could not be read."""
         if self._is_vectorised(plan):
             assert isinstance(self.source, ArraySource)
@@ -96,7 +97,7 @@ class HostMaker(Maker):
         out, out_labels, bad = pixels.numpy(), labels.numpy(), []
         gains, offsets = self.colors(plan)
         black = np.zeros(out.shape[1:], dtype=np.uint8)
-        for row in range(start, min(stop, len(plan.ids))):
+        for row in range(start, min(stop, len(plan))):
             label, view = 0, None
             if row < plan.real:
                 load = partial(self._view, plan, row)
@@ -118,7 +119,7 @@ class HostMaker(Maker):
         rows *= np.tile((self.scale * gain).astype(out.dtype), width)
         rows += np.tile(offset.astype(out.dtype), width)
 
-    def _view(self, plan: BatchPlan, row: int, index: int) -> np.ndarray:
+    def _view(self, plan: Plan, row: int, index: int) -> np.ndarray:
         """uint8[size, size, c] of sample `index` (the plan's, or what replaces it) with the row's randomness."""
         source, config = self.source, self.config
 
@@ -150,7 +151,7 @@ class HostMaker(Maker):
         with self.meter.busy("read", self.threads):
             return self.source.read_buffer(index)
 
-    def _finish(self, plan: BatchPlan, pixels: Tensor, labels: Tensor) -> Batch:
+    def _finish(self, plan: Plan, pixels: Tensor, labels: Tensor) -> Batch:
         """Copies to the device and normalises there: bytes travel, not floats."""
         if pixels.dtype != torch.uint8:
             return Batch(pixels.permute(0, 3, 1, 2).to(self.dtype), labels, self.mask(plan))
