@@ -125,7 +125,19 @@ class DataConfig:
     )
     jitter_sides: tuple[int, int] = option((256, 480), "range of the shorter side for scale_jitter, as LOW,HIGH")
     shift_pixels: int = option(0, "largest shift of the `shift` augmentation, in pixels", NOT_NEGATIVE)
+    shift_padding: str = option(
+        "zero", "what a shift brings in at the edge: black, or the image reflected", ("zero", "reflect")
+    )
     flip: bool = option(True, "mirror half of the training views")
+    flip_alternates: bool = option(
+        False, "draw once for each image whether it is mirrored, then mirror it in every other epoch"
+    )
+    brightness_jitter: float = option(
+        0.0, "each training view is made brighter by up to this many standard deviations, or darker", NOT_NEGATIVE
+    )
+    contrast_jitter: float = option(
+        0.0, "contrast of each training view: a factor within 1 plus or minus this, around the set's mean", BELOW_ONE
+    )
     color_noise: float = option(0.0, "standard deviation of PCA colour noise (AlexNet); 0: none", NOT_NEGATIVE)
     decoder: str = option("auto", "JPEG decoder", ("auto", "pillow", "simplejpeg", "torchvision", "nvjpeg"))
     data_threads: int = option(0, "decoding threads per rank; 0: chosen from the cores", NOT_NEGATIVE, free=True)
@@ -477,5 +489,6 @@ def check(config: Config) -> None:
     need(0 < d.crop_area[0] <= d.crop_area[1] <= 1, "crop_area", "must be LOW,HIGH with 0 < LOW <= HIGH <= 1")
     need(0 < d.crop_aspect[0] <= d.crop_aspect[1], "crop_aspect", "must be LOW,HIGH with 0 < LOW <= HIGH")
     need(0 < d.jitter_sides[0] <= d.jitter_sides[1], "jitter_sides", "must be LOW,HIGH with 0 < LOW <= HIGH")
+    need(d.flip or not d.flip_alternates, "flip_alternates", "needs --flip")
     need(not o.nesterov or o.momentum > 0, "nesterov", "needs a momentum above 0")
     need(r.target_top1 is None or 0 < r.target_top1 <= 1, "target_top1", "must be in (0, 1], e.g. 0.759")

@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 
+from hyperbatch.kernels.compile import Kernel
+
 TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
+    torch.float64: "*fp64",
     torch.int32: "*i32",
+    torch.int64: "*i64",
     torch.uint8: "*u8",
     int: "i32",
     float: "fp32",
@@ -21,7 +25,9 @@ def compile_launches(monkeypatch: Any, *modules: Any) -> dict[str, str]:
     compiled: dict[str, str] = {}
     for module in modules:
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, _Compiler(getattr(module, name).fn, name, compiled))
+            found = getattr(module, name)
+            found = found.fn if isinstance(found, Kernel) else found
+            monkeypatch.setattr(module, name, _Compiler(found, name, compiled))
     return compiled
 
 

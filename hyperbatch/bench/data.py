@@ -1,7 +1,8 @@
 """`hyperbatch bench data`: images a second from files to normalised batches on the device, ours against others'.
 
 Every candidate reads the same distinct generated JPEGs, makes a random-resized crop, mirrors, normalises and batches
-them. Files are read once before timing, so they come from the page cache: this measures decoding, not disks.
+them. Files are read once before timing, so they come from the page cache: this measures decoding, not disks. Small
+images in memory have rows and a peer of their own (`data_arrays`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from PIL import Image
 
 from hyperbatch.bench import harness, peers
+from hyperbatch.bench.data_arrays import array_rows
 from hyperbatch.bench.harness import Candidate
 from hyperbatch.config import BatchPhase, DataConfig
 from hyperbatch.data.decoders import resolve_decoders
@@ -93,6 +95,14 @@ def bench_data(
         threads=threads,
         image=f"{width}x{height} JPEG, {mean_bytes / 1e3:.0f} kB",
         cache="page cache",
+    )
+    table += array_rows(
+        partial(_images_per_s, device=target),
+        images=50_000 if gpu else images,
+        batches=(2_000, 12_500) if gpu else (batch,),
+        device=target,
+        dtype=dtype,
+        rounds=rounds,
     )
     return harness.result("data", table, load_1min=os.getloadavg()[0])
 

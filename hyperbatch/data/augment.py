@@ -7,6 +7,8 @@
     │   │ box │    │  resize -> │    │ size
     │   └─────┘    │            └────┘
     └──────────────┘
+
+and its colours: grey level / 255, + colour noise; (. - mean) / std; * contrast + brightness.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from typing import NamedTuple
 import numpy as np
 
 from hyperbatch.config import DataConfig
+from hyperbatch.data import stream
 from hyperbatch.errors import InputError
 
-# Columns of a sample's uniforms: the mirror, the colour noise (two pairs of normals), then geometry.
+# Columns of a sample's uniforms: the mirror, the colour noise (two pairs of normals), geometry, then the jitter of
+# brightness and contrast. The first columns of a kind of view never move: runs of older versions are continued.
 _FLIP, _NOISE, _GEOMETRY = 0, 1, 5
 _CROP_ATTEMPTS = 10
 _NEAR_FULL_AREA = 0.999  # of the image: the smallest near-full crop, as in Fujitsu's MLPerf v0.6 job parameters
@@ -34,30 +38,39 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels o
 
 
 class View(NamedTuple):
-    """A box of the image, how far the resized result is shifted (pixels), and whether it is mirrored."""
+    """A box of the image, how far the resized result is shifted (pixels), and whether it is mirrored.
+
+    reflect: a shift brings in the image's own reflection, without its outermost pixel again; else black.
+    """
 
     box: Box
     shift_x: int = 0
     shift_y: int = 0
     flip: bool = False
+    reflect: bool = False
 
     def finish(self, pixels: np.ndarray, *, mirrored: bool = False) -> np.ndarray:
-        """Shifts (black comes in at the edge) and mirrors [h, w, c]; mirrored: that is done already."""
+        """Shifts and mirrors [h, w, c]; mirrored: that is done already."""
         if self.shift_x or self.shift_y:
             height, width, _ = pixels.shape
             dx, dy = -self.shift_x if mirrored else self.shift_x, self.shift_y
-            shifted = np.zeros_like(pixels)
-            shifted[max(0, dy) : height + min(0, dy), max(0, dx) : width + min(0, dx)] = pixels[
-                max(0, -dy) : height + min(0, -dy), max(0, -dx) : width + min(0, -dx)
-            ]
-            pixels = shifted
+            if self.reflect:
+                rows, columns = _reflected(np.arange(height) - dy, height), _reflected(np.arange(width) - dx, width)
+                pixels = pixels[rows[:, None], columns]
+            else:
+                shifted = np.zeros_like(pixels)
+                shifted[max(0, dy) : height + min(0, dy), max(0, dx) : width + min(0, dx)] = pixels[
+                    max(0, -dy) : height + min(0, -dy), max(0, -dx) : width + min(0, -dx)
+                ]
+                pixels = shifted
         return pixels[:, ::-1] if self.flip and not mirrored else pixels
 
 
 def check_options(config: DataConfig, channels: int) -> None:
     """InputError for an augmentation that does not fit the images."""
-    if config.augment == "shift" and not 0 <= config.shift_pixels < config.image_size:
-        raise InputError(f"--shift-pixels {config.shift_pixels}: must be in [0, {config.image_size}), the image side")
+    side = min([config.image_size, *(phase.image_size for phase in config.size_phases)])
+    if config.augment == "shift" and not 0 <= config.shift_pixels < side:
+        raise InputError(f"--shift-pixels {config.shift_pixels}: must be in [0, {side}), the image side")
     if config.color_noise and channels != 3:
         raise InputError(
             f"--color-noise {config.color_noise:g}: needs RGB images, these have {channels} channels; use 0"
@@ -66,8 +79,17 @@ def check_options(config: DataConfig, channels: int) -> None:
 
 def uniforms_needed(config: DataConfig) -> int:
     """Columns of `stream.uniforms` that a training view may use."""
-    geometry = {"none": 0, "shift": 2, "random_resized_crop": 4 * _CROP_ATTEMPTS, "scale_jitter": 3}
-    return _GEOMETRY + geometry.get(config.augment, 2)
+    return jitter_column(config) + (2 if has_jitter(config) else 0)
+
+
+def draw(config: DataConfig, seed: int, epochs: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """float64[n, columns]: the uniforms of training views, keyed by (seed, epoch, sample)."""
+    uniforms = stream.uniforms(seed, epochs, ids, uniforms_needed(config))
+    if config.flip_alternates:
+        first = stream.uniforms(seed, np.zeros_like(epochs), ids, _FLIP + 1)[:, _FLIP]
+        mirrored = (first < 0.5) ^ (epochs % 2 == 1)
+        uniforms[:, _FLIP] = np.where(mirrored, 0.0, 0.5)  # what `flips` reads as yes and no
+    return uniforms
 
 
 def size_at(config: DataConfig, epoch: float) -> int:
@@ -89,7 +111,7 @@ def train_view(
     if kind in ("none", "shift"):
         box = eval_view(config, width, height, whole=whole).box
         dx, dy = shifts(config, uniforms) if kind == "shift" else (0, 0)
-        return View(box, int(dx), int(dy), flip)
+        return View(box, int(dx), int(dy), flip, config.shift_padding == "reflect")
     if kind == "random_resized_crop":
         if config.full_crop_from_epoch is not None and epoch >= config.full_crop_from_epoch:
             return View(_near_full_box(config, width, height, u), flip=flip)
@@ -166,6 +188,31 @@ def color_noise(config: DataConfig, uniforms: np.ndarray) -> np.ndarray:
 def flips(config: DataConfig, uniforms: np.ndarray) -> np.ndarray:
     """bool[n]: which views are mirrored."""
     return uniforms[:, _FLIP] < 0.5 if config.flip else np.zeros(len(uniforms), dtype=bool)
+
+
+def jitter(config: DataConfig, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(contrast, brightness), float64[n] each: what normalised pixels are multiplied with, and what is added then."""
+    if not has_jitter(config):
+        return np.ones(len(uniforms)), np.zeros(len(uniforms))
+    column = jitter_column(config)
+    brightness, contrast = (2 * uniforms[:, column : column + 2] - 1).T
+    return 1 + config.contrast_jitter * contrast, config.brightness_jitter * brightness
+
+
+def has_jitter(config: DataConfig) -> bool:
+    return bool(config.brightness_jitter or config.contrast_jitter)
+
+
+def jitter_column(config: DataConfig) -> int:
+    """Of brightness in the uniforms, that of contrast follows: after the geometry's."""
+    geometry = {"none": 0, "shift": 2, "random_resized_crop": 4 * _CROP_ATTEMPTS, "scale_jitter": 3}
+    return _GEOMETRY + geometry.get(config.augment, 2)
+
+
+def _reflected(places: np.ndarray, size: int) -> np.ndarray:
+    """Places beyond the edge, folded back at the outermost pixels; none is further out than the image is wide."""
+    places = np.abs(places)
+    return np.where(places < size, places, 2 * (size - 1) - places)
 
 
 def _random_area_box(config: DataConfig, width: int, height: int, u: Sequence[float]) -> Box:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from torch import Tensor
 
 from hyperbatch.config import DataConfig
-from hyperbatch.data import augment
+from hyperbatch.data import augment, stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,7 @@ class Batch:
     mask: Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchPlan:
+class Plan:
     """All that decides a batch. The last `padding` ids only fill the shape. No uniforms: evaluation."""
 
     ids: np.ndarray
@@ -31,6 +31,9 @@ class BatchPlan:
     size: int
     padding: int
 
+    def __len__(self) -> int:
+        return len(self.ids)
+
     @property
     def training(self) -> bool:
         return self.uniforms is not None
@@ -38,7 +41,7 @@ class BatchPlan:
     @property
     def real(self) -> int:
         """Samples that are not padding."""
-        return len(self.ids) - self.padding
+        return len(self) - self.padding
 
     def view(self, config: DataConfig, row: int, width: int, height: int, *, whole: bool) -> augment.View:
         """The view of the sample in this row (or of what replaces it), of an image of this size."""
@@ -46,6 +49,55 @@ class BatchPlan:
             return augment.eval_view(config, width, height, whole=whole)
         uniforms = self.uniforms[row].tolist()
         return augment.train_view(config, width, height, int(self.epochs[row]), uniforms, whole=whole)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan(Plan):
+    """Samples that somebody chose."""
+
+    ids: np.ndarray
+    epochs: np.ndarray | None
+    uniforms: np.ndarray | None
+    size: int
+    padding: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamPlan(Plan):
+    """Training samples of a part of the stream of `length` samples.
+
+    Drawn here when somebody asks for them; a GPU that holds the set draws them itself and does not ask.
+    """
+
+    places: stream.Stretches
+    length: int
+    seed: int
+    config: DataConfig
+    size: int
+    padding: int = 0
+
+    @property
+    def training(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return self.places.count
+
+    @cached_property
+    def _samples(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.places.samples(self.length, self.seed)
+
+    @property
+    def epochs(self) -> np.ndarray:
+        return self._samples[0]
+
+    @property
+    def ids(self) -> np.ndarray:
+        return self._samples[1]
+
+    @cached_property
+    def uniforms(self) -> np.ndarray:
+        return augment.draw(self.config, self.seed, self.epochs, self.ids)
 
 
 BadSamples = list[tuple[int, str]]  # unreadable samples: id, and a line that says where and why

@@ -52,6 +52,7 @@ class DeviceCache:
         self.limit_bytes = limit_bytes
         self.bytes = 0
         self.table = np.zeros((samples, 6), dtype=np.int64)
+        self.whole: Tensor | None = None  # all images of a set as one array, if `put_array` put it there
         self._kept: list[Tensor] = []
 
     def __len__(self) -> int:
@@ -66,8 +67,7 @@ class DeviceCache:
 
     def put_array(self, source: ArraySource, device: torch.device) -> None:
         """A whole set of images of one size; more labels than images: they repeat."""
-        images = torch.from_numpy(source.images).to(device)
-        self._kept.append(images)
+        images = self.whole = torch.from_numpy(np.ascontiguousarray(source.images)).to(device)
         self.bytes += images.nbytes
         _, height, width, channels = images.shape
         ids = np.arange(len(source)) % len(images)

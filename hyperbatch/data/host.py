@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hyperbatch.config import DataConfig
 from hyperbatch.data import augment
-from hyperbatch.data.batch import BadSamples, Batch, Batches, BatchPlan
+from hyperbatch.data.batch import BadSamples, Batch, Batches, Plan
 from hyperbatch.data.buffers import BatchBuffers
 from hyperbatch.data.cache import PixelCache
 from hyperbatch.data.decode import decode_full, decode_view, render_array, resized_view
@@ -39,22 +39,23 @@ class HostMaker(Maker):
         self._scale = torch.from_numpy(self.scale).to(self.device, self._math_dtype)
         self._offset = torch.from_numpy(self.offset).to(self.device, self._math_dtype)
 
-    def run(self, plans: Iterator[BatchPlan]) -> Batches:
+    def run(self, plans: Iterator[Plan]) -> Batches:
         """(batch, its unreadable samples as (id, line)) for each plan, in order."""
         # Gathering from small arrays is quicker than handing the work to a thread, unless a GPU waits meanwhile.
         if isinstance(self.source, ArraySource) and self.device.type == "cpu":
             for plan in plans:
                 pixels, labels = self._host_buffers(plan)
-                bad = self._fill(plan, pixels, labels, 0, len(plan.ids))
+                bad = self._fill(plan, pixels, labels, 0, len(plan))
                 yield self._finish(plan, pixels, labels), bad
             return
         pool = ThreadPoolExecutor(self.threads, thread_name_prefix="hyperbatch-data")
 
-        def start(plan: BatchPlan) -> Finish:
+        def start(plan: Plan) -> Finish:
+            _ = plan.ids, plan.uniforms  # drawn now, once, and not by every thread that asks
             pixels, labels = self._host_buffers(plan)
             # A vectorised batch is one task, any other is spread over the threads.
-            count = len(plan.ids) if self._is_vectorised(plan) else samples_per_task(len(plan.ids), self.threads)
-            starts = range(0, len(plan.ids), count)
+            count = len(plan) if self._is_vectorised(plan) else samples_per_task(len(plan), self.threads)
+            starts = range(0, len(plan), count)
             tasks = [pool.submit(self._fill, plan, pixels, labels, i, i + count) for i in starts]
 
             def finish() -> tuple[Batch, BadSamples]:
@@ -68,17 +69,17 @@ class HostMaker(Maker):
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _host_buffers(self, plan: BatchPlan) -> tuple[Tensor, Tensor]:
+    def _host_buffers(self, plan: Plan) -> tuple[Tensor, Tensor]:
         """Bytes; or, where threads cut the views of a CPU run, the normalised images themselves."""
         # Pinned so that the copy runs beside the step; torch's host allocator reuses a block once its copy is done.
         pin = self.device.type == "cuda"
-        shape = (len(plan.ids), plan.size, plan.size, self.source.channels)
-        labels = torch.empty(len(plan.ids), dtype=torch.int64, pin_memory=pin)
+        shape = (len(plan), plan.size, plan.size, self.source.channels)
+        labels = torch.empty(len(plan), dtype=torch.int64, pin_memory=pin)
         if pin or self._is_vectorised(plan):
             return torch.empty(shape, dtype=torch.uint8, pin_memory=pin), labels
         return self._buffers.take(shape, self._math_dtype), labels
 
-    def _is_vectorised(self, plan: BatchPlan) -> bool:
+    def _is_vectorised(self, plan: Plan) -> bool:
         source = self.source
         return (
             isinstance(source, ArraySource)
@@ -86,7 +87,7 @@ class HostMaker(Maker):
             and (not plan.training or self.config.augment in ("none", "shift"))
         )
 
-    def _fill(self, plan: BatchPlan, pixels: Tensor, labels: Tensor, start: int, stop: int) -> BadSamples:
+    def _fill(self, plan: Plan, pixels: Tensor, labels: Tensor, start: int, stop: int) -> BadSamples:
         """Writes samples [start, stop) of the batch; returns those that could not be read."""
         if self._is_vectorised(plan):
             assert isinstance(self.source, ArraySource)
@@ -94,19 +95,19 @@ class HostMaker(Maker):
             write_array_views(pixels.numpy(), self.source.gather(plan.ids), self.config, plan.uniforms)
             return []
         out, out_labels, bad = pixels.numpy(), labels.numpy(), []
-        offsets = self.offsets(plan)
+        gains, offsets = self.colors(plan)
         black = np.zeros(out.shape[1:], dtype=np.uint8)
-        for row in range(start, min(stop, len(plan.ids))):
+        for row in range(start, min(stop, len(plan))):
             label, view = 0, None
             if row < plan.real:
                 load = partial(self._view, plan, row)
                 shown, view = load_or_replace(plan, int(plan.ids[row]), self.source, load, bad)
                 label = self.source.labels[shown]
             out_labels[row] = label
-            self._put(out[row], black if view is None else view, offsets[row])
+            self._put(out[row], black if view is None else view, gains[row], offsets[row])
         return bad
 
-    def _put(self, out: np.ndarray, view: np.ndarray, offset: np.ndarray) -> None:
+    def _put(self, out: np.ndarray, view: np.ndarray, gain: float, offset: np.ndarray) -> None:
         """Bytes as they are; floats normalised, while they are still in the cache."""
         if out.dtype == np.uint8:
             out[:] = view
@@ -115,10 +116,10 @@ class HostMaker(Maker):
         height, width, _ = out.shape
         rows = out.reshape(height, -1)
         rows[:] = view.reshape(height, -1)
-        rows *= np.tile(self.scale.astype(out.dtype), width)
+        rows *= np.tile((self.scale * gain).astype(out.dtype), width)
         rows += np.tile(offset.astype(out.dtype), width)
 
-    def _view(self, plan: BatchPlan, row: int, index: int) -> np.ndarray:
+    def _view(self, plan: Plan, row: int, index: int) -> np.ndarray:
         """uint8[size, size, c] of sample `index` (the plan's, or what replaces it) with the row's randomness."""
         source, config = self.source, self.config
 
@@ -150,7 +151,7 @@ class HostMaker(Maker):
         with self.meter.busy("read", self.threads):
             return self.source.read_buffer(index)
 
-    def _finish(self, plan: BatchPlan, pixels: Tensor, labels: Tensor) -> Batch:
+    def _finish(self, plan: Plan, pixels: Tensor, labels: Tensor) -> Batch:
         """Copies to the device and normalises there: bytes travel, not floats."""
         if pixels.dtype != torch.uint8:
             return Batch(pixels.permute(0, 3, 1, 2).to(self.dtype), labels, self.mask(plan))
@@ -159,22 +160,27 @@ class HostMaker(Maker):
         rows = pixels.to(self.device, non_blocking=True).view(n * height, width * channels).to(self._math_dtype)
         rows.mul_(self._scale.repeat(width)).add_(self._offset.repeat(width))
         images = rows.view(n, height, width, channels).permute(0, 3, 1, 2)
-        if plan.training and self.config.color_noise:
-            noise = torch.from_numpy(self.offsets(plan) - self.offset).to(self._math_dtype)
-            if self.device.type == "cuda":
-                noise = noise.pin_memory()  # a copy from pageable memory would hold up the host
-            images += noise.to(self.device, non_blocking=True)[:, :, None, None]
+        if plan.training and self.changes_colors:
+            gains, offsets = self.colors(plan)
+            gain = self._to_device(gains)[:, None, None, None]
+            images.mul_(gain).add_(self._to_device(offsets - gains[:, None] * self.offset)[:, :, None, None])
         labels = labels.to(self.device, non_blocking=True)
         return Batch(images.to(self.dtype), labels, self.mask(plan))
+
+    def _to_device(self, values: np.ndarray) -> Tensor:
+        host = torch.from_numpy(values).to(self._math_dtype)
+        if self.device.type == "cuda":
+            host = host.pin_memory()  # a copy from pageable memory would hold up the host
+        return host.to(self.device, non_blocking=True)
 
 
 def write_array_views(out: np.ndarray, pixels: np.ndarray, config: DataConfig, uniforms: np.ndarray | None) -> None:
     """`View.finish` for a whole batch [n, h, w, c]: shifted and mirrored into `out`; in evaluation as it is."""
     if uniforms is not None and config.augment == "shift" and config.shift_pixels:
-        n, height, width, channels = pixels.shape
+        _, height, width, _ = pixels.shape
         border = config.shift_pixels
-        padded = np.zeros((n, height + 2 * border, width + 2 * border, channels), dtype=np.uint8)
-        padded[:, border : border + height, border : border + width] = pixels
+        mode = "reflect" if config.shift_padding == "reflect" else "constant"
+        padded = np.pad(pixels, ((0, 0), (border, border), (border, border), (0, 0)), mode=mode)
         # A loop of slices: quicker than index arrays for images from 8x8 up.
         for i, (left, top) in enumerate((border - augment.shifts(config, uniforms)).tolist()):
             out[i] = padded[i, top : top + height, left : left + width]

@@ -13,13 +13,14 @@ import contextlib
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from hyperbatch.config import DataConfig
 from hyperbatch.data import augment, stream
-from hyperbatch.data.batch import BadSamples, Batch, BatchPlan
+from hyperbatch.data.batch import BadSamples, Batch, BatchPlan, StreamPlan
 from hyperbatch.data.cache import DeviceCache, make_cache
 from hyperbatch.data.decoders import resolve_decoders
 from hyperbatch.data.gpu.maker import DeviceMaker
@@ -30,6 +31,8 @@ from hyperbatch.kernels import has_triton
 from hyperbatch.schedule import Step
 
 _PLAIN_PIXELS = 1 << 24  # of a batch that `plain` makes: 16,384 images of 32 px, 334 of 224
+_KEPT_BYTES = 256 << 20  # of normalised evaluation images
+_kept: WeakKeyDictionary[ArraySource, dict[Any, list[Batch]]] = WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -54,6 +57,8 @@ class TrainLoader:
         self._maker = _make_maker(
             self.source, self.config, self.device, self.dtype, self.ranks_per_host, self._meter, exact=False
         )
+        if isinstance(self._maker, DeviceMaker):
+            self._maker.warm_up(self._plan(stream.Stretches.single(0, 1), augment.size_at(self.config, 0.0)))
         self._bad: dict[int, str] = {}
         self._running: list[Generator[Batch, None, None]] = []
 
@@ -74,17 +79,17 @@ class TrainLoader:
                 self._note(bad)
                 yield batch
 
-    def _plans(self, steps: Iterable[Step]) -> Iterator[BatchPlan]:
-        columns = augment.uniforms_needed(self.config)
+    def _plans(self, steps: Iterable[Step]) -> Iterator[StreamPlan]:
         for step in steps:
             phase = step.phase
             size = augment.size_at(self.config, step.epoch)
             start = stream.rank_share(step.position, phase.share_per_rank, self.world_size, self.rank)
             for count in phase.micro_batches:
-                epochs, ids = stream.stretch(start, count, len(self.source), self.seed)
+                yield self._plan(stream.Stretches.single(start, count), size)
                 start += count
-                uniforms = stream.uniforms(self.seed, epochs, ids, columns)
-                yield BatchPlan(ids=ids, epochs=epochs, uniforms=uniforms, size=size, padding=0)
+
+    def _plan(self, places: stream.Stretches, size: int) -> StreamPlan:
+        return StreamPlan(places=places, length=len(self.source), seed=self.seed, config=self.config, size=size)
 
     def plain(self, samples: int) -> Iterator[Batch]:
         """The first samples of the training set in the order of the set, without augmentation: what evaluation would
@@ -155,15 +160,28 @@ def eval_batches(
     """Every sample exactly once over all ranks; the same number of equally shaped batches on each.
 
     An unreadable sample is shown as a black image under its own label, so the count of samples never changes, and
-    adds a line to `bad_samples`.
+    adds a line to `bad_samples`. A small set that lies in device memory is normalised once: its batches are kept as
+    long as the source is.
     """
+    choice = config, batch_per_rank, rank, world_size, device, dtype
+    kept = _kept.setdefault(source, {}) if isinstance(source, ArraySource) else {}
+    if choice in kept:
+        yield from kept[choice]
+        return
     maker = _make_maker(source, config, device, dtype, ranks_per_host, Meter(), exact=True)
-    plans = _eval_plans(len(source), batch_per_rank, rank, world_size, config.eval_size)
-    with contextlib.closing(maker.run(plans)) as made:
+    plans = list(_eval_plans(len(source), batch_per_rank, rank, world_size, config.eval_size))
+    bytes = len(plans) * batch_per_rank * config.eval_size**2 * source.channels * dtype.itemsize
+    keep = isinstance(maker, DeviceMaker) and maker.needs_no_host(plans[0]) and bytes <= _KEPT_BYTES
+    batches: list[Batch] = []
+    with contextlib.closing(maker.run(iter(plans))) as made:
         for batch, bad in made:
             if bad_samples is not None:
                 bad_samples.extend(line for _, line in bad)
+            if keep:
+                batches.append(batch)
             yield batch
+    if keep:
+        kept[choice] = batches
 
 
 def _eval_plans(samples: int, batch_per_rank: int, rank: int, world_size: int, size: int) -> Iterator[BatchPlan]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hyperbatch.config import DataConfig
 from hyperbatch.data import augment
-from hyperbatch.data.batch import BadSamples, Batch, Batches, BatchPlan
+from hyperbatch.data.batch import BadSamples, Batch, Batches, Plan
 from hyperbatch.data.meter import Meter
 from hyperbatch.data.source import BadSample, DataError, Source
 
@@ -47,21 +47,33 @@ class Maker:
         self.scale = 1 / (255 * self.std)
         self.offset = -np.asarray(self.source.mean, dtype=np.float64) / self.std
 
-    def offsets(self, plan: BatchPlan) -> np.ndarray:
-        """float64[n, c]: what is added to grey level * scale, the colour noise of each sample included."""
-        if plan.uniforms is None or not self.config.color_noise:
-            return np.broadcast_to(self.offset, (len(plan.ids), len(self.offset)))
-        return self.offset + augment.color_noise(self.config, plan.uniforms) / self.std
+    def colors(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+        """(gains float64[n], offsets float64[n, c]) of each sample, its noise and jitter included.
 
-    def mask(self, plan: BatchPlan) -> Tensor | None:
+        A normalised pixel is grey level * scale * gain + offset.
+        """
+        offsets = np.broadcast_to(self.offset, (len(plan), len(self.offset)))
+        if plan.uniforms is None:
+            return np.ones(len(plan)), offsets
+        if self.config.color_noise:
+            offsets = offsets + augment.color_noise(self.config, plan.uniforms) / self.std
+        contrast, brightness = augment.jitter(self.config, plan.uniforms)
+        return contrast, offsets * contrast[:, None] + brightness[:, None]
+
+    @property
+    def changes_colors(self) -> bool:
+        """Whether training views differ in gain or offset."""
+        return bool(self.config.color_noise) or augment.has_jitter(self.config)
+
+    def mask(self, plan: Plan) -> Tensor | None:
         """Which samples count in evaluation; None in training, where all do."""
         if plan.training:
             return None
-        mask = torch.ones(len(plan.ids), dtype=torch.bool, device=self.device)
+        mask = torch.ones(len(plan), dtype=torch.bool, device=self.device)
         mask[plan.real :] = False
         return mask
 
-    def prefetch(self, plans: Iterator[BatchPlan], start: Callable[[BatchPlan], Finish]) -> Batches:
+    def prefetch(self, plans: Iterator[Plan], start: Callable[[Plan], Finish]) -> Batches:
         """The batch of each plan, in order; `config.prefetch` others are started before the one that is given."""
         started: deque[Finish] = deque()
         for plan in plans:
@@ -73,7 +85,7 @@ class Maker:
 
 
 def load_or_replace(
-    plan: BatchPlan, index: int, source: Source, load: Callable[[int], T], bad: BadSamples
+    plan: Plan, index: int, source: Source, load: Callable[[int], T], bad: BadSamples
 ) -> tuple[int, T | None]:
     """(the sample that is shown, what `load` gives for it); unreadable samples are added to `bad`.
 

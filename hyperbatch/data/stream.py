@@ -1,7 +1,8 @@
 """The sample stream: one endless, stateless order of training samples, keyed by (seed, epoch).
 
 Stream position p lies in epoch p // n; within an epoch a keyed permutation of [0, n) gives the sample. Any rank
-computes any stretch by itself, batches may straddle epochs, and position alone is enough to resume.
+computes any stretch by itself, batches may straddle epochs, and position alone is enough to resume. A GPU that holds
+the set computes it there: `kernels.augment` repeats this file's arithmetic bit for bit.
 
     epoch 0                epoch 1                n = 7, global batch 4, 2 ranks
     5 2 0 6 3 1 4 | 1 6 3 0 5 4 2 | ...
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +23,33 @@ _ORDER_DOMAIN = 0x6F72646572  # separates the permutation's keys from augmentati
 _UNIFORM_DOMAIN = 0x756E69666F
 _FEISTEL_ROUNDS = 8  # 4 make a random-looking permutation; small sets have few values a turn, so twice that
 _CACHED_LENGTH = 1 << 16  # sets up to this many samples keep whole epochs of their order
+
+
+class Stretches(NamedTuple):
+    """Stream positions of a batch: `share` of them from `start` on, then as many again every `stride`, `count` in all.
+
+    One rank's samples of several steps: its share of each, a global batch apart.
+    """
+
+    start: int
+    count: int
+    share: int
+    stride: int
+
+    @classmethod
+    def single(cls, start: int, count: int) -> Stretches:
+        return cls(start, count, share=count, stride=count)
+
+    def samples(self, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """(epochs, sample ids)."""
+        if self.share >= self.count:
+            return stretch(self.start, self.count, length, seed)
+        parts = [
+            stretch(self.start + i * self.stride, min(self.share, self.count - i * self.share), length, seed)
+            for i in range(-(-self.count // self.share))
+        ]
+        epochs, ids = zip(*parts, strict=True)
+        return np.concatenate(epochs), np.concatenate(ids)
 
 
 def permute(positions: np.ndarray, length: int, seed: int, epochs: np.ndarray) -> np.ndarray:
@@ -33,12 +62,22 @@ def permute(positions: np.ndarray, length: int, seed: int, epochs: np.ndarray) -
     values = np.array(positions, dtype=np.uint64)
     keys = _mix(_scalar_key(seed, _ORDER_DOMAIN) + np.asarray(epochs).astype(np.uint64) * np.uint64(_GOLDEN))
     keys = np.broadcast_to(keys, values.shape)
-    columns = math.isqrt(length - 1) + 1
-    rows = -(-length // columns)
+    rows, columns = grid(length)
     values = _feistel(values, keys, rows, columns)
     while (outside := np.flatnonzero(values >= length)).size:
         values[outside] = _feistel(values[outside], keys[outside], rows, columns)
     return values.astype(np.int64)
+
+
+def grid(length: int) -> tuple[int, int]:
+    """(rows, columns) of the grid that a permutation of [0, length) walks on."""
+    columns = math.isqrt(length - 1) + 1
+    return -(-length // columns), columns
+
+
+def keys(seed: int) -> tuple[int, int]:
+    """The seed's keys of the permutation and of the uniforms, before the epoch comes in."""
+    return int(_scalar_key(seed, _ORDER_DOMAIN)[0]), int(_scalar_key(seed, _UNIFORM_DOMAIN)[0])
 
 
 def stretch(start: int, count: int, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,5 @@
-"""Views of a batch of images in one launch (Triton). Reference: `hyperbatch.data.gpu.render.render_reference`.
+"""Views of a batch of images in one launch (Triton). References: `hyperbatch.data.gpu.render.render_reference`,
+and for a set of small images that lies in device memory `hyperbatch.data.stream` and `hyperbatch.data.host`.
 
     images of any size, anywhere in device memory          one program: BLOCK elements of one image's view
     address, width, height, strides  ─┐                    ┌──────────────┐
@@ -7,12 +8,23 @@
 
 An element (y, x, c) sums its own taps: neighbours share pixels, and the cache holds them. A separate pass over rows
 would halve the taps and add a round trip through memory; for photographs the taps are few (about 14).
+
+A set that lies in device memory as one array, whose images are shown at their own size, needs no host:
+
+    draw_kernel   a thread per sample: which image (the stream's permutation), how far shifted, mirrored, which jitter,
+                  and its label
+    cut_kernel    one load for each element that is written
+
+Their traffic is 1 + 2 bytes for each element in 16 bits: 50,000 images of 32x32x3 are 0.46 GB.
 """
 
 # Triton's decorator hides what a kernel takes from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,12 +33,33 @@ SAMPLE_COLUMNS = 6  # int64: address, width, height, bytes from a pixel to the n
 VIEW_COLUMNS = 7  # fp32: left, top, width and height of the box; shift x, shift y; mirrored
 _BLOCK = 512  # measured on an H200: 0.74 ms for 256 crops of 500x375 photographs; 1024: 0.81
 _WARPS = 4
+_DRAW_BLOCK = 128
+_CUT_BLOCK = 1024  # 8 elements a thread: stores of 16 bytes
+
+# The constants of `hyperbatch.data.stream`.
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+_FEISTEL_ROUNDS = tl.constexpr(8)
+# Columns of a sample's uniforms, of `hyperbatch.data.augment`.
+_FLIP, _SHIFT = tl.constexpr(0), tl.constexpr(5)
 
 
 @triton.jit
-def _views(out, samples, views, scales, offsets, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
-    image = tl.program_id(1).to(tl.int64)
-    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def _views(
+    out,
+    samples,
+    views,
+    scales,
+    gains,
+    offsets,
+    SIZE: tl.constexpr,
+    C: tl.constexpr,
+    REFLECT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # One axis: a grid's others end at 65,535.
+    parts: tl.constexpr = (SIZE * SIZE * C + BLOCK - 1) // BLOCK
+    image = (tl.program_id(0) // parts).to(tl.int64)
+    element = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
     inside = element < SIZE * SIZE * C
     y = element // (SIZE * C)
     x = element // C % SIZE
@@ -46,6 +79,8 @@ def _views(out, samples, views, scales, offsets, SIZE: tl.constexpr, C: tl.const
     # Mirrored last, shifted before: undone in that order.
     x = tl.where(mirrored, SIZE - 1 - x, x) - x_shift
     y = y - y_shift
+    if REFLECT:
+        x, y = _reflected(x, SIZE), _reflected(y, SIZE)
     inside_view = inside & (x >= 0) & (x < SIZE) & (y >= 0) & (y < SIZE)
 
     # A triangle of weights around the place, as wide as one step (at least one pixel each way).
@@ -77,12 +112,229 @@ def _views(out, samples, views, scales, offsets, SIZE: tl.constexpr, C: tl.const
             line_sum += weight * tl.load(line + column * x_stride, mask=here, other=0).to(tl.float32)
         total += y_weight * line_sum
     value = tl.where(inside_view, total / tl.where(inside_view, x_total * y_total, 1.0), 0.0)
-    value = value * tl.load(scales + c) + tl.load(offsets + image * C + c)
+    value = value * (tl.load(scales + c) * tl.load(gains + image)) + tl.load(offsets + image * C + c)
     tl.store(out + image * (SIZE * SIZE * C) + element, value.to(out.dtype.element_ty), mask=inside)
 
 
-def views(out: Tensor, samples: Tensor, views: Tensor, scales: Tensor, offsets: Tensor) -> None:
-    """Fills out [n, size, size, c] from the samples' addresses and views; value * scales[c] + offsets[n, c]."""
+@triton.jit
+def _reflected(place, SIZE: tl.constexpr):
+    """`augment._reflected`: folded back at the outermost pixels."""
+    place = tl.abs(place)
+    return tl.where(place < SIZE, place, 2 * (SIZE - 1) - place)
+
+
+def views(
+    out: Tensor, samples: Tensor, views: Tensor, scales: Tensor, gains: Tensor, offsets: Tensor, *, reflect: bool
+) -> None:
+    """Fills out [n, size, size, c] from the samples' addresses and views: value * scales[c] * gains[n] + offsets[n, c].
+
+    reflect: what a shift brings in is the view's own reflection; else 0.
+    """
     n, size, _, channels = out.shape
-    grid = (triton.cdiv(size * size * channels, _BLOCK), n)
-    _views[grid](out, samples, views, scales, offsets, SIZE=size, C=channels, BLOCK=_BLOCK, num_warps=_WARPS)
+    grid = (triton.cdiv(size * size * channels, _BLOCK) * n,)
+    _views[grid](
+        out,
+        samples,
+        views,
+        scales,
+        gains,
+        offsets,
+        SIZE=size,
+        C=channels,
+        REFLECT=reflect,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
+    )
+
+
+class Draws(NamedTuple):
+    """What a sample of a batch is: written by `draw`, read by `cut`."""
+
+    picks: Tensor  # int32[n, 4]: image, shift x, shift y, mirrored
+    colors: Tensor  # fp32[n, 2]: contrast, brightness
+    labels: Tensor  # int64[n]
+
+
+@triton.jit
+def _mix(x):
+    x ^= x >> 30
+    x *= 0xBF58476D1CE4E5B9
+    x ^= x >> 27
+    x *= 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _feistel(values, keys, rows, columns):
+    row, column = values // columns, values % columns
+    for turn in tl.static_range(_FEISTEL_ROUNDS):
+        if turn % 2 == 0:
+            row = (row + _mix(keys ^ (column * _GOLDEN + turn)) % rows) % rows
+        else:
+            column = (column + _mix(keys ^ (row * _GOLDEN + turn)) % columns) % columns
+    return row * columns + column
+
+
+@triton.jit
+def _uniform(key, COLUMN: tl.constexpr):
+    counter = (COLUMN + 1) * _GOLDEN % (1 << 64)
+    return (_mix(key + counter) >> 11).to(tl.float64) * 2.0**-53
+
+
+@triton.jit(do_not_specialize=["start", "count", "share", "stride", "length", "rows", "columns", "images"])
+def draw_kernel(
+    picks,
+    colors,
+    drawn_labels,
+    labels,
+    keys,
+    jitter,
+    start,
+    count,
+    share,
+    stride,
+    length,
+    rows,
+    columns,
+    images,
+    SHIFT: tl.constexpr,
+    FLIP: tl.constexpr,
+    JITTER_COLUMN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    position = start + i // share * stride + i % share
+    epoch = (position // length).to(tl.uint64)
+
+    order_key = _mix(tl.load(keys).to(tl.uint64) + epoch * _GOLDEN)
+    rows, columns = rows.to(tl.uint64), columns.to(tl.uint64)
+    sample = _feistel((position % length).to(tl.uint64), order_key, rows, columns)
+    while tl.max((sample >= length.to(tl.uint64)).to(tl.int32), 0) > 0:  # the grid is a little larger than the set
+        again = _feistel(sample, order_key, rows, columns)
+        sample = tl.where(sample >= length.to(tl.uint64), again, sample)
+
+    uniform_key = tl.load(keys + 1).to(tl.uint64)
+    key = _mix(_mix(uniform_key + epoch * _GOLDEN) + sample * _GOLDEN)
+    mirrored = tl.zeros([BLOCK], dtype=tl.int32)
+    if FLIP == "random":
+        mirrored = (_uniform(key, _FLIP) < 0.5).to(tl.int32)
+    if FLIP == "alternating":
+        first_key = _mix(_mix(uniform_key + 0 * epoch) + sample * _GOLDEN)
+        mirrored = (_uniform(first_key, _FLIP) < 0.5).to(tl.int32) ^ (epoch % 2).to(tl.int32)
+    dx, dy = tl.zeros([BLOCK], dtype=tl.int32), tl.zeros([BLOCK], dtype=tl.int32)
+    if SHIFT > 0:
+        dx = (_uniform(key, _SHIFT) * (2 * SHIFT + 1)).to(tl.int32) - SHIFT
+        dy = (_uniform(key, _SHIFT + 1) * (2 * SHIFT + 1)).to(tl.int32) - SHIFT
+    contrast, brightness = tl.full([BLOCK], 1, dtype=tl.float32), tl.zeros([BLOCK], dtype=tl.float32)
+    if JITTER_COLUMN > 0:
+        brightness = (tl.load(jitter) * (2 * _uniform(key, JITTER_COLUMN) - 1)).to(tl.float32)
+        contrast = (1 + tl.load(jitter + 1) * (2 * _uniform(key, JITTER_COLUMN + 1) - 1)).to(tl.float32)
+
+    sample = sample.to(tl.int64)
+    tl.store(picks + i * 4, (sample % images).to(tl.int32), mask=inside)
+    tl.store(picks + i * 4 + 1, dx, mask=inside)
+    tl.store(picks + i * 4 + 2, dy, mask=inside)
+    tl.store(picks + i * 4 + 3, mirrored, mask=inside)
+    tl.store(colors + i * 2, contrast, mask=inside)
+    tl.store(colors + i * 2 + 1, brightness, mask=inside)
+    tl.store(drawn_labels + i, tl.load(labels + sample, mask=inside), mask=inside)
+
+
+@triton.jit
+def cut_kernel(
+    out,
+    images,
+    picks,
+    colors,
+    scales,
+    offsets,
+    SIZE: tl.constexpr,
+    C: tl.constexpr,
+    REFLECT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    elements: tl.constexpr = SIZE * SIZE * C
+    parts: tl.constexpr = (elements + BLOCK - 1) // BLOCK
+    sample = (tl.program_id(0) // parts).to(tl.int64)
+    element = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    inside = element < elements
+    pick = picks + sample * 4
+    image, mirrored = tl.load(pick).to(tl.int64), tl.load(pick + 3) > 0
+    contrast, brightness = tl.load(colors + sample * 2), tl.load(colors + sample * 2 + 1)
+    y = element // (SIZE * C)
+    x = element // C % SIZE
+    c = element % C
+
+    # Mirrored last, shifted before: undone in that order.
+    x = tl.where(mirrored, SIZE - 1 - x, x) - tl.load(pick + 1)
+    y = y - tl.load(pick + 2)
+    if REFLECT:
+        x, y = _reflected(x, SIZE), _reflected(y, SIZE)
+    inside_view = inside & (x >= 0) & (x < SIZE) & (y >= 0) & (y < SIZE)
+    level = tl.load(images + image * elements + (y * SIZE + x) * C + c, mask=inside_view, other=0).to(tl.float32)
+    value = level * tl.load(scales + c) + tl.load(offsets + c)
+    value = value * contrast + brightness
+    tl.store(out + sample * elements + element, value.to(out.dtype.element_ty), mask=inside)
+
+
+def draw(
+    labels: Tensor,
+    keys: Tensor,
+    jitter: Tensor,
+    *,
+    places: tuple[int, int, int, int],
+    grid: tuple[int, int],
+    images: int,
+    shift: int,
+    flip: str,
+    jitter_column: int,
+) -> Draws:
+    """The samples at `places` (start, count, share, stride) of the stream over labels int64[length].
+
+    keys: int64[2], of the order and the uniforms. jitter: fp64[2], ranges of brightness and contrast, drawn if
+    `jitter_column` is not 0. grid: rows and columns of the permutation. images: how many there are; they repeat.
+    shift: the largest, in pixels. flip: "none", "random" or "alternating".
+    """
+    count, device = places[1], labels.device
+    draws = Draws(
+        torch.empty(count, 4, dtype=torch.int32, device=device),
+        torch.empty(count, 2, dtype=torch.float32, device=device),
+        torch.empty(count, dtype=torch.int64, device=device),
+    )
+    draw_kernel[(triton.cdiv(count, _DRAW_BLOCK),)](
+        *draws,
+        labels,
+        keys,
+        jitter,
+        *places,
+        len(labels),
+        *grid,
+        images,
+        SHIFT=shift,
+        FLIP=flip,
+        JITTER_COLUMN=jitter_column,
+        BLOCK=_DRAW_BLOCK,
+        num_warps=_DRAW_BLOCK // 32,
+    )
+    return draws
+
+
+def cut(out: Tensor, images: Tensor, draws: Draws, scales: Tensor, offsets: Tensor, *, reflect: bool) -> None:
+    """Fills out [n, size, size, c] from images uint8[m, size, size, c]: (level * scales[c] + offsets[c]) * contrast +
+    brightness."""
+    n, size, _, channels = out.shape
+    grid = (triton.cdiv(size * size * channels, _CUT_BLOCK) * n,)
+    cut_kernel[grid](
+        out,
+        images,
+        draws.picks,
+        draws.colors,
+        scales,
+        offsets,
+        SIZE=size,
+        C=channels,
+        REFLECT=reflect,
+        BLOCK=_CUT_BLOCK,
+        num_warps=_WARPS,
+    )

@@ -91,8 +91,9 @@ def test_the_kernel_equals_its_reference(dtype, size):
     kept = [torch.from_numpy(image.transpose(2, 0, 1).copy()).to(CUDA) for image in images]
     rows = np.array([(t.data_ptr(), t.shape[2], t.shape[1], 1, t.shape[2], t.shape[1] * t.shape[2]) for t in kept])
     out = torch.full((12, size, size, 3), float("nan"), device=CUDA, dtype=dtype)
-    ones, zeros = np.full(3, 1 / 255, dtype=np.float32), np.zeros((12, 3), dtype=np.float32)
-    render_views(out, *(copy_to_device(part, CUDA) for part in (rows, view_table(table), ones, zeros)))
+    colors = np.full(3, 1 / 255), np.ones(12), np.zeros((12, 3))
+    tables = rows, view_table(table), *(part.astype(np.float32) for part in colors)
+    render_views(out, *(copy_to_device(part, CUDA) for part in tables), reflect=False)
     tolerance = {torch.float32: 1e-4, torch.float16: 6e-4, torch.bfloat16: 5e-3}[dtype]  # one rounding of the result
     for i, image in enumerate(images):
         expected = render_reference(image, views[i], size) / 255

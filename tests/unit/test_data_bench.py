@@ -10,7 +10,8 @@ def test_bench_data_rows():
     assert report["bench"] == "data"
     names = [row["name"] for row in report["rows"]]
     assert "DataLoader, folder, Pillow" in names
-    assert sum(name.startswith("hyperbatch, ") for name in names) >= 2
+    assert sum(name.startswith("hyperbatch, ") for name in names) >= 3
+    assert {"hyperbatch, arrays, batches of 4", "torch, arrays, whole epochs"} <= set(names)
     for row in report["rows"]:
         assert row["unit"] == "img/s"
         assert 0 < row["p20"] <= row["median"] <= row["p80"]

@@ -79,7 +79,7 @@ def planned(source, config, n=6, epoch=0, size=8):
     return BatchPlan(
         ids=ids,
         epochs=epochs,
-        uniforms=stream.uniforms(5, epochs, ids, augment.uniforms_needed(config)),
+        uniforms=augment.draw(config, 5, epochs, ids),
         size=size,
         padding=0,
     )
@@ -146,13 +146,16 @@ VIEWS = [
     ((1, 1), View((0, 0, 1, 1))),
     ((40, 70), View((5, 0, 35, 70))),
     ((60, 3), View((0, 0, 60, 3), -1, 1)),
+    ((12, 20), View((0, 0, 12, 20), 8, -8, True)),
+    ((9, 9), View((0, 0, 9, 9), -4, 0)),
 ]
 
 
 @inside
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("size", [9, 16])
-def test_the_kernel_equals_its_reference(channels, size):
+@pytest.mark.parametrize("reflect", [False, True])
+def test_the_kernel_equals_its_reference(channels, size, reflect):
     rng = np.random.default_rng(0)
     images = [rng.integers(0, 256, (height, width, channels), dtype=np.uint8) for (width, height), _ in VIEWS]
     kept, rows = [], []
@@ -164,16 +167,17 @@ def test_the_kernel_equals_its_reference(channels, size):
         rows.append((kept[-1].data_ptr(), width, height, *strides))
     table = np.array([(*view.box, view.shift_x, view.shift_y, view.flip) for _, view in VIEWS], dtype=float)
     out = torch.full((len(VIEWS), size, size, channels), float("nan"))
-    scales, offsets = rng.normal(size=channels), rng.normal(size=(len(VIEWS), channels))
+    scales, gains, offsets = (rng.normal(size=shape) for shape in (channels, len(VIEWS), (len(VIEWS), channels)))
     render_views(
         out,
         torch.tensor(rows),
         torch.from_numpy(view_table(table)),
-        torch.from_numpy(scales.astype(np.float32)),
-        torch.from_numpy(offsets.astype(np.float32)),
+        *(torch.from_numpy(part.astype(np.float32)) for part in (scales, gains, offsets)),
+        reflect=reflect,
     )
     for i, (_, view) in enumerate(VIEWS):
-        expected = render_reference(images[i], view, size) * scales + offsets[i]
+        shown = render_reference(images[i], view._replace(reflect=reflect), size)
+        expected = shown * scales * gains[i] + offsets[i]
         # fp32 places of taps: a weight is off by 1e-5 at most.
         assert np.abs(out[i].numpy() - expected).max() < 0.02
 
@@ -227,12 +231,15 @@ def test_batches_are_the_hosts(decoder):
 
 
 @inside
-@pytest.mark.parametrize("augmentation", ["none", "shift", "random_resized_crop", "scale_jitter"])
+@pytest.mark.parametrize("augmentation", ["none", "shift", "reflect", "random_resized_crop", "scale_jitter"])
 def test_arrays_go_through_the_same_kernel(augmentation):
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (6, 12, 12, 3), dtype=np.uint8)
     source = ArraySource("array", images, np.arange(6), classes=tuple(map(str, range(6))))
     config = dataclasses.replace(CONFIG, augment=augmentation, shift_pixels=2, jitter_sides=(9, 12), color_noise=0.1)
+    if augmentation == "reflect":
+        config = dataclasses.replace(config, augment="shift", shift_padding="reflect", flip_alternates=True)
+    config = dataclasses.replace(config, brightness_jitter=0.3, contrast_jitter=0.4)
     cache = DeviceCache(6, images.nbytes)
     cache.put_array(source, CPU)
     plan = planned(source, config)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import os
 import threading
 import time
@@ -12,7 +13,7 @@ import torch
 from PIL import Image
 
 from hyperbatch.config import BatchPhase, DataConfig, SizePhase
-from hyperbatch.data import maker, stream
+from hyperbatch.data import augment, maker, stream
 from hyperbatch.data.loader import TrainLoader, eval_batches
 from hyperbatch.data.meter import Meter
 from hyperbatch.data.source import ArraySource, DataError, EncodedSource, open_data
@@ -141,6 +142,44 @@ def test_color_noise_shifts_whole_channels():
     assert difference.std() > 0.01
     with pytest.raises(InputError, match="RGB"):
         loader(numbered(4), config)
+
+
+@pytest.mark.parametrize(("make", "size"), [(lambda: numbered(24, channels=3), 8), (Encoded, 16)])
+def test_jitter_is_one_factor_and_one_addend_of_each_normalised_image(make, size):
+    source = make()
+    plain = DataConfig(image_size=size, eval_size=size, eval_resize=size, augment="none")
+    jittered = dataclasses.replace(plain, brightness_jitter=0.3, contrast_jitter=0.5)
+    images = {}
+    for config in (plain, jittered):
+        with loader(source, config, dtype=torch.float64) as made:
+            images[config] = next(iter(made.batches(walk(source, 1)))).images
+    ids = stream.stretch(0, 24, 24, 5)[1]
+    contrast, brightness = augment.jitter(jittered, augment.draw(jittered, 5, np.zeros(24, dtype=int), ids))
+    factor, addend = (torch.from_numpy(values)[:, None, None, None] for values in (contrast, brightness))
+    assert torch.allclose(images[jittered], images[plain] * factor + addend, atol=1e-12)
+    assert contrast.std() > 0.1
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_alternating_mirrors_continue_on_resume_and_on_every_rank(world_size):
+    """An image seen in all epochs: it is mirrored in every other one, though batches straddle epochs."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (30, 8, 8, 1), dtype=np.uint8)
+    source = ArraySource("array", images, np.arange(30), classes=tuple(map(str, range(30))))
+    config = DataConfig(image_size=8, augment="none", flip_alternates=True)
+    shown, labels = stream_of_batches(source, config, world_size, epochs=4.0)
+    plain, _ = stream_of_batches(source, dataclasses.replace(config, flip=False, flip_alternates=False), 1, epochs=4.0)
+    mirrored = [torch.equal(image, other.flip(-1)) for image, other in zip(shown, plain)]
+    assert all(torch.equal(image, other) != turned for image, other, turned in zip(shown, plain, mirrored))
+    seen = {label: [] for label in range(30)}
+    for label, turned in zip(labels.tolist(), mirrored):
+        seen[label].append(turned)
+    assert all(a != b for turns in seen.values() for a, b in itertools.pairwise(turns))
+    assert {turns[0] for turns in seen.values()} == {True, False}
+    plan = walk(source, 1, epochs=4.0)
+    with loader(source, config) as made:
+        rest = torch.cat([batch.images for batch in made.batches(plan[2:])])
+    assert torch.equal(rest, shown[2 * 24 :])
 
 
 def test_progressive_resizing_changes_with_the_steps_epoch():

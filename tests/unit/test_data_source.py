@@ -6,6 +6,7 @@ import io
 import lzma
 import os
 import pickle
+import shutil
 import tarfile
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from PIL import Image
 
 from hyperbatch.config import DataConfig
+from hyperbatch.data import cifar
 from hyperbatch.data.cifar import count_cifar10, open_cifar10
 from hyperbatch.data.digits import open_digits
 from hyperbatch.data.folders import FolderSource, TarSource
@@ -281,6 +283,44 @@ def test_cifar10_forms_agree(tmp_path, form):
     assert train.images[3, 1, 2, 1] == flat[3, 1024 + 32 + 2]
     assert (train.labels == np.tile(labels, 5)).all()
     assert count_cifar10(tmp_path).classes == 10
+
+
+@pytest.mark.parametrize("form", ["binary", "pickle", "arrays"])
+def test_cifar10_is_kept_as_arrays_until_its_files_change(tmp_path, monkeypatch, form):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cifar, "_WORTH_KEEPING_BYTES", 0)
+    decoded = []
+    for name in ("_read_arrays", "_read_binary", "_read_pickle"):
+        read = getattr(cifar, name)
+        monkeypatch.setattr(cifar, name, lambda item, read=read: decoded.append(item) or read(item))
+
+    def write(seed):
+        flat, labels = cifar_records(np.random.default_rng(seed), 7)
+        np.save(tmp_path / "train_labels.npy", np.tile(labels, 5))
+        np.save(tmp_path / "test_labels.npy", labels)
+        for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
+            cifar_forms(tmp_path, name, flat, labels, form)
+
+    def opened():
+        decoded.clear()
+        return [(source.images.tolist(), source.labels.tolist()) for source in open_cifar10(tmp_path)], len(decoded)
+
+    write(0)
+    first, count = opened()
+    assert count == 6
+    assert opened() == (first, 0)
+    (kept,) = (tmp_path / "cache" / "hyperbatch").iterdir()
+    (kept / "test_images.npy").write_bytes((kept / "test_images.npy").read_bytes()[:-1])  # not whole
+    assert opened() == (first, 6)
+    assert opened() == (first, 0)
+    write(1)
+    second, count = opened()
+    assert count == 6
+    assert second != first
+    assert opened() == (second, 0)
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "cache").write_text("no folder can be made here")
+    assert opened() == (second, 6)
 
 
 def test_a_hostile_pickle_is_refused(tmp_path):

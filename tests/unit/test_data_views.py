@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from hyperbatch.config import DataConfig, SizePhase
-from hyperbatch.data import augment, stream
+from hyperbatch.data import augment
 from hyperbatch.data.decode import choose_decoder, decode_full, decode_view, render_array
 from hyperbatch.data.decoders import resolve_decoders
 from hyperbatch.data.host import write_array_views
@@ -36,7 +36,7 @@ def encoded(image, format="JPEG", **options):
 
 
 def rows(config, n=500, epoch=0):
-    return stream.uniforms(1, np.full(n, epoch), np.arange(n), augment.uniforms_needed(config))
+    return augment.draw(config, 1, np.full(n, epoch), np.arange(n))
 
 
 def boxes(config, width, height, epoch=0, n=500):
@@ -106,6 +106,62 @@ def test_half_of_the_views_are_mirrored_or_none():
     assert not augment.flips(dataclasses.replace(config, flip=False), rows(config)).any()
 
 
+def test_an_alternating_mirror_is_drawn_once_and_then_turns_every_epoch():
+    config = DataConfig(augment="shift", shift_pixels=2, flip_alternates=True)
+    mirrored = np.stack([augment.flips(config, rows(config, 300, epoch)) for epoch in range(6)])
+    plain = dataclasses.replace(config, flip_alternates=False)
+    assert (mirrored[0] == augment.flips(plain, rows(plain, 300))).all()  # the first epoch is drawn as without
+    assert (mirrored[1:] != mirrored[:-1]).all()
+    # Nothing else of a view changes.
+    for epoch in range(3):
+        assert (rows(config, 300, epoch)[:, 1:] == rows(plain, 300, epoch)[:, 1:]).all()
+    # By sample and epoch: whatever else is in the batch.
+    ids, epochs = np.array([7, 7, 250, 3]), np.array([4, 5, 1, 3])
+    assert (augment.flips(config, augment.draw(config, 1, epochs, ids)) == mirrored[epochs, ids]).all()
+    other_seed = augment.flips(config, augment.draw(config, 2, np.zeros(300, dtype=int), np.arange(300)))
+    assert 100 < (other_seed != mirrored[0]).sum() < 200
+
+
+@pytest.mark.parametrize("padding", ["zero", "reflect"])
+@pytest.mark.parametrize("shift", [1, 4, 7])
+def test_shifts_are_torchs_pad_and_a_crop(padding, shift):
+    config = DataConfig(augment="shift", shift_pixels=shift, shift_padding=padding, flip_alternates=True, image_size=8)
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 8, 8, 3), dtype=np.uint8)
+    uniforms = rows(config, 60, epoch=3)
+    ours = np.empty_like(pixels)
+    write_array_views(ours, pixels, config, uniforms)
+    planes = torch.from_numpy(pixels).permute(0, 3, 1, 2).float()
+    mode = "reflect" if padding == "reflect" else "constant"
+    padded = torch.nn.functional.pad(planes, (shift,) * 4, mode=mode)
+    moves, mirrored = augment.shifts(config, uniforms), augment.flips(config, uniforms)
+    assert abs(moves).max() == shift
+    for i, (dx, dy) in enumerate(moves.tolist()):
+        expected = padded[i, :, shift - dy : shift - dy + 8, shift - dx : shift - dx + 8]
+        expected = expected.flip(-1) if mirrored[i] else expected
+        assert (ours[i] == expected.permute(1, 2, 0).numpy()).all()
+
+
+def test_a_shift_does_not_reach_beyond_the_smallest_image():
+    config = DataConfig(image_size=32, size_phases=(SizePhase(0, 8), SizePhase(2, 32)), augment="shift", shift_pixels=8)
+    with pytest.raises(InputError, match=r"--shift-pixels 8: must be in \[0, 8\)"):
+        augment.check_options(config, 3)
+    augment.check_options(dataclasses.replace(config, shift_pixels=7), 3)
+
+
+def test_jitter_is_uniform_in_its_range_and_changes_no_other_draw():
+    plain = DataConfig(augment="shift", shift_pixels=2)
+    config = dataclasses.replace(plain, brightness_jitter=0.2, contrast_jitter=0.5)
+    u = rows(config, 4000)
+    assert (u[:, : augment.uniforms_needed(plain)] == rows(plain, 4000)).all()
+    contrast, brightness = augment.jitter(config, u)
+    for values, low, high in ((contrast, 0.5, 1.5), (brightness, -0.2, 0.2)):
+        assert low <= values.min() < low + 0.01 * (high - low)
+        assert high - 0.01 * (high - low) < values.max() <= high
+        assert abs(np.quantile(values, [0.25, 0.5, 0.75]) - np.linspace(low, high, 5)[1:4]).max() < 0.03 * (high - low)
+    assert abs(np.corrcoef(contrast, brightness)[0, 1]) < 0.06
+    assert [values.tolist() for values in augment.jitter(plain, u[:3])] == [[1, 1, 1], [0, 0, 0]]
+
+
 def test_color_noise_has_the_covariance_of_imagenets_colours():
     config = DataConfig(augment="scale_jitter", color_noise=0.1)
     noise = augment.color_noise(config, rows(config, 20_000))
@@ -149,8 +205,9 @@ def test_arrays_are_evaluated_whole():
 @pytest.mark.parametrize("channels", [1, 2, 3])
 @pytest.mark.parametrize("flip", [True, False])
 @pytest.mark.parametrize("shift", [0, 3])
-def test_whole_batches_equal_one_view_at_a_time(channels, flip, shift):
-    config = DataConfig(augment="shift", shift_pixels=shift, flip=flip, image_size=8)
+@pytest.mark.parametrize("padding", ["zero", "reflect"])
+def test_whole_batches_equal_one_view_at_a_time(channels, flip, shift, padding):
+    config = DataConfig(augment="shift", shift_pixels=shift, shift_padding=padding, flip=flip, image_size=8)
     pixels = np.random.default_rng(0).integers(0, 256, (40, 8, 8, channels), dtype=np.uint8)
     uniforms = rows(config, 40)
     fast = np.empty_like(pixels)

@@ -15,6 +15,9 @@
                  v
              the step              its stream waits for the event; the host does not
 
+A set of small images that lies in device memory as one array needs none of the above: `resident.py` draws the samples
+of a batch and cuts their views there.
+
 Python's lock is held for the tables of a batch and some microseconds a file; reading, checksums, decoding and copies
 run without it.
 """

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -14,13 +15,14 @@ import torch
 from torch import Tensor
 
 from hyperbatch.data import augment
-from hyperbatch.data.batch import BadSamples, Batch, Batches, BatchPlan
+from hyperbatch.data.batch import BadSamples, Batch, Batches, Plan
 from hyperbatch.data.cache import DeviceCache, PixelCache
 from hyperbatch.data.decode import choose_decoder, decode_full
 from hyperbatch.data.gpu import nvjpeg
 from hyperbatch.data.gpu.reader_pool import can_use_processes
 from hyperbatch.data.gpu.reading import PixelBlock, ProcessReaders, Promise, SampleReader, ThreadReaders
 from hyperbatch.data.gpu.render import copy_to_device, render_views, view_table
+from hyperbatch.data.gpu.resident import ResidentSet
 from hyperbatch.data.maker import Finish, Maker, load_or_replace
 from hyperbatch.data.source import ArraySource, EncodedSource
 
@@ -36,7 +38,7 @@ _WORTH_PROCESSES = 2048  # samples; a smaller set is read before processes have 
 class _Draft:
     """A batch that is being made: which sample each row shows, and where the pixels of it lie on the device."""
 
-    plan: BatchPlan
+    plan: Plan
     shown: np.ndarray  # int64[n]: the plan's ids, but for replaced samples
     images: np.ndarray  # int64[n, 6]: the kernel's table of addresses, sizes and strides
     alive: list[Tensor] = field(default_factory=list)  # where the addresses point; held until the kernel is queued
@@ -69,13 +71,20 @@ class DeviceMaker(Maker):
         with self._on_stream():
             self._scale = copy_to_device(self.scale.astype(np.float32), self.device)
             self._black = torch.zeros(self.source.channels, dtype=torch.uint8, device=self.device)
+            self._resident = self._resident_set()
+        self._warm_up: Future[object] | None = None
 
-    def run(self, plans: Iterator[BatchPlan]) -> Batches:
+    def run(self, plans: Iterator[Plan]) -> Batches:
         """(batch, its unreadable samples as (id, line)) for each plan, in order."""
         readers = self._readers()
         device_thread = ThreadPoolExecutor(1, thread_name_prefix="hyperbatch-data-device")
+        if self._warm_up is not None:
+            self._warm_up.result()
 
-        def start(plan: BatchPlan) -> Finish:
+        def start(plan: Plan) -> Finish:
+            if self.needs_no_host(plan):
+                queued = self._make_resident(plan)  # by this thread: it takes no longer than to wake another
+                return lambda: self._hand_over(*queued)
             made = device_thread.submit(self._make, plan, readers.submit(plan, self._unread(plan)))
             return lambda: self._hand_over(*made.result())
 
@@ -86,6 +95,47 @@ class DeviceMaker(Maker):
             if self._last_ready is not None:
                 self._last_ready.synchronize()  # others may write where the last batch's copies come from
             readers.close()
+
+    def needs_no_host(self, plan: Plan) -> bool:
+        """Whether the plan's samples lie in device memory and their views are cut by two launches."""
+        return self._resident is not None and self._resident.can_make(plan)
+
+    def warm_up(self, plan: Plan) -> None:
+        """Has the kernels of a set in device memory compiled while others go on; the batch is thrown away."""
+        if self.needs_no_host(plan):
+            thread = ThreadPoolExecutor(1, thread_name_prefix="hyperbatch-data-warm-up")
+            self._warm_up = thread.submit(self._make_resident, plan)
+            thread.shutdown(wait=False)
+
+    def _resident_set(self) -> ResidentSet | None:
+        if self._device_cache is None or self._device_cache.whole is None:
+            return None
+        assert isinstance(self.source, ArraySource)
+        return ResidentSet(
+            self.source,
+            self._device_cache.whole,
+            self.config,
+            dtype=self.dtype,
+            scale=self.scale,
+            offset=self.offset,
+        )
+
+    def _make_resident(self, plan: Plan) -> tuple[Batch, BadSamples, torch.cuda.Event | None]:
+        assert self._resident is not None
+        start_s = time.perf_counter()
+        with self._on_stream():
+            batch = dataclasses.replace(self._resident.make(plan), mask=self.mask(plan))
+            ready = self._record()
+        self.meter.add("device", time.perf_counter() - start_s)
+        return batch, [], ready
+
+    def _record(self) -> torch.cuda.Event | None:
+        """Of the batch that was queued last."""
+        if self._stream is None:
+            return None
+        ready = self._last_ready = torch.cuda.Event()
+        ready.record(self._stream)
+        return ready
 
     def _readers(self) -> ThreadReaders | ProcessReaders:
         on_gpu = self.decoder == "nvjpeg"
@@ -113,7 +163,7 @@ class DeviceMaker(Maker):
         workers = min(self.threads, _READING_PROCESSES) if on_gpu else self.threads
         return ProcessReaders(reader, workers, slots=self.config.prefetch + 2)
 
-    def _unread(self, plan: BatchPlan) -> np.ndarray:
+    def _unread(self, plan: Plan) -> np.ndarray:
         """Rows whose images do not lie in device memory yet."""
         if self._device_cache is None:
             return np.arange(plan.real)
@@ -131,7 +181,7 @@ class DeviceMaker(Maker):
 
     # --- the device thread
 
-    def _make(self, plan: BatchPlan, promises: list[Promise]) -> tuple[Batch, BadSamples, torch.cuda.Event | None]:
+    def _make(self, plan: Plan, promises: list[Promise]) -> tuple[Batch, BadSamples, torch.cuda.Event | None]:
         read = [promise() for promise in promises]
         start_s, decode_s = time.perf_counter(), 0.0
         if self._last_ready is not None:
@@ -140,7 +190,7 @@ class DeviceMaker(Maker):
             self._last_ready.synchronize()
         # Padding and unreadable images: one black pixel.
         black = np.array([self._black.data_ptr(), 1, 1, 0, 0, 1])
-        draft = _Draft(plan, plan.ids.copy(), np.tile(black, (len(plan.ids), 1)))
+        draft = _Draft(plan, plan.ids.copy(), np.tile(black, (len(plan), 1)))
         for rows in read:
             draft.bad += rows.bad
             for row, index in rows.replaced.items():
@@ -148,8 +198,7 @@ class DeviceMaker(Maker):
         with self._on_stream():
             if self._device_cache is not None:
                 table = self._device_cache.table[draft.shown[: plan.real]]
-                kept = np.flatnonzero(table[:, 0])
-                draft.images[kept] = table[kept]
+                draft.images[: plan.real] = np.where(table[:, :1] > 0, table, draft.images[: plan.real])
             for rows in read:
                 for block in rows.blocks:
                     self._upload(draft, block)
@@ -157,10 +206,7 @@ class DeviceMaker(Maker):
             if files:
                 decode_s = self._decode_files(draft, files)
             batch = self._render(draft)
-            ready = None
-            if self._stream is not None:
-                ready = self._last_ready = torch.cuda.Event()
-                ready.record(self._stream)
+            ready = self._record()
         self.meter.add("device", time.perf_counter() - start_s - decode_s)
         return batch, draft.bad, ready
 
@@ -231,7 +277,8 @@ class DeviceMaker(Maker):
             copy_to_device(images, self.device),
             copy_to_device(view_table(views), self.device),
             self._scale,
-            copy_to_device(self.offsets(plan).astype(np.float32), self.device),
+            *(copy_to_device(part.astype(np.float32), self.device) for part in self.colors(plan)),
+            reflect=self.config.shift_padding == "reflect",
         )
         labels = self.source.labels[draft.shown]
         labels[plan.real :] = 0  # padding repeats the last sample's id

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hyperbatch.data.batch import BadSamples, BatchPlan
+from hyperbatch.data.batch import BadSamples, Plan
 from hyperbatch.data.cache import DeviceCache, PixelCache
 from hyperbatch.data.decode import decode_full, gpu_can_decode
 from hyperbatch.data.gpu.reader_pool import ReaderPool, return_pool, take_pool
@@ -62,7 +62,7 @@ class SampleReader:
     host_cache: PixelCache | None
     device_cache: DeviceCache | None
 
-    def read_rows(self, plan: BatchPlan, rows: list[int]) -> ReadRows:
+    def read_rows(self, plan: Plan, rows: list[int]) -> ReadRows:
         read, images = ReadRows(), {}
         for row in rows:
             wanted = int(plan.ids[row])
@@ -109,7 +109,7 @@ class ThreadReaders:
         self._reader = reader
         self._threads = ThreadPoolExecutor(reader.threads, thread_name_prefix="hyperbatch-data")
 
-    def submit(self, plan: BatchPlan, rows: np.ndarray) -> list[Promise]:
+    def submit(self, plan: Plan, rows: np.ndarray) -> list[Promise]:
         count = samples_per_task(len(rows), self._reader.threads)
         tasks = [rows[start : start + count].tolist() for start in range(0, len(rows), count)]
         return [self._threads.submit(self._reader.read_rows, plan, task).result for task in tasks]
@@ -129,7 +129,7 @@ class ProcessReaders:
         self._samples_per_worker = 0
         self._batch = 0
 
-    def submit(self, plan: BatchPlan, rows: np.ndarray) -> list[Promise]:
+    def submit(self, plan: Plan, rows: np.ndarray) -> list[Promise]:
         samples_per_worker = -(-plan.real // self._workers)
         if samples_per_worker > self._samples_per_worker:
             self._open(samples_per_worker)
@@ -154,7 +154,7 @@ class ProcessReaders:
         slot_bytes = max(1 << 20, int(_ROOM * samples_per_worker * (mean_bytes or 1 << 20)))
         self._pools.append(take_pool(self._workers, self._slots, slot_bytes, pin=self._reader.pin))
 
-    def _receive(self, pool: ReaderPool, worker: int, plan: BatchPlan, rows: list[int]) -> ReadRows:
+    def _receive(self, pool: ReaderPool, worker: int, plan: Plan, rows: list[int]) -> ReadRows:
         with self._reader.meter.busy("read"):
             found = dict(zip(rows, pool.reply(worker), strict=True))
         failed = [row for row, sample in found.items() if sample.kind == FAILED]

@@ -37,11 +37,13 @@ def view_table(views: np.ndarray) -> np.ndarray:
     return table.astype(np.float32)
 
 
-def render_views(out: Tensor, samples: Tensor, views: Tensor, scales: Tensor, offsets: Tensor) -> None:
+def render_views(
+    out: Tensor, samples: Tensor, views: Tensor, scales: Tensor, gains: Tensor, offsets: Tensor, *, reflect: bool
+) -> None:
     """The fused kernel, on the device's current stream. out: [n, size, size, c], every element is written."""
     from hyperbatch.kernels.augment import views as launch  # here, because it loads Triton
 
-    launch(out, samples, views, scales, offsets)
+    launch(out, samples, views, scales, gains, offsets, reflect=reflect)
 
 
 def copy_to_device(array: np.ndarray, device: torch.device) -> Tensor:

@@ -1,0 +1,114 @@
+"""A set of small images that lies in device memory as one array: its batches are drawn and cut there.
+
+    StreamPlan(positions, seed) ── draw ──> image, shift, mirror, jitter and label of each sample ── cut ──> batch
+
+A few launches and no copy from the host, however large the batch is: 50,000 samples cost the host what one costs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hyperbatch.config import DataConfig
+from hyperbatch.data import augment, stream
+from hyperbatch.data.batch import Batch, Plan, StreamPlan
+from hyperbatch.data.gpu.render import copy_to_device
+from hyperbatch.data.source import ArraySource
+
+
+class ResidentSet:
+    """images: the source's, on the device. scale, offset: float64[c], of the normalisation.
+
+    Everything is queued on the current stream.
+    """
+
+    def __init__(
+        self,
+        source: ArraySource,
+        images: Tensor,
+        config: DataConfig,
+        *,
+        dtype: torch.dtype,
+        scale: np.ndarray,
+        offset: np.ndarray,
+    ) -> None:
+        self._images = images
+        self._config = config
+        self._dtype = dtype
+        self._math_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self._labels = copy_to_device(source.labels, images.device)
+        self._scale, self._offset = (
+            copy_to_device(part, images.device).to(self._math_dtype) for part in (scale, offset)
+        )
+        ranges = np.array([config.brightness_jitter, config.contrast_jitter])
+        self._jitter = copy_to_device(ranges, images.device)
+        _, height, width, channels = images.shape
+        row = np.array([images.data_ptr(), width, height, channels, width * channels, 1])
+        self._first_image = copy_to_device(row, images.device)
+        self._image_step = copy_to_device(np.array([height * width * channels, 0, 0, 0, 0, 0]), images.device)
+        self._box = copy_to_device(np.array([0, 0, width, height], dtype=np.float32), images.device)
+        self._keys: dict[int, Tensor] = {}  # by seed
+
+    def can_make(self, plan: Plan) -> bool:
+        """Whether the plan's views are whole images: in training drawn from the stream, else at their own size."""
+        if not plan.training:
+            return self._has_size(plan)
+        # Colour noise takes logarithms and sines, which no two libraries round alike: the host draws it.
+        whole = self._config.augment in ("none", "shift") and not self._config.color_noise
+        return whole and isinstance(plan, StreamPlan)
+
+    def make(self, plan: Plan) -> Batch:
+        return self._train_batch(plan) if isinstance(plan, StreamPlan) else self._eval_batch(plan)
+
+    def _train_batch(self, plan: StreamPlan) -> Batch:
+        from hyperbatch.kernels import augment as kernels  # here, because it loads Triton
+
+        config = self._config
+        if plan.seed not in self._keys:
+            keys = np.array(stream.keys(plan.seed), dtype=np.uint64).view(np.int64)
+            self._keys[plan.seed] = copy_to_device(keys, self._images.device)
+        draws = kernels.draw(
+            self._labels,
+            self._keys[plan.seed],
+            self._jitter,
+            places=plan.places,
+            grid=stream.grid(plan.length),
+            images=len(self._images),
+            shift=config.shift_pixels if config.augment == "shift" else 0,
+            flip=("alternating" if config.flip_alternates else "random") if config.flip else "none",
+            jitter_column=augment.jitter_column(config) if augment.has_jitter(config) else 0,
+        )
+        # The kernel counts in 32 bits; a 64-bit run gets that, widened.
+        dtype = torch.float32 if self._dtype == torch.float64 else self._dtype
+        shape = (len(plan), plan.size, plan.size, self._images.shape[3])
+        out = torch.empty(shape, dtype=dtype, device=self._images.device)
+        scale, offset, reflect = self._scale.float(), self._offset.float(), config.shift_padding == "reflect"
+        if self._has_size(plan):
+            kernels.cut(out, self._images, draws, scale, offset, reflect=reflect)
+        else:
+            contrast, brightness = draws.colors[:, 0], draws.colors[:, 1:]
+            offsets = offset * contrast[:, None] + brightness
+            kernels.views(out, *self._tables(draws.picks), scale, contrast.contiguous(), offsets, reflect=reflect)
+        return Batch(out.permute(0, 3, 1, 2).to(self._dtype), draws.labels)
+
+    def _tables(self, picks: Tensor) -> tuple[Tensor, Tensor]:
+        """The samples and views of `kernels.augment.views`: whole images, shifted and mirrored."""
+        images = self._first_image + picks[:, :1].long() * self._image_step
+        return images, torch.cat([self._box.expand(len(picks), 4), picks[:, 1:].float()], dim=1)
+
+    def _has_size(self, plan: Plan) -> bool:
+        return tuple(self._images.shape[1:3]) == (plan.size, plan.size)
+
+    def _eval_batch(self, plan: Plan) -> Batch:
+        """Normalised by torch: the host's own arithmetic, and nothing to compile before a first evaluation."""
+        ids = copy_to_device(plan.ids, self._images.device)
+        pixels = self._images[ids % len(self._images)]
+        labels = self._labels[ids]
+        labels[plan.real :] = 0
+        n, height, width, channels = pixels.shape
+        rows = pixels.view(n * height, width * channels).to(self._math_dtype)
+        rows.mul_(self._scale.repeat(width)).add_(self._offset.repeat(width))
+        images = rows.view(n, height, width, channels).permute(0, 3, 1, 2).to(self._dtype)
+        return Batch(images, labels)
