@@ -13,6 +13,9 @@ GROUP_BASE = 3  # tensors in the first group of `cubic`
 OPTIMIZERS = ("lars", "lamb", "sgd")  # update rules
 MOMENTUM_RULES = ("lr_inside", "lr_outside", "rescaled", "unscaled")  # where the rate enters the momentum of LARS
 
+TTA = ("none", "mirror", "mirror_shift")  # views of an image that evaluation averages over
+AVERAGING = ("none", "ema", "lookahead")  # of the weights over steps
+
 PRECISION_DTYPE = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 PRECISIONS = tuple(PRECISION_DTYPE)
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
