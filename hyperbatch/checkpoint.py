@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,7 +33,9 @@ class Progress:
     step: int = 0  # steps done
     position: int = 0  # samples consumed
     top1: float | None = None
+    top1_plain: float | None = None  # without test-time augmentation, where there is some
     time_to_target_s: float | None = None
+    evaluated_s: float = 0.0  # the run's time when the last evaluation ended
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +64,8 @@ class Checkpoint:
     train_samples: int
     classes: list[str]
     channels: int
+    average: dict[str, Tensor] = field(default_factory=dict)  # of the weights over steps, where the run keeps one
+    average_norm: dict[str, Tensor] = field(default_factory=dict)  # name -> tensor[world_size, ...]
     path: str = ""
     skipped: tuple[str, ...] = ()  # why newer checkpoints could not be read
 
@@ -89,9 +93,19 @@ class Checkpoint:
         }
         return cls(**_known(cls, values) | typed)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Weights and merged batch-norm statistics: what evaluation and export use."""
-        return {**self.model, **merge_norm_statistics(per_rank(self.norm))}
+    def weights(self, *, averaged: bool = True) -> dict[str, Tensor]:
+        """Weights and merged batch-norm statistics: what evaluation and export use.
+
+        averaged: of a run that evaluates its averaged weights, those; False: the ones that were trained.
+        """
+        trained = {**self.model, **merge_norm_statistics(per_rank(self.norm))}
+        if self.which(averaged=averaged) == "trained":
+            return trained
+        return {**trained, **self.average, **merge_norm_statistics(per_rank(self.average_norm))}
+
+    def which(self, *, averaged: bool = True) -> str:
+        """What `weights` gives: "averaged" or "trained". Lookahead's average is what the weights are set to."""
+        return "averaged" if averaged and self.config.optim.averaging == "ema" else "trained"
 
 
 def save(folder: Path, saved: Checkpoint, *, keep: int) -> Path:
@@ -219,14 +233,22 @@ def per_rank(stacked: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     return [{name: tensor[rank] for name, tensor in stacked.items()} for rank in range(ranks)]
 
 
-def export(run: Path, output: Path | None = None) -> Path:
-    """Writes a run's newest weights, batch-norm statistics merged, as safetensors with torchvision's names."""
+def export(run: Path, output: Path | None = None, *, averaged: bool = True) -> Path:
+    """Writes a run's newest weights, batch-norm statistics merged, as safetensors with torchvision's names.
+
+    averaged: as for `Checkpoint.weights`.
+    """
     from safetensors.torch import save_file
 
     saved = load(run)
     path = output or (run if run.is_dir() else run.parent) / "model.safetensors"
-    tensors = {name: tensor.contiguous() for name, tensor in saved.weights().items()}
-    metadata = {"format": "pt", "model": saved.config.model.model, "step": str(saved.progress.step)}
+    tensors = {name: tensor.contiguous() for name, tensor in saved.weights(averaged=averaged).items()}
+    metadata = {
+        "format": "pt",
+        "model": saved.config.model.model,
+        "step": str(saved.progress.step),
+        "weights": saved.which(averaged=averaged),
+    }
     try:
         save_file(tensors, path, metadata=metadata)
     except Exception as error:

@@ -16,7 +16,7 @@ from hyperbatch import __version__
 from hyperbatch.config import Config, fields, format_value, section_titles
 from hyperbatch.errors import InputError, RunFailed, nearest
 from hyperbatch.record import strict_json
-from hyperbatch.vocabulary import ALGORITHMS, STRATEGIES
+from hyperbatch.vocabulary import ALGORITHMS, STRATEGIES, TTA
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -103,8 +103,13 @@ def _recipes(args: argparse.Namespace) -> int:
 def _eval(args: argparse.Namespace) -> int:
     from hyperbatch.engine.evaluate import evaluate_checkpoint
 
-    values = evaluate_checkpoint(Path(args.checkpoint), data=args.data, device=args.device)
-    lines = [f"top-1 {values['top1']:.2%} of {values['samples']:,} images (step {values['step']})"]
+    values = evaluate_checkpoint(
+        Path(args.checkpoint), data=args.data, device=args.device, tta=args.tta, averaged=args.weights == "averaged"
+    )
+    which = ", averaged weights" if values["weights"] == "averaged" else ""
+    lines = [f"top-1 {values['top1']:.2%} of {values['samples']:,} images (step {values['step']}{which})"]
+    if values["tta"] != "none":
+        lines.append(f"  without test-time augmentation ({values['tta']}) {values['top1_plain']:.2%}")
     if bad := values["warnings"]:
         lines.append(f"  warning  {len(bad):,} unreadable, shown black; the first: {bad[0]} (--json lists all)")
     _print(args, values, lambda: "\n".join(lines))
@@ -204,7 +209,8 @@ def _watch(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from hyperbatch.checkpoint import export
 
-    path = export(Path(args.run), Path(args.output) if args.output else None)
+    output = Path(args.output) if args.output else None
+    path = export(Path(args.run), output, averaged=args.weights == "averaged")
     _print(args, {"weights": str(path)}, f"weights: {path}")
     return 0
 
@@ -350,6 +356,10 @@ def _build_parser() -> _Parser:
         sub.add_argument("--global-batch", type=_positive, metavar="N", help="samples a step over all ranks")
         sub.add_argument("--batch-per-rank", type=_positive, metavar="N", help="samples a step per rank")
 
+    def weights(sub: _Parser) -> None:
+        help = "of a run with --averaging ema: its average, or the weights as they were trained [averaged]"
+        sub.add_argument("--weights", default="averaged", choices=("averaged", "trained"), help=help)
+
     from hyperbatch.recipes import DEFAULT
 
     sub = verb(
@@ -384,6 +394,8 @@ def _build_parser() -> _Parser:
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint file or a run's folder")
     sub.add_argument("--data", metavar="DIR", help="folder of the data set [the run's]")
     sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    sub.add_argument("--tta", choices=TTA, help="test-time augmentation [as the run evaluated]")
+    weights(sub)
 
     for name, function, help in (
         ("plan", _plan, "choose grid, groups and algorithm for a cluster"),
@@ -465,6 +477,7 @@ def _build_parser() -> _Parser:
     sub = verb("export", _export, "write a run's weights as safetensors")
     sub.add_argument("run", metavar="RUN", help="a run's folder or a checkpoint")
     sub.add_argument("--output", metavar="FILE")
+    weights(sub)
 
     sub = verb("doctor", _doctor, "check this machine; --collectives verifies every all-reduce on its GPUs")
     sub.add_argument(

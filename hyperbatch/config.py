@@ -19,6 +19,7 @@ from hyperbatch.errors import InputError, nearest
 from hyperbatch.vocabulary import (
     ACTIVATIONS,
     ALGORITHMS,
+    AVERAGING,
     GROUP_BASE,
     GROUP_COUNT,
     GROUP_THRESHOLD_BYTES,
@@ -27,6 +28,7 @@ from hyperbatch.vocabulary import (
     OPTIMIZERS,
     PRECISIONS,
     STRATEGIES,
+    TTA,
 )
 
 # What a number must do or be, by the words an error says it with
@@ -177,6 +179,16 @@ class OptimConfig:
     )
     label_smoothing: float = option(0.1, "label smoothing, in [0, 1)", BELOW_ONE)
     precision: str = option("fp32", "forward and backward precision", PRECISIONS)
+    averaging: str = option(
+        "none",
+        "average of the weights over steps; ema: it is evaluated and exported, lookahead: the weights are set to it",
+        AVERAGING,
+    )
+    averaging_every_steps: int = option(1, "steps between two updates of the average", POSITIVE)
+    averaging_decay: float = option(0.999, "what is left of the average at an update, in [0, 1)", BELOW_ONE)
+    averaging_power: float = option(
+        0.0, "the decay grows with the share of the run that is done to this power; 0: it is constant", NOT_NEGATIVE
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,8 +235,13 @@ class RunConfig:
     eval_every_epochs: float = option(4.0, "epochs between evaluations", POSITIVE)
     eval_offset_epochs: float = option(0.0, "shift of the evaluation grid, in epochs (MLPerf: 0 to 3)", NOT_NEGATIVE)
     eval_batch_per_rank: int = option(
-        0, "samples per rank and evaluation step; 0: as in training", NOT_NEGATIVE, free=True
+        0,
+        "samples per rank and evaluation step; 0: as in training, on a GPU at least 2,500 images of 32 px",
+        NOT_NEGATIVE,
+        free=True,
     )
+    tta: str = option("none", "test-time augmentation: views of each image that evaluation averages over", TTA)
+    tta_share: float = option(1.0, "share of each batch, the least certain images, that gets more than one view", SHARE)
     seed: int = option(0, "seed of weights, sample order and augmentation", NOT_NEGATIVE)
     deterministic: bool = option(False, "bit-exact kernels on GPUs too (CPU runs always are)")
     device: str = option("auto", "where to run", ("auto", "cpu", "cuda"), free=True)
@@ -491,4 +508,9 @@ def check(config: Config) -> None:
     need(0 < d.jitter_sides[0] <= d.jitter_sides[1], "jitter_sides", "must be LOW,HIGH with 0 < LOW <= HIGH")
     need(d.flip or not d.flip_alternates, "flip_alternates", "needs --flip")
     need(not o.nesterov or o.momentum > 0, "nesterov", "needs a momentum above 0")
+    need(
+        o.averaging == "none" or not config.comm.sharded_update or o.precision in ("fp32", "fp64"),
+        "averaging",
+        "with --sharded-update no rank has all fp32 weights of a 16-bit run; leave one of the two out",
+    )
     need(r.target_top1 is None or 0 < r.target_top1 <= 1, "target_top1", "must be in (0, 1], e.g. 0.759")

@@ -30,13 +30,20 @@ TENSORBOARD_INTERVAL_S = 0.05  # a point costs 50 us (the CRC is Python); no eye
 
 @dataclass(kw_only=True, slots=True)
 class Result:
-    """How the run ended. `time_to_target_s` counts evaluation, as MLPerf does; `train_s` is training alone."""
+    """How the run ended. `time_to_target_s` counts evaluation, as MLPerf does; `train_s` is training alone.
+
+    The run's time is that from the first touch of training data to the end of an evaluation, pauses left out.
+    """
 
     reached: bool = False
     target_top1: float | None = None
     top1: float | None = None
+    top1_plain: float | None = None  # without test-time augmentation; None: there was none
     time_to_target_s: float | None = None
+    run_s: float = 0.0  # the run's time at the end of the last evaluation
+    setup_s: float = 0.0
     train_s: float = 0.0
+    eval_s: float = 0.0
     images_per_s: float = 0.0
     epochs: float = 0.0
     steps: int = 0

@@ -14,6 +14,8 @@ OPTIMIZERS = ("lars", "lamb", "sgd")  # update rules
 MOMENTUM_RULES = ("lr_inside", "lr_outside", "rescaled", "unscaled")  # where the rate enters the momentum of LARS
 
 ACTIVATIONS = ("gelu", "silu")  # of models that offer a choice
+TTA = ("none", "mirror", "mirror_shift")  # views of an image that evaluation averages over
+AVERAGING = ("none", "ema", "lookahead")  # of the weights over steps
 
 PRECISION_DTYPE = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 PRECISIONS = tuple(PRECISION_DTYPE)

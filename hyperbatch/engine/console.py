@@ -38,9 +38,10 @@ class Console:
             text = f"epoch {epoch:.1f}  loss {loss:.3f}  rate {rate:.3g}  {images_per_s:,.0f} img/s"
             self._bar.update(self._task, completed=step, description=text)
 
-    def eval(self, step: int, epoch: float, top1: float, target: float | None) -> None:
+    def eval(self, step: int, epoch: float, top1: float, top1_plain: float | None, target: float | None) -> None:
         mark = "  reached" if target is not None and top1 >= target else ""
-        self.say(f"epoch {epoch:6.2f}  step {step:6d}  top-1 {top1:7.2%}{mark}")
+        plain = "" if top1_plain is None else f" ({top1_plain:.2%} without test-time augmentation)"
+        self.say(f"epoch {epoch:6.2f}  step {step:6d}  top-1 {top1:7.2%}{plain}{mark}")
 
     def close(self) -> None:
         self._bar.stop()

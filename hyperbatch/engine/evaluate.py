@@ -1,8 +1,19 @@
-"""Exact distributed evaluation: every sample counts once, whatever the world size."""
+"""Exact distributed evaluation: every sample counts once, whatever the world size.
 
+    merged batch-norm statistics (and averaged weights) -> stand-ins
+    batch -> graph's inputs -> forward with the stand-ins, once per view -> counts on the device        per batch
+    counts -> sum over ranks -> host                                                                    once
+
+Training's own weights and statistics are only read. A batch is counted by plain code or, on a GPU, by a CUDA graph.
+"""
+
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,48 +22,163 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyperbatch import checkpoint
-from hyperbatch.data.loader import Batch, eval_batches
+from hyperbatch.data.batch import Batch
+from hyperbatch.data.loader import eval_batches
 from hyperbatch.data.source import open_eval
+from hyperbatch.engine.cuda_graphs import Backend, NotCaptured, Replay
 from hyperbatch.engine.ranks import Ranks, join
 from hyperbatch.errors import InputError
 from hyperbatch.models import create_from
-from hyperbatch.models.norm import merged_buffers
+from hyperbatch.models.norm import merge_over_ranks, norm_buffers
+from hyperbatch.models.tta import VIEWS, plain_and_averaged
+from hyperbatch.optim.averaging import WeightAverage
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], group: dist.ProcessGroup | None = None) -> tuple[float, int]:
-    """(top-1 accuracy, samples counted). Batch-norm statistics are merged over ranks on a copy (rule 4)."""
-    buffers = merged_buffers(model, group)
-    training = model.training
-    model.eval()
-    counts: Tensor | None = None  # correct, seen: integers, so the sum over ranks is exact
-    for batch in batches:
-        logits = torch.func.functional_call(model, buffers, (batch.images,))
-        correct = logits.argmax(dim=1) == batch.labels
-        seen = torch.ones_like(correct) if batch.mask is None else batch.mask
-        both = torch.stack([(correct & seen).sum(), seen.sum()])
-        counts = both if counts is None else counts + both
-    model.train(training)
-    if counts is None:
-        return 0.0, 0
-    if group is not None:
-        dist.all_reduce(counts, group=group)
-    correct_total, samples = counts.tolist()  # synchronises: the accuracy decides whether the run goes on
-    return correct_total / samples, samples
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """The outcome of an evaluation, the same on every rank."""
+
+    top1: float
+    samples: int
+    top1_plain: float | None = None  # without test-time augmentation; None: there was none
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without what there is not."""
+        plain = {} if self.top1_plain is None else {"top1_plain": self.top1_plain}
+        return {"top1": self.top1, **plain, "samples": self.samples}
 
 
-def evaluate_checkpoint(path: Path, *, data: str | None = None, device: str = "auto") -> dict[str, Any]:
-    """Top-1 of a checkpoint (or a run's newest) on its validation set, in one process."""
+class Evaluator:
+    """Counts the right answers of a model, as often as it is asked: its graph and its tensors stay where they are."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        group: dist.ProcessGroup | None = None,
+        average: WeightAverage | None = None,
+        tta: str = "none",
+        tta_share: float = 1.0,
+    ) -> None:
+        """group: the ranks that evaluate together; None: this one alone. average: evaluated in the place of the
+        model's own weights."""
+        self._model, self._group, self._average = model, group, average
+        self._tta, self._tta_share = tta, tta_share
+        self._counts = torch.zeros(3, dtype=torch.int64, device=device)  # right, right without views, seen
+        own = dict(model.named_parameters()) | dict(model.named_buffers())
+        self._stand_ins = {name: torch.zeros_like(own[name]) for name in self._sources()}
+        self._inputs: tuple[Tensor, Tensor, Tensor] | None = None  # where the graph looks for a batch
+        self._replay: Replay | None = None
+
+    def prepare(self, batch: Batch, backend: Backend | None) -> str | None:
+        """Counts a batch of the shape of those to come without a trace, so that kernels are chosen, and captures it.
+
+        Returns why it could not be captured; evaluation then runs as plain code. No rank waits for another here.
+        """
+        inputs = (batch.images, batch.labels, _real(batch))
+        with self._evaluating():
+            if backend is None:
+                self._count(*inputs)
+                return None
+            try:
+                with backend.on_capture_stream():
+                    self._count(*inputs)
+                    with backend.no_synchronisation():
+                        self._count(*inputs)
+                    self._replay, self._inputs = backend.capture(partial(self._count, *inputs)), inputs
+            except RuntimeError as error:  # of memory, too
+                return str(NotCaptured(error))
+        return None
+
+    def evaluate(self, batches: Iterable[Batch]) -> Score:
+        """Every rank of the group calls it."""
+        with self._evaluating():
+            self._take_over()
+            self._counts.zero_()
+            for batch in batches:
+                if self._replay is None or self._inputs is None:
+                    self._count(batch.images, batch.labels, _real(batch))
+                    continue
+                for place, tensor in zip(self._inputs, (batch.images, batch.labels, _real(batch)), strict=True):
+                    place.copy_(tensor, non_blocking=True)
+                self._replay()
+            if self._group is not None:
+                dist.all_reduce(self._counts, group=self._group)  # integers: the sum is exact
+        right, right_plain, samples = self._counts.tolist()  # synchronises: the accuracy decides what the run does next
+        if not samples:
+            return Score(top1=0.0, samples=0)
+        plain = None if self._tta == "none" else right_plain / samples
+        return Score(top1=right / samples, samples=samples, top1_plain=plain)
+
+    def _count(self, images: Tensor, labels: Tensor, real: Tensor) -> None:
+        """real: false on padding."""
+
+        def network(images: Tensor) -> Tensor:
+            return torch.func.functional_call(self._model, self._stand_ins, (images,))
+
+        plain, averaged = plain_and_averaged(network, images, VIEWS[self._tta], self._tta_share, real)
+        right = [((logits.argmax(1) == labels) & real).sum() for logits in (averaged, plain)]
+        self._counts.add_(torch.stack([*right, real.sum()]))
+
+    def _sources(self) -> dict[str, Tensor]:
+        """What the model is evaluated with in the place of its own: this rank's norm statistics, or all averages."""
+        own = {name: buffer for name, buffer in norm_buffers(self._model).items() if buffer.is_floating_point()}
+        return own if self._average is None else own | self._average.weights() | self._average.statistics()
+
+    def _take_over(self) -> None:
+        """Fills the stand-ins. Statistics are merged over ranks (rule 4 of docs/design.md)."""
+        sources = self._sources()
+        if self._group is not None:
+            norms = norm_buffers(self._model)
+            sources |= merge_over_ranks({name: sources[name] for name in sources if name in norms}, self._group)
+        if sources:
+            torch._foreach_copy_([self._stand_ins[name] for name in sources], list(sources.values()))
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        training = self._model.training
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._model.train(training)
+
+
+def _real(batch: Batch) -> Tensor:
+    return torch.ones_like(batch.labels, dtype=torch.bool) if batch.mask is None else batch.mask
+
+
+def evaluate_checkpoint(
+    path: Path,
+    *,
+    data: str | None = None,
+    device: str = "auto",
+    tta: str | None = None,
+    averaged: bool = True,
+) -> dict[str, Any]:
+    """Top-1 of a checkpoint (or a run's newest) on its validation set, in one process.
+
+    tta: None: as the run evaluates. averaged: the averaged weights of a run that has some to be evaluated by.
+    """
     saved = checkpoint.load(path)
     config = saved.config
     if data is not None:
         config = config.override(data=data)
+    if tta is not None:
+        config = config.override(tta=tta)
     with join(Ranks(), device, config.run.timeout_s) as place:
         eval_set = open_eval(config.data)
         if list(eval_set.classes) != saved.classes:
             raise InputError(f"the data has {len(eval_set.classes)} other classes than the checkpoint; check --data")
+<<<<<<< HEAD
         model = create_from(config.model, classes=len(saved.classes), in_channels=saved.channels)
         checkpoint.fill_model(model, saved.weights(), where=str(path))
+=======
+        model = create_model(config.model.model, classes=len(saved.classes), in_channels=saved.channels)
+        checkpoint.fill_model(model, saved.weights(averaged=averaged), where=str(path))
+>>>>>>> evals
         dtype = torch.float64 if config.optim.precision == "fp64" else torch.float32
         model.to(place, dtype).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         bad_samples: list[str] = []
@@ -66,11 +192,13 @@ def evaluate_checkpoint(path: Path, *, data: str | None = None, device: str = "a
             dtype=dtype,
             bad_samples=bad_samples,
         )
-        top1, samples = evaluate(model, batches)
+        evaluator = Evaluator(model, place, tta=config.run.tta, tta_share=config.run.tta_share)
+        score = evaluator.evaluate(batches)
     return {
         "checkpoint": str(path),
         "step": saved.progress.step,
-        "top1": top1,
-        "samples": samples,
+        **score.to_dict(),
+        "tta": config.run.tta,
+        "weights": saved.which(averaged=averaged),
         "warnings": list(dict.fromkeys(bad_samples)),
     }

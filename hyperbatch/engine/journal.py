@@ -24,6 +24,7 @@ from hyperbatch.comm.sync import PhaseTiming
 from hyperbatch.config import Config
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.console import Console
+from hyperbatch.engine.evaluate import Score
 from hyperbatch.engine.ranks import Ranks, gather
 from hyperbatch.engine.run import Run
 from hyperbatch.engine.steptimer import Marks, StepTimer
@@ -193,16 +194,16 @@ class Journal:
         if self.mlperf is not None:
             self.mlperf.eval_start(run.epoch)
 
-    def eval(self, run: Run, top1: float, samples: int) -> None:
-        step, epoch, now = run.progress.step, run.epoch, self.clock.run_s
+    def eval(self, run: Run, score: Score) -> None:
+        step, epoch, now = run.progress.step, run.epoch, run.progress.evaluated_s
         self._last_s = self.clock.train_s  # waiting for the last step before it belongs to that step
         if self.writer is not None and self.mlperf is not None:
-            self.writer.eval(step=step, epoch=epoch, time_s=now, top1=top1, samples=samples)
-            self.mlperf.eval_stop(epoch, top1)
+            self.writer.eval(step=step, epoch=epoch, time_s=now, **score.to_dict())
+            self.mlperf.eval_stop(epoch, score.top1)
             until = min(self.config.schedule.epochs, self._evals.next_epoch(epoch))
             if until > epoch and not (self.config.run.stop_at_target and run.reached):
                 self.mlperf.block_start(epoch, until)
-        self.console.eval(step, epoch, top1, self.config.run.target_top1)
+        self.console.eval(step, epoch, score.top1, score.top1_plain, self.config.run.target_top1)
 
     def unreadable(self, lines: list[str]) -> None:
         """Books validation images that this rank could not read."""
@@ -237,8 +238,12 @@ class Journal:
                 reached=run.reached,
                 target_top1=self.config.run.target_top1,
                 top1=progress.top1,
+                top1_plain=progress.top1_plain,
                 time_to_target_s=progress.time_to_target_s,
+                setup_s=clock["init_s"],
                 train_s=clock["train_s"],
+                eval_s=clock["eval_s"],
+                run_s=progress.evaluated_s,
                 images_per_s=progress.position / clock["train_s"] if clock["train_s"] else 0.0,
                 epochs=run.epoch,
                 steps=progress.step,

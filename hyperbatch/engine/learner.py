@@ -25,6 +25,7 @@ from hyperbatch.errors import InputError
 from hyperbatch.models import create_from
 from hyperbatch.models.initial import whitening_layer
 from hyperbatch.models.norm import set_norm_group
+from hyperbatch.optim.averaging import WeightAverage
 from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.optim.build import build_optimizer
 from hyperbatch.optim.precision import LossScaler, working_dtype
@@ -46,6 +47,7 @@ class Learner:
     optimizer: LayerwiseOptimizer
     update: LayerwiseOptimizer | ShardedUpdate  # what steps: the optimizer itself, or its sharded form
     scaler: LossScaler
+    average: WeightAverage | None  # of the weights over steps
     max_batch_per_rank: int  # samples of a micro-step that fit into memory
     fused: bool  # forward and backward run through our kernels
     capturable: bool  # built so that steps can be captured in CUDA graphs
@@ -135,6 +137,7 @@ def build_learner(
         optimizer=optimizer,
         update=ShardedUpdate(optimizer, arena, sync) if config.comm.sharded_update else optimizer,
         scaler=LossScaler(config.optim.precision, optimizer, device=device),
+        average=None if config.optim.averaging == "none" else WeightAverage(config.optim, model, arena, optimizer),
         max_batch_per_rank=max_batch,
         fused=fused,
         capturable=capturable,

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from hyperbatch.config import Config
-from hyperbatch.data.loader import Batch, eval_batches
+from hyperbatch.data.batch import Batch
 from hyperbatch.engine import snapshot
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.ending import Ending
-from hyperbatch.engine.evaluate import evaluate
 from hyperbatch.engine.folder import claim_folder
 from hyperbatch.engine.journal import Journal
 from hyperbatch.engine.kernel_choice import training_kernels
@@ -28,6 +27,7 @@ from hyperbatch.engine.step import MicroStep, micro_steps
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.whiten import rehearse, whiten
 from hyperbatch.models import smoothed_cross_entropy
+from hyperbatch.optim.averaging import new_share_at
 from hyperbatch.optim.build import set_rate
 from hyperbatch.record import RunRecord
 from hyperbatch.schedule import EpochGrid, Step, learning_rate, position_of, steps, weight_decay_scale
@@ -84,9 +84,13 @@ def train(run: Run, runner: StepRunner, journal: Journal) -> RunRecord:
         if not runner.is_ready(first):
             runner.prepare(first)
     rehearse(run)
-    clock.switch("train")
+    reason = run.validation.prepare(capture=runner.captures)
+    if reason is not None:
+        run.warnings.append(f"evaluation runs without a CUDA graph: {reason}")
     journal.start(run, evals)
-    whiten(run)
+    clock.switch("train")
+    if progress.step == 0:
+        begin(run)
 
     for step in todo:
         if not runner.is_ready(step):
@@ -102,6 +106,7 @@ def train(run: Run, runner: StepRunner, journal: Journal) -> RunRecord:
 
         timer.start()
         loss = train_step(runner, step, batches, timer)
+        average_weights(run, step)
         progress.step, progress.position = step.index + 1, step.position + step.phase.global_batch
         journal.step(run, step, loss, rate, timer)
 
@@ -119,6 +124,25 @@ def train(run: Run, runner: StepRunner, journal: Journal) -> RunRecord:
         if stopped:
             break
     return journal.finish(run)
+
+
+def begin(run: Run) -> None:
+    """What a fresh run does before its first step that needs training data: the run's time counts it."""
+    whiten(run)
+    if run.learner.average is not None:
+        run.learner.average.reset()
+
+
+def average_weights(run: Run, step: Step) -> None:
+    """Takes the weights that the step has left into their average, at the steps that the config says."""
+    config, average = run.config, run.learner.average
+    if average is None:
+        return
+    done = (step.position + step.phase.global_batch) / position_of(config.schedule.epochs, len(run.train_set))
+    new_share = new_share_at(config.optim, step=step.index + 1, done=min(1.0, done))
+    if new_share is not None:
+        average.set_share(new_share)
+        average.update()
 
 
 def train_step(runner: StepRunner, step: Step, batches: Iterator[Batch], timer: StepTimer) -> Tensor:
@@ -161,28 +185,17 @@ def micro_step(
 
 def evaluate_run(run: Run, journal: Journal) -> bool:
     """Evaluates, books the result, and says whether the target is reached."""
-    bad_samples: list[str] = []
-    batches = eval_batches(
-        run.eval_set,
-        run.config.data,
-        batch_per_rank=run.config.run.eval_batch_per_rank or run.phases[0].batch_per_rank,
-        rank=run.ranks.rank,
-        world_size=run.ranks.world_size,
-        device=run.learner.device,
-        dtype=run.learner.dtype,
-        ranks_per_host=run.ranks.local_size,
-        bad_samples=bad_samples,
-    )
     journal.eval_start(run)
     with run.clock.booked("eval"):
-        top1, samples = evaluate(run.learner.model, batches, run.learner.comm.world)
-    journal.unreadable(bad_samples)
+        score = run.validation.evaluate()
+    run.progress.evaluated_s = run.clock.run_s
+    journal.unreadable(run.validation.bad_samples)
     target = run.config.run.target_top1
-    reached = target is not None and top1 >= target
-    run.progress.top1 = top1
+    reached = target is not None and score.top1 >= target
+    run.progress.top1, run.progress.top1_plain = score.top1, score.top1_plain
     if reached and run.progress.time_to_target_s is None:
-        run.progress.time_to_target_s = run.clock.run_s
-    journal.eval(run, top1, samples)
+        run.progress.time_to_target_s = run.progress.evaluated_s
+    journal.eval(run, score)
     return reached
 
 

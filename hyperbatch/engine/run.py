@@ -15,6 +15,7 @@ from hyperbatch.data.source import Source, open_data
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.learner import Learner, build_learner
 from hyperbatch.engine.ranks import Ranks, errors_shared, share
+from hyperbatch.engine.validation import Validation
 from hyperbatch.recipes import batch_note
 from hyperbatch.schedule import Phase, resolve_phases
 
@@ -29,6 +30,7 @@ class Run:
     learner: Learner
     train_set: Source
     eval_set: Source
+    validation: Validation
     loader: TrainLoader
     phases: tuple[Phase, ...]
     warnings: list[str]
@@ -50,6 +52,7 @@ class Run:
         return self.progress.time_to_target_s is not None
 
     def close(self) -> None:
+        self.validation.close()
         self.learner.sync.close()
         self.loader.close()
 
@@ -103,6 +106,7 @@ def build_run(
         learner=learner,
         train_set=train_set,
         eval_set=eval_set,
+        validation=Validation(config, ranks, learner, eval_set, phases[0].batch_per_rank),
         loader=loader,
         phases=phases,
         warnings=warnings,

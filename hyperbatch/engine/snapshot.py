@@ -35,7 +35,8 @@ def snapshot(run: Run) -> Checkpoint | None:
     learner = run.learner
     if isinstance(learner.update, ShardedUpdate):
         learner.update.gather_state()
-    norm = gather_buffers(learner.model, run.ranks)
+    norm = gather_rows(dict(learner.model.named_buffers()), run.ranks)
+    average_norm = {} if learner.average is None else gather_rows(learner.average.statistics(), run.ranks)
     if run.ranks.rank != 0:
         return None
     return Checkpoint(
@@ -51,6 +52,10 @@ def snapshot(run: Run) -> Checkpoint | None:
         data_wait_s=run.data_wait_s,
         model=_weights(learner.model, learner.arena),
         norm=norm,
+        average={name: _on_cpu(tensor) for name, tensor in learner.average.weights().items()}
+        if learner.average
+        else {},
+        average_norm=average_norm,
         optimizer=named_state(learner.optimizer, learner.model),
         scaler=learner.scaler.state_dict(),
         train_samples=len(run.train_set),
@@ -63,6 +68,8 @@ def restore(run: Run, saved: Checkpoint) -> None:
     """Continues `saved` in a run that was built with it, and so has its weights already."""
     learner = run.learner
     _load_buffers(learner.model, saved.norm, run.ranks)
+    if learner.average is not None:
+        learner.average.load(saved.average, row_of(saved.average_norm, run.ranks))
     load_named_state(learner.optimizer, learner.model, saved.optimizer)
     learner.scaler.load_state_dict(saved.scaler)
     run.clock.load_state_dict(saved.clock)
@@ -141,12 +148,12 @@ def _on_cpu(value: Tensor) -> Tensor:
 # Batch-norm statistics, which differ between ranks
 
 
-def gather_buffers(model: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
+def gather_rows(buffers: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     """name -> tensor[world_size, ...] on the CPU of rank 0; the others' tables hold their own rank only.
 
-    All floating buffers travel as one flat tensor, so a large world gathers one message per rank.
+    All buffers travel as one flat tensor, so a large world gathers one message per rank.
     """
-    own = {name: buffer.detach().cpu() for name, buffer in model.named_buffers()}
+    own = {name: _on_cpu(buffer) for name, buffer in buffers.items()}
     if ranks.world_size == 1 or not own:
         return {name: buffer[None] for name, buffer in own.items()}
     flat = torch.cat([buffer.double().reshape(-1) for buffer in own.values()])
@@ -161,10 +168,14 @@ def gather_buffers(model: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
     }
 
 
-def _load_buffers(model: nn.Module, stacked: Mapping[str, Tensor], ranks: Ranks) -> None:
+def row_of(stacked: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     """Each rank its own statistics again; merged ones when the world size has changed."""
     rows = per_rank(stacked)
-    row = rows[ranks.rank] if len(rows) == ranks.world_size else merge_norm_statistics(rows)
+    return rows[ranks.rank] if len(rows) == ranks.world_size else merge_norm_statistics(rows)
+
+
+def _load_buffers(model: nn.Module, stacked: Mapping[str, Tensor], ranks: Ranks) -> None:
+    row = row_of(stacked, ranks)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(row[name])

@@ -19,14 +19,16 @@ from hyperbatch.optim.tensors import Scalar, write_setting
 def preserved_state(learner: Learner) -> Iterator[None]:
     """Whatever steps run inside, the learner is afterwards as it was, bit for bit.
 
-    That is weights and masters, buffers of the model, optimizer state and rates, loss scale and skipped steps, random
-    numbers, gradients, and what the exchange has counted. Numbers that a model keeps in Python are not preserved.
+    That is weights, masters and their average, buffers of the model, optimizer state and rates, loss scale and skipped
+    steps, random numbers, gradients, and what the exchange has counted. Numbers that a model keeps in Python are not
+    preserved.
     """
     optimizer = learner.optimizer
     params = [param for group in optimizer.param_groups for param in group["params"]]
     # Flat buffers, so that parameters do not look as if somebody else had written them.
     tensors = [*learner.arena.flat_weights(), *learner.model.buffers()]
     tensors += [optimizer.init_state(param)[name] for param in params for name in optimizer.state_names]
+    tensors += [] if learner.average is None else learner.average.tensors()
     kept = [tensor.detach().clone() for tensor in tensors]
     names = ("lr", "weight_decay", *optimizer.group_state_names)
     numbers = [{name: _copy(group[name]) for name in names} for group in optimizer.param_groups]

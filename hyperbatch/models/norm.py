@@ -189,11 +189,15 @@ def norm_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-@torch.no_grad()
 def merged_buffers(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-    """`merge_norm_statistics` over the ranks of a group (None: all), in two small all-reduces. Copies: the model's
+    """`merge_over_ranks` of the model's norm buffers; its own stay as they are."""
+    return merge_over_ranks(norm_buffers(model), process_group)
+
+
+@torch.no_grad()
+def merge_over_ranks(own: Mapping[str, Tensor], process_group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+    """`merge_norm_statistics` over the ranks of a group (None: all), in two small all-reduces. Copies: this rank's
     own buffers stay as they are. Every rank must call it, and every rank gets the same bits."""
-    own = norm_buffers(model)
     merged = {name: buffer.clone() for name, buffer in own.items()}
     names = list(_statistics(list(own)))
     if not names or not dist.is_initialized() or dist.get_world_size(process_group) == 1:

@@ -66,11 +66,16 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
     batches = [phase["global_batch"] for phase in record.phases if "global_batch" in phase]
     per_rank = (result.images_per_s or 0.0) / max(1, record.world_size)
     exchange = f"{record.grid}, {config_value(record, 'comm', 'algorithm')} all-reduce"
-    evaluation = f"and {units.duration(record.clock['eval_s'])} evaluation" if record.clock.get("eval_s") else ""
+    beside = {"set-up": record.clock.get("init_s"), "evaluation": record.clock.get("eval_s")}
+    around = ", ".join(f"{name} {units.duration(seconds)}" for name, seconds in beside.items() if seconds)
+    plain = (
+        f"{units.percent(result.top1_plain)} without test-time augmentation" if result.top1_plain is not None else ""
+    )
+    notes = [f"best {units.percent(best)}" if better else "", plain]
     return [
-        ("top-1 accuracy", units.percent(result.top1), f"best {units.percent(best)}" if better else ""),
+        ("top-1 accuracy", units.percent(result.top1), ", ".join(filter(None, notes))),
         ("throughput", f"{units.count(result.images_per_s)} img/s", f"{units.count(per_rank)} per rank"),
-        ("training", units.duration(result.train_s), evaluation),
+        ("training", units.duration(result.train_s), around),
         ("trained for", f"{units.number(round(result.epochs or 0.0, 2))} epochs", units.plural(result.steps, "step")),
         ("ranks", units.count(record.world_size), exchange if record.world_size > 1 else "no exchange"),
         ("global batch", " → ".join(units.count(b) for b in batches) or units.NONE, ""),

@@ -11,16 +11,23 @@ from hyperbatch.report import units
 def summary(record: RunRecord) -> str:
     """A few aligned lines of plain text, the verdict first."""
     result = record.result
-    rows = [("accuracy", f"{units.percent(result.top1)} top-1" if result.top1 is not None else "not evaluated")]
+    rows = [("accuracy", units.accuracy(result.top1, result.top1_plain))]
     rows.append(("speed", f"{units.count(result.images_per_s)} images/s on {units.plural(record.world_size, 'rank')}"))
     spent = f"{units.duration(result.train_s)} of training, {units.plural(result.steps, 'step')}"
     rows.append(("trained", f"{units.number(round(result.epochs, 2))} epochs in {spent}"))
+    rows.append(("time", time_spent(record)))
     if record.warnings:
         more = f" (and {len(record.warnings) - 1} more in the report)" if len(record.warnings) > 1 else ""
         rows.append(("warning", record.warnings[0] + more))
     if record.folder:
         rows.append(("report", str(Path(record.folder) / "report.html")))
     return "\n".join([verdict(record), *(f"  {label:<9} {text}" for label, text in rows)])
+
+
+def time_spent(record: RunRecord) -> str:
+    result = record.result
+    parts = {"set-up": result.setup_s, "training": result.train_s, "evaluation": result.eval_s}
+    return ", ".join(f"{name} {units.duration(seconds)}" for name, seconds in parts.items())
 
 
 def verdict(record: RunRecord) -> str:

@@ -19,12 +19,12 @@ from hyperbatch.comm import GridComm
 from hyperbatch.config import BatchPhase, CommConfig
 from hyperbatch.data.batch import Batch
 from hyperbatch.engine import loop
-from hyperbatch.engine.evaluate import evaluate
+from hyperbatch.engine.evaluate import Evaluator
 from hyperbatch.engine.journal import of_all_ranks
 from hyperbatch.engine.loop import run
 from hyperbatch.engine.measure import choose_plan
 from hyperbatch.engine.ranks import Ranks, errors_shared, join, share
-from hyperbatch.engine.snapshot import gather_buffers
+from hyperbatch.engine.snapshot import gather_rows
 from hyperbatch.errors import InputError, RunFailed
 from hyperbatch.plan.types import GroupPlan, RankGrid
 from hyperbatch.record import RunRecord
@@ -299,9 +299,10 @@ def evaluates(rank):
     sign = 1.0 if rank == 0 else -1.0
     model[0].running_mean.copy_(torch.tensor([-10.0 * sign, 10.0 * sign]))
     images = torch.tensor([0.0, 0.5]).reshape(1, 2, 1, 1).expand(4, 2, 1, 1)
-    found = evaluate(model, [Batch(images, torch.ones(4, dtype=torch.int64))], dist.group.WORLD)
+    evaluator = Evaluator(model, torch.device("cpu"), group=dist.group.WORLD)
+    found = evaluator.evaluate([Batch(images, torch.ones(4, dtype=torch.int64))])
     assert model[0].running_mean[0] == -10.0 * sign, "training goes on with its own"
-    return found
+    return found.top1, found.samples
 
 
 def test_evaluation_merges_batch_norm_statistics():
@@ -318,7 +319,7 @@ def in_a_group_for_gpus_alone(rank, folder):
     with join(ranks, "cpu", 30.0):
         model = nn.BatchNorm1d(3)
         model.running_mean.fill_(float(rank))
-        buffers = gather_buffers(model, ranks)
+        buffers = gather_rows(dict(model.named_buffers()), ranks)
         shared = share(f"of rank {rank}", ranks)
         lines = of_all_ranks([f"line {rank}"], ranks)
         with pytest.raises(InputError, match="rank 1: wrong"), errors_shared(ranks):

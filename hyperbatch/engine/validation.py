@@ -1,0 +1,94 @@
+"""A run's validation set: its batches, cut for evaluation, and the evaluator that counts on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from hyperbatch.config import Config
+from hyperbatch.data.batch import Batch
+from hyperbatch.data.loader import eval_batches
+from hyperbatch.data.source import ArraySource, Source
+from hyperbatch.engine.cuda_graphs import Backend, CudaGraphs
+from hyperbatch.engine.evaluate import Evaluator, Score
+from hyperbatch.engine.learner import Learner
+from hyperbatch.engine.ranks import Ranks
+
+PIXELS = 2500 * 32 * 32  # of a batch on a GPU, at least: smaller ones leave it idle
+KEPT_BYTES = 256 << 20  # of batches that stay in memory, ready to be shown
+
+
+class Validation:
+    """`prepare` before the run's time starts, then `evaluate` as often as needed, in later runs of the learner, too."""
+
+    def __init__(self, config: Config, ranks: Ranks, learner: Learner, source: Source, batch_per_rank: int) -> None:
+        """batch_per_rank: samples of a training micro-step, which fit."""
+        self._config, self._ranks, self._learner, self._source = config, ranks, learner, source
+        self.backend: Backend | None = CudaGraphs(learner.device) if learner.capturable else None
+        self._batch_per_rank = config.run.eval_batch_per_rank or even_batch(
+            len(source), ranks.world_size, eval_limit(batch_per_rank, config.data.eval_size, learner.device)
+        )
+        self._kept: list[Batch] | None = None
+        self._prepared = False
+        self.bad_samples: list[str] = []  # lines about images that this rank could not read, in the last evaluation
+        self._evaluator = Evaluator(
+            learner.model,
+            learner.device,
+            group=learner.comm.world,
+            average=learner.average if config.optim.averaging == "ema" else None,
+            tta=config.run.tta,
+            tta_share=config.run.tta_share,
+        )
+
+    def prepare(self, *, capture: bool) -> str | None:
+        """Makes the batches that are kept, chooses kernels, captures; returns why it could not capture, if so."""
+        if self._prepared:
+            return None
+        self._prepared = True
+        learner, size = self._learner, self._config.data.eval_size
+        image_bytes = size * size * learner.in_channels * learner.dtype.itemsize
+        if isinstance(self._source, ArraySource) and len(self._source) * image_bytes <= KEPT_BYTES:
+            self._kept = list(self._batches())
+        backend = self.backend if capture else None
+        if backend is None and learner.device.type != "cuda":
+            return None
+        shape = (self._batch_per_rank, size, size, learner.in_channels)
+        images = torch.zeros(shape, dtype=learner.dtype, device=learner.device).permute(0, 3, 1, 2)
+        labels = torch.zeros(self._batch_per_rank, dtype=torch.int64, device=learner.device)
+        return self._evaluator.prepare(Batch(images, labels), backend)
+
+    def evaluate(self) -> Score:
+        """Every rank calls it."""
+        self.bad_samples = []
+        return self._evaluator.evaluate(self._batches() if self._kept is None else self._kept)
+
+    def close(self) -> None:
+        """Lets the graph go."""
+        if self.backend is not None:
+            self.backend.close()
+
+    def _batches(self) -> Iterable[Batch]:
+        return eval_batches(
+            self._source,
+            self._config.data,
+            batch_per_rank=self._batch_per_rank,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            device=self._learner.device,
+            dtype=self._learner.dtype,
+            ranks_per_host=self._ranks.local_size,
+            bad_samples=self.bad_samples,
+        )
+
+
+def eval_limit(training_batch_per_rank: int, image_size: int, device: torch.device) -> int:
+    """Samples that evaluation takes at once: it keeps no activations, so training's batch always fits."""
+    return max(training_batch_per_rank, PIXELS // image_size**2 if device.type == "cuda" else 0)
+
+
+def even_batch(samples: int, world_size: int, limit: int) -> int:
+    """The largest batch within the limit that leaves the least padding: 10,000 samples in batches of at most 3,000 are
+    four of 2,500."""
+    per_rank = max(1, -(-samples // world_size))
+    return -(-per_rank // -(-per_rank // limit))

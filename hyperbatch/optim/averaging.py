@@ -1,0 +1,129 @@
+"""Averages of the weights over steps: an exponential mean (EMA), or lookahead, which sets the weights to their average.
+
+    every k steps:   average <- decay * average + (1 - decay) * weights
+    lookahead:       weights <- average                                     (Zhang et al., 2019; as airbench uses it)
+
+Weights are averaged in fp32, where their masters are, and batch-norm statistics with them. Whether a step updates the
+average, and how much of it stays, is known beforehand on the host; the number is read from a device tensor, and nothing
+waits for the device, so that `update` can be captured in a CUDA graph.
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hyperbatch.arena import Arena
+from hyperbatch.config import OptimConfig
+from hyperbatch.optim.base import LayerwiseOptimizer
+from hyperbatch.params import HALF_DTYPES
+
+
+def average(old: Tensor, new: Tensor, new_share: float) -> Tensor:
+    """The rule, as one reads it: the reference for `WeightAverage`, whose lerp is exact at shares of 0 and 1, too."""
+    return (1 - new_share) * old + new_share * new
+
+
+def new_share_at(config: OptimConfig, *, step: int, done: float) -> float | None:
+    """The share of the weights that goes into the average after step number `step` (from 1); None: it stays as it is.
+
+    done: the part of the run that is behind, in [0, 1]. The EMA begins with the first weights that it is shown, as
+    torch's; lookahead begins with those that the run began with, and ends with the average itself.
+    """
+    if config.averaging == "none":
+        return None
+    if config.averaging == "lookahead" and done >= 1:
+        return 0.0
+    if step % config.averaging_every_steps:
+        return None
+    if config.averaging == "ema" and step == config.averaging_every_steps:
+        return 1.0
+    return 1 - config.averaging_decay * done**config.averaging_power
+
+
+class WeightAverage:
+    """The average of an arena's weights and of the model's floating-point buffers, in tensors that stay in place.
+
+    average.set_share(share)         # of `new_share_at`, where that is not None
+    average.update()                 # after the optimizer's step
+    """
+
+    def __init__(self, config: OptimConfig, model: nn.Module, arena: Arena, optimizer: LayerwiseOptimizer) -> None:
+        self.config = config
+        self._arena, self._optimizer = arena, optimizer
+        self._weights = arena.new_buffers()  # averages: fp32, or fp64 where the weights are
+        wide = torch.float64 if arena.dtype == torch.float64 else torch.float32
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+        self._sizes = [buffer.numel() for buffer in self._buffers.values()]
+        self._now = torch.zeros(sum(self._sizes), dtype=wide, device=arena.device)  # the model's buffers, side by side
+        self._statistics = torch.zeros_like(self._now)  # their average
+        self._share = torch.zeros((), dtype=wide, device=arena.device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts from the weights and statistics as they are."""
+        self.set_share(1.0)
+        self._take_in()
+
+    def set_share(self, new_share: float) -> None:
+        """What the next update reads."""
+        self._share.fill_(new_share)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Takes the weights in; lookahead sets them to what comes of it."""
+        self._take_in()
+        if self.config.averaging == "lookahead":
+            self._give_out()
+
+    @torch.no_grad()
+    def _take_in(self) -> None:
+        for dtype, old in self._weights.items():
+            old.lerp_(self._full(dtype), self._share)
+        if self._sizes:
+            torch.cat([buffer.reshape(-1) for buffer in self._buffers.values()], out=self._now)
+            self._statistics.lerp_(self._now, self._share)
+
+    def _give_out(self) -> None:
+        arena = self._arena
+        for dtype, value in self._weights.items():
+            self._full(dtype).copy_(value)
+            if dtype in HALF_DTYPES:
+                arena.weights[dtype].copy_(value)
+        if self._sizes:
+            torch._foreach_copy_(list(self._buffers.values()), list(self._views(self._statistics).values()))
+        self._optimizer.refresh()  # it carries norms of the weights from step to step
+
+    def _full(self, dtype: torch.dtype) -> Tensor:
+        """The flat weights of a dtype in full precision."""
+        masters = self._arena.masters
+        return masters if dtype in HALF_DTYPES and masters is not None else self._arena.weights[dtype]
+
+    def _views(self, flat: Tensor) -> dict[str, Tensor]:
+        parts = flat.split(self._sizes)
+        return {name: part.view(self._buffers[name].shape) for name, part in zip(self._buffers, parts, strict=True)}
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, Tensor]:
+        """The average of each trainable parameter, by name: views, in full precision."""
+        return self._arena.views(self._weights)
+
+    def statistics(self) -> dict[str, Tensor]:
+        """The average of each floating-point buffer of this rank, by name: views."""
+        return self._views(self._statistics)
+
+    def tensors(self) -> list[Tensor]:
+        """All that an update changes here."""
+        return [*self._weights.values(), self._statistics, self._share]
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor], statistics: Mapping[str, Tensor]) -> None:
+        """The inverse of `weights` and `statistics`."""
+        for name, view in self.weights().items():
+            view.copy_(weights[name])
+        for name, view in self.statistics().items():
+            view.copy_(statistics[name])
