@@ -27,7 +27,7 @@ from hyperbatch.data.host import HostMaker
 from hyperbatch.data.meter import LoaderReport, Meter
 from hyperbatch.data.source import ArraySource, DataError, Source
 from hyperbatch.kernels import has_triton
-from hyperbatch.schedule import Step
+from hyperbatch.schedule import Step, Stride
 
 
 @dataclass(eq=False)
@@ -55,13 +55,13 @@ class TrainLoader:
         self._bad: dict[int, str] = {}
         self._running: list[Generator[Batch, None, None]] = []
 
-    def batches(self, steps: Iterable[Step]) -> Iterator[Batch]:
-        """One Batch per micro-step of each step, prefetched in order."""
+    def batches(self, steps: Iterable[Step] | Iterable[Stride]) -> Iterator[Batch]:
+        """One Batch per micro-step of each step, prefetched in order; for a stride of several steps one in all."""
         running = self._batches(steps)
         self._running.append(running)
         return running
 
-    def _batches(self, steps: Iterable[Step]) -> Generator[Batch, None, None]:
+    def _batches(self, steps: Iterable[Step] | Iterable[Stride]) -> Generator[Batch, None, None]:
         with contextlib.closing(self._maker.run(self._plans(steps))) as made:
             while True:
                 with self._meter.waiting():
@@ -72,17 +72,28 @@ class TrainLoader:
                 self._note(bad)
                 yield batch
 
-    def _plans(self, steps: Iterable[Step]) -> Iterator[BatchPlan]:
-        columns = augment.uniforms_needed(self.config)
+    def _plans(self, steps: Iterable[Step] | Iterable[Stride]) -> Iterator[BatchPlan]:
         for step in steps:
-            phase = step.phase
-            size = augment.size_at(self.config, step.epoch)
-            start = stream.rank_share(step.position, phase.share_per_rank, self.world_size, self.rank)
+            stride = (step,) if isinstance(step, Step) else step
+            size, phase = augment.size_at(self.config, stride[0].epoch), stride[0].phase
+            starts = [self._start(step) for step in stride]
+            if len(stride) > 1:
+                yield self._plan([(start, phase.share_per_rank) for start in starts], size)
+                continue
+            (start,) = starts
             for count in phase.micro_batches:
-                epochs, ids = stream.stretch(start, count, len(self.source), self.seed)
+                yield self._plan([(start, count)], size)
                 start += count
-                uniforms = stream.uniforms(self.seed, epochs, ids, columns)
-                yield BatchPlan(ids=ids, epochs=epochs, uniforms=uniforms, size=size, padding=0)
+
+    def _start(self, step: Step) -> int:
+        return stream.rank_share(step.position, step.phase.share_per_rank, self.world_size, self.rank)
+
+    def _plan(self, stretches: list[tuple[int, int]], size: int) -> BatchPlan:
+        """One batch of these stretches (start, count) of the stream."""
+        parts = [stream.stretch(start, count, len(self.source), self.seed) for start, count in stretches]
+        epochs, ids = parts[0] if len(parts) == 1 else (np.concatenate(part) for part in zip(*parts, strict=True))
+        uniforms = stream.uniforms(self.seed, epochs, ids, augment.uniforms_needed(self.config))
+        return BatchPlan(ids=ids, epochs=epochs, uniforms=uniforms, size=size, padding=0)
 
     def _note(self, bad: BadSamples) -> None:
         self._bad.update(bad)

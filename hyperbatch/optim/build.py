@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -61,7 +62,15 @@ def build_optimizer(
 
 def set_rate(optimizer: torch.optim.Optimizer, lr: float, weight_decay_scale: float = 1.0) -> None:
     """Before each step. Values on the device (capturable) are filled there, without waiting for it."""
+    for group, name, value in settings_at(optimizer, lr, weight_decay_scale):
+        write_setting(group, name, value)
+
+
+def settings_at(
+    optimizer: torch.optim.Optimizer, lr: float, weight_decay_scale: float = 1.0
+) -> Iterator[tuple[dict[str, Any], str, float]]:
+    """(group, name, value) of all that a schedule sets: always the same names in the same order."""
     for group in optimizer.param_groups:
-        write_setting(group, "lr", lr)
+        yield group, "lr", lr
         if "base_weight_decay" in group:
-            write_setting(group, "weight_decay", group["base_weight_decay"] * weight_decay_scale)
+            yield group, "weight_decay", group["base_weight_decay"] * weight_decay_scale
