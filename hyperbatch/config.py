@@ -251,6 +251,9 @@ class RunConfig:
         ("auto", "on", "off"),
         free=True,
     )
+    steps_per_launch: int = option(
+        0, "steps per launch of a CUDA graph; 0: several where steps are short, else 1", NOT_NEGATIVE, free=True
+    )
     nproc: int = option(0, "processes on this host; 0: one per GPU, or two on a CPU", NOT_NEGATIVE, free=True)
     accumulate: int = option(0, "micro-steps per step; 0: as many as the memory needs", NOT_NEGATIVE, free=True)
     max_steps: int = option(0, "stop after this many steps; 0: run all epochs", NOT_NEGATIVE, free=True)

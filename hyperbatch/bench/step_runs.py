@@ -27,7 +27,7 @@ from hyperbatch.config import BatchPhase, Config
 from hyperbatch.data.batch import Batch
 from hyperbatch.engine.cuda_graphs import forget_workspaces
 from hyperbatch.engine.learner import build_learner
-from hyperbatch.engine.loop import micro_step, train_step
+from hyperbatch.engine.loop import micro_step, train_stride
 from hyperbatch.engine.measure import peak_bytes
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.engine.runner import StepRunner
@@ -187,14 +187,14 @@ def ours(task: Task, *, fused: bool, graph: bool = True) -> Built:
     runner = StepRunner(learner, micro_step, config, ranks, warnings=[])
     timer = StepTimer(task.device)
     step = next(steps(resolve_phases(config.schedule.batch_phases, batch, 1, accumulate=1), batch, 1.0))
-    if not runner.is_ready(step):
-        runner.prepare(step)
+    if not runner.is_ready((step,)):
+        runner.prepare((step,))
     learner.scaler.load_state_dict(learner.scaler.state_dict() | {"scale": LOSS_SCALE})
     batches = itertools.repeat(Batch(task.images, task.labels))
 
     def run() -> None:
         timer.start()
-        train_step(runner, step, batches, timer)
+        train_stride(runner, (step,), batches, timer)
 
     return Built(run=run, model=learner.model, loss_scale=lambda: learner.scaler.state_dict()["scale"])
 

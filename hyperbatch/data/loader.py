@@ -28,7 +28,7 @@ from hyperbatch.data.host import HostMaker
 from hyperbatch.data.meter import LoaderReport, Meter
 from hyperbatch.data.source import ArraySource, DataError, Source
 from hyperbatch.kernels import has_triton
-from hyperbatch.schedule import Step
+from hyperbatch.schedule import Step, Stride
 
 _PLAIN_PIXELS = 1 << 24  # of a batch that `plain` makes: 16,384 images of 32 px, 334 of 224
 _KEPT_BYTES = 256 << 20  # of normalised evaluation images
@@ -62,13 +62,13 @@ class TrainLoader:
         self._bad: dict[int, str] = {}
         self._running: list[Generator[Batch, None, None]] = []
 
-    def batches(self, steps: Iterable[Step]) -> Iterator[Batch]:
-        """One Batch per micro-step of each step, prefetched in order."""
+    def batches(self, steps: Iterable[Step] | Iterable[Stride]) -> Iterator[Batch]:
+        """One Batch per micro-step of each step, prefetched in order; for a stride of several steps one in all."""
         running = self._batches(steps)
         self._running.append(running)
         return running
 
-    def _batches(self, steps: Iterable[Step]) -> Generator[Batch, None, None]:
+    def _batches(self, steps: Iterable[Step] | Iterable[Stride]) -> Generator[Batch, None, None]:
         with contextlib.closing(self._maker.run(self._plans(steps))) as made:
             while True:
                 with self._meter.waiting():
@@ -79,11 +79,15 @@ class TrainLoader:
                 self._note(bad)
                 yield batch
 
-    def _plans(self, steps: Iterable[Step]) -> Iterator[StreamPlan]:
+    def _plans(self, steps: Iterable[Step] | Iterable[Stride]) -> Iterator[StreamPlan]:
         for step in steps:
-            phase = step.phase
-            size = augment.size_at(self.config, step.epoch)
-            start = stream.rank_share(step.position, phase.share_per_rank, self.world_size, self.rank)
+            stride = (step,) if isinstance(step, Step) else step
+            size, phase = augment.size_at(self.config, stride[0].epoch), stride[0].phase
+            start = stream.rank_share(stride[0].position, phase.share_per_rank, self.world_size, self.rank)
+            share = phase.share_per_rank
+            if len(stride) > 1:
+                yield self._plan(stream.Stretches(start, len(stride) * share, share, phase.global_batch), size)
+                continue
             for count in phase.micro_batches:
                 yield self._plan(stream.Stretches.single(start, count), size)
                 start += count

@@ -1,11 +1,13 @@
-"""Micro-steps as CUDA graphs: one launch in the place of thousands.
+"""Micro-steps, or whole strides of steps, as CUDA graphs: one launch in the place of thousands.
 
-    capture   run the micro-step once on inputs that stay where they are; its launches become a graph
+    capture   run the micro-steps once on inputs that stay where they are; their launches become a graph
     replay    batch -> copy into the graph's inputs -> launch the graph
 
-Graphs are kept per shape of a micro-step, its share of the step, place among the micro-steps, and turn. Two turns take
-alternate steps: a graph's time marks are written anew at each replay, and the journal reads them while the next step
-runs. All graphs share one pool of memory; what outlives a replay (inputs, loss, gradients, state) lies outside it.
+Graphs are kept per image size and launch (which says for each micro-step its samples, its share of the step and its
+place), and for single micro-steps per turn. Two turns take alternate steps: a graph's time marks are written anew at
+each replay, and the journal reads them while the next step runs. The graph of a stride has no marks inside, and one
+turn: batches are copied to its inputs, and rates to its table, by the stream that it runs on. All graphs share one pool
+of memory; what outlives a replay (inputs, losses, gradients, state) lies outside it.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -23,13 +25,13 @@ from torch import Tensor
 
 from hyperbatch.data.batch import Batch
 from hyperbatch.engine.learner import Learner
-from hyperbatch.engine.step import MicroStep, Work, blank_batch, micro_steps
-from hyperbatch.engine.steptimer import Ends, StepTimer
+from hyperbatch.engine.step import Inputs, Launch, Work, blank_batch, inputs_of, run_launch
+from hyperbatch.engine.steptimer import Ends, NoMarks, StepTimer
 from hyperbatch.kernels.memsets import replace_memsets
+from hyperbatch.optim.rates import RateTable
 
 TURNS = 2
-ImageShape = tuple[int, ...]  # of a micro-step
-StepShape = tuple[tuple[int, ...], int]  # samples of each micro-step, image size
+StrideShape = tuple[tuple[Launch, ...], int]  # its launches, image size
 Replay = Callable[[], None]
 
 
@@ -61,50 +63,68 @@ class Captured(NamedTuple):
 
 
 class CapturedSteps:
-    """The graphs of a learner's micro-steps, and the tensors that they read."""
+    """The graphs of a learner's launches, and the tensors that they read."""
 
-    def __init__(self, backend: Backend, learner: Learner, work: Work, total: Tensor) -> None:
+    def __init__(self, backend: Backend, learner: Learner, work: Work, rates: RateTable, losses: Tensor) -> None:
         self.backend = backend
-        self.shapes: set[StepShape] = set()  # of steps that are captured
-        self.graphs: dict[tuple[ImageShape, MicroStep, int], Captured] = {}
-        self._inputs: dict[ImageShape, tuple[Tensor, Tensor]] = {}
-        self._learner, self._work, self._total = learner, work, total
+        self.shapes: set[StrideShape] = set()  # of strides that are captured
+        self.graphs: dict[tuple[Launch, int, int], Captured] = {}  # by launch, image size and turn
+        # By samples, image size and place in the launch. Launches share them: they run one after the other.
+        self._inputs: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self._learner, self._work, self._rates, self._losses = learner, work, rates, losses
         self._turn = 0
 
-    def capture(self, shape: StepShape) -> None:
-        """Captures the micro-steps of a step; NotCaptured or NoRoom says why it cannot be done."""
-        micro_batches, image_size = shape
+    def capture(self, shape: StrideShape) -> None:
+        """Captures the launches of a stride; NotCaptured or NoRoom says why it cannot be done."""
+        launches, image_size = shape
         learner = self._learner
         try:
             for turn in range(TURNS):
-                for part in dict.fromkeys(micro_steps(micro_batches)):
-                    of_images = (part.samples, learner.in_channels, image_size, image_size)
-                    if of_images not in self._inputs:
-                        self._inputs[of_images] = blank_batch(learner, part.samples, image_size)
-                    marks = StepTimer(learner.device)
-                    inputs = self._inputs[of_images]
-                    replay = self.backend.capture(partial(self._work, learner, part, *inputs, self._total, marks))
-                    self.graphs[of_images, part, turn] = Captured(replay, marks.ends)
+                for launch in dict.fromkeys(launches):
+                    if turn and len(launch) > 1:
+                        continue
+                    inputs = self._inputs_of(launch, image_size)
+                    marks = (NoMarks if len(launch) > 1 else StepTimer)(learner.device)
+                    run = partial(run_launch, self._work, learner, launch, inputs, self._rates, self._losses, marks)
+                    self.graphs[launch, image_size, turn] = Captured(self.backend.capture(run), marks.ends)
         except RuntimeError as error:
             learner.sync.forget()
             no_room = isinstance(first_cause(error), torch.OutOfMemoryError)
             raise (NoRoom if no_room else NotCaptured)(error) from error
         self.shapes.add(shape)
 
-    def replay(self, part: MicroStep, batch: Batch, timer: StepTimer) -> None:
-        """One micro-step of a step that is captured."""
-        shape = tuple(batch.images.shape)
+    def replay(self, launch: Launch, batch: Batch, timer: StepTimer) -> None:
+        """One launch of a stride that is captured."""
+        image_size = batch.images.shape[-1]
+        for (images, labels), own in zip(inputs_of(batch, launch), self._inputs_of(launch, image_size), strict=True):
+            own[0].copy_(images, non_blocking=True)
+            own[1].copy_(labels, non_blocking=True)
+        self.replay_again(launch, image_size, timer)
+
+    def replay_again(self, launch: Launch, image_size: int, timer: StepTimer) -> None:
+        """On whatever lies in the inputs."""
+        part = launch[0]
+        if len(launch) > 1:
+            self.graphs[launch, image_size, 0].replay()
+            timer.mark("stride")
+            return
         if part.first:
             self._turn = (self._turn + 1) % TURNS
-        images, labels = self._inputs[shape]
-        images.copy_(batch.images, non_blocking=True)
-        labels.copy_(batch.labels, non_blocking=True)
-        captured = self.graphs[shape, part, self._turn]
+        captured = self.graphs[launch, image_size, self._turn]
         captured.replay()
         if part.first or part.last:
             timer.replayed(captured.ends)
         else:
             timer.mark("micro_step")  # its own marks are written again before they are read
+
+    def _inputs_of(self, launch: Launch, image_size: int) -> Inputs:
+        # One of its own for each micro-step: a slice of a large one might be aligned otherwise, which decides which
+        # kernels can run.
+        keys = [(part.samples, image_size, place) for place, part in enumerate(launch)]
+        for key in keys:
+            if key not in self._inputs:
+                self._inputs[key] = blank_batch(self._learner, key[0], image_size)
+        return [self._inputs[key] for key in keys]
 
     def drop(self) -> None:
         """Gives the memory of all graphs back; more can be captured."""

@@ -172,13 +172,8 @@ def evaluate_checkpoint(
         eval_set = open_eval(config.data)
         if list(eval_set.classes) != saved.classes:
             raise InputError(f"the data has {len(eval_set.classes)} other classes than the checkpoint; check --data")
-<<<<<<< HEAD
         model = create_from(config.model, classes=len(saved.classes), in_channels=saved.channels)
-        checkpoint.fill_model(model, saved.weights(), where=str(path))
-=======
-        model = create_model(config.model.model, classes=len(saved.classes), in_channels=saved.channels)
         checkpoint.fill_model(model, saved.weights(averaged=averaged), where=str(path))
->>>>>>> evals
         dtype = torch.float64 if config.optim.precision == "fp64" else torch.float32
         model.to(place, dtype).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         bad_samples: list[str] = []

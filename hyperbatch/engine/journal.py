@@ -1,6 +1,6 @@
 """What the loop says while it runs: metric lines, trace, MLPerf log, progress bar, and the record at the end.
 
-Steps are logged one step late: a loss travels to the host behind its step, and is read once the next one is queued.
+Steps are logged one stride late: their losses travel to the host behind them, and are read once the next are queued.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import platform
 import socket
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -32,20 +33,19 @@ from hyperbatch.errors import RunFailed
 from hyperbatch.mllog import MlperfEvents
 from hyperbatch.plan.types import GroupTiming, StepTiming
 from hyperbatch.record import Result, RunRecord, RunWriter
-from hyperbatch.schedule import EpochGrid, Step, total_steps
+from hyperbatch.schedule import EpochGrid, Step, Stride, total_steps
 
 
 class _Booked(NamedTuple):
     step: Step
     rate: float
-    loss: Tensor  # this rank's, on the device
 
 
 class _Pending(NamedTuple):
-    booked: list[_Booked]  # steps since the line before; the last is the one that gets a line
+    booked: list[_Booked]  # steps that were not pending before; some of the last stride's get a line
     losses: Tensor  # theirs over all ranks, on the host
     arrived: torch.cuda.Event | None  # when the values are there
-    end_s: float  # run time when it was launched
+    end_s: float  # run time when the last was launched
     trained_s: float  # of that, training alone
     marks: Marks
     groups: tuple[GroupTiming, ...]
@@ -68,9 +68,11 @@ class Journal:
         self.console = Console(enabled=chief)
         self.run: Run | None = None
         self._booked: list[_Booked] = []  # steps whose loss has not been looked at
+        self._losses: list[Tensor] = []  # theirs on this rank, still on the device
         self._pending: _Pending | None = None
         self._unreadable: dict[str, None] = {}  # validation images of this rank; in order, each once
         self._timings: deque[StepTiming] = deque(maxlen=256)
+        self._steps_per_launch = 1  # of the longest stride
 
     def __enter__(self) -> Self:
         return self
@@ -108,15 +110,17 @@ class Journal:
             )
             self.mlperf.block_start(run.epoch, min(epochs, evals.next_epoch(run.epoch)))
 
-    def step(self, run: Run, step: Step, loss: Tensor, rate: float, timer: StepTimer) -> None:
-        """Books a step just launched, and writes the one before it."""
+    def stride(self, run: Run, stride: Stride, losses: Tensor, rates: Sequence[float], timer: StepTimer) -> None:
+        """Books a stride just launched, and writes the one before it."""
         self._write()
-        self._booked.append(_Booked(step, rate, loss))
-        if step.index % self.config.run.log_every_steps:
+        self._booked += map(_Booked, stride, rates)
+        self._losses.append(losses)
+        self._steps_per_launch = max(self._steps_per_launch, len(stride))
+        if not any(self._has_line(step) for step in stride):
             return
         booked, losses = self._take(run)
         # On a GPU reading group times waits for the device, so a few steps must do.
-        sampled = run.learner.device.type == "cpu" or step.index % 100 == 50
+        sampled = run.learner.device.type == "cpu" or any(step.index % 100 == 50 for step in stride)
         groups, phases = (run.learner.sync.timings(), run.learner.sync.phases()) if sampled else ((), ())
         arrived = None
         if losses.is_cuda:
@@ -137,7 +141,8 @@ class Journal:
     def _take(self, run: Run) -> tuple[list[_Booked], Tensor]:
         """The steps not looked at yet, and the mean of each one's loss over ranks."""
         booked, self._booked = self._booked, []
-        losses = torch.stack([item.loss for item in booked])
+        losses = torch.cat(self._losses)
+        self._losses.clear()
         if run.learner.comm.world is not None:
             dist.all_reduce(losses, group=run.learner.comm.world)
             losses = losses / run.ranks.world_size
@@ -149,36 +154,41 @@ class Journal:
         booked, losses, arrived, end_s, trained_s, marks, groups, phases = self._pending
         self._pending = None
         if arrived is not None:
-            arrived.synchronize()  # with that step only: the one queued behind it goes on
+            arrived.synchronize()  # with that stride only: the one queued behind it goes on
         values = losses.tolist()
         _check_finite(booked, values)
-        (step, rate, _), loss = booked[-1], values[-1]
-        samples = len(self.run.train_set)
-        position = step.position + step.phase.global_batch
-        rate_s = max(trained_s - self._last_s, 1e-9)
-        images_per_s = (position - self._last_position) / rate_s
+        last = booked[-1].step
+        position = last.position + last.phase.global_batch
+        elapsed_s = max(trained_s - self._last_s, 1e-9)
+        images_per_s = (position - self._last_position) / elapsed_s
         self._last_s, self._last_position = trained_s, position
         # GradSync counts from its last begin(), which follows the last forward.
         forward_end = max((end for name, _, end in marks.spans() if name == "forward"), default=0.0)
         groups = tuple(shifted(group, forward_end) for group in groups)
         timing = marks.timing(groups)
         self._timings.append(timing)
-        epoch = position / samples
+        for place, ((step, rate), loss) in enumerate(zip(booked, values, strict=True)):
+            if not self._has_line(step):
+                continue
+            epoch = (step.position + step.phase.global_batch) / len(self.run.train_set)
+            if self.writer is not None:
+                self.writer.step(
+                    step=step.index + 1,
+                    epoch=epoch,
+                    # Steps that were launched together share the time evenly.
+                    time_s=end_s - (len(booked) - 1 - place) / len(booked) * elapsed_s,
+                    loss=loss,
+                    lr=rate,
+                    global_batch=step.phase.global_batch,
+                    images_per_s=images_per_s,
+                    exposed_comm_s=timing.exposed_comm_s,
+                    data_wait_s=timing.data_wait_s,
+                )
+            self.console.step(step.index + 1, epoch, loss, rate, images_per_s)
         if self.writer is not None:
-            self.writer.step(
-                step=step.index + 1,
-                epoch=epoch,
-                time_s=end_s,
-                loss=loss,
-                lr=rate,
-                global_batch=step.phase.global_batch,
-                images_per_s=images_per_s,
-                exposed_comm_s=timing.exposed_comm_s,
-                data_wait_s=timing.data_wait_s,
-            )
-            start_s = end_s - timing.step_s
+            start_s = end_s - marks.steps * timing.step_s
             for name, begin, end in marks.spans():
-                self.writer.span(name, start_s + begin, end - begin, track="engine", step=step.index + 1)
+                self.writer.span(name, start_s + begin, end - begin, track="engine", step=last.index + 1)
             self.writer.groups(groups, start_s)
             for phase in phases:  # a track each, since chunks of a pipelined torus overlap
                 self.writer.span(
@@ -188,7 +198,9 @@ class Journal:
                     track=phase.phase,
                     bytes=phase.bytes,
                 )
-        self.console.step(step.index + 1, epoch, loss, rate, images_per_s)
+
+    def _has_line(self, step: Step) -> bool:
+        return step.index % self.config.run.log_every_steps == 0
 
     def eval_start(self, run: Run) -> None:
         if self.mlperf is not None:
@@ -231,7 +243,7 @@ class Journal:
         return RunRecord(
             recipe=self.config.recipe,
             config=self.config.to_dict(),
-            environment=environment(run),
+            environment=environment(run) | {"steps_per_launch": self._steps_per_launch},
             world_size=run.ranks.world_size,
             grid=str(run.learner.comm.grid),
             result=Result(
@@ -267,7 +279,7 @@ class Journal:
 
 
 def _check_finite(booked: list[_Booked], losses: list[float]) -> None:
-    for (step, rate, _), loss in zip(booked, losses, strict=True):
+    for (step, rate), loss in zip(booked, losses, strict=True):
         if not math.isfinite(loss):
             raise RunFailed(
                 f"the loss became {loss} at step {step.index + 1} (epoch {step.epoch:.2f}, rate {rate:.4g}); "

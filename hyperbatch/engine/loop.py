@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hyperbatch.config import Config
@@ -23,14 +21,24 @@ from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.ranks import Ranks, join
 from hyperbatch.engine.run import Run, build_run
 from hyperbatch.engine.runner import StepRunner
-from hyperbatch.engine.step import MicroStep, micro_steps
+from hyperbatch.engine.step import MicroStep
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.whiten import rehearse, whiten
 from hyperbatch.models import smoothed_cross_entropy
 from hyperbatch.optim.averaging import new_share_at
-from hyperbatch.optim.build import set_rate
 from hyperbatch.record import RunRecord
-from hyperbatch.schedule import EpochGrid, Step, learning_rate, position_of, steps, weight_decay_scale
+from hyperbatch.schedule import (
+    EpochGrid,
+    Step,
+    Stride,
+    learning_rate,
+    position_of,
+    steps,
+    strides,
+    weight_decay_scale,
+)
+
+STRIDES_AHEAD = 500  # that are captured before the run's time starts: all of a short run's
 
 
 def run(config: Config, ranks: Ranks, *, report: Callable[[dict[str, Any]], None] | None = None) -> RunRecord:
@@ -69,20 +77,21 @@ def run(config: Config, ranks: Ranks, *, report: Callable[[dict[str, Any]], None
 
 
 def train(run: Run, runner: StepRunner, journal: Journal) -> RunRecord:
-    """From where the run stands to its end: for every step its rate, its batches, the update, and what follows it."""
+    """From where the run stands to its end: for every stride of steps their rates, their batches, the updates, and what
+    follows them."""
     config, learner, clock, progress, samples = run.config, run.learner, run.clock, run.progress, len(run.train_set)
-    timer = StepTimer(learner.device)
-    todo, ahead = itertools.tee(steps_left(run))
-    batches = run.loader.batches(ahead)
     end = position_of(config.schedule.epochs, samples)
     evals = EpochGrid(config.run.eval_every_epochs, config.run.eval_offset_epochs, samples)
     every = config.run.checkpoint_every_epochs
     saves = evals if every is None else EpochGrid(every, 0.0, samples)
     # The run's time starts with the first training sample: by then its kernels are there.
-    runner.warm_up(shapes_ahead(run))
-    for first in itertools.islice(steps_left(run), 1):
-        if not runner.is_ready(first):
-            runner.prepare(first)
+    todo = prepared_strides(
+        run, runner, lambda step: evals.crossed(step) or saves.crossed(step) or new_share(run, step) is not None
+    )
+    todo, ahead = itertools.tee(todo)
+    batches = run.loader.batches(ahead)
+    timer = StepTimer(learner.device)
+    timer.alone = runner.alone
     rehearse(run)
     reason = run.validation.prepare(capture=runner.captures)
     if reason is not None:
@@ -92,23 +101,22 @@ def train(run: Run, runner: StepRunner, journal: Journal) -> RunRecord:
     if progress.step == 0:
         begin(run)
 
-    for step in todo:
-        if not runner.is_ready(step):
-            journal.flush()  # waits for the step before: it is training, and what follows is not
+    for stride in todo:
+        if not runner.is_ready(stride):
+            journal.flush()  # waits for the stride before: it is training, and what follows is not
             with clock.booked("capture"):
-                runner.prepare(step)
-        rate = learning_rate(config.schedule, step.epoch)
-        decay = weight_decay_scale(config.schedule, step.epoch)
-        early = learning_rate(config.schedule, step.epoch, ends_epoch=config.optim.whiten_bias_epochs)
-        set_rate(learner.optimizer, rate, decay if config.optim.decoupled_weight_decay else 1.0, early_lr=early)
-        # Dropout and the like depend on (seed, step, rank) only, so a resumed run draws what an unbroken one would.
-        torch.manual_seed(zlib.crc32(f"{config.run.seed} {step.index} {run.ranks.rank}".encode()))
+                runner.prepare(stride)
+        rates = [learning_rate(config.schedule, step.epoch) for step in stride]
+        runner.rates.write(
+            [(rate, decay_scale(config, step), early_rate(config, step)) for rate, step in zip(rates, stride, strict=True)]
+        )
 
-        timer.start()
-        loss = train_step(runner, step, batches, timer)
+        timer.start(len(stride))
+        losses = train_stride(runner, stride, batches, timer)
+        step = stride[-1]  # only a stride's last step may be followed by anything but the next step
         average_weights(run, step)
         progress.step, progress.position = step.index + 1, step.position + step.phase.global_batch
-        journal.step(run, step, loss, rate, timer)
+        journal.stride(run, stride, losses, rates, timer)
 
         finished = progress.position >= end
         if finished or evals.crossed(step):
@@ -135,23 +143,27 @@ def begin(run: Run) -> None:
 
 def average_weights(run: Run, step: Step) -> None:
     """Takes the weights that the step has left into their average, at the steps that the config says."""
-    config, average = run.config, run.learner.average
-    if average is None:
-        return
-    done = (step.position + step.phase.global_batch) / position_of(config.schedule.epochs, len(run.train_set))
-    new_share = new_share_at(config.optim, step=step.index + 1, done=min(1.0, done))
-    if new_share is not None:
-        average.set_share(new_share)
-        average.update()
+    share = new_share(run, step)
+    if share is not None and run.learner.average is not None:
+        run.learner.average.set_share(share)
+        run.learner.average.update()
 
 
-def train_step(runner: StepRunner, step: Step, batches: Iterator[Batch], timer: StepTimer) -> Tensor:
-    """One optimizer step of one or more micro-steps; returns this rank's mean loss, still on the device."""
-    for part in micro_steps(step.phase.micro_batches):
+def new_share(run: Run, step: Step) -> float | None:
+    """What the weights after this step count in their average; None: they are not taken."""
+    if run.learner.average is None:
+        return None
+    done = (step.position + step.phase.global_batch) / position_of(run.config.schedule.epochs, len(run.train_set))
+    return new_share_at(run.config.optim, step=step.index + 1, done=min(1.0, done))
+
+
+def train_stride(runner: StepRunner, stride: Stride, batches: Iterator[Batch], timer: StepTimer) -> Tensor:
+    """The optimizer steps of a stride; returns this rank's mean loss of each, still on the device."""
+    for launch in runner.launches(stride):
         batch = next(batches)
         timer.mark("data_wait")
-        runner.run(part, batch, timer)  # `micro_step`, as it stands or captured
-    return runner.total.clone()  # the next step writes there
+        runner.run(stride, launch, batch, timer)  # `micro_step` after `micro_step`, as they stand or captured
+    return runner.losses[: len(stride)].clone()  # the next stride writes there
 
 
 def micro_step(
@@ -180,6 +192,7 @@ def micro_step(
     timer.mark("exposed_comm")
     learner.update.step()
     learner.scaler.update()
+    # What else happens after every update belongs here, so that it is a part of every step of a stride.
     timer.mark("update")
 
 
@@ -197,6 +210,37 @@ def evaluate_run(run: Run, journal: Journal) -> bool:
         run.progress.time_to_target_s = run.progress.evaluated_s
     journal.eval(run, score)
     return reached
+
+
+def decay_scale(config: Config, step: Step) -> float:
+    """A decoupled weight decay has a schedule of its own; the rate's is enough for any other."""
+    return weight_decay_scale(config.schedule, step.epoch) if config.optim.decoupled_weight_decay else 1.0
+
+
+def early_rate(config: Config, step: Step) -> float:
+    """The rate of parameters that are trained in the first epochs alone."""
+    return learning_rate(config.schedule, step.epoch, ends_epoch=config.optim.whiten_bias_epochs)
+
+
+def prepared_strides(run: Run, runner: StepRunner, ends: Callable[[Step], bool]) -> Iterator[Stride]:
+    """What is left of the run, with the first strides warmed up and captured; `ends`: as for `schedule.strides`."""
+    runner.warm_up(shapes_ahead(run))
+    block = []  # the steps before the first break
+    for step in itertools.islice(steps_left(run), STRIDES_AHEAD):
+        block.append(step)
+        if ends(step):
+            break
+    if block:
+        runner.choose_length(block)
+
+    def left() -> Iterator[Stride]:
+        return strides(steps_left(run), length=runner.length, shape=runner.shape, ends=ends)
+
+    near = list(itertools.islice(left(), STRIDES_AHEAD))
+    for stride in near + near[:1]:  # the first again: a later one may have needed its memory
+        if not runner.is_ready(stride):
+            runner.prepare(stride)
+    return left()
 
 
 def steps_left(run: Run) -> Iterator[Step]:

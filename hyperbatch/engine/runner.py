@@ -1,14 +1,16 @@
-"""Runs the micro-steps of a learner: as plain code, or as replays of CUDA graphs (engine/cuda_graphs.py).
+"""Runs the steps of a learner: as plain code, or as replays of CUDA graphs (engine/cuda_graphs.py).
 
-before the run:        every shape ahead is warmed up (nothing is kept): choosing and compiling kernels is slow
-a shape's first step:  its micro-steps are captured, where steps are captured
-every step:            batch -> micro-step -> loss, already updated weights
+before the run:          every shape ahead is warmed up (nothing is kept): choosing and compiling kernels is slow;
+                         a step is measured, and short ones are launched several at a time, as a stride
+a shape's first stride:  it is captured, where steps are captured
+every stride:            batch -> micro-steps -> losses, already updated weights
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -16,18 +18,33 @@ import torch
 from hyperbatch.config import Config
 from hyperbatch.data.augment import size_at
 from hyperbatch.data.batch import Batch
-from hyperbatch.engine.cuda_graphs import Backend, CapturedSteps, CudaGraphs, NoRoom, NotCaptured, StepShape
+from hyperbatch.engine.cuda_graphs import (
+    TURNS,
+    Backend,
+    CapturedSteps,
+    CudaGraphs,
+    NoRoom,
+    NotCaptured,
+    StrideShape,
+)
 from hyperbatch.engine.learner import Learner
-from hyperbatch.engine.ranks import Ranks, gather
-from hyperbatch.engine.step import MicroStep, Work, blank_batch, micro_steps
+from hyperbatch.engine.ranks import Ranks, gather, share
+from hyperbatch.engine.step import Launch, Work, blank_batch, inputs_of, launches, micro_steps, run_launch
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.warmup import compile_kernels, preserved_state
 from hyperbatch.errors import InputError
-from hyperbatch.schedule import Step
+from hyperbatch.optim.rates import RateTable
+from hyperbatch.plan.types import StepTiming
+from hyperbatch.schedule import Step, Stride
+from hyperbatch.stopwatch import wait
+
+LAUNCH_S = 0.025  # of steps that a launch should hold: the host needs a millisecond for it, and now and then ten
+MAX_STEPS = 16  # in a launch by our own choice: capturing a step takes as long as running it from Python
+StepShape = tuple[tuple[int, ...], int]  # samples of each micro-step, image size
 
 
 class StepRunner:
-    """`prepare` a step whose shape is new (`is_ready` says so), then `run` each of its micro-steps."""
+    """`prepare` a stride whose shape is new (`is_ready` says so), then `run` each of its launches."""
 
     def __init__(
         self,
@@ -46,35 +63,75 @@ class StepRunner:
         """
         self._learner, self._work, self._config, self._ranks, self._warnings = learner, work, config, ranks, warnings
         self._warm = learner.device.type == "cuda" if warm is None else warm
-        dtype = torch.promote_types(learner.dtype, torch.float32)
-        self.total = torch.zeros((), dtype=dtype, device=learner.device)  # this step's loss
+        dtype, rows = torch.promote_types(learner.dtype, torch.float32), max(MAX_STEPS, config.run.steps_per_launch)
+        self.losses = torch.zeros(rows, dtype=dtype, device=learner.device)  # of the stride's steps
+        self.rates = RateTable(learner.optimizer, rows)
+        self.alone: StepTiming | None = None  # a step launched by itself, once `choose_length` has measured it
         if backend is None and learner.capturable:
             backend = CudaGraphs(learner.device)
-        self._captured = None if backend is None else CapturedSteps(backend, learner, work, self.total)
+        self._captured = None
+        if backend is not None:
+            self._captured = CapturedSteps(backend, learner, work, self.rates, self.losses)
         self._warmed: set[StepShape] = set()
+        self._draws = False  # whether a step draws random numbers
+        self._length, self._block_steps = 1, 1
+        self._pixel_s: float | None = None  # of a step, where the length of strides follows from it
 
     @property
     def captures(self) -> bool:
         return self._captured is not None
 
-    def is_ready(self, step: Step) -> bool:
-        """Whether the step can run at once."""
-        return self._captured is None or self._shape(step) in self._captured.shapes
+    def shape(self, step: Step) -> StepShape:
+        return step.phase.micro_batches, size_at(self._config.data, step.epoch)
+
+    def is_ready(self, stride: Stride) -> bool:
+        """Whether the stride can run at once."""
+        return self._captured is None or self._stride_shape(stride) in self._captured.shapes
 
     def warm_up(self, steps: Iterable[Step]) -> None:
         """Runs steps of these shapes without a trace: kernels are chosen and compiled, communicators opened."""
-        for shape in map(self._shape, steps):
+        for shape in map(self.shape, steps):
             if self._warm and shape not in self._warmed:
                 self._attempt(partial(self._warm_up, shape))
                 self._warmed.add(shape)
 
-    def prepare(self, step: Step) -> None:
-        """Captures the step's shape. A capture that fails leaves the run plain, with a warning."""
-        self.warm_up([step])
+    def choose_length(self, block: Sequence[Step], *, measure: bool | None = None) -> None:
+        """Settles how many steps a stride has, the same on every rank; before, each has one.
+
+        block: the steps that come first, up to one that something else follows. measure: choose by the time of a step
+        where the config leaves it open; None: on GPUs. Random numbers are seeded before a launch, so steps that draw
+        some are captured one by one.
+        """
+        first, wanted = block[0], self._config.run.steps_per_launch
+        measure = self._learner.device.type == "cuda" if measure is None else measure
+        if self._captured is not None:
+            if wanted == 1 or not (wanted or measure) or any(gather(self._draws, self._ranks)):
+                return
+            if not self.is_ready((first,)):
+                self.prepare((first,))
+        if self._captured is None:  # from the start, or because it could not be done
+            self._length = max(1, wanted)
+            return
+        self.alone = alone = self._measure(self._captured, first)
+        self._length, self._block_steps = wanted, len(block)
+        if not wanted:
+            micro_batches, image_size = self.shape(first)
+            self._pixel_s = alone.step_s / (sum(micro_batches) * image_size**2)
+
+    def length(self, first: Step) -> int:
+        """Steps of a stride that begins with this one. A step takes as long as its pixels say."""
+        if self._pixel_s is None:
+            return self._length
+        micro_batches, image_size = self.shape(first)
+        return stride_length(self._pixel_s * sum(micro_batches) * image_size**2, self._block_steps)
+
+    def prepare(self, stride: Stride) -> None:
+        """Captures the stride's shape. A capture that fails leaves the run plain, with a warning."""
+        self.warm_up(stride[:1])
         captured = self._captured
         if captured is None:
             return
-        capture, fits = partial(captured.capture, self._shape(step)), False
+        capture, fits = partial(captured.capture, self._stride_shape(stride)), False
         with contextlib.suppress(torch.OutOfMemoryError) if captured.graphs else contextlib.nullcontext():
             self._attempt(capture)
             fits = True
@@ -85,23 +142,58 @@ class StepRunner:
         if self.captures:
             self._learner.sync.check()  # a graph would go on using what some ranks alone use
             self._learner.arena.pinned = True
+            if len(stride) > 1:
+                # A graph's first launch also sends it to the device, which takes long when it is large.
+                with preserved_state(self._learner):
+                    self._replay(captured, stride, StepTimer(self._learner.device))
 
-    def run(self, part: MicroStep, batch: Batch, timer: StepTimer) -> None:
-        """One micro-step whose batch is there."""
+    def launches(self, stride: Stride) -> tuple[Launch, ...]:
+        """What `run` is called with, one after the other."""
+        return launches(stride[0].phase.micro_batches, len(stride))
+
+    def run(self, stride: Stride, launch: Launch, batch: Batch, timer: StepTimer) -> None:
+        """One launch of a stride, whose batch is there."""
         if self._captured is None:
-            self._work(self._learner, part, batch.images, batch.labels, self.total, timer)
-        else:
-            self._captured.replay(part, batch, timer)
+            seeds, inputs = [self._seed(step) for step in stride], inputs_of(batch, launch)
+            run_launch(self._work, self._learner, launch, inputs, self.rates, self.losses, timer, seeds=seeds)
+            return
+        if launch[0].first:
+            torch.manual_seed(self._seed(stride[0]))
+        self._captured.replay(launch, batch, timer)
 
     def close(self) -> None:
         """Lets the graphs go. Whoever destroys the process group does this first: NCCL waits for them."""
         if self._captured is not None:
             self._captured.close()
 
+    def _seed(self, step: Step) -> int:
+        # Dropout and the like depend on (seed, step, rank) only, so a resumed run draws what an unbroken one would.
+        return zlib.crc32(f"{self._config.run.seed} {step.index} {self._ranks.rank}".encode())
+
     # --- a new shape --------------------------------------------------------------------------------------------
 
-    def _shape(self, step: Step) -> StepShape:
-        return step.phase.micro_batches, size_at(self._config.data, step.epoch)
+    def _stride_shape(self, stride: Stride) -> StrideShape:
+        return self.launches(stride), size_at(self._config.data, stride[0].epoch)
+
+    def _measure(self, captured: CapturedSteps, step: Step) -> StepTiming:
+        """Replays a captured step without a trace; rank 0's time on every rank."""
+        device, timer = self._learner.device, StepTimer(self._learner.device)
+        with preserved_state(self._learner):
+            for _ in range(TURNS + 1):  # the first of each turn takes longer
+                wait(device)
+                timer.start()
+                self._replay(captured, (step,), timer)
+                timer.mark("micro_step")  # what no mark of the graphs has told
+                wait(device)  # for the marks
+                timing = share(timer.marks().timing(()), self._ranks)
+                if timing.step_s > 2 * LAUNCH_S:
+                    break  # long in any case
+            return timing
+
+    def _replay(self, captured: CapturedSteps, stride: Stride, timer: StepTimer) -> None:
+        launches, image_size = self._stride_shape(stride)
+        for launch in launches:
+            captured.replay_again(launch, image_size, timer)
 
     def _attempt(self, work: Callable[[], None]) -> None:
         """Warms up or captures; where steps are captured and this one cannot be, the run goes on plain.
@@ -133,18 +225,20 @@ class StepRunner:
 
         def step() -> None:
             for part in ends:
-                self._work(learner, part, *batches[part.samples], self.total, timer)
+                run_launch(self._work, learner, (part,), [batches[part.samples]], self.rates, self.losses, timer)
 
         with preserved_state(learner):
             # Norms over ranks exchange sums in forward: a rank that fails to compile would leave the others waiting.
             if learner.fused and self._config.model.bn_group_ranks == 1:
                 for images, labels in batches.values():
                     reason = compile_kernels(
-                        learner, self._work, images, labels, self.total, ranks_per_host=self._ranks.local_size
+                        learner, self._work, images, labels, self.losses[0], ranks_per_host=self._ranks.local_size
                     )
                     if reason is not None:
                         self._warnings.append(f"kernels are compiled one after the other: {reason}")
+            before = _random_state(learner.device)
             step()
+            self._draws |= _random_state(learner.device) != before
             # Once: other shapes run the same code, and later the loader's threads wait for the device as they may.
             if self._captured is not None and not self._warmed:
                 try:
@@ -162,3 +256,17 @@ class StepRunner:
         self._learner.arena.pinned = False
         self._learner.arena.zero_grad()
         self._warnings.append(f"steps run without a CUDA graph: {reason}")
+
+
+def stride_length(step_s: float, block_steps: int) -> int:
+    """Steps that fill a launch, of a number that leaves few over in a block: 33 steps are 4 strides of 8, and 1."""
+    most = max(1, min(MAX_STEPS, int(LAUNCH_S / step_s), block_steps))
+    return block_steps // -(-block_steps // most)
+
+
+def _random_state(device: torch.device) -> list[bytes]:
+    """Of the generators that a model draws from; the host knows it, so nothing is waited for."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return [state.numpy().tobytes() for state in states]

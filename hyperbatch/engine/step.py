@@ -1,25 +1,39 @@
-"""The micro-steps of one optimizer step. engine/loop.py says what happens in each."""
+"""The micro-steps of a step, and which of them are launched together. engine/loop.py says what happens in each.
+
+a step alone        [first] [middle] ... [last]                 a launch for each: they share graphs and inputs
+a stride of steps   [first ... last | first ... last | ...]     one launch
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hyperbatch.data.batch import Batch
 from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.steptimer import StepTimer
+from hyperbatch.optim.rates import RateTable
 
 
 class MicroStep(NamedTuple):
-    """One part of an optimizer step: the first clears gradients, the last exchanges them and updates."""
+    """One part of an optimizer step: the first clears gradients, the last exchanges them and updates.
+
+    What a step does depends on nothing else that the host knows: a graph is captured per value of these fields.
+    """
 
     samples: int  # of this micro-step
     samples_per_step: int  # of all micro-steps of this rank
     first: bool
     last: bool
+    step: int = 0  # which of the launch's steps it belongs to
 
+
+Launch = tuple[MicroStep, ...]  # micro-steps that run one after the other, as one CUDA graph where they are captured
+Inputs = list[tuple[Tensor, Tensor]]  # images and labels of each micro-step of a launch
 
 # What a micro-step does with its images and labels; the tensor before the timer gets the step's loss so far.
 Work = Callable[[Learner, MicroStep, Tensor, Tensor, Tensor, StepTimer], None]
@@ -29,6 +43,45 @@ def micro_steps(micro_batches: Sequence[int]) -> list[MicroStep]:
     """The micro-steps of one optimizer step, in order, from the samples of each."""
     total, end = sum(micro_batches), len(micro_batches) - 1
     return [MicroStep(samples, total, first=i == 0, last=i == end) for i, samples in enumerate(micro_batches)]
+
+
+@cache
+def launches(micro_batches: tuple[int, ...], steps: int) -> tuple[Launch, ...]:
+    """What is launched for a stride of `steps` steps."""
+    if steps == 1:
+        return tuple((part,) for part in micro_steps(micro_batches))
+    return (tuple(part._replace(step=step) for step in range(steps) for part in micro_steps(micro_batches)),)
+
+
+def run_launch(
+    work: Work,
+    learner: Learner,
+    launch: Launch,
+    inputs: Inputs,
+    rates: RateTable,
+    losses: Tensor,
+    timer: StepTimer,
+    *,
+    seeds: Sequence[int] | None = None,
+) -> None:
+    """Runs the micro-steps of a launch, or is captured doing so; each step's loss goes to its place in `losses`.
+
+    seeds: of each step's random numbers. A graph cannot seed: it takes those of the generator when it is replayed.
+    """
+    for part, (images, labels) in zip(launch, inputs, strict=True):
+        if part.first:
+            if seeds is not None:
+                torch.manual_seed(seeds[part.step])
+            rates.apply(part.step)
+        work(learner, part, images, labels, losses[part.step], timer)
+
+
+def inputs_of(batch: Batch, launch: Launch) -> Inputs:
+    """The batch of a launch, cut for its micro-steps without a copy."""
+    if len(launch) == 1:
+        return [(batch.images, batch.labels)]
+    sizes = [part.samples for part in launch]
+    return list(zip(batch.images.split(sizes), batch.labels.split(sizes), strict=True))
 
 
 def blank_batch(learner: Learner, samples: int, image_size: int) -> tuple[Tensor, Tensor]:

@@ -10,15 +10,18 @@ import torch
 from hyperbatch.plan.types import GroupTiming, StepTiming
 from hyperbatch.stopwatch import Mark, seconds_between
 
+PHASES = ("forward", "backward", "exposed_comm", "update")
 Ends = tuple[tuple[str, Mark], ...]  # (phase that ended, moment)
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """One step's marks."""
+    """The marks of one launch, or of a step's several."""
 
     start: Mark
     ends: Ends
+    steps: int = 1
+    alone: StepTiming | None = None  # a step that was measured by itself
 
     def spans(self) -> list[tuple[str, float, float]]:
         """(phase, start_s, end_s) from the step's start. On a GPU the step must have finished."""
@@ -30,8 +33,8 @@ class Marks:
         return spans
 
     def timing(self, groups: tuple[GroupTiming, ...]) -> StepTiming:
-        names = ("data_wait", "forward", "backward", "exposed_comm", "update", "micro_step")
-        seconds: dict[str, float] = dict.fromkeys(names, 0.0)
+        """Of one step: the mean where there are several."""
+        seconds: dict[str, float] = dict.fromkeys((*PHASES, "data_wait", "micro_step", "stride"), 0.0)
         spans = self.spans()
         for name, start, end in spans:
             seconds[name] += end - start
@@ -40,7 +43,14 @@ class Marks:
         share = seconds["forward"] / known if known else 0.5
         seconds["forward"] += share * whole
         seconds["backward"] += (1 - share) * whole
-        return StepTiming(step_s=spans[-1][2], groups=groups, **{f"{name}_s": s for name, s in seconds.items()})
+        # Steps that were replayed as a whole divide as a step alone does.
+        if stride := seconds.pop("stride"):
+            assert self.alone is not None, "a step alone is measured before strides are"
+            alone = {name: getattr(self.alone, f"{name}_s") for name in PHASES}
+            for name in PHASES:
+                seconds[name] += stride * alone[name] / sum(alone.values())
+        means = {f"{name}_s": total / self.steps for name, total in seconds.items()}
+        return StepTiming(step_s=spans[-1][2] / self.steps, groups=groups, **means)
 
 
 class StepTimer:
@@ -49,11 +59,15 @@ class StepTimer:
     Marks made while a CUDA graph is captured belong to the graph: each replay writes them anew.
     """
 
+    alone: StepTiming | None = None  # see Marks
+
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self.start()
 
-    def start(self) -> None:
+    def start(self, steps: int = 1) -> None:
+        """A launch of so many steps begins, or a step of several launches."""
+        self._steps = steps
         self._ends: list[tuple[str, Mark]] = []
         self._start = self._now()
 
@@ -69,7 +83,7 @@ class StepTimer:
         return tuple(self._ends)
 
     def marks(self) -> Marks:
-        return Marks(self._start, self.ends)
+        return Marks(self._start, self.ends, self._steps, self.alone)
 
     def _now(self) -> Mark:
         if not self._cuda:
@@ -77,3 +91,10 @@ class StepTimer:
         event = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
         event.record()
         return event
+
+
+class NoMarks(StepTimer):
+    """For the inside of a stride's graph: its marks would be written anew before the journal has read them."""
+
+    def mark(self, phase: str) -> None:
+        pass

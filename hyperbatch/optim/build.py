@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -103,8 +104,16 @@ def set_rate(
 
     early_lr: for groups whose schedule ends early. Each group takes its own factor of the rate.
     """
+    for group, name, value in settings_at(optimizer, lr, weight_decay_scale, early_lr):
+        write_setting(group, name, value)
+
+
+def settings_at(
+    optimizer: torch.optim.Optimizer, lr: float, weight_decay_scale: float = 1.0, early_lr: float | None = None
+) -> Iterator[tuple[dict[str, Any], str, float]]:
+    """(group, name, value) of all that a schedule sets: always the same names in the same order."""
     for group in optimizer.param_groups:
         own = early_lr if early_lr is not None and group.get("ends_early") else lr
-        write_setting(group, "lr", own * group.get("lr_scale", 1.0))
+        yield group, "lr", own * group.get("lr_scale", 1.0)
         if "base_weight_decay" in group:
-            write_setting(group, "weight_decay", group["base_weight_decay"] * weight_decay_scale)
+            yield group, "weight_decay", group["base_weight_decay"] * weight_decay_scale

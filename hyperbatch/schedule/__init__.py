@@ -1,16 +1,28 @@
 """Learning rate and batch size as pure functions of progress."""
 
-from hyperbatch.schedule.batch import EpochGrid, Phase, Step, position_of, resolve_phases, steps, total_steps
+from hyperbatch.schedule.batch import (
+    EpochGrid,
+    Phase,
+    Step,
+    Stride,
+    position_of,
+    resolve_phases,
+    steps,
+    strides,
+    total_steps,
+)
 from hyperbatch.schedule.rate import learning_rate, weight_decay_scale
 
 __all__ = [
     "EpochGrid",
     "Phase",
     "Step",
+    "Stride",
     "learning_rate",
     "position_of",
     "resolve_phases",
     "steps",
+    "strides",
     "total_steps",
     "weight_decay_scale",
 ]

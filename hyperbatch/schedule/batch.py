@@ -7,7 +7,7 @@ starts at or after its epoch, and a run may be continued on another number of ra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from hyperbatch.config import BatchPhase
@@ -42,6 +42,9 @@ class Step:
     position: int
     epoch: float
     phase: Phase
+
+
+Stride = tuple[Step, ...]  # consecutive steps that are launched together
 
 
 def resolve_phases(
@@ -94,6 +97,33 @@ def steps(
         yield Step(index=index, position=position, epoch=position / train_samples, phase=phase)
         position += phase.global_batch
         index += 1
+
+
+def strides(
+    steps: Iterable[Step],
+    *,
+    length: Callable[[Step], int],
+    shape: Callable[[Step], object],
+    ends: Callable[[Step], bool],
+) -> Iterator[Stride]:
+    """Cuts steps into strides: `length` of them where so many of one shape follow each other, else one by one.
+
+    length: of a stride that begins with this step. ends: whether something else comes after this step, which must not
+    happen in the middle of a stride. There are only these two lengths, since each has to be prepared.
+    """
+    held: list[Step] = []
+    for step in steps:
+        if held and shape(step) != shape(held[0]):
+            yield from ((one,) for one in held)
+            held = []
+        held.append(step)
+        if len(held) == length(held[0]):
+            yield tuple(held)
+            held = []
+        elif ends(step):
+            yield from ((one,) for one in held)
+            held = []
+    yield from ((one,) for one in held)
 
 
 def total_steps(phases: tuple[Phase, ...], train_samples: int, epochs: float) -> int:

@@ -247,13 +247,13 @@ def test_diverged_run_stops_with_a_reason(tmp_path):
 
 def diverges_between_two_lines(rank, values):
     """The loss of step 4 is not finite on the last rank, and only steps 1, 8, 15 ... are logged."""
-    train_step = loop.train_step
+    train_stride = loop.train_stride
 
-    def lost(runner, step, *rest):
-        loss = train_step(runner, step, *rest)
-        return loss * torch.nan if step.index == 3 and rank == dist.get_world_size() - 1 else loss
+    def lost(runner, stride, *rest):
+        losses = train_stride(runner, stride, *rest)
+        return losses * torch.nan if stride[0].index == 3 and rank == dist.get_world_size() - 1 else losses
 
-    loop.train_step = lost
+    loop.train_stride = lost
     with pytest.raises(RunFailed, match="the loss became nan at step 4 "):
         run(config(**values), ranks_here())
 
@@ -276,14 +276,14 @@ def test_every_line_has_the_loss_of_its_step(tmp_path):
 
 def draws(rank, values):
     """What dropout would draw at each step."""
-    train_step, drawn = loop.train_step, []
+    micro_step, drawn = loop.micro_step, []
 
     def note(*args):
         with torch.random.fork_rng(devices=[]):
             drawn.append(torch.rand(1).item())
-        return train_step(*args)
+        return micro_step(*args)
 
-    loop.train_step = note
+    loop.micro_step = note
     run(config(**values), ranks_here())
     return drawn
 

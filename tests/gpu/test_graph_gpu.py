@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hyperbatch import checkpoint
 from hyperbatch.bench.step_runs import captured
 from hyperbatch.comm import GridComm
 from hyperbatch.config import BatchPhase, Config, SizePhase
@@ -147,6 +148,73 @@ def test_captured_runs_give_the_bits_of_plain_ones(tmp_path, values):
     assert sum(parts) == pytest.approx(timing["step_s"], rel=1e-3), "events of one step, not of two"
 
 
+class Shrill(nn.Module):
+    """As Loud, but nothing is drawn at random."""
+
+    def __init__(self, classes, in_channels):
+        super().__init__()
+        self.body = dropped(classes, in_channels)
+        self.body[3] = nn.Identity()
+
+    def forward(self, x):
+        return self.body(x) * 100
+
+
+STRIDES = {name: values for name, values in CASES.items() if name not in ("dropout", "skipped steps")}
+STRIDES |= {
+    "skipped steps": {"model": "test_graph_gpu:Shrill", "lr": 0.05},
+    "few lines": {"log_every_steps": 5, "checkpoint_every_epochs": 0.7},
+}
+
+
+@pytest.mark.parametrize("values", STRIDES.values(), ids=STRIDES)
+def test_strides_give_the_bits_of_single_steps(tmp_path, values):
+    """Twelve steps in threes, where so many follow each other: a graph of three steps against three graphs of one."""
+    single, lines = train(tmp_path / "single", graph="on", steps_per_launch=1, **values)
+    record, stride_lines = train(tmp_path / "strides", graph="on", steps_per_launch=3, **values)
+    assert stride_lines == lines
+    assert single.environment["steps_per_launch"] == 1
+    assert record.environment["steps_per_launch"] == 3
+    assert record.skipped_steps == single.skipped_steps
+    assert bool(record.skipped_steps) == (values.get("model") == "test_graph_gpu:Shrill")
+    assert record.trust_ratios == single.trust_ratios
+    a, b = (checkpoint.load(tmp_path / name) for name in ("single", "strides"))
+    for left, right in ((a.model, b.model), (a.norm, b.norm), (a.optimizer, b.optimizer)):
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[name], right[name]) for name in left)
+    timing = record.timing
+    parts = [timing[f"{name}_s"] for name in ("data_wait", "forward", "backward", "exposed_comm", "update")]
+    assert sum(parts) == pytest.approx(timing["step_s"], rel=1e-3)
+
+
+def test_short_steps_are_launched_together(tmp_path):
+    """By our own choice: an epoch of 8 steps of about a millisecond. Steps with dropout are launched one by one."""
+    record, lines = train(tmp_path / "auto")
+    assert record.environment["steps_per_launch"] > 1
+    _, single = train(tmp_path / "single", steps_per_launch=1)
+    assert lines == single
+    record, _ = train(tmp_path / "dropout", model="test_graph_gpu:dropped", steps_per_launch=4)
+    assert record.environment["steps_per_launch"] == 1
+
+
+def test_a_run_stops_and_goes_on_with_other_strides(tmp_path):
+    _, whole = train(tmp_path / "whole", steps_per_launch=1)
+    train(tmp_path / "parts", max_steps=5, steps_per_launch=2)
+    _, parts = train(tmp_path / "parts", resume=True, steps_per_launch=3)
+    assert [line for line in parts if line[1] is not None] == [line for line in whole if line[1] is not None]
+
+
+def test_fused_strides_train_as_single_steps(tmp_path):
+    pytest.importorskip("hyperbatch.models.fused")
+    values = {"model": "resnet50", "image_size": 64, "eval_size": 64, "fused": "on", "max_steps": 8}
+    _, single = train(tmp_path / "single", graph="on", steps_per_launch=1, **values)
+    record, strides = train(tmp_path / "strides", graph="on", steps_per_launch=4, **values)
+    assert record.environment["steps_per_launch"] == 4
+    for (_, a, _), (_, b, _) in zip(single, strides, strict=True):
+        if a is not None:
+            assert a == pytest.approx(b, rel=0.02)
+
+
 def test_warm_up_leaves_no_trace(tmp_path, monkeypatch):
     values = {"model": "test_graph_gpu:dropped", "graph": "off", "max_steps": 6, "momentum_rule": "rescaled"}
     _, warmed = train(tmp_path / "warmed", **values)
@@ -209,7 +277,7 @@ def test_graphs_share_their_memory():
     large, *_, small = loop.steps_left(run)
     reserved = []
     for step in (large, small):
-        runner.prepare(step)
+        runner.prepare((step,))
         torch.cuda.empty_cache()
         reserved.append(torch.cuda.memory_reserved())
     run.close()

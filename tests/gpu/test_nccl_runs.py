@@ -105,6 +105,28 @@ def test_captured_runs_give_the_bits_of_plain_ones(tmp_path, world_size):
         assert losses(curves[f"{name} off"]) == pytest.approx(plain, rel=1e-3 if same else 0.2), name
 
 
+def test_strides_give_the_bits_of_single_steps(tmp_path):
+    """Ten steps in threes, with their collectives in one graph."""
+    ways = {
+        "flat": {},
+        "sgd": {"optimizer": "sgd", "lr": 0.05},
+        "torus": {"grid": "2x1", "algorithm": "torus", "wire_dtype": "bf16"},
+        "grouped norm": {"bn_group_ranks": 2},
+        "sharded": {"sharded_update": True},
+        "accumulation": {"accumulate": 2},
+        "a batch change": {"batch_phases": (BatchPhase(0, 64), BatchPhase(0.5, 128))},
+    }
+    cases = {
+        f"{name} {steps}": {**way, "graph": "on", "steps_per_launch": steps}
+        for name, way in ways.items()
+        for steps in (1, 3)
+    }
+    curves, seen = train(tmp_path, 2, cases)
+    assert all(graph for graph, _ in seen.values())
+    for name in ways:
+        assert curves[f"{name} 3"] == curves[f"{name} 1"], name
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_batch_shared_by_ranks_trains_as_one_rank_would(tmp_path, world_size):
     """With batch norm over all ranks there is no difference but rounding."""

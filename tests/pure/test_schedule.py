@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hyperbatch.config import BatchPhase, ScheduleConfig
 from hyperbatch.errors import InputError
-from hyperbatch.schedule import learning_rate, resolve_phases, steps, total_steps, weight_decay_scale
+from hyperbatch.schedule import learning_rate, resolve_phases, steps, strides, total_steps, weight_decay_scale
 
 
 def rate(epoch, **values):
@@ -159,6 +159,30 @@ def test_steps_are_gapless_and_counted_right(batches, gaps, samples, epochs):
         assert right.phase.from_position >= left.phase.from_position
     end = walked[-1].position + walked[-1].phase.global_batch
     assert walked[-1].position < math.ceil(epochs * samples) <= end
+
+
+@given(length=st.integers(1, 7), breaks=st.sets(st.integers(0, 40)), second=st.floats(0.1, 5.0))
+def test_strides_hold_every_step_once_and_cross_nothing(length, breaks, second):
+    phases = resolve_phases((BatchPhase(0, 30), BatchPhase(second, 70)), 400, 1)
+    walked = list(steps(phases, 400, 3))
+    longest = {30: length, 70: max(1, length - 2)}
+    cut = list(
+        strides(
+            walked,
+            length=lambda step: longest[step.phase.global_batch],
+            shape=lambda step: step.phase,
+            ends=lambda step: step.index in breaks,
+        )
+    )
+    assert [step for stride in cut for step in stride] == walked
+    for stride in cut:
+        assert len(stride) in (1, longest[stride[0].phase.global_batch])
+        assert len({step.phase for step in stride}) == 1
+        assert not breaks & {step.index for step in stride[:-1]}
+    # As few as these rules allow: steps that are left over are fewer than a stride.
+    blocks = itertools.groupby(walked, lambda step: (step.phase, sum(index < step.index for index in breaks)))
+    sizes = [(longest[phase.global_batch], len(list(block))) for (phase, _), block in blocks]
+    assert len(cut) == sum(sum(divmod(steps_in, stride)) for stride, steps_in in sizes)
 
 
 def test_a_run_continued_on_another_world_size_takes_the_same_steps():

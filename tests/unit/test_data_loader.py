@@ -92,6 +92,22 @@ def test_batches_do_not_depend_on_world_size_or_accumulation(make, config):
         assert torch.equal(other_labels, labels)
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("make", "config"), [(lambda: numbered(50), SHIFT), (Encoded, CROP)], ids=["array", "jpeg"])
+def test_a_stride_of_steps_is_one_batch_of_their_samples(make, config, world_size):
+    source = make()
+    plan = walk(source, world_size, accumulate=2)  # the first steps straddle epochs
+    for rank in range(world_size):
+        with loader(source, config, rank=rank, world_size=world_size) as made:
+            single = list(made.batches(plan))
+            strides = list(made.batches([(plan[0],), tuple(plan[1:])]))
+        assert len(strides) == 2 + 1, "the micro-steps of a step alone, and one"
+        for name in ("images", "labels"):
+            parts = [getattr(batch, name) for batch in single]
+            assert torch.equal(torch.cat(parts[:2]), torch.cat([getattr(batch, name) for batch in strides[:2]]))
+            assert torch.equal(torch.cat(parts[2:]), getattr(strides[2], name))
+
+
 def test_batches_do_not_depend_on_threads():
     source, plan = Encoded(), walk(Encoded(), 1)
     seen = []

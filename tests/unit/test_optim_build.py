@@ -13,6 +13,7 @@ from hyperbatch.engine.snapshot import load_named_state, named_state
 from hyperbatch.optim import LAMB, LARS
 from hyperbatch.optim.build import OPTIMIZERS, build_optimizer, set_rate
 from hyperbatch.optim.precision import working_dtype
+from hyperbatch.optim.rates import RateTable
 from hyperbatch.params import backward_order
 
 
@@ -88,6 +89,31 @@ def test_set_rate_keeps_the_base_decay(capturable):
     assert float(weights["weight_decay"]) == 0.125
     assert float(rest["weight_decay"]) == 0.0
     assert (weights["lr"] is rate) == capturable
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_table_of_rates_sets_what_set_rate_sets(capturable):
+    optim = OptimConfig(weight_decay=0.3, decoupled_weight_decay=True)
+    (*_, expected), (*_, optimizer) = (build(optim, capturable=capturable) for _ in range(2))
+
+    def settings(optimizer):
+        return [
+            (type(value), float(value))
+            for group in optimizer.param_groups
+            for value in (group["lr"], group["weight_decay"])
+        ]
+
+    table, rate = RateTable(optimizer, 3), optimizer.param_groups[0]["lr"]
+    table.apply(2)
+    assert settings(optimizer) == settings(expected), "before anything is written"
+    rates = [(0.1, 0.5), (0.7, 1 / 3), (1e-3, 1.0)]
+    table.write(rates[:2])
+    table.write(rates)
+    for row in (0, 2, 1):
+        table.apply(row)
+        set_rate(expected, *rates[row])
+        assert settings(optimizer) == settings(expected)
+    assert (optimizer.param_groups[0]["lr"] is rate) == capturable
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
