@@ -1,4 +1,4 @@
-"""Switches a ResNet or AlexNet-BN to the fused training path of `models.fused_network`, and back.
+"""Switches a ResNet, AlexNet-BN or whitening network to its fused training path.
 
 fuse(model)      after its arena is built; from then on model(images) in training mode runs the fused kernels
 
@@ -19,16 +19,18 @@ from hyperbatch.models.alexnet import AlexNetBN
 from hyperbatch.models.layers import Conv2d
 from hyperbatch.models.norm import BatchNorm2d
 from hyperbatch.models.resnet import BasicBlock, Bottleneck, ResNet
+from hyperbatch.models.whitenet import ConvGroup, ConvUnit, WhiteNet
 
 HALF_DTYPES = tuple(getattr(torch, name) for name in vocabulary.HALF_DTYPES)
 # What the kernels take the place of. A subclass may compute something else. Identity: where there is no max-pool.
 TYPES = (nn.Conv2d, Conv2d, BatchNorm2d, nn.ReLU, nn.MaxPool2d, nn.Identity, nn.Sequential, BasicBlock, Bottleneck)
+TYPES_OF_UNITS = (nn.SiLU, nn.GELU, ConvUnit, ConvGroup)
 
 
 def why_not_fused(model: nn.Module, dtype: torch.dtype, device: torch.device) -> str | None:
     """One line saying why the fused kernels cannot train this model; None when they can."""
-    if not isinstance(model, ResNet | AlexNetBN):
-        return f"{type(model).__name__} is none of our ResNets and AlexNets"
+    if not isinstance(model, ResNet | AlexNetBN | WhiteNet):
+        return f"{type(model).__name__} is none of our ResNets, AlexNets and whitening networks"
     if not has_triton():
         return "Triton is not installed"
     if device.type != "cuda" and not interpreted():
@@ -47,8 +49,10 @@ def why_not_fused(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
     return None
 
 
-def fused_parts(model: ResNet | AlexNetBN) -> tuple[str, ...]:
-    """Names of what the kernels take the place of: all but the head."""
+def fused_parts(model: ResNet | AlexNetBN | WhiteNet) -> tuple[str, ...]:
+    """Names of what the kernels take the place of: all but the head, and a first layer that is not always replaced."""
+    if isinstance(model, WhiteNet):
+        return model.groups
     return ("features",) if isinstance(model, AlexNetBN) else ("conv1", "bn1", "relu", "maxpool", *model.stages)
 
 
@@ -56,13 +60,19 @@ def _why_not(name: str, module: nn.Module) -> str | None:
     """The same for one module: the kernels run in its place, whatever its own forward is."""
     if type(module) is nn.BatchNorm2d:
         return f"{name} averages its statistics in another way"
-    if type(module) not in TYPES or (type(module) is nn.Identity and name != "maxpool"):
+    if type(module) not in (*TYPES, *TYPES_OF_UNITS) or (
+        type(module) is nn.Identity and name.rpartition(".")[2] not in ("maxpool", "pool")
+    ):
         return f"{name} is of type {type(module).__name__}, which the kernels do not compute"
     if isinstance(module, nn.Conv2d):
         if not _takes(module.out_channels) or module.bias is not None:
             return f"{name} has a bias, or a number of channels that the kernels cannot take"
         if module.padding_mode != "zeros" or isinstance(module.padding, str):
             return f"{name} pads in another way"
+    if isinstance(module, ConvGroup) and len(module) != 2:
+        return f"{name} has a shortcut, which the kernels for units do not add"
+    if isinstance(module, nn.GELU) and module.approximate != "none":
+        return f"{name} is an approximation"
     if isinstance(module, nn.MaxPool2d) and (module.dilation != 1 or module.ceil_mode):
         return f"{name} pools in another way"
     if isinstance(module, BatchNorm2d):
@@ -90,6 +100,10 @@ def fuse(model: nn.Module) -> None:
     if reason is not None:
         raise InputError(f"the fused training path cannot run: {reason}")
     from hyperbatch.models.fused_network import FusedAlexNet, FusedResNet
+    from hyperbatch.models.fused_units import FusedWhiteNet
 
-    assert isinstance(model, ResNet | AlexNetBN)
-    model.fused = FusedResNet(model) if isinstance(model, ResNet) else FusedAlexNet(model)
+    if isinstance(model, WhiteNet):
+        model.fused = FusedWhiteNet(model)
+    else:
+        assert isinstance(model, ResNet | AlexNetBN)
+        model.fused = FusedResNet(model) if isinstance(model, ResNet) else FusedAlexNet(model)

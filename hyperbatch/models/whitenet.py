@@ -12,12 +12,16 @@ Norms have a trained shift and a scale that stays 1. The whitening filters come 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hyperbatch.models.layers import Conv2d, Linear, to_logits
 from hyperbatch.models.norm import BatchNorm2d
+
+if TYPE_CHECKING:
+    from hyperbatch.models.fused_network import FusedNetwork
 
 WHITEN_KERNEL = 2
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"gelu": nn.GELU, "silu": nn.SiLU}  # as vocabulary names them
@@ -30,6 +34,7 @@ class ConvUnit(nn.Module):
         self, inputs: int, outputs: int, *, pooled: bool, activation: str, bn_momentum: float, bn_eps: float
     ) -> None:
         super().__init__()
+        self.pooled = pooled
         self.conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
         self.pool = nn.MaxPool2d(2) if pooled else nn.Identity()
         self.norm = BatchNorm2d(outputs, eps=bn_eps, momentum=bn_momentum)
@@ -53,6 +58,8 @@ class ConvGroup(nn.Sequential):
 
 
 class WhiteNet(nn.Module):
+    fused: FusedNetwork | None = None  # what training runs instead, see models.fused
+
     def __init__(
         self,
         widths: tuple[int, int, int] = (64, 256, 256),
@@ -91,6 +98,8 @@ class WhiteNet(nn.Module):
         self.logit_scale = logit_scale
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.fused is not None and self.fused.can_run():
+            return self.fused(x)
         x = self.act(self.whiten(x))
         for group in self.groups:
             x = getattr(self, group)(x)

@@ -1,0 +1,277 @@
+"""Max-pool, batch norm and a smooth activation of 16-bit channels-last tensors, as `models.whitenet` has them (Triton).
+
+    y = act(norm(p))        p = the maximum of each 2x2 pixels of z, or z itself
+
+Reference: torch.max_pool2d, batch_norm, silu and gelu. What coef and back are: `kernels.norm`. Bytes, in passes over p:
+
+    pool_statistics     z            -> p, tap; coef of p; running statistics            4 reads, 1 1/2 writes
+    activate            p            -> y                                                1 read, 1 write
+    reduce              dy, p        -> sums of g and g * (p - mean) -> back             2 reads
+    apply               dy, p        -> dp = a * g + b * p + d                           2 reads, 1 write
+    apply_unpool        dy, p, tap   -> dz = dp where the maximum stood, else 0          2 1/2 reads, 4 writes
+
+g = dy * act'(norm(p)) is computed anew wherever it is needed: its two inputs are read there anyway. A tap is the place
+of the maximum among its four pixels, in row-major order; of equal ones the first, as in torch.
+"""
+
+# Triton's decorator hides what a kernel takes from the type checker.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from hyperbatch.kernels.compile import kernel
+from hyperbatch.kernels.norm.sums import (
+    NormGradients,
+    finish_backward,
+    finish_statistics,
+    is_last,
+    new_coef,
+    operands,
+    store_partials,
+)
+from hyperbatch.kernels.norm.tiles import matrix, own_rows, own_tile, reducing, store_applied, streaming
+
+SILU, GELU = tl.constexpr(0), tl.constexpr(1)
+ACTIVATIONS = {nn.SiLU: SILU.value, nn.GELU: GELU.value}
+SIZES = ("M", "ROWS", "H", "W")
+
+
+class Pooled(NamedTuple):
+    """The maximum of each 2x2 pixels, and which of the four it was."""
+
+    value: Tensor
+    tap: Tensor  # uint8
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def sigmoid(u):
+    e = tl.exp(-tl.abs(u))  # never overflows
+    return tl.where(u < 0, e, 1.0) / (1.0 + e)
+
+
+@triton.jit
+def activation(u, ACT: tl.constexpr):
+    if ACT == SILU:
+        return u * sigmoid(u)
+    return 0.5 * u * (1.0 + tl.erf(u * 0.7071067811865476))
+
+
+@triton.jit
+def slope(u, ACT: tl.constexpr):
+    """The derivative of `activation`."""
+    if ACT == SILU:
+        s = sigmoid(u)
+        return s * (1.0 + u * (1.0 - s))
+    return 0.5 * (1.0 + tl.erf(u * 0.7071067811865476)) + u * 0.3989422804014327 * tl.exp(-0.5 * u * u)
+
+
+@triton.jit
+def first_pixel(row, H, W, DOWN, ACROSS):
+    """Of the 2x2 block with this number, where an image has DOWN x ACROSS of them: its pixel, line and column."""
+    image, place = row // (DOWN * ACROSS), row % (DOWN * ACROSS)
+    line, column = 2 * (place // ACROSS), 2 * (place % ACROSS)
+    return (image.to(tl.int64) * H + line) * W + column, line, column
+
+
+@kernel(do_not_specialize=SIZES)
+def _pool_statistics_kernel(
+    z,
+    pooled,
+    tap,
+    norm,
+    part,
+    counters,
+    coef,
+    M,
+    C,
+    ROWS,
+    H,
+    W,
+    LOCAL: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    programs = tl.num_programs(1)
+    column, c, p, base, rows = own_rows(M, C, ROWS, BC)
+    about = tl.load(z + first_pixel(p * ROWS, H, W, H // 2, W // 2)[0] * C + c).to(tl.float32)
+    total = tl.zeros([BM, BC], tl.float32)
+    squares = tl.zeros([BM, BC], tl.float32)
+    for i in tl.range(0, rows, BM, num_stages=STAGES):
+        r = i + tl.arange(0, BM)
+        inside = (r < rows)[:, None]
+        pixel = first_pixel(p * ROWS + r, H, W, H // 2, W // 2)[0]
+        at = z + pixel[:, None] * C + c[None, :]
+        best = tl.load(at, mask=inside, other=0.0)
+        place = tl.zeros([BM, BC], tl.uint8)
+        for e in tl.static_range(1, 4):
+            v = tl.load(at + ((e // 2) * W + e % 2) * C, mask=inside, other=0.0)
+            larger = v.to(tl.float32) > best.to(tl.float32)  # Triton's interpreter cannot compare bf16
+            place = tl.where(larger, e, place).to(tl.uint8)
+            best = tl.where(larger | (v != v), v, best)  # a nan goes through, as in torch
+        tl.store(pooled + base + r[:, None] * C + c[None, :], best, mask=inside)
+        tl.store(tap + base + r[:, None] * C + c[None, :], place, mask=inside)
+        v = tl.where(inside, best.to(tl.float32) - about[None, :], 0.0)
+        total += v
+        squares += v * v
+    apart = tl.sum(total, 0) / rows
+    store_partials(part, p, programs, C, c, about + apart, tl.sum(squares, 0) - apart * apart * rows)
+    if is_last(counters + column, programs):
+        finish_statistics(part, norm, coef, c, M, C, ROWS, programs, LOCAL)
+
+
+@kernel(do_not_specialize=SIZES)
+def _activate_kernel(x, coef, y, M, C, ACT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+    column, base, _, at, inside = own_tile(M, C, BM, BC)
+    c = column * BC + tl.arange(0, BC)
+    scale, shift = tl.load(coef + 2 * C + c)[None, :], tl.load(coef + 3 * C + c)[None, :]
+    v = tl.load(x + base + at, mask=inside, other=0.0).to(tl.float32) * scale + shift
+    tl.store(y + base + at, activation(v, ACT).to(y.dtype.element_ty), mask=inside)
+
+
+@kernel(do_not_specialize=SIZES)
+def _reduce_kernel(
+    dy,
+    x,
+    coef,
+    grads,
+    part,
+    counters,
+    M,
+    C,
+    ROWS,
+    ACT: tl.constexpr,
+    LOCAL: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    programs = tl.num_programs(1)
+    column, c, p, base, rows = own_rows(M, C, ROWS, BC)
+    mean = tl.load(coef + c)[None, :]
+    scale, shift = tl.load(coef + 2 * C + c)[None, :], tl.load(coef + 3 * C + c)[None, :]
+    first = tl.zeros([BM, BC], tl.float32)
+    second = tl.zeros([BM, BC], tl.float32)
+    for i in tl.range(0, rows, BM, num_stages=STAGES):
+        r = i + tl.arange(0, BM)
+        inside = (r < rows)[:, None]
+        at = base + r[:, None] * C + c[None, :]
+        g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        g *= slope(v * scale + shift, ACT)
+        first += g
+        second += g * (v - mean)
+    store_partials(part, p, programs, C, c, tl.sum(first, 0), tl.sum(second, 0))
+    if is_last(counters + column, programs):
+        finish_backward(part, coef, grads, c, M, C, programs, LOCAL)
+
+
+@kernel(do_not_specialize=SIZES)
+def _apply_kernel(dy, x, coef, back, dx, M, C, ACT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+    column, base, _, at, inside = own_tile(M, C, BM, BC)
+    c = column * BC + tl.arange(0, BC)
+    v = tl.load(x + base + at, mask=inside, other=0.0)
+    g = tl.load(dy + base + at, mask=inside, other=0.0).to(tl.float32)
+    scale, shift = tl.load(coef + 2 * C + c)[None, :], tl.load(coef + 3 * C + c)[None, :]
+    g *= slope(v.to(tl.float32) * scale + shift, ACT)
+    a, b, d = tl.load(back + c), tl.load(back + C + c), tl.load(back + 2 * C + c)
+    store_applied(g, v, a, b, d, dx + base, at, inside)
+
+
+@kernel(do_not_specialize=SIZES)
+def _apply_unpool_kernel(dy, x, tap, coef, back, dz, M, C, H, W, ACT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+    """A row is a block of 2x2 pixels of z; one at the lower or right edge may be cut off, and was not pooled then."""
+    columns = C // BC
+    column, p = tl.program_id(0) % columns, tl.program_id(0) // columns
+    c = column * BC + tl.arange(0, BC)
+    r = p * BM + tl.arange(0, BM)
+    down, across = (H + 1) // 2, (W + 1) // 2
+    pixel, line, place = first_pixel(r, H, W, down, across)
+    there = r < M
+    whole = (there & (line + 1 < H) & (place + 1 < W))[:, None]
+    row = (r // (down * across)).to(tl.int64) * (H // 2) * (W // 2) + (line // 2) * (W // 2) + place // 2
+    at = row[:, None] * C + c[None, :]
+    v = tl.load(x + at, mask=whole, other=0.0).to(tl.float32)
+    g = tl.load(dy + at, mask=whole, other=0.0).to(tl.float32)
+    t = tl.load(tap + at, mask=whole, other=4)
+    scale, shift = tl.load(coef + 2 * C + c)[None, :], tl.load(coef + 3 * C + c)[None, :]
+    g *= slope(v * scale + shift, ACT)
+    a, b, d = tl.load(back + c)[None, :], tl.load(back + C + c)[None, :], tl.load(back + 2 * C + c)[None, :]
+    g = a * g + b * v + d
+    for e in tl.static_range(4):
+        inside = (there & (line + e // 2 < H) & (place + e % 2 < W))[:, None]
+        to = dz + (pixel + (e // 2) * W + e % 2)[:, None] * C + c[None, :]
+        tl.store(to, tl.where(t == e, g, 0.0).to(dz.dtype.element_ty), mask=inside)
+
+
+# --- what the models call ---------------------------------------------------------------------------------------------
+
+
+def pool_statistics(z: Tensor, norm: nn.BatchNorm2d, counters: Tensor, *, local: bool = False) -> tuple[Pooled, Tensor]:
+    """The pooled z and the coef of its norm; updates the running statistics (not the count of batches).
+
+    local: mean and variance alone, for ranks that share their statistics.
+    """
+    n, c, h, w = z.shape
+    p = torch.empty((n, c, h // 2, w // 2), dtype=z.dtype, device=z.device, memory_format=torch.channels_last)
+    tap = torch.empty_like(p, dtype=torch.uint8)
+    m, _ = matrix(p)
+    tiling = reducing(m, c, elements=2048, per_processor=4)
+    part, coef = z.new_empty(2, tiling.programs, c, dtype=torch.float32), new_coef(norm)
+    own = m, c, tiling.rows_per_program, h, w
+    _pool_statistics_kernel[tiling.grid](
+        z, p, tap, operands(norm), part, counters, coef, *own, LOCAL=local, **tiling.in_stages
+    )
+    return Pooled(p, tap), coef
+
+
+def activate(x: Tensor, coef: Tensor, act: int) -> Tensor:
+    """act(norm(x))."""
+    m, c = matrix(x)
+    y, tiling = torch.empty_like(x), streaming(m, c)
+    _activate_kernel[(tiling.blocks * tiling.programs,)](x, coef, y, m, c, ACT=act, **tiling.options)
+    return y
+
+
+def reduce_gradient(dy: Tensor, x: Tensor, coef: Tensor, grads: NormGradients, counters: Tensor, act: int) -> None:
+    """Fills `grads` of y = act(norm(x)) from dy."""
+    m, c = matrix(x)
+    tiling = reducing(m, c)
+    part = x.new_empty(2, tiling.programs, c, dtype=torch.float32)
+    own = m, c, tiling.rows_per_program
+    _reduce_kernel[tiling.grid](
+        dy, x, coef, grads[:3], part, counters, *own, ACT=act, LOCAL=grads.local, **tiling.in_stages
+    )
+
+
+def apply_gradient(dy: Tensor, x: Tensor, coef: Tensor, back: Tensor, act: int) -> Tensor:
+    """dx of y = act(norm(x))."""
+    m, c = matrix(x)
+    dx, tiling = torch.empty_like(x), streaming(m, c)
+    _apply_kernel[(tiling.blocks * tiling.programs,)](dy, x, coef, back, dx, m, c, ACT=act, **tiling.options)
+    return dx
+
+
+def apply_unpool_gradient(
+    dy: Tensor, pooled: Pooled, coef: Tensor, back: Tensor, act: int, *, pixels: tuple[int, int]
+) -> Tensor:
+    """dz of y = act(norm(maximum of each 2x2 pixels of z)). pixels: of z, down and across."""
+    n, c = dy.shape[:2]
+    h, w = pixels
+    dz = torch.empty((n, c, h, w), dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
+    blocks = n * ((h + 1) // 2) * ((w + 1) // 2)
+    tiling = streaming(blocks, c, elements=2048)
+    _apply_unpool_kernel[(tiling.blocks * tiling.programs,)](
+        dy, *pooled, coef, back, dz, blocks, c, h, w, ACT=act, **tiling.options
+    )
+    return dz

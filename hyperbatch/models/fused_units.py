@@ -1,0 +1,94 @@
+"""The training path of `models.whitenet` in fused 16-bit kernels. Reference: the model's own layers.
+
+    images ─ whiten, act ─ [conv ─ pool, statistics ─ norm, act] [conv ─ statistics ─ norm, act] ... ─ maximum ─ head
+
+One autograd function per unit, so that its gradients are there, and can travel, as soon as its backward is done. Kept
+for backward: a unit's input, what went into its norm, and one byte for each pooled element.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from hyperbatch.kernels import conv as convolution
+from hyperbatch.kernels import norm as kernels
+from hyperbatch.kernels.norm import unit as unit_kernels
+from hyperbatch.kernels.whiten import whiten
+from hyperbatch.models.fused_blocks import ConvNorm, saved_by, share_statistics, share_sums
+from hyperbatch.models.fused_network import FusedNetwork
+from hyperbatch.models.layers import to_logits
+from hyperbatch.models.whitenet import ConvUnit, WhiteNet
+
+
+class FusedUnit:
+    """A convolution, perhaps a max-pool, a norm and its activation."""
+
+    def __init__(self, unit: ConvUnit, counters: Tensor) -> None:
+        self.layer = ConvNorm(unit.conv, unit.norm, counters)
+        self.pooled = unit.pooled
+        self.act = unit_kernels.ACTIVATIONS[type(unit.act)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return Unit.apply(x, self, *self.layer.parameters)  # pyright: ignore[reportReturnType]
+
+
+class Unit(torch.autograd.Function):
+    """act(norm(pool(conv(x))))."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, unit: FusedUnit, *parameters: Tensor) -> Tensor:
+        layer = unit.layer
+        z = convolution.convolve(x, layer.conv)
+        ctx.unit, ctx.pixels = unit, (z.shape[2], z.shape[3])
+        if unit.pooled:
+            pooled, coef = unit_kernels.pool_statistics(z, layer.norm, layer.counters, local=layer.shared)
+            if layer.shared:
+                coef = share_statistics(coef, kernels.matrix(pooled.value)[0], layer.norm)
+        else:
+            pooled, coef = unit_kernels.Pooled(z, z), layer.statistics(z)
+        ctx.save_for_backward(*parameters, x, *pooled, coef)
+        return unit_kernels.activate(pooled.value, coef, unit.act)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        unit: FusedUnit = ctx.unit
+        (layer,), (x, p, tap, coef) = saved_by(ctx, [unit.layer])
+        dy, grads = convolution.channels_last(dy), layer.new_gradients()
+        unit_kernels.reduce_gradient(dy, p, coef, grads, layer.counters, unit.act)
+        if layer.shared:
+            share_sums(grads, coef, layer.norm)
+        if unit.pooled:
+            pooled = unit_kernels.Pooled(p, tap)
+            dz = unit_kernels.apply_unpool_gradient(dy, pooled, coef, grads.back, unit.act, pixels=ctx.pixels)
+        else:
+            dz = unit_kernels.apply_gradient(dy, p, coef, grads.back, unit.act)
+        dw = layer.weight_gradient(dz, x)
+        dx = layer.input_gradient(dz, x) if ctx.needs_input_grad[0] else None
+        return dx, None, dw, grads.weight if ctx.needs_input_grad[3] else None, grads.bias
+
+
+class FusedWhiteNet(FusedNetwork):
+    """What `WhiteNet.forward` computes in training mode."""
+
+    def __init__(self, model: WhiteNet) -> None:
+        super().__init__(model)
+        units = [unit for group in model.groups for unit in getattr(model, group)]
+        self.units = [FusedUnit(unit, self.counters) for unit in units]
+        self.norms = [unit.layer.norm for unit in self.units]
+        self.act = unit_kernels.ACTIVATIONS[type(model.act)]
+
+    def logits(self, images: Tensor) -> Tensor:
+        model = self.model
+        x: Any = images.to(model.whiten.weight.dtype)
+        frozen = not any(parameter.requires_grad for parameter in model.whiten.parameters())
+        x = whiten(x, model.whiten, self.act) if frozen else convolution.channels_last(model.act(model.whiten(x)))
+        for unit in self.units:
+            x = unit(x)
+        x = F.max_pool2d(x, (x.shape[2], x.shape[3])).flatten(1)
+        return to_logits(model.head(x)) * model.logit_scale
