@@ -23,6 +23,8 @@ from hyperbatch.vocabulary import (
     GROUP_THRESHOLD_BYTES,
     HYBRID_SWITCH_BYTES,
     MOMENTUM_RULES,
+    MUON_ADJUSTMENTS,
+    MUON_COEFFICIENTS,
     OPTIMIZERS,
     PRECISIONS,
     STRATEGIES,
@@ -139,6 +141,13 @@ class OptimConfig:
     decoupled_weight_decay: bool = option(False, "decay apart from the gradient, with its own schedule (Fujitsu)")
     decay_norm_bias: bool = option(False, "apply weight decay to norm parameters and biases too")
     adapt_norm_bias: bool = option(False, "apply the trust ratio to norm parameters and biases too")
+    muon_steps: int = option(5, "Muon: iterations that orthogonalise", POSITIVE)
+    muon_coefficients: str = option("original", "Muon: polynomials of the iterations", MUON_COEFFICIENTS)
+    muon_adjust_lr: str = option("original", "Muon: how the rate follows the shape of a matrix", MUON_ADJUSTMENTS)
+    muon_normalize_weights: bool = option(False, "Muon: scale a matrix to the norm sqrt(rows) before each update")
+    rest_momentum: float | None = option(
+        None, "Muon: momentum of biases, norm parameters and the head; none: as momentum", BELOW_ONE
+    )
     label_smoothing: float = option(0.1, "label smoothing, in [0, 1)", BELOW_ONE)
     precision: str = option("fp32", "forward and backward precision", PRECISIONS)
 
