@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hyperbatch.models.fused import why_not_fused as why_not_fused
     from hyperbatch.optim import LAMB as LAMB
     from hyperbatch.optim import LARS as LARS
+    from hyperbatch.optim import Muon as Muon
     from hyperbatch.optim.build import set_rate as set_rate
     from hyperbatch.optim.precision import LossScaler as LossScaler
     from hyperbatch.params import backward_order as backward_order
@@ -69,6 +70,7 @@ _HOME = {
     "LARS": "optim",
     "LossScaler": "optim.precision",
     "ModelConfig": "config",
+    "Muon": "optim",
     "RankGrid": "plan.types",
     "RunFailed": "errors",
     "RunRecord": "record",

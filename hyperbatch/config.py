@@ -25,6 +25,8 @@ from hyperbatch.vocabulary import (
     GROUP_THRESHOLD_BYTES,
     HYBRID_SWITCH_BYTES,
     MOMENTUM_RULES,
+    MUON_ADJUSTMENTS,
+    MUON_COEFFICIENTS,
     OPTIMIZERS,
     PRECISIONS,
     STRATEGIES,
@@ -176,6 +178,13 @@ class OptimConfig:
     )
     whiten_bias_epochs: float | None = option(
         None, "epochs in which the bias of the whitening layer goes through the whole schedule; none: all", POSITIVE
+    )
+    muon_steps: int = option(5, "Muon: iterations that orthogonalise", POSITIVE)
+    muon_coefficients: str = option("original", "Muon: polynomials of the iterations", MUON_COEFFICIENTS)
+    muon_adjust_lr: str = option("original", "Muon: how the rate follows the shape of a matrix", MUON_ADJUSTMENTS)
+    muon_normalize_weights: bool = option(False, "Muon: scale a matrix to the norm sqrt(rows) before each update")
+    rest_momentum: float | None = option(
+        None, "Muon: momentum of biases, norm parameters and the head; none: as momentum", BELOW_ONE
     )
     label_smoothing: float = option(0.1, "label smoothing, in [0, 1)", BELOW_ONE)
     precision: str = option("fp32", "forward and backward precision", PRECISIONS)

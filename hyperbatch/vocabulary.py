@@ -10,7 +10,9 @@ GROUP_COUNT = 4  # groups of `equal`
 GROUP_THRESHOLD_BYTES = 16 << 20  # a group of `threshold` leaves once it holds this much
 GROUP_BASE = 3  # tensors in the first group of `cubic`
 
-OPTIMIZERS = ("lars", "lamb", "sgd")  # update rules
+OPTIMIZERS = ("lars", "lamb", "muon", "sgd")  # update rules
+MUON_COEFFICIENTS = ("original", "polar_express")  # polynomials of its iterations
+MUON_ADJUSTMENTS = ("original", "match_rms_adamw", "none")  # how its rate follows a matrix's shape
 MOMENTUM_RULES = ("lr_inside", "lr_outside", "rescaled", "unscaled")  # where the rate enters the momentum of LARS
 
 ACTIVATIONS = ("gelu", "silu")  # of models that offer a choice

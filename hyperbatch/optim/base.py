@@ -118,7 +118,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._fused_step = None  # built at the next step, over all groups
-        if self.fused and (reason := why_not_fused(self.param_groups)):
+        if self.fused and (reason := self.why_not_fused()):
             self.param_groups.pop()
             raise ValueError(f"fused=True, but {reason}")
         # Before a schedule scales it: set_rate multiplies this one.
@@ -227,7 +227,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             return False
         if self._fused_step is None or not self._fused_step.holds():
             self._fused_step = None
-            if reason := why_not_fused(self.param_groups):
+            if reason := self.why_not_fused():
                 if self.fused:
                     raise ValueError(f"fused=True, but {reason}")
                 return False
@@ -236,6 +236,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             self._fused_step = FusedStep(self)
         self._fused_step.run()
         return True
+
+    def why_not_fused(self) -> str | None:
+        """What keeps the parameters from the rule's kernels, or None."""
+        return why_not_fused(self.param_groups)
 
     def report_from(self, outcome: Tensor, stats: LayerStats) -> None:
         """Kernels write there from now on. outcome: whether the last step was skipped, and how many were."""

@@ -15,17 +15,18 @@ from hyperbatch.models.initial import whitening_layer
 from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.optim.lamb import LAMB
 from hyperbatch.optim.lars import LARS
+from hyperbatch.optim.muon import Muon
 from hyperbatch.optim.tensors import write_setting
 from hyperbatch.params import head_weight, kind_of, owners, param_groups
 
 
-def _sgd(optim: OptimConfig) -> tuple[type[LARS | LAMB], dict[str, Any]]:
+def _sgd(optim: OptimConfig) -> tuple[type[LARS | LAMB | Muon], dict[str, Any]]:
     """LARS without trust ratios, with the rate where torch's SGD has it."""
     kind, options = _lars(optim)
     return kind, {**options, "momentum_rule": "lr_outside", "adapt": False}
 
 
-def _lars(optim: OptimConfig) -> tuple[type[LARS | LAMB], dict[str, Any]]:
+def _lars(optim: OptimConfig) -> tuple[type[LARS | LAMB | Muon], dict[str, Any]]:
     return LARS, {
         "momentum": optim.momentum,
         "trust_coefficient": optim.trust_coefficient,
@@ -37,12 +38,24 @@ def _lars(optim: OptimConfig) -> tuple[type[LARS | LAMB], dict[str, Any]]:
     }
 
 
-def _lamb(optim: OptimConfig) -> tuple[type[LARS | LAMB], dict[str, Any]]:
+def _lamb(optim: OptimConfig) -> tuple[type[LARS | LAMB | Muon], dict[str, Any]]:
     return LAMB, {"betas": (optim.momentum, 0.999), "trust_clip": optim.trust_clip}
 
 
+def _muon(optim: OptimConfig) -> tuple[type[LARS | LAMB | Muon], dict[str, Any]]:
+    return Muon, {
+        "momentum": optim.momentum,
+        "nesterov": optim.nesterov,
+        "steps": optim.muon_steps,
+        "coefficients": optim.muon_coefficients,
+        "adjust_lr": optim.muon_adjust_lr,
+        "normalize_weights": optim.muon_normalize_weights,
+        "decoupled_weight_decay": optim.decoupled_weight_decay,
+    }
+
+
 # In order of increasing complexity: each name of `--optimizer` -> its class and settings. A new rule has a line here.
-OPTIMIZERS = {"sgd": _sgd, "lars": _lars, "lamb": _lamb}
+OPTIMIZERS = {"sgd": _sgd, "lars": _lars, "lamb": _lamb, "muon": _muon}
 
 
 def build_optimizer(
@@ -54,7 +67,25 @@ def build_optimizer(
     groups = rate_groups(optim, model)
     for group in groups:
         group["adapt"] = group["adapt"] and adapts
+    if kind is Muon:
+        groups = _with_plain_head(groups, model, optim)
     return kind(groups, lr=lr, capturable=capturable, arena=arena, **options)
+
+
+def _with_plain_head(groups: list[dict[str, Any]], model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
+    """Muon is for hidden layers: the last linear layer takes steps of momentum SGD, as biases and norms do."""
+    heads = [module for module in model.modules() if isinstance(module, nn.Linear)][-1:]
+    plain = {head.weight for head in heads}
+    split = []
+    for group in groups:
+        for is_plain in (False, True):
+            params = [(name, param) for name, param in group["params"] if (param in plain) is is_plain]
+            if params:
+                split.append({**group, "params": params, "adapt": group["adapt"] and not is_plain})
+    for group in split:
+        if not group["adapt"] and optim.rest_momentum is not None:
+            group["momentum"] = optim.rest_momentum
+    return split
 
 
 def rate_groups(optim: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:

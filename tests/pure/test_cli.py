@@ -64,6 +64,7 @@ def test_public_names_are_these():
         "LARS",
         "LossScaler",
         "ModelConfig",
+        "Muon",
         "RankGrid",
         "RunFailed",
         "RunRecord",

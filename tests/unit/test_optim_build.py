@@ -10,7 +10,7 @@ from hyperbatch import vocabulary
 from hyperbatch.arena import Arena
 from hyperbatch.config import OptimConfig
 from hyperbatch.engine.snapshot import load_named_state, named_state
-from hyperbatch.optim import LAMB, LARS
+from hyperbatch.optim import LAMB, LARS, Muon
 from hyperbatch.optim.build import OPTIMIZERS, build_optimizer, set_rate
 from hyperbatch.optim.precision import working_dtype
 from hyperbatch.optim.rates import RateTable
@@ -60,6 +60,31 @@ def test_every_field_reaches_the_optimizer():
     _, _, lamb = build(OptimConfig(optimizer="lamb", momentum=0.85))
     assert isinstance(lamb, LAMB)
     assert lamb.param_groups[0]["betas"][0] == 0.85
+
+
+def test_every_field_reaches_muon_and_the_head_is_left_to_sgd():
+    optim = OptimConfig(
+        optimizer="muon",
+        momentum=0.6,
+        rest_momentum=0.85,
+        weight_decay=0.3,
+        nesterov=True,
+        decoupled_weight_decay=True,
+        muon_steps=3,
+        muon_coefficients="polar_express",
+        muon_adjust_lr="none",
+        muon_normalize_weights=True,
+    )
+    _, _, optimizer = build(optim)
+    assert isinstance(optimizer, Muon)
+    for group in optimizer.param_groups:
+        assert (group["steps"], group["coefficients"], group["adjust_lr"]) == (3, "polar_express", "none")
+        assert all(group[name] for name in ("nesterov", "normalize_weights", "decoupled_weight_decay"))
+    assert [(group["param_names"], group["adapt"], group["momentum"]) for group in optimizer.param_groups] == [
+        (["0.weight"], True, 0.6),
+        (["3.weight"], False, 0.85),
+        (["0.bias", "1.weight", "1.bias", "3.bias"], False, 0.85),
+    ]
 
 
 def test_sgd_is_torch_sgd():
@@ -117,7 +142,7 @@ def test_a_table_of_rates_sets_what_set_rate_sets(capturable):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
-@pytest.mark.parametrize("optimizer_name", ["lars", "sgd", "lamb"])
+@pytest.mark.parametrize("optimizer_name", ["lars", "sgd", "lamb", "muon"])
 def test_a_resumed_run_takes_the_same_steps(precision, optimizer_name):
     optim = OptimConfig(optimizer=optimizer_name, precision=precision, momentum_rule="rescaled")
     dtype = working_dtype(precision)

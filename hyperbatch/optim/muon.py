@@ -1,0 +1,296 @@
+"""Muon (Jordan et al., 2024): momentum whose singular values are all made about 1, as a torch optimizer.
+
+    m = mu m + g           u = g + mu m (Nesterov), else m
+    X = u / |u|            as a matrix: a convolution's kernel is out x (in kh kw)
+    X = a X + b (X X^T) X + c (X X^T)^2 X            once per polynomial (a, b, c): towards the polar factor U V^T of u
+    w = (1 - lr wd) w - lr adjusted X                normalize_weights: w is first scaled to |w| = sqrt(rows)
+
+Parameters of fewer than two dimensions, and all of groups with adapt=False, take a step of momentum SGD instead:
+m = mu m + g + wd w, and w -= lr u. Decoupled decay: w loses wd w whatever the (non-zero) lr, in both.
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hyperbatch.optim.base import LayerwiseOptimizer
+from hyperbatch.optim.dtensor import is_dtensor
+from hyperbatch.optim.rule import Entry, Rule, Update, full_grads
+from hyperbatch.optim.tensors import Scalar, norms_of, scaled, unless
+from hyperbatch.vocabulary import MUON_ADJUSTMENTS, MUON_COEFFICIENTS
+
+if TYPE_CHECKING:
+    from hyperbatch.arena import Arena
+
+Polynomial = tuple[float, float, float]
+
+POLYNOMIALS: dict[str, tuple[Polynomial, ...]] = {
+    # Keller Jordan: the steepest slope at 0; singular values end up between about 0.7 and 1.2.
+    "original": ((3.4445, -4.7750, 2.0315),),
+    # Amsel et al., 2025 (Polar Express): each the best one after those before it, with 1 % of room for rounding.
+    "polar_express": (
+        (8.237312490495555, -23.157747414558198, 16.680568411445915),
+        (4.082441999064835, -2.893047735332586, 0.5252849256975648),
+        (3.9263479922546582, -2.8547468034765298, 0.5318022422894988),
+        (3.2982187133085143, -2.424541981026706, 0.48632008358844075),
+        (2.2970369434552573, -1.63662558125903, 0.4002628455953627),
+        (1.8763805351440397, -1.2347896577722228, 0.35891887501668385),
+        (1.8564423485617974, -1.2132449880935525, 0.3568003487825883),
+        (1.875, -1.25, 0.375),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MuonSettings:
+    """One group's settings at one step."""
+
+    lr: Scalar
+    momentum: float
+    weight_decay: Scalar
+    eps: float
+    nesterov: bool
+    steps: int
+    coefficients: str | Sequence[Any]
+    adjust_lr: str
+    normalize_weights: bool
+    decoupled_weight_decay: bool
+    maximize: bool
+    product_dtype: torch.dtype | None
+    adapt: bool
+
+    @property
+    def polynomials(self) -> list[Polynomial]:
+        """One per iteration; the last is repeated where there are fewer than steps."""
+        given = self.coefficients
+        table = POLYNOMIALS[given] if isinstance(given, str) else given if isinstance(given[0], Sequence) else (given,)
+        return [tuple(table[min(i, len(table) - 1)]) for i in range(self.steps)]
+
+    def takes(self, weight: Tensor) -> bool:
+        """Whether the parameter's momentum is orthogonalised."""
+        return self.adapt and weight.ndim >= 2 and weight.numel() > 0
+
+    def adjustment(self, weight: Tensor) -> float:
+        """What a matrix's rate is multiplied by, from its shape."""
+        rows, columns = len(weight), weight.numel() // len(weight)
+        if self.adjust_lr == "original":
+            return math.sqrt(max(1.0, rows / columns))
+        return 0.2 * math.sqrt(max(rows, columns)) if self.adjust_lr == "match_rms_adamw" else 1.0
+
+    def shrink(self, *, matrix: bool) -> Scalar:
+        """The part of itself that a weight loses to decay. At rate 0 it loses nothing."""
+        if not self.decoupled_weight_decay:
+            return self.lr * self.weight_decay if matrix else 0.0
+        if isinstance(self.lr, Tensor):
+            return unless(self.lr <= 0, self.weight_decay, 0.0)
+        return self.weight_decay if self.lr > 0 else 0.0
+
+    def normalization(self, relative_norm: Tensor) -> Tensor:
+        """What brings |w| to sqrt(rows), from |w| / sqrt(rows). 1 where w is 0, and at rate 0, where nothing moves."""
+        return torch.where((relative_norm > 0) & (self.lr > 0), 1.0 / relative_norm, 1.0)
+
+    def check(self) -> None:
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum must be in [0, 1), not {self.momentum}")
+        if not (isinstance(self.steps, int) and self.steps >= 1):
+            raise ValueError(f"steps must be a whole number above 0, not {self.steps}")
+        if isinstance(self.coefficients, str):
+            if self.coefficients not in MUON_COEFFICIENTS:
+                raise ValueError(f"coefficients {self.coefficients!r} is not one of {', '.join(MUON_COEFFICIENTS)}")
+        elif len(self.coefficients) == 0 or any(len(polynomial) != 3 for polynomial in self.polynomials):
+            raise ValueError("coefficients must be a name, three numbers, or three numbers per iteration")
+        if self.adjust_lr not in MUON_ADJUSTMENTS:
+            raise ValueError(f"adjust_lr {self.adjust_lr!r} is not one of {', '.join(MUON_ADJUSTMENTS)}")
+
+    def next_group_state(self) -> dict[str, Scalar]:
+        return {}
+
+
+def polar_factor(matrices: Tensor, h: MuonSettings, dtype: torch.dtype) -> Tensor:
+    """U V^T of matrices U S V^T, one or a batch of them, nearly: as far as the polynomials bring their singular values.
+
+    Products are taken in `dtype`, on the side of the matrix where X X^T is the smaller one.
+    """
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True).clamp(min=h.eps)
+    x = (matrices / norms).to(dtype)
+    x = x.mT if tall else x
+    for a, b, c in h.polynomials:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return (x.mT if tall else x).to(matrices.dtype)
+
+
+def muon_update(weight: Tensor, grad: Tensor, momentum_buffer: Tensor, h: MuonSettings) -> Update:
+    """The reference: one layer's step in full precision, as new tensors."""
+    matrix = h.takes(weight)
+    g = -grad if h.maximize else grad
+    weight_norm = norms_of([weight])[0]
+    if not matrix and not h.decoupled_weight_decay:
+        g = g + weight * h.weight_decay
+    buffer = momentum_buffer * h.momentum + g
+    direction = g + buffer * h.momentum if h.nesterov else buffer
+    keep, rate = 1.0 - h.shrink(matrix=matrix), h.lr
+    if matrix:
+        dtype = h.product_dtype or weight.dtype
+        direction = polar_factor(direction.flatten(1), h, dtype).view(direction.shape)
+        rate = rate * h.adjustment(weight)
+        if h.normalize_weights:
+            keep = keep * h.normalization(weight_norm / len(weight) ** 0.5)
+    return Update(weight * keep - direction * rate, (buffer,), weight_norm, torch.ones_like(weight_norm))
+
+
+PolarFactors = Callable[[list[Tensor], MuonSettings], list[Tensor]]
+
+
+def polar_factors(directions: list[Tensor], h: MuonSettings) -> list[Tensor]:
+    """Of parameters of any shapes: those that are alike as matrices, or transposed alike, in one batch of products."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for i, direction in enumerate(directions):
+        rows, columns = len(direction), direction.numel() // len(direction)
+        alike.setdefault((min(rows, columns), max(rows, columns), direction.dtype), []).append(i)
+    found = list(directions)
+    for places in alike.values():
+        batch = torch.stack([_wide(directions[i]) for i in places])
+        for i, wide in zip(places, polar_factor(batch, h, product_dtype(h, batch)), strict=True):
+            tall = len(directions[i]) > wide.shape[0]
+            found[i] = (wide.mT if tall else wide).reshape(directions[i].shape)
+    return found
+
+
+def _wide(direction: Tensor) -> Tensor:
+    matrix = direction.flatten(1)
+    return matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
+
+
+def product_dtype(h: MuonSettings, like: Tensor) -> torch.dtype:
+    """16 bit on a GPU, where products in fp32 take many times as long."""
+    return h.product_dtype or (torch.bfloat16 if like.is_cuda and like.dtype == torch.float32 else like.dtype)
+
+
+def muon_foreach(
+    entries: list[Entry],
+    h: MuonSettings,
+    grad_norms: Tensor,
+    grad_scale: Tensor | None,
+    skip: Tensor | None,
+    *,
+    factors: PolarFactors = polar_factors,
+) -> tuple[Tensor, Tensor]:
+    """All layers of a group per operation. A skipped step sees zero gradients, a momentum of 1 and a rate of 0."""
+    grads = full_grads(entries, grad_scale, skip, negated=h.maximize)
+    lr, momentum = h.lr, h.momentum
+    if skip is not None:
+        lr, momentum = unless(skip, lr, 0.0), unless(skip, momentum, 1.0)
+    weight_norms = list(torch.full_like(grad_norms, torch.nan).unbind())
+    for matrix in (True, False):
+        places = [i for i, entry in enumerate(entries) if h.takes(entry.weight) is matrix]
+        if not places:
+            continue
+        weights, buffers = [entries[i].weight for i in places], [entries[i].state[0] for i in places]
+        d = [grads[i] for i in places]
+        if not matrix and not h.decoupled_weight_decay:
+            decay = h.weight_decay if skip is None else unless(skip, h.weight_decay, 0.0)
+            d = list(torch._foreach_add(d, scaled(weights, decay)))
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_add_(buffers, d)
+        direction = list(torch._foreach_add(d, buffers, alpha=h.momentum)) if h.nesterov else buffers
+        keep = 1.0 - h.shrink(matrix=matrix)
+        if matrix:
+            direction = torch._foreach_mul(factors(direction, h), [h.adjustment(weight) for weight in weights])
+            if h.normalize_weights:
+                norms = list(norms_of(weights).unbind())
+                for i, norm in zip(places, norms, strict=True):
+                    weight_norms[i] = norm
+                relative = torch._foreach_mul(norms, [len(weight) ** -0.5 for weight in weights])
+                keep = keep * h.normalization(torch.stack(list(relative)))
+        if skip is not None:
+            keep = unless(skip, keep, 1.0)
+        if isinstance(keep, Tensor) or keep != 1.0:
+            torch._foreach_copy_(weights, scaled(weights, keep))
+        torch._foreach_sub_(weights, scaled(list(direction), lr))
+    return torch.stack(weight_norms), torch.ones_like(grad_norms)
+
+
+MUON_RULE = Rule(
+    name="muon",
+    settings=MuonSettings,
+    fields=tuple(MuonSettings.__dataclass_fields__),
+    state_names=("momentum_buffer",),
+    group_state_names=(),
+    update=muon_update,
+    foreach=muon_foreach,
+    trust_from_gradient=False,  # a step needs whole matrices
+)
+
+
+class Muon(LayerwiseOptimizer):
+    """Muon with everything `LARS` has around its update: masters, arena, loss scaling, skipped steps, CUDA graphs.
+
+    Parameters of two and more dimensions are matrices of as many rows as the first has; group key `adapt=False`:
+    momentum SGD, as for all others. Usual for the first and the last layer.
+    """
+
+    rule = MUON_RULE
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Scalar | None = None,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = True,
+        steps: int = 5,
+        coefficients: str | Sequence[Any] = "original",
+        adjust_lr: str = "original",
+        eps: float = 1e-7,
+        normalize_weights: bool = False,
+        decoupled_weight_decay: bool = False,
+        maximize: bool = False,
+        product_dtype: torch.dtype | None = None,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        arena: Arena | None = None,
+    ) -> None:
+        """lr: may be left out where every param group has its own.
+
+        coefficients: "original" or "polar_express", or three numbers, or three numbers for each of the iterations.
+        adjust_lr: a matrix's rate is multiplied by sqrt(max(1, rows / columns)) ("original"), by
+        0.2 sqrt(max(rows, columns)) ("match_rms_adamw") or by nothing ("none").
+        normalize_weights: before each update a matrix is scaled to the norm sqrt(rows).
+        product_dtype: of the matrix products; None: bf16 on a GPU, the weights' own on a CPU and in the reference.
+        """
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "steps": steps,
+            "coefficients": coefficients,
+            "adjust_lr": adjust_lr,
+            "eps": eps,
+            "normalize_weights": normalize_weights,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "maximize": maximize,
+            "product_dtype": product_dtype,
+            "capturable": capturable,
+            "adapt": True,
+        }
+        super().__init__(params, defaults, arena=arena, capturable=capturable, foreach=foreach, fused=fused)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        if any(is_dtensor(param) for param in group["params"]):
+            raise ValueError("Muon needs whole matrices and takes no DTensor parameters; use LARS for sharded models")
+        super()._check(group)
+
+    def why_not_fused(self) -> str | None:
+        return "Muon has no fused kernels yet"
