@@ -57,14 +57,24 @@ class Journal:
     As a context manager it leaves a readable folder when the run fails, too.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, out: Path, clock: Clock, *, resume_from_step: int | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        out: Path | None,
+        clock: Clock,
+        *,
+        resume_from_step: int | None,
+        quiet: bool = False,
+    ) -> None:
+        """out: the run's folder; None: nothing is written. quiet: nothing is said, either."""
         self.config, self.out, self.clock = config, out, clock
         chief = ranks.rank == 0
-        self.writer = RunWriter(out, resume_from_step=resume_from_step) if chief else None
+        self.writer = RunWriter(out, resume_from_step=resume_from_step) if chief and out is not None else None
         self.mlperf = MlperfEvents(self.writer, config, platform=platform.node()) if self.writer is not None else None
         if self.mlperf is not None:
             self.mlperf.init_start()
-        self.console = Console(enabled=chief)
+        self.console = Console(enabled=chief and not quiet)
         self.run: Run | None = None
         self._booked: list[_Booked] = []  # steps whose loss has not been looked at
         self._pending: _Pending | None = None
@@ -87,7 +97,8 @@ class Journal:
         if self.writer is not None:
             self.writer.close()
             if self.run is not None:
-                self._record(self.run, bad_samples=self._bad_samples(self.run), error=reason).save(self.out)
+                record = self._record(self.run, bad_samples=self._bad_samples(self.run), error=reason)
+                record.save(self.writer.folder)
 
     def start(self, run: Run, evals: EpochGrid) -> None:
         """The run's time begins here."""
@@ -218,7 +229,7 @@ class Journal:
             self.writer.close()
         record = self._record(run, bad_samples=of_all_ranks(self._bad_samples(run), run.ranks))
         if self.writer is not None:
-            record.save(self.out)
+            record.save(self.writer.folder)
         return record
 
     def _bad_samples(self, run: Run) -> list[str]:
@@ -256,7 +267,7 @@ class Journal:
             skipped_steps=0 if error else run.learner.scaler.state_dict()["skipped"],
             data=run.loader.report().to_dict(),
             timing=typical(list(self._timings)).to_dict() if self._timings else {},
-            folder=str(self.out),
+            folder=str(self.out or ""),
             error=error,
         )
 
