@@ -76,6 +76,7 @@ class Journal:
             self.mlperf.init_start()
         self.console = Console(enabled=chief and not quiet)
         self.run: Run | None = None
+        self.failure: RunRecord | None = None  # of a run that has failed
         self._booked: list[_Booked] = []  # steps whose loss has not been looked at
         self._pending: _Pending | None = None
         self._unreadable: dict[str, None] = {}  # validation images of this rank; in order, each once
@@ -96,9 +97,10 @@ class Journal:
         and so the bad samples are this rank's."""
         if self.writer is not None:
             self.writer.close()
-            if self.run is not None:
-                record = self._record(self.run, bad_samples=self._bad_samples(self.run), error=reason)
-                record.save(self.writer.folder)
+        if self.run is not None:
+            self.failure = self._record(self.run, bad_samples=self._bad_samples(self.run), error=reason)
+            if self.writer is not None:
+                self.failure.save(self.writer.folder)
 
     def start(self, run: Run, evals: EpochGrid) -> None:
         """The run's time begins here."""

@@ -64,6 +64,7 @@ class Session:
     def __init__(self, *, runner: type[StepRunner] = StepRunner) -> None:
         """runner: makes what runs the steps; tests have one for CPUs that plays captures."""
         self._make_runner = runner
+        self.failure: RunRecord | None = None  # what there is to say of the run that has just failed
         self._data: tuple[tuple[str, ...], tuple[Source, Source]] | None = None
         self._warm: _Warm | None = None
 
@@ -73,6 +74,7 @@ class Session:
         After an error of any other kind nothing is kept: nobody knows what it has left behind.
         """
         clock, ranks = Clock(), Ranks()
+        self.failure = None
         with (
             training_kernels(deterministic=config.run.deterministic),
             join(ranks, config.run.device, config.run.timeout_s) as device,
@@ -86,10 +88,11 @@ class Session:
                         return train(run, runner, journal)
                     finally:
                         run.loader.close()
-            except RunFailed:
-                raise
-            except BaseException:
-                self._drop_warm()
+            except BaseException as error:
+                journal.fail(str(error) or type(error).__name__)
+                self.failure = journal.failure
+                if not isinstance(error, RunFailed):
+                    self._drop_warm()
                 raise
 
     def _built(self, config: Config, ranks: Ranks, device: torch.device, clock: Clock) -> tuple[Run, StepRunner]:

@@ -90,6 +90,25 @@ class Plan:
     text: str  # of the file
     runs: tuple[PlannedRun, ...]
 
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "recipe": self.recipe,
+            "about": self.about,
+            "runs": [
+                {
+                    "run": run.number,
+                    "arm": run.point.arm,
+                    "conditions": run.point.conditions,
+                    "search": run.point.search,
+                    "seed": run.seed,
+                    "digest": run.digest,
+                    "command": run.command,
+                }
+                for run in self.runs
+            ],
+        }
+
 
 def load_plan(path: Path, *, data: str | None = None) -> Plan:
     """data: the data set's folder on this machine, for every run."""
@@ -136,10 +155,12 @@ def parse_plan(values: Mapping[str, Any], *, name: str = "sweep", text: str = ""
 
 
 def title(point: Point) -> str:
+    return point_title(point.arm, {**point.conditions, **point.search})
+
+
+def point_title(arm: str, settings: Values) -> str:
     """A point in a few words, e.g. `LARS, global batch 8192, lr 2`."""
-    return ", ".join(
-        [point.arm, *(setting(name, value) for name, value in {**point.conditions, **point.search}.items())]
-    )
+    return ", ".join([arm, *(setting(name, value) for name, value in settings.items())])
 
 
 def setting(name: str, value: Any) -> str:

@@ -17,7 +17,7 @@ from typing import Self
 
 from hyperbatch.errors import InputError
 from hyperbatch.record import strict_json
-from hyperbatch.sweep.plan import PlannedRun, Values
+from hyperbatch.sweep.plan import PlannedRun, Values, point_title
 
 ROWS, PLAN, ENVIRONMENT, REPORT = "rows.jsonl", "plan.toml", "environment.json", "report.html"
 
@@ -52,17 +52,27 @@ class Row:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     @property
+    def title(self) -> str:
+        """Its point in a few words."""
+        return point_title(self.arm, {**self.conditions, **self.search})
+
+    @property
     def top1(self) -> float | None:
         """None for a run that failed, whatever it had reached by then."""
         return None if self.error else self.number("top1")
 
     def to_dict(self) -> Values:
-        return dataclasses.asdict(self)
+        """Flat: the parts of the result stand beside the others."""
+        values: Values = {}
+        for name, value in dataclasses.asdict(self).items():
+            values |= value if name == "result" else {name: value}
+        return values
 
     @classmethod
     def from_dict(cls, values: Values) -> Self:
-        known = {f.name for f in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
+        known = {f.name for f in dataclasses.fields(cls)} - {"result"}
+        own = {name: value for name, value in values.items() if name in known}
+        return cls(**own, result={name: value for name, value in values.items() if name not in known})
 
 
 def append_row(folder: Path, row: Row) -> None:
