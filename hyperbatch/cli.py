@@ -93,6 +93,30 @@ def _train(args: argparse.Namespace) -> int:
     return 3 if missed and find_ranks() is None else 0
 
 
+def _sweep(args: argparse.Namespace) -> int:
+    from hyperbatch.sweep import sweep
+
+    plan_file, out = Path(args.plan), Path(args.out) if args.out else None
+    say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    if args.dry_run:
+        from hyperbatch.sweep.plan import load_plan
+
+        plan = load_plan(plan_file, data=args.data)
+        sweep.check_runs(plan)
+        _print(args, plan.to_dict(), lambda: sweep.format_plan_runs(plan))
+    elif args.row is not None:
+        row = sweep.rerun(plan_file, args.row, data=args.data)
+        _print(args, row.to_dict(), lambda: sweep.progress_line(row))
+    else:
+        options = {"until_s": args.until, "retry_failed": args.retry_failed, "keep_runs": args.keep_runs}
+        if args.side_by_side > 1:
+            result = sweep.side_by_side(plan_file, out, args.side_by_side, data=args.data, **options)
+        else:
+            result = sweep.sweep(plan_file, out, data=args.data, part=args.part, say=say, **options)
+        _print(args, result.to_dict(), lambda: sweep.format_sweep(result))
+    return 0
+
+
 def _recipes(args: argparse.Namespace) -> int:
     from hyperbatch.recipes.listing import format_recipes, list_recipes
 
@@ -317,6 +341,23 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
+def _part(text: str) -> tuple[int, int]:
+    first, _, second = text.partition("/")
+    if not (first.isdigit() and second.isdigit() and 1 <= int(first) <= int(second)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not K/N, e.g. 1/2 and 2/2 for two commands side by side")
+    return int(first), int(second)
+
+
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = _build_parser()
     args, unknown = parser.parse_known_args(arguments)
@@ -387,6 +428,26 @@ def _build_parser() -> _Parser:
             group.add_argument(off, dest=spec.name, action="store_const", const="false", help=argparse.SUPPRESS)
         else:
             group.add_argument(spec.flag, dest=spec.name, metavar="VALUE", help=help)
+
+    sub = verb(
+        "sweep",
+        _sweep,
+        "train the runs of a plan, many in one process, and compare them",
+        description="Train every run of a plan (arms, grids, seeds; see docs/sweep.md) that the folder has no row of "
+        "yet, write a row as each ends, and compare the arms in a table and a report.",
+    )
+    sub.add_argument("plan", metavar="PLAN.toml", help="what to run")
+    sub.add_argument("--out", metavar="DIR", help="folder of rows and report [sweeps/NAME]")
+    sub.add_argument("--data", metavar="DIR", help="folder of the data set")
+    sub.add_argument("--until", type=_seconds, metavar="SECONDS", help="begin no run later than this")
+    sub.add_argument("--part", type=_part, default=(1, 1), metavar="K/N", help="the K-th of N commands side by side")
+    sub.add_argument(
+        "--side-by-side", type=_positive, default=1, metavar="N", help="start N processes that share the runs"
+    )
+    sub.add_argument("--retry-failed", action="store_true", help="make runs again that failed or diverged")
+    sub.add_argument("--keep-runs", action="store_true", help="keep a folder of each run's metrics, under DIR/runs")
+    sub.add_argument("--row", type=_positive, metavar="N", help="make run N of the plan again and print its row")
+    sub.add_argument("--dry-run", action="store_true", help="list the runs with their commands and start nothing")
 
     verb("recipes", _recipes, "list the recipes with their claims and sources")
 

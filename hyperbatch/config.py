@@ -269,7 +269,7 @@ class RunConfig:
     checkpoint_every_epochs: float | None = option(
         None, "epochs between checkpoints; none: with each evaluation, 0: only at the end", NOT_NEGATIVE, free=True
     )
-    keep_checkpoints: int = option(2, "newest checkpoints to keep", POSITIVE, free=True)
+    keep_checkpoints: int = option(2, "newest checkpoints to keep; 0: save none", NOT_NEGATIVE, free=True)
     log_every_steps: int = option(1, "steps between metric lines", POSITIVE, free=True)
     timeout_s: float = option(300.0, "seconds after which a silent rank fails the run", POSITIVE, free=True)
     out: str | None = option(None, "folder of the run; none: runs/<recipe>-<time>", free=True, repeated=False)

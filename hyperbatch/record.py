@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -388,6 +389,15 @@ class _Tensorboard:
         self._drain()
         if self._write:
             self._file.close()
+
+
+def commit() -> str | None:
+    """Of the checkout this runs from, "-dirty" when tracked files differ from it; null outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def strict_json(value: Any, indent: int | None = None) -> str:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import hyperbatch
+from hyperbatch.record import commit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,15 +131,6 @@ def versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[name] = None
     return found
-
-
-def commit() -> str | None:
-    """Of the checkout this runs from, "-dirty" when tracked files differ from it; null outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def format_table(report: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 
 import numpy as np
 import torch
@@ -73,6 +74,26 @@ class DeviceCache:
         ids = np.arange(len(source)) % len(images)
         self.table[:, 0] = images.data_ptr() + ids * (height * width * channels)
         self.table[:, 1:] = (width, height, channels, width * channels, 1)
+
+
+# A set's images are kept as long as the set is: whoever reads it again finds them.
+_caches: weakref.WeakKeyDictionary[Source, dict[tuple[object, ...], PixelCache | DeviceCache | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def cache_of(
+    source: Source, config: DataConfig, device: torch.device, ranks_per_host: int
+) -> PixelCache | DeviceCache | None:
+    """`make_cache` for the first reader of this set on this device; the same cache for those who follow."""
+    key = device, config.cache, config.cache_bytes, ranks_per_host
+    try:
+        known = _caches.setdefault(source, {})
+    except TypeError:  # somebody's own kind of set that cannot be a key
+        known = {}
+    if key not in known:
+        known[key] = make_cache(source, config, device, ranks_per_host)
+    return known[key]
 
 
 def make_cache(

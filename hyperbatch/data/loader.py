@@ -21,7 +21,7 @@ import torch
 from hyperbatch.config import DataConfig
 from hyperbatch.data import augment, stream
 from hyperbatch.data.batch import BadSamples, Batch, BatchPlan, StreamPlan
-from hyperbatch.data.cache import DeviceCache, make_cache
+from hyperbatch.data.cache import DeviceCache, cache_of
 from hyperbatch.data.decoders import resolve_decoders
 from hyperbatch.data.gpu.maker import DeviceMaker
 from hyperbatch.data.host import HostMaker
@@ -215,7 +215,7 @@ def _make_maker(
     decoder, cpu_decoder = resolve_decoders(config.decoder, device)
     cache = None
     if not exact or (device.type == "cuda" and isinstance(source, ArraySource)):
-        cache = make_cache(source, config, device, ranks_per_host)
+        cache = cache_of(source, config, device, ranks_per_host)
     shared: dict[str, Any] = {"device": device, "dtype": dtype, "meter": meter, "ranks_per_host": ranks_per_host}
     if device.type != "cuda" or not has_triton():
         assert not isinstance(cache, DeviceCache)

@@ -58,15 +58,26 @@ class Journal:
     As a context manager it leaves a readable folder when the run fails, too.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, out: Path, clock: Clock, *, resume_from_step: int | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        out: Path | None,
+        clock: Clock,
+        *,
+        resume_from_step: int | None,
+        quiet: bool = False,
+    ) -> None:
+        """out: the run's folder; None: nothing is written. quiet: nothing is said, either."""
         self.config, self.out, self.clock = config, out, clock
         chief = ranks.rank == 0
-        self.writer = RunWriter(out, resume_from_step=resume_from_step) if chief else None
+        self.writer = RunWriter(out, resume_from_step=resume_from_step) if chief and out is not None else None
         self.mlperf = MlperfEvents(self.writer, config, platform=platform.node()) if self.writer is not None else None
         if self.mlperf is not None:
             self.mlperf.init_start()
-        self.console = Console(enabled=chief)
+        self.console = Console(enabled=chief and not quiet)
         self.run: Run | None = None
+        self.failure: RunRecord | None = None  # of a run that has failed
         self._booked: list[_Booked] = []  # steps whose loss has not been looked at
         self._losses: list[Tensor] = []  # theirs on this rank, still on the device
         self._pending: _Pending | None = None
@@ -89,8 +100,10 @@ class Journal:
         and so the bad samples are this rank's."""
         if self.writer is not None:
             self.writer.close()
-            if self.run is not None:
-                self._record(self.run, bad_samples=self._bad_samples(self.run), error=reason).save(self.out)
+        if self.run is not None:
+            self.failure = self._record(self.run, bad_samples=self._bad_samples(self.run), error=reason)
+            if self.writer is not None:
+                self.failure.save(self.writer.folder)
 
     def start(self, run: Run, evals: EpochGrid) -> None:
         """The run's time begins here."""
@@ -231,7 +244,7 @@ class Journal:
             self.writer.close()
         record = self._record(run, bad_samples=of_all_ranks(self._bad_samples(run), run.ranks))
         if self.writer is not None:
-            record.save(self.out)
+            record.save(self.writer.folder)
         return record
 
     def _bad_samples(self, run: Run) -> list[str]:
@@ -273,7 +286,7 @@ class Journal:
             skipped_steps=0 if error else run.learner.scaler.state_dict()["skipped"],
             data=run.loader.report().to_dict(),
             timing=typical(list(self._timings)).to_dict() if self._timings else {},
-            folder=str(self.out),
+            folder=str(self.out or ""),
             error=error,
         )
 

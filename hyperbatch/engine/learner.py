@@ -74,20 +74,8 @@ def build_learner(
     rest.
     """
     capturable = wants_graph(config, device)
-    # The same seed gives every rank the same weights; rank 0's are sent round all the same, below.
     dtype = working_dtype(config.optim.precision)
-    torch.manual_seed(config.run.seed)
-    with errors_shared(ranks):
-        model = create_from(config.model, classes=classes, in_channels=in_channels)
-        if config.model.whiten_samples:
-            whitening_layer(model)  # which `engine.whiten` sets when training begins; one that does not fit is refused
-        if dtype == torch.float64:
-            model.double()
-        if saved is not None:
-            checkpoint.fill_model(model, saved.model, where=saved.path)
-        elif config.model.init_from is not None:
-            path = Path(config.model.init_from)
-            checkpoint.fill_model(model, checkpoint.load_weights(path), where=str(path))
+    model = initial_model(config, ranks, classes=classes, in_channels=in_channels, saved=saved)
     model.to(device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
     comm = GridComm(choose_grid(config, ranks))
@@ -151,6 +139,26 @@ def _broadcast_frozen(model: nn.Module) -> None:
         sent = tensor.contiguous()
         dist.broadcast(sent, src=0)
         tensor.copy_(sent)
+
+
+def initial_model(
+    config: Config, ranks: Ranks, *, classes: int, in_channels: int, saved: Checkpoint | None = None
+) -> nn.Module:
+    """The model on the CPU, with the weights that a run of this config starts from."""
+    # The same seed gives every rank the same weights; rank 0's are sent round all the same.
+    torch.manual_seed(config.run.seed)
+    with errors_shared(ranks):
+        model = create_from(config.model, classes=classes, in_channels=in_channels)
+        if config.model.whiten_samples:
+            whitening_layer(model)  # which `engine.whiten` sets when training begins; one that does not fit is refused
+        if working_dtype(config.optim.precision) == torch.float64:
+            model.double()
+        if saved is not None:
+            checkpoint.fill_model(model, saved.model, where=saved.path)
+        elif config.model.init_from is not None:
+            path = Path(config.model.init_from)
+            checkpoint.fill_model(model, checkpoint.load_weights(path), where=str(path))
+    return model
 
 
 def wants_graph(config: Config, device: torch.device) -> bool:

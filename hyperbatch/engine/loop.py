@@ -127,8 +127,9 @@ def train(run: Run, runner: StepRunner, journal: Journal) -> RunRecord:
             # A checkpoint must hold neither a loss that nobody has looked at nor weights that only some ranks updated.
             journal.flush()
             learner.sync.check()
-            with clock.booked("pause"):
-                snapshot.save(run, journal.out)
+            if config.run.keep_checkpoints and journal.out is not None:
+                with clock.booked("pause"):
+                    snapshot.save(run, journal.out)
         if stopped:
             break
     return journal.finish(run)

@@ -57,6 +57,14 @@ class Run:
         self.loader.close()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """What a run takes over from one before it in the same process (engine/session.py)."""
+
+    learner: Learner
+    decoder: str
+
+
 def build_run(
     config: Config,
     ranks: Ranks,
@@ -64,20 +72,28 @@ def build_run(
     *,
     clock: Clock | None = None,
     saved: Checkpoint | None = None,
+    data: tuple[Source, Source] | None = None,
+    kept: Kept | None = None,
 ) -> Run:
-    """A run before its first step; `saved` is the one that it is going to continue (`snapshot.restore`)."""
+    """A run before its first step; `saved` is the one that it is going to continue (`snapshot.restore`).
+
+    data, kept: what is there already.
+    """
     warnings = notes(config, device)
     with errors_shared(ranks):
-        train_set, eval_set = open_data(config.data)
-    learner = build_learner(
-        config,
-        ranks,
-        device,
-        classes=len(train_set.classes),
-        in_channels=train_set.channels,
-        cache_bytes=gpu_cache_bytes(train_set, config.data, device),
-        saved=saved,
-    )
+        train_set, eval_set = data or open_data(config.data)
+    if kept is not None:
+        learner = kept.learner
+    else:
+        learner = build_learner(
+            config,
+            ranks,
+            device,
+            classes=len(train_set.classes),
+            in_channels=train_set.channels,
+            cache_bytes=gpu_cache_bytes(train_set, config.data, device),
+            saved=saved,
+        )
     phases = resolve_phases(
         config.schedule.batch_phases,
         len(train_set),
@@ -85,7 +101,9 @@ def build_run(
         accumulate=config.run.accumulate,
         max_batch_per_rank=learner.max_batch_per_rank,
     )
-    if saved is None:
+    if kept is not None:
+        decoder = kept.decoder
+    elif saved is None:
         decoder = share(measured_decoder(train_set, config.data, device, ranks_per_host=ranks.local_size), ranks)
     else:
         decoder = saved.fixed.decoder or config.data.decoder

@@ -56,12 +56,12 @@ def digits() -> Config:
     source="CIFAR-10 (Krizhevsky, 2009); network of He et al., arXiv 1512.03385, four times as wide",
     chosen=("all of it: rate and trust carried over from `digits`",),
 )
-def cifar10() -> Config:
+def cifar10_resnet() -> Config:
     """A 20-layer residual network, 64 to 256 channels, shifts of 4 pixels and mirrors.
 
-    hyperbatch train cifar10 --data DIR
+    hyperbatch train cifar10_resnet --data DIR
     """
-    return Config(recipe="cifar10").override(
+    return Config(recipe="cifar10_resnet").override(
         **_ON_A_GPU,
         model="resnet20x4",
         dataset="cifar10",
@@ -113,7 +113,7 @@ def imagenette() -> Config:
     chosen=("all of it: rate and trust carried over from `digits`",),
 )
 def tinyimagenet() -> Config:
-    """The wide 20-layer network of `cifar10` on 64 px. Validation images must lie in class folders, as for ImageNet.
+    """The network of `cifar10_resnet` on 64 px. Validation images must lie in class folders, as for ImageNet.
 
     hyperbatch train tinyimagenet --data DIR
     """

@@ -21,24 +21,26 @@ def render(runs: list[Run]) -> str:
     body = _single(runs[0], accuracy, others) if len(runs) == 1 else _several(runs, accuracy, others)
     box = [charts.HEIGHT, charts.LEFT, charts.RIGHT, charts.TOP, charts.BOTTOM]
     points = json.dumps({"box": box, "charts": charts.hover_data(drawn)}, separators=(",", ":"))
+    # "</" inside the data would end the script element.
+    data = el("script", Html(points.replace("</", "<\\/")), type="application/json", id="points")
+    footer = f"Drawn by hyperbatch {hyperbatch.__version__} from the run's own files."
+    return document(_title(runs), body, footer, data, el("script", Html(SCRIPT)), data_axis="time")
+
+
+def document(title: str, body: Html, footer: str, *scripts: Html, **attributes: str) -> str:
+    """A page with the report's style, in one file."""
     page = el(
         "html",
         el(
             "head",
             el("meta", charset="utf-8"),
             el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            el("title", _title(runs)),
+            el("title", title),
             el("style", Html(CSS)),
         ),
-        el(
-            "body",
-            el("main", body, el("footer", f"Drawn by hyperbatch {hyperbatch.__version__} from the run's own files.")),
-            # "</" inside the data would end the script element.
-            el("script", Html(points.replace("</", "<\\/")), type="application/json", id="points"),
-            el("script", Html(SCRIPT)),
-        ),
+        el("body", el("main", body, el("footer", footer)), *scripts),
         lang="en",
-        data_axis="time",
+        **attributes,
     )
     return "<!doctype html>\n" + page + "\n"
 
@@ -116,7 +118,7 @@ def _curves_card(title: str, drawn: list[Chart], runs: list[Run]) -> Html:
     )
 
 
-def _top(title: str, where: str) -> Html:
+def top(title: str, where: str) -> Html:
     return el("header", el("h1", title), el("span", where, cls="where"), cls="top")
 
 
@@ -124,7 +126,7 @@ def _single(run: Run, accuracy: Chart, others: list[Chart]) -> Html:
     seed = sections.config_value(run.record, "run", "seed") if run.record else None
     about = f"seed {seed}" if seed is not None else ""
     return join(
-        _top(f"{run.record.recipe if run.record else run.name}", " · ".join(filter(None, [about, str(run.folder)]))),
+        top(f"{run.record.recipe if run.record else run.name}", " · ".join(filter(None, [about, str(run.folder)]))),
         sections.alerts(run),
         el("section", el("div", sections.headline(run)), charts.draw(accuracy), cls="card hero"),
         _curves_card("Training", others, [run]),
@@ -155,7 +157,7 @@ def _several(runs: list[Run], accuracy: Chart, others: list[Chart]) -> Html:
         for index, run in enumerate(runs)
     ]
     return join(
-        _top("hyperbatch", units.plural(len(runs), "run")),
+        top("hyperbatch", units.plural(len(runs), "run")),
         compare.comparison(runs),
         _curves_card("Curves", [accuracy, *others], runs),
         compare.clocks(runs),

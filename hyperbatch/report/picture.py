@@ -68,7 +68,8 @@ def charts_picture(*shown: Chart) -> str:
     for i, (chart, (x, y)) in enumerate(zip(shown, places, strict=True)):
         title = el("text", chart.title, x=0, y=18, cls="ink", font_size=13, font_weight=600)
         body = el("g", marks(replace(chart, key=f"chart{i}")), transform=f"translate(0 {HEAD})")
-        key = _key([(line.label, line.color) for line in chart.lines]) if len(chart.lines) > 1 else None
+        named = [(line.label, line.color) for line in chart.lines if not line.faint]
+        key = _key(named) if len(named) > 1 else None
         panels.append(el("g", title, key, body, transform=f"translate({x} {y})"))
     words = "; ".join(f"{chart.title}: {in_words(chart)}" for chart in shown)
     return _file(panels, columns * width, -(-len(shown) // columns) * height, words)

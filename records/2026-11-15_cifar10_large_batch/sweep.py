@@ -2,8 +2,8 @@
 
     python sweep.py DATA ROWS [--until SECONDS]      DATA: CIFAR-10; rows that are in ROWS already are not run again
 
-Every arm is `hyperbatch train cifar10 --data DATA` with the overrides of its row, at a fixed number of epochs and
-with a rate that is given, not scaled.
+Every arm is `hyperbatch train cifar10_resnet --data DATA` with the overrides of its row, at a fixed number of epochs
+and with a rate that is given, not scaled.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def train(data: str, arm: dict[str, object]) -> dict[str, object]:
     values = {name: value for name, value in arm.items() if name != "batch"}
     with tempfile.TemporaryDirectory() as folder:
         phases = (BatchPhase(0, arm["batch"]),)
-        config = hyperbatch.get_recipe("cifar10").build()
+        config = hyperbatch.get_recipe("cifar10_resnet").build()
         config = config.override(**COMMON, **values, data=data, batch_phases=phases, lr_batch=0, out=f"{folder}/run")
         start_s = time.perf_counter()
         try:

@@ -342,7 +342,9 @@ def test_gradients_are_exchanged_within_a_slice() -> None:
 def wrong_slices(rank: int, case: str) -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     try:
-        GridComm(mesh["dp" if rank < 2 or case == "outside" else "tp"] if case == "mixed" else DeviceMesh("cpu", [0, 1]))
+        GridComm(
+            mesh["dp" if rank < 2 or case == "outside" else "tp"] if case == "mixed" else DeviceMesh("cpu", [0, 1])
+        )
     except InputError as error:
         return str(error)
     return "no error"

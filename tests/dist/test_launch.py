@@ -79,7 +79,19 @@ def test_the_default_reaches_its_target(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_run_says_so_and_can_go_on(tmp_path, number):
     run = tmp_path / "run"
-    words = [sys.executable, "-m", "hyperbatch", "train", "digits", "--nproc", "2", "--out", str(run), "--device", "cpu"]
+    words = [
+        sys.executable,
+        "-m",
+        "hyperbatch",
+        "train",
+        "digits",
+        "--nproc",
+        "2",
+        "--out",
+        str(run),
+        "--device",
+        "cpu",
+    ]
     words += ["--epochs", "10000", "--no-stop-at-target", "--eval-every-epochs", "0.1"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -95,7 +107,9 @@ def test_stopped_run_says_so_and_can_go_on(tmp_path, number):
     assert process.returncode == 1
     assert "Traceback" not in err
     last = err.strip().splitlines()[-1]
-    assert last == f"hyperbatch: interrupted by {number.name}; --resume --out {run} continues from the newest checkpoint"
+    assert (
+        last == f"hyperbatch: interrupted by {number.name}; --resume --out {run} continues from the newest checkpoint"
+    )
 
 
 def test_killed_rank_takes_the_run_down_by_name(tmp_path):
@@ -119,7 +133,19 @@ def test_killed_rank_takes_the_run_down_by_name(tmp_path):
 def test_ranks_end_with_a_command_that_is_killed(tmp_path):
     """It cannot tell them any more; the folder is free again."""
     run = tmp_path / "run"
-    words = [sys.executable, "-m", "hyperbatch", "train", "digits", "--nproc", "2", "--out", str(run), "--device", "cpu"]
+    words = [
+        sys.executable,
+        "-m",
+        "hyperbatch",
+        "train",
+        "digits",
+        "--nproc",
+        "2",
+        "--out",
+        str(run),
+        "--device",
+        "cpu",
+    ]
     words += ["--epochs", "10000", "--no-stop-at-target"]
     with subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
         try:

@@ -16,9 +16,7 @@ def train(out, **values):
 
 def test_a_run_goes_on_past_its_target_when_it_is_told_to(tmp_path):
     values = {"target_top1": 0.01, "eval_every_epochs": 0.5, "max_steps": 12}  # reached at the first evaluation
-    stopped, gone_on = (
-        train(tmp_path / str(stop), stop_at_target=stop, **values).result for stop in (True, False)
-    )
+    stopped, gone_on = (train(tmp_path / str(stop), stop_at_target=stop, **values).result for stop in (True, False))
     assert stopped.reached
     assert gone_on.reached
     assert stopped.steps < gone_on.steps == 12

@@ -163,13 +163,24 @@ def test_all_state_is_preserved(tmp_path):
 
     def everything():
         run.learner.arena.collect()
-        tensors = [*run.learner.arena.flat_weights(), *run.learner.arena.grads.values(), *run.learner.model.buffers(), torch.get_rng_state()]
+        tensors = [
+            *run.learner.arena.flat_weights(),
+            *run.learner.arena.grads.values(),
+            *run.learner.model.buffers(),
+            torch.get_rng_state(),
+        ]
         tensors += [
-            run.learner.optimizer.init_state(p)["momentum_buffer"] for g in run.learner.optimizer.param_groups for p in g["params"]
+            run.learner.optimizer.init_state(p)["momentum_buffer"]
+            for g in run.learner.optimizer.param_groups
+            for p in g["params"]
         ]
         return [tensor.clone() for tensor in tensors]
 
-    before, scaler, groups = everything(), run.learner.scaler.state_dict(), [dict(g) for g in run.learner.optimizer.param_groups]
+    before, scaler, groups = (
+        everything(),
+        run.learner.scaler.state_dict(),
+        [dict(g) for g in run.learner.optimizer.param_groups],
+    )
     with preserved_state(run.learner):
         for group in run.learner.optimizer.param_groups:
             group["lr"] = 0.5
@@ -178,7 +189,8 @@ def test_all_state_is_preserved(tmp_path):
         step()
         assert run.learner.scaler.state_dict()["skipped"] == 1
         assert not torch.equal(
-            run.learner.arena.masters, before[list(map(id, run.learner.arena.flat_weights())).index(id(run.learner.arena.masters))]
+            run.learner.arena.masters,
+            before[list(map(id, run.learner.arena.flat_weights())).index(id(run.learner.arena.masters))],
         )
     assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
     assert run.learner.scaler.state_dict() == scaler
@@ -215,7 +227,9 @@ def test_the_total_is_the_mean_loss_of_the_step(parts):
     total, labels = torch.full((), 7.0), torch.arange(9) % 4  # what the step before has left
     batches = [torch.randn(n, 1, 8, 8) for n in parts]
     smoothing = run.config.optim.label_smoothing
-    losses = [len(x) * smoothed_cross_entropy(run.learner.model(x), labels[: len(x)], smoothing).item() for x in batches]
+    losses = [
+        len(x) * smoothed_cross_entropy(run.learner.model(x), labels[: len(x)], smoothing).item() for x in batches
+    ]
     for part, images in zip(micro_steps(parts), batches, strict=True):
         micro_step(run.learner, part, images, labels[: len(images)], total, StepTimer(run.learner.device))
     assert total.item() == pytest.approx(sum(losses) / sum(parts), rel=1e-6)
@@ -302,7 +316,9 @@ def test_every_shape_ahead_is_warmed_up_before_the_run(played, monkeypatch):
     runner = runner_of(run, loop.StepRunner)
     runner.warm_up(loop.shapes_ahead(run))
     warmed, steps = [], list(loop.steps_left(run))
-    monkeypatch.setattr(runner_module, "preserved_state", lambda learner: warmed.append(learner) or contextlib.nullcontext())
+    monkeypatch.setattr(
+        runner_module, "preserved_state", lambda learner: warmed.append(learner) or contextlib.nullcontext()
+    )
     for step in steps:
         if not runner.is_ready((step,)):
             runner.prepare((step,))
@@ -446,7 +462,9 @@ def forgets(rank):
     with preserved_state(run.learner):
         for part in micro_steps((12,)):
             images = torch.zeros(12, 1, 8, 8)
-            micro_step(run.learner, part, images, torch.zeros(12).long(), torch.zeros(()), StepTimer(run.learner.device))
+            micro_step(
+                run.learner, part, images, torch.zeros(12).long(), torch.zeros(()), StepTimer(run.learner.device)
+            )
         assert run.learner.sync.timings() != ()
     run.close()
     return run.learner.sync.timings()

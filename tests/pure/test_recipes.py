@@ -30,7 +30,7 @@ PUBLISHED = [
     "amazon_resnet152",
     "krizhevsky_alexnet",
 ]
-EVERYDAY = ["resnet50", "mlperf_resnet50", "cifar10", "imagenette", "tinyimagenet", "digits"]
+EVERYDAY = ["resnet50", "mlperf_resnet50", "cifar10_resnet", "imagenette", "tinyimagenet", "digits"]
 CLUSTERS = [
     "abci",
     "tencent_p40",

@@ -13,7 +13,7 @@ ROOT = Path(hyperbatch.__file__).parent
 PAGE = ROOT.parent / "docs" / "design.md"
 NO_TORCH = {
     *("cli", "config", "errors", "memory", "mllog", "plan", "preview", "recipes", "record", "report", "schedule"),
-    *("sim", "vocabulary"),
+    *("sim", "sweep", "vocabulary"),
 }
 
 # From the bottom up. A room is a folder or a module of the package; it imports from lower rows only.
@@ -27,7 +27,7 @@ ROWS = (
     ("optim",),
     ("engine",),
     ("launch",),
-    ("bench", "preview"),
+    ("bench", "preview", "sweep"),
     ("cli",),
     ("__init__", "__main__"),
 )

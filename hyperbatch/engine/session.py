@@ -1,0 +1,179 @@
+"""Run after run in one process: what one of them has set up, the next one finds ready.
+
+    data sets, and their images on the device     kept while runs read the same data
+    model, arena, optimizer, kernels, graphs      kept while runs differ only in what the loop reads anew (`READ_ANEW`)
+
+A run starts from freshly drawn weights and from the state that the learner was built with, whatever ran before it:
+`preserved_state`, which keeps warm-up steps from leaving a trace, keeps whole runs from it. So a run gives the same
+bits here and in a process of its own. One rank; several need processes of their own (hyperbatch/launch.py).
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hyperbatch.config import Config, DataConfig, fields, format_value
+from hyperbatch.data.source import Source, open_data
+from hyperbatch.engine.clock import Clock
+from hyperbatch.engine.journal import Journal
+from hyperbatch.engine.kernel_choice import training_kernels
+from hyperbatch.engine.learner import Learner, initial_model
+from hyperbatch.engine.loop import micro_step, train
+from hyperbatch.engine.ranks import Ranks, join
+from hyperbatch.engine.run import Kept, Run, build_run
+from hyperbatch.engine.runner import StepRunner
+from hyperbatch.engine.warmup import preserved_state
+from hyperbatch.errors import RunFailed
+from hyperbatch.optim.build import set_weight_decay
+from hyperbatch.record import RunRecord
+
+# What the host reads for each run or step and no captured step holds. A field that is not named here starts anew.
+READ_ANEW = frozenset(
+    (
+        *("epochs", "batch_phases", "lr", "lr_batch", "lr_scaling", "warmup", "warmup_epochs", "warmup_lr", "decay"),
+        *("decay_epochs", "decay_power", "end_lr", "milestones", "decay_factor", "weight_decay"),
+        *("seed", "target_top1", "stop_at_target", "eval_every_epochs", "eval_offset_epochs", "eval_batch_per_rank"),
+        *("max_steps", "checkpoint_every_epochs", "keep_checkpoints", "log_every_steps", "timeout_s", "out", "resume"),
+    )
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Warm:
+    """What the last run has left."""
+
+    key: tuple[str, ...]
+    kept: Kept
+    runner: StepRunner
+    warnings: list[str]  # of the run that goes on, then what the runner has said of the steps
+    own: int  # so many are that run's
+
+    def close(self) -> None:
+        self.kept.learner.sync.close()
+        self.runner.close()
+
+
+class Session:
+    """`run(config)` as often as wanted; a context manager, or `close`."""
+
+    def __init__(self, *, runner: type[StepRunner] = StepRunner) -> None:
+        """runner: makes what runs the steps; tests have one for CPUs that plays captures."""
+        self._make_runner = runner
+        self.failure: RunRecord | None = None  # what there is to say of the run that has just failed
+        self._data: tuple[tuple[str, ...], tuple[Source, Source]] | None = None
+        self._warm: _Warm | None = None
+
+    def run(self, config: Config, out: Path | None = None) -> RunRecord:
+        """Trains; RunFailed as everywhere. out: a folder for what the run writes; None: it writes nothing.
+
+        After an error of any other kind nothing is kept: nobody knows what it has left behind.
+        """
+        clock, ranks = Clock(), Ranks()
+        self.failure = None
+        with (
+            training_kernels(deterministic=config.run.deterministic),
+            join(ranks, config.run.device, config.run.timeout_s) as device,
+            Journal(config, ranks, out, clock, resume_from_step=None, quiet=True) as journal,
+        ):
+            try:
+                run, runner = self._built(config, ranks, device, clock)
+                with preserved_state(run.learner):
+                    start_anew(run.learner, config, ranks, classes=len(run.train_set.classes))
+                    try:
+                        return train(run, runner, journal)
+                    finally:
+                        run.loader.close()
+            except BaseException as error:
+                journal.fail(str(error) or type(error).__name__)
+                self.failure = journal.failure
+                if not isinstance(error, RunFailed):
+                    self._drop_warm()
+                raise
+
+    def _built(self, config: Config, ranks: Ranks, device: torch.device, clock: Clock) -> tuple[Run, StepRunner]:
+        key = (str(device), *key_of(config))
+        if self._warm is not None and self._warm.key != key:
+            self._drop_warm()
+        data = self._opened(config.data)
+        run = build_run(
+            config, ranks, device, clock=clock, data=data, kept=None if self._warm is None else self._warm.kept
+        )
+        if self._warm is None:
+            runner = self._make_runner(run.learner, micro_step, config, ranks, run.warnings)
+            kept = Kept(learner=run.learner, decoder=run.loader.config.decoder)
+            self._warm = _Warm(key=key, kept=kept, runner=runner, warnings=run.warnings, own=len(run.warnings))
+            return run, runner
+        # The runner goes on adding to the list that it was made with, and what it has said holds for this run, too.
+        warm, notes = self._warm, run.warnings
+        warm.warnings[: warm.own], warm.own = notes, len(notes)
+        run.warnings = warm.warnings
+        return run, warm.runner
+
+    def _opened(self, config: DataConfig) -> tuple[Source, Source]:
+        key = data_key(config)
+        if self._data is None or self._data[0] != key:
+            self._drop_warm()
+            self._data = None  # before others are read: they may be large
+            self._data = key, open_data(config)
+        return self._data[1]
+
+    def _drop_warm(self) -> None:
+        """Gives back what the last learner and its graphs held."""
+        if self._warm is None:
+            return
+        self._warm.close()
+        self._warm = None
+        gc.collect()  # hooks and graphs refer to each other
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        self._drop_warm()
+        self._data = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def key_of(config: Config) -> tuple[str, ...]:
+    """What a learner and its captured steps were made for."""
+    texts = [f"{spec.name} {format_value(spec.of(config))}" for spec in fields() if spec.name not in READ_ANEW]
+    return (*texts, f"decays {config.optim.weight_decay > 0}")
+
+
+def data_key(config: DataConfig) -> tuple[str, ...]:
+    """What `open_data` reads; a data set of the user's own is given the whole section."""
+    if config.dataset in ("images", "cifar10", "digits"):
+        return config.dataset, str(config.data)
+    return (repr(config),)
+
+
+def start_anew(learner: Learner, config: Config, ranks: Ranks, *, classes: int) -> None:
+    """The weights, statistics and settings with which a fresh run of this config begins.
+
+    For a learner that is otherwise as it was built (`preserved_state`). Values are written where they lie: captured
+    steps and tables of kernels point there.
+    """
+    fresh = initial_model(config, ranks, classes=classes, in_channels=learner.in_channels)
+    weights, buffers = dict(fresh.named_parameters()), dict(fresh.named_buffers())
+    with torch.no_grad():
+        for name, buffer in learner.model.named_buffers():
+            if name in buffers:
+                buffer.copy_(buffers[name])
+        for name, param in frozen(learner.model):
+            param.copy_(weights[name])
+    learner.arena.load_masters(weights)
+    set_weight_decay(learner.optimizer, config.optim.weight_decay)
+
+
+def frozen(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters that no arena holds."""
+    return [(name, param) for name, param in model.named_parameters() if not param.requires_grad]

@@ -1,0 +1,110 @@
+"""The pictures of a sweep: arms against each other, each arm's own search, and the spread over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hyperbatch.report.chart import Chart, Line
+from hyperbatch.sweep.plan import setting
+from hyperbatch.sweep.table import PointResult, best_points, key_of
+
+Place = tuple[float, PointResult]
+
+
+def sweep_charts(points: Sequence[PointResult]) -> list[Chart]:
+    """Those that have something to show."""
+    made = [comparison_chart(points), *search_charts(points), seeds_chart(points)]
+    return [chart for chart in made if chart is not None]
+
+
+def arms_of(points: Sequence[PointResult]) -> list[str]:
+    return list(dict.fromkeys(point.arm for point in points))
+
+
+def comparison_chart(points: Sequence[PointResult]) -> Chart | None:
+    """The best point of each arm against the first condition that is a number and varies."""
+    best = list(best_points(points).values())
+    axis = _varying([point.conditions for point in best])
+    if axis is None:
+        return None
+    lines: dict[str, list[Place]] = {}
+    for point in best:
+        rest = [setting(name, value) for name, value in point.conditions.items() if name != axis]
+        lines.setdefault(", ".join([point.arm, *rest]), []).append((float(point.conditions[axis]), point))
+    words = axis.replace("_", " ")
+    tuned = ", best of its own search" if any(point.search for point in best) else ""
+    return _chart("compared", f"Top-1 against {words}{tuned}", words, lines)
+
+
+def search_charts(points: Sequence[PointResult]) -> list[Chart]:
+    """A chart a condition: every arm over the number that it searched first."""
+    charts = []
+    for conditions in dict.fromkeys(key_of(point.conditions) for point in points):
+        here = [point for point in points if key_of(point.conditions) == conditions]
+        axis = _varying([point.search for point in here])
+        if axis is None:
+            continue
+        lines: dict[str, list[Place]] = {}
+        for point in here:
+            if axis in point.search:
+                rest = [setting(name, value) for name, value in point.search.items() if name != axis]
+                lines.setdefault(", ".join([point.arm, *rest]), []).append((float(point.search[axis]), point))
+        where = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in conditions)
+        words = axis.replace("_", " ")
+        title = f"Top-1 against {words}" + (f" at {where}" if where else "")
+        chart = _chart(f"search{len(charts)}", title, words, lines)
+        charts += [] if chart is None else [chart]
+    return charts
+
+
+def seeds_chart(points: Sequence[PointResult]) -> Chart | None:
+    """The runs of each arm's best points, from the worst to the best."""
+    lines = []
+    for color, point in enumerate(p for p in best_points(points).values() if p.top1.n > 2):
+        values = sorted(value for row in point.rows if (value := row.top1) is not None)
+        label = ", ".join([point.arm, *(setting(name, value) for name, value in point.conditions.items())])
+        x = {"runs": [float(i + 1) for i in range(len(values))]}
+        lines.append(Line(label=label, color=color, x=x, y=values, dots=len(values) <= 60))
+    if not lines:
+        return None
+    title = "Top-1 of each run, from the lowest to the highest"
+    return Chart(key="seeds", title=title, form="percent", lines=lines, axes=("runs",), from_zero=False, ceiling=1.0)
+
+
+def _varying(settings: Sequence[dict[str, Any]]) -> str | None:
+    """The first field that is a number and has several values."""
+    for name in dict.fromkeys(name for values in settings for name in values):
+        found = {values[name] for values in settings if name in values and _is_number(values[name])}
+        if len(found) > 1 and all(_is_number(values[name]) for values in settings if name in values):
+            return name
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _chart(key: str, title: str, axis: str, series: dict[str, list[Place]]) -> Chart | None:
+    """Means over seeds; faint lines bound their confidence intervals."""
+    lines: list[Line] = []
+    every: list[float] = []
+    for color, (label, places) in enumerate(series.items()):
+        known = sorted(((x, p.top1) for x, p in places if p.top1.mean is not None), key=lambda place: place[0])
+        if not known:
+            continue
+        x = {axis: [place for place, _ in known]}
+        every += x[axis]
+        means = [values.mean or 0.0 for _, values in known]
+        halves = [values.half_width or 0.0 for _, values in known]
+        if any(halves):
+            for sign in (-1, 1):
+                y = [mean + sign * half for mean, half in zip(means, halves, strict=True)]
+                lines.append(Line(label=label, color=color, x=x, y=y, faint=True))
+        lines.append(Line(label=label, color=color, x=x, y=means, dots=True))
+    if not lines:
+        return None
+    log = min(every) > 0 and max(every) / min(every) >= 4
+    return Chart(
+        key=key, title=title, form="percent", lines=lines, axes=(axis,), from_zero=False, ceiling=1.0, log_x=log
+    )

@@ -1,0 +1,131 @@
+"""The report of a sweep: the arms side by side, each one's search, every point, every row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import hyperbatch
+from hyperbatch.report import chart as charts
+from hyperbatch.report import units
+from hyperbatch.report.compare import swatch
+from hyperbatch.report.markup import Html, el, join, table
+from hyperbatch.report.page import document, top
+from hyperbatch.report.sections import card, folded
+from hyperbatch.sweep.charts import arms_of, sweep_charts
+from hyperbatch.sweep.plan import Plan, show
+from hyperbatch.sweep.rows import PLAN, Row, replace_file
+from hyperbatch.sweep.table import PointResult, accuracy, best_points, columns, interval_note, key_of, setting_names
+
+
+def write_page(path: Path, plan: Plan, points: Sequence[PointResult]) -> None:
+    replace_file(path, render_sweep(plan, points))
+
+
+def render_sweep(plan: Plan, points: Sequence[PointResult]) -> str:
+    rows = [row for point in points for row in point.rows]
+    about = [el("p", text, cls="lead") for text in plan.about.split("\n\n") if text]
+    body = join(
+        top(plan.name, f"{plan.recipe} · {len(rows)} of {units.plural(len(plan.runs), 'run')}"),
+        el("section", about, cls="card") if about else None,
+        _alerts(rows),
+        _arms(points),
+        _drawn(points),
+        _points(points),
+        _rows(rows),
+        _again(rows),
+    )
+    return document(plan.name, body, f"Drawn by hyperbatch {hyperbatch.__version__} from the sweep's own rows.")
+
+
+def _alerts(rows: Sequence[Row]) -> Html | None:
+    failed = [row for row in rows if row.error is not None]
+    if not rows:
+        return el("p", "No run has ended yet.", cls="alert warn")
+    if not failed:
+        return None
+    return el("p", f"{len(failed)} of {units.plural(len(rows), 'run')} failed; they are in no mean.", cls="alert warn")
+
+
+def _arms(points: Sequence[PointResult]) -> Html | None:
+    """Conditions down, arms across; an arm that searched is shown at its best point."""
+    arms, best = arms_of(points), best_points(points)
+    if len(arms) < 2:
+        return None
+    names = list(dict.fromkeys(name for point in points for name in point.conditions))
+    rows = []
+    for conditions in dict.fromkeys(key_of(point.conditions) for point in points):
+        here = {arm: best[conditions, arm] for arm in arms if (conditions, arm) in best}
+        highest = max((point.top1.mean or 0.0 for point in here.values()), default=None)
+        values = dict(conditions)
+        row: list[object] = [values.get(name, units.NONE) for name in names]
+        for arm in arms:
+            point = here.get(arm)
+            row.append(units.NONE if point is None else _cell(point, best=point.top1.mean == highest))
+        rows.append(row)
+    searched = any(point.search for point in points)
+    lead = "Mean top-1 of each arm" + (", at the point of its own search with the highest mean. " if searched else ". ")
+    head = [*(name.replace("_", " ") for name in names), *(join(swatch(i), arm) for i, arm in enumerate(arms))]
+    return card("Arms compared", lead + interval_note(), table(head, rows, cls="compare"))
+
+
+def _cell(point: PointResult, *, best: bool) -> Html:
+    text = accuracy(point.top1) if point.top1.n else "every run failed"
+    found = ", ".join(f"{name.replace('_', ' ')} {show(value)}" for name, value in point.search.items())
+    runs = units.plural(len(point.rows), "run") + (f", {point.failed} failed" if point.failed else "")
+    more = el("span", f" {', '.join(filter(None, [found, runs]))}", cls="note")
+    return join(el("span", text, cls="best") if best else text, more)
+
+
+def _drawn(points: Sequence[PointResult]) -> Html | None:
+    figures = []
+    for chart in sweep_charts(points):
+        named = [(line.label, line.color) for line in chart.lines if not line.faint]
+        key = el("div", [el("span", swatch(color), label) for label, color in named], cls="key")
+        figures.append(el("div", charts.draw(chart), key if len(named) > 1 else None))
+    if not figures:
+        return None
+    return card("Curves", "Faint lines bound the confidence interval of a mean.", el("div", figures, cls="charts"))
+
+
+def _points(points: Sequence[PointResult]) -> Html | None:
+    if not points:
+        return None
+    head, rows = columns(points)
+    numeric = set(range(1 + len(setting_names(points)), len(head)))
+    return card(
+        "Every point", interval_note(), table([*head], [[*row] for row in rows], numeric=numeric, cls="compare")
+    )
+
+
+def _rows(rows: Sequence[Row]) -> Html | None:
+    if not rows:
+        return None
+    head = ["run", "point", "seed", "top-1", "epochs", "steps", "set-up", "training", "in all", "outcome"]
+    lines = []
+    for row in rows:
+        numbers = [row.number(name) for name in ("epochs", "steps", "setup_s", "train_s", "wall_s")]
+        epochs, steps, *spent = numbers
+        outcome = row.error or ("reached its target" if row.result.get("reached") else "")
+        counts = [units.percent(row.top1), units.number(epochs), units.count(steps), *map(units.duration, spent)]
+        lines.append([row.run, row.title, row.seed, *counts, outcome])
+    commands = el("pre", "\n".join(row.command for row in rows))
+    return card(
+        "Every run",
+        "Set-up is what a run did before its first step; in all includes evaluation and what comes between runs.",
+        folded(f"all {units.plural(len(rows), 'row')}", table([*head], lines, numeric={0, *range(2, 9)})),
+        folded("the command of each run alone", commands),
+    )
+
+
+def _again(rows: Sequence[Row]) -> Html | None:
+    if not rows:
+        return None
+    made = dict.fromkeys((row.device, row.torch, row.commit) for row in rows if row.device)
+    shown = [[device, torch, commit or units.NONE] for device, torch, commit in made]
+    return card(
+        "How to run it again",
+        "--row makes one run once more and prints its row.",
+        table(["device", "torch", "commit"], shown, cls="tight") if shown else None,
+        el("pre", f"hyperbatch sweep {PLAN} --out DIR\nhyperbatch sweep {PLAN} --row {rows[0].run}"),
+    )

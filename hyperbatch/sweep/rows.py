@@ -1,0 +1,161 @@
+"""A sweep's rows: one JSON object a line, appended as a run ends, by one process or by several.
+
+DIR/plan.toml  rows.jsonl  environment.json  report.html        runs/NUMBER/ with --keep-runs
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from hyperbatch.errors import InputError
+from hyperbatch.record import strict_json
+from hyperbatch.sweep.plan import PlannedRun, Values, point_title
+
+ROWS, PLAN, ENVIRONMENT, REPORT = "rows.jsonl", "plan.toml", "environment.json", "report.html"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One run of a sweep, finished or failed. What a run could not tell is None."""
+
+    run: int  # its number in the plan that made it
+    arm: str
+    conditions: Values = field(default_factory=dict)  # of the plan's grid
+    search: Values = field(default_factory=dict)  # of the arm's own grid
+    overrides: Values = field(default_factory=dict)  # of the recipe
+    seed: int
+    digest: str  # of the config
+    recipe: str
+    result: Values = field(default_factory=dict)  # as in record.json: top1, train_s, epochs, steps, reached ...
+    setup_s: float | None = None  # before the first step, and captures met later
+    eval_s: float | None = None
+    wall_s: float | None = None  # of the whole run, as the sweep saw it
+    error: str | None = None  # why it failed; such a run is not made again without --retry-failed
+    warnings: list[str] = field(default_factory=list)
+    device: str | None = None
+    torch: str | None = None
+    commit: str | None = None
+    time: str | None = None  # when it ended, UTC
+    command: str = ""  # trains this run alone
+
+    def number(self, name: str) -> float | None:
+        """A number of the run, from its result or beside it."""
+        value = self.result.get(name) if name in self.result else getattr(self, name, None)
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    @property
+    def title(self) -> str:
+        """Its point in a few words."""
+        return point_title(self.arm, {**self.conditions, **self.search})
+
+    @property
+    def top1(self) -> float | None:
+        """None for a run that failed, whatever it had reached by then."""
+        return None if self.error else self.number("top1")
+
+    def to_dict(self) -> Values:
+        """Flat: the parts of the result stand beside the others."""
+        values: Values = {}
+        for name, value in dataclasses.asdict(self).items():
+            values |= value if name == "result" else {name: value}
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Values) -> Self:
+        known = {f.name for f in dataclasses.fields(cls)} - {"result"}
+        own = {name: value for name, value in values.items() if name in known}
+        return cls(**own, result={name: value for name, value in values.items() if name not in known})
+
+
+def append_row(folder: Path, row: Row) -> None:
+    """In one piece, whoever else appends at the same time; a line that a killed process left torn is closed first."""
+    line = strict_json(row.to_dict()) + "\n"
+    with open(folder / ROWS, "a+b") as file, _locked(file.fileno()):
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else "\n" + line
+        file.write(line.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """In the order in which they were written. Torn lines are left out: their runs are made again."""
+    try:
+        text = (folder / ROWS).read_text(errors="replace")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise InputError(f"{folder / ROWS}: cannot be read ({error.strerror})") from None
+    rows = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, TypeError):
+            rows.append(Row.from_dict(json.loads(line)))
+    return rows
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """One row a run: the last one that was written."""
+    return list({row.digest: row for row in rows}.values())
+
+
+def of_plan(rows: Iterable[Row], runs: Sequence[PlannedRun]) -> list[Row]:
+    """The rows of these runs, in their order and with the names that the plan has for them now."""
+    found = {row.digest: row for row in rows}
+    return [
+        dataclasses.replace(
+            found[run.digest],
+            run=run.number,
+            arm=run.point.arm,
+            conditions=run.point.conditions,
+            search=run.point.search,
+        )
+        for run in runs
+        if run.digest in found
+    ]
+
+
+def note_environment(folder: Path, environment: Values) -> None:
+    """Adds what rows were made with, where it is not there yet."""
+    path = folder / ENVIRONMENT
+    with open(folder / ROWS, "ab") as file, _locked(file.fileno()):
+        known = json.loads(path.read_text()) if path.exists() else []
+        if environment not in known:
+            replace_file(path, strict_json([*known, environment], indent=1) + "\n")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """In one move, so that a reader never sees half of it; several processes may do it at once."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+@contextlib.contextmanager
+def held(folder: Path, part: str) -> Iterator[None]:
+    """Two commands must not make the same runs in one folder; `part` names this one's."""
+    with (folder / f".{part}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"{folder} is being filled by another sweep; wait for it, or divide the runs with --part K/N"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+
+
+@contextlib.contextmanager
+def _locked(file: int) -> Iterator[None]:
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_EX)
+    yield  # closing the file lets go

@@ -1,0 +1,351 @@
+"""Makes the runs of a plan that its folder has no row of yet, one after another in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hyperbatch.config import Config
+from hyperbatch.data.source import DataCounts, check_data
+from hyperbatch.engine.agent import count_gpus, default_nproc
+from hyperbatch.engine.ranks import ended_by_sigterm, find_ranks
+from hyperbatch.engine.worker import end_with_parent
+from hyperbatch.errors import InputError, RunFailed
+from hyperbatch.launch import check_input, train
+from hyperbatch.record import RunRecord, commit
+from hyperbatch.report import units
+from hyperbatch.sweep.page import write_page
+from hyperbatch.sweep.plan import Plan, PlannedRun, load_plan, title
+from hyperbatch.sweep.rows import (
+    PLAN,
+    REPORT,
+    Row,
+    append_row,
+    held,
+    note_environment,
+    of_plan,
+    read_rows,
+    replace_file,
+)
+from hyperbatch.sweep.table import PointResult, format_points, interval_note, points_of
+
+if TYPE_CHECKING:
+    from hyperbatch.engine.session import Session
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepResult:
+    """Where a sweep stands when its command ends."""
+
+    name: str
+    folder: str
+    planned: int
+    rows: tuple[Row, ...]  # of the plan, in its order
+    points: tuple[PointResult, ...]
+
+    @property
+    def failed(self) -> int:
+        return sum(row.error is not None for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "folder": self.folder,
+            "planned": self.planned,
+            "done": len(self.rows),
+            "failed": self.failed,
+            "points": [point.to_dict() for point in self.points],
+            "rows": [row.to_dict() for row in self.rows],
+            "report": str(Path(self.folder) / REPORT),
+        }
+
+
+def sweep(
+    plan_file: Path,
+    out: Path | None = None,
+    *,
+    data: str | None = None,
+    part: tuple[int, int] = (1, 1),
+    until_s: float | None = None,
+    retry_failed: bool = False,
+    keep_runs: bool = False,
+    say: Say = lambda line: None,
+) -> SweepResult:
+    """Trains what is missing and returns all that is there.
+
+    out: the sweep's folder [sweeps/NAME]. data: folder of the data set. part: (k, n), the k-th of n commands side by
+    side. until_s: begin no run later. keep_runs: a folder for each run, with its metrics, under `runs`.
+    """
+    if find_ranks() is not None:
+        raise InputError(
+            "a sweep is one process: start it without torchrun, srun or mpirun; nproc in the plan has ranks"
+        )
+    begin_s = time.perf_counter()
+    plan = load_plan(plan_file, data=data)
+    check_runs(plan)
+    folder = out or default_folder(plan)
+    prepare_folder(folder, plan)
+    with held(folder, f"part-{part[0]}-of-{part[1]}"), ended_by_sigterm():
+        trainer = Trainer(folder if keep_runs else None)
+        try:
+            for run in plan.runs[part[0] - 1 :: part[1]]:
+                if until_s is not None and time.perf_counter() - begin_s > until_s:
+                    say(f"{until_s:g} s are over; the same command goes on")
+                    break
+                if is_done(folder, run, retry_failed=retry_failed):
+                    continue
+                row = trainer.row_of(run)
+                append_row(folder, row)
+                if trainer.environment is not None:
+                    note_environment(folder, trainer.environment)
+                say(f"{row.run}/{len(plan.runs)}  {progress_line(row)}")
+                trainer.check_device()
+        except KeyboardInterrupt:
+            done = result_of(plan, folder)
+            raise RunFailed(
+                f"interrupted; {len(done.rows)} of {done.planned} rows are in {folder}, and the same command goes on"
+            ) from None
+        finally:
+            trainer.close()
+            write_page(folder / REPORT, plan, points_of(of_plan(read_rows(folder), plan.runs)))
+    return result_of(plan, folder)
+
+
+def rerun(plan_file: Path, number: int, *, data: str | None = None) -> Row:
+    """Trains one run of the plan now, whether or not there is a row of it, and writes nothing."""
+    plan = load_plan(plan_file, data=data)
+    if not 1 <= number <= len(plan.runs):
+        raise InputError(f"--row {number}: the plan has runs 1 to {len(plan.runs)}; --dry-run lists them")
+    run = plan.runs[number - 1]
+    check_runs(plan, [run])
+    with ended_by_sigterm(), contextlib.closing(Trainer(None)) as trainer:
+        return trainer.row_of(run)
+
+
+def side_by_side(
+    plan_file: Path,
+    out: Path | None,
+    count: int,
+    *,
+    data: str | None = None,
+    until_s: float | None = None,
+    retry_failed: bool = False,
+    keep_runs: bool = False,
+) -> SweepResult:
+    """`count` commands that share the runs and the folder; on several GPUs each has one of them."""
+    plan = load_plan(plan_file, data=data)
+    check_runs(plan)
+    folder = out or default_folder(plan)
+    gpus = visible_gpus()
+    words = [sys.executable, "-m", "hyperbatch", "sweep", str(plan_file), "--out", str(folder)]
+    words += [] if data is None else ["--data", data]
+    words += [] if until_s is None else ["--until", str(until_s)]
+    words += [flag for flag, given in (("--retry-failed", retry_failed), ("--keep-runs", keep_runs)) if given]
+    children = [
+        subprocess.Popen(
+            [*words, "--part", f"{k}/{count}"],
+            stdout=subprocess.DEVNULL,
+            env=os.environ | ({"CUDA_VISIBLE_DEVICES": gpus[(k - 1) % len(gpus)]} if gpus else {}),
+            preexec_fn=end_with_parent,
+        )
+        for k in range(1, count + 1)
+    ]
+    try:
+        with ended_by_sigterm():
+            codes = [child.wait() for child in children]
+    except KeyboardInterrupt:
+        for child in children:
+            child.send_signal(signal.SIGINT)
+        codes = [child.wait() for child in children]
+    if worst := max(abs(code) for code in codes):
+        raise (InputError if worst == 2 else RunFailed)(
+            "a part of the sweep ended early, see above; the same command goes on"
+        )
+    return result_of(plan, folder)
+
+
+def visible_gpus() -> list[str]:
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (
+        [str(i) for i in range(count_gpus())] if named is None else [name for name in named.split(",") if name.strip()]
+    )
+
+
+def default_folder(plan: Plan) -> Path:
+    return Path("sweeps") / plan.name
+
+
+def check_runs(plan: Plan, runs: Sequence[PlannedRun] | None = None) -> None:
+    """Whatever `hyperbatch train` would say before it starts, for every point of the plan."""
+    counts: dict[Any, DataCounts] = {}
+    for run in {id(run.point): run for run in runs or plan.runs}.values():
+        config = run.config
+        try:
+            if config.data not in counts:
+                counts[config.data] = check_data(config.data)
+            check_input(config, ranks_of(config), counts[config.data])
+        except InputError as error:
+            raise InputError(f"{title(run.point)}: {error}") from None
+
+
+def prepare_folder(folder: Path, plan: Plan) -> None:
+    """Makes it, with the plan in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / PLAN, plan.text)
+    except OSError as error:
+        raise InputError(f"--out {folder} cannot be written: {error.strerror}; choose another folder") from None
+
+
+def ranks_of(config: Config) -> int:
+    """Processes of a run: one, unless the plan says otherwise."""
+    return config.run.nproc or default_nproc(config.run.device)
+
+
+def is_done(folder: Path, run: PlannedRun, *, retry_failed: bool) -> bool:
+    """Read anew each time: other parts write there, too."""
+    rows = [row for row in read_rows(folder) if row.digest == run.digest]
+    return bool(rows) and not (retry_failed and rows[-1].error is not None)
+
+
+def result_of(plan: Plan, folder: Path) -> SweepResult:
+    rows = of_plan(read_rows(folder), plan.runs)
+    return SweepResult(
+        name=plan.name,
+        folder=str(folder),
+        planned=len(plan.runs),
+        rows=tuple(rows),
+        points=tuple(points_of(rows)),
+    )
+
+
+class Trainer:
+    """Makes rows: runs of one process in a session that lasts, others by processes of their own."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """folder: where runs leave what they write, if they are to."""
+        self._folder = folder
+        self._session: Session | None = None
+        self._commit = commit()
+        self.environment: dict[str, Any] | None = None  # of the run before
+        self._suspect = False  # whether the device may be lost
+
+    def row_of(self, run: PlannedRun) -> Row:
+        start_s, record, error = time.perf_counter(), None, None
+        out = None if self._folder is None else self._folder / "runs" / str(run.number)
+        try:
+            record = self._train(run.config, out)
+        except (RunFailed, InputError) as failure:
+            record, error = self._failure, str(failure)
+        except Exception as failure:
+            record = self._failure
+            error = f"{type(failure).__name__}: {(str(failure).strip() or 'no reason given').splitlines()[0]}"
+            self._suspect = True
+        wall_s = time.perf_counter() - start_s
+        about: dict[str, Any] = {}
+        if record is not None:
+            about = described(record)
+            self.environment = {k: v for k, v in record.environment.items() if k != "host"} | {"commit": self._commit}
+        return Row(
+            run=run.number,
+            arm=run.point.arm,
+            conditions=run.point.conditions,
+            search=run.point.search,
+            overrides=run.point.overrides,
+            seed=run.seed,
+            digest=run.digest,
+            recipe=run.config.recipe,
+            wall_s=wall_s,
+            error=error,
+            commit=self._commit,
+            time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            command=run.command,
+            **about,
+        )
+
+    @property
+    def _failure(self) -> RunRecord | None:
+        return None if self._session is None else self._session.failure
+
+    def _train(self, config: Config, out: Path | None) -> RunRecord:
+        if ranks_of(config) > 1:
+            self.close()  # its memory is for the ranks that start
+            return self._train_apart(config, out)
+        from hyperbatch.engine.session import Session
+
+        self._session = self._session or Session()
+        return self._session.run(config if out is None else config.override(keep_checkpoints=0), out)
+
+    def _train_apart(self, config: Config, out: Path | None) -> RunRecord:
+        with tempfile.TemporaryDirectory(prefix="hyperbatch-") as scratch:
+            return train(config.override(out=str(out or Path(scratch) / "run"), keep_checkpoints=0))
+
+    def check_device(self) -> None:
+        """After an error that nobody expected: a GPU that is lost to this process would fail every run that follows."""
+        if self._suspect:
+            import torch
+
+            try:
+                if torch.cuda.is_initialized():
+                    torch.cuda.synchronize()
+            except RuntimeError as error:
+                raise RunFailed(
+                    f"the GPU is lost to this process ({str(error).splitlines()[0]}); start it again"
+                ) from None
+            self._suspect = False
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+
+def described(record: RunRecord) -> dict[str, Any]:
+    """What a record says of its run, for a row."""
+    clock = record.clock
+    return {
+        "result": asdict(record.result),
+        "setup_s": clock["init_s"] + clock["capture_s"],
+        "eval_s": clock["eval_s"],
+        "warnings": list(record.warnings),
+        "device": record.environment["device"],
+        "torch": record.environment["torch"],
+    }
+
+
+def progress_line(row: Row) -> str:
+    point = f"{row.title}, seed {row.seed}"
+    if row.error is not None:
+        outcome = f"failed: {row.error}"
+    else:
+        outcome = (
+            f"{units.percent(row.top1)} top-1, {row.number('train_s'):.4g} s of training, {row.wall_s:.4g} s in all"
+        )
+    return f"{point}  {outcome}"
+
+
+def format_sweep(result: SweepResult) -> str:
+    """The table, what is missing, and where the report is."""
+    left = result.planned - len(result.rows)
+    lines = [format_points(result.points), interval_note()] if result.points else ["no run has ended yet"]
+    words = [f"{len(result.rows)} of {units.plural(result.planned, 'run')} done"]
+    words += [f"{result.failed} failed"] if result.failed else []
+    words += ["the same command makes the others"] if left else []
+    return "\n".join([*lines, "; ".join(words), f"report: {Path(result.folder) / REPORT}"])
+
+
+def format_plan_runs(plan: Plan) -> str:
+    """What --dry-run prints: every run with its number and its own command."""
+    lines = [f"{run.number:>5}  {title(run.point)}, seed {run.seed}\n       {run.command}" for run in plan.runs]
+    return "\n".join([f"{plan.name}: {units.plural(len(plan.runs), 'run')} of {plan.recipe}", *lines])

@@ -1,0 +1,142 @@
+"""Rows -> one line a point: how often it was run, and mean, deviation and interval of what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hyperbatch.report import units
+from hyperbatch.sweep.plan import Values, show
+from hyperbatch.sweep.rows import Row
+from hyperbatch.sweep.statistics import CONFIDENCE, Spread, spread
+
+MEASURES = ("train_s", "time_to_target_s", "setup_s", "wall_s", "epochs", "steps")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PointResult:
+    """All runs of one point. Failed ones are counted and have no part in the means."""
+
+    arm: str
+    conditions: Values
+    search: Values
+    rows: tuple[Row, ...]
+    top1: Spread
+    measures: dict[str, Spread]  # of MEASURES, and other accuracies that a run states (e.g. without augmentation)
+
+    @property
+    def failed(self) -> int:
+        return sum(row.error is not None for row in self.rows)
+
+    @property
+    def reached(self) -> int:
+        return sum(bool(row.result.get("reached")) for row in self.rows)
+
+    @property
+    def settings(self) -> Values:
+        return {**self.conditions, **self.search}
+
+    def to_dict(self) -> Values:
+        return {
+            "arm": self.arm,
+            "conditions": self.conditions,
+            "search": self.search,
+            "runs": len(self.rows),
+            "failed": self.failed,
+            "reached": self.reached,
+            "top1": asdict(self.top1),
+            **{name: asdict(values) for name, values in self.measures.items()},
+        }
+
+
+def points_of(rows: Iterable[Row]) -> list[PointResult]:
+    """In the order in which they first appear."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(repr((row.arm, key_of(row.conditions), key_of(row.search))), []).append(row)
+    return [_point(group) for group in groups.values()]
+
+
+def _point(rows: Sequence[Row]) -> PointResult:
+    first, good = rows[0], [row for row in rows if row.error is None]
+    more = sorted({name for row in good for name in row.result if name.startswith("top1_")})
+
+    def of(name: str) -> Spread:
+        return spread([value for row in good if (value := row.number(name)) is not None])
+
+    return PointResult(
+        arm=first.arm,
+        conditions=first.conditions,
+        search=first.search,
+        rows=tuple(rows),
+        top1=of("top1"),
+        measures={name: of(name) for name in (*more, *MEASURES)},
+    )
+
+
+def key_of(settings: Values) -> tuple[tuple[str, str], ...]:
+    return tuple((name, show(value)) for name, value in settings.items())
+
+
+def best_points(points: Iterable[PointResult]) -> dict[tuple[Any, str], PointResult]:
+    """(condition, arm) -> the point of the arm's own search with the highest mean accuracy."""
+    best: dict[tuple[Any, str], PointResult] = {}
+    for point in points:
+        place = key_of(point.conditions), point.arm
+        before = best.get(place)
+        if before is None or (point.top1.mean or 0.0) > (before.top1.mean or 0.0):
+            best[place] = point
+    return best
+
+
+def setting_names(points: Iterable[PointResult]) -> list[str]:
+    """The fields in which points differ, conditions first."""
+    points = list(points)
+    names = [name for point in points for name in point.conditions]
+    return list(dict.fromkeys([*names, *(name for point in points for name in point.search)]))
+
+
+def columns(points: Sequence[PointResult]) -> tuple[list[str], list[list[str]]]:
+    """(head, a row of texts a point): what terminal, report and documents show."""
+    names = setting_names(points)
+    more = [name for name in (points[0].measures if points else {}) if name.startswith("top1_")]
+    others = [name.replace("_", " ") for name in more]
+    head = ["arm", *(name.replace("_", " ") for name in names), "runs", "top-1", "deviation", "range", *others]
+    head += ["training", "to target"]
+    rows = []
+    for point in points:
+        shown = [show(point.settings[name]) if name in point.settings else units.NONE for name in names]
+        top1 = point.top1
+        low_high = f"{units.percent(top1.low)} to {units.percent(top1.high)}" if top1.n > 1 else units.NONE
+        count = str(top1.n) + (f" + {point.failed} failed" if point.failed else "")
+        row = [point.arm, *shown, count, accuracy(top1), units.percent(top1.deviation), low_high]
+        row += [accuracy(point.measures[name]) for name in more]
+        rows.append([*row, *(seconds(point.measures[name]) for name in ("train_s", "time_to_target_s"))])
+    return head, rows
+
+
+def accuracy(values: Spread) -> str:
+    """The mean and how far it is known."""
+    return _with_interval(units.percent(values.mean), units.percent(values.half_width), values)
+
+
+def seconds(values: Spread) -> str:
+    text = units.NONE if values.mean is None else f"{values.mean:.4g} s"
+    return _with_interval(text, f"{values.half_width or 0:.2g} s", values)
+
+
+def _with_interval(mean: str, half: str, values: Spread) -> str:
+    return mean if values.half_width is None else f"{mean} ± {half}"
+
+
+def interval_note() -> str:
+    return f"± is the {CONFIDENCE:.0%} confidence interval of the mean (Student's t); failed runs are not in it."
+
+
+def format_points(points: Sequence[PointResult]) -> str:
+    """Aligned lines for a terminal."""
+    head, rows = columns(points)
+    wide = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
+    lines = ["  ".join(f"{text:{n}}" for text, n in zip(line, wide, strict=True)).rstrip() for line in (head, *rows)]
+    return "\n".join(lines)

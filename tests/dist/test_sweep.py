@@ -1,0 +1,217 @@
+"""A real sweep: rows as runs end, interrupted and continued, diverged arms, parts side by side."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hyperbatch import cli
+from hyperbatch.sweep import sweep as module
+from hyperbatch.sweep.rows import read_rows
+
+PLAN = """
+recipe = "digits"
+seeds = 2
+[fixed]
+device = "cpu"
+epochs = 1
+max_steps = 4
+warmup_epochs = 0
+[[arms]]
+name = "LARS"
+grid.lr = [0.5, 1]
+[[arms]]
+name = "SGD"
+optimizer = "sgd"
+lr = 1e30
+"""
+# Never over by itself: an interrupt finds it at work.
+ENDLESS = """[[arms]]
+name = "endless"
+epochs = 1000000
+max_steps = 0
+target_top1 = "none"
+"""
+EXACT = ("top1", "epochs", "steps", "reached", "seed", "arm", "digest", "error")
+
+
+@pytest.fixture
+def plan(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text(PLAN)
+    return path
+
+
+def words(*arguments):
+    return [sys.executable, "-m", "hyperbatch", *map(str, arguments)]
+
+
+def exact(folder):
+    return sorted(
+        ({name: row.to_dict().get(name) for name in EXACT} for row in read_rows(folder)), key=lambda row: row["digest"]
+    )
+
+
+def test_a_sweep_is_interrupted_goes_on_and_gives_what_runs_alone_give(plan, tmp_path, capfd):
+    """By Ctrl-C after its first row. Then every run is there once, with the numbers of an unbroken sweep."""
+    assert cli.main(["sweep", str(plan), "--out", str(tmp_path / "whole"), "--json"]) == 0
+    whole = json.loads(capfd.readouterr().out)
+    assert (whole["planned"], whole["done"], whole["failed"]) == (6, 6, 2)
+    assert [point["runs"] for point in whole["points"]] == [2, 2, 2]
+
+    folder = tmp_path / "parts"
+    lars, sgd = PLAN.rsplit("[[arms]]", 1)
+    plan.write_text(f"{lars}{ENDLESS}[[arms]]{sgd}")
+    with subprocess.Popen(words("sweep", plan, "--out", folder), stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_for(lambda: len(read_rows(folder)) > 0)
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    before = len(read_rows(folder))
+    assert "Traceback" not in said
+    assert process.returncode == 1, said
+    assert f"{before} of 8 rows are in {folder}, and the same command goes on" in said.splitlines()[-1]
+    assert 0 < before <= 4
+    assert (folder / "report.html").exists()
+
+    plan.write_text(PLAN)
+    assert cli.main(["sweep", str(plan), "--out", str(folder)]) == 0
+    assert exact(folder) == exact(tmp_path / "whole")
+    assert "6 of 6 runs done; 2 failed" in capfd.readouterr().out
+
+    # A row's own command, in a process of its own.
+    row = read_rows(folder)[1]
+    done = subprocess.run(
+        [*words(), *shlex.split(row.command)[1:], "--json"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    alone = json.loads(done.stdout)["result"]
+    assert {name: alone[name] for name in ("top1", "epochs", "steps")} == {
+        name: row.result[name] for name in ("top1", "epochs", "steps")
+    }
+
+
+def wait_for(condition, timeout_s=120):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_diverged_run_is_a_row_and_is_made_again_on_demand_only(plan, tmp_path, capsys):
+    folder = tmp_path / "out"
+    assert cli.main(["sweep", str(plan), "--out", str(folder)]) == 0
+    failed = [row for row in read_rows(folder) if row.error]
+    assert [row.arm for row in failed] == ["SGD", "SGD"]
+    assert all("the loss became nan" in str(row.error) for row in failed)
+    assert all(0 < row.result["steps"] < 4 for row in failed), "stopped early"
+    assert all(row.torch and row.device and row.command for row in failed)
+    assert cli.main(["sweep", str(plan), "--out", str(folder)]) == 0
+    assert len(read_rows(folder)) == 6
+    assert cli.main(["sweep", str(plan), "--out", str(folder), "--retry-failed"]) == 0
+    assert len(read_rows(folder)) == 8
+    capsys.readouterr()
+    assert cli.main(["sweep", str(plan), "--out", str(folder), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["done"], values["failed"]) == (6, 2)
+
+
+def test_a_plan_that_grows_is_continued(plan, tmp_path):
+    folder = tmp_path / "out"
+    assert cli.main(["sweep", str(plan), "--out", str(folder)]) == 0
+    arms = PLAN[PLAN.index("[[arms]]") :].split("[[arms]]")[1:]
+    plan.write_text(
+        PLAN.replace("seeds = 2", "seeds = 3").partition("[[arms]]")[0] + f"[[arms]]{arms[1]}[[arms]]{arms[0]}"
+    )
+    assert cli.main(["sweep", str(plan), "--out", str(folder)]) == 0
+    assert [row.seed for row in read_rows(folder)] == [0, 1] * 3 + [2] * 3
+    assert (folder / "plan.toml").read_text() == plan.read_text()
+
+
+def test_parts_and_side_by_side_share_the_runs(plan, tmp_path, capfd):
+    assert cli.main(["sweep", str(plan), "--out", str(tmp_path / "one"), "--part", "2/2"]) == 0
+    assert [row.run for row in read_rows(tmp_path / "one")] == [2, 4, 6]
+    assert cli.main(["sweep", str(plan), "--out", str(tmp_path / "one"), "--side-by-side", "2", "--json"]) == 0
+    values = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert [row["run"] for row in values["rows"]] == [1, 2, 3, 4, 5, 6]
+    assert len(read_rows(tmp_path / "one")) == 6, "each made once"
+
+
+def test_no_run_begins_after_the_time_is_over(plan, tmp_path, capsys):
+    assert cli.main(["sweep", str(plan), "--out", str(tmp_path / "out"), "--until", "0"]) == 0
+    assert read_rows(tmp_path / "out") == []
+    said = capsys.readouterr()
+    assert "0 of 6 runs done" in said.out
+
+
+def test_a_row_is_made_again_and_nothing_is_written(plan, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["sweep", str(plan), "--row", "2", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["run"], row["seed"], row["steps"], row["error"]) == (2, 1, 4, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.toml"]
+
+
+def test_runs_are_kept_on_demand_without_checkpoints(plan, tmp_path):
+    plan.write_text(PLAN.partition("[[arms]]")[0].replace("seeds = 2", "seeds = 1"))
+    assert cli.main(["sweep", str(plan), "--out", str(tmp_path / "out"), "--keep-runs"]) == 0
+    run = tmp_path / "out" / "runs" / "1"
+    assert {"record.json", "metrics.jsonl"} <= {path.name for path in run.iterdir()}
+    assert not (run / "checkpoints").exists()
+    assert cli.main(["report", str(run)]) == 0
+
+
+def test_several_ranks_have_processes_of_their_own(tmp_path):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(PLAN.partition("[[arms]]")[0].replace("seeds = 2", "seeds = 1") + "nproc = 2\n")
+    assert cli.main(["sweep", str(plan), "--out", str(tmp_path / "out")]) == 0
+    (row,) = read_rows(tmp_path / "out")
+    assert row.error is None
+    assert row.result["steps"] == 4
+    assert "--nproc 2" in row.command
+
+
+def test_an_unexpected_error_is_a_row_and_the_next_run_starts_clean(plan, tmp_path, monkeypatch):
+    from hyperbatch.engine import session
+
+    calls, train = [], session.train
+
+    def breaks(*arguments):
+        calls.append(1)
+        if len(calls) == 1:
+            raise ZeroDivisionError("our bug")
+        return train(*arguments)
+
+    monkeypatch.setattr(session, "train", breaks)
+    assert cli.main(["sweep", str(plan), "--out", str(tmp_path / "out")]) == 0
+    rows = read_rows(tmp_path / "out")
+    assert rows[0].error == "ZeroDivisionError: our bug"
+    assert rows[1].error is None
+
+
+def test_under_a_launcher_it_is_refused(plan, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["sweep", str(plan), "--out", str(tmp_path / "out")]) == 2
+    assert "without torchrun" in capsys.readouterr().err
+
+
+def test_each_part_has_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert module.visible_gpus() == ["3", "5"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert module.visible_gpus() == []
+
+
+def test_its_folder_must_be_writable(plan, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert cli.main(["sweep", str(plan), "--out", str(Path(tmp_path / "file" / "out"))]) == 2
+    assert "cannot be written" in capsys.readouterr().err
