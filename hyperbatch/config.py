@@ -177,7 +177,9 @@ class OptimConfig:
         1.0, "factor on the rate of the last linear layer's weight; its decay per step stays as it is", POSITIVE
     )
     whiten_bias_epochs: float | None = option(
-        None, "epochs in which the bias of the whitening layer goes through the whole schedule; none: all", POSITIVE
+        None,
+        "epochs in which the bias of the whitening layer goes through the whole schedule; none: all, 0: it is frozen",
+        NOT_NEGATIVE,
     )
     muon_steps: int = option(5, "Muon: iterations that orthogonalise", POSITIVE)
     muon_coefficients: str = option("original", "Muon: polynomials of the iterations", MUON_COEFFICIENTS)

@@ -150,7 +150,10 @@ def initial_model(
     with errors_shared(ranks):
         model = create_from(config.model, classes=classes, in_channels=in_channels)
         if config.model.whiten_samples:
-            whitening_layer(model)  # which `engine.whiten` sets when training begins; one that does not fit is refused
+            # `engine.whiten` sets it when training begins; one that does not fit is refused here.
+            _, layer = whitening_layer(model)
+            if layer.bias is not None and config.optim.whiten_bias_epochs == 0:
+                layer.bias.requires_grad_(False)
         if working_dtype(config.optim.precision) == torch.float64:
             model.double()
         if saved is not None:

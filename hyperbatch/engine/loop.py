@@ -107,9 +107,7 @@ def train(run: Run, runner: StepRunner, journal: Journal) -> RunRecord:
             with clock.booked("capture"):
                 runner.prepare(stride)
         rates = [learning_rate(config.schedule, step.epoch) for step in stride]
-        runner.rates.write(
-            [(rate, decay_scale(config, step), early_rate(config, step)) for rate, step in zip(rates, stride, strict=True)]
-        )
+        runner.rates.write([(rate, *other_rates(config, step)) for rate, step in zip(rates, stride, strict=True)])
 
         timer.start(len(stride))
         losses = train_stride(runner, stride, batches, timer)
@@ -213,14 +211,11 @@ def evaluate_run(run: Run, journal: Journal) -> bool:
     return reached
 
 
-def decay_scale(config: Config, step: Step) -> float:
-    """A decoupled weight decay has a schedule of its own; the rate's is enough for any other."""
-    return weight_decay_scale(config.schedule, step.epoch) if config.optim.decoupled_weight_decay else 1.0
-
-
-def early_rate(config: Config, step: Step) -> float:
-    """The rate of parameters that are trained in the first epochs alone."""
-    return learning_rate(config.schedule, step.epoch, ends_epoch=config.optim.whiten_bias_epochs)
+def other_rates(config: Config, step: Step) -> tuple[float, float]:
+    """The scale of the weight decay, which has a schedule of its own where it is decoupled, and the rate of parameters
+    that are trained in the first epochs alone."""
+    decay = weight_decay_scale(config.schedule, step.epoch) if config.optim.decoupled_weight_decay else 1.0
+    return decay, learning_rate(config.schedule, step.epoch, ends_epoch=config.optim.whiten_bias_epochs or None)
 
 
 def prepared_strides(run: Run, runner: StepRunner, ends: Callable[[Step], bool]) -> Iterator[Stride]:

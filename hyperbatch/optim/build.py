@@ -105,7 +105,7 @@ def rate_groups(optim: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
         if head is None:
             raise InputError(f"--head-lr-scale: {type(model).__name__} has no linear layer; leave it out")
         scales[head] = optim.head_lr_scale
-    if optim.whiten_bias_epochs is not None:
+    if optim.whiten_bias_epochs:
         name, layer = whitening_layer(model)
         early = f"{name}.bias"
         if layer.bias is None:
