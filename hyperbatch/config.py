@@ -84,9 +84,7 @@ class ModelConfig:
         ("default", "dirac"),
     )
     whiten_samples: int = option(
-        0,
-        "training images that the first convolution (whitenet's) learns to whiten before training; 0: none",
-        NOT_NEGATIVE,
+        0, "training images that the filters of whitenet's first layer are computed from; 0: none", NOT_NEGATIVE
     )
     fused: str = option(
         "auto",

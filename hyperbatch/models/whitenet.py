@@ -12,6 +12,7 @@ Norms have a trained shift and a scale that stays 1. The whitening filters come 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ class ConvUnit(nn.Module):
 
 
 class ConvGroup(nn.Sequential):
-    """Two units; or three, with a shortcut from the first unit's output to the last's."""
+    """Two units; or more, with a shortcut from the first unit's output to the last's."""
 
     def forward(self, x: Tensor) -> Tensor:
         first, *between, last = self
@@ -62,8 +63,8 @@ class WhiteNet(nn.Module):
 
     def __init__(
         self,
-        widths: tuple[int, int, int] = (64, 256, 256),
-        depth: int = 2,
+        widths: tuple[int, ...],
+        depth: int,
         *,
         classes: int,
         in_channels: int,
@@ -72,27 +73,17 @@ class WhiteNet(nn.Module):
         bn_eps: float,
         logit_scale: float = 1 / 9,
     ) -> None:
-        """depth: convolutions of a group, 2 or 3; three have a shortcut."""
+        """widths: channels of each group. depth: units of a group; three or more have a shortcut."""
         super().__init__()
         channels = 2 * in_channels * WHITEN_KERNEL**2
         self.whiten = Conv2d(in_channels, channels, WHITEN_KERNEL)
         self.whiten.weight.requires_grad_(False)
         self.act = ACTIVATIONS[activation]()
         self.groups = tuple(f"group{index}" for index in range(1, len(widths) + 1))
+        unit = partial(ConvUnit, activation=activation, bn_momentum=bn_momentum, bn_eps=bn_eps)
         for group, width in zip(self.groups, widths, strict=True):
-            units = []
-            for index in range(depth):
-                units.append(
-                    ConvUnit(
-                        width if index else channels,
-                        width,
-                        pooled=index == 0,
-                        activation=activation,
-                        bn_momentum=bn_momentum,
-                        bn_eps=bn_eps,
-                    )
-                )
-            self.add_module(group, ConvGroup(*units))
+            first = unit(channels, width, pooled=True)
+            self.add_module(group, ConvGroup(first, *(unit(width, width, pooled=False) for _ in range(depth - 1))))
             channels = width
         self.head = Linear(channels, classes, bias=False)
         self.logit_scale = logit_scale

@@ -14,8 +14,9 @@ from toy import config, data, flat_weights, pictures, same_bits
 
 from hyperbatch import checkpoint
 from hyperbatch.data.loader import TrainLoader
+from hyperbatch.engine import evaluate as evaluation
 from hyperbatch.engine import loop
-from hyperbatch.engine.evaluate import evaluate_checkpoint
+from hyperbatch.engine.evaluate import evaluate
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.engine.run import build_run
 from hyperbatch.engine.whiten import whiten
@@ -46,7 +47,7 @@ def run_recipe(rank, values):
     return loop.run(recipe(**values), ranks_here()).to_dict()
 
 
-def test_the_recipe_on_two_ranks(tmp_path):
+def test_the_recipe_on_two_ranks(tmp_path, monkeypatch):
     record = run_ranks(2, run_recipe, {"out": str(tmp_path), "keep_checkpoints": 9}, timeout_s=120)[0]
     assert record["result"]["steps"] == 10
     assert record["result"]["top1"] > 0.3  # ten classes
@@ -54,8 +55,11 @@ def test_the_recipe_on_two_ranks(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["samples"] for line in lines if line["event"] == "eval"] == [30, 30]
 
-    judged = evaluate_checkpoint(tmp_path, device="cpu")
+    seen = []
+    monkeypatch.setattr(evaluation, "evaluate", lambda model, *rest: (seen.append(model), evaluate(model, *rest))[1])
+    judged = evaluation.evaluate_checkpoint(tmp_path, device="cpu")
     assert (judged["top1"], judged["samples"]) == (record["result"]["top1"], 30)
+    assert seen[0].get_submodule("group1.0.norm").eps == 1e-12, "the config's model, not the name's"
 
     half = flat_weights(tmp_path / "checkpoints" / "step-00000005.pt")
     end = flat_weights(tmp_path)
@@ -106,6 +110,19 @@ def test_every_rank_has_filters_that_whiten_the_normalised_images(model):
         covariance = out @ out.T / out.shape[1]
         # Filters of 8 bits; eps takes a thousandth.
         torch.testing.assert_close(covariance, torch.eye(4, dtype=torch.float64), rtol=0, atol=0.03)
+
+
+def frozen_of_rank(rank):
+    run = build_run(config(model="toy:apart"), ranks_here(), torch.device("cpu"))
+    run.close()
+    return [param.detach().clone() for param in run.learner.model.parameters() if not param.requires_grad]
+
+
+def test_frozen_parameters_are_rank_0s():
+    first, second = run_ranks(2, frozen_of_rank)
+    assert len(first) == 2
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert torch.all(first[1] == 1), "the scale of rank 0"
 
 
 def test_more_samples_than_there_are_take_all_in_several_batches(monkeypatch):

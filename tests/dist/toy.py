@@ -145,6 +145,15 @@ def whitened_and_trained(classes, in_channels):
     return model
 
 
+def apart(classes, in_channels):
+    """Its frozen parameters differ from rank to rank."""
+    model = whitened(classes, in_channels).to(memory_format=torch.channels_last)
+    for param in model.parameters():
+        if not param.requires_grad:
+            param.data.add_(torch.distributed.get_rank())
+    return model
+
+
 def pictures(config):
     """CIFAR-10's shape: ten classes of 32x32 colour images, each a coarse pattern of its own under noise."""
     generator = np.random.default_rng(3)

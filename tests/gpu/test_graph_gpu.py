@@ -128,6 +128,19 @@ CASES = {
     "decoupled decay": {"decoupled_weight_decay": True, "weight_decay": 1e-2},
     "lamb": {"optimizer": "lamb", "lr": 0.01},
     "sgd": {"optimizer": "sgd", "lr": 0.05},
+    "whitening and rates per group": {
+        "model": "whitenet",
+        "init": "dirac",
+        "whiten_samples": 500,
+        "image_size": 32,
+        "eval_size": 32,
+        "optimizer": "sgd",
+        "lr": 0.05,
+        "nesterov": True,
+        "bias_lr_scale": 8.0,
+        "head_lr_scale": 0.5,
+        "whiten_bias_epochs": 1.0,
+    },
 }
 
 
