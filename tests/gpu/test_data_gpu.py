@@ -11,11 +11,12 @@ import torch
 from PIL import Image
 
 from hyperbatch.config import BatchPhase, DataConfig
-from hyperbatch.data import augment
+from hyperbatch.data import augment, stream
 from hyperbatch.data.decode import decode_full, decode_view, gpu_can_decode
 from hyperbatch.data.decoders import brightness_difference, measured_decoder
 from hyperbatch.data.gpu import nvjpeg
 from hyperbatch.data.gpu.render import copy_to_device, render_reference, render_views, view_table
+from hyperbatch.data.host import write_array_views
 from hyperbatch.data.loader import TrainLoader, eval_batches
 from hyperbatch.data.source import ArraySource, EncodedSource
 from hyperbatch.schedule import resolve_phases, steps
@@ -197,6 +198,69 @@ def test_arrays_are_cut_on_the_device():
         made = list(loader.batches(plan(array)))
     assert torch.equal(labels.cpu(), torch.cat([batch.labels for batch in made]))
     assert torch.allclose(ours.cpu(), torch.cat([batch.images for batch in made]), atol=1e-4)
+
+
+RECORD = DataConfig(
+    image_size=32,
+    eval_size=32,
+    augment="shift",
+    shift_pixels=2,
+    shift_padding="reflect",
+    flip_alternates=True,
+    brightness_jitter=0.1,
+    contrast_jitter=0.2,
+)
+
+
+def resident(n):
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (n, 32, 32, 3), dtype=np.uint8)
+    return ArraySource("array", images, rng.integers(0, 10, n), classes=tuple(map(str, range(10))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("size", [32, 24])
+def test_a_set_in_device_memory_gives_the_hosts_batches(dtype, size):
+    array, config = resident(3000), dataclasses.replace(RECORD, image_size=size)
+    made = []
+    for device in (CUDA, torch.device("cpu")):
+        with TrainLoader(array, config, seed=3, rank=0, world_size=1, device=device, dtype=dtype) as loader:
+            made.append([*loader.batches(plan(array, 3.0, 1024))])
+    for ours, theirs in zip(*made, strict=True):
+        assert ours.images.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(ours.labels.cpu(), theirs.labels)
+        difference = (ours.images.cpu().float() - theirs.images.float()).abs()
+        # At its own size one rounding; resized, the host rounds to whole grey levels twice.
+        assert difference.max() < (0.05 if size == 24 else 4e-3 if dtype == torch.float16 else 2e-6)
+
+
+def test_fifty_thousand_samples_are_drawn_as_on_the_host():
+    array = resident(50_000)
+    with TrainLoader(array, RECORD, seed=7, rank=0, world_size=1, device=CUDA, dtype=torch.float16) as loader:
+        places = stream.Stretches(49_000, 70_000, share=500, stride=1000)
+        (batch, _), *_ = loader._maker.run(iter([loader._plan(places, 32)]))
+    epochs, ids = places.samples(50_000, 7)
+    assert torch.equal(batch.labels.cpu(), torch.from_numpy(array.labels[ids]))
+    views = np.empty((70_000, 32, 32, 3), dtype=np.uint8)
+    uniforms = augment.draw(RECORD, 7, epochs, ids)
+    write_array_views(views, array.gather(ids), RECORD, uniforms)
+    contrast, brightness = (torch.from_numpy(v)[:, None, None, None] for v in augment.jitter(RECORD, uniforms))
+    normalised = (torch.from_numpy(views).double() / 255 - torch.tensor(array.mean)) / torch.tensor(array.std)
+    expected = (normalised * contrast + brightness).permute(0, 3, 1, 2)
+    assert (batch.images.cpu().double() - expected).abs().max() < 4e-3  # of fp16
+
+
+def test_an_evaluation_set_in_device_memory_is_kept():
+    array = resident(10_000)
+    options = {"batch_per_rank": 4096, "rank": 0, "world_size": 1, "dtype": torch.float16}
+    first, again = (list(eval_batches(array, RECORD, device=CUDA, **options)) for _ in range(2))
+    assert all(ours is theirs for ours, theirs in zip(first, again, strict=True))
+    host = eval_batches(array, RECORD, device=torch.device("cpu"), **options)
+    for ours, theirs in zip(first, host, strict=True):
+        real = int(theirs.mask.sum())
+        assert torch.equal(ours.mask.cpu(), theirs.mask)
+        assert torch.equal(ours.images.cpu()[:real], theirs.images[:real])
+        assert torch.equal(ours.labels.cpu()[:real], theirs.labels[:real])
 
 
 def test_auto_measures_and_takes_the_gpu(source):
