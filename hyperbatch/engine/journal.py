@@ -91,7 +91,7 @@ class Journal:
                 self._record(self.run, bad_samples=self._bad_samples(self.run), error=reason).save(self.out)
 
     def start(self, run: Run, evals: EpochGrid) -> None:
-        """The run's time begins here."""
+        """The run's time begins right after it."""
         self.run, self._evals = run, evals
         samples, epochs = len(run.train_set), self.config.schedule.epochs
         self._last_s, self._last_position = self.clock.train_s, run.progress.position

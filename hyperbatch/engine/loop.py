@@ -131,14 +131,16 @@ def begin(run: Run) -> None:
 
 def average_weights(run: Run, step: Step) -> None:
     """Takes the weights that the step has left into their average, at the steps that the config says."""
-    config, average = run.config, run.learner.average
-    if average is None:
-        return
-    done = (step.position + step.phase.global_batch) / position_of(config.schedule.epochs, len(run.train_set))
-    new_share = new_share_at(config.optim, step=step.index + 1, done=min(1.0, done))
-    if new_share is not None:
-        average.set_share(new_share)
-        average.update()
+    new_share = share_of_weights(run, step)
+    if run.learner.average is not None and new_share is not None:
+        run.learner.average.set_share(new_share)
+        run.learner.average.update()
+
+
+def share_of_weights(run: Run, step: Step) -> float | None:
+    """How much of the weights after this step goes into their average; None: it is not touched. Known beforehand."""
+    done = (step.position + step.phase.global_batch) / position_of(run.config.schedule.epochs, len(run.train_set))
+    return new_share_at(run.config.optim, step=step.index + 1, done=min(1.0, done))
 
 
 def train_step(runner: StepRunner, step: Step, batches: Iterator[Batch], timer: StepTimer) -> Tensor:
