@@ -1,7 +1,7 @@
 """Where the seconds of a run went. A resumed run goes on counting from where its checkpoint stood.
 
 init | train ... eval ... train ... capture ... train ... pause ... train | stop
-     ^ the run's time starts here: MLPerf counts from the first training sample
+     ^ the run's time starts here, before anything is done with training data, as MLPerf and speed-runners count
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class Journal:
                 self.failure.save(self.writer.folder)
 
     def start(self, run: Run, evals: EpochGrid) -> None:
-        """The run's time begins here."""
+        """The run's time begins right after it."""
         self.run, self._evals = run, evals
         samples, epochs = len(run.train_set), self.config.schedule.epochs
         self._last_s, self._last_position = self.clock.train_s, run.progress.position

@@ -86,7 +86,7 @@ def train(run: Run, runner: StepRunner, journal: Journal) -> RunRecord:
     saves = evals if every is None else EpochGrid(every, 0.0, samples)
     # The run's time starts with the first training sample: by then its kernels are there.
     todo = prepared_strides(
-        run, runner, lambda step: evals.crossed(step) or saves.crossed(step) or new_share(run, step) is not None
+        run, runner, lambda step: evals.crossed(step) or saves.crossed(step) or share_of_weights(run, step) is not None
     )
     todo, ahead = itertools.tee(todo)
     batches = run.loader.batches(ahead)
@@ -142,16 +142,14 @@ def begin(run: Run) -> None:
 
 def average_weights(run: Run, step: Step) -> None:
     """Takes the weights that the step has left into their average, at the steps that the config says."""
-    share = new_share(run, step)
-    if share is not None and run.learner.average is not None:
-        run.learner.average.set_share(share)
+    new_share = share_of_weights(run, step)
+    if run.learner.average is not None and new_share is not None:
+        run.learner.average.set_share(new_share)
         run.learner.average.update()
 
 
-def new_share(run: Run, step: Step) -> float | None:
-    """What the weights after this step count in their average; None: they are not taken."""
-    if run.learner.average is None:
-        return None
+def share_of_weights(run: Run, step: Step) -> float | None:
+    """How much of the weights after this step goes into their average; None: it is not touched. Known beforehand."""
     done = (step.position + step.phase.global_batch) / position_of(run.config.schedule.epochs, len(run.train_set))
     return new_share_at(run.config.optim, step=step.index + 1, done=min(1.0, done))
 

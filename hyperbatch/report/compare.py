@@ -16,6 +16,7 @@ from hyperbatch.report.runs import Run
 COLUMNS: tuple[tuple[str, str, Callable[[Any], str], Callable[[Any], Any] | None], ...] = (
     ("time to target", "time_to_target_s", units.duration, min),
     ("top-1", "top1", units.percent, max),
+    ("without TTA", "top1_plain", units.percent, None),
     ("img/s", "images_per_s", units.count, max),
     ("training", "train_s", units.duration, None),
     ("epochs", "epochs", lambda v: units.number(round(v, 2)), None),
@@ -28,8 +29,10 @@ def swatch(index: int) -> Html:
 
 
 def comparison(runs: list[Run]) -> Html:
+    with_views = any(run.record and run.record.result.top1_plain is not None for run in runs)
+    columns = [column for column in COLUMNS if column[1] != "top1_plain" or with_views]
     best = {}
-    for _, name, _, choose in COLUMNS:
+    for _, name, _, choose in columns:
         values = [getattr(run.record.result, name) for run in runs if run.record]
         values = [value for value in values if value is not None and math.isfinite(value)]
         if choose and len(set(values)) > 1:
@@ -38,18 +41,21 @@ def comparison(runs: list[Run]) -> Html:
     for index, run in enumerate(runs):
         kind, pill, _ = sections.verdict(run)
         row: list[Any] = [join(swatch(index), run.name), el("span", pill, cls=f"pill {kind}")]
-        for _, name, form, _ in COLUMNS:
+        for _, name, form, _ in columns:
             value = getattr(run.record.result, name) if run.record else None
             text = form(value) if value is not None else units.NONE
             row.append(el("span", text, cls="best") if value is not None and value == best.get(name) else text)
         row.append(units.count(run.record.world_size) if run.record else units.NONE)
         row.append(sections.hardware(run.record)[0] if run.record else units.NONE)
         rows.append(row)
-    head = ["run", "outcome", *(head for head, *_ in COLUMNS), "ranks", "hardware"]
+    head = ["run", "outcome", *(head for head, *_ in columns), "ranks", "hardware"]
     return sections.card(
         f"{len(runs)} runs compared",
-        "Times count training and evaluation, from the first training sample.",
-        table(head, rows, numeric=set(range(2, 9)), cls="compare"),
+        join(
+            "Times count training and evaluation, from the first training sample.",
+            " TTA is test-time augmentation: the mean answer to several views of each image." if with_views else "",
+        ),
+        table(head, rows, numeric=set(range(2, 3 + len(columns))), cls="compare"),
     )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from hyperbatch.record import RunRecord
-from hyperbatch.report import units
+from hyperbatch.report import sections, units
 
 
 def summary(record: RunRecord) -> str:
     """A few aligned lines of plain text, the verdict first."""
     result = record.result
-    rows = [("accuracy", units.accuracy(result.top1, result.top1_plain))]
+    rows = [("accuracy", accuracy(record))]
     rows.append(("speed", f"{units.count(result.images_per_s)} images/s on {units.plural(record.world_size, 'rank')}"))
     spent = f"{units.duration(result.train_s)} of training, {units.plural(result.steps, 'step')}"
     rows.append(("trained", f"{units.number(round(result.epochs, 2))} epochs in {spent}"))
@@ -24,10 +24,20 @@ def summary(record: RunRecord) -> str:
     return "\n".join([verdict(record), *(f"  {label:<9} {text}" for label, text in rows)])
 
 
-def time_spent(record: RunRecord) -> str:
+def accuracy(record: RunRecord) -> str:
     result = record.result
-    parts = {"set-up": result.setup_s, "training": result.train_s, "evaluation": result.eval_s}
-    return ", ".join(f"{name} {units.duration(seconds)}" for name, seconds in parts.items())
+    if result.top1 is None:
+        return "not evaluated"
+    averaged = " with averaged weights" if sections.config_value(record, "optim", "averaging") == "ema" else ""
+    plain = (
+        f" ({units.percent(result.top1_plain)} without test-time augmentation)" if result.top1_plain is not None else ""
+    )
+    return f"{units.percent(result.top1)} top-1{averaged}{plain}"
+
+
+def time_spent(record: RunRecord) -> str:
+    parts = {"set-up": "init_s", "training": "train_s", "evaluation": "eval_s"}
+    return ", ".join(f"{label} {units.duration(record.clock.get(name))}" for label, name in parts.items())
 
 
 def verdict(record: RunRecord) -> str:

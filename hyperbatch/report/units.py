@@ -32,14 +32,6 @@ def percent(share: float | None, digits: int = 2) -> str:
     return f"{share * 100:.{digits}f}".rstrip("0").rstrip(".") + " %" if digits else f"{share * 100:.0f} %"
 
 
-def accuracy(top1: float | None, top1_plain: float | None) -> str:
-    """Top-1 in words; top1_plain: without test-time augmentation, where there was some."""
-    if top1 is None:
-        return "not evaluated"
-    plain = "" if top1_plain is None else f" ({percent(top1_plain)} without test-time augmentation)"
-    return f"{percent(top1)} top-1{plain}"
-
-
 def count(value: float | None) -> str:
     """1,234 below a million, then three digits and a letter."""
     if value is None or missing(value):

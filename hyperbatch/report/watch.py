@@ -119,7 +119,9 @@ def view(folder: Path, follower: Follower) -> Group:
     for label, value, name in rows:
         table.add_row(label, value, spark([line.get(name) for line in steps]))
     if evals:
-        table.add_row("top-1", units.percent(evals[-1].get("top1")), spark([line.get("top1") for line in evals]))
+        names = {"top1": "top-1", "top1_plain": "without TTA"}
+        for name in [name for name in names if name in evals[-1]]:
+            table.add_row(names[name], units.percent(evals[-1][name]), spark([line.get(name) for line in evals]))
     epoch, time_s = last.get("epoch") or 0.0, last.get("time_s")
     head = Text.assemble(
         (folder.resolve().name, "bold"), f"  step {last['step']:,}  epoch {epoch:.2f}  {units.duration(time_s)}"

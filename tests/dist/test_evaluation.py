@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
+from safetensors import safe_open
 from safetensors.torch import load_file
 from test_step_runner import Played
 from test_training import train as train_and_load
@@ -16,6 +17,7 @@ from toy import config, data, flat_weights, normed, same_bits
 from torch import nn
 
 from hyperbatch import checkpoint
+from hyperbatch.cli import main
 from hyperbatch.data.batch import Batch
 from hyperbatch.engine import loop, validation
 from hyperbatch.engine.evaluate import Evaluator, Score, evaluate_checkpoint
@@ -240,6 +242,41 @@ def test_the_average_is_what_is_evaluated_and_exported(tmp_path):
         assert torch.equal(table["0.weight"], (saved.average if averaged else saved.model)["0.weight"])
         norm = (saved.average_norm if averaged else saved.norm)["1.running_var"][0]
         assert torch.equal(table["1.running_var"], norm)
+
+
+def test_the_commands_say_what_they_evaluate_and_export(tmp_path, capsys):
+    train(1, tmp_path, averaging="ema", averaging_decay=0.9, epochs=1.0, tta="mirror")
+    weights = tmp_path / "weights.safetensors"
+    assert main(["eval", str(tmp_path), "--device", "cpu"]) == 0
+    told = capsys.readouterr().out
+    assert "averaged weights)" in told
+    assert "without test-time augmentation (mirror)" in told
+    assert main(["eval", str(tmp_path), "--device", "cpu", "--weights", "trained", "--tta", "none", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["weights"], told["tta"]) == ("trained", "none")
+    assert "top1_plain" not in told
+    for which in ("averaged", "trained"):
+        assert main(["export", str(tmp_path), "--output", str(weights), "--weights", which]) == 0
+        with safe_open(weights, "pt") as file:
+            assert file.metadata()["weights"] == which
+
+
+def test_the_runs_time_counts_what_is_done_with_training_data_first(tmp_path, monkeypatch):
+    accounts, built = [], []
+
+    def build(*args, **options):
+        built.append(build_run(*args, **options))
+        return built[-1]
+
+    monkeypatch.setattr(loop, "build_run", build)
+    monkeypatch.setattr(loop, "begin", lambda run: accounts.append(("begin", run.clock._account)))
+    monkeypatch.setattr(
+        validation.Validation, "prepare", lambda self, capture: accounts.append(("prepare", built[-1].clock._account))
+    )
+    train(1, tmp_path, max_steps=3)
+    assert accounts == [("prepare", "init"), ("begin", "train")]
+    train(1, tmp_path, resume=True, max_steps=5)
+    assert accounts[2:] == [("prepare", "init")], "a resumed run has begun before"
 
 
 def test_training_itself_does_not_see_the_ema(tmp_path):

@@ -451,6 +451,32 @@ def test_the_closing_summary(tmp_path):
     assert "no target" in summary(make_run(tmp_path, result=Result()))
 
 
+def test_test_time_augmentation_and_averages_are_said_everywhere(tmp_path, capsys):
+    """Nobody must take an accuracy with them for one without."""
+    base = get_recipe("digits").config()
+    result = Result(top1=0.9412, top1_plain=0.9333, steps=40)
+    record = make_run(tmp_path / "with", config=base.override(tta="mirror", averaging="ema"), result=result)
+    make_run(tmp_path / "without", config=base)
+    lines = [line.strip() for line in summary(record).splitlines()]
+    assert "accuracy  94.12 % top-1 with averaged weights (93.33 % without test-time augmentation)" in lines
+    assert "time      set-up 1.0 s, training 7.5 s, evaluation 500 ms" in lines
+    page = report(tmp_path / "with")
+    assert "93.33 % without test-time augmentation" in page.text
+    assert "set-up 1.0 s, evaluation 500 ms" in page.text
+    assert "without test-time augmentation" not in report(tmp_path / "without").text
+    both = report(tmp_path / "with", tmp_path / "without", output=tmp_path / "both.html")
+    assert "without TTA" in both.text
+    assert "TTA is test-time augmentation" in both.text
+    alone = report(tmp_path / "without", tmp_path / "without", output=tmp_path / "alone.html")
+    assert "TTA" not in alone.text
+    with RunWriter(tmp_path / "going", tensorboard=False) as writer:
+        shared = {"step": 1, "epoch": 1.0, "time_s": 1.0}
+        writer.step(**shared, loss=1.0, lr=0.1, global_batch=8, images_per_s=10.0)
+        writer.eval(**shared, top1=0.9412, top1_plain=0.9333, samples=360)
+    watch(tmp_path / "going", once=True)
+    assert re.search(r"without TTA\s+93.33 %", capsys.readouterr().out)
+
+
 def test_watching_a_finished_run_prints_it_and_returns(tmp_path, capsys):
     make_run(tmp_path / "run")
     watch(tmp_path / "run")
