@@ -31,6 +31,7 @@ from hyperbatch.kernels.memsets import replace_memsets
 from hyperbatch.optim.rates import RateTable
 
 TURNS = 2
+ALIGN_BYTES = 256
 StrideShape = tuple[tuple[Launch, ...], int]  # its launches, image size
 Replay = Callable[[], None]
 
@@ -62,6 +63,22 @@ class Captured(NamedTuple):
     ends: Ends  # its time marks
 
 
+class StaticInputs(NamedTuple):
+    written: Inputs  # what a launch's batch is copied into: one, or one for each micro-step
+    read: Inputs  # what the micro-steps read
+
+
+def static_inputs(learner: Learner, launch: Launch, image_size: int) -> StaticInputs:
+    """A slice for each micro-step, so that one copy fills all; or one of its own where slices would not be aligned as
+    memory of its own is, which decides which kernels can run."""
+    whole = blank_batch(learner, sum(part.samples for part in launch), image_size)
+    sample_bytes = whole[0].stride(0) * whole[0].itemsize
+    if len(launch) == 1 or all(part.samples * sample_bytes % ALIGN_BYTES == 0 for part in launch):
+        return StaticInputs([whole], inputs_of(Batch(*whole), launch))
+    own = [blank_batch(learner, part.samples, image_size) for part in launch]
+    return StaticInputs(own, own)
+
+
 class CapturedSteps:
     """The graphs of a learner's launches, and the tensors that they read."""
 
@@ -69,8 +86,8 @@ class CapturedSteps:
         self.backend = backend
         self.shapes: set[StrideShape] = set()  # of strides that are captured
         self.graphs: dict[tuple[Launch, int, int], Captured] = {}  # by launch, image size and turn
-        # By samples, image size and place in the launch. Launches share them: they run one after the other.
-        self._inputs: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        # By samples of each micro-step and image size. Launches share them: they run one after the other.
+        self._inputs: dict[tuple[tuple[int, ...], int], StaticInputs] = {}
         self._learner, self._work, self._rates, self._losses = learner, work, rates, losses
         self._turn = 0
 
@@ -83,7 +100,7 @@ class CapturedSteps:
                 for launch in dict.fromkeys(launches):
                     if turn and len(launch) > 1:
                         continue
-                    inputs = self._inputs_of(launch, image_size)
+                    inputs = self._inputs_of(launch, image_size).read
                     marks = (NoMarks if len(launch) > 1 else StepTimer)(learner.device)
                     run = partial(run_launch, self._work, learner, launch, inputs, self._rates, self._losses, marks)
                     self.graphs[launch, image_size, turn] = Captured(self.backend.capture(run), marks.ends)
@@ -96,9 +113,11 @@ class CapturedSteps:
     def replay(self, launch: Launch, batch: Batch, timer: StepTimer) -> None:
         """One launch of a stride that is captured."""
         image_size = batch.images.shape[-1]
-        for (images, labels), own in zip(inputs_of(batch, launch), self._inputs_of(launch, image_size), strict=True):
-            own[0].copy_(images, non_blocking=True)
-            own[1].copy_(labels, non_blocking=True)
+        written = self._inputs_of(launch, image_size).written
+        parts = [(batch.images, batch.labels)] if len(written) == 1 else inputs_of(batch, launch)
+        for own, part in zip(written, parts, strict=True):
+            own[0].copy_(part[0], non_blocking=True)
+            own[1].copy_(part[1], non_blocking=True)
         self.replay_again(launch, image_size, timer)
 
     def replay_again(self, launch: Launch, image_size: int, timer: StepTimer) -> None:
@@ -117,14 +136,11 @@ class CapturedSteps:
         else:
             timer.mark("micro_step")  # its own marks are written again before they are read
 
-    def _inputs_of(self, launch: Launch, image_size: int) -> Inputs:
-        # One of its own for each micro-step: a slice of a large one might be aligned otherwise, which decides which
-        # kernels can run.
-        keys = [(part.samples, image_size, place) for place, part in enumerate(launch)]
-        for key in keys:
-            if key not in self._inputs:
-                self._inputs[key] = blank_batch(self._learner, key[0], image_size)
-        return [self._inputs[key] for key in keys]
+    def _inputs_of(self, launch: Launch, image_size: int) -> StaticInputs:
+        key = tuple(part.samples for part in launch), image_size
+        if key not in self._inputs:
+            self._inputs[key] = static_inputs(self._learner, launch, image_size)
+        return self._inputs[key]
 
     def drop(self) -> None:
         """Gives the memory of all graphs back; more can be captured."""

@@ -73,7 +73,7 @@ class StepRunner:
         if backend is not None:
             self._captured = CapturedSteps(backend, learner, work, self.rates, self.losses)
         self._warmed: set[StepShape] = set()
-        self._draws = False  # whether a step draws random numbers
+        self._draws = not self._warm  # whether a step draws random numbers: a warm-up shows it
         self._length, self._block_steps = 1, 1
         self._pixel_s: float | None = None  # of a step, where the length of strides follows from it
 
@@ -157,7 +157,7 @@ class StepRunner:
             seeds, inputs = [self._seed(step) for step in stride], inputs_of(batch, launch)
             run_launch(self._work, self._learner, launch, inputs, self.rates, self.losses, timer, seeds=seeds)
             return
-        if launch[0].first:
+        if self._draws and launch[0].first:
             torch.manual_seed(self._seed(stride[0]))
         self._captured.replay(launch, batch, timer)
 

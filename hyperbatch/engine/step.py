@@ -81,7 +81,11 @@ def inputs_of(batch: Batch, launch: Launch) -> Inputs:
     if len(launch) == 1:
         return [(batch.images, batch.labels)]
     sizes = [part.samples for part in launch]
-    return list(zip(batch.images.split(sizes), batch.labels.split(sizes), strict=True))
+    images = batch.images.split(sizes)
+    if (padded := getattr(batch.images, "padded", None)) is not None:  # see `blank_batch`
+        for part, stored in zip(images, padded.split(sizes), strict=True):
+            part.padded = stored  # type: ignore[attr-defined]
+    return list(zip(images, batch.labels.split(sizes), strict=True))
 
 
 def blank_batch(learner: Learner, samples: int, image_size: int) -> tuple[Tensor, Tensor]:
