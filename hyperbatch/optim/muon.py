@@ -147,6 +147,19 @@ def muon_update(weight: Tensor, grad: Tensor, momentum_buffer: Tensor, h: MuonSe
     return Update(weight * keep - direction * rate, (buffer,), weight_norm, torch.ones_like(weight_norm))
 
 
+def memory_shape(weight: Tensor) -> tuple[int, int] | None:
+    """Rows and columns of the matrix as it lies in memory once it is dense; None where it does not lie there as one.
+
+    Columns may be in any order, and the whole may be transposed: so is its polar factor, then.
+    """
+    rows, columns = len(weight), weight.numel() // len(weight)
+    strides = torch.empty_like(weight, device="meta").stride()
+    others = [stride for stride, size in zip(strides[1:], weight.shape[1:], strict=True) if size > 1]
+    if rows == 1 or not others or strides[0] > max(others):
+        return rows, columns
+    return (columns, rows) if strides[0] < min(others) else None
+
+
 PolarFactors = Callable[[list[Tensor], MuonSettings], list[Tensor]]
 
 
@@ -293,4 +306,11 @@ class Muon(LayerwiseOptimizer):
         super()._check(group)
 
     def why_not_fused(self) -> str | None:
-        return "Muon has no fused kernels yet"
+        settings = [self.rule.read(group) for group in self.param_groups]
+        dtypes = {h.product_dtype for h in settings if h.adapt}
+        if len(dtypes) > 1 or not dtypes <= {None, torch.bfloat16, torch.float32}:
+            return f"product_dtype is {', '.join(sorted(map(str, dtypes)))}, not bfloat16 or float32 in all groups"
+        for h, group in zip(settings, self.param_groups, strict=True):
+            if any(h.takes(param) and memory_shape(param) is None for param in group["params"]):
+                return "the first dimension of a parameter is neither the outermost nor the innermost one in memory"
+        return super().why_not_fused()

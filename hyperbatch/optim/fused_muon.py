@@ -1,0 +1,236 @@
+"""The host's side of Muon's kernels: where each matrix has its buffers, and the order of the tiles of all products."""
+
+# Triton's decorator hides what a kernel takes from the type checker.
+# pyright: reportArgumentType=false, reportCallIssue=false
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from hyperbatch.kernels.norm.tiles import processors
+from hyperbatch.kernels.orthogonal import (
+    GRAM_CODE,
+    PAD,
+    SQUARE_CODE,
+    UPDATE_CODE,
+    apply_kernel,
+    direction_kernel,
+    product_kernel,
+)
+from hyperbatch.optim.fused_kernels import BLOCK, WARPS, FusedKernels, Group, KernelForm, KernelTensors
+from hyperbatch.optim.muon import MUON_RULE, Polynomial, memory_shape, product_dtype
+
+if TYPE_CHECKING:
+    from hyperbatch.optim.base import LayerwiseOptimizer
+
+PRODUCT_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+STAGES = 3
+REGISTERS = 128  # of a thread: two programs of large tiles fit on a processor then, and one works while the other waits
+ONE_LAUNCH = True  # for all products; else one launch for each kind of product and iteration
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """As it lies in memory."""
+
+    rows: int
+    columns: int
+    polynomials: tuple[Polynomial, ...]
+
+    @property
+    def side(self) -> int:
+        """Of A = X X^T, or X^T X: the smaller of the two."""
+        return min(self.rows, self.columns)
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        return _padded(self.rows), _padded(self.columns)
+
+    @property
+    def cost(self) -> int:
+        """Multiplications of all iterations."""
+        return len(self.polynomials) * self.side**2 * (2 * max(self.rows, self.columns) + self.side)
+
+
+def _padded(n: int) -> int:
+    return -(-n // PAD) * PAD
+
+
+def tile_rows(matrices: Sequence[Matrix | None], tile: int) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Rows of the kernel's table of tiles, and how many belong to each kind of product in each iteration.
+
+    Of all matrices together, one kind after the other, so that a tile is rarely taken before those that it waits for
+    have ended. The longest come first. None: somebody else's.
+    """
+    rows: list[tuple[int, ...]] = []
+    counts: list[int] = []
+    done = [0] * len(matrices)
+    known = [(place, matrix) for place, matrix in enumerate(matrices) if matrix is not None]
+    for iteration in range(max((len(matrix.polynomials) for _, matrix in known), default=0)):
+        for product in (GRAM_CODE, SQUARE_CODE, UPDATE_CODE):
+            now = [
+                (place, matrix)
+                for place, matrix in known
+                if iteration < len(matrix.polynomials)
+                and (product != SQUARE_CODE or matrix.polynomials[iteration][2] != 0.0)
+            ]
+            # Of gram, the sum runs over the longer side; of the others, over the shorter one.
+            now.sort(key=lambda x: max(x[1].padded) if product == GRAM_CODE else x[1].side, reverse=True)
+            before = len(rows)
+            for place, matrix in now:
+                across = [-(-n // tile) for n in (matrix.rows, matrix.columns)]
+                if product == UPDATE_CODE:
+                    tiles = [(i, j) for i in range(across[0]) for j in range(across[1])]
+                else:  # symmetric
+                    tiles = [(i, j) for i in range(min(across)) for j in range(i, min(across))]
+                rows += [(product, iteration, place, i, j, done[place]) for i, j in tiles]
+                done[place] += len(tiles)
+            counts.append(len(rows) - before)
+    return rows, [count for count in counts if count]
+
+
+def best_tile(matrices: Sequence[Matrix | None], dtype: torch.dtype) -> int:
+    """Large tiles do more work per byte they read; small ones keep all processors busy with few small matrices."""
+    if dtype == torch.float32:
+        return 64
+    grams = [row for row in tile_rows(matrices, 128)[0] if row[:2] == (GRAM_CODE, 0)]
+    return 128 if len(grams) >= processors() else 64
+
+
+class MuonKernels(FusedKernels):
+    """Three launches a step, whatever matrices and groups there are."""
+
+    def __init__(self, form: KernelForm, layers: list[KernelTensors], optimizer: LayerwiseOptimizer) -> None:
+        super().__init__(form, layers, optimizer)
+        device = layers[0].weight.device
+        settings = [MUON_RULE.read(group) for group in optimizer.param_groups]
+        taken = [i for i, layer in enumerate(layers) if settings[layer.group].takes(layer.weight)]
+        matrices = []
+        for i in taken:
+            rows, columns = memory_shape(layers[i].weight) or (0, 0)  # None: `why_not_fused` has said no
+            matrices.append(Matrix(rows, columns, tuple(settings[layers[i].group].polynomials)))
+        dtype = next((product_dtype(settings[layers[i].group], layers[i].weight) for i in taken), torch.bfloat16)
+        self._dtype, self._tile = PRODUCT_DTYPES[dtype], best_tile(matrices, dtype)
+        iterations = max((len(matrix.polynomials) for matrix in matrices), default=0)
+
+        # The polar factor ends up in `found`, so the direction starts there or in `other`.
+        slack = self._tile * max((matrix.padded[1] for matrix in matrices), default=0)  # tiles reach beyond the last
+        sizes = [matrix.padded[0] * matrix.padded[1] for matrix in matrices]
+        squares = [_padded(matrix.side) ** 2 for matrix in matrices]
+        self._found, self._other = (torch.zeros(sum(sizes) + slack, dtype=dtype, device=device) for _ in range(2))
+        self._grams, self._squares = (torch.zeros(sum(squares) + slack, dtype=dtype, device=device) for _ in range(2))
+        rows, factors, start, square = [], [], 0, 0
+        for i, matrix, size, squared in zip(taken, matrices, sizes, squares, strict=True):
+            layer, h = layers[i], settings[layers[i].group]
+            turns = [flat[start:].data_ptr() for flat in (self._found, self._other)]
+            first = turns if len(matrix.polynomials) % 2 == 0 else turns[::-1]
+            smaller = [flat[square:].data_ptr() for flat in (self._grams, self._squares)]
+            shape = (matrix.rows, matrix.columns, matrix.padded[1], _padded(matrix.side))
+            rows.append((*first, turns[0], *smaller, *shape, *self._spans[i]))
+            polynomials = [number for polynomial in matrix.polynomials for number in polynomial]
+            unused = [0.0] * (3 * iterations - len(polynomials))
+            factors.append([h.eps, h.adjustment(layer.weight), len(layer.weight) ** 0.5, *polynomials, *unused])
+            start, square = start + size, square + squared
+
+        tiles, counts = tile_rows(matrices, self._tile)
+        self._product_launches = [len(tiles)] if ONE_LAUNCH and tiles else counts
+        place_of = {i: place for place, i in enumerate(taken)}
+        self._places = torch.tensor([place_of.get(i, -1) for i in range(len(layers))], dtype=torch.int64).to(device)
+        self._matrices = torch.tensor(rows or [(0,)], dtype=torch.int64).to(device)
+        self._factors = torch.tensor(factors or [(0.0,)]).to(device)
+        self._tiles = torch.tensor(tiles or [(0,)], dtype=torch.int32).to(device)
+        self._counters = torch.zeros(1 + len(matrices), dtype=torch.int32, device=device)
+
+    def _launch(
+        self, grads: list[Tensor | None], groups: list[Group], grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        self._send(grads, groups)
+        scaled, told = grad_scale is not None, found_inf is not None
+        aligned = self._fixed_aligned and self._grads_aligned
+        scale = self.outcome if grad_scale is None else grad_scale
+        follows: dict[str, Any] = {"launch_pdl": True} if self._overlap else {}
+        columns = self._factors.shape[1]
+        direction_kernel[(self._count,)](
+            self._chunks,
+            self._grads.tensor,
+            self._grad_partials,
+            self._direction_partials,
+            self._weight_partials,
+            self._new_weight_partials,
+            self._clock,
+            self._numbers.tensor,
+            self._rates.tensor,
+            scale,
+            self._places,
+            self._matrices,
+            self._counters,
+            COUNTERS=len(self._counters),
+            DTYPE=self._dtype,
+            SCALED=scaled,
+            HALF=self._half,
+            HAS_HALF=self._has_half,
+            ALIGNED=aligned,
+            BLOCK=BLOCK,
+            OVERLAP=self._overlap,
+            num_warps=WARPS,
+        )
+        for count in self._product_launches:
+            product_kernel[(count,)](
+                self._tiles,
+                self._matrices,
+                self._factors,
+                self._direction_partials,
+                self._counters,
+                FACTORS=columns,
+                PARTIALS=self._partials,
+                DTYPE=self._dtype,
+                TILE=self._tile,
+                OVERLAP=self._overlap,
+                num_warps=8 if self._tile == 128 else 4,
+                num_stages=STAGES,
+                maxnreg=REGISTERS,
+                **follows,
+            )
+        apply_kernel[(self._count,)](
+            self._chunks,
+            self._grads.tensor,
+            self._grad_partials,
+            self._weight_partials,
+            self._new_weight_partials,
+            self._clock,
+            self._numbers.tensor,
+            self._rates.tensor,
+            scale,
+            found_inf if told else self.outcome,
+            self.outcome,
+            self.stats,
+            self._places,
+            self._matrices,
+            self._factors,
+            FLAGS=(scaled, told, self._dtype, self._half, self._has_half, aligned),
+            FACTORS=columns,
+            PARTIALS=self._partials,
+            BLOCK=BLOCK,
+            OVERLAP=self._overlap,
+            num_warps=WARPS,
+            **follows,
+        )
+
+
+def _flags(group: Group) -> tuple[Any, ...]:
+    """What the tables are made for."""
+    h = MUON_RULE.read(group)
+    return "muon", tuple(h.polynomials), h.eps, h.adjust_lr, h.adapt, h.product_dtype
+
+
+def _settings(group: Group) -> list[float]:
+    names = ("momentum", "nesterov", "decoupled_weight_decay")
+    return [*(float(group[name]) for name in names), -1.0 if group["maximize"] else 1.0, group["normalize_weights"]]
+
+
+MUON_FORM = KernelForm(_flags, _settings, MuonKernels)
