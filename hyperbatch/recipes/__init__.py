@@ -37,7 +37,8 @@ MODULES = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """A recipe's claim and its sources. `chosen` lists what the source does not give and what stands instead;
-    `batches` are the global batches its figures hold for, empty: only the one it starts with."""
+    `batches` are the global batches its figures hold for, empty: only the one it starts with. `record` is the folder
+    under records/ whose runs show the claim, `published` whether others have published it."""
 
     name: str
     claim: str
@@ -47,6 +48,15 @@ class Recipe:
     cluster: str
     build: Callable[..., Config]
     batches: tuple[int, ...] = ()
+    record: str = ""
+    published: bool = True
+
+    @property
+    def evidence(self) -> str:
+        """What the claim rests on."""
+        if self.record:
+            return f"measured here: records/{self.record}"
+        return "published only: not reproduced here" if self.published else "not measured yet"
 
     @property
     def command(self) -> str:
@@ -97,6 +107,8 @@ def recipe(
     ranks: int = 1,
     cluster: str = "local",
     batches: tuple[int, ...] = (),
+    record: str = "",
+    published: bool = True,
 ) -> Callable[[Callable[..., Config]], Callable[..., Config]]:
     """Registers the function below it; `ranks` and `cluster` are where the claim was made."""
 
@@ -111,6 +123,8 @@ def recipe(
             cluster=cluster,
             build=build,
             batches=batches,
+            record=record,
+            published=published,
         )
         return build
 

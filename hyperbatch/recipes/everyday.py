@@ -18,6 +18,8 @@ _ON_A_GPU = _SMALL | {"weight_decay": 5e-4, "precision": "fp16", "warmup_epochs"
     source="scikit-learn's handwritten digits (Alpaydin, Kaynak; UCI), 1,797 images of 8x8; 1,433 train, 364 test",
     chosen=("all of it: tuned on this data",),
     ranks=2,
+    record="2026-11-15_digits_10_seeds",
+    published=False,
 )
 def digits() -> Config:
     """The default: no download, and the path a run on 2,048 GPUs takes. LARS, label smoothing, warm-up, one change of
@@ -55,6 +57,7 @@ def digits() -> Config:
     claim="93 % test accuracy after 30 epochs on one GPU: aimed at, not measured yet",
     source="CIFAR-10 (Krizhevsky, 2009); network of He et al., arXiv 1512.03385, four times as wide",
     chosen=("all of it: rate and trust carried over from `digits`",),
+    published=False,
 )
 def cifar10_resnet() -> Config:
     """A 20-layer residual network, 64 to 256 channels, shifts of 4 pixels and mirrors.
@@ -84,6 +87,7 @@ def cifar10_resnet() -> Config:
     claim="88 % top-1 after 40 epochs on one GPU: aimed at, not measured yet",
     source="Imagenette (fast.ai), 10 classes of ImageNet: 9,469 train, 3,925 validation",
     chosen=("all of it: rate and trust carried over from `digits`",),
+    published=False,
 )
 def imagenette() -> Config:
     """ResNet-18 from scratch on 10 easy classes at 160 px: the folder layout and code path of ImageNet in minutes.
@@ -111,6 +115,7 @@ def imagenette() -> Config:
     claim="55 % top-1 after 30 epochs on one GPU: aimed at, not measured yet",
     source="Tiny ImageNet (Stanford CS231n): 200 classes of 64 px, 100,000 train, 10,000 validation",
     chosen=("all of it: rate and trust carried over from `digits`",),
+    published=False,
 )
 def tinyimagenet() -> Config:
     """The network of `cifar10_resnet` on 64 px. Validation images must lie in class folders, as for ImageNet.

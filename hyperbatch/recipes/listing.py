@@ -24,13 +24,15 @@ def list_recipes() -> list[dict[str, Any]]:
                 "global_batch": config.global_batch,
                 "target": config.run.target_top1,
                 "command": recipe.command,
+                "record": recipe.record or None,
+                "evidence": recipe.evidence,
             }
         )
     return rows
 
 
 def format_recipes() -> str:
-    """A line a recipe for a terminal, below it claim and source, wrapped to the terminal's width."""
+    """A line a recipe for a terminal, below it claim, source and evidence, wrapped to the terminal's width."""
     from io import StringIO
 
     from rich.console import Console
@@ -51,7 +53,8 @@ def format_recipes() -> str:
                 Text.assemble((f"{names[row['name']]:{wide}}", "bold"), f"  {row['model']:{model_wide}}  {sizes}")
             )
             console.print(Padding(Text(row["claim"]), (0, 0, 0, 4), expand=False))
-            console.print(Padding(Text(f"source: {row['source']}", style="dim"), (0, 0, 0, 4), expand=False))
+            for line in (f"source: {row['source']}", row["evidence"]):
+                console.print(Padding(Text(line, style="dim"), (0, 0, 0, 4), expand=False))
         console.print(
             Text("* the default. `hyperbatch train NAME --data DIR --dry-run` shows everything a recipe sets.")
         )

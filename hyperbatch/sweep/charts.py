@@ -10,6 +10,7 @@ from hyperbatch.sweep.plan import setting
 from hyperbatch.sweep.table import PointResult, best_points, key_of
 
 Place = tuple[float, PointResult]
+X = ""  # the x axis: its name stands in the title, where it has room
 
 
 def sweep_charts(points: Sequence[PointResult]) -> list[Chart]:
@@ -34,7 +35,7 @@ def comparison_chart(points: Sequence[PointResult]) -> Chart | None:
         lines.setdefault(", ".join([point.arm, *rest]), []).append((float(point.conditions[axis]), point))
     words = axis.replace("_", " ")
     tuned = ", best of its own search" if any(point.search for point in best) else ""
-    return _chart("compared", f"Top-1 against {words}{tuned}", words, lines)
+    return _chart("compared", f"Top-1 against {words}{tuned}", lines)
 
 
 def search_charts(points: Sequence[PointResult]) -> list[Chart]:
@@ -51,9 +52,8 @@ def search_charts(points: Sequence[PointResult]) -> list[Chart]:
                 rest = [setting(name, value) for name, value in point.search.items() if name != axis]
                 lines.setdefault(", ".join([point.arm, *rest]), []).append((float(point.search[axis]), point))
         where = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in conditions)
-        words = axis.replace("_", " ")
-        title = f"Top-1 against {words}" + (f" at {where}" if where else "")
-        chart = _chart(f"search{len(charts)}", title, words, lines)
+        title = f"Top-1 against {axis.replace('_', ' ')}" + (f" at {where}" if where else "")
+        chart = _chart(f"search{len(charts)}", title, lines)
         charts += [] if chart is None else [chart]
     return charts
 
@@ -85,7 +85,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _chart(key: str, title: str, axis: str, series: dict[str, list[Place]]) -> Chart | None:
+def _chart(key: str, title: str, series: dict[str, list[Place]]) -> Chart | None:
     """Means over seeds; faint lines bound their confidence intervals."""
     lines: list[Line] = []
     every: list[float] = []
@@ -93,8 +93,8 @@ def _chart(key: str, title: str, axis: str, series: dict[str, list[Place]]) -> C
         known = sorted(((x, p.top1) for x, p in places if p.top1.mean is not None), key=lambda place: place[0])
         if not known:
             continue
-        x = {axis: [place for place, _ in known]}
-        every += x[axis]
+        x = {X: [place for place, _ in known]}
+        every += x[X]
         means = [values.mean or 0.0 for _, values in known]
         halves = [values.half_width or 0.0 for _, values in known]
         if any(halves):
@@ -105,6 +105,4 @@ def _chart(key: str, title: str, axis: str, series: dict[str, list[Place]]) -> C
     if not lines:
         return None
     log = min(every) > 0 and max(every) / min(every) >= 4
-    return Chart(
-        key=key, title=title, form="percent", lines=lines, axes=(axis,), from_zero=False, ceiling=1.0, log_x=log
-    )
+    return Chart(key=key, title=title, form="percent", lines=lines, axes=(X,), from_zero=False, ceiling=1.0, log_x=log)

@@ -15,7 +15,17 @@ from hyperbatch.report.sections import card, folded
 from hyperbatch.sweep.charts import arms_of, sweep_charts
 from hyperbatch.sweep.plan import Plan, show
 from hyperbatch.sweep.rows import PLAN, Row, replace_file
-from hyperbatch.sweep.table import PointResult, accuracy, best_points, columns, interval_note, key_of, setting_names
+from hyperbatch.sweep.table import (
+    SEARCH_NOTE,
+    PointResult,
+    accuracy,
+    best_points,
+    columns,
+    interval_note,
+    key_of,
+    percent,
+    setting_names,
+)
 
 
 def write_page(path: Path, plan: Plan, points: Sequence[PointResult]) -> None:
@@ -64,7 +74,7 @@ def _arms(points: Sequence[PointResult]) -> Html | None:
             row.append(units.NONE if point is None else _cell(point, best=point.top1.mean == highest))
         rows.append(row)
     searched = any(point.search for point in points)
-    lead = "Mean top-1 of each arm" + (", at the point of its own search with the highest mean. " if searched else ". ")
+    lead = "Mean top-1 of each arm" + (f", at the best point of its own search. {SEARCH_NOTE} " if searched else ". ")
     head = [*(name.replace("_", " ") for name in names), *(join(swatch(i), arm) for i, arm in enumerate(arms))]
     return card("Arms compared", lead + interval_note(), table(head, rows, cls="compare"))
 
@@ -107,7 +117,7 @@ def _rows(rows: Sequence[Row]) -> Html | None:
         numbers = [row.number(name) for name in ("epochs", "steps", "setup_s", "train_s", "wall_s")]
         epochs, steps, *spent = numbers
         outcome = row.error or ("reached its target" if row.result.get("reached") else "")
-        counts = [units.percent(row.top1), units.number(epochs), units.count(steps), *map(units.duration, spent)]
+        counts = [percent(row.top1), units.number(epochs), units.count(steps), *map(units.duration, spent)]
         lines.append([row.run, row.title, row.seed, *counts, outcome])
     commands = el("pre", "\n".join(row.command for row in rows))
     return card(

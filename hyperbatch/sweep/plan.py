@@ -11,6 +11,10 @@
     name = "LARS"
     optimizer = "lars"
     grid.lr = [1, 2, 4]           # this arm's own search: its best point stands for it
+    [[arms]]                      # one more part of the same arm, for some of the conditions
+    name = "LARS"
+    when.global_batch = [8192]
+    grid.lr = [8, 16]
 
 `docs/sweep.md` describes it. A run is recognised by the digest of its config, so plans may be reordered and grow.
 """
@@ -137,16 +141,19 @@ def parse_plan(values: Mapping[str, Any], *, name: str = "sweep", text: str = ""
     grid = _grid(_typed(values, "grid", dict, {}), "[grid]")
     _disjoint(fixed, grid, "[fixed]", "[grid]")
     runs: list[PlannedRun] = []
-    for arm, own, search, seeds in _arms(values, name, grid):
-        for conditions, found in itertools.product(list(_product(grid)), list(_product(search))):
-            overrides = {**fixed, **conditions, **own, **found}
-            point = Point(arm=arm, conditions=conditions, search=found, overrides=overrides)
+    known: dict[str, int] = {}
+    for block in _arms(values, name, grid):
+        for conditions, found in itertools.product(list(_product(grid | block.when)), list(_product(block.search))):
+            overrides = {**fixed, **conditions, **block.own, **found}
+            point = Point(arm=block.name, conditions=conditions, search=found, overrides=overrides)
+            if known.setdefault(title(point), block.index) != block.index:
+                raise InputError(f"two arms have the point {title(point)!r}; give one of them another name")
             with_data = overrides if data is None else {**overrides, "data": data}
             try:
                 config = _configured(recipe.config, {"nproc": 1, **with_data})
             except InputError as error:
                 raise InputError(f"{title(point)}: {error}") from None
-            for seed in seeds:
+            for seed in block.seeds:
                 runs.append(PlannedRun(number=len(runs) + 1, point=point, config=config.override(seed=seed)))
     _check_distinct(runs)
     return Plan(
@@ -215,30 +222,42 @@ def _seeds(value: Any, where: str) -> list[int]:
     return seeds
 
 
-def _arms(values: Mapping[str, Any], name: str, grid: Values) -> Iterator[tuple[str, Values, Values, list[int]]]:
-    """(name, overrides, own grid, seeds) of each arm; a plan without any is one arm."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Block:
+    """One [[arms]] of the file."""
+
+    index: int
+    name: str
+    own: Values
+    search: Values
+    when: Values  # those values of the plan's grid that it is for
+    seeds: list[int]
+
+
+def _arms(values: Mapping[str, Any], name: str, grid: Values) -> Iterator[_Block]:
+    """A plan without any is one arm."""
     seeds = values.get("seeds", 1)
     _seeds(seeds, "seeds")
     arms = _typed(values, "arms", list, [])
     if "arms" in values and not arms:
         raise InputError("arms is empty; leave it out or write [[arms]]")
-    names: list[str] = []
     for index, arm in enumerate(arms or [{"name": name}]):
         if not isinstance(arm, dict):
             raise InputError(f"arms = {arm!r} is not a table; write [[arms]]")
         own_name = _typed(arm, "name", str, f"arm {index + 1}")
-        if own_name in names:
-            raise InputError(f"two arms are called {own_name!r}; give each a name of its own")
-        names.append(own_name)
         where = f"arm {own_name!r}"
-        own = _overrides(
-            {key: arm[key] for key in arm if key not in ("name", "grid", "seeds")}, where, ("grid", "seeds")
-        )
+        tables = ("grid", "when", "seeds")
+        own = _overrides({key: arm[key] for key in arm if key not in ("name", *tables)}, where, tables)
         search = _grid(_typed(arm, "grid", dict, {}), f"{where}, grid")
+        when = _grid(_typed(arm, "when", dict, {}), f"{where}, when")
         _disjoint(own, search, where, "its grid")
         _disjoint(own, grid, where, "[grid]")
         _disjoint(search, grid, f"{where}, grid", "[grid]")
-        yield own_name, own, search, _seeds(arm.get("seeds", seeds), f"{where}, seeds")
+        for field, chosen in when.items():
+            if odd := [value for value in chosen if value not in grid.get(field, [])]:
+                raise InputError(f"{where}, when: {field} = {show(odd[0])} is not in [grid]; add it there")
+        own_seeds = _seeds(arm.get("seeds", seeds), f"{where}, seeds")
+        yield _Block(index=index, name=own_name, own=own, search=search, when=when, seeds=own_seeds)
 
 
 def _overrides(table: Mapping[str, Any], where: str, more: Sequence[str] = ()) -> Values:

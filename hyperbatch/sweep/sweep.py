@@ -36,7 +36,7 @@ from hyperbatch.sweep.rows import (
     read_rows,
     replace_file,
 )
-from hyperbatch.sweep.table import PointResult, format_points, interval_note, points_of
+from hyperbatch.sweep.table import PointResult, format_points, interval_note, percent, points_of
 
 if TYPE_CHECKING:
     from hyperbatch.engine.session import Session
@@ -329,9 +329,7 @@ def progress_line(row: Row) -> str:
     if row.error is not None:
         outcome = f"failed: {row.error}"
     else:
-        outcome = (
-            f"{units.percent(row.top1)} top-1, {row.number('train_s'):.4g} s of training, {row.wall_s:.4g} s in all"
-        )
+        outcome = f"{percent(row.top1)} top-1, {row.number('train_s'):.4g} s of training, {row.wall_s:.4g} s in all"
     return f"{point}  {outcome}"
 
 

@@ -11,7 +11,8 @@ from hyperbatch.sweep.plan import Values, show
 from hyperbatch.sweep.rows import Row
 from hyperbatch.sweep.statistics import CONFIDENCE, Spread, spread
 
-MEASURES = ("train_s", "time_to_target_s", "setup_s", "wall_s", "epochs", "steps")
+SEARCH_NOTE = "Best is the highest mean on the images that are reported, so a wide search of few seeds flatters an arm."
+MEASURES = ("train_s", "time_to_target_s", "setup_s", "eval_s", "wall_s", "epochs", "steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,9 +109,9 @@ def columns(points: Sequence[PointResult]) -> tuple[list[str], list[list[str]]]:
     for point in points:
         shown = [show(point.settings[name]) if name in point.settings else units.NONE for name in names]
         top1 = point.top1
-        low_high = f"{units.percent(top1.low)} to {units.percent(top1.high)}" if top1.n > 1 else units.NONE
+        low_high = f"{percent(top1.low)} to {percent(top1.high)}" if top1.n > 1 else units.NONE
         count = str(top1.n) + (f" + {point.failed} failed" if point.failed else "")
-        row = [point.arm, *shown, count, accuracy(top1), units.percent(top1.deviation), low_high]
+        row = [point.arm, *shown, count, accuracy(top1), percent(top1.deviation), low_high]
         row += [accuracy(point.measures[name]) for name in more]
         rows.append([*row, *(seconds(point.measures[name]) for name in ("train_s", "time_to_target_s"))])
     return head, rows
@@ -118,7 +119,12 @@ def columns(points: Sequence[PointResult]) -> tuple[list[str], list[list[str]]]:
 
 def accuracy(values: Spread) -> str:
     """The mean and how far it is known."""
-    return _with_interval(units.percent(values.mean), units.percent(values.half_width), values)
+    return _with_interval(percent(values.mean), percent(values.half_width), values)
+
+
+def percent(share: float | None) -> str:
+    """Always two digits: columns are compared."""
+    return units.NONE if share is None else f"{share:.2%}".replace("%", " %")
 
 
 def seconds(values: Spread) -> str:
@@ -131,7 +137,8 @@ def _with_interval(mean: str, half: str, values: Spread) -> str:
 
 
 def interval_note() -> str:
-    return f"± is the {CONFIDENCE:.0%} confidence interval of the mean (Student's t); failed runs are not in it."
+    share = f"{CONFIDENCE:.0%}".replace("%", " %")
+    return f"± is the {share} confidence interval of the mean (Student's t); failed runs are in no mean."
 
 
 def format_points(points: Sequence[PointResult]) -> str:

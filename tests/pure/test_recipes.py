@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -237,6 +238,20 @@ def test_the_listing_shows_claims_and_sources_at_any_width(monkeypatch, columns)
     text = " ".join(" ".join(lines).split())
     for row in list_recipes():
         assert f"{row['claim']} source: {row['source']}" in text
+
+
+def test_every_claim_says_what_it_rests_on():
+    """A record is there and is of this recipe; a claim of our own is measured or says that it is not."""
+    assert "measured here: records/" in format_recipes()
+    for name, recipe in all_recipes().items():
+        assert recipe.evidence in format_recipes()
+        if recipe.record:
+            folder = Path(__file__).parents[2] / "records" / recipe.record
+            assert tomllib.loads((folder / "plan.toml").read_text())["recipe"] == name
+            assert (folder / "rows.jsonl").exists()
+        elif not recipe.published:
+            assert "not measured yet" in recipe.claim
+            assert recipe.evidence == "not measured yet"
 
 
 def test_unknown_recipe_names_the_nearest():

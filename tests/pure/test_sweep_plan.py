@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +63,27 @@ def test_arms_grids_and_seeds_become_runs():
 def test_a_plan_without_arms_is_one():
     plan = parsed('recipe = "digits"\nseeds = [4, 2]', name="alone")
     assert [(run.point.arm, run.seed) for run in plan.runs] == [("alone", 4), ("alone", 2)]
+
+
+def test_an_arm_may_search_elsewhere_under_other_conditions():
+    plan = parsed("""
+recipe = "cifar10_resnet"
+[grid]
+global_batch = [256, 8192]
+[[arms]]
+name = "LARS"
+when.global_batch = [256]
+grid.lr = [1]
+[[arms]]
+name = "LARS"
+when.global_batch = [8192]
+grid.lr = [2]
+grid.trust_coefficient = [0.1]
+""")
+    assert [title(run.point) for run in plan.runs] == [
+        "LARS, global batch 256, lr 1",
+        "LARS, global batch 8192, lr 2, trust coefficient 0.1",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +156,8 @@ WRONG = {
     "lr is set in [fixed] and in [grid]": "[fixed]\nlr = 1\n[grid]\nlr = [1, 2]",
     "lr is set in arm 'a' and in [grid]": '[grid]\nlr = [1, 2]\n[[arms]]\nname = "a"\nlr = 3',
     "arm 'a' has an unknown config field 'gird'; did you mean 'grid'?": '[[arms]]\nname = "a"\ngird.lr = [1]',
-    "two arms are called 'a'": '[[arms]]\nname = "a"\n[[arms]]\nname = "a"\nlr = 2',
+    "two arms have the point 'a'; give one of them another name": '[[arms]]\nname = "a"\n[[arms]]\nname = "a"\nlr = 2',
+    "arm 'a', when: lr = 3 is not in [grid]": '[grid]\nlr = [1, 2]\n[[arms]]\nname = "a"\nwhen.lr = [3]',
     "runs 1 (a) and 2 (b) are the same": '[[arms]]\nname = "a"\n[[arms]]\nname = "b"',
     "arms is empty": "arms = []",
     "arms = 3 is not a list of tables": "arms = 3",
@@ -188,6 +211,12 @@ def test_a_mistake_that_only_the_data_shows_is_told_before_anything_is_run(tmp_p
     said = capsys.readouterr().err
     assert "plan, global batch 65: global batch 65 cannot be divided by 2 ranks" in said
     assert not (tmp_path / "out").exists()
+
+
+def test_the_example_of_the_documentation_is_a_plan():
+    page = (Path(__file__).parents[2] / "docs" / "sweep.md").read_text()
+    plan = parsed(page.partition("```toml\n")[2].partition("```")[0])
+    assert len(plan.runs) == 2 * 3 * 2 * 5 + 3
 
 
 def test_dry_run_lists_the_runs(tmp_path, capsys):

@@ -175,8 +175,8 @@ def test_the_table_has_a_line_a_point_and_a_column_for_other_accuracies():
     head, lines = columns(points_of([row(0.91, seed=0, top1_plain=0.90), row(0.93, seed=1, top1_plain=0.92)]))
     assert head[:3] == ["arm", "runs", "top-1"]
     line = dict(zip(head, lines[0], strict=True))
-    assert line["top-1"] == "92 % ± 12.71 %", "of two values the interval is wide"
-    assert line["top1 plain"] == "91 % ± 12.71 %"
+    assert line["top-1"] == "92.00 % ± 12.71 %", "of two values the interval is wide"
+    assert line["top1 plain"] == "91.00 % ± 12.71 %"
     assert line["runs"] == "2"
     assert len(format_points(points_of(rows_of_two_arms())).splitlines()) == 9
     assert format_points([]) != ""
@@ -191,7 +191,7 @@ def test_the_charts_compare_arms_at_their_best_and_show_each_search():
     assert compared is not None
     solid = {line.label: line for line in compared.lines if not line.faint}
     assert set(solid) == {"LARS", "SGD"}
-    assert solid["LARS"].x["global batch"] == [256.0, 8192.0]
+    assert solid["LARS"].x == {"": [256.0, 8192.0]}
     assert solid["LARS"].y[0] > solid["SGD"].y[0] > 0.7
     assert sum(line.faint for line in compared.lines) == 2, "the bounds of LARS's interval; SGD's values are equal"
     assert [chart.title for chart in search_charts(points)] == [
@@ -222,6 +222,6 @@ def test_the_report_is_well_formed_and_says_what_the_rows_say(rows):
         assert "every run failed" not in text
         figures = [node for node in tree.iter() if node.tag.endswith("svg")]
         assert len(figures) == 4
-        assert text.count("best of its own search") == 1
+        assert text.count("best point of its own search") == 1
     if rows and rows[0].error:
         assert "diverged" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
@@ -32,6 +33,17 @@ Decode = Callable[[list[Tensor], torch.device], list[Tensor]]
 _READING_THREADS = 4
 _READING_PROCESSES = 8
 _WORTH_PROCESSES = 2048  # samples; a smaller set is read before processes have started
+
+
+_idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
+
+
+def _lent_stream(maker: object, device: torch.device) -> torch.cuda.Stream:
+    """A stream until the maker is gone: torch keeps memory for each stream, and each evaluation has a maker."""
+    idle = _idle_streams.setdefault(device, [])
+    stream = idle.pop() if idle else torch.cuda.Stream(device, priority=-1)
+    weakref.finalize(maker, idle.append, stream).atexit = False
+    return stream
 
 
 @dataclass(slots=True)
@@ -66,7 +78,7 @@ class DeviceMaker(Maker):
         self._device_cache = self.cache if isinstance(self.cache, DeviceCache) else None
         # Of high priority: its kernels are short, and the step after next waits for them. On a CPU there is none, and
         # the same code runs by Triton's interpreter, for tests.
-        self._stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
+        self._stream = _lent_stream(self, self.device) if self.device.type == "cuda" else None
         self._last_ready: torch.cuda.Event | None = None  # of the batch that was made last
         with self._on_stream():
             self._scale = copy_to_device(self.scale.astype(np.float32), self.device)

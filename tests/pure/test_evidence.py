@@ -1,0 +1,54 @@
+"""docs/evidence.md is what the records say, and every record can be read and continued."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as xml
+
+import pytest
+
+from benchmarks import evidence
+from hyperbatch.sweep.rows import Row, append_row, read_rows
+
+RECORDS = sorted(path.parent for path in (evidence.ROOT / "records").glob("*/rows.jsonl"))
+
+
+def test_the_page_pictures_and_reports_are_up_to_date():
+    stale = [
+        str(path.relative_to(evidence.ROOT))
+        for path, text in evidence.write_all().items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
+    assert stale == [], "run python -m benchmarks.evidence"
+
+
+@pytest.mark.parametrize("folder", RECORDS, ids=lambda folder: folder.name)
+def test_a_record_is_whole(folder):
+    assert {"plan.toml", "rows.jsonl", "environment.json", "report.html", "README.md"} <= {
+        p.name for p in folder.iterdir()
+    }
+    rows = read_rows(folder)
+    assert len(rows) == len((folder / "rows.jsonl").read_text().splitlines()), "no torn line"
+    for row in rows:
+        assert row.digest
+        assert row.commit
+        assert row.command.startswith(f"hyperbatch train {row.recipe} ")
+        assert (row.error is None) == (row.top1 is not None)
+    assert json.loads((folder / "environment.json").read_text())
+
+
+def test_a_row_of_a_later_run_is_on_the_page(tmp_path):
+    folder = tmp_path / "records" / "2030-01-01_new"
+    folder.mkdir(parents=True)
+    (folder / "plan.toml").write_text('recipe = "digits"\nabout = "Newer."\n[grid]\nlr = [0.5, 1.0]\n')
+    (folder / "environment.json").write_text('[{"device": "chip", "torch": "3"}]')
+    for lr, top1, error in ((0.5, 0.25, None), (1.0, None, "the loss became nan")):
+        place = {"conditions": {"lr": lr}, "digest": str(lr), "error": error, "result": {"top1": top1, "train_s": 2.5}}
+        append_row(folder, Row(run=1, arm="plan", seed=0, recipe="digits", commit="abc", **place))
+    files = evidence.write_all(tmp_path)
+    page = files[tmp_path / "docs" / "evidence.md"]
+    assert "2 runs of `digits`, 1 of them failed. Made on chip, torch 3, commit abc." in page
+    assert "| plan | 0.5 | 1 | 25.00 % |" in page
+    assert "| plan | 1 | 0 + 1 failed |" in page
+    xml.fromstring(files[tmp_path / "docs" / "pictures" / "evidence_2030-01-01_new.svg"])
+    assert "the loss became nan" in files[folder / "report.html"]
