@@ -187,7 +187,7 @@ def _data(args: argparse.Namespace) -> int:
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder" if folder.exists() else f"{folder} does not exist")
     if args.action == "info":
-        values = pack.info(args.folder)
+        values = pack.info(args.folder).to_dict()
         _print(args, values, lambda: json.dumps(values, indent=1))
         return 0
     with Progress(console=Console(stderr=True), transient=True) as bar:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 _LOST = "lost"
 _MAX_INTERVAL_S = 1.0  # between two looks at the store: so fast does a failure that was announced end the others
+_SILENT_INTERVALS = 3  # without a beat: the rank has gone, for somebody who has another sign of that already
 
 
 def announce(store: dist.Store, line: str) -> bool:
@@ -48,7 +49,7 @@ class Heartbeat:
     ) -> None:
         """store: any that all ranks share, e.g. a TCPStore of your own; it must not be blocked by others' waits."""
         self._store = dist.PrefixStore("hyperbatch-heartbeat", store)
-        self._rank, self._watched = rank, (rank + 1) % world_size
+        self._rank, self._world_size, self._watched = rank, world_size, (rank + 1) % world_size
         self._timeout_s, self._interval_s = timeout_s, interval_s or min(timeout_s / 10, _MAX_INTERVAL_S)
         self._on_lost = on_lost or _end_process
         self._stop = threading.Event()
@@ -70,6 +71,22 @@ class Heartbeat:
         """A rank that fails says why, and the others end at once. True if no other had failed before."""
         self._stop.set()  # it ends by itself, whatever others say
         return announce(self._store, line)
+
+    def silent(self) -> list[int]:
+        """Ranks that do not beat while this waits for three intervals (3 s at most), and have not ended in peace.
+
+        For a rank whose exchange with others has failed, long before `timeout_s`. Nobody is named when the store does
+        not answer.
+        """
+        try:
+            before = self._beats()
+            time.sleep(_SILENT_INTERVALS * self._interval_s)
+            after = self._beats()
+        except (dist.DistError, RuntimeError):
+            return []
+        return [
+            rank for rank, beat in after.items() if rank != self._rank and beat != b"done" and beat == before.get(rank)
+        ]
 
     @property
     def heard_after_s(self) -> float:
@@ -111,6 +128,11 @@ class Heartbeat:
     def _beat_of(self, rank: int) -> str:
         key = self._key(rank)
         return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _beats(self) -> dict[int, bytes]:
+        """Of all ranks, in one request: many may ask at once. None before the last one has started."""
+        keys = [self._key(rank) for rank in range(self._world_size)]
+        return dict(enumerate(self._store.multi_get(keys))) if self._store.check(keys) else {}
 
     def _key(self, rank: int) -> str:
         return f"beat-{rank}"

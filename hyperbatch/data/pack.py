@@ -57,6 +57,27 @@ class VerifyReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SplitInfo:
+    samples: int
+    bytes: int
+    mean_bytes: float
+    samples_per_class: tuple[int, int]  # of the smallest and the largest class
+    # Known without reading the images where they are packed, else None.
+    median_width: int | None = None
+    median_height: int | None = None
+    unreadable: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataInfo:
+    kind: str  # "folder", "tars" or "shards"
+    classes: int
+    class_names: list[str]
+    splits: dict[str, SplitInfo]
+    to_dict = asdict
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Recompress:
     """(bytes, extension) of a file as it goes into the shard. Damaged files stay as they are."""
 
@@ -181,27 +202,34 @@ def verify(folder: str | Path, *, progress: Progress | None = None) -> VerifyRep
     )
 
 
-def info(folder: str | Path) -> dict[str, Any]:
-    """Describes a set of any kind: its form, classes and, per split, samples, bytes and (packed) image sizes."""
+def info(folder: str | Path) -> DataInfo:
+    """Describes a set of any kind."""
     sources = _open_splits(folder)
     form, classes = type(sources["train"]).__name__, list(sources["train"].classes)
-    splits: dict[str, dict[str, Any]] = {}
-    for split, source in sources.items():
-        per_class = np.bincount(source.labels, minlength=len(classes))
-        size_bytes = int(source.sizes_bytes().sum())
-        splits[split] = {
-            "samples": len(source),
-            "bytes": size_bytes,
-            "mean_bytes": size_bytes / len(source),
-            "samples_per_class": [int(per_class.min()), int(per_class.max())],
-        }
-        if isinstance(source, ShardSource):
-            known = source.index[source.index["width"] > 0]
-            for side in ("width", "height"):
-                splits[split][f"median_{side}"] = int(np.median(known[side])) if len(known) else 0
-            splits[split]["unreadable"] = len(source) - len(known)
-    kind = {"FolderSource": "folder", "TarSource": "tars", "ShardSource": "shards"}[form]
-    return {"kind": kind, "classes": len(classes), "class_names": classes, "splits": splits}
+    return DataInfo(
+        kind={"FolderSource": "folder", "TarSource": "tars", "ShardSource": "shards"}[form],
+        classes=len(classes),
+        class_names=classes,
+        splits={split: _split_info(source) for split, source in sources.items()},
+    )
+
+
+def _split_info(source: EncodedSource) -> SplitInfo:
+    per_class = np.bincount(source.labels, minlength=len(source.classes))
+    size_bytes = int(source.sizes_bytes().sum())
+    packed: dict[str, int] = {}
+    if isinstance(source, ShardSource):
+        known = source.index[source.index["width"] > 0]
+        for side in ("width", "height") if len(known) else ():
+            packed[f"median_{side}"] = int(np.median(known[side]))
+        packed["unreadable"] = len(source) - len(known)
+    return SplitInfo(
+        samples=len(source),
+        bytes=size_bytes,
+        mean_bytes=size_bytes / len(source),
+        samples_per_class=(int(per_class.min()), int(per_class.max())),
+        **packed,
+    )
 
 
 def _open_splits(folder: str | Path) -> dict[str, EncodedSource]:

@@ -1,11 +1,12 @@
 """How one rank of several leaves a run that failed. It says so first; nothing that can block comes before that.
 
-    error -> the timer starts -> words for the parent or stderr -> words for the other ranks -> record (rank 0)
+    error -> the timer starts -> who is silent, if an exchange failed
+          -> words for the parent or stderr -> words for the other ranks -> record (rank 0)
           -> graphs reset -> loader closed -> process group aborted -> the caller gets the error
 
 NCCL waits in its destructor for the graphs that captured its collectives, a device may be stuck in a collective whose
 other ranks have gone, and no signal handler runs in a thread that waits for it. So a timer ends the process when the
-second line takes too long: by then everything has been said. A run of one rank raises, and nothing else.
+last line takes too long: by then everything has been said. A run of one rank raises, and nothing else.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -93,28 +94,36 @@ class Ending:
         try:
             yield
         except BaseException as error:
-            if self._store is not None and not self._said:
-                self._fail(error, self._store)
-            raise
+            if self._store is None or self._said:
+                raise
+            told = self._fail(error, self._store)
+            if told is error:
+                raise
+            raise told from error
         if self._heart is not None:
             self._heart.stop()
             self._heart = None
 
     # --- in the main thread -------------------------------------------------------------------------------------
 
-    def _fail(self, error: BaseException, store: dist.Store) -> None:
-        words, rank = words_of(error, self._ranks.rank), self._ranks.rank
-        self._arm(words)
+    def _fail(self, error: BaseException, store: dist.Store) -> BaseException:
+        """Says it everywhere, and returns what to raise: the error, or one that names the ranks behind it."""
+        rank = self._ranks.rank
+        self._arm(words_of(error, rank))
         self._ignore_signals()
+        if isinstance(error, dist.DistError) and self._heart is not None:
+            error = _lost_peers(self._heart.silent(), error, rank) or error
+        words = words_of(error, rank)
         if self._report is not None:
             self._say(words)
         message = words["message"]
-        line = message if message.startswith(f"rank {rank}") else f"rank {rank}: {message}"
+        line = message if message.startswith(("rank ", "ranks ")) else f"rank {rank}: {message}"
         first = True
         with contextlib.suppress(dist.DistError, RuntimeError):  # the store may have gone with another rank
             first = self._heart.fail(line) if self._heart is not None else announce(store, line)
         # Rank 0's error reaches the user by itself, and a mistake in the input is raised on every rank.
         self._say(words | {"message": line}, aloud=first and rank != 0 and not isinstance(error, InputError))
+        return error
 
     def _ignore_signals(self) -> None:
         """Ctrl-C is followed by the agent's SIGTERM, which must not break off what the first one began."""
@@ -203,6 +212,18 @@ class Ending:
             thread.join()
             os.close(write)
             os.close(read)
+
+
+def _lost_peers(lost: list[int], error: dist.DistError, rank: int) -> RunFailed | None:
+    """NCCL says that a connection broke, and not to whom."""
+    if not lost:
+        return None
+    reason = str(error).strip().partition("\n")[0]
+    if len(lost) == 1:
+        who = f"rank {lost[0]} has ended or cannot be reached: the exchange with it"
+    else:
+        who = f"ranks {', '.join(map(str, lost))} have ended or cannot be reached: the exchange with them"
+    return RunFailed(f"{who} failed on rank {rank}: {reason}")
 
 
 def _interrupts(number: int) -> bool:

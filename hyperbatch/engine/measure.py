@@ -15,7 +15,7 @@ from hyperbatch.arena import Arena
 from hyperbatch.comm import GridComm, all_reduce
 from hyperbatch.config import CommConfig, OptimConfig
 from hyperbatch.engine.kernel_choice import cudnn_trials
-from hyperbatch.engine.ranks import Ranks
+from hyperbatch.engine.ranks import Ranks, gather
 from hyperbatch.kernels.compile import without_launches
 from hyperbatch.memory import free_host_memory_bytes
 from hyperbatch.models import smoothed_cross_entropy
@@ -118,11 +118,14 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device, ranks: Ranks) -> int:
-    """Memory this rank may still use: the GPU's, or its share of the host's."""
+    """Memory this rank may still use: its share of the GPU's or of the host's. Every rank calls it."""
     if device.type != "cuda":
         return free_host_memory_bytes() // ranks.local_size
+    # Several ranks may use one GPU, and a launcher may call each of them a host of its own: only the GPU tells.
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    sharing = gather(gpu, ranks).count(gpu)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch holds it, and will use it
-    return torch.cuda.mem_get_info(device)[0] + unused
+    return torch.cuda.mem_get_info(device)[0] // sharing + unused
 
 
 def choose_plan(comm_config: CommConfig, arena: Arena, model: nn.Module, images: Tensor, comm: GridComm) -> GroupPlan:

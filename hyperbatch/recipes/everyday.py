@@ -1,4 +1,7 @@
-"""The everyday recipes: the embedded default, small data sets, and ImageNet on one machine."""
+"""The everyday recipes: the embedded default, small data sets, and ImageNet on one machine.
+
+They repeat fields that others set, too, so that each can be read, copied and changed as a whole.
+"""
 
 from __future__ import annotations
 

@@ -213,6 +213,47 @@ def test_a_rank_that_is_silent_is_named(tmp_path):
     assert RunRecord.load(tmp_path / "run").error == message(tmp_path, 0)
 
 
+NCCL = "NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network error\nncclRemoteError: Last"
+
+
+def exchange_fails(rank, folder, port, killed):
+    """NCCL's error, played: what it says when the other rank has been killed, or only the connection has broken."""
+
+    def fails():
+        with contextlib.suppress(RuntimeError):  # gloo's, when rank 1 has ended
+            dist.barrier()
+        raise dist.DistBackendError(NCCL)
+
+    def ends():
+        if killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+        stuck()
+
+    try:
+        start(rank, folder, port, Holding({3: fails if rank == 0 else ends}), timeout_s=5.0)
+    except BaseException as error:
+        return type(error).__name__, str(error), type(error.__cause__).__name__
+
+
+def test_an_exchange_that_fails_names_the_rank_that_was_killed(tmp_path):
+    failed, killed = run_ranks(2, exchange_fails, tmp_path, free_port(), True, may_die=[1], timeout_s=40)
+    line = f"rank 1 has ended or cannot be reached: the exchange with it failed on rank 0: {NCCL.splitlines()[0]}"
+    assert killed is None
+    assert failed == ("RunFailed", line, "DistBackendError")
+    words = json.loads((tmp_path / "rank-0.json").read_text())
+    assert words["message"] == line
+    assert "traceback" not in words
+    assert RunRecord.load(tmp_path / "run").error == line
+
+
+def test_an_exchange_that_fails_among_living_ranks_keeps_its_error(tmp_path):
+    failed, waiting = run_ranks(2, exchange_fails, tmp_path, free_port(), False, may_die=[1], timeout_s=40)
+    assert waiting is None, "ended by what rank 0 had said"
+    assert failed[:2] == ("DistBackendError", NCCL)
+    assert [message(tmp_path, rank) for rank in (0, 1)] == [f"rank 0: DistBackendError: {NCCL}"] * 2
+
+
 def trains_again(rank, folder, port):
     """In a process group of the caller's, a run after one that failed."""
     ranks = Ranks(rank=rank, world_size=2, local_rank=rank, local_size=2, launcher="test")

@@ -64,3 +64,47 @@ def test_by_default_the_process_ends_with_one_line() -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("hyperbatch: rank 1 has given no sign of life")
+
+
+def end_without_a_word(heart: Heartbeat) -> None:
+    """As if its process had been killed."""
+    heart._stop.set()
+    heart._thread.join()
+
+
+def test_only_a_rank_that_stopped_without_a_word_is_silent() -> None:
+    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    told: list[str] = []
+    hearts = [Heartbeat(master.clone(), rank, 4, interval_s=0.3, on_lost=told.append) for rank in range(4)]
+    for heart in hearts[:3]:
+        heart.start()
+    assert hearts[0].silent() == [], "rank 3 has not started yet"
+    hearts[3].start()
+    assert hearts[0].silent() == []
+    end_without_a_word(hearts[1])
+    hearts[2].stop()
+    assert hearts[0].silent() == hearts[3].silent() == [1]
+    hearts[0].stop()
+    hearts[3].stop()
+    assert told == []
+
+
+def test_nobody_is_silent_when_the_store_has_gone() -> None:
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False, timeout=timedelta(seconds=5))
+    end_without_a_word(Heartbeat(store, 1, 2).start())
+    with Heartbeat(store, 0, 2, interval_s=0.3) as heart:
+        assert heart.silent() == [1]
+        server.kill()
+        server.wait()
+        assert heart.silent() == []
+    server.stdout.close()
+
+
+SERVER = """
+import time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(60)
+"""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from uuid import UUID
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -68,6 +71,18 @@ def test_ranks_agree_on_what_a_message_costs_and_on_the_batch_that_fits() -> Non
     assert latency_s >= 0
     assert s_per_byte >= 0
     assert fits == int((0.8 * (2 << 30) - 12 * 130) / 1500)
+
+
+def free_of_shared_gpu(rank: int) -> int:
+    """GPUs are played: the first two ranks use the same one, although each is a host of its own for its launcher."""
+    torch.cuda.get_device_properties = lambda _: SimpleNamespace(uuid=UUID(int=rank // 2))
+    torch.cuda.mem_get_info = lambda _: (1000, 2000)
+    torch.cuda.memory_reserved, torch.cuda.memory_allocated = lambda _: 70, lambda _: 30
+    return measure.free_bytes(torch.device("cuda", 0), Ranks(rank=rank, world_size=3))
+
+
+def test_ranks_that_share_a_gpu_share_its_free_memory() -> None:
+    assert run_ranks(3, free_of_shared_gpu) == [500 + 40, 500 + 40, 1000 + 40]
 
 
 def test_alone_there_is_nothing_to_measure() -> None:

@@ -14,6 +14,7 @@ from harness import run_ranks
 from test_training import ranks_here
 from toy import config, flat_weights, same_bits
 
+from hyperbatch.comm import sync as sync_module
 from hyperbatch.config import BatchPhase, SizePhase
 from hyperbatch.data.augment import size_at
 from hyperbatch.engine import ending, loop
@@ -489,6 +490,37 @@ def test_all_ranks_replay_or_none():
     for captures, warnings in run_ranks(2, fails_on_one):
         assert not captures
         assert warnings[0].startswith("steps run without a CUDA graph: rank 1: no room on this device")
+
+
+class Running(Played):
+    """Runs the step while it captures, as a device does, and the exchange knows that it is captured."""
+
+    def capture(self, run):
+        asked, sync_module._captured = sync_module._captured, lambda device: True
+        run()
+        sync_module._captured = asked
+        return super().capture(run)
+
+
+def captures_another_step(rank, differs):
+    run = build_run(config(), ranks_here(), torch.device("cpu"))
+    if rank == 1 and differs:
+        run.learner.model[0].register_forward_hook(lambda module, inputs, output: output.detach())
+    runner = runner_of(run, backend=Running(), warm=False)
+    try:
+        runner.prepare(next(loop.steps_left(run)))
+    except InputError as error:
+        return str(error), run.learner.arena.pinned
+    finally:
+        run.close()
+    return "", run.learner.arena.pinned
+
+
+def test_ranks_that_captured_different_steps_are_told_before_the_first_replay():
+    assert run_ranks(2, captures_another_step, False) == [("", True)] * 2
+    for message, pinned in run_ranks(2, captures_another_step, True):
+        assert message.startswith("0.weight, 0.bias: used in backward on 1 of 2 ranks only (0)")
+        assert not pinned
 
 
 SIZES = (SizePhase(0, 8), SizePhase(1, 6), SizePhase(2, 8))

@@ -89,7 +89,7 @@ def test_tars_pack_too(tree, tmp_path):
             tar.add(tree / split, split)
     pack(tmp_path / "tars", tmp_path / "dst")
     assert contents(opened(tmp_path / "dst")[0]) == contents(opened(tree)[0])
-    assert info(tmp_path / "tars")["kind"] == "tars"
+    assert info(tmp_path / "tars").kind == "tars"
 
 
 def test_an_interrupted_pack_is_finished_by_the_next(tree, tmp_path, monkeypatch):
@@ -135,17 +135,18 @@ def test_images_that_cannot_be_read_are_kept_and_counted(tree, tmp_path):
     result = verify(tmp_path / "dst")
     assert not result.ok
     assert "broken.jpg: not a readable image" in result.problems[0]
-    assert info(tmp_path / "dst")["splits"]["train"]["unreadable"] == 1
+    assert info(tmp_path / "dst").splits["train"].unreadable == 1
 
 
 def test_info_describes_folders_and_shards(tree, tmp_path):
     pack(tree, tmp_path / "dst")
     plain, packed = info(tree), info(tmp_path / "dst")
-    assert (plain["kind"], packed["kind"]) == ("folder", "shards")
-    assert plain["class_names"] == packed["class_names"] == ["a", "b"]
-    assert plain["splits"]["train"]["bytes"] == packed["splits"]["train"]["bytes"]
-    assert packed["splits"]["val"]["samples_per_class"] == [5, 5]
-    assert packed["splits"]["val"]["median_width"] == 30
+    assert (plain.kind, packed.kind) == ("folder", "shards")
+    assert plain.class_names == packed.class_names == ["a", "b"]
+    assert plain.splits["train"].bytes == packed.splits["train"].bytes
+    assert packed.splits["val"].samples_per_class == (5, 5)
+    assert (plain.splits["val"].median_width, packed.splits["val"].median_width) == (None, 30)
+    assert packed.to_dict()["splits"]["val"]["samples"] == 10
 
 
 # --- damaged and hostile sets
