@@ -53,7 +53,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan(Plan):
-    """Samples that somebody chose."""
+    """A plan whose samples and uniforms are given."""
 
     ids: np.ndarray
     epochs: np.ndarray | None

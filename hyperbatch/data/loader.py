@@ -58,7 +58,8 @@ class TrainLoader:
             self.source, self.config, self.device, self.dtype, self.ranks_per_host, self._meter, exact=False
         )
         if isinstance(self._maker, DeviceMaker):
-            self._maker.warm_up(self._plan(stream.Stretches.single(0, 1), augment.size_at(self.config, 0.0)))
+            sizes = {self.config.image_size, *(phase.image_size for phase in self.config.size_phases)}
+            self._maker.warm_up([self._plan(stream.Stretches.single(0, 1), size) for size in sorted(sizes)])
         self._bad: dict[int, str] = {}
         self._running: list[Generator[Batch, None, None]] = []
 
@@ -174,8 +175,8 @@ def eval_batches(
         return
     maker = _make_maker(source, config, device, dtype, ranks_per_host, Meter(), exact=True)
     plans = list(_eval_plans(len(source), batch_per_rank, rank, world_size, config.eval_size))
-    bytes = len(plans) * batch_per_rank * config.eval_size**2 * source.channels * dtype.itemsize
-    keep = isinstance(maker, DeviceMaker) and maker.needs_no_host(plans[0]) and bytes <= _KEPT_BYTES
+    needed_bytes = len(plans) * batch_per_rank * config.eval_size**2 * source.channels * dtype.itemsize
+    keep = isinstance(maker, DeviceMaker) and maker.needs_no_host(plans[0]) and needed_bytes <= _KEPT_BYTES
     batches: list[Batch] = []
     with contextlib.closing(maker.run(iter(plans))) as made:
         for batch, bad in made:

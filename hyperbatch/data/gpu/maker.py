@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+<<<<<<< HEAD
 import weakref
 from collections.abc import Callable, Iterator
+=======
+from collections.abc import Callable, Iterator, Sequence
+>>>>>>> augment
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -109,15 +113,24 @@ class DeviceMaker(Maker):
             readers.close()
 
     def needs_no_host(self, plan: Plan) -> bool:
-        """Whether the plan's samples lie in device memory and their views are cut by two launches."""
+        """Whether the plan's samples lie in device memory and their views are cut by a few launches."""
         return self._resident is not None and self._resident.can_make(plan)
 
-    def warm_up(self, plan: Plan) -> None:
-        """Has the kernels of a set in device memory compiled while others go on; the batch is thrown away."""
-        if self.needs_no_host(plan):
-            thread = ThreadPoolExecutor(1, thread_name_prefix="hyperbatch-data-warm-up")
-            self._warm_up = thread.submit(self._make_resident, plan)
-            thread.shutdown(wait=False)
+    def warm_up(self, plans: Sequence[Plan]) -> None:
+        """A thread makes those plans that need no host and throws the batches away: their kernels are compiled while
+        the run is set up. The first batch waits for it."""
+        resident, plans = self._resident, [plan for plan in plans if self.needs_no_host(plan)]
+        if resident is None or not plans:
+            return
+
+        def make() -> None:
+            with self._on_stream():
+                for plan in plans:
+                    resident.make(plan)
+
+        thread = ThreadPoolExecutor(1, thread_name_prefix="hyperbatch-data-warm-up")
+        self._warm_up = thread.submit(make)
+        thread.shutdown(wait=False)
 
     def _resident_set(self) -> ResidentSet | None:
         if self._device_cache is None or self._device_cache.whole is None:

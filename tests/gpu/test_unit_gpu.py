@@ -1,0 +1,61 @@
+"""The kernels of the whitening network on a GPU, against float64 torch, and its fused step against its layers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+from unit_reference import ACTIVATIONS, check, make
+
+from hyperbatch.models import create_model
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu"])
+@pytest.mark.parametrize(
+    ("size", "pooled"),
+    [((96, 64, 31, 31), True), ((64, 64, 15, 15), False), ((64, 256, 15, 15), True), ((32, 256, 3, 3), False)],
+    ids=str,
+)
+def test_units_agree_with_float64(size, pooled, name):
+    check(*make(*size, device="cuda"), name, pooled=pooled)
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu"])
+def test_whitening_agrees_with_float64(act):
+    from hyperbatch.kernels.whiten import whiten
+
+    torch.manual_seed(0)
+    function, number = ACTIVATIONS[act]
+    conv = torch.nn.Conv2d(3, 24, 2).half().cuda()
+    x = torch.randn(100, 3, 32, 32).half().cuda().to(memory_format=torch.channels_last)
+    expect = function(F.conv2d(x.double(), conv.weight.double(), conv.bias.double()))
+    torch.testing.assert_close(whiten(x, conv, number)[:, :24].double(), expect, rtol=2**-10, atol=2e-3)
+
+
+def test_the_fused_step_is_as_near_to_fp32_as_the_plain_one():
+    from hyperbatch.models.fused import fuse
+
+    torch.manual_seed(0)
+    exact = create_model("whitenet", classes=10, activation="silu", init="dirac").cuda()
+    exact.to(memory_format=torch.channels_last)
+    exact.whiten.bias.requires_grad_(False)
+    plain = copy.deepcopy(exact)
+    for module in plain.modules():
+        if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
+            module.half()
+    fused = copy.deepcopy(plain)
+    fuse(fused)
+    x, labels = torch.randn(256, 3, 32, 32, device="cuda"), torch.randint(0, 10, (256,), device="cuda")
+    for model in (exact, plain, fused):
+        dtype = model.whiten.weight.dtype
+        loss = F.cross_entropy(model(x.to(dtype).to(memory_format=torch.channels_last)), labels)
+        (1024 * loss).backward()
+    for (name, e), p, f in zip(exact.named_parameters(), plain.parameters(), fused.parameters(), strict=True):
+        if e.grad is not None:
+            error_plain = (p.grad.float() - e.grad).norm() / e.grad.norm()
+            error_fused = (f.grad.float() - e.grad).norm() / e.grad.norm()
+            assert error_fused <= 1.2 * error_plain + 2e-3, (name, error_plain.item(), error_fused.item())
