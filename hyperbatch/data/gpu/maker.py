@@ -5,12 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-<<<<<<< HEAD
 import weakref
-from collections.abc import Callable, Iterator
-=======
 from collections.abc import Callable, Iterator, Sequence
->>>>>>> augment
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
