@@ -245,7 +245,7 @@ class RunConfig:
     eval_offset_epochs: float = option(0.0, "shift of the evaluation grid, in epochs (MLPerf: 0 to 3)", NOT_NEGATIVE)
     eval_batch_per_rank: int = option(
         0,
-        "samples per rank and evaluation step; 0: as in training, on a GPU at least 2,500 images of 32 px",
+        "samples per rank and evaluation step; 0: at most as in training, or on a GPU 2,500 images of 32 px",
         NOT_NEGATIVE,
         free=True,
     )

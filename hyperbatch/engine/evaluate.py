@@ -87,6 +87,7 @@ class Evaluator:
                     with backend.no_synchronisation():
                         self._count(*inputs)
                     self._replay, self._inputs = backend.capture(partial(self._count, *inputs)), inputs
+                    self._replay()  # the first brings the graph to the device
             except RuntimeError as error:  # of memory, too
                 return str(NotCaptured(error))
         return None

@@ -68,10 +68,11 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
     exchange = f"{record.grid}, {config_value(record, 'comm', 'algorithm')} all-reduce"
     beside = {"set-up": record.clock.get("init_s"), "evaluation": record.clock.get("eval_s")}
     around = ", ".join(f"{name} {units.duration(seconds)}" for name, seconds in beside.items() if seconds)
-    plain = (
-        f"{units.percent(result.top1_plain)} without test-time augmentation" if result.top1_plain is not None else ""
-    )
-    notes = [f"best {units.percent(best)}" if better else "", plain]
+    notes = [
+        f"best {units.percent(best)}" if better else "",
+        "averaged weights" if config_value(record, "optim", "averaging") == "ema" else "",
+        "" if result.top1_plain is None else f"{units.percent(result.top1_plain)} without test-time augmentation",
+    ]
     return [
         ("top-1 accuracy", units.percent(result.top1), ", ".join(filter(None, notes))),
         ("throughput", f"{units.count(result.images_per_s)} img/s", f"{units.count(per_rank)} per rank"),

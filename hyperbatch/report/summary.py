@@ -29,10 +29,10 @@ def accuracy(record: RunRecord) -> str:
     if result.top1 is None:
         return "not evaluated"
     averaged = " with averaged weights" if sections.config_value(record, "optim", "averaging") == "ema" else ""
-    plain = (
-        f" ({units.percent(result.top1_plain)} without test-time augmentation)" if result.top1_plain is not None else ""
-    )
-    return f"{units.percent(result.top1)} top-1{averaged}{plain}"
+    text = f"{units.percent(result.top1)} top-1{averaged}"
+    if result.top1_plain is None:
+        return text
+    return f"{text} ({units.percent(result.top1_plain)} without test-time augmentation)"
 
 
 def time_spent(record: RunRecord) -> str:

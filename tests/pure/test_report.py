@@ -461,7 +461,7 @@ def test_test_time_augmentation_and_averages_are_said_everywhere(tmp_path, capsy
     assert "accuracy  94.12 % top-1 with averaged weights (93.33 % without test-time augmentation)" in lines
     assert "time      set-up 1.0 s, training 7.5 s, evaluation 500 ms" in lines
     page = report(tmp_path / "with")
-    assert "93.33 % without test-time augmentation" in page.text
+    assert "averaged weights, 93.33 % without test-time augmentation" in page.text
     assert "set-up 1.0 s, evaluation 500 ms" in page.text
     assert "without test-time augmentation" not in report(tmp_path / "without").text
     both = report(tmp_path / "with", tmp_path / "without", output=tmp_path / "both.html")
