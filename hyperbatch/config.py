@@ -154,6 +154,11 @@ class DataConfig:
         100, "unreadable training samples to replace before the run is stopped", NOT_NEGATIVE, free=True
     )
 
+    @property
+    def largest_image_size(self) -> int:
+        """Side of the largest training images of the run: memory must hold those."""
+        return max([self.image_size, *(phase.image_size for phase in self.size_phases)])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimConfig:

@@ -159,7 +159,8 @@ def _join_and_check(ranks: Ranks, collectives: bool, failed: list[Check]) -> tup
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         return [], [Check("ranks", False, f"rank {ranks.rank} of {ranks.world_size}: {line}")]
     others = {f"{host} {check.name}": check for host, checks in everyone for check in checks if check not in failed}
-    met = Check("ranks", True, f"{ranks.world_size} ranks of {len({host for host, _ in everyone})} hosts meet")
+    hosts = len({host for host, _ in everyone})
+    met = Check("ranks", True, f"{ranks.world_size} ranks on {hosts} host{'s' if hosts > 1 else ''} meet")
     return rows, [met, *(replace(check, name=name) for name, check in others.items())]
 
 

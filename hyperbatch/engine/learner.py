@@ -82,7 +82,7 @@ def build_learner(
     if config.model.bn_group_ranks > 1:
         set_norm_group(model, _norm_group(config.model.bn_group_ranks, ranks))
 
-    size = config.data.image_size
+    size = config.data.largest_image_size  # what fits then fits in every step
     sample = torch.zeros(2, size, size, in_channels, device=device).permute(0, 3, 1, 2)
     if saved is None:
         order, sample_bytes = probe(model, sample)

@@ -107,9 +107,9 @@ def largest_batch(config: Config, memory_bytes: float, channels: int | None = No
 
 
 def step_memory(config: Config, batch_per_rank: int, channels: int | None = None) -> StepMemory:
-    """What one rank holds in a micro-step of so many samples."""
+    """What one rank holds in a micro-step of so many samples, of the largest images of the run."""
     model, dtype = config.model.model, PRECISION_DTYPE[config.optim.precision]
-    kept = kept_bytes(model, dtype, **_shape(config, channels))
+    kept = kept_bytes(model, dtype, **_shape(config, channels) | {"image_size": config.data.largest_image_size})
     return fit.step_memory(model_tensors(config, channels), batch_per_rank * kept, config.optim.optimizer)
 
 

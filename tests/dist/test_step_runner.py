@@ -339,6 +339,20 @@ def test_the_same_shape_in_other_micro_steps_is_another_graph(tmp_path, played, 
     assert played.captured == 2 * 1 + 2 * 2, "the loss of half a step is halved inside the graph"
 
 
+def test_the_batch_that_fits_is_measured_on_the_largest_images(monkeypatch):
+    sides = []
+
+    def fitting(config, model, arena, images, *_):
+        sides.extend(images.shape[2:])
+        return 24
+
+    monkeypatch.setattr("hyperbatch.engine.learner.fitting_batch", fitting)
+    sizes = (SizePhase(0, 6), SizePhase(1, 12), SizePhase(3, 10))
+    build_run(config(model="toy:pooled", size_phases=sizes), Ranks(), torch.device("cpu")).close()
+    build_run(config(model="toy:pooled", size_phases=sizes[:1]), Ranks(), torch.device("cpu")).close()
+    assert sides == [12, 12, 8, 8]
+
+
 @pytest.mark.parametrize("how", ["capture", "waits"])
 def test_a_step_that_cannot_be_captured_runs_plain_and_says_why(tmp_path, monkeypatch, played, how):
     if how == "waits":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hyperbatch import preview
-from hyperbatch.config import Config
+from hyperbatch.config import Config, SizePhase
 from hyperbatch.plan import fit
 from hyperbatch.plan.clusters import load_cluster
 from hyperbatch.plan.planner import make_plan
@@ -88,3 +88,11 @@ def test_simulate_plan_and_dry_run_find_the_same_batch(cluster: str, changes: di
 
 def test_a_v100_holds_204_images() -> None:
     assert largest_batch(RESNET50, load_cluster("abci").device.memory_bytes) == 204
+
+
+def test_what_fits_are_the_largest_images_of_the_run():
+    memory_bytes = load_cluster("abci").device.memory_bytes
+    grows = RESNET50.override(image_size=128, size_phases=(SizePhase(2, 192), SizePhase(4, 160)))
+    assert largest_batch(grows, memory_bytes) == largest_batch(RESNET50.override(image_size=192), memory_bytes)
+    shrinks = RESNET50.override(size_phases=(SizePhase(0, 128),))
+    assert largest_batch(shrinks, memory_bytes) == largest_batch(RESNET50, memory_bytes)
