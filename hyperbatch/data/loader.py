@@ -74,18 +74,18 @@ class TrainLoader:
 
     def _plans(self, steps: Iterable[Step] | Iterable[Stride]) -> Iterator[BatchPlan]:
         for step in steps:
-            stride = (step,) if isinstance(step, Step) else step
-            size, phase = augment.size_at(self.config, stride[0].epoch), stride[0].phase
-            starts = [self._start(step) for step in stride]
-            if len(stride) > 1:
-                yield self._plan([(start, phase.share_per_rank) for start in starts], size)
+            first, *more = (step,) if isinstance(step, Step) else step
+            size = augment.size_at(self.config, first.epoch)
+            if more:
+                yield self._plan([(self._start(each), each.phase.share_per_rank) for each in (first, *more)], size)
                 continue
-            (start,) = starts
-            for count in phase.micro_batches:
+            start = self._start(first)
+            for count in first.phase.micro_batches:
                 yield self._plan([(start, count)], size)
                 start += count
 
     def _start(self, step: Step) -> int:
+        """Where this rank's samples of the step begin."""
         return stream.rank_share(step.position, step.phase.share_per_rank, self.world_size, self.rank)
 
     def _plan(self, stretches: list[tuple[int, int]], size: int) -> BatchPlan:

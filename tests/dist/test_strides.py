@@ -182,6 +182,26 @@ def test_a_replayed_stride_divides_as_a_step_alone_does():
     )
 
 
+def test_plain_steps_of_a_stride_are_averaged():
+    names = (
+        "data_wait",
+        "forward",
+        "backward",
+        "exposed_comm",
+        "update",
+        "forward",
+        "backward",
+        "exposed_comm",
+        "update",
+    )
+    marks = Marks(0.0, tuple(zip(names, (1.0, 2.0, 4.0, 4.5, 5.0, 8.0, 12.0, 12.5, 14.0))), 2)
+    assert marks.timing(()) == StepTiming(
+        step_s=7.0, data_wait_s=0.5, forward_s=2.0, backward_s=3.0, exposed_comm_s=0.5, update_s=1.0
+    )
+    assert marks.last_step_s() == 5.0
+    assert Marks(0.0, marks.ends[:5]).last_step_s() == 0.0
+
+
 @pytest.mark.parametrize(
     ("step_s", "block_steps", "length"),
     [
