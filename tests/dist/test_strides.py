@@ -71,11 +71,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("values", CASES.values(), ids=CASES)
-def test_strides_give_the_bits_of_single_steps(tmp_path, values, way):
+ALL_WAYS = ("lars", "accumulation", "few lines")
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [(name, way) for name in CASES for way in (WAYS if name in ALL_WAYS else WAYS[2:])]
+)
+def test_strides_give_the_bits_of_single_steps(tmp_path, name, way):
     """Four steps at a time, where so many follow each other: the batch doubles after 20 steps."""
-    record = both(0, tmp_path, way, values, 4)
+    record = both(0, tmp_path, way, CASES[name], 4)
     assert record.environment["steps_per_launch"] == 4
     assert record.environment["cuda_graph"] == (way != "plain")
     assert record.timing["step_s"] > 0
