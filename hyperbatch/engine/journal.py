@@ -177,8 +177,8 @@ class Journal:
         self._last_s, self._last_position = trained_s, position
         # GradSync counts from its last begin(), which follows the last forward.
         forward_end = max((end for name, _, end in marks.spans() if name == "forward"), default=0.0)
+        timing = marks.timing(tuple(shifted(group, forward_end - marks.last_step_s()) for group in groups))
         groups = tuple(shifted(group, forward_end) for group in groups)
-        timing = marks.timing(groups)
         self._timings.append(timing)
         for place, ((step, rate), loss) in enumerate(zip(booked, values, strict=True)):
             if not self._has_line(step):

@@ -96,7 +96,7 @@ class StepRunner:
                 self._warmed.add(shape)
 
     def choose_length(self, block: Sequence[Step], *, measure: bool | None = None) -> None:
-        """Settles how many steps a stride has, the same on every rank; before, each has one.
+        """Settles once how many steps a stride has, the same on every rank; before, each has one.
 
         block: the steps that come first, up to one that something else follows. measure: choose by the time of a step
         where the config leaves it open; None: on GPUs. Random numbers are seeded before a launch, so steps that draw
@@ -104,6 +104,8 @@ class StepRunner:
         """
         first, wanted = block[0], self._config.run.steps_per_launch
         measure = self._learner.device.type == "cuda" if measure is None else measure
+        if self.alone is not None:
+            return
         if self._captured is not None:
             if wanted == 1 or not (wanted or measure) or any(gather(self._draws, self._ranks)):
                 return

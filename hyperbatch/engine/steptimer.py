@@ -32,6 +32,11 @@ class Marks:
             before = now
         return spans
 
+    def last_step_s(self) -> float:
+        """When the last of several steps began, where their updates were marked; else 0."""
+        updates = [end for name, _, end in self.spans() if name == "update"]
+        return updates[-2] if len(updates) > 1 else 0.0
+
     def timing(self, groups: tuple[GroupTiming, ...]) -> StepTiming:
         """Of one step: the mean where there are several."""
         seconds: dict[str, float] = dict.fromkeys((*PHASES, "data_wait", "micro_step", "stride"), 0.0)
