@@ -86,10 +86,11 @@ class Evaluator:
                     self._count(*inputs)
                     with backend.no_synchronisation():
                         self._count(*inputs)
-                    self._replay, self._inputs = backend.capture(partial(self._count, *inputs)), inputs
-                    self._replay()  # the first brings the graph to the device
+                    replay = backend.capture(partial(self._count, *inputs))
+                    replay()  # the first brings the graph to the device
             except RuntimeError as error:  # of memory, too
                 return str(NotCaptured(error))
+        self._replay, self._inputs = replay, inputs
         return None
 
     def evaluate(self, batches: Iterable[Batch]) -> Score:

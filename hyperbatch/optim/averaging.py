@@ -60,7 +60,7 @@ class WeightAverage:
         self._sizes = [buffer.numel() for buffer in self._buffers.values()]
         self._now = torch.zeros(sum(self._sizes), dtype=wide, device=arena.device)  # the model's buffers, side by side
         self._statistics = torch.zeros_like(self._now)  # their average
-        self._share = torch.zeros((), dtype=wide, device=arena.device)
+        self.share = torch.zeros((), dtype=wide, device=arena.device)  # of the weights, at the next update
         self.reset()
 
     def reset(self) -> None:
@@ -69,8 +69,8 @@ class WeightAverage:
         self._take_in()
 
     def set_share(self, new_share: float) -> None:
-        """What the next update reads."""
-        self._share.fill_(new_share)
+        """For the next update. Does not wait for the device."""
+        self.share.fill_(new_share)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -82,10 +82,10 @@ class WeightAverage:
     @torch.no_grad()
     def _take_in(self) -> None:
         for dtype, old in self._weights.items():
-            old.lerp_(self._full(dtype), self._share)
+            old.lerp_(self._full(dtype), self.share)
         if self._sizes:
             torch.cat([buffer.reshape(-1) for buffer in self._buffers.values()], out=self._now)
-            self._statistics.lerp_(self._now, self._share)
+            self._statistics.lerp_(self._now, self.share)
 
     def _give_out(self) -> None:
         arena = self._arena
@@ -118,7 +118,7 @@ class WeightAverage:
 
     def tensors(self) -> list[Tensor]:
         """All that an update changes here."""
-        return [*self._weights.values(), self._statistics, self._share]
+        return [*self._weights.values(), self._statistics, self.share]
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], statistics: Mapping[str, Tensor]) -> None:
