@@ -489,7 +489,7 @@ def _build_parser() -> _Parser:
     sub.add_argument("--image-size", type=_positive, metavar="N", help="pixels [the model's usual]")
 
     sub = verb("bench", _bench, "measure one part against its peers")
-    sub.add_argument("what", choices=("lars", "step", "comm", "data"))
+    sub.add_argument("what", choices=("lars", "muon", "step", "comm", "data"))
     sub.add_argument("--rounds", type=_positive, help="interleaved rounds of comm [5] and step [10; on a CPU 3]")
     step = sub.add_argument_group(
         "step", "the whole training step against torch's, on synthetic data on the device; on a CPU a small smoke run"

@@ -303,6 +303,11 @@ class Config:
         """Samples of the first step over all ranks."""
         return self.schedule.batch_phases[0].global_batch
 
+    @property
+    def scatters_gradients(self) -> bool:
+        """Whether a rank gets its shard of the gradients only. Muon needs whole ones: its ranks share the products."""
+        return self.comm.sharded_update and self.optim.optimizer != "muon"
+
     def override(self, **values: Any) -> Self:
         """A copy with fields replaced by their unique names. `global_batch=N` scales every batch phase."""
         global_batch = values.pop("global_batch", None)

@@ -81,11 +81,11 @@ def bench_lars(
         ]
         if peers:
             candidates += _peers(shapes(model), target)
-        table += _timed(model, candidates, target, rounds)
+        table += timed(model, candidates, target, rounds)
     return harness.result("lars", table)
 
 
-def _timed(model: str, candidates: list[Candidate], device: torch.device, rounds: int) -> list[dict[str, Any]]:
+def timed(model: str, candidates: list[Candidate], device: torch.device, rounds: int) -> list[dict[str, Any]]:
     if device.type == "cpu":
         named = _renamed(candidates, model, "eager")
         samples = harness.interleave(named, partial(wall_s, device=device), rounds=rounds, warmup=1)

@@ -28,6 +28,7 @@ from hyperbatch.models.norm import set_norm_group
 from hyperbatch.optim.averaging import WeightAverage
 from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.optim.build import build_optimizer
+from hyperbatch.optim.muon import Muon
 from hyperbatch.optim.precision import LossScaler, working_dtype
 from hyperbatch.optim.sharded import ShardedUpdate
 from hyperbatch.plan.types import RankGrid
@@ -110,10 +111,12 @@ def build_learner(
         wire_dtype=None if wire is None else working_dtype(wire),
         algorithm=config.comm.algorithm,
         hybrid_switch_bytes=config.comm.hybrid_switch_bytes,
-        sharded=config.comm.sharded_update,
+        sharded=config.scatters_gradients,
     )
     # On a GPU rates are device tensors in plain steps, too: both read the same fp32 numbers and give the same bits.
     optimizer = build_optimizer(config.optim, model, arena, lr=config.schedule.lr, capturable=device.type == "cuda")
+    if config.comm.sharded_update and isinstance(optimizer, Muon):
+        optimizer.share(comm)
     return Learner(
         device=device,
         dtype=dtype,
@@ -123,7 +126,7 @@ def build_learner(
         arena=arena,
         sync=sync,
         optimizer=optimizer,
-        update=ShardedUpdate(optimizer, arena, sync) if config.comm.sharded_update else optimizer,
+        update=ShardedUpdate(optimizer, arena, sync) if sync.sharded else optimizer,
         scaler=LossScaler(config.optim.precision, optimizer, device=device),
         average=None if config.optim.averaging == "none" else WeightAverage(config.optim, model, arena, optimizer),
         max_batch_per_rank=max_batch,

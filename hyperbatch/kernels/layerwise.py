@@ -36,7 +36,7 @@ LAMB = tl.constexpr(LAMB_CODE)
 #            of the second state (0: none)
 #   grads    int64 [layers]: addresses of gradients; 0: none in this step
 #   clock    int32 [3]: this step, next step, last bad step
-#   numbers  fp32 [groups, 16]: lr, weight decay; the rule's own settings (see `optim.fused`); in the last two columns
+#   numbers  fp32 [groups, 16]: lr, weight decay; the rule's own settings (see `fused_kernels`); in the last two columns
 #            the number that a group carries from step to step (LARS: its last lr, LAMB: its steps), now and next
 #   rates    int64 [groups, 2]: addresses of lr and weight decay: in `numbers`, or a capturable tensor
 #   outcome  fp32 [2]: 1 when this step was skipped; how many were

@@ -33,6 +33,7 @@ from hyperbatch.params import HALF_DTYPES
 if TYPE_CHECKING:
     from hyperbatch.arena import Arena
     from hyperbatch.optim.fused import FusedStep
+    from hyperbatch.optim.shares import MatrixShares
 
 Work = list[tuple[dict[str, Any], list[Entry]]]  # each group with those of its parameters that have a gradient
 
@@ -50,7 +51,8 @@ class LayerStats:
 class LayerwiseOptimizer(torch.optim.Optimizer):
     """A torch optimizer around a `Rule`. Subclasses name the rule and take its settings as arguments."""
 
-    rule: ClassVar[Rule]
+    rule: Rule
+    shares: MatrixShares | None = None  # of the ranks that share out its work, where they do
     state_names: ClassVar[tuple[str, ...]]  # the rule's
     group_state_names: ClassVar[tuple[str, ...]]
     # torch's GradScaler then hands over the two attributes below and asks the host nothing. They have no value here:

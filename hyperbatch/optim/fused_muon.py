@@ -12,6 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from hyperbatch.kernels.compile import is_compiling
 from hyperbatch.kernels.norm.tiles import processors
 from hyperbatch.kernels.orthogonal import (
     GRAM_CODE,
@@ -24,6 +25,7 @@ from hyperbatch.kernels.orthogonal import (
 )
 from hyperbatch.optim.fused_kernels import BLOCK, WARPS, FusedKernels, Group, KernelForm, KernelTensors
 from hyperbatch.optim.muon import MUON_RULE, Polynomial, memory_shape, product_dtype
+from hyperbatch.optim.shares import Deal, deal_out, product_cost
 
 if TYPE_CHECKING:
     from hyperbatch.optim.base import LayerwiseOptimizer
@@ -52,9 +54,8 @@ class Matrix:
         return _padded(self.rows), _padded(self.columns)
 
     @property
-    def cost(self) -> int:
-        """Multiplications of all iterations."""
-        return len(self.polynomials) * self.side**2 * (2 * max(self.rows, self.columns) + self.side)
+    def size(self) -> int:
+        return self.padded[0] * self.padded[1]
 
 
 def _padded(n: int) -> int:
@@ -120,14 +121,15 @@ class MuonKernels(FusedKernels):
 
         # The polar factor ends up in `found`, so the direction starts there or in `other`.
         slack = self._tile * max((matrix.padded[1] for matrix in matrices), default=0)  # tiles reach beyond the last
-        sizes = [matrix.padded[0] * matrix.padded[1] for matrix in matrices]
         squares = [_padded(matrix.side) ** 2 for matrix in matrices]
-        self._found, self._other = (torch.zeros(sum(sizes) + slack, dtype=dtype, device=device) for _ in range(2))
+        self._shares = optimizer.shares
+        deal = self._deal(matrices)
+        self._found, self._other = (torch.zeros(deal.numel + slack, dtype=dtype, device=device) for _ in range(2))
         self._grams, self._squares = (torch.zeros(sum(squares) + slack, dtype=dtype, device=device) for _ in range(2))
-        rows, factors, start, square = [], [], 0, 0
-        for i, matrix, size, squared in zip(taken, matrices, sizes, squares, strict=True):
+        rows, factors, square = [], [], 0
+        for i, matrix, share, squared in zip(taken, matrices, deal.shares, squares, strict=True):
             layer, h = layers[i], settings[layers[i].group]
-            turns = [flat[start:].data_ptr() for flat in (self._found, self._other)]
+            turns = [flat[share.offset :].data_ptr() for flat in (self._found, self._other)]
             first = turns if len(matrix.polynomials) % 2 == 0 else turns[::-1]
             smaller = [flat[square:].data_ptr() for flat in (self._grams, self._squares)]
             shape = (matrix.rows, matrix.columns, matrix.padded[1], _padded(matrix.side))
@@ -135,10 +137,16 @@ class MuonKernels(FusedKernels):
             polynomials = [number for polynomial in matrix.polynomials for number in polynomial]
             unused = [0.0] * (3 * iterations - len(polynomials))
             factors.append([h.eps, h.adjustment(layer.weight), len(layer.weight) ** 0.5, *polynomials, *unused])
-            start, square = start + size, square + squared
+            square += squared
 
-        tiles, counts = tile_rows(matrices, self._tile)
-        self._product_launches = [len(tiles)] if ONE_LAUNCH and tiles else counts
+        tiles: list[tuple[int, ...]] = []
+        self._waves: list[tuple[list[int], Tensor]] = []  # sizes of the launches; what other ranks need of them
+        for wave, (start, stop) in enumerate(deal.waves):
+            mine = (self._shares.comm.rank if self._shares else 0, wave)
+            own = [m if (s.rank, s.wave) == mine else None for m, s in zip(matrices, deal.shares, strict=True)]
+            more, counts = tile_rows(own, self._tile)
+            tiles += more
+            self._waves.append(([len(more)] if ONE_LAUNCH and more else counts, self._found[start:stop]))
         place_of = {i: place for place, i in enumerate(taken)}
         self._places = torch.tensor([place_of.get(i, -1) for i in range(len(layers))], dtype=torch.int64).to(device)
         self._matrices = torch.tensor(rows or [(0,)], dtype=torch.int64).to(device)
@@ -179,23 +187,31 @@ class MuonKernels(FusedKernels):
             OVERLAP=self._overlap,
             num_warps=WARPS,
         )
-        for count in self._product_launches:
-            product_kernel[(count,)](
-                self._tiles,
-                self._matrices,
-                self._factors,
-                self._direction_partials,
-                self._counters,
-                FACTORS=columns,
-                PARTIALS=self._partials,
-                DTYPE=self._dtype,
-                TILE=self._tile,
-                OVERLAP=self._overlap,
-                num_warps=8 if self._tile == 128 else 4,
-                num_stages=STAGES,
-                maxnreg=REGISTERS,
-                **follows,
-            )
+        handles = []
+        for counts, found in self._waves:
+            for count in counts:
+                product_kernel[(count,)](
+                    self._tiles,
+                    self._matrices,
+                    self._factors,
+                    self._direction_partials,
+                    self._counters,
+                    FACTORS=columns,
+                    PARTIALS=self._partials,
+                    DTYPE=self._dtype,
+                    TILE=self._tile,
+                    OVERLAP=self._overlap,
+                    num_warps=8 if self._tile == 128 else 4,
+                    num_stages=STAGES,
+                    maxnreg=REGISTERS,
+                    **follows,
+                )
+            if self._shares is not None and not is_compiling():
+                handles.append(self._shares.gather(found))
+        for handle in handles:
+            handle.wait()
+        if handles:  # the launch before was not ours: it cannot be overlapped
+            follows = {}
         apply_kernel[(self._count,)](
             self._chunks,
             self._grads.tensor,
@@ -220,6 +236,12 @@ class MuonKernels(FusedKernels):
             num_warps=WARPS,
             **follows,
         )
+
+    def _deal(self, matrices: list[Matrix]) -> Deal:
+        """Where each matrix lies, and on which rank it is orthogonalised."""
+        costs = [product_cost(matrix.rows, matrix.columns, len(matrix.polynomials)) for matrix in matrices]
+        sizes = [matrix.size for matrix in matrices]
+        return deal_out(costs, sizes, 1, waves=1) if self._shares is None else self._shares.deal(costs, sizes)
 
 
 def _flags(group: Group) -> tuple[Any, ...]:

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from hyperbatch.errors import InputError
 from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.optim.dtensor import is_dtensor
 from hyperbatch.optim.rule import Entry, Rule, Update, full_grads
@@ -28,6 +30,7 @@ from hyperbatch.vocabulary import MUON_ADJUSTMENTS, MUON_COEFFICIENTS
 
 if TYPE_CHECKING:
     from hyperbatch.arena import Arena
+    from hyperbatch.comm.grid import GridComm
 
 Polynomial = tuple[float, float, float]
 
@@ -79,7 +82,7 @@ class MuonSettings:
 
     def adjustment(self, weight: Tensor) -> float:
         """What a matrix's rate is multiplied by, from its shape."""
-        rows, columns = len(weight), weight.numel() // len(weight)
+        rows, columns = matrix_shape(weight)
         if self.adjust_lr == "original":
             return math.sqrt(max(1.0, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns)) if self.adjust_lr == "match_rms_adamw" else 1.0
@@ -111,6 +114,10 @@ class MuonSettings:
 
     def next_group_state(self) -> dict[str, Scalar]:
         return {}
+
+
+def matrix_shape(weight: Tensor) -> tuple[int, int]:
+    return len(weight), weight.numel() // len(weight)
 
 
 def polar_factor(matrices: Tensor, h: MuonSettings, dtype: torch.dtype) -> Tensor:
@@ -152,7 +159,7 @@ def memory_shape(weight: Tensor) -> tuple[int, int] | None:
 
     Columns may be in any order, and the whole may be transposed: so is its polar factor, then.
     """
-    rows, columns = len(weight), weight.numel() // len(weight)
+    rows, columns = matrix_shape(weight)
     strides = torch.empty_like(weight, device="meta").stride()
     others = [stride for stride, size in zip(strides[1:], weight.shape[1:], strict=True) if size > 1]
     if rows == 1 or not others or strides[0] > max(others):
@@ -164,11 +171,14 @@ PolarFactors = Callable[[list[Tensor], MuonSettings], list[Tensor]]
 
 
 def polar_factors(directions: list[Tensor], h: MuonSettings) -> list[Tensor]:
-    """Of parameters of any shapes: those that are alike as matrices, or transposed alike, in one batch of products."""
+    """Of parameters of any shapes. On a GPU, those that are alike as matrices, or transposed alike, are one batch.
+
+    On a CPU a batch is no faster, and its bits would depend on how many are in it.
+    """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for i, direction in enumerate(directions):
-        rows, columns = len(direction), direction.numel() // len(direction)
-        alike.setdefault((min(rows, columns), max(rows, columns), direction.dtype), []).append(i)
+        kind = (*sorted(matrix_shape(direction)), direction.dtype) if direction.is_cuda else (i,)
+        alike.setdefault(kind, []).append(i)
     found = list(directions)
     for places in alike.values():
         batch = torch.stack([_wide(directions[i]) for i in places])
@@ -299,6 +309,19 @@ class Muon(LayerwiseOptimizer):
             "adapt": True,
         }
         super().__init__(params, defaults, arena=arena, capturable=capturable, foreach=foreach, fused=fused)
+
+    def share(self, comm: GridComm) -> None:
+        """From now on each rank of `comm` orthogonalises its share of the matrices, with the same weights as result.
+
+        Gradients must be whole and the same on all of them: `GradSync` without `sharded`, or DDP.
+        """
+        from hyperbatch.optim.shares import MatrixShares
+
+        if self.foreach is False:
+            raise InputError("the reference path (foreach=False) of Muon is not shared out over ranks; leave it out")
+        self.shares = MatrixShares(comm)
+        self.rule = replace(MUON_RULE, foreach=partial(muon_foreach, factors=self.shares.polar_factors))
+        self._fused_step = None
 
     def _check(self, group: dict[str, Any]) -> None:
         if any(is_dtensor(param) for param in group["params"]):

@@ -2,7 +2,7 @@
 
 rule file    settings, update (the reference), foreach, Rule(...), and a thin class with the rule's arguments
 base         everything else: masters, arena, loss scale, skipped steps, statistics, state dicts, DTensors
-fused        the rule's kernels
+fused        a step by the rule's kernels: fused_kernels (LARS, LAMB), fused_muon
 """
 
 # pyright: reportPrivateImportUsage=false

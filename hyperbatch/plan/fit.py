@@ -44,12 +44,16 @@ class StepMemory:
 
 
 def step_memory(specs: Sequence[TensorSpec], kept_bytes: int, optimizer: str = "lars") -> StepMemory:
-    """kept_bytes: what autograd keeps for backward of the whole micro-step. LAMB has two moments."""
+    """kept_bytes: what autograd keeps for backward of the whole micro-step.
+
+    LAMB has two moments, Muon two buffers for products: as much again, since those have 16 bits.
+    """
+    buffers = 2 if optimizer in ("lamb", "muon") else 1
     return StepMemory(
         weights=sum(spec.nbytes for spec in specs),
         masters=sum(spec.numel * 4 for spec in specs if spec.dtype in HALF_DTYPES),
         gradients=sum(spec.nbytes for spec in specs),
-        momentum=sum(spec.numel * max(4, DTYPE_BYTES[spec.dtype]) for spec in specs) * (1 + (optimizer == "lamb")),
+        momentum=sum(spec.numel * max(4, DTYPE_BYTES[spec.dtype]) for spec in specs) * buffers,
         activations=kept_bytes,
     )
 

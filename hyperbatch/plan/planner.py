@@ -155,7 +155,7 @@ def plan_step(
     nbytes = sum(_wire_bytes(config, spec.dtype, spec.nbytes) for spec in specs)
     chosen_grid = _stated_grid(config, ranks, grid)
     if chosen_grid is None:
-        network, sharded = cluster.network, config.comm.sharded_update
+        network, sharded = cluster.network, config.scatters_gradients
         chosen_grid = RankGrid.of_hosts(ranks, network.devices_per_node)
         if search_grid and algorithm in (None, "torus", "hierarchical", "hybrid"):
             chosen_grid = best_grid(network, ranks, nbytes, algorithm or "torus", sharded=sharded)
@@ -164,7 +164,7 @@ def plan_step(
     def group_cost(group: GradGroup) -> Cost:
         name = group.algorithm or "flat"
         sent, switch = _wire_bytes(config, group.dtype, group.bytes), config.comm.hybrid_switch_bytes
-        if config.comm.sharded_update:
+        if config.scatters_gradients:
             cost = reduce_scatter_cost(cluster.network, chosen_grid, name)
         else:
             cost = all_reduce_cost(cluster.network, chosen_grid, name, sent, hybrid_switch_bytes=switch)
@@ -178,7 +178,7 @@ def plan_step(
         step = step_timing(times, plan, group_cost, update_s=update, accumulation=accumulation, slowdown=slowdown)
         if not config.comm.sharded_update:
             return step
-        # New weights go round after the update, in the working precision.
+        # New weights go round after the update, in the working precision (of Muon: directions, in as many bits).
         gather = reduce_scatter_cost(cluster.network, chosen_grid, plan.groups[0].algorithm or "flat")
         seconds = gather.seconds(sum(spec.nbytes for spec in specs))
         return replace(step, step_s=step.step_s + seconds, exposed_comm_s=step.exposed_comm_s + seconds)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from hyperbatch.optim import LAMB, LARS, param_groups
+from hyperbatch.optim import LAMB, LARS, Muon, param_groups
 
 STEPS = 4
 OPTIMIZERS = {
@@ -189,3 +189,14 @@ def checkpoint(rank: int) -> None:
 
 def test_state_goes_through_distributed_checkpoints() -> None:
     run_ranks(2, checkpoint)
+
+
+def refuse(rank: int) -> None:
+    model = nn.Linear(4, 3)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match="Muon needs whole matrices and takes no DTensor parameters"):
+        Muon(model.parameters(), lr=0.1)
+
+
+def test_muon_refuses_them_in_one_line() -> None:
+    run_ranks(1, refuse)

@@ -53,6 +53,14 @@ def test_a_sharded_run_resumes(tmp_path):
     assert all(torch.equal(through[name], resumed[name]) for name in through)
 
 
+def test_muon_shares_out_its_matrices_and_resumes(tmp_path):
+    values = {"world_size": 2, "optimizer": "muon", "lr": 0.05}
+    plain = train(tmp_path / "plain", max_steps=4, **values)
+    train(tmp_path / "shared", max_steps=2, sharded_update=True, **values)
+    shared = train(tmp_path / "shared", max_steps=4, sharded_update=True, resume=True, **values)
+    assert all(torch.equal(plain[name], shared[name]) for name in plain)
+
+
 def test_lamb_is_refused_in_one_line(tmp_path):
     with pytest.raises(RankFailed, match="InputError: the sharded update knows lars and sgd, not lamb"):
         train(tmp_path, world_size=2, optimizer="lamb", sharded_update=True)

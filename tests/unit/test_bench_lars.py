@@ -1,4 +1,4 @@
-"""The shared bench machinery, and the lars verb end to end on the CPU. No timing decides anything here."""
+"""The shared bench machinery, and the lars and muon verbs end to end on the CPU. No timing decides anything here."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from hyperbatch.bench import harness
 from hyperbatch.bench.harness import Candidate
 from hyperbatch.bench.lars import bench_lars
+from hyperbatch.bench.muon import bench_muon
 from hyperbatch.errors import InputError
 
 
@@ -48,6 +49,14 @@ def test_the_verb_gives_the_promised_shape():
         assert {"name", "median", "p20", "p80", "unit", "ratio_to_best_peer"} <= set(row)
         assert row["median"] > 0
     assert "thousand / hyperbatch float32 / eager" in harness.format_table(result)
+
+
+def test_muon_is_timed_beside_torchs():
+    result = bench_muon(("resnet8",), ("fp32",), device="cpu", rounds=1)
+    names = [row["name"] for row in result["rows"]]
+    assert "resnet8 / hyperbatch Muon arena float32, 3 iterations / eager" in names
+    assert "resnet8 / peer torch.optim.Muon and fused SGD / eager" in names
+    assert all(row["median"] > 0 for row in result["rows"])
 
 
 def test_an_unknown_model_is_named():
