@@ -65,10 +65,3 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float, weight_decay_scale: fl
         write_setting(group, "lr", lr)
         if "base_weight_decay" in group:
             write_setting(group, "weight_decay", group["base_weight_decay"] * weight_decay_scale)
-
-
-def set_weight_decay(optimizer: torch.optim.Optimizer, weight_decay: float) -> None:
-    """Of the groups that decay at all; steps see it once `set_rate` has been called."""
-    for group in optimizer.param_groups:
-        if group["base_weight_decay"] > 0:
-            group["base_weight_decay"] = weight_decay
