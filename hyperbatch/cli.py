@@ -94,7 +94,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _sweep(args: argparse.Namespace) -> int:
-    from hyperbatch.sweep import sweep
+    from hyperbatch.sweep import command
 
     plan_file, out = Path(args.plan), Path(args.out) if args.out else None
     say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
@@ -102,18 +102,18 @@ def _sweep(args: argparse.Namespace) -> int:
         from hyperbatch.sweep.plan import load_plan
 
         plan = load_plan(plan_file, data=args.data)
-        sweep.check_runs(plan)
-        _print(args, plan.to_dict(), lambda: sweep.format_plan_runs(plan))
+        command.check_runs(plan)
+        _print(args, plan.to_dict(), lambda: command.format_plan_runs(plan))
     elif args.row is not None:
-        row = sweep.rerun(plan_file, args.row, data=args.data)
-        _print(args, row.to_dict(), lambda: sweep.progress_line(row))
+        row = command.rerun(plan_file, args.row, data=args.data)
+        _print(args, row.to_dict(), lambda: command.progress_line(row))
     else:
         options = {"until_s": args.until, "retry_failed": args.retry_failed, "keep_runs": args.keep_runs}
         if args.side_by_side > 1:
-            result = sweep.side_by_side(plan_file, out, args.side_by_side, data=args.data, **options)
+            result = command.side_by_side(plan_file, out, args.side_by_side, data=args.data, **options)
         else:
-            result = sweep.sweep(plan_file, out, data=args.data, part=args.part, say=say, **options)
-        _print(args, result.to_dict(), lambda: sweep.format_sweep(result))
+            result = command.sweep(plan_file, out, data=args.data, part=args.part, say=say, **options)
+        _print(args, result.to_dict(), lambda: command.format_sweep(result))
     return 0
 
 

@@ -57,14 +57,6 @@ class Run:
         self.loader.close()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
-    """What a run takes over from one before it in the same process (engine/session.py)."""
-
-    learner: Learner
-    decoder: str
-
-
 def build_run(
     config: Config,
     ranks: Ranks,
@@ -73,37 +65,25 @@ def build_run(
     clock: Clock | None = None,
     saved: Checkpoint | None = None,
     data: tuple[Source, Source] | None = None,
-    kept: Kept | None = None,
 ) -> Run:
     """A run before its first step; `saved` is the one that it is going to continue (`snapshot.restore`).
 
-    data, kept: what is there already.
+    data: the training and validation set, where they are open already.
     """
     warnings = notes(config, device)
     with errors_shared(ranks):
         train_set, eval_set = data or open_data(config.data)
-    if kept is not None:
-        learner = kept.learner
-    else:
-        learner = build_learner(
-            config,
-            ranks,
-            device,
-            classes=len(train_set.classes),
-            in_channels=train_set.channels,
-            cache_bytes=gpu_cache_bytes(train_set, config.data, device),
-            saved=saved,
-        )
-    phases = resolve_phases(
-        config.schedule.batch_phases,
-        len(train_set),
-        ranks.world_size,
-        accumulate=config.run.accumulate,
-        max_batch_per_rank=learner.max_batch_per_rank,
+    learner = build_learner(
+        config,
+        ranks,
+        device,
+        classes=len(train_set.classes),
+        in_channels=train_set.channels,
+        cache_bytes=gpu_cache_bytes(train_set, config.data, device),
+        saved=saved,
     )
-    if kept is not None:
-        decoder = kept.decoder
-    elif saved is None:
+    phases = phases_of(config, ranks, learner, train_set)
+    if saved is None:
         decoder = share(measured_decoder(train_set, config.data, device, ranks_per_host=ranks.local_size), ranks)
     else:
         decoder = saved.fixed.decoder or config.data.decoder
@@ -128,6 +108,31 @@ def build_run(
         loader=loader,
         phases=phases,
         warnings=warnings,
+    )
+
+
+def next_run(before: Run, config: Config, clock: Clock) -> Run:
+    """A further run of the learner, on the same data: all that is not named here is taken over (engine/session.py)."""
+    return replace(
+        before,
+        config=config,
+        clock=clock,
+        loader=replace(before.loader, seed=config.run.seed),
+        phases=phases_of(config, before.ranks, before.learner, before.train_set),
+        warnings=notes(config, before.learner.device),
+        progress=Progress(),
+        waited_before_s=0.0,
+    )
+
+
+def phases_of(config: Config, ranks: Ranks, learner: Learner, train_set: Source) -> tuple[Phase, ...]:
+    """The batch phases, cut for these ranks and their memory."""
+    return resolve_phases(
+        config.schedule.batch_phases,
+        len(train_set),
+        ranks.world_size,
+        accumulate=config.run.accumulate,
+        max_batch_per_rank=learner.max_batch_per_rank,
     )
 
 

@@ -163,6 +163,10 @@ class StepRunner:
             torch.manual_seed(self._seed(stride[0]))
         self._captured.replay(launch, batch, timer)
 
+    def follow(self, config: Config) -> None:
+        """For a further run of the learner, whose config differs in what no captured step holds (engine/session.py)."""
+        self._config = config
+
     def close(self) -> None:
         """Lets the graphs go. Whoever destroys the process group does this first: NCCL waits for them."""
         if self._captured is not None:

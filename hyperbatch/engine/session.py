@@ -25,11 +25,11 @@ from hyperbatch.engine.kernel_choice import training_kernels
 from hyperbatch.engine.learner import Learner, initial_model
 from hyperbatch.engine.loop import micro_step, train
 from hyperbatch.engine.ranks import Ranks, join
-from hyperbatch.engine.run import Kept, Run, build_run
+from hyperbatch.engine.run import Run, build_run, next_run
 from hyperbatch.engine.runner import StepRunner
 from hyperbatch.engine.warmup import preserved_state
 from hyperbatch.errors import RunFailed
-from hyperbatch.optim.build import set_weight_decay
+from hyperbatch.optim.build import build_optimizer
 from hyperbatch.record import RunRecord
 
 # What the host reads for each run or step and no captured step holds. A field that is not named here starts anew.
@@ -37,8 +37,8 @@ READ_ANEW = frozenset(
     (
         *("epochs", "batch_phases", "lr", "lr_batch", "lr_scaling", "warmup", "warmup_epochs", "warmup_lr", "decay"),
         *("decay_epochs", "decay_power", "end_lr", "milestones", "decay_factor", "weight_decay"),
-        *("seed", "target_top1", "stop_at_target", "eval_every_epochs", "eval_offset_epochs", "eval_batch_per_rank"),
-        *("max_steps", "checkpoint_every_epochs", "keep_checkpoints", "log_every_steps", "timeout_s", "out", "resume"),
+        *("seed", "target_top1", "stop_at_target", "eval_every_epochs", "eval_offset_epochs", "max_steps"),
+        *("checkpoint_every_epochs", "keep_checkpoints", "log_every_steps", "timeout_s", "out", "resume"),
     )
 )
 
@@ -48,14 +48,14 @@ class _Warm:
     """What the last run has left."""
 
     key: tuple[str, ...]
-    kept: Kept
+    run: Run
     runner: StepRunner
     warnings: list[str]  # of the run that goes on, then what the runner has said of the steps
     own: int  # so many are that run's
 
     def close(self) -> None:
-        self.kept.learner.sync.close()
         self.runner.close()
+        self.run.close()
 
 
 class Session:
@@ -81,11 +81,12 @@ class Session:
             Journal(config, ranks, out, clock, resume_from_step=None, quiet=True) as journal,
         ):
             try:
-                run, runner = self._built(config, ranks, device, clock)
+                warm = self._warmed(config, ranks, device, clock)
+                run = warm.run
                 with preserved_state(run.learner):
                     start_anew(run.learner, config, ranks, classes=len(run.train_set.classes))
                     try:
-                        return train(run, runner, journal)
+                        return train(run, warm.runner, journal)
                     finally:
                         run.loader.close()
             except BaseException as error:
@@ -95,24 +96,26 @@ class Session:
                     self._drop_warm()
                 raise
 
-    def _built(self, config: Config, ranks: Ranks, device: torch.device, clock: Clock) -> tuple[Run, StepRunner]:
+    def _warmed(self, config: Config, ranks: Ranks, device: torch.device, clock: Clock) -> _Warm:
+        """The run, and what runs its steps: built, or what the run before it has left."""
         key = (str(device), *key_of(config))
+        data = self._opened(config.data)
         if self._warm is not None and self._warm.key != key:
             self._drop_warm()
-        data = self._opened(config.data)
-        run = build_run(
-            config, ranks, device, clock=clock, data=data, kept=None if self._warm is None else self._warm.kept
-        )
-        if self._warm is None:
+        warm = self._warm
+        if warm is None:
+            run = build_run(config, ranks, device, clock=clock, data=data)
             runner = self._make_runner(run.learner, micro_step, config, ranks, run.warnings)
-            kept = Kept(learner=run.learner, decoder=run.loader.config.decoder)
-            self._warm = _Warm(key=key, kept=kept, runner=runner, warnings=run.warnings, own=len(run.warnings))
-            return run, runner
+            self._warm = _Warm(key=key, run=run, runner=runner, warnings=run.warnings, own=len(run.warnings))
+            return self._warm
+        before, warm.run = warm.run.config, next_run(warm.run, config, clock)
+        warm.runner.follow(config)
+        if config.optim.weight_decay != before.optim.weight_decay:
+            set_weight_decay(warm.run.learner, config)
         # The runner goes on adding to the list that it was made with, and what it has said holds for this run, too.
-        warm, notes = self._warm, run.warnings
-        warm.warnings[: warm.own], warm.own = notes, len(notes)
-        run.warnings = warm.warnings
-        return run, warm.runner
+        warm.warnings[: warm.own], warm.own = warm.run.warnings, len(warm.run.warnings)
+        warm.run.warnings = warm.warnings
+        return warm
 
     def _opened(self, config: DataConfig) -> tuple[Source, Source]:
         key = data_key(config)
@@ -157,7 +160,7 @@ def data_key(config: DataConfig) -> tuple[str, ...]:
 
 
 def start_anew(learner: Learner, config: Config, ranks: Ranks, *, classes: int) -> None:
-    """The weights, statistics and settings with which a fresh run of this config begins.
+    """The weights and statistics with which a fresh run of this config begins.
 
     For a learner that is otherwise as it was built (`preserved_state`). Values are written where they lie: captured
     steps and tables of kernels point there.
@@ -171,7 +174,13 @@ def start_anew(learner: Learner, config: Config, ranks: Ranks, *, classes: int) 
         for name, param in frozen(learner.model):
             param.copy_(weights[name])
     learner.arena.load_masters(weights)
-    set_weight_decay(learner.optimizer, config.optim.weight_decay)
+
+
+def set_weight_decay(learner: Learner, config: Config) -> None:
+    """As an optimizer of this config has it, group by group; `set_rate` brings it to where steps read it."""
+    fresh = build_optimizer(config.optim, learner.model, learner.arena, lr=config.schedule.lr)
+    for group, new in zip(learner.optimizer.param_groups, fresh.param_groups, strict=True):
+        group["base_weight_decay"] = new["base_weight_decay"]
 
 
 def frozen(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -148,11 +148,3 @@ def settings_at(
         yield group, "lr", own * group.get("lr_scale", 1.0)
         if "base_weight_decay" in group:
             yield group, "weight_decay", group["base_weight_decay"] * weight_decay_scale
-
-
-def set_weight_decay(optimizer: torch.optim.Optimizer, weight_decay: float) -> None:
-    """Of the groups that decay at all; steps see it once their rates are set."""
-    for group in optimizer.param_groups:
-        if group["base_weight_decay"] > 0:
-            scale = 1.0 if group.get("decoupled_weight_decay") else group.get("lr_scale", 1.0)
-            group["base_weight_decay"] = weight_decay / scale

@@ -12,7 +12,9 @@ from hyperbatch.sweep.rows import Row
 from hyperbatch.sweep.statistics import CONFIDENCE, Spread, spread
 
 SEARCH_NOTE = "Best is the highest mean on the images that are reported, so a wide search of few seeds flatters an arm."
-MEASURES = ("train_s", "time_to_target_s", "setup_s", "eval_s", "wall_s", "epochs", "steps")
+OTHER_ACCURACIES = {"top1_plain": "top-1 without test-time augmentation"}
+TIMES = {"run_s": "whole run", "train_s": "training", "time_to_target_s": "to target"}
+MEASURES = ("run_s", "train_s", "time_to_target_s", "setup_s", "eval_s", "wall_s", "epochs", "steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +63,8 @@ def points_of(rows: Iterable[Row]) -> list[PointResult]:
 
 def _point(rows: Sequence[Row]) -> PointResult:
     first, good = rows[0], [row for row in rows if row.error is None]
-    more = sorted({name for row in good for name in row.result if name.startswith("top1_")})
+    named = {name for row in good for name in row.result if name.startswith("top1_")}
+    more = sorted(name for name in named if any(row.number(name) is not None for row in good))
 
     def of(name: str) -> Spread:
         return spread([value for row in good if (value := row.number(name)) is not None])
@@ -101,10 +104,10 @@ def setting_names(points: Iterable[PointResult]) -> list[str]:
 def columns(points: Sequence[PointResult]) -> tuple[list[str], list[list[str]]]:
     """(head, a row of texts a point): what terminal, report and documents show."""
     names = setting_names(points)
-    more = [name for name in (points[0].measures if points else {}) if name.startswith("top1_")]
-    others = [name.replace("_", " ") for name in more]
-    head = ["arm", *(name.replace("_", " ") for name in names), "runs", "top-1", "deviation", "range", *others]
-    head += ["training", "to target"]
+    more = list(dict.fromkeys(name for point in points for name in point.measures if name.startswith("top1_")))
+    times = [name for name in TIMES if any(point.measures[name].n for point in points)]
+    head = ["arm", *(name.replace("_", " ") for name in names), "runs", "top-1", "deviation", "range"]
+    head += [*(OTHER_ACCURACIES.get(name, name.replace("_", " ")) for name in more), *(TIMES[name] for name in times)]
     rows = []
     for point in points:
         shown = [show(point.settings[name]) if name in point.settings else units.NONE for name in names]
@@ -112,8 +115,8 @@ def columns(points: Sequence[PointResult]) -> tuple[list[str], list[list[str]]]:
         low_high = f"{percent(top1.low)} to {percent(top1.high)}" if top1.n > 1 else units.NONE
         count = str(top1.n) + (f" + {point.failed} failed" if point.failed else "")
         row = [point.arm, *shown, count, accuracy(top1), percent(top1.deviation), low_high]
-        row += [accuracy(point.measures[name]) for name in more]
-        rows.append([*row, *(seconds(point.measures[name]) for name in ("train_s", "time_to_target_s"))])
+        row += [accuracy(point.measures[name]) if name in point.measures else units.NONE for name in more]
+        rows.append([*row, *(seconds(point.measures[name]) for name in times)])
     return head, rows
 
 

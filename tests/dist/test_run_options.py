@@ -27,3 +27,9 @@ def test_metric_lines_and_checkpoints_are_as_many_as_asked_for(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["event"] == "step"] == [1, 4, 7]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000008.pt"]
+
+
+def test_no_checkpoint_is_saved_when_none_is_to_be_kept(tmp_path):
+    record = train(tmp_path, max_steps=8, keep_checkpoints=0)
+    assert record.result.steps == 8
+    assert not (tmp_path / "checkpoints").exists()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hyperbatch import cli
-from hyperbatch.sweep import sweep as module
+from hyperbatch.sweep import command
 from hyperbatch.sweep.rows import read_rows
 
 PLAN = """
@@ -21,8 +21,7 @@ recipe = "digits"
 seeds = 2
 [fixed]
 device = "cpu"
-epochs = 1
-max_steps = 4
+epochs = 0.25
 warmup_epochs = 0
 [[arms]]
 name = "LARS"
@@ -36,9 +35,9 @@ lr = 1e30
 ENDLESS = """[[arms]]
 name = "endless"
 epochs = 1000000
-max_steps = 0
 target_top1 = "none"
 """
+STEPS = 6  # of 64 samples in a quarter of an epoch
 EXACT = ("top1", "epochs", "steps", "reached", "seed", "arm", "digest", "error")
 
 
@@ -65,6 +64,7 @@ def test_a_sweep_is_interrupted_goes_on_and_gives_what_runs_alone_give(plan, tmp
     whole = json.loads(capfd.readouterr().out)
     assert (whole["planned"], whole["done"], whole["failed"]) == (6, 6, 2)
     assert [point["runs"] for point in whole["points"]] == [2, 2, 2]
+    assert all(point["top1"]["mean"] > 0 for point in whole["points"][:2])
 
     folder = tmp_path / "parts"
     lars, sgd = PLAN.rsplit("[[arms]]", 1)
@@ -112,7 +112,7 @@ def test_a_diverged_run_is_a_row_and_is_made_again_on_demand_only(plan, tmp_path
     failed = [row for row in read_rows(folder) if row.error]
     assert [row.arm for row in failed] == ["SGD", "SGD"]
     assert all("the loss became nan" in str(row.error) for row in failed)
-    assert all(0 < row.result["steps"] < 4 for row in failed), "stopped early"
+    assert all(0 < row.result["steps"] < STEPS for row in failed), "stopped early"
     assert all(row.torch and row.device and row.command for row in failed)
     assert cli.main(["sweep", str(plan), "--out", str(folder)]) == 0
     assert len(read_rows(folder)) == 6
@@ -156,7 +156,7 @@ def test_a_row_is_made_again_and_nothing_is_written(plan, tmp_path, capsys, monk
     monkeypatch.chdir(tmp_path)
     assert cli.main(["sweep", str(plan), "--row", "2", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)
-    assert (row["run"], row["seed"], row["steps"], row["error"]) == (2, 1, 4, None)
+    assert (row["run"], row["seed"], row["steps"], row["error"]) == (2, 1, STEPS, None)
     assert [path.name for path in tmp_path.iterdir()] == ["plan.toml"]
 
 
@@ -175,7 +175,7 @@ def test_several_ranks_have_processes_of_their_own(tmp_path):
     assert cli.main(["sweep", str(plan), "--out", str(tmp_path / "out")]) == 0
     (row,) = read_rows(tmp_path / "out")
     assert row.error is None
-    assert row.result["steps"] == 4
+    assert row.result["steps"] == STEPS
     assert "--nproc 2" in row.command
 
 
@@ -206,9 +206,9 @@ def test_under_a_launcher_it_is_refused(plan, tmp_path, monkeypatch, capsys):
 
 def test_each_part_has_a_gpu_of_its_own(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert module.visible_gpus() == ["3", "5"]
+    assert command.visible_gpus() == ["3", "5"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert module.visible_gpus() == []
+    assert command.visible_gpus() == []
 
 
 def test_its_folder_must_be_writable(plan, tmp_path, capsys):

@@ -176,8 +176,10 @@ def test_the_table_has_a_line_a_point_and_a_column_for_other_accuracies():
     assert head[:3] == ["arm", "runs", "top-1"]
     line = dict(zip(head, lines[0], strict=True))
     assert line["top-1"] == "92.00 % ± 12.71 %", "of two values the interval is wide"
-    assert line["top1 plain"] == "91.00 % ± 12.71 %"
+    assert line["top-1 without test-time augmentation"] == "91.00 % ± 12.71 %"
     assert line["runs"] == "2"
+    assert "to target" not in head, "no run has a time to show there"
+    assert not any("augmentation" in name for name in columns(points_of([row(top1_plain=None)]))[0])
     assert len(format_points(points_of(rows_of_two_arms())).splitlines()) == 9
     assert format_points([]) != ""
 

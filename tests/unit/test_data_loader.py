@@ -1,11 +1,13 @@
 """The loader: batches are what the stream says, on every world size and thread count; evaluation counts once."""
 
 import dataclasses
+import gc
 import io
 import itertools
 import os
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from PIL import Image
 
 from hyperbatch.config import BatchPhase, DataConfig, SizePhase
 from hyperbatch.data import augment, maker, stream
+from hyperbatch.data.cache import cache_of
 from hyperbatch.data.loader import TrainLoader, eval_batches
 from hyperbatch.data.meter import Meter
 from hyperbatch.data.source import ArraySource, DataError, EncodedSource, open_data
@@ -475,3 +478,36 @@ def test_a_meter_names_the_busiest_stage_per_thread():
     assert meter.report().busy_s["decode"] == 0.75
     meter.wait_s = 0.0
     assert meter.report().bottleneck == "step"
+
+
+def test_what_one_loader_has_decoded_is_there_for_the_next_of_the_same_set():
+    """As long as the set is, and for the same decoder."""
+
+    class Counted(Encoded):
+        reads = 0
+
+        def read(self, index):
+            self.reads += 1
+            return super().read(index)
+
+    source = Counted(24)
+    config = dataclasses.replace(CROP, cache="host", decoder="pillow")
+    phases = resolve_phases((BatchPhase(0, 24),), 24, 1)
+
+    def epoch(source, config):
+        before = source.reads
+        with loader(source, config) as made:
+            images = torch.cat([batch.images for batch in made.batches(steps(phases, 24, 1.0))])
+        return images, source.reads - before
+
+    first, reads = epoch(source, config)
+    assert reads >= 24
+    again, none = epoch(source, config)
+    assert none == 0
+    assert torch.equal(first, again)
+    assert epoch(source, dataclasses.replace(config, decoder="auto"))[1] >= 24
+    kept = weakref.ref(cache_of(source, config, CPU, 1))
+    assert kept() is not None
+    del source
+    gc.collect()
+    assert kept() is None
