@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from hyperbatch.kernels import conv as convolution
 from hyperbatch.kernels import norm as kernels
@@ -90,5 +89,4 @@ class FusedWhiteNet(FusedNetwork):
         x = whiten(x, model.whiten, self.act) if frozen else convolution.channels_last(model.act(model.whiten(x)))
         for unit in self.units:
             x = unit(x)
-        x = F.max_pool2d(x, (x.shape[2], x.shape[3])).flatten(1)
-        return to_logits(model.head(x)) * model.logit_scale
+        return to_logits(model.head(unit_kernels.Peak.apply(x))) * model.logit_scale

@@ -9,6 +9,8 @@ Reference: torch.max_pool2d, batch_norm, silu and gelu. What coef and back are: 
     reduce              dy, p        -> sums of g and g * (p - mean) -> back             2 reads
     apply               dy, p        -> dp = a * g + b * p + d                           2 reads, 1 write
     apply_unpool        dy, p, tap   -> dz = dp where the maximum stood, else 0          2 1/2 reads, 4 writes
+    peak                y            -> the maximum over all pixels of an image, and where it stood
+    peak_gradient       dy, tap      -> dy there, else 0
 
 g = dy * act'(norm(p)) is computed anew wherever it is needed: its two inputs are read there anyway. A tap is the place
 of the maximum among its four pixels, in row-major order; of equal ones the first, as in torch.
@@ -19,12 +21,13 @@ of the maximum among its four pixels, in row-major order; of equal ones the firs
 # pyright: reportCallIssue=false
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from hyperbatch.kernels.compile import kernel
 from hyperbatch.kernels.norm.sums import (
@@ -214,6 +217,33 @@ def _apply_unpool_kernel(dy, x, tap, coef, back, dz, M, C, H, W, ACT: tl.constex
         tl.store(to, tl.where(t == e, g, 0.0).to(dz.dtype.element_ty), mask=inside)
 
 
+@kernel(do_not_specialize=("PIXELS",))
+def _peak_kernel(y, peak, tap, PIXELS, C, BC: tl.constexpr):
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = c < C
+    image = tl.program_id(0).to(tl.int64)
+    best = tl.load(y + image * PIXELS * C + c, mask=inside, other=0.0)
+    place = tl.zeros([BC], tl.int32)
+    for i in range(1, PIXELS):
+        v = tl.load(y + (image * PIXELS + i) * C + c, mask=inside, other=0.0)
+        larger = v.to(tl.float32) > best.to(tl.float32)
+        place = tl.where(larger, i, place)
+        best = tl.where(larger | (v != v), v, best)
+    tl.store(peak + image * C + c, best, mask=inside)
+    tl.store(tap + image * C + c, place.to(tl.uint8), mask=inside)
+
+
+@kernel(do_not_specialize=("PIXELS",))
+def _peak_gradient_kernel(dpeak, tap, dy, PIXELS, C, BC: tl.constexpr):
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = c < C
+    image = tl.program_id(0).to(tl.int64)
+    g = tl.load(dpeak + image * C + c, mask=inside, other=0.0)
+    place = tl.load(tap + image * C + c, mask=inside, other=0).to(tl.int32)
+    for i in range(PIXELS):
+        tl.store(dy + (image * PIXELS + i) * C + c, tl.where(place == i, g, 0.0).to(g.dtype), mask=inside)
+
+
 # --- what the models call ---------------------------------------------------------------------------------------------
 
 
@@ -226,7 +256,7 @@ def pool_statistics(z: Tensor, norm: nn.BatchNorm2d, counters: Tensor, *, local:
     p = torch.empty((n, c, h // 2, w // 2), dtype=z.dtype, device=z.device, memory_format=torch.channels_last)
     tap = torch.empty_like(p, dtype=torch.uint8)
     m, _ = matrix(p)
-    tiling = reducing(m, c, elements=2048, per_processor=4)
+    tiling = reducing(m, c, elements=1024, per_processor=8)
     part, coef = z.new_empty(2, tiling.programs, c, dtype=torch.float32), new_coef(norm)
     own = m, c, tiling.rows_per_program, h, w
     _pool_statistics_kernel[tiling.grid](
@@ -270,8 +300,33 @@ def apply_unpool_gradient(
     h, w = pixels
     dz = torch.empty((n, c, h, w), dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
     blocks = n * ((h + 1) // 2) * ((w + 1) // 2)
-    tiling = streaming(blocks, c, elements=2048)
+    tiling = streaming(blocks, c, elements=1024)
     _apply_unpool_kernel[(tiling.blocks * tiling.programs,)](
         dy, *pooled, coef, back, dz, blocks, c, h, w, ACT=act, **tiling.options
     )
     return dz
+
+
+class Peak(torch.autograd.Function):
+    """The maximum over all pixels of each image, at most 256: [n, c, h, w] -> [n, c]."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        n, c, h, w = y.shape
+        assert h * w <= 256
+        peak, tap = y.new_empty(n, c), torch.empty(n, c, dtype=torch.uint8, device=y.device)
+        block = min(256, triton.next_power_of_2(c))
+        _peak_kernel[(n, triton.cdiv(c, block))](y, peak, tap, h * w, c, BC=block, num_warps=1)
+        ctx.save_for_backward(tap)
+        ctx.shape = y.shape
+        return peak
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dpeak: Tensor) -> Tensor:  # type: ignore[override]
+        (tap,) = ctx.saved_tensors
+        n, c, h, w = ctx.shape
+        dy = torch.empty(ctx.shape, dtype=dpeak.dtype, device=dpeak.device, memory_format=torch.channels_last)
+        block = min(256, triton.next_power_of_2(c))
+        _peak_gradient_kernel[(n, triton.cdiv(c, block))](dpeak.contiguous(), tap, dy, h * w, c, BC=block, num_warps=1)
+        return dy
