@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hyperbatch.data.batch import Batch
-from hyperbatch.engine.learner import Learner
+from hyperbatch.engine.learner import GraphMemory, Learner
 from hyperbatch.engine.step import Inputs, Launch, Work, blank_batch, inputs_of, run_launch
 from hyperbatch.engine.steptimer import Ends, NoMarks, StepTimer
 from hyperbatch.kernels.memsets import replace_memsets
@@ -200,10 +200,10 @@ def _empty_graphs_ignored() -> Iterator[None]:
 class CudaGraphs:
     """The backend of GPUs: one stream to capture on, one pool of memory."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device, memory: GraphMemory | None = None) -> None:
+        """memory: shared with other graphs of this learner, none of which runs at the same time; None: its own."""
+        self._device, self._shared = device, memory is not None
+        self._stream, self._pool = memory or GraphMemory.of(device)
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     @contextlib.contextmanager
@@ -258,7 +258,8 @@ class CudaGraphs:
         torch.cuda.synchronize(self._device)  # a replay may still run in the memory that goes
         self.close()
         forget_workspaces()
-        self._pool = torch.cuda.graph_pool_handle()
+        if not self._shared:  # else others of its graphs keep it alive, and what is captured next takes what is free
+            self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,20 @@ from hyperbatch.optim.sharded import ShardedUpdate
 from hyperbatch.plan.types import RankGrid
 
 
+class GraphMemory(NamedTuple):
+    """What graphs that run one after another are captured in, so that evaluation takes no memory beside training.
+
+    Both, because torch keeps memory apart by stream.
+    """
+
+    stream: torch.cuda.Stream
+    pool: Any
+
+    @classmethod
+    def of(cls, device: torch.device) -> GraphMemory:
+        return cls(torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
+
+
 @dataclass(kw_only=True, slots=True)
 class Learner:
     """One rank's model, its gradients and their exchange, and the rule that updates it."""
@@ -52,6 +66,7 @@ class Learner:
     max_batch_per_rank: int  # samples of a micro-step that fit into memory
     fused: bool  # forward and backward run through our kernels
     capturable: bool  # built so that steps can be captured in CUDA graphs
+    graph_memory: GraphMemory | None = None  # for all of its graphs, on a GPU
 
     @property
     def comm(self) -> GridComm:
@@ -132,6 +147,7 @@ def build_learner(
         max_batch_per_rank=max_batch,
         fused=fused,
         capturable=capturable,
+        graph_memory=GraphMemory.of(device) if capturable else None,
     )
 
 

@@ -84,7 +84,11 @@ def train(run: Run, runner: StepRunner, journal: Journal) -> RunRecord:
     evals = EpochGrid(config.run.eval_every_epochs, config.run.eval_offset_epochs, samples)
     every = config.run.checkpoint_every_epochs
     saves = evals if every is None else EpochGrid(every, 0.0, samples)
-    # The run's time starts with the first training sample: by then its kernels are there.
+    # The run's time starts with the first training sample: by then its kernels are there. Evaluation is captured first:
+    # training, which needs more, then takes the same memory once more.
+    reason = run.validation.prepare(capture=runner.captures)
+    if reason is not None:
+        run.warnings.append(f"evaluation runs without a CUDA graph: {reason}")
     todo = prepared_strides(
         run, runner, lambda step: evals.crossed(step) or saves.crossed(step) or share_of_weights(run, step) is not None
     )
@@ -93,9 +97,6 @@ def train(run: Run, runner: StepRunner, journal: Journal) -> RunRecord:
     timer = StepTimer(learner.device)
     timer.alone = runner.alone
     rehearse(run)
-    reason = run.validation.prepare(capture=runner.captures)
-    if reason is not None:
-        run.warnings.append(f"evaluation runs without a CUDA graph: {reason}")
     journal.start(run, evals)
     clock.switch("train")
     if progress.step == 0:

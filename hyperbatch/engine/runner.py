@@ -68,7 +68,7 @@ class StepRunner:
         self.rates = RateTable(learner.optimizer, rows)
         self.alone: StepTiming | None = None  # a step launched by itself, once `choose_length` has measured it
         if backend is None and learner.capturable:
-            backend = CudaGraphs(learner.device)
+            backend = CudaGraphs(learner.device, learner.graph_memory)
         self._captured = None
         if backend is not None:
             self._captured = CapturedSteps(backend, learner, work, self.rates, self.losses)

@@ -522,7 +522,7 @@ def captures_another_step(rank, differs):
         run.learner.model[0].register_forward_hook(lambda module, inputs, output: output.detach())
     runner = runner_of(run, backend=Running(), warm=False)
     try:
-        runner.prepare(next(loop.steps_left(run)))
+        runner.prepare((next(loop.steps_left(run)),))
     except InputError as error:
         return str(error), run.learner.arena.pinned
     finally:
