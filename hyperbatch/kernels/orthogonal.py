@@ -159,7 +159,6 @@ def direction_kernel(
     scale = _gradient_factor(grad_scale, SCALED)
     full = _pointer(address + start.to(tl.int64) * 4, tl.float32, ALIGNED)
     half = _pointer(address + start.to(tl.int64) * 2, HALF, ALIGNED)
-    is_half = HAS_HALF and half_copy != 0
     place = tl.load(places + layer)
     of_direction = 0.0
     if place >= 0:
@@ -169,12 +168,12 @@ def direction_kernel(
         stride = tl.load(matrix + 7).to(tl.int32)
         state = _pointer(tl.load(row + 1), tl.float32, ALIGNED)
         factors = (scale * tl.load(own + 3), tl.load(own), tl.load(own + 1))
-        if is_half:
+        if HAS_HALF and half_copy != 0:
             of_direction, total = _direction_chunk(state, half, n, start, x, columns, stride, factors, BLOCK)
         else:
             of_direction, total = _direction_chunk(state, full, n, start, x, columns, stride, factors, BLOCK)
     else:
-        if is_half:
+        if HAS_HALF and half_copy != 0:
             total = _squares(half, n, scale, BLOCK)
         else:
             total = _squares(full, n, scale, BLOCK)
@@ -430,17 +429,16 @@ def _apply_layer(
     place,
     weight_norm,
     tables,
-    CODE: tl.constexpr,  # matrix, 16-bit weights
-    FLAGS: tl.constexpr,  # as in `apply_kernel`
+    MATRIX: tl.constexpr,
+    IS_HALF: tl.constexpr,
+    SCALED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    HALF: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """The sum of squares of the new weights of one chunk."""
     matrices, settings = tables
-    SCALED: tl.constexpr = FLAGS[0]
-    DTYPE: tl.constexpr = FLAGS[2]
-    HALF: tl.constexpr = FLAGS[3]
-    ALIGNED: tl.constexpr = FLAGS[5]
-    MATRIX: tl.constexpr = CODE[0]
-    IS_HALF: tl.constexpr = CODE[1]
     start = tl.multiple_of(tl.load(row + 5).to(tl.int32), BLOCK)  # chunks are whole blocks, but for a layer's last
     weight = _pointer(tl.load(row), tl.float32, ALIGNED)
     state = _pointer(tl.load(row + 1), tl.float32, ALIGNED)
@@ -480,7 +478,12 @@ def apply_kernel(
     places,
     matrices,
     factors,
-    FLAGS: tl.constexpr,  # grad_scale is there, found_inf is there, DTYPE, HALF, HAS_HALF, ALIGNED
+    SCALED: tl.constexpr,  # grad_scale is there
+    TOLD: tl.constexpr,  # found_inf is there
+    DTYPE: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_HALF: tl.constexpr,
+    ALIGNED: tl.constexpr,
     FACTORS: tl.constexpr,
     PARTIALS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -488,7 +491,6 @@ def apply_kernel(
 ):
     if OVERLAP:
         gdc_wait()
-    HAS_HALF: tl.constexpr = FLAGS[4]
     c = tl.num_programs(0) - 1 - tl.program_id(0)
     row = chunks + c * CHUNK_COLUMNS
     copy = tl.load(row + 2)
@@ -499,7 +501,7 @@ def apply_kernel(
         n = 0
     step = tl.load(clock)
     bad = tl.load(clock + 2) == step
-    if FLAGS[1]:
+    if TOLD:
         bad = bad | (tl.load(found_inf) != 0.0)
     if c == 0:
         tl.store(clock + 1, step + 1)
@@ -519,18 +521,76 @@ def apply_kernel(
         # One branch for the whole chunk: within its loop it would cost 5 %.
         if HAS_HALF and copy != 0:
             if place >= 0:
-                total = _apply_layer(row, n, address, copy, own, place, weight_norm, tables, (True, True), FLAGS, BLOCK)
+                total = _apply_layer(
+                    row,
+                    n,
+                    address,
+                    copy,
+                    own,
+                    place,
+                    weight_norm,
+                    tables,
+                    True,
+                    True,
+                    SCALED,
+                    DTYPE,
+                    HALF,
+                    ALIGNED,
+                    BLOCK,
+                )
             else:
                 total = _apply_layer(
-                    row, n, address, copy, own, place, weight_norm, tables, (False, True), FLAGS, BLOCK
+                    row,
+                    n,
+                    address,
+                    copy,
+                    own,
+                    place,
+                    weight_norm,
+                    tables,
+                    False,
+                    True,
+                    SCALED,
+                    DTYPE,
+                    HALF,
+                    ALIGNED,
+                    BLOCK,
                 )
         else:
             if place >= 0:
                 total = _apply_layer(
-                    row, n, address, copy, own, place, weight_norm, tables, (True, False), FLAGS, BLOCK
+                    row,
+                    n,
+                    address,
+                    copy,
+                    own,
+                    place,
+                    weight_norm,
+                    tables,
+                    True,
+                    False,
+                    SCALED,
+                    DTYPE,
+                    HALF,
+                    ALIGNED,
+                    BLOCK,
                 )
             else:
                 total = _apply_layer(
-                    row, n, address, copy, own, place, weight_norm, tables, (False, False), FLAGS, BLOCK
+                    row,
+                    n,
+                    address,
+                    copy,
+                    own,
+                    place,
+                    weight_norm,
+                    tables,
+                    False,
+                    False,
+                    SCALED,
+                    DTYPE,
+                    HALF,
+                    ALIGNED,
+                    BLOCK,
                 )
         tl.store(new_weight_partials + c, total)
