@@ -131,7 +131,8 @@ def polar_factor(matrices: Tensor, h: MuonSettings, dtype: torch.dtype) -> Tenso
     x = x.mT if tall else x
     for a, b, c in h.polynomials:
         gram = x @ x.mT
-        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b A + c A A
+        # b A + c A A. Not with alpha=0: on a CPU, torch 2.13 then forgets beta in bf16.
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else b * gram
         x = torch.baddbmm(x, factor, x, beta=a)  # a X + (b A + c A A) X
     return (x.mT if tall else x).to(matrices.dtype)
 
