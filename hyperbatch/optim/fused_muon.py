@@ -13,16 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hyperbatch.kernels.compile import is_compiling
+from hyperbatch.kernels.muon import apply_kernel, direction_kernel
 from hyperbatch.kernels.norm.tiles import processors
-from hyperbatch.kernels.orthogonal import (
-    GRAM_CODE,
-    PAD,
-    SQUARE_CODE,
-    UPDATE_CODE,
-    apply_kernel,
-    direction_kernel,
-    product_kernel,
-)
+from hyperbatch.kernels.orthogonal import GRAM_CODE, PAD, SQUARE_CODE, UPDATE_CODE, product_kernel
 from hyperbatch.optim.fused_kernels import BLOCK, WARPS, FusedKernels, Group, KernelForm, KernelTensors
 from hyperbatch.optim.muon import MUON_RULE, Polynomial, memory_shape, product_dtype
 from hyperbatch.optim.shares import Deal, deal_out, product_cost

@@ -77,17 +77,15 @@ def test_products_compile_for_hopper_to_its_matrix_instructions(tile, warps, tmp
 @pytest.mark.parametrize("has_half", [False, True])
 def test_the_other_two_compile_for_hopper_with_wide_accesses(has_half):
     triton = pytest.importorskip("triton")
-    from hyperbatch.kernels import orthogonal
+    from hyperbatch.kernels import muon
 
     bf16, half = triton.language.bfloat16, triton.language.float16
     common = {"HALF": half, "HAS_HALF": has_half, "ALIGNED": True, "BLOCK": 1024, "OVERLAP": True}
-    direction = compiled(
-        orthogonal.direction_kernel, {"COUNTERS": 55, "DTYPE": bf16, "SCALED": True, **common}, num_warps=4
-    )
+    direction = compiled(muon.direction_kernel, {"COUNTERS": 55, "DTYPE": bf16, "SCALED": True, **common}, num_warps=4)
     assert "ld.global.v4.b32" in direction["ptx"]
     assert "st.global.v2.b32" in direction["ptx"]  # four elements of the direction
     constants = {"FACTORS": 18, "PARTIALS": 1024, "SCALED": True, "TOLD": False, "DTYPE": bf16, **common}
-    weights = compiled(orthogonal.apply_kernel, constants, num_warps=4, launch_pdl=True)
+    weights = compiled(muon.apply_kernel, constants, num_warps=4, launch_pdl=True)
     assert "ld.global.v4.b32" in weights["ptx"]
     assert "st.global.v4.b32" in weights["ptx"]
     assert "convert_layout" not in weights["ttgir"]
