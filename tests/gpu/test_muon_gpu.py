@@ -208,8 +208,9 @@ def share(rank):
     for captured, shared in ((False, False), (False, True), (True, True)):
         model, arena = resnet50()
         optimizer = Muon(model.groups(), lr=0.02, arena=arena, capturable=captured)
+        comm = GridComm(RankGrid(1, 2))
         if shared:
-            optimizer.share(GridComm(RankGrid(1, 2)))
+            optimizer.share(comm)
         graph = None
         for step in range(3):
             fill_grads(arena, step)
@@ -221,6 +222,7 @@ def share(rank):
             graph.replay() if graph is not None else optimizer.step()
         torch.cuda.synchronize()
         del graph  # NCCL closes no communicator that a graph still holds
+        comm.close()
         outcomes.append(arena.masters.clone())
     assert all(torch.equal(outcomes[0], other) for other in outcomes[1:])
 
