@@ -175,7 +175,8 @@ PolarFactors = Callable[[list[Tensor], MuonSettings], list[Tensor]]
 def polar_factors(directions: list[Tensor], h: MuonSettings) -> list[Tensor]:
     """Of parameters of any shapes. On a GPU, those that are alike as matrices, or transposed alike, are one batch.
 
-    On a CPU a batch is no faster, and its bits would depend on how many are in it.
+    On a CPU each is taken alone: the bits of a batch depend on how many are in it, and ranks that share matrices would
+    not get the weights of one that has them all.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for i, direction in enumerate(directions):
