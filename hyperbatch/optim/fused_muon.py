@@ -13,16 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hyperbatch.kernels.compile import is_compiling
+from hyperbatch.kernels.muon import apply_kernel, direction_kernel
 from hyperbatch.kernels.norm.tiles import processors
-from hyperbatch.kernels.orthogonal import (
-    GRAM_CODE,
-    PAD,
-    SQUARE_CODE,
-    UPDATE_CODE,
-    apply_kernel,
-    direction_kernel,
-    product_kernel,
-)
+from hyperbatch.kernels.orthogonal import GRAM_CODE, PAD, SQUARE_CODE, UPDATE_CODE, product_kernel
 from hyperbatch.optim.fused_kernels import BLOCK, WARPS, FusedKernels, Group, KernelForm, KernelTensors
 from hyperbatch.optim.muon import MUON_RULE, Polynomial, memory_shape, product_dtype
 from hyperbatch.optim.shares import Deal, deal_out, product_cost
@@ -161,7 +154,8 @@ class MuonKernels(FusedKernels):
         scaled, told = grad_scale is not None, found_inf is not None
         aligned = self._fixed_aligned and self._grads_aligned
         scale = self.outcome if grad_scale is None else grad_scale
-        follows: dict[str, Any] = {"launch_pdl": True} if self._overlap else {}
+        # A launch may come up while the one before still runs, unless an exchange stands between them.
+        follows: dict[str, Any] = {"launch_pdl": True} if self._overlap and self._shares is None else {}
         columns = self._factors.shape[1]
         direction_kernel[(self._count,)](
             self._chunks,
@@ -210,8 +204,6 @@ class MuonKernels(FusedKernels):
                 handles.append(self._shares.gather(found))
         for handle in handles:
             handle.wait()
-        if handles:  # the launch before was not ours: it cannot be overlapped
-            follows = {}
         apply_kernel[(self._count,)](
             self._chunks,
             self._grads.tensor,
@@ -228,7 +220,12 @@ class MuonKernels(FusedKernels):
             self._places,
             self._matrices,
             self._factors,
-            FLAGS=(scaled, told, self._dtype, self._half, self._has_half, aligned),
+            SCALED=scaled,
+            TOLD=told,
+            DTYPE=self._dtype,
+            HALF=self._half,
+            HAS_HALF=self._has_half,
+            ALIGNED=aligned,
             FACTORS=columns,
             PARTIALS=self._partials,
             BLOCK=BLOCK,

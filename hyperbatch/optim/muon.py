@@ -121,9 +121,9 @@ def matrix_shape(weight: Tensor) -> tuple[int, int]:
 
 
 def polar_factor(matrices: Tensor, h: MuonSettings, dtype: torch.dtype) -> Tensor:
-    """U V^T of matrices U S V^T, one or a batch of them, nearly: as far as the polynomials bring their singular values.
+    """U V^T of a batch of matrices U S V^T, nearly: as far as the polynomials bring their singular values to 1.
 
-    Products are taken in `dtype`, on the side of the matrix where X X^T is the smaller one.
+    Products are taken in `dtype`, on the side of the matrices where X X^T is the smaller one.
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
     norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True).clamp(min=h.eps)
@@ -131,7 +131,9 @@ def polar_factor(matrices: Tensor, h: MuonSettings, dtype: torch.dtype) -> Tenso
     x = x.mT if tall else x
     for a, b, c in h.polynomials:
         gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
+        # b A + c A A. Not with alpha=0: on a CPU, torch 2.13 then forgets beta in bf16.
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else b * gram
+        x = torch.baddbmm(x, factor, x, beta=a)  # a X + (b A + c A A) X
     return (x.mT if tall else x).to(matrices.dtype)
 
 
@@ -147,7 +149,7 @@ def muon_update(weight: Tensor, grad: Tensor, momentum_buffer: Tensor, h: MuonSe
     keep, rate = 1.0 - h.shrink(matrix=matrix), h.lr
     if matrix:
         dtype = h.product_dtype or weight.dtype
-        direction = polar_factor(direction.flatten(1), h, dtype).view(direction.shape)
+        direction = polar_factor(direction.flatten(1)[None], h, dtype).view(direction.shape)
         rate = rate * h.adjustment(weight)
         if h.normalize_weights:
             keep = keep * h.normalization(weight_norm / len(weight) ** 0.5)
@@ -173,7 +175,8 @@ PolarFactors = Callable[[list[Tensor], MuonSettings], list[Tensor]]
 def polar_factors(directions: list[Tensor], h: MuonSettings) -> list[Tensor]:
     """Of parameters of any shapes. On a GPU, those that are alike as matrices, or transposed alike, are one batch.
 
-    On a CPU a batch is no faster, and its bits would depend on how many are in it.
+    On a CPU each is taken alone: the bits of a batch depend on how many are in it, and ranks that share matrices would
+    not get the weights of one that has them all.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for i, direction in enumerate(directions):

@@ -164,9 +164,11 @@ def refuse(rank: int) -> None:
     for kind in (LARS, LAMB):
         with pytest.raises(ValueError, match="foreach=False .* DTensor"):
             kind(model.parameters(), lr=0.1, foreach=False)
+    with pytest.raises(ValueError, match="Muon needs whole matrices and takes no DTensor parameters"):
+        Muon(model.parameters(), lr=0.1)
 
 
-def test_the_fused_and_reference_paths_refuse() -> None:
+def test_muon_and_the_fused_and_reference_paths_refuse() -> None:
     run_ranks(2, refuse)
 
 
@@ -189,14 +191,3 @@ def checkpoint(rank: int) -> None:
 
 def test_state_goes_through_distributed_checkpoints() -> None:
     run_ranks(2, checkpoint)
-
-
-def refuse(rank: int) -> None:
-    model = nn.Linear(4, 3)
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(ValueError, match="Muon needs whole matrices and takes no DTensor parameters"):
-        Muon(model.parameters(), lr=0.1)
-
-
-def test_muon_refuses_them_in_one_line() -> None:
-    run_ranks(1, refuse)

@@ -6,13 +6,16 @@ import copy
 
 import pytest
 import torch
+from harness import run_ranks
 from torch import nn
 
 from hyperbatch.arena import Arena
 from hyperbatch.bench.lars import Tensors, shapes
+from hyperbatch.comm import GridComm
 from hyperbatch.optim import Muon
 from hyperbatch.optim.muon import MUON_RULE, muon_update
 from hyperbatch.optim.precision import LossScaler
+from hyperbatch.plan.types import RankGrid
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -200,7 +203,35 @@ def test_a_resumed_run_takes_the_same_steps():
     assert torch.equal(arena.masters, other_arena.masters)
 
 
-def test_three_launches(monkeypatch):
+def share(rank):
+    outcomes = []
+    for captured, shared in ((False, False), (False, True), (True, True)):
+        model, arena = resnet50()
+        optimizer = Muon(model.groups(), lr=0.02, arena=arena, capturable=captured)
+        comm = GridComm(RankGrid(1, 2))
+        if shared:
+            optimizer.share(comm)
+        graph = None
+        for step in range(3):
+            fill_grads(arena, step)
+            if captured and step == 1:
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    optimizer.step()
+            graph.replay() if graph is not None else optimizer.step()
+        torch.cuda.synchronize()
+        del graph  # NCCL closes no communicator that a graph still holds
+        comm.close()
+        outcomes.append(arena.masters.clone())
+    assert all(torch.equal(outcomes[0], other) for other in outcomes[1:])
+
+
+def test_two_ranks_share_the_matrices_with_the_same_bits():
+    run_ranks(2, share, cuda=True, timeout_s=240)
+
+
+def test_three_launches():
     """As the profiler sees them in a replay: direction, products, weights."""
     model, arena = resnet50()
     optimizer = Muon(model.groups(), lr=0.02, arena=arena, capturable=True)

@@ -1,4 +1,4 @@
-"""Other implementations of LARS and LAMB beside ours: 20 steps in float64 under a rising rate, several settings each.
+"""Other implementations of LARS, LAMB and Muon beside ours: 20 steps in float64 under a rising rate.
 
 Every peer is listed with the variant of ours that should give the same numbers. One that cannot be imported is
 reported as such: `pip install --no-deps --target DIR` installs them without touching torch.
@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hyperbatch import LAMB, LARS
+from hyperbatch import LAMB, LARS, Muon
 
 LARGEST_DIFFERENCE = 1e-12
 SHAPES = ((8, 5), (4, 3, 3, 3), (6,))
@@ -156,6 +156,16 @@ def formula(*, lr_inside: bool, clip: bool) -> Run:
     return run
 
 
+def in_full_precision(run: Run) -> Run:
+    """torch's Muon rounds to bfloat16 before its products; here it does not."""
+
+    def patched(settings: Settings, weights: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
+        with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
+            return run(settings, weights, grads)
+
+    return patched
+
+
 def stand_in_for_torchvision() -> None:
     """timm imports torchvision for its models and transforms, which its optimizers and schedulers do not use."""
     try:
@@ -188,4 +198,5 @@ PEERS = [
     Peer("optax lars", optax("lars"), LARS, {}, NO_DECAY),
     Peer("timm Lamb", imported("timm.optim", "Lamb", max_grad_norm=None, always_adapt=True), LAMB, {}, ADAM_LIKE),
     Peer("optax lamb", optax("lamb"), LAMB, {}, ADAM_LIKE),
+    Peer("torch Muon", in_full_precision(imported("torch.optim", "Muon")), Muon, {}, SGD_LIKE, SHAPES[:1]),
 ]

@@ -1,8 +1,8 @@
 """Runs torch's and timm's own optimizer and scheduler tests on our optimizers, and compares numbers with other LARS.
 
-    torch   the test folder of a checkout of the tag that is installed. LARS and LAMB take the place of the optimizers
+    torch   the test folder of a checkout of the tag that is installed. Ours take the place of the optimizers
             in the installed `optim_db`, and of SGD in the scheduler tests.
-    timm    the tests in its source distribution. Ours take the place of `lars`, `lamb` and their variants.
+    timm    the tests in its source distribution. Ours take the place of `lars`, `lamb`, their variants and `muon`.
     peers   20 steps in float64 beside every other implementation that can be imported (peers.py)
 
 None of their files is copied. The exit status is 1 when a test fails that wanted.py does not list with a reason:
@@ -40,11 +40,11 @@ import torch
 from peers import LARGEST_DIFFERENCE, compare_with_peers, stand_in_for_torchvision
 from wanted import NOT_OFFERED, OUR_WORDS, WANTED
 
-from hyperbatch import LAMB, LARS
+from hyperbatch import LAMB, LARS, Muon
 from hyperbatch.bench import harness
 from hyperbatch.kernels import interpreted
 
-OURS = {"LARS": LARS, "LAMB": LAMB}
+OURS = {"LARS": LARS, "LAMB": LAMB, "Muon": Muon}
 # timm's names, with the settings that make ours the same variant. Its LARS adapts no group without weight decay, and
 # its tests set none: their rates are for plain SGD, and the trust coefficient brings ours to that scale.
 TIMM_VARIANTS = {
@@ -54,6 +54,7 @@ TIMM_VARIANTS = {
     "nlarc": (LARS, {"trust_coefficient": 0.1, "nesterov": True, "trust_clip": True}),
     "lamb": (LAMB, {}),
     "lambc": (LAMB, {"trust_clip": True}),
+    "muon": (Muon, {}),
 }
 RESULTS = ("passed", "failed", "skipped", "wanted")
 
@@ -161,15 +162,20 @@ def run_torch(folder: Path) -> list[Outcome]:
 def optimizer_info(common: Any, name: str, schedulers: Any) -> Any:
     """What torch's suite asks of an optimizer: right settings, wrong ones, and which implementations there are."""
     OptimizerInput = common.OptimizerInput
-    settings: list[dict[str, Any]] = [{}, {"weight_decay": 0.1}, {"trust_clip": True}]
+    settings: list[dict[str, Any]] = [{}, {"weight_decay": 0.1}]
     wrong: list[tuple[dict[str, Any], str]] = [({"lr": -1.0}, "lr must not be negative")]
-    if name == "LARS":
-        settings += [{"momentum": 0.0}, {"nesterov": True, "weight_decay": 0.1}, {"eps": 1e-8}]
+    if name == "Muon":
+        settings += [{"momentum": 0.0}, {"nesterov": False, "weight_decay": 0.1}, {"normalize_weights": True}]
+        settings += [{"maximize": True, "weight_decay": 0.1}, {"decoupled_weight_decay": True, "weight_decay": 1e-3}]
+        settings += [{"coefficients": "polar_express", "steps": 3, "adjust_lr": "match_rms_adamw"}]
+        wrong += [({"momentum": -0.5}, "momentum must be in"), ({"steps": 0}, "steps must be a whole number")]
+    elif name == "LARS":
+        settings += [{"trust_clip": True}, {"momentum": 0.0}, {"nesterov": True, "weight_decay": 0.1}, {"eps": 1e-8}]
         settings += [{"maximize": True, "weight_decay": 0.1}, {"decoupled_weight_decay": True, "weight_decay": 1e-3}]
         settings += [{"momentum_rule": rule, "weight_decay": 0.1} for rule in ("lr_outside", "rescaled", "unscaled")]
         wrong += [({"momentum": -0.5}, "momentum must be in"), ({"trust_coefficient": 0.0}, "must be positive")]
     else:
-        settings += [{"betas": (0.8, 0.99)}]
+        settings += [{"trust_clip": True}, {"betas": (0.8, 0.99)}]
         wrong += [({"betas": (1.0, 0.99)}, "betas must be in")]
 
     def inputs(device: Any, dtype: Any = None) -> list[Any]:

@@ -203,6 +203,20 @@ def test_coefficients_may_be_given_for_each_iteration():
         np.testing.assert_allclose(np.diagonal(found.numpy()), np.arange(1, 4) - values, rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("coefficients", "steps"), [("original", 5), ("polar_express", 3), (((3.0, -3.2, 1.2), (1.5, -0.5, 0.0)), 2)]
+)
+@pytest.mark.parametrize("shape", [(33, 65), (150, 100)])
+def test_products_in_bf16_are_near_those_in_fp64(coefficients, steps, shape):
+    outcomes = []
+    for dtype in (torch.bfloat16, None):
+        param = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+        param.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0)).double()
+        Muon([param], lr=1.0, coefficients=coefficients, steps=steps, product_dtype=dtype).step()
+        outcomes.append(param.detach())
+    assert (outcomes[0] - outcomes[1]).norm() < 0.03 * outcomes[1].norm()
+
+
 @every_path
 def test_skipping_scaling_and_masters(path):
     params, plain = make_params(torch.float16), [nn.Parameter(p.detach().float()) for p in make_params(torch.float16)]

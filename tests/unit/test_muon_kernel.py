@@ -54,7 +54,7 @@ def compiled(kernel, constants, **options):
 
 @outside
 @pytest.mark.parametrize(("tile", "warps"), [(128, 8), (64, 4)])
-def test_products_compile_for_hopper_to_its_matrix_instructions(tile, warps):
+def test_products_compile_for_hopper_to_its_matrix_instructions(tile, warps, tmp_path):
     """One loop for each kind of product, on 16-byte copies to shared memory that run ahead of it."""
     triton = pytest.importorskip("triton")
     from hyperbatch.kernels import orthogonal
@@ -66,23 +66,26 @@ def test_products_compile_for_hopper_to_its_matrix_instructions(tile, warps):
     assert ptx.count("wgmma.mma_async") == 3 * 4  # a block of 64 is four products of 16
     assert "cp.async.cg.shared.global" in ptx
     assert not re.search(r"cp\.async\.ca|mma\.sync", ptx)
+    (tmp_path / "product.ptx").write_text(ptx)
+    command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "product.ptx", "-o", "product.cubin"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
+    assert "Used" in said
+    assert "serialized" not in said, said  # or each product would wait for the one before
 
 
 @outside
-def test_the_other_two_compile_for_hopper_with_wide_accesses():
+@pytest.mark.parametrize("has_half", [False, True])
+def test_the_other_two_compile_for_hopper_with_wide_accesses(has_half):
     triton = pytest.importorskip("triton")
-    from hyperbatch.kernels import orthogonal
+    from hyperbatch.kernels import muon
 
     bf16, half = triton.language.bfloat16, triton.language.float16
-    common = {"HALF": half, "HAS_HALF": True, "ALIGNED": True, "BLOCK": 1024, "OVERLAP": True}
-    direction = compiled(
-        orthogonal.direction_kernel, {"COUNTERS": 55, "DTYPE": bf16, "SCALED": True, **common}, num_warps=4
-    )
+    common = {"HALF": half, "HAS_HALF": has_half, "ALIGNED": True, "BLOCK": 1024, "OVERLAP": True}
+    direction = compiled(muon.direction_kernel, {"COUNTERS": 55, "DTYPE": bf16, "SCALED": True, **common}, num_warps=4)
     assert "ld.global.v4.b32" in direction["ptx"]
     assert "st.global.v2.b32" in direction["ptx"]  # four elements of the direction
-    constants = {"FACTORS": 18, "PARTIALS": 1024, "BLOCK": 1024, "OVERLAP": True}
-    flags = {"FLAGS": (True, False, bf16, half, True, True)}
-    weights = compiled(orthogonal.apply_kernel, {**constants, **flags}, num_warps=4, launch_pdl=True)
+    constants = {"FACTORS": 18, "PARTIALS": 1024, "SCALED": True, "TOLD": False, "DTYPE": bf16, **common}
+    weights = compiled(muon.apply_kernel, constants, num_warps=4, launch_pdl=True)
     assert "ld.global.v4.b32" in weights["ptx"]
     assert "st.global.v4.b32" in weights["ptx"]
     assert "convert_layout" not in weights["ttgir"]
