@@ -14,18 +14,19 @@ from pathlib import Path
 
 from hyperbatch.report import units
 from hyperbatch.report.picture import charts_picture
-from hyperbatch.sweep.charts import arms_of, sweep_charts
+from hyperbatch.sweep.charts import sweep_charts
 from hyperbatch.sweep.page import render_sweep
-from hyperbatch.sweep.plan import Plan, load_plan, setting
+from hyperbatch.sweep.plan import Plan, load_plan
 from hyperbatch.sweep.rows import ENVIRONMENT, PLAN, REPORT, ROWS, Row, latest, read_rows
 from hyperbatch.sweep.table import (
     SEARCH_NOTE,
     PointResult,
     accuracy,
-    best_points,
+    arms_of,
     columns,
+    compared,
+    found,
     interval_note,
-    key_of,
     points_of,
 )
 
@@ -114,30 +115,15 @@ def section(record: Record) -> str:
 
 def comparison(points: Sequence[PointResult]) -> str:
     """Conditions down, arms across, each arm at the best point of its own search."""
-    arms, best = arms_of(points), best_points(points)
-    conditions = list(dict.fromkeys(key_of(point.conditions) for point in points))
-    names = list(dict.fromkeys(name for point in points for name in point.conditions))
-    rows = []
-    for place in sorted(conditions, key=lambda place: [_sortable(value) for _, value in place]):
-        found = [best.get((place, arm)) for arm in arms]
-        rows.append(
-            [*(value for _, value in place), *(units.NONE if point is None else _cell(point) for point in found)]
-        )
-    return markdown([*(name.replace("_", " ") for name in names), *arms], rows)
-
-
-def _sortable(text: str) -> tuple[float, str]:
-    try:
-        return float(text), ""
-    except ValueError:
-        return float("inf"), text
+    names, lines = compared(points)
+    rows = [[*values, *(units.NONE if point is None else _cell(point) for point in here)] for values, here in lines]
+    return markdown([*(name.replace("_", " ") for name in names), *arms_of(points)], rows)
 
 
 def _cell(point: PointResult) -> str:
     if not point.top1.n:
         return "every run failed"
-    found = ", ".join(setting(name, value) for name, value in point.search.items())
-    return accuracy(point.top1) + (f" ({found})" if found else "")
+    return accuracy(point.top1) + (f" ({found(point)})" if point.search else "")
 
 
 def _devices(record: Record) -> str:

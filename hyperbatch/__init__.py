@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hyperbatch.config import ScheduleConfig as ScheduleConfig
     from hyperbatch.data.source import ArraySource as ArraySource
     from hyperbatch.data.source import EncodedSource as EncodedSource
+    from hyperbatch.engine.session import Session as Session
     from hyperbatch.errors import InputError as InputError
     from hyperbatch.errors import RunFailed as RunFailed
     from hyperbatch.launch import train as train
@@ -75,6 +76,7 @@ _HOME = {
     "RunFailed": "errors",
     "RunRecord": "record",
     "ScheduleConfig": "config",
+    "Session": "engine.session",
     "StepTiming": "plan.types",
     "all_reduce": "comm",
     "backward_order": "params",

@@ -1,4 +1,4 @@
-"""The two exceptions that are told to the user in one line, and how names in the user's input are looked up."""
+"""The exceptions that are told to the user in one line, and how names in the user's input are looked up."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ class InputError(ValueError):
 
 class RunFailed(RuntimeError):
     """The run cannot go on: why, where, what to try, in one line. The command line prints it and exits with 1."""
+
+
+class Interrupted(RunFailed):
+    """Somebody ended it, by Ctrl-C or SIGTERM."""
 
 
 def nearest(name: str, known: list[str] | tuple[str, ...]) -> str:

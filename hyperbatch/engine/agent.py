@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hyperbatch.errors import InputError, RunFailed
+from hyperbatch.errors import InputError, Interrupted, RunFailed
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -73,7 +73,7 @@ def start_ranks(nproc: int, module: str, argument: Path, *, hint: Callable[[], s
         raise _explain(error, argument.parent, hint) from None
     except SignalException as error:
         name = signal.Signals(error.sigval).name
-        raise RunFailed("; ".join(part for part in (f"interrupted by {name}", hint()) if part)) from None
+        raise Interrupted("; ".join(part for part in (f"interrupted by {name}", hint()) if part)) from None
 
 
 def _explain(error: ChildFailedError, scratch: Path, hint: Callable[[], str]) -> InputError | RunFailed:

@@ -19,10 +19,6 @@ def sweep_charts(points: Sequence[PointResult]) -> list[Chart]:
     return [chart for chart in made if chart is not None]
 
 
-def arms_of(points: Sequence[PointResult]) -> list[str]:
-    return list(dict.fromkeys(point.arm for point in points))
-
-
 def comparison_chart(points: Sequence[PointResult]) -> Chart | None:
     """The best point of each arm against the first condition that is a number and varies."""
     best = list(best_points(points).values())

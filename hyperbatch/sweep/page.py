@@ -12,17 +12,18 @@ from hyperbatch.report.compare import swatch
 from hyperbatch.report.markup import Html, el, join, table
 from hyperbatch.report.page import document, top
 from hyperbatch.report.sections import card, folded
-from hyperbatch.sweep.charts import arms_of, sweep_charts
-from hyperbatch.sweep.plan import Plan, show
+from hyperbatch.sweep.charts import sweep_charts
+from hyperbatch.sweep.plan import Plan
 from hyperbatch.sweep.rows import PLAN, Row, replace_file
 from hyperbatch.sweep.table import (
     SEARCH_NOTE,
     PointResult,
     accuracy,
-    best_points,
+    arms_of,
     columns,
+    compared,
+    found,
     interval_note,
-    key_of,
     percent,
     setting_names,
 )
@@ -59,20 +60,15 @@ def _alerts(rows: Sequence[Row]) -> Html | None:
 
 def _arms(points: Sequence[PointResult]) -> Html | None:
     """Conditions down, arms across; an arm that searched is shown at its best point."""
-    arms, best = arms_of(points), best_points(points)
+    arms = arms_of(points)
     if len(arms) < 2:
         return None
-    names = list(dict.fromkeys(name for point in points for name in point.conditions))
+    names, lines = compared(points)
     rows = []
-    for conditions in dict.fromkeys(key_of(point.conditions) for point in points):
-        here = {arm: best[conditions, arm] for arm in arms if (conditions, arm) in best}
-        highest = max((point.top1.mean or 0.0 for point in here.values()), default=None)
-        values = dict(conditions)
-        row: list[object] = [values.get(name, units.NONE) for name in names]
-        for arm in arms:
-            point = here.get(arm)
-            row.append(units.NONE if point is None else _cell(point, best=point.top1.mean == highest))
-        rows.append(row)
+    for values, here in lines:
+        highest = max((point.top1.mean or 0.0 for point in here if point is not None), default=None)
+        cells = [units.NONE if point is None else _cell(point, best=point.top1.mean == highest) for point in here]
+        rows.append([*values, *cells])
     searched = any(point.search for point in points)
     lead = "Mean top-1 of each arm" + (f", at the best point of its own search. {SEARCH_NOTE} " if searched else ". ")
     head = [*(name.replace("_", " ") for name in names), *(join(swatch(i), arm) for i, arm in enumerate(arms))]
@@ -81,9 +77,8 @@ def _arms(points: Sequence[PointResult]) -> Html | None:
 
 def _cell(point: PointResult, *, best: bool) -> Html:
     text = accuracy(point.top1) if point.top1.n else "every run failed"
-    found = ", ".join(f"{name.replace('_', ' ')} {show(value)}" for name, value in point.search.items())
     runs = units.plural(len(point.rows), "run") + (f", {point.failed} failed" if point.failed else "")
-    more = el("span", f" {', '.join(filter(None, [found, runs]))}", cls="note")
+    more = el("span", f" {', '.join(filter(None, [found(point), runs]))}", cls="note")
     return join(el("span", text, cls="best") if best else text, more)
 
 

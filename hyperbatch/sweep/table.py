@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hyperbatch.report import units
-from hyperbatch.sweep.plan import Values, show
+from hyperbatch.sweep.plan import Values, setting, show
 from hyperbatch.sweep.rows import Row
 from hyperbatch.sweep.statistics import CONFIDENCE, Spread, spread
 
@@ -94,6 +94,26 @@ def best_points(points: Iterable[PointResult]) -> dict[tuple[Any, str], PointRes
     return best
 
 
+def arms_of(points: Iterable[PointResult]) -> list[str]:
+    return list(dict.fromkeys(point.arm for point in points))
+
+
+def compared(points: Sequence[PointResult]) -> tuple[list[str], list[tuple[list[str], list[PointResult | None]]]]:
+    """(names of the conditions, a line for each condition: its values, and the best point of every arm there)."""
+    best, arms = best_points(points), arms_of(points)
+    names = list(dict.fromkeys(name for point in points for name in point.conditions))
+    places = sorted({key_of(point.conditions) for point in points}, key=lambda place: [_in_order(v) for _, v in place])
+    return names, [([value for _, value in place], [best.get((place, arm)) for arm in arms]) for place in places]
+
+
+def _in_order(text: str) -> tuple[float, str]:
+    """Numbers by size, then texts."""
+    try:
+        return float(text), ""
+    except ValueError:
+        return float("inf"), text
+
+
 def setting_names(points: Iterable[PointResult]) -> list[str]:
     """The fields in which points differ, conditions first."""
     points = list(points)
@@ -137,6 +157,11 @@ def seconds(values: Spread) -> str:
 
 def _with_interval(mean: str, half: str, values: Spread) -> str:
     return mean if values.half_width is None else f"{mean} ± {half}"
+
+
+def found(point: PointResult) -> str:
+    """What an arm's own search came to, e.g. `lr 2, trust coefficient 0.04`."""
+    return ", ".join(setting(name, value) for name, value in point.search.items())
 
 
 def interval_note() -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyperbatch.config import Config
 from hyperbatch.engine.agent import default_nproc
-from hyperbatch.errors import InputError, RunFailed
+from hyperbatch.errors import InputError, Interrupted, RunFailed
 from hyperbatch.launch import train
 from hyperbatch.record import RunRecord, commit
 from hyperbatch.sweep.plan import PlannedRun
@@ -41,6 +41,8 @@ class Trainer:
         out = None if self._folder is None else self._folder / "runs" / str(run.number)
         try:
             record = self._train(run.config, out)
+        except Interrupted:
+            raise KeyboardInterrupt from None  # no row: the run did not fail
         except (RunFailed, InputError) as failure:
             record, error = self._failure, str(failure)
         except Exception as failure:

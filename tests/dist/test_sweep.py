@@ -99,6 +99,40 @@ def test_a_sweep_is_interrupted_goes_on_and_gives_what_runs_alone_give(plan, tmp
     }
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_of_several_ranks_is_no_row(tmp_path, number):
+    plan, folder = tmp_path / "plan.toml", tmp_path / "out"
+    plan.write_text(f"{PLAN.partition('[[arms]]')[0]}nproc = 2\n{ENDLESS}")
+    command = words("sweep", plan, "--out", folder, "--keep-runs")
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_for(lambda: (folder / "runs" / "1" / "metrics.jsonl").exists())
+            process.send_signal(number)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    assert f"interrupted; 0 of 2 rows are in {folder}, and the same command goes on" in said.splitlines()[-1]
+    assert read_rows(folder) == []
+
+
+def test_processes_side_by_side_end_with_their_parent(tmp_path):
+    plan, folder = tmp_path / "plan.toml", tmp_path / "out"
+    plan.write_text(f"{PLAN.partition('[[arms]]')[0]}{ENDLESS}")
+    command = words("sweep", plan, "--out", folder, "--keep-runs", "--side-by-side", "2")
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            for run in ("1", "2"):
+                wait_for(lambda run=run: (folder / "runs" / run / "metrics.jsonl").exists())
+            process.send_signal(signal.SIGTERM)
+            _, said = process.communicate(timeout=60)  # until nobody holds the pipe any more
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    assert said.count("interrupted; 0 of 2 rows") == 2
+    assert "a part of the sweep ended early" in said.splitlines()[-1]
+
+
 def wait_for(condition, timeout_s=120):
     end = time.monotonic() + timeout_s
     while not condition():

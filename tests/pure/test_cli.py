@@ -3,11 +3,14 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from hyperbatch.cli import main
 from hyperbatch.config import fields
+
+ROOT = Path(__file__).parents[2]
 
 
 def command(capsys, *arguments):
@@ -38,6 +41,7 @@ def test_import_loads_nothing_heavy():
         ["plan", "fujitsu_resnet50", "--cluster", "abci", "--gpus", "64"],
         ["simulate", "fujitsu_resnet50", "--cluster", "abci", "--gpus", "512,2048", "--json"],
         ["train", "fujitsu_resnet50", "--dry-run", "--world-size", "2048"],
+        ["sweep", str(ROOT / "records" / "2026-11-15_digits_10_seeds" / "plan.toml"), "--dry-run"],
     ],
 )
 def test_verbs_that_need_no_torch(arguments):
@@ -69,6 +73,7 @@ def test_public_names_are_these():
         "RunFailed",
         "RunRecord",
         "ScheduleConfig",
+        "Session",
         "StepTiming",
         "all_reduce",
         "backward_order",
