@@ -31,7 +31,7 @@ PUBLISHED = [
     "amazon_resnet152",
     "krizhevsky_alexnet",
 ]
-EVERYDAY = ["resnet50", "mlperf_resnet50", "cifar10_resnet", "imagenette", "tinyimagenet", "digits"]
+EVERYDAY = ["resnet50", "mlperf_resnet50", "cifar10", "cifar10_resnet", "imagenette", "tinyimagenet", "digits"]
 CLUSTERS = [
     "abci",
     "tencent_p40",
@@ -86,7 +86,7 @@ def test_rate_starts_low_peaks_after_the_warm_up_and_ends_low(name):
     top = learning_rate(s, s.warmup_epochs)
     rates = [learning_rate(s, s.epochs * k / 500) for k in range(500)]
     assert max(rates) <= top * (1 + 1e-9)
-    assert rates[0] <= top / 3
+    assert rates[0] <= top / 3 or s.warmup_epochs == 0
     assert rates[-1] <= top / 100
 
 
@@ -165,16 +165,12 @@ def test_facebook_and_tencent_particulars():
 
 
 def test_the_speed_runs_rates_are_those_of_a_summed_loss():
-    """airbench94 sums the loss over 1,024 samples: rate and decay per sample are what its file computes."""
-    config = get_recipe("cifar10").config(1_024)
-    optim, batch, scale = config.optim, 1_024, 1_024 * (1 + 1 / (1 - 0.85))
-    summed_lr, summed_decay = 11.5 / scale, 0.0153 * batch / scale  # the decay of a step, free of the rate
-    lr = learning_rate(config.schedule, config.schedule.warmup_epochs)
-    assert lr == pytest.approx(summed_lr * batch)
-    assert lr * optim.weight_decay == pytest.approx(summed_decay)
-    assert (optim.bias_lr_scale, optim.momentum, optim.nesterov, optim.label_smoothing) == (64.0, 0.85, True, 0.2)
-    whole = get_recipe("cifar10").config()
-    assert learning_rate(whole.schedule, 0) == pytest.approx(0.2 * 1.5 * whole.global_batch / 1_024)
+    """A step of the summed loss with logits / 256 moves shifts and head as far as one of the mean with logits / 9."""
+    config = get_recipe("cifar10").config()
+    optim, lr, batch = config.optim, learning_rate(config.schedule, 0), config.global_batch
+    assert lr * optim.bias_lr_scale == pytest.approx(batch * 0.0573)
+    assert lr * optim.head_lr_scale / 9**2 == pytest.approx(batch * 0.5415 / 256**2)
+    assert lr * optim.weight_decay == pytest.approx(1.0418e-6 * batch, rel=1e-3)
 
 
 @pytest.mark.parametrize("point", POINTS.values(), ids=lambda point: str(point.global_batch))
