@@ -26,7 +26,7 @@ from hyperbatch.data.decoders import resolve_decoders
 from hyperbatch.data.gpu.maker import DeviceMaker
 from hyperbatch.data.host import HostMaker
 from hyperbatch.data.meter import LoaderReport, Meter
-from hyperbatch.data.source import ArraySource, DataError, Source
+from hyperbatch.data.source import ArraySource, DataError, EncodedSource, Source
 from hyperbatch.kernels import has_triton
 from hyperbatch.schedule import Step, Stride
 
@@ -213,7 +213,9 @@ def _make_maker(
     without a cache, unless the whole set is in memory as it is.
     """
     augment.check_options(config, source.channels)
-    decoder, cpu_decoder = resolve_decoders(config.decoder, device)
+    decoder = cpu_decoder = "pillow"
+    if isinstance(source, EncodedSource):  # else nothing is decoded, and looking for decoders takes seconds
+        decoder, cpu_decoder = resolve_decoders(config.decoder, device)
     cache = None
     if not exact or (device.type == "cuda" and isinstance(source, ArraySource)):
         cache = cache_of(source, config, device, ranks_per_host)

@@ -96,24 +96,20 @@ class Ending:
         except BaseException as error:
             if self._store is None or self._said:
                 raise
-            told = self._fail(error, self._store)
-            if told is error:
-                raise
-            raise told from error
+            self._fail(error, self._store)
+            raise
         if self._heart is not None:
             self._heart.stop()
             self._heart = None
 
     # --- in the main thread -------------------------------------------------------------------------------------
 
-    def _fail(self, error: BaseException, store: dist.Store) -> BaseException:
-        """Says it everywhere, and returns what to raise: the error, or one that names the ranks behind it."""
-        rank = self._ranks.rank
-        self._arm(words_of(error, rank))
+    def _fail(self, error: BaseException, store: dist.Store) -> None:
+        words, rank = words_of(error, self._ranks.rank), self._ranks.rank
+        self._arm(words)
         self._ignore_signals()
-        if isinstance(error, dist.DistError) and self._heart is not None:
-            error = _lost_peers(self._heart.silent(), error, rank) or error
-        words = words_of(error, rank)
+        if isinstance(error, dist.DistError) and self._heart is not None and (lost := self._heart.silent()):
+            self._lost(_who_is_lost(lost, error, rank))
         if self._report is not None:
             self._say(words)
         message = words["message"]
@@ -123,7 +119,6 @@ class Ending:
             first = self._heart.fail(line) if self._heart is not None else announce(store, line)
         # Rank 0's error reaches the user by itself, and a mistake in the input is raised on every rank.
         self._say(words | {"message": line}, aloud=first and rank != 0 and not isinstance(error, InputError))
-        return error
 
     def _ignore_signals(self) -> None:
         """Ctrl-C is followed by the agent's SIGTERM, which must not break off what the first one began."""
@@ -149,7 +144,7 @@ class Ending:
     # --- in threads beside it -----------------------------------------------------------------------------------
 
     def _lost(self, line: str) -> None:
-        """Another rank has failed: this one ends, unless it is on its way out already."""
+        """Another rank has failed: this one ends, unless it is on its way out already. NCCL would hold it for long."""
         words = {"kind": "RunFailed", "message": line, "time": time.time()}
         if self._say(words):
             self._end(line)
@@ -214,16 +209,13 @@ class Ending:
             os.close(read)
 
 
-def _lost_peers(lost: list[int], error: dist.DistError, rank: int) -> RunFailed | None:
+def _who_is_lost(lost: list[int], error: dist.DistError, rank: int) -> str:
     """NCCL says that a connection broke, and not to whom."""
-    if not lost:
-        return None
     reason = str(error).strip().partition("\n")[0]
-    if len(lost) == 1:
-        who = f"rank {lost[0]} has ended or cannot be reached: the exchange with it"
-    else:
-        who = f"ranks {', '.join(map(str, lost))} have ended or cannot be reached: the exchange with them"
-    return RunFailed(f"{who} failed on rank {rank}: {reason}")
+    who, have, it = f"rank {lost[0]}", "has", "it"
+    if len(lost) > 1:
+        who, have, it = f"ranks {', '.join(map(str, lost))}", "have", "them"
+    return f"{who} {have} ended or cannot be reached: the exchange with {it} failed on rank {rank}: {reason}"
 
 
 def _interrupts(number: int) -> bool:

@@ -31,6 +31,19 @@ def working_dtype(precision: str) -> torch.dtype:
     return DTYPES[precision]
 
 
+class _StartFrom(torch.autograd.Function):
+    """loss.backward(start), without what torch imports to check a gradient that it is given: sympy, a second or two."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, start: Tensor) -> Tensor:
+        ctx.start = start
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.start.clone(), None  # a hook on the loss may change its gradient in place
+
+
 class LossScaler:
     """Dynamic loss scaling whose inf check rides on the optimizer's norm pass."""
 
@@ -60,10 +73,10 @@ class LossScaler:
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self._scale if self.enabled else loss
 
     def backward(self, loss: Tensor) -> None:
-        """`scale(loss).backward()`, but backward starts from a copy of the scale where it can: two kernels less."""
+        """`scale(loss).backward()`, but backward starts from a copy of the scale where it can: a kernel less."""
         start = self._scale
         if (loss.dtype, loss.shape, loss.device) == (start.dtype, start.shape, start.device):
-            loss.backward(start.clone())  # a hook on the loss may change its gradient in place
+            _StartFrom.apply(loss, start).backward()
         else:
             self.scale(loss).backward()
 
