@@ -129,7 +129,8 @@ def build_learner(
         sharded=config.scatters_gradients,
     )
     # On a GPU rates are device tensors in plain steps, too: both read the same fp32 numbers and give the same bits.
-    optimizer = build_optimizer(config.optim, model, arena, lr=config.schedule.lr, capturable=device.type == "cuda")
+    on_gpu = device.type == "cuda"
+    optimizer = build_optimizer(config.optim, model, arena, lr=config.schedule.lr, capturable=capturable or on_gpu)
     if config.comm.sharded_update and isinstance(optimizer, Muon):
         optimizer.share(comm)
     return Learner(
@@ -147,7 +148,7 @@ def build_learner(
         max_batch_per_rank=max_batch,
         fused=fused,
         capturable=capturable,
-        graph_memory=GraphMemory.of(device) if capturable else None,
+        graph_memory=GraphMemory.of(device) if capturable and on_gpu else None,
     )
 
 

@@ -25,8 +25,8 @@ class Validation:
     def __init__(self, config: Config, ranks: Ranks, learner: Learner, source: Source, batch_per_rank: int) -> None:
         """batch_per_rank: samples of a training micro-step, which fit."""
         self._config, self._ranks, self._learner, self._source = config, ranks, learner, source
-        graphs = CudaGraphs(learner.device, learner.graph_memory) if learner.capturable else None
-        self.backend: Backend | None = graphs
+        memory = learner.graph_memory
+        self.backend: Backend | None = None if memory is None else CudaGraphs(learner.device, memory)
         self._batch_per_rank = config.run.eval_batch_per_rank or even_batch(
             len(source), ranks.world_size, eval_limit(batch_per_rank, config.data.eval_size, learner.device)
         )

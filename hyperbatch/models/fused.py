@@ -24,7 +24,7 @@ from hyperbatch.models.whitenet import ConvGroup, ConvUnit, WhiteNet
 HALF_DTYPES = tuple(getattr(torch, name) for name in vocabulary.HALF_DTYPES)
 # What the kernels take the place of. A subclass may compute something else. Identity: where there is no max-pool.
 TYPES = (nn.Conv2d, Conv2d, BatchNorm2d, nn.ReLU, nn.MaxPool2d, nn.Identity, nn.Sequential, BasicBlock, Bottleneck)
-TYPES_OF_UNITS = (nn.SiLU, nn.GELU, ConvUnit, ConvGroup)
+UNIT_TYPES = (nn.Conv2d, BatchNorm2d, nn.SiLU, nn.GELU, nn.MaxPool2d, nn.Identity, ConvUnit, ConvGroup)
 
 
 def why_not_fused(model: nn.Module, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -43,7 +43,7 @@ def why_not_fused(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
             return f"{properties.name} has less shared memory than the kernels need (an A100's, at least)"
     for part in fused_parts(model):
         for name, module in model.get_submodule(part).named_modules(prefix=part):
-            reason = _why_not(name, module)
+            reason = _why_not(name, module, UNIT_TYPES if isinstance(model, WhiteNet) else TYPES)
             if reason is not None:
                 return reason
     return None
@@ -56,13 +56,12 @@ def fused_parts(model: ResNet | AlexNetBN | WhiteNet) -> tuple[str, ...]:
     return ("features",) if isinstance(model, AlexNetBN) else ("conv1", "bn1", "relu", "maxpool", *model.stages)
 
 
-def _why_not(name: str, module: nn.Module) -> str | None:
+def _why_not(name: str, module: nn.Module, types: tuple[type[nn.Module], ...]) -> str | None:
     """The same for one module: the kernels run in its place, whatever its own forward is."""
     if type(module) is nn.BatchNorm2d:
         return f"{name} averages its statistics in another way"
-    if type(module) not in (*TYPES, *TYPES_OF_UNITS) or (
-        type(module) is nn.Identity and name.rpartition(".")[2] not in ("maxpool", "pool")
-    ):
+    is_pool = name.rpartition(".")[2] in ("maxpool", "pool")
+    if type(module) not in types or (type(module) is nn.Identity and not is_pool):
         return f"{name} is of type {type(module).__name__}, which the kernels do not compute"
     if isinstance(module, nn.Conv2d):
         if not _takes(module.out_channels) or module.bias is not None:
@@ -71,6 +70,10 @@ def _why_not(name: str, module: nn.Module) -> str | None:
             return f"{name} pads in another way"
     if isinstance(module, ConvGroup) and len(module) != 2:
         return f"{name} has a shortcut, which the kernels for units do not add"
+    if isinstance(module, ConvUnit) and module.pooled:
+        pool = module.pool
+        if not isinstance(pool, nn.MaxPool2d) or (pool.kernel_size, pool.stride, pool.padding) != (2, 2, 0):
+            return f"{name} pools in another way"
     if isinstance(module, nn.GELU) and module.approximate != "none":
         return f"{name} is an approximation"
     if isinstance(module, nn.MaxPool2d) and (module.dilation != 1 or module.ceil_mode):

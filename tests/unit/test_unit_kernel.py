@@ -177,3 +177,6 @@ def test_what_the_kernels_do_not_compute_is_refused():
     model = _narrow()
     model.group1[0].act = nn.GELU("tanh")
     assert "approximation" in why_not_fused(model, torch.float16, cpu)
+    model = _narrow()
+    model.group2[0].pool = nn.MaxPool2d(3, 2, 1)
+    assert "group2.0 pools in another way" in why_not_fused(model, torch.float16, cpu)

@@ -230,7 +230,7 @@ def _peak_kernel(y, peak, tap, PIXELS, C, BC: tl.constexpr):
         place = tl.where(larger, i, place)
         best = tl.where(larger | (v != v), v, best)
     tl.store(peak + image * C + c, best, mask=inside)
-    tl.store(tap + image * C + c, place.to(tl.uint8), mask=inside)
+    tl.store(tap + image * C + c, place, mask=inside)
 
 
 @kernel(do_not_specialize=("PIXELS",))
@@ -239,7 +239,7 @@ def _peak_gradient_kernel(dpeak, tap, dy, PIXELS, C, BC: tl.constexpr):
     inside = c < C
     image = tl.program_id(0).to(tl.int64)
     g = tl.load(dpeak + image * C + c, mask=inside, other=0.0)
-    place = tl.load(tap + image * C + c, mask=inside, other=0).to(tl.int32)
+    place = tl.load(tap + image * C + c, mask=inside, other=0)
     for i in range(PIXELS):
         tl.store(dy + (image * PIXELS + i) * C + c, tl.where(place == i, g, 0.0).to(g.dtype), mask=inside)
 
@@ -308,13 +308,12 @@ def apply_unpool_gradient(
 
 
 class Peak(torch.autograd.Function):
-    """The maximum over all pixels of each image, at most 256: [n, c, h, w] -> [n, c]."""
+    """The maximum over all pixels of each image: [n, c, h, w] -> [n, c]."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
         n, c, h, w = y.shape
-        assert h * w <= 256
-        peak, tap = y.new_empty(n, c), torch.empty(n, c, dtype=torch.uint8, device=y.device)
+        peak, tap = y.new_empty(n, c), torch.empty(n, c, dtype=torch.int32, device=y.device)
         block = min(256, triton.next_power_of_2(c))
         _peak_kernel[(n, triton.cdiv(c, block))](y, peak, tap, h * w, c, BC=block, num_warps=1)
         ctx.save_for_backward(tap)
