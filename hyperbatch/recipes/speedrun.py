@@ -12,17 +12,19 @@ _BATCH = 1_536
 _LR = 0.205
 _SHIFT_LR = _BATCH * 0.0573
 _HEAD_LR = _BATCH * 0.5415 * (9 / 256) ** 2
-_STEPS = 243
+_STEPS = 260
 
 
 @recipe(
-    claim="94 % test accuracy after 7.5 epochs on one GPU: aimed at, not measured yet",
+    claim="94.0 % test accuracy after 8 epochs on one GPU (mean of 12 seeds: 93.98 %)",
     source="CIFAR-10 (Krizhevsky, 2009); network of airbench94 (Keller Jordan, arXiv 2404.00498), figures of "
     "hiverge/cifar10-speedrun",
     chosen=(
+        "8 epochs (hiverge: 7.6): after 7.5 the mean of 23 seeds is 93.8 %",
         "the bias of the whitening layer is not trained: its gradient would cost a tenth of a step",
         "matrices are scaled to their norm before every update (hiverge: every few)",
     ),
+    record="2026-11-16_cifar10_tuning",
 )
 def cifar10() -> Config:
     """A whitening network with identity convolutions, Muon, mirrors in turn, shifts with reflection, and six views of

@@ -367,7 +367,7 @@ def test_slices_must_part_the_ranks(case: str, message: str) -> None:
 
 
 def backend_per_device(rank: int) -> None:
-    """A group opened as "cpu:gloo,cuda:nccl". Here gloo stands in for NCCL: what counts is who issues on which group."""
+    """A group opened as "cpu:gloo,cuda:nccl". Here gloo stands in for NCCL: who issues on which group counts."""
     assert not cuda_uses_nccl()
     assert dist.get_backend_config() == "cpu:gloo,cuda:gloo"
     threads = threading.active_count()
@@ -533,6 +533,6 @@ def test_values_of_the_doctor_are_exact_in_bf16_and_tell_places_and_ranks_apart(
     assert torch.equal(values.bfloat16().long(), values)
     assert (values.max(1).values > 0).all(), "every rank adds something: one that is left out is missed"
     # Neighbouring shards swapped, or one of them doubled, would show.
-    for shards in (2, 3, 8):
-        parts = total[: 1029 // shards * shards].view(shards, -1)
+    for count in (2, 3, 8):
+        parts = total[: 1029 // count * count].view(count, -1)
         assert all((left != right).any() for left, right in pairwise(parts))

@@ -159,10 +159,10 @@ def test_an_inf_in_one_part_skips_the_step_on_all_ranks() -> None:
 def refuse(rank: int) -> None:
     model = Net()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(ValueError, match="fused=True, but .* DTensors"):
+    with pytest.raises(ValueError, match=r"fused=True, but .* DTensors"):
         LARS(model.parameters(), lr=0.1, fused=True)
     for kind in (LARS, LAMB):
-        with pytest.raises(ValueError, match="foreach=False .* DTensor"):
+        with pytest.raises(ValueError, match=r"foreach=False .* DTensor"):
             kind(model.parameters(), lr=0.1, foreach=False)
     with pytest.raises(ValueError, match="Muon needs whole matrices and takes no DTensor parameters"):
         Muon(model.parameters(), lr=0.1)

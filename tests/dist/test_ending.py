@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ from hyperbatch.record import RunRecord
 class Graph:
     """Holds the process group from its capture until it is reset, or nobody refers to it any more."""
 
-    alive: weakref.WeakSet[Graph] = weakref.WeakSet()
+    alive: ClassVar[weakref.WeakSet[Graph]] = weakref.WeakSet()
 
     def __init__(self, run, before):
         self.run, self.before = run, before
@@ -186,7 +187,7 @@ def test_a_device_that_is_stuck_does_not_hold_up_the_end(tmp_path, launched_by_u
 
 
 def is_stopped(rank, folder, port, number):
-    """Both wait inside a graph; rank 0 is told to stop and cannot hear it. It holds the store, and rank 1 still hears."""
+    """Both wait inside a graph; rank 0 is told to stop and cannot hear it. It has the store; rank 1 still hears."""
     timer = threading.Timer(0.5, os.kill, (os.getpid(), number))
     start(rank, folder, port, Holding({3: lambda: (rank == 0 and timer.start(), stuck())}))
 

@@ -1,4 +1,4 @@
-"""Evaluation in a run: views, averaged weights, captured counting, several ranks, and what the run's files say of it."""
+"""Evaluation in a run: views, averaged weights, captured counting, several ranks, and what a run's files say."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from test_step_runner import Played
 from test_training import train as train_and_load
-from toy import config, data, flat_weights, normed, same_bits
 from torch import nn
+from toy import config, data, flat_weights, normed, same_bits
 
 from hyperbatch import checkpoint
 from hyperbatch.cli import main

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hyperbatch.arena import Arena
-from hyperbatch.params import backward_order
 from hyperbatch.comm import GradSync, GridComm, broadcast_weights, runner, usage, weights
 from hyperbatch.comm import sync as sync_module
 from hyperbatch.errors import InputError
+from hyperbatch.params import backward_order
 from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.types import GroupPlan, RankGrid
 

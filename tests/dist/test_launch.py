@@ -60,7 +60,7 @@ def test_two_by_two_torus_then_eval_export_report_and_resume(tmp_path):
 
 
 def test_the_default_reaches_its_target(tmp_path):
-    """What `make train` runs, from a folder with a space in its name: exit code 0, the record says how it was reached."""
+    """What `make train` runs, from a folder with a space in its name: exit code 0, the record says how."""
     folder = tmp_path / "some where"
     folder.mkdir()
     done = hyperbatch("train", "--json", "--device", "cpu", cwd=folder)

@@ -11,15 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyperbatch.arena import Arena
 from hyperbatch.comm import GradSync, GridComm
-from hyperbatch.errors import InputError
 from hyperbatch.engine.snapshot import load_named_state, named_state
+from hyperbatch.errors import InputError
 from hyperbatch.optim import base
 from hyperbatch.optim.build import set_rate
 from hyperbatch.optim.lamb import LAMB
 from hyperbatch.optim.lars import LARS
-from hyperbatch.params import param_groups
 from hyperbatch.optim.precision import LossScaler
 from hyperbatch.optim.sharded import ShardedUpdate
+from hyperbatch.params import param_groups
 from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.types import RankGrid
 

@@ -1,4 +1,4 @@
-"""The stopwatch: what it counts, and that every rank gets the slowest rank's time. How long a call took decides nothing."""
+"""The stopwatch: what it counts; every rank gets the slowest rank's time. How long a call took decides nothing."""
 
 import time
 

@@ -4,6 +4,7 @@ test_step_runner."""
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 
 import pytest
@@ -174,7 +175,7 @@ def test_times_within_a_stride_are_even(tmp_path):
     times = [row["time_s"] for row in rows if row["event"] == "step"]
     assert times == sorted(times)
     for stride in (times[:5], times[5:]):
-        gaps = [b - a for a, b in zip(stride, stride[1:])]
+        gaps = [b - a for a, b in itertools.pairwise(stride)]
         assert gaps == pytest.approx([gaps[0]] * 4)
 
 

@@ -322,7 +322,7 @@ def in_a_group_for_gpus_alone(rank, folder):
         buffers = gather_rows(dict(model.named_buffers()), ranks)
         shared = share(f"of rank {rank}", ranks)
         lines = of_all_ranks([f"line {rank}"], ranks)
-        with pytest.raises(InputError, match="rank 1: wrong"), errors_shared(ranks):
+        with pytest.raises(InputError, match="rank 1: wrong"), errors_shared(ranks):  # noqa: PT012
             if rank == 1:
                 raise InputError("wrong")
     return shared, lines, buffers["running_mean"].tolist()

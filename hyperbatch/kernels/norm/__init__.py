@@ -19,9 +19,10 @@ Each way of doing it has a file, and a reference that it must agree with:
     product      after a 1x1 convolution, from the moments of its input:         two_pass after torch's convolution
     moments      no read of the convolution's output
     pool         with a max-pool behind, which stores nothing of x's size        torch.batch_norm, relu, max_pool2d
+    unit         with a max-pool before, and SiLU or GELU behind                 torch.max_pool2d, batch_norm, silu
 
 and they share how rows are dealt to programs (tiles) and how programs add up what they found (sums). The tests hold all
-of them to float64: tests/norm_reference.py, product_reference.py, pool_reference.py.
+of them to float64: tests/norm_reference.py, product_reference.py, pool_reference.py, unit_reference.py.
 """
 
 from hyperbatch.kernels.norm.dispatch import join_backward, norm_join, norm_relu, norm_relu_backward
