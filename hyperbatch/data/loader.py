@@ -13,7 +13,6 @@ import contextlib
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -31,8 +30,6 @@ from hyperbatch.kernels import has_triton
 from hyperbatch.schedule import Step, Stride
 
 _PLAIN_PIXELS = 1 << 24  # of a batch that `plain` makes: 16,384 images of 32 px, 334 of 224
-_KEPT_BYTES = 256 << 20  # of normalised evaluation images
-_kept: WeakKeyDictionary[ArraySource, dict[Any, list[Batch]]] = WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -165,28 +162,15 @@ def eval_batches(
     """Every sample exactly once over all ranks; the same number of equally shaped batches on each.
 
     An unreadable sample is shown as a black image under its own label, so the count of samples never changes, and
-    adds a line to `bad_samples`. A small set that lies in device memory is normalised once: its batches are kept as
-    long as the source is.
+    adds a line to `bad_samples`.
     """
-    choice = config, batch_per_rank, rank, world_size, device, dtype
-    kept = _kept.setdefault(source, {}) if isinstance(source, ArraySource) else {}
-    if choice in kept:
-        yield from kept[choice]
-        return
     maker = _make_maker(source, config, device, dtype, ranks_per_host, Meter(), exact=True)
-    plans = list(_eval_plans(len(source), batch_per_rank, rank, world_size, config.eval_size))
-    needed_bytes = len(plans) * batch_per_rank * config.eval_size**2 * source.channels * dtype.itemsize
-    keep = isinstance(maker, DeviceMaker) and maker.needs_no_host(plans[0]) and needed_bytes <= _KEPT_BYTES
-    batches: list[Batch] = []
-    with contextlib.closing(maker.run(iter(plans))) as made:
+    plans = _eval_plans(len(source), batch_per_rank, rank, world_size, config.eval_size)
+    with contextlib.closing(maker.run(plans)) as made:
         for batch, bad in made:
             if bad_samples is not None:
                 bad_samples.extend(line for _, line in bad)
-            if keep:
-                batches.append(batch)
             yield batch
-    if keep:
-        kept[choice] = batches
 
 
 def _eval_plans(samples: int, batch_per_rank: int, rank: int, world_size: int, size: int) -> Iterator[BatchPlan]:

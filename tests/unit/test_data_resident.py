@@ -22,7 +22,7 @@ from hyperbatch.data.batch import BatchPlan, StreamPlan
 from hyperbatch.data.cache import DeviceCache
 from hyperbatch.data.gpu.maker import DeviceMaker
 from hyperbatch.data.host import HostMaker
-from hyperbatch.data.loader import TrainLoader, eval_batches
+from hyperbatch.data.loader import TrainLoader
 from hyperbatch.data.source import ArraySource
 from hyperbatch.data.stream import Stretches
 from hyperbatch.schedule import resolve_phases, steps
@@ -267,26 +267,6 @@ def test_one_plan_of_many_steps_holds_their_batches():
         (one,), many = made(maker, together), made(maker, *apart)
         assert torch.equal(one.images, torch.cat([batch.images for batch in many]))
         assert torch.equal(one.labels, torch.cat([batch.labels for batch in many]))
-
-
-@inside
-def test_an_evaluation_set_is_normalised_once_and_kept_with_its_source(device_loader, monkeypatch):
-    source = arrays(30)
-    options = {"batch_per_rank": 16, "rank": 0, "world_size": 1, "device": CPU, "dtype": torch.float32}
-    first = list(eval_batches(source, RECORD, **options))
-    again = list(eval_batches(source, RECORD, **options))
-    assert len(device_loader) == 1
-    assert len(first) == len(again) == 2
-    assert all(ours is theirs for ours, theirs in zip(first, again, strict=True))
-    assert sum(int(batch.mask.sum()) for batch in again) == 30
-    # Another shape, another source and what is too large are made anew.
-    list(eval_batches(source, RECORD, **{**options, "batch_per_rank": 30}))
-    list(eval_batches(arrays(30), RECORD, **options))
-    assert len(device_loader) == 3
-    monkeypatch.setattr(loader, "_KEPT_BYTES", 1000)
-    list(eval_batches(source, PLAIN, **options))
-    list(eval_batches(source, PLAIN, **options))
-    assert len(device_loader) == 5
 
 
 # --- what is compiled
