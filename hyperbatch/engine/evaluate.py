@@ -33,6 +33,8 @@ from hyperbatch.models.norm import merge_over_ranks, norm_buffers
 from hyperbatch.models.tta import VIEWS, plain_and_averaged
 from hyperbatch.optim.averaging import WeightAverage
 
+PIXELS = 2500 * 32 * 32  # of a batch on a GPU, at least: smaller ones leave it idle
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
@@ -152,6 +154,18 @@ def _real(batch: Batch) -> Tensor:
     return torch.ones_like(batch.labels, dtype=torch.bool) if batch.mask is None else batch.mask
 
 
+def eval_limit(training_batch_per_rank: int, image_size: int, device: torch.device) -> int:
+    """Samples that evaluation takes at once: it keeps no activations, so training's batch always fits."""
+    return max(training_batch_per_rank, PIXELS // image_size**2 if device.type == "cuda" else 0)
+
+
+def even_batch(samples: int, world_size: int, limit: int) -> int:
+    """The largest batch within the limit that leaves the least padding: 10,000 samples in batches of at most 3,000 are
+    four of 2,500."""
+    per_rank = max(1, -(-samples // world_size))
+    return -(-per_rank // -(-per_rank // limit))
+
+
 def evaluate_checkpoint(
     path: Path,
     *,
@@ -182,7 +196,9 @@ def evaluate_checkpoint(
         batches = eval_batches(
             eval_set,
             config.data,
-            batch_per_rank=config.run.eval_batch_per_rank or 256,
+            # As a run on one GPU does: which images are the least certain of a batch depends on it (tta_share).
+            batch_per_rank=config.run.eval_batch_per_rank
+            or even_batch(len(eval_set), 1, max(256, PIXELS // config.data.eval_size**2)),
             rank=0,
             world_size=1,
             device=place,

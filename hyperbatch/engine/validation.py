@@ -11,11 +11,10 @@ from hyperbatch.data.batch import Batch
 from hyperbatch.data.loader import eval_batches
 from hyperbatch.data.source import ArraySource, Source
 from hyperbatch.engine.cuda_graphs import Backend, CudaGraphs
-from hyperbatch.engine.evaluate import Evaluator, Score
+from hyperbatch.engine.evaluate import Evaluator, Score, eval_limit, even_batch
 from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.ranks import Ranks
 
-PIXELS = 2500 * 32 * 32  # of a batch on a GPU, at least: smaller ones leave it idle
 KEPT_BYTES = 256 << 20  # of batches that stay in memory, ready to be shown
 
 
@@ -81,15 +80,3 @@ class Validation:
             ranks_per_host=self._ranks.local_size,
             bad_samples=self.bad_samples,
         )
-
-
-def eval_limit(training_batch_per_rank: int, image_size: int, device: torch.device) -> int:
-    """Samples that evaluation takes at once: it keeps no activations, so training's batch always fits."""
-    return max(training_batch_per_rank, PIXELS // image_size**2 if device.type == "cuda" else 0)
-
-
-def even_batch(samples: int, world_size: int, limit: int) -> int:
-    """The largest batch within the limit that leaves the least padding: 10,000 samples in batches of at most 3,000 are
-    four of 2,500."""
-    per_rank = max(1, -(-samples // world_size))
-    return -(-per_rank // -(-per_rank // limit))

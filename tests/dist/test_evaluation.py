@@ -20,10 +20,9 @@ from hyperbatch import checkpoint
 from hyperbatch.cli import main
 from hyperbatch.data.batch import Batch
 from hyperbatch.engine import loop, validation
-from hyperbatch.engine.evaluate import Evaluator, Score, evaluate_checkpoint
+from hyperbatch.engine.evaluate import Evaluator, Score, eval_limit, evaluate_checkpoint, even_batch
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.engine.run import build_run
-from hyperbatch.engine.validation import even_batch
 from hyperbatch.models.tta import VIEWS, averaged_logits
 from hyperbatch.report.summary import summary
 
@@ -201,9 +200,9 @@ def test_batches_are_even():
     assert even_batch(50, 2, 24) == 13
     assert even_batch(1, 4, 24) == 1
     assert even_batch(7, 1, 7) == 7
-    assert validation.eval_limit(512, 32, torch.device("cuda")) == 2_500
-    assert validation.eval_limit(512, 224, torch.device("cuda")) == 512
-    assert validation.eval_limit(512, 32, CPU) == 512
+    assert eval_limit(512, 32, torch.device("cuda")) == 2_500
+    assert eval_limit(512, 224, torch.device("cuda")) == 512
+    assert eval_limit(512, 32, CPU) == 512
 
 
 AVERAGES = {
