@@ -15,7 +15,8 @@ from hyperbatch.report.markup import Html, el
 from hyperbatch.report.style import CHART_CSS
 from hyperbatch.report.timing import GROUP_COLOR, LEFT, STEP, WIDTH, timeline
 
-MARGIN, HEAD = 12, 40  # around a chart; for its title and key
+MARGIN, HEAD = 12, 40  # around a chart; for its title and a line of its key
+KEY_LINE = 16  # for each further line of the key
 
 Series = Mapping[str, Sequence[tuple[float, float]]]
 
@@ -62,34 +63,39 @@ def cost_chart(title: str, sweeps: Mapping[str, Sequence[Mapping[str, Any]]], wh
 def charts_picture(*shown: Chart) -> str:
     """Charts in one picture, two in a row."""
     columns = min(2, len(shown))
-    width, height = charts.WIDTH + 2 * MARGIN, HEIGHT + HEAD + MARGIN
+    keys = [_key([(line.label, line.color) for line in chart.lines if not line.faint]) for chart in shown]
+    head = HEAD + KEY_LINE * max(0, *(lines - 1 for _, lines in keys))
+    width, height = charts.WIDTH + 2 * MARGIN, HEIGHT + head + MARGIN
     places = [(i % columns * width + MARGIN, i // columns * height) for i in range(len(shown))]
     panels = []
     for i, (chart, (x, y)) in enumerate(zip(shown, places, strict=True)):
         title = el("text", chart.title, x=0, y=18, cls="ink", font_size=13, font_weight=600)
-        body = el("g", marks(replace(chart, key=f"chart{i}")), transform=f"translate(0 {HEAD})")
-        named = [(line.label, line.color) for line in chart.lines if not line.faint]
-        key = _key(named) if len(named) > 1 else None
+        body = el("g", marks(replace(chart, key=f"chart{i}")), transform=f"translate(0 {head})")
+        entries = keys[i][0]
+        key = entries if len(entries) > 2 else None  # of more than one name
         panels.append(el("g", title, key, body, transform=f"translate({x} {y})"))
     words = "; ".join(f"{chart.title}: {in_words(chart)}" for chart in shown)
     return _file(panels, columns * width, -(-len(shown) // columns) * height, words)
 
 
-def _key(names: Sequence[tuple[str, int]]) -> list[Html]:
-    """Names beside their colours; a name of n letters is about 7 n wide."""
-    entries, x = [], 0
+def _key(names: Sequence[tuple[str, int]], width: float = charts.WIDTH) -> tuple[list[Html], int]:
+    """Names beside their colours, in as many lines as they need; a name of n letters is about 7 n wide."""
+    entries, x, line = [], 0, 0
     for name, index in names:
-        entries.append(el("rect", x=x, y=26, width=9, height=9, rx=3, fill=color(index)))
-        entries.append(el("text", name, x=x + 14, y=34))
+        if x and x + 14 + 7 * len(name) > width:
+            x, line = 0, line + 1
+        entries.append(el("rect", x=x, y=26 + KEY_LINE * line, width=9, height=9, rx=3, fill=color(index)))
+        entries.append(el("text", name, x=x + 14, y=34 + KEY_LINE * line))
         x += 30 + 7 * len(name)
-    return entries
+    return entries, line + 1
 
 
 def timeline_picture(steps: Mapping[str, StepTiming]) -> str:
     """Steps as time lines to one scale, each under its title."""
     drawn, height = timeline(steps)
     shown = {name for timing in steps.values() for name, _, _ in timing.parts()}
-    key = _key([names for part, names in STEP.items() if part in shown] + [("a group's all-reduce", GROUP_COLOR)])
+    named = [names for part, names in STEP.items() if part in shown] + [("a group's all-reduce", GROUP_COLOR)]
+    key, _ = _key(named, width=WIDTH)
     body = el("g", drawn, transform=f"translate(0 {HEAD})")
     panel = el("g", el("g", key, transform=f"translate({LEFT} -12)"), body, transform=f"translate({MARGIN} 0)")
     return _file([panel], WIDTH + 2 * MARGIN, height + HEAD, f"time lines of {', '.join(steps)}")

@@ -89,7 +89,7 @@ p { margin: 0 0 10px; }
 .switch button[aria-pressed=true] { background: var(--grid); color: var(--ink); font-weight: 600; }
 button:focus-visible, summary:focus-visible { outline: 2px solid var(--c0); outline-offset: -2px; }
 .charts {
-  display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 22px 28px;
+  display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr)); gap: 22px 28px;
   margin-top: 14px;
 }
 .split {

@@ -83,14 +83,16 @@ def _cell(point: PointResult, *, best: bool) -> Html:
 
 
 def _drawn(points: Sequence[PointResult]) -> Html | None:
-    figures = []
-    for chart in sweep_charts(points):
+    figures, shown = [], sweep_charts(points)
+    for chart in shown:
         named = [(line.label, line.color) for line in chart.lines if not line.faint]
         key = el("div", [el("span", swatch(color), label) for label, color in named], cls="key")
         figures.append(el("div", charts.draw(chart), key if len(named) > 1 else None))
     if not figures:
         return None
-    return card("Curves", "Faint lines bound the confidence interval of a mean.", el("div", figures, cls="charts"))
+    faint = any(line.faint for chart in shown for line in chart.lines)
+    note = "Faint lines bound the confidence interval of a mean." if faint else ""
+    return card("Curves", note, el("div", figures, cls="charts"))
 
 
 def _points(points: Sequence[PointResult]) -> Html | None:
