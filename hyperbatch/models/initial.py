@@ -28,7 +28,9 @@ def dirac_(model: nn.Module) -> None:
         if isinstance(module, nn.Conv2d) and module.groups == 1 and module.weight.requires_grad:
             sides = module.kernel_size
             if all(side % 2 for side in sides) and max(sides) > 1:
-                nn.init.dirac_(module.weight[: module.in_channels])
+                # As nn.init.dirac_, which goes channel by channel: a tenth of a second for a small network.
+                first = module.weight[: module.in_channels].zero_()
+                first[:, :, sides[0] // 2, sides[1] // 2].fill_diagonal_(1.0)
 
 
 def whitening_layer(model: nn.Module) -> tuple[str, nn.Conv2d]:
