@@ -244,13 +244,7 @@ def _layer_factors(group, weight_norm, own, settings, MATRIX: tl.constexpr, SCAL
 
 @triton.jit
 def _apply_layer(
-    row,
-    n,
-    address,
-    copy_address,
-    own,
-    place,
-    weight_norm,
+    layer,
     tables,
     MATRIX: tl.constexpr,
     IS_HALF: tl.constexpr,
@@ -261,6 +255,7 @@ def _apply_layer(
     BLOCK: tl.constexpr,
 ):
     """The sum of squares of the new weights of one chunk."""
+    row, n, address, copy_address, own, place, weight_norm = layer
     matrices, settings = tables
     start = tl.multiple_of(tl.load(row + 5).to(tl.int32), BLOCK)  # chunks are whole blocks, but for a layer's last
     weight = _pointer(tl.load(row), tl.float32, ALIGNED)
@@ -341,79 +336,16 @@ def apply_kernel(
         place = tl.load(places + layer)
         own = factors + place * FACTORS
         tables = (matrices, (numbers, rates, grad_scale))
+        of_layer = (row, n, address, copy, own, place, weight_norm)
         # One branch for the whole chunk: within its loop it would cost 5 %.
         if HAS_HALF and copy != 0:
             if place >= 0:
-                total = _apply_layer(
-                    row,
-                    n,
-                    address,
-                    copy,
-                    own,
-                    place,
-                    weight_norm,
-                    tables,
-                    True,
-                    True,
-                    SCALED,
-                    DTYPE,
-                    HALF,
-                    ALIGNED,
-                    BLOCK,
-                )
+                total = _apply_layer(of_layer, tables, True, True, SCALED, DTYPE, HALF, ALIGNED, BLOCK)
             else:
-                total = _apply_layer(
-                    row,
-                    n,
-                    address,
-                    copy,
-                    own,
-                    place,
-                    weight_norm,
-                    tables,
-                    False,
-                    True,
-                    SCALED,
-                    DTYPE,
-                    HALF,
-                    ALIGNED,
-                    BLOCK,
-                )
+                total = _apply_layer(of_layer, tables, False, True, SCALED, DTYPE, HALF, ALIGNED, BLOCK)
         else:
             if place >= 0:
-                total = _apply_layer(
-                    row,
-                    n,
-                    address,
-                    copy,
-                    own,
-                    place,
-                    weight_norm,
-                    tables,
-                    True,
-                    False,
-                    SCALED,
-                    DTYPE,
-                    HALF,
-                    ALIGNED,
-                    BLOCK,
-                )
+                total = _apply_layer(of_layer, tables, True, False, SCALED, DTYPE, HALF, ALIGNED, BLOCK)
             else:
-                total = _apply_layer(
-                    row,
-                    n,
-                    address,
-                    copy,
-                    own,
-                    place,
-                    weight_norm,
-                    tables,
-                    False,
-                    False,
-                    SCALED,
-                    DTYPE,
-                    HALF,
-                    ALIGNED,
-                    BLOCK,
-                )
+                total = _apply_layer(of_layer, tables, False, False, SCALED, DTYPE, HALF, ALIGNED, BLOCK)
         tl.store(new_weight_partials + c, total)
