@@ -9,9 +9,9 @@ that cannot be written costs that checkpoint and a warning; the run goes on, and
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
@@ -30,7 +30,7 @@ class Saver:
             ...
             if saver.due(step):
                 saver.save()
-        saver.wait()             # True: the newest checkpoint is on the disk
+        saver.wait_on_all_ranks()    # True: the newest checkpoint is on the disk
 
     Leaving the context waits for the write that is under way, after an error, too.
     """
@@ -47,9 +47,8 @@ class Saver:
         every_s = 0.0 if self._folder is None else 60 * config.checkpoint_every_minutes
         self._deadline = Deadline(every_s, run.ranks, step=run.progress.step)
         self._memory = HostMemory()
-        self._thread: threading.Thread | None = None
-        self._written = True  # whether the last checkpoint is on the disk
-        self._bug: BaseException | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hyperbatch-checkpoint")
+        self._write: Future[bool] | None = None  # of the last checkpoint
         if self._folder is not None and run.ranks.rank == 0:
             durable.remove_partials(self._folder)
             self._memory.copy(tensors_of(run.learner))  # pinning takes longer than a copy: not on the run's time
@@ -73,42 +72,33 @@ class Saver:
         self.wait()  # the write before it still reads the memory
         saved = snapshot(self._run, self._memory)
         if saved is not None:
-            self._written = False
-            self._thread = threading.Thread(
-                target=self._write, args=(self._folder, saved), name="hyperbatch-checkpoint"
-            )
-            self._thread.start()
+            self._write = self._thread.submit(self._written, self._folder, saved)
 
     def wait(self) -> bool:
         """Until no write is under way. Returns whether the last checkpoint is on the disk: False after a warning. On
-        other ranks than 0 it returns True at once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._bug is not None:
-            bug, self._bug = self._bug, None
-            raise bug
-        return self._written
+        other ranks than 0 it returns True at once. What went wrong by our own fault is raised here."""
+        return self._write is None or self._write.result()
 
-    def _write(self, folder: Path, saved: Checkpoint) -> None:
+    def wait_on_all_ranks(self) -> bool:
+        """As `wait`, but no rank returns before rank 0 has written, and all get its answer: for ranks that end next."""
+        return share(self.wait(), self._run.ranks)
+
+    def _written(self, folder: Path, saved: Checkpoint) -> bool:
+        """In the thread."""
         config = self._run.config.run
         try:
             checkpoint.save(folder, owned(saved), keep=config.keep_checkpoints, keep_best=config.keep_best)
-            self._written = True
         except OSError as error:
             step, reason = saved.progress.step, error.strerror or error
             self._warn(f"the checkpoint of step {step} could not be written: {reason}; the run goes on without it")
-        except BaseException as error:  # nobody's fault but ours: raised where somebody sees it
-            self._bug = error
+            return False
+        return True
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self.wait()
-        elif self._thread is not None:
-            self._thread.join()
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
 
 
 class Deadline:

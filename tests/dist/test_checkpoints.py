@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -90,6 +91,34 @@ def test_a_run_that_fails_finishes_the_write_that_is_under_way(tmp_path, monkeyp
     with pytest.raises(MemoryError):
         train(1, tmp_path, checkpoint_every_steps=3)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003.pt"]
+
+
+def waits(rank, values, fails):
+    """What each wait answered, and the files that were there then."""
+    write, found = checkpoint.save, []
+
+    def slow(folder, saved, **options):
+        time.sleep(0.2)  # rank 1 comes first
+        if fails:
+            raise OSError(5, "Input/output error")
+        return write(folder, saved, **options)
+
+    def wait(self):
+        answer = saver.Saver.wait_on_all_ranks(self)
+        found.append((answer, sorted(path.name for path in (self._folder or Path()).glob("step-*"))))
+        return answer
+
+    checkpoint.save = slow
+    save = saver.Saver.save
+    saver.Saver.save = lambda self: (save(self), wait(self))
+    run(config(**values), ranks_here())
+    return found
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_every_rank_can_wait_until_a_checkpoint_is_on_the_disk(tmp_path, fails):
+    first, second = run_ranks(2, waits, {"out": str(tmp_path), "max_steps": 2}, fails)
+    assert first == second == [(not fails, [] if fails else ["step-00000002.pt"])]
 
 
 # Full disks
