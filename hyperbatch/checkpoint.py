@@ -2,13 +2,20 @@
 
 `Checkpoint` is what the file holds. Tensors are kept by name, so that another number of ranks can read them; only the
 batch-norm statistics, which differ between ranks, are merged then. engine/snapshot.py takes a checkpoint of a run and
-continues a run from one.
+continues a run from one; engine/saver.py writes it while the run goes on.
+
+Two kinds of checksums are compared when a file is read. The file's own (durable.py) says that its bytes are those that
+were written; nothing of a file is looked at before. Those of its tensors say that each has the values that were taken.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
+import json
 import re
+import shutil
+import warnings
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -17,6 +24,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from hyperbatch import durable
 from hyperbatch.config import Config, format_value
 from hyperbatch.config import fields as config_fields
 from hyperbatch.errors import InputError
@@ -24,6 +32,8 @@ from hyperbatch.models.norm import merge_norm_statistics
 from hyperbatch.plan.types import GroupPlan
 
 FORMAT = 1
+TABLES = ("model", "norm", "optimizer", "average", "average_norm")  # fields that hold tensors
+BEST = "best.pt"  # a link to the checkpoint of the best evaluation
 
 
 @dataclass(slots=True)
@@ -36,6 +46,16 @@ class Progress:
     top1_plain: float | None = None  # without test-time augmentation, where there is some
     time_to_target_s: float | None = None
     evaluated_s: float = 0.0  # the run's time when the last evaluation ended
+    evaluated_step: int = 0  # steps done at the last evaluation
+    best_step: int = 0  # of the checkpoints that followed an evaluation: the best one's
+    best_top1: float | None = None
+
+    def note_best(self) -> None:
+        """To be called when a checkpoint is taken; of several with the same accuracy the first stays the best."""
+        if self.top1 is None or self.evaluated_step != self.step:
+            return
+        if self.best_top1 is None or self.top1 > self.best_top1:
+            self.best_step, self.best_top1 = self.step, self.top1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,22 +128,37 @@ class Checkpoint:
         return "averaged" if averaged and self.config.optim.averaging == "ema" else "trained"
 
 
-def save(folder: Path, saved: Checkpoint, *, keep: int) -> Path:
-    """Writes step-N.pt by an atomic move after the bytes are on disk, then drops all but the newest `keep`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step-{saved.progress.step:08d}.pt"
-    partial = path.with_suffix(".partial")
-    with open(partial, "wb") as file:
-        torch.save(saved.to_dict(), file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+def save(folder: Path, saved: Checkpoint, *, keep: int, keep_best: bool = True) -> Path:
+    """Writes step-N.pt (`durable.write`), then drops all but the newest `keep` and, if asked, the best one."""
+    durable.make_folder(folder)
+    path = _path(folder, saved.progress.step)
+    values = saved.to_dict() | {"checksums": checksums(saved.to_dict())}
+    durable.write(path, lambda file: torch.save(values, file))
+    best = _path(folder, saved.progress.best_step)
     files = _files(folder)
     newest = files.index(path)
     # Later files are of an attempt that this run went back behind; they must not pass for its newest.
     for old in [*files[: max(0, newest + 1 - keep)], *files[newest + 1 :]]:
-        old.unlink(missing_ok=True)
+        if not (keep_best and old == best):
+            old.unlink(missing_ok=True)
+    _link_best(folder / BEST, best)
     return path
+
+
+def _link_best(link: Path, best: Path) -> None:
+    """Gives the best checkpoint a second name, if it is kept and the file system has links."""
+    with contextlib.suppress(OSError):
+        if not best.exists():
+            link.unlink(missing_ok=True)
+        elif not link.is_symlink() or link.readlink() != Path(best.name):
+            partial = link.with_suffix(durable.PARTIAL)
+            partial.unlink(missing_ok=True)
+            partial.symlink_to(best.name)
+            partial.replace(link)
+
+
+def _path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}.pt"
 
 
 def _files(folder: Path) -> list[Path]:
@@ -135,7 +170,9 @@ def load(path: Path) -> Checkpoint:
     if path.is_dir():
         return _load_newest(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     try:
-        values = torch.load(path, map_location="cpu", weights_only=True)
+        values = _read(path)
+    except InputError:
+        raise
     except FileNotFoundError:
         raise InputError(f"checkpoint {path} does not exist") from None
     except Exception as error:
@@ -146,6 +183,27 @@ def load(path: Path) -> Checkpoint:
         return replace(Checkpoint.from_dict(values), path=str(path))
     except (KeyError, TypeError) as error:
         raise InputError(f"checkpoint {path} is not complete: {error}") from error
+
+
+def _read(path: Path) -> Any:
+    """What torch.save wrote there, whoever called it. InputError where a checksum does not match."""
+    checked = durable.check(path)
+    values = torch.load(path, map_location="cpu", weights_only=True)
+    if not _is_checkpoint(values) or "checksums" not in values:  # an older one has none
+        return values
+    if not checked:
+        raise InputError(f"checkpoint {path} is damaged: its checksum is missing")
+    found, written = checksums(values), values["checksums"]
+    changed = [name for name in found | written if found.get(name) != written.get(name)]
+    if changed:
+        raise InputError(f"checkpoint {path} is damaged: {changed[0]} does not match its checksum")
+    return values
+
+
+def checksums(values: Mapping[str, Any]) -> dict[str, int]:
+    """CRC-32 of each tensor of a checkpoint's values, e.g. of `model/fc.weight`."""
+    tensors = {f"{table}/{name}": tensor for table in TABLES for name, tensor in values.get(table, {}).items()}
+    return {name: zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy()) for name, tensor in tensors.items()}
 
 
 def _known(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,7 +257,9 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
         return load(path).weights()
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = _read(path)
+    except InputError:
+        raise
     except Exception as error:
         raise InputError(f"{path} is no weights file: neither .safetensors nor what torch.save writes") from error
     if _is_checkpoint(state):
@@ -253,4 +313,47 @@ def export(run: Path, output: Path | None = None, *, averaged: bool = True) -> P
         save_file(tensors, path, metadata=metadata)
     except Exception as error:
         raise InputError(f"{path} cannot be written: {error}; choose another --output") from None
+    return path
+
+
+def export_dcp(run: Path, output: Path | None = None, *, averaged: bool = True) -> Path:
+    """Writes a run's newest checkpoint as a folder that torch.distributed.checkpoint loads on any number of ranks.
+
+        model.NAME                       weights and merged batch-norm statistics, as `export` writes them
+        optimizer.state.NAME.KEY         e.g. momentum_buffer, named as by get_optimizer_state_dict
+        hyperbatch.json                  beside them: config and progress, to be read by people and scripts
+
+    averaged: as for `Checkpoint.weights`.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+    saved = load(run)
+    path = output or (run if run.is_dir() else run.parent) / "model.dcp"
+    if path.exists():
+        raise InputError(f"{path} exists already; remove it or choose another --output")
+    state: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in saved.optimizer.items():
+        key, _, parameter = name.partition("/")
+        if parameter in saved.model and key != "master":  # the weights are the masters
+            state.setdefault(parameter, {})[key] = tensor
+    about = {
+        "config": saved.config.to_dict(),
+        "progress": asdict(saved.progress),
+        "classes": saved.classes,
+        "weights": saved.which(averaged=averaged),
+    }
+    partial = path.with_name(path.name + durable.PARTIAL)
+    try:
+        partial.mkdir()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is .*single process")  # it was told so
+            tensors = {"model": saved.weights(averaged=averaged), "optimizer": {"state": state}}
+            save_dcp(tensors, checkpoint_id=partial, no_dist=True)
+        (partial / "hyperbatch.json").write_text(json.dumps(about, indent=2) + "\n")
+        partial.rename(path)
+    except (OSError, CheckpointException) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
+        raise InputError(f"{path} cannot be written: {(causes or [error])[0]}; choose another --output") from None
     return path

@@ -231,10 +231,10 @@ def _watch(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from hyperbatch.checkpoint import export
+    from hyperbatch.checkpoint import export, export_dcp
 
     output = Path(args.output) if args.output else None
-    path = export(Path(args.run), output, averaged=args.weights == "averaged")
+    path = (export_dcp if args.format == "dcp" else export)(Path(args.run), output, averaged=args.weights == "averaged")
     _print(args, {"weights": str(path)}, f"weights: {path}")
     return 0
 
@@ -535,9 +535,15 @@ def _build_parser() -> _Parser:
     sub.add_argument("run", metavar="RUN")
     sub.add_argument("--once", action="store_true", help="print the present state and leave")
 
-    sub = verb("export", _export, "write a run's weights as safetensors")
+    sub = verb("export", _export, "write a run's weights as safetensors, or for torch.distributed.checkpoint")
     sub.add_argument("run", metavar="RUN", help="a run's folder or a checkpoint")
-    sub.add_argument("--output", metavar="FILE")
+    sub.add_argument(
+        "--output", metavar="FILE", help="file, or folder of dcp [model.safetensors, model.dcp of the run]"
+    )
+    help = (
+        "safetensors: weights; dcp: a folder of torch.distributed.checkpoint, with the optimizer's state [safetensors]"
+    )
+    sub.add_argument("--format", default="safetensors", choices=("safetensors", "dcp"), help=help)
     weights(sub)
 
     sub = verb("doctor", _doctor, "check this machine; --collectives verifies every all-reduce on its GPUs")

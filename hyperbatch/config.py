@@ -274,7 +274,14 @@ class RunConfig:
     checkpoint_every_epochs: float | None = option(
         None, "epochs between checkpoints; none: with each evaluation, 0: only at the end", NOT_NEGATIVE, free=True
     )
+    checkpoint_every_steps: int = option(
+        0, "steps between checkpoints, in addition to those by epochs; 0: none", NOT_NEGATIVE, free=True
+    )
+    checkpoint_every_minutes: float = option(
+        0.0, "most minutes between two checkpoints, in addition to the others; 0: any number", NOT_NEGATIVE, free=True
+    )
     keep_checkpoints: int = option(2, "newest checkpoints to keep; 0: save none", NOT_NEGATIVE, free=True)
+    keep_best: bool = option(True, "keep the checkpoint of the best evaluation, too, whatever its age", free=True)
     log_every_steps: int = option(1, "steps between metric lines", POSITIVE, free=True)
     timeout_s: float = option(300.0, "seconds after which a silent rank fails the run", POSITIVE, free=True)
     out: str | None = option(None, "folder of the run; none: runs/<recipe>-<time>", free=True, repeated=False)

@@ -215,6 +215,12 @@ class Journal:
     def _has_line(self, step: Step) -> bool:
         return step.index % self.config.run.log_every_steps == 0
 
+    def warn(self, line: str) -> None:
+        """Tells it now and keeps it for the record. Any thread may call it."""
+        self.console.say(f"warning: {line}")
+        if self.run is not None:
+            self.run.warnings.append(line)
+
     def eval_start(self, run: Run) -> None:
         if self.mlperf is not None:
             self.mlperf.eval_start(run.epoch)

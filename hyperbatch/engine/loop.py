@@ -21,6 +21,7 @@ from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.ranks import Ranks, join
 from hyperbatch.engine.run import Run, build_run
 from hyperbatch.engine.runner import StepRunner
+from hyperbatch.engine.saver import Saver
 from hyperbatch.engine.step import MicroStep
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.whiten import rehearse, whiten
@@ -73,24 +74,23 @@ def run(config: Config, ranks: Ranks, *, report: Callable[[dict[str, Any]], None
             # NCCL waits long for a dead rank, and inside a graph for ever; gloo raises at once.
             if runner.captures or device.type == "cuda":
                 ending.watch(config.run.timeout_s)
-            return train(run, runner, journal)
+            saver = held.enter_context(Saver(run, out, warn=journal.warn))
+            return train(run, runner, journal, saver)
 
 
-def train(run: Run, runner: StepRunner, journal: Journal) -> RunRecord:
+def train(run: Run, runner: StepRunner, journal: Journal, saver: Saver) -> RunRecord:
     """From where the run stands to its end: for every stride of steps their rates, their batches, the updates, and what
     follows them."""
     config, learner, clock, progress, samples = run.config, run.learner, run.clock, run.progress, len(run.train_set)
     end = position_of(config.schedule.epochs, samples)
     evals = EpochGrid(config.run.eval_every_epochs, config.run.eval_offset_epochs, samples)
-    every = config.run.checkpoint_every_epochs
-    saves = evals if every is None else EpochGrid(every, 0.0, samples)
     # The run's time starts with the first training sample: by then its kernels are there. Evaluation is captured first:
     # training, which needs more, then takes the same memory once more.
     reason = run.validation.prepare(capture=runner.captures)
     if reason is not None:
         run.warnings.append(f"evaluation runs without a CUDA graph: {reason}")
     todo = prepared_strides(
-        run, runner, lambda step: evals.crossed(step) or saves.crossed(step) or share_of_weights(run, step) is not None
+        run, runner, lambda step: evals.crossed(step) or saver.planned(step) or share_of_weights(run, step) is not None
     )
     todo, ahead = itertools.tee(todo)
     batches = run.loader.batches(ahead)
@@ -122,15 +122,16 @@ def train(run: Run, runner: StepRunner, journal: Journal) -> RunRecord:
             journal.flush()
             finished = (evaluate_run(run, journal) and config.run.stop_at_target) or finished
         stopped = finished or progress.step == config.run.max_steps
-        if stopped or saves.crossed(step):
+        if stopped or saver.due(step):
             # A checkpoint must hold neither a loss that nobody has looked at nor weights that only some ranks updated.
             journal.flush()
             learner.sync.check()
-            if config.run.keep_checkpoints and journal.out is not None:
-                with clock.booked("pause"):
-                    snapshot.save(run, journal.out)
+            with clock.booked("pause"):
+                saver.save()
         if stopped:
             break
+    with clock.booked("pause"):
+        saver.wait()
     return journal.finish(run)
 
 
@@ -199,7 +200,7 @@ def evaluate_run(run: Run, journal: Journal) -> bool:
     journal.eval_start(run)
     with run.clock.booked("eval"):
         score = run.validation.evaluate()
-    run.progress.evaluated_s = run.clock.run_s
+    run.progress.evaluated_s, run.progress.evaluated_step = run.clock.run_s, run.progress.step
     journal.unreadable(run.validation.bad_samples)
     target = run.config.run.target_top1
     reached = target is not None and score.top1 >= target

@@ -27,6 +27,7 @@ from hyperbatch.engine.loop import micro_step, train
 from hyperbatch.engine.ranks import Ranks, join
 from hyperbatch.engine.run import Run, build_run, next_run
 from hyperbatch.engine.runner import StepRunner
+from hyperbatch.engine.saver import Saver
 from hyperbatch.engine.warmup import preserved_state
 from hyperbatch.errors import RunFailed
 from hyperbatch.optim.build import build_optimizer
@@ -38,7 +39,8 @@ READ_ANEW = frozenset(
         *("epochs", "batch_phases", "lr", "lr_batch", "lr_scaling", "warmup", "warmup_epochs", "warmup_lr", "decay"),
         *("decay_epochs", "decay_power", "end_lr", "milestones", "decay_factor", "weight_decay"),
         *("seed", "target_top1", "stop_at_target", "eval_every_epochs", "eval_offset_epochs", "max_steps"),
-        *("checkpoint_every_epochs", "keep_checkpoints", "log_every_steps", "timeout_s", "out", "resume"),
+        *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes", "keep_checkpoints"),
+        *("keep_best", "log_every_steps", "timeout_s", "out", "resume"),
     )
 )
 
@@ -86,7 +88,8 @@ class Session:
                 with preserved_state(run.learner):
                     start_anew(run.learner, config, ranks, classes=len(run.train_set.classes))
                     try:
-                        return train(run, warm.runner, journal)
+                        with Saver(run, out, warn=journal.warn) as saver:
+                            return train(run, warm.runner, journal, saver)
                     finally:
                         run.loader.close()
             except BaseException as error:

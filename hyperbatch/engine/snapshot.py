@@ -1,4 +1,7 @@
-"""A run's checkpoints: taken of a run, written by rank 0, found again, and put into a run that continues it."""
+"""A run's checkpoints: taken of a run, found again, and put into a run that continues it.
+
+engine/saver.py says when, and writes them.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from hyperbatch import checkpoint
 from hyperbatch.arena import Arena
 from hyperbatch.checkpoint import Checkpoint, Fixed, per_rank
 from hyperbatch.config import Config
+from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.ranks import Ranks, errors_shared, host_group, share
 from hyperbatch.engine.run import Run
 from hyperbatch.models.norm import merge_norm_statistics
@@ -23,15 +27,56 @@ from hyperbatch.optim.tensors import write_setting
 from hyperbatch.schedule import position_of
 
 
-def save(run: Run, out: Path) -> None:
-    """Every rank calls it; rank 0 writes."""
-    saved = snapshot(run)
-    if saved is not None:
-        checkpoint.save(out / "checkpoints", saved, keep=run.config.run.keep_checkpoints)
+class HostMemory:
+    """Where the tensors of a checkpoint lie until they are written. The next one is copied to the same place.
+
+    Tensors of an arena are views of a few flat buffers, so whole storages are copied, each once and at the speed of the
+    bus: a copy per tensor would take longer than all of their bytes.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, int], Tensor] = {}  # (address, bytes) of a storage -> bytes on the host
+
+    def copy(self, tables: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """The same tensors on the host: views, valid until the next call."""
+        used: dict[tuple[int, int], Tensor] = {}
+        found: dict[str, dict[str, Tensor]] = {}
+        devices = set()
+        for table, tensors in tables.items():
+            found[table] = {}
+            for name, tensor in tensors.items():
+                storage = tensor.untyped_storage()
+                key = storage.data_ptr(), storage.nbytes()
+                if key not in used:
+                    source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                    place = self._places[key] if key in self._places else _place_for(source)
+                    used[key] = place.copy_(source, non_blocking=True)
+                    devices.add(tensor.device)
+                view = torch.empty(0, dtype=tensor.dtype).set_(
+                    used[key].untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+                )
+                found[table][name] = view
+        for device in devices:
+            if device.type == "cuda":
+                # The steps that follow change the tensors, and whoever writes the checkpoint must not ask the device.
+                torch.cuda.current_stream(device).synchronize()
+        self._places = used
+        return found
 
 
-def snapshot(run: Run) -> Checkpoint | None:
-    """The run as it stands. Every rank takes part, since statistics and shards are gathered; only rank 0 gets it."""
+def _place_for(source: Tensor) -> Tensor:
+    """Pinned for a GPU, unless the host allows no more of it: then copies take longer."""
+    try:
+        return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+    except RuntimeError:
+        return torch.empty(source.shape, dtype=source.dtype)
+
+
+def snapshot(run: Run, memory: HostMemory) -> Checkpoint | None:
+    """The run as it stands. Every rank takes part, since statistics and shards are gathered; only rank 0 gets it.
+
+    Its tensors are views of `memory`; `owned` makes them what a file holds.
+    """
     learner = run.learner
     if isinstance(learner.update, ShardedUpdate):
         learner.update.gather_state()
@@ -39,6 +84,7 @@ def snapshot(run: Run) -> Checkpoint | None:
     average_norm = {} if learner.average is None else gather_rows(learner.average.statistics(), run.ranks)
     if run.ranks.rank != 0:
         return None
+    copies = memory.copy(tensors_of(learner))
     return Checkpoint(
         config=run.config,
         progress=replace(run.progress),
@@ -50,17 +96,31 @@ def snapshot(run: Run) -> Checkpoint | None:
         ),
         clock=run.clock.state_dict(),
         data_wait_s=run.data_wait_s,
-        model=_weights(learner.model, learner.arena),
+        model=copies["model"],
         norm=norm,
-        average={name: _on_cpu(tensor) for name, tensor in learner.average.weights().items()}
-        if learner.average
-        else {},
+        average=copies["average"],
         average_norm=average_norm,
-        optimizer=named_state(learner.optimizer, learner.model),
+        optimizer=copies["optimizer"] | group_state(learner.optimizer),
         scaler=learner.scaler.state_dict(),
         train_samples=len(run.train_set),
         classes=list(run.train_set.classes),
         channels=run.train_set.channels,
+    )
+
+
+def tensors_of(learner: Learner) -> dict[str, dict[str, Tensor]]:
+    """The tables of a checkpoint that lie on the device, as they are."""
+    average = {} if learner.average is None else learner.average.weights()
+    state = param_state(learner.optimizer, learner.model)
+    return {"model": _weights(learner.model, learner.arena), "optimizer": state, "average": average}
+
+
+def owned(saved: Checkpoint) -> Checkpoint:
+    """The checkpoint with tensors that are contiguous and share no memory: each is then written by itself."""
+    tables = {table: getattr(saved, table) for table in checkpoint.TABLES}
+    return replace(
+        saved,
+        **{table: {name: _on_cpu(tensor) for name, tensor in tensors.items()} for table, tensors in tables.items()},
     )
 
 
@@ -107,23 +167,34 @@ def is_over(config: Config, saved: Checkpoint) -> bool:
 def _weights(model: nn.Module, arena: Arena) -> dict[str, Tensor]:
     """Parameters by name; fp32 masters where the working weights have 16 bits."""
     masters = arena.named_masters()
-    return {name: _on_cpu(masters.get(name, param)) for name, param in model.named_parameters()}
+    return {name: masters.get(name, param).detach() for name, param in model.named_parameters()}
 
 
 def named_state(optimizer: LayerwiseOptimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimizer's state as name -> tensor on the CPU, e.g. `momentum_buffer/layer1.0.conv1.weight`.
+    """The optimizer's state as name -> tensor on the CPU. Names and shapes do not depend on the world size."""
+    state = param_state(optimizer, model) | group_state(optimizer)
+    return {name: _on_cpu(tensor) for name, tensor in state.items()}
 
-    Also `master/...` of 16-bit weights, and `group0/last_lr`. Names and shapes do not depend on the world size.
-    """
+
+def param_state(optimizer: LayerwiseOptimizer, model: nn.Module) -> dict[str, Tensor]:
+    """What it keeps of parameters, where it lies: `momentum_buffer/layer1.0.conv1.weight`, `master/...` of 16-bit
+    weights."""
     names = {param: name for name, param in model.named_parameters()}
-    tensors: dict[str, Tensor] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            for key, value in optimizer.init_state(param).items():
-                tensors[f"{key}/{names[param]}"] = _on_cpu(value)
-        for key in optimizer.group_state_names:
-            tensors[f"group{index}/{key}"] = torch.as_tensor(group[key], dtype=torch.float64).cpu().clone()
-    return tensors
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return {
+        f"{key}/{names[param]}": value.detach()
+        for param in params
+        for key, value in optimizer.init_state(param).items()
+    }
+
+
+def group_state(optimizer: LayerwiseOptimizer) -> dict[str, Tensor]:
+    """What it keeps of groups, e.g. `group0/last_lr`, on the CPU."""
+    return {
+        f"group{index}/{key}": torch.as_tensor(group[key], dtype=torch.float64).cpu().clone()
+        for index, group in enumerate(optimizer.param_groups)
+        for key in optimizer.group_state_names
+    }
 
 
 def load_named_state(optimizer: LayerwiseOptimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -153,18 +224,21 @@ def gather_rows(buffers: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor
 
     All buffers travel as one flat tensor, so a large world gathers one message per rank.
     """
-    own = {name: _on_cpu(buffer) for name, buffer in buffers.items()}
-    if ranks.world_size == 1 or not own:
-        return {name: buffer[None] for name, buffer in own.items()}
-    flat = torch.cat([buffer.double().reshape(-1) for buffer in own.values()])
+    if not buffers:
+        return {}
+    # One copy to the host, too.
+    flat = torch.cat([buffer.detach().double().reshape(-1) for buffer in buffers.values()]).cpu()
     rows = [torch.empty_like(flat) for _ in range(ranks.world_size)] if ranks.rank == 0 else None
-    dist.gather(flat, rows, dst=0, group=host_group())
+    if ranks.world_size > 1:
+        dist.gather(flat, rows, dst=0, group=host_group())
+    else:
+        rows = [flat]
     stacked = torch.stack(rows) if rows is not None else flat[None]
-    parts = stacked.split([buffer.numel() for buffer in own.values()], dim=1)
+    parts = stacked.split([buffer.numel() for buffer in buffers.values()], dim=1)
     # fp32 values and counts below 2^53 survive the way through fp64 exactly.
     return {
         name: part.reshape(len(stacked), *buffer.shape).to(buffer.dtype)
-        for (name, buffer), part in zip(own.items(), parts, strict=True)
+        for (name, buffer), part in zip(buffers.items(), parts, strict=True)
     }
 
 

@@ -26,7 +26,7 @@ from hyperbatch.engine.measure import choose_plan
 from hyperbatch.engine.ranks import Ranks, errors_shared, join, share
 from hyperbatch.engine.snapshot import gather_rows
 from hyperbatch.errors import InputError, RunFailed
-from hyperbatch.plan.types import GroupPlan, RankGrid
+from hyperbatch.plan.types import RankGrid
 from hyperbatch.record import RunRecord
 
 
@@ -147,53 +147,6 @@ def test_torn_checkpoint_falls_back_to_the_one_before(tmp_path):
     assert any("cannot be read" in warning for warning in record["warnings"])
 
 
-def at_step(step):
-    """A small checkpoint."""
-    return checkpoint.Checkpoint(
-        config=config(),
-        progress=checkpoint.Progress(step=step),
-        fixed=checkpoint.Fixed(order=[], plan=GroupPlan(strategy="single", groups=()), max_batch_per_rank=1),
-        clock={},
-        data_wait_s=0.0,
-        model={"weight": torch.ones(2)},
-        norm={},
-        optimizer={},
-        scaler={},
-        train_samples=240,
-        classes=["a", "b"],
-        channels=1,
-    )
-
-
-def saved_step(folder):
-    return checkpoint.load(folder).progress.step
-
-
-def test_a_checkpoint_that_cannot_be_written_leaves_the_one_of_its_name_whole(tmp_path, monkeypatch):
-    path = checkpoint.save(tmp_path, at_step(3), keep=2)
-    before = path.read_bytes()
-
-    def full_disk(state, file):
-        file.write(b"half of it")
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(torch, "save", full_disk)
-    with pytest.raises(OSError, match="no space left"):
-        checkpoint.save(tmp_path, at_step(3), keep=2)
-    assert path.read_bytes() == before
-    assert saved_step(tmp_path) == 3
-
-
-def test_a_checkpoint_gets_its_name_once_its_bytes_are_on_the_disk(tmp_path, monkeypatch):
-    """After a power cut a name without bytes would be worse than no file."""
-    events, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(os.fstat(fd).st_size), fsync(fd)))
-    monkeypatch.setattr(os, "replace", lambda old, new: (events.append(new.name), replace(old, new)))
-    path = checkpoint.save(tmp_path, at_step(3), keep=2)
-    assert events == [path.stat().st_size, "step-00000003.pt"]
-    assert saved_step(tmp_path) == 3
-
-
 def test_a_checkpoint_of_an_older_version_can_be_used(tmp_path, capsys):
     """With fields that are gone and without those that came later it is continued, evaluated, exported and reported."""
     run, whole = tmp_path / "run", tmp_path / "whole"
@@ -204,6 +157,7 @@ def test_a_checkpoint_of_an_older_version_can_be_used(tmp_path, capsys):
     values["config"]["schedule"]["lr_follows_phases"] = True
     values["fixed"]["grid"] = "1x1"
     del values["config"]["data"]["cache_bytes"], values["fixed"]["decoder"], values["clock"]["capture_s"]
+    del values["checksums"], values["progress"]["best_step"], values["config"]["run"]["keep_best"]
     torch.save(values, path)
     record = json.loads((run / "record.json").read_text())
     record["config"] = values["config"]
@@ -217,12 +171,6 @@ def test_a_checkpoint_of_an_older_version_can_be_used(tmp_path, capsys):
     _, resumed = train(1, run, resume=True)
     assert same_bits(resumed, flat_weights(whole))
     assert metrics(run) == metrics(whole)
-
-
-def test_a_checkpoint_that_lacks_something_is_not_continued(tmp_path):
-    torch.save(at_step(3).to_dict() | {"fixed": {}}, tmp_path / "step-00000003.pt")
-    with pytest.raises(InputError, match=r"step-00000003.pt is not complete: 'plan'"):
-        checkpoint.load(tmp_path)
 
 
 def test_a_resume_that_is_past_its_limit_trains_no_further(tmp_path):

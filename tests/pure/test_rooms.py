@@ -12,14 +12,14 @@ import hyperbatch
 ROOT = Path(hyperbatch.__file__).parent
 PAGE = ROOT.parent / "docs" / "design.md"
 NO_TORCH = {
-    *("cli", "config", "errors", "memory", "mllog", "plan", "preview", "recipes", "record", "report", "schedule"),
-    *("sim", "sweep", "vocabulary"),
+    *("cli", "config", "durable", "errors", "memory", "mllog", "plan", "preview", "recipes", "record", "report"),
+    *("schedule", "sim", "sweep", "vocabulary"),
 }
 
 # From the bottom up. A room is a folder or a module of the package; it imports from lower rows only.
 ROWS = (
     ("errors", "memory", "stopwatch", "vocabulary"),
-    ("config", "kernels", "params"),
+    ("config", "durable", "kernels", "params"),
     ("models", "recipes", "schedule"),
     ("data", "plan"),
     ("arena", "checkpoint", "record", "sim"),

@@ -1,0 +1,134 @@
+"""When checkpoints are taken, and the thread that writes them while training goes on.
+
+    step n: tensors -> host memory (the run waits)     thread: checksums, file, fsync, old ones dropped
+    step n + 1, n + 2, ...                             (the run does not)
+
+One write is under way at most: a checkpoint that comes due meanwhile waits for it, since it needs its memory. A file
+that cannot be written costs that checkpoint and a warning; the run goes on, and the checkpoints before it stay.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Self
+
+from hyperbatch import checkpoint, durable
+from hyperbatch.checkpoint import Checkpoint
+from hyperbatch.engine.ranks import Ranks, share
+from hyperbatch.engine.run import Run
+from hyperbatch.engine.snapshot import HostMemory, owned, snapshot, tensors_of
+from hyperbatch.schedule import EpochGrid, Step
+
+
+class Saver:
+    """A run's checkpoints. Every rank has one and calls all of it; rank 0's writes.
+
+        with Saver(run, out, warn=print) as saver:
+            ...
+            if saver.due(step):
+                saver.save()
+        saver.wait_on_all_ranks()    # True: the newest checkpoint is on the disk
+
+    Leaving the context waits for the write that is under way, after an error, too.
+    """
+
+    def __init__(self, run: Run, out: Path | None, *, warn: Callable[[str], None]) -> None:
+        """out: the run's folder; None, or a run that keeps no checkpoints: `save` does nothing. warn: is called by the
+        thread."""
+        config = run.config.run
+        self._run, self._warn = run, warn
+        self._folder = out / "checkpoints" if out is not None and config.keep_checkpoints else None
+        every = config.checkpoint_every_epochs
+        offset = config.eval_offset_epochs if every is None else 0.0
+        self._epochs = EpochGrid(config.eval_every_epochs if every is None else every, offset, len(run.train_set))
+        every_s = 0.0 if self._folder is None else 60 * config.checkpoint_every_minutes
+        self._deadline = Deadline(every_s, run.ranks, step=run.progress.step)
+        self._memory = HostMemory()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hyperbatch-checkpoint")
+        self._write: Future[bool] | None = None  # of the last checkpoint
+        if self._folder is not None and run.ranks.rank == 0:
+            durable.remove_partials(self._folder)
+            self._memory.copy(tensors_of(run.learner))  # pinning takes longer than a copy: not on the run's time
+
+    def planned(self, step: Step) -> bool:
+        """Whether a checkpoint follows this step by the number of epochs or steps: known beforehand."""
+        every = self._run.config.run.checkpoint_every_steps
+        return self._epochs.crossed(step) or bool(every and (step.index + 1) % every == 0)
+
+    def due(self, step: Step) -> bool:
+        """Whether one is to be taken now, after this step; every rank gets the same answer. To be asked after each
+        stride: the minutes are looked at here."""
+        return self.planned(step) or self._deadline.passed(step.index + 1)
+
+    def save(self) -> None:
+        """Takes a checkpoint. When it returns, training may go on; `wait` says when the file is there."""
+        if self._folder is None:
+            return
+        self._run.progress.note_best()
+        self._deadline.restart(self._run.progress.step)
+        self.wait()  # the write before it still reads the memory
+        saved = snapshot(self._run, self._memory)
+        if saved is not None:
+            self._write = self._thread.submit(self._written, self._folder, saved)
+
+    def wait(self) -> bool:
+        """Until no write is under way. Returns whether the last checkpoint is on the disk: False after a warning. On
+        other ranks than 0 it returns True at once. What went wrong by our own fault is raised here."""
+        return self._write is None or self._write.result()
+
+    def wait_on_all_ranks(self) -> bool:
+        """As `wait`, but no rank returns before rank 0 has written, and all get its answer: for ranks that end next."""
+        return share(self.wait(), self._run.ranks)
+
+    def _written(self, folder: Path, saved: Checkpoint) -> bool:
+        """In the thread."""
+        config = self._run.config.run
+        try:
+            checkpoint.save(folder, owned(saved), keep=config.keep_checkpoints, keep_best=config.keep_best)
+        except OSError as error:
+            step, reason = saved.progress.step, error.strerror or error
+            self._warn(f"the checkpoint of step {step} could not be written: {reason}; the run goes on without it")
+            return False
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+
+
+class Deadline:
+    """So many seconds after the last checkpoint, by rank 0's clock, at a step that all ranks agree on.
+
+    Ranks meet when half of the time that is left has passed, by the pace so far, then half of the rest, and so on: a
+    handful of small messages for each checkpoint, and none in the steps between. A run whose steps become longer
+    meanwhile is late by no more than they do.
+    """
+
+    CLOSE = 0.02  # of the time: nearer than this is near enough
+
+    def __init__(self, every_s: float, ranks: Ranks, *, step: int, now: Callable[[], float] = time.monotonic) -> None:
+        """every_s: 0: never."""
+        self._every_s, self._ranks, self._now = every_s, ranks, now
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        """A checkpoint was taken after so many steps."""
+        self._step, self._since = step, self._now()
+        self._meeting = step + 1  # the steps after which ranks meet
+
+    def passed(self, step: int) -> bool:
+        """After `step` steps: whether it is time. Every rank asks after each stride; only meetings cost anything."""
+        if not self._every_s or step < self._meeting:
+            return False
+        gone_s = self._now() - self._since
+        left_s, step_s = self._every_s - gone_s, gone_s / (step - self._step)
+        # One step more may be too late.
+        reached = left_s <= max(self.CLOSE * self._every_s, step_s)
+        steps = max(1, int(left_s / 2 / max(step_s, 1e-9)))
+        reached, self._meeting = share((reached, step + steps), self._ranks)
+        return reached
