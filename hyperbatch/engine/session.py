@@ -39,6 +39,7 @@ READ_ANEW = frozenset(
         *("decay_epochs", "decay_power", "end_lr", "milestones", "decay_factor", "weight_decay"),
         *("seed", "target_top1", "stop_at_target", "eval_every_epochs", "eval_offset_epochs", "max_steps"),
         *("checkpoint_every_epochs", "keep_checkpoints", "log_every_steps", "timeout_s", "out", "resume"),
+        *("max_skipped_steps", "compare_every_steps"),
     )
 )
 
