@@ -71,6 +71,7 @@ class RunRecord:
     skipped_steps: int = 0  # updates skipped because a gradient was inf or nan
     data: dict[str, Any] = field(default_factory=dict)  # rank 0's loader: wait_fraction, bottleneck, busy seconds
     timing: dict[str, Any] = field(default_factory=dict)  # StepTiming.to_dict() of a typical step
+    stragglers: list[dict[str, Any]] = field(default_factory=list)  # rank, host, phase, lost_s, share, message
     folder: str = ""
     error: str = ""  # why the run ended early, in one line; empty when it did not
     failure: dict[str, Any] = field(default_factory=dict)  # the first cause: rank, host, step, time, message, traceback

@@ -30,6 +30,7 @@ from hyperbatch.engine.guard import LossGuard
 from hyperbatch.engine.ranks import Ranks, gather
 from hyperbatch.engine.run import Run
 from hyperbatch.engine.steptimer import Marks, StepTimer
+from hyperbatch.engine.stragglers import Stragglers
 from hyperbatch.mllog import MlperfEvents
 from hyperbatch.plan.types import GroupTiming, StepTiming
 from hyperbatch.record import Result, RunRecord, RunWriter
@@ -87,6 +88,7 @@ class Journal:
         self._losses: list[Tensor] = []  # theirs on this rank, still on the device
         self._pending: _Pending | None = None
         self._unreadable: dict[str, None] = {}  # validation images of this rank; in order, each once
+        self._stragglers: Stragglers | None = None
         self._timings: deque[StepTiming] = deque(maxlen=256)
         self._steps_per_launch = 1  # of the longest stride
 
@@ -124,7 +126,7 @@ class Journal:
 
     def start(self, run: Run, evals: EpochGrid, guard: LossGuard) -> None:
         """The run's time begins right after it. guard: looks at all losses."""
-        self.run, self._evals, self._guard = run, evals, guard
+        self.run, self._evals, self._guard, self._stragglers = run, evals, guard, Stragglers(run.ranks)
         samples, epochs = len(run.train_set), self.config.schedule.epochs
         self._last_s, self._last_position = self.clock.train_s, run.progress.position
         for note in run.warnings:
@@ -167,6 +169,9 @@ class Journal:
         if self._booked and self.run is not None:
             booked, losses, own = self._take(self.run)
             self._check(booked, losses.tolist(), own)  # synchronises: what follows builds on these steps
+        if self._stragglers is not None:
+            for slow in self._stragglers.look():
+                self.console.say(f"note: {slow.message}")
 
     def _take(self, run: Run) -> tuple[list[_Booked], Tensor, Tensor]:
         """The steps not looked at yet; the mean of each one's loss over ranks, and behind them the number of steps just
@@ -189,7 +194,7 @@ class Journal:
         return losses
 
     def _write(self) -> None:
-        if self._pending is None or self.run is None:
+        if self._pending is None or self.run is None or self._stragglers is None:
             return
         booked, losses, own, arrived, end_s, trained_s, marks, groups, phases = self._pending
         self._pending = None
@@ -206,6 +211,7 @@ class Journal:
         timing = marks.timing(tuple(shifted(group, forward_end - marks.last_step_s()) for group in groups))
         groups = tuple(shifted(group, forward_end) for group in groups)
         self._timings.append(timing)
+        self._stragglers.add(timing)
         for place, ((step, rate), loss) in enumerate(zip(booked, values, strict=True)):
             if not self._has_line(step):
                 continue
@@ -312,6 +318,7 @@ class Journal:
             skipped_steps=0 if error else run.learner.scaler.state_dict()["skipped"],
             data=run.loader.report().to_dict(),
             timing=typical(list(self._timings)).to_dict() if self._timings else {},
+            stragglers=[slow.to_dict() for slow in self._stragglers.found()] if self._stragglers else [],
             folder=str(self.out or ""),
             error=error,
         )

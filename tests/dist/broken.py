@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,12 @@ def stopped(module, images):
     return module.inner(images)
 
 
-FAULTS = {"raising": raising, "leaving": leaving, "terminated": terminated, "stopped": stopped}
+def sleeping(module, images):
+    time.sleep(0.05)
+    return module.inner(images)
+
+
+FAULTS = {"sleeping": sleeping, "raising": raising, "leaving": leaving, "terminated": terminated, "stopped": stopped}
 
 
 def model(classes, in_channels):

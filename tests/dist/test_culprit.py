@@ -1,4 +1,4 @@
-"""The rank that failed first is the one that the user reads of, with real processes, exit codes and signals."""
+"""The rank that failed first, or that is slow, is named to the user: real processes, exit codes and signals."""
 
 from __future__ import annotations
 
@@ -70,3 +70,16 @@ def test_a_rank_that_is_stopped_ends_the_run_and_its_process_goes_with_it(tmp_pa
     assert "continues from the newest checkpoint" in last_line(done)
     assert RunRecord.load(tmp_path / "run").error.startswith("rank 1 has given no sign of life")
     print(f"from the stop to the end: {seconds - start_s:.1f} s")  # for a person: 6 s, and less than 5 s more
+
+
+def test_a_slow_rank_is_named_in_output_record_and_report(tmp_path):
+    """By the phase in which it loses its time: to the others it looks like communication."""
+    run = tmp_path / "run"
+    done, _ = train(run, "sleeping", "--max-steps", "30", "--eval-every-epochs", "0.5")
+    assert done.returncode == 3, done.stderr  # trained, missed its target
+    line = "rank 1 (host "
+    slow = "is slow: in every step its forward pass takes "
+    assert any(text.startswith(f"note: {line}") and slow in text for text in done.stderr.splitlines())
+    (found,) = RunRecord.load(run).stragglers
+    assert (found["rank"], found["phase"]) == (1, "forward")
+    assert slow in (run / "report.html").read_text()
