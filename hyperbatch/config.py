@@ -283,6 +283,16 @@ class RunConfig:
     keep_checkpoints: int = option(2, "newest checkpoints to keep; 0: save none", NOT_NEGATIVE, free=True)
     keep_best: bool = option(True, "keep the checkpoint of the best evaluation, too, whatever its age", free=True)
     log_every_steps: int = option(1, "steps between metric lines", POSITIVE, free=True)
+    max_skipped_steps: int = option(
+        50, "steps in a row that may be skipped for inf or nan gradients; 0: any number", NOT_NEGATIVE, free=True
+    )
+    compare_every_steps: int | None = option(
+        None,
+        "steps between comparisons of the ranks' weights and optimizer state, besides those before evaluations and "
+        "checkpoints; none: only those, 0: never",
+        NOT_NEGATIVE,
+        free=True,
+    )
     timeout_s: float = option(300.0, "seconds after which a silent rank fails the run", POSITIVE, free=True)
     out: str | None = option(None, "folder of the run; none: runs/<recipe>-<time>", free=True, repeated=False)
     resume: bool = option(False, "continue the run in --out from its newest checkpoint", free=True, repeated=False)

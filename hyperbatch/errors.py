@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 
@@ -11,6 +13,10 @@ class InputError(ValueError):
 
 class RunFailed(RuntimeError):
     """The run cannot go on: why, where, what to try, in one line. The command line prints it and exits with 1."""
+
+    words: Mapping[str, Any] = MappingProxyType(
+        {}
+    )  # of the rank that failed first, where ranks were started for the run
 
 
 class Interrupted(RunFailed):

@@ -17,10 +17,10 @@ from hyperbatch.data.source import DataCounts, check_data
 from hyperbatch.engine.agent import default_nproc, start_ranks
 from hyperbatch.engine.folder import claimed, default_out, resume_hint
 from hyperbatch.engine.ranks import Ranks, ended_by_sigterm, find_ranks
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, RunFailed
 from hyperbatch.plan import inventory
 from hyperbatch.plan.types import RankGrid
-from hyperbatch.record import RunRecord
+from hyperbatch.record import RunRecord, note_failure
 from hyperbatch.schedule import resolve_phases
 
 
@@ -44,7 +44,12 @@ def _train_here(config: Config, ranks: Ranks) -> RunRecord:
     from hyperbatch.engine.loop import run
 
     with ended_by_sigterm():
-        record = run(config, ranks)
+        try:
+            record = run(config, ranks)
+        except RunFailed as error:
+            if config.run.out is None:
+                raise
+            raise RunFailed(f"{error}; {resume_hint(Path(config.run.out))}") from error
     if ranks.rank == 0:
         finish(record)
     return record
@@ -86,12 +91,16 @@ def check_resume(config: Config) -> None:
 
 
 def _train_elastic(config: Config, nproc: int) -> RunRecord:
+    out = Path(config.run.out or ".")
     with tempfile.TemporaryDirectory(prefix="hyperbatch-") as scratch:
         config_path = Path(scratch) / "config.json"
         config_path.write_text(json.dumps(config.to_dict()))
-        start_ranks(
-            nproc, "hyperbatch.engine.worker", config_path, hint=lambda: resume_hint(Path(config.run.out or "."))
-        )
-    record = RunRecord.load(Path(config.run.out or "."))
+        try:
+            start_ranks(nproc, "hyperbatch.engine.worker", config_path, hint=lambda: resume_hint(out))
+        except RunFailed as error:
+            if error.words:
+                note_failure(out, error.words, config, nproc)
+            raise
+    record = RunRecord.load(out)
     finish(record)
     return record

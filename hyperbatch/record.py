@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 from hyperbatch.errors import InputError
 
 if TYPE_CHECKING:
+    from hyperbatch.config import Config
     from hyperbatch.plan.types import GroupTiming, StepTiming
 
 SCHEMA = 1
@@ -70,8 +71,10 @@ class RunRecord:
     skipped_steps: int = 0  # updates skipped because a gradient was inf or nan
     data: dict[str, Any] = field(default_factory=dict)  # rank 0's loader: wait_fraction, bottleneck, busy seconds
     timing: dict[str, Any] = field(default_factory=dict)  # StepTiming.to_dict() of a typical step
+    stragglers: list[dict[str, Any]] = field(default_factory=list)  # rank, host, phase, lost_s, share, message
     folder: str = ""
     error: str = ""  # why the run ended early, in one line; empty when it did not
+    failure: dict[str, Any] = field(default_factory=dict)  # the first cause: rank, host, step, time, message, traceback
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -98,6 +101,25 @@ class RunRecord:
             return cls(**{**_known(cls, values), "result": Result(**_known(Result, values["result"]))})
         except (KeyError, TypeError) as error:
             raise InputError(f"{path} lacks a field of a run's record ({error})") from None
+
+
+def note_failure(folder: Path, words: Mapping[str, Any], config: Config, world_size: int) -> None:
+    """Leaves what the parent command knows of a failed run: how each rank ended, and what they said.
+
+    What rank 0 wrote as it went down may only say that it lost another rank; and it wrote nothing if it was killed, or
+    if the run had not begun. The record of a run that was over stays as it is.
+    """
+    record = RunRecord(recipe=config.recipe, config=config.to_dict(), environment={}, world_size=world_size, grid="")
+    if (folder / "record.json").exists():
+        try:
+            record = RunRecord.load(folder)
+        except InputError:
+            return
+        if not record.error:
+            return
+    step = record.result.steps + 1 if words.get("step") is None and record.result.steps else words.get("step")
+    record.error, record.failure, record.folder = words["message"], {**words, "step": step}, str(folder)
+    record.save(folder)
 
 
 def _known(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:

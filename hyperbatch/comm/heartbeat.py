@@ -1,8 +1,9 @@
 """A sign of life outside the process group. Collectives captured in a CUDA graph have no watchdog: when a rank dies the
-others wait inside a kernel for ever. A thread on the store notices.
+others wait inside a kernel for ever. Elsewhere they learn that a connection broke, and not why. A thread on the store
+notices.
 
 rank 0 -> watches 1 -> watches 2 -> watches 0        each rank beats, and looks at its neighbour's beat
-                        "1 is silent" -> store       the first to miss one tells all
+                        "1 is silent" -> store       the first to miss one tells all; those on 1's host end its process
                2: "I failed, because" -> store       one that fails tells all by itself
 """
 
@@ -11,14 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch.distributed as dist
 
-_LOST = "lost"
+_LOST, _SILENT = "lost", "silent"
 _MAX_INTERVAL_S = 1.0  # between two looks at the store: so fast does a failure that was announced end the others
 _SILENT_INTERVALS = 3  # without a beat: the rank has gone, for somebody who has another sign of that already
 
@@ -28,13 +31,21 @@ def announce(store: dist.Store, line: str) -> bool:
     return store.compare_set(_LOST, "", line).decode() == line
 
 
+def announced(store: dist.Store) -> str:
+    """What was announced first; nothing where nobody has failed, or the store does not answer."""
+    with contextlib.suppress(dist.DistError, RuntimeError):
+        return store.get(_LOST).decode() if store.check([_LOST]) else ""
+    return ""
+
+
 class Heartbeat:
     """Starts with `start()` on every rank, ends with `stop()`, also as a context manager.
 
     A rank that has not beaten for `timeout_s` is reported on every other within about two intervals more, and one that
     says `fail` within one. `on_lost` is called once, from the thread, with a line that says who; by default the line
     goes to stderr and the process ends (exit code 1), since a thread stuck in the GPU's driver cannot be interrupted
-    otherwise.
+    otherwise. A process of the silent rank that is still there is killed by the others of its host: it is stopped or
+    stuck, hears no signal that can be refused, and must not go on when the run has been given up.
     """
 
     def __init__(
@@ -50,12 +61,13 @@ class Heartbeat:
         """store: any that all ranks share, e.g. a TCPStore of your own; it must not be blocked by others' waits."""
         self._store = dist.PrefixStore("hyperbatch-heartbeat", store)
         self._rank, self._world_size, self._watched = rank, world_size, (rank + 1) % world_size
-        self._timeout_s, self._interval_s = timeout_s, interval_s or min(timeout_s / 10, _MAX_INTERVAL_S)
+        self._timeout_s, self._interval_s = timeout_s, interval_s or min(timeout_s / 20, _MAX_INTERVAL_S)
         self._on_lost = on_lost or _end_process
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"hyperbatch-heartbeat-{rank}", daemon=True)
 
     def start(self) -> Heartbeat:
+        self._store.set(f"process-{self._rank}", _name_of(os.getpid()))
         self._store.set(self._key(self._rank), "0")
         self._thread.start()
         return self
@@ -71,6 +83,10 @@ class Heartbeat:
         """A rank that fails says why, and the others end at once. True if no other had failed before."""
         self._stop.set()  # it ends by itself, whatever others say
         return announce(self._store, line)
+
+    def heard(self) -> str:
+        """What a rank that failed has left for all; empty: nobody has."""
+        return announced(self._store)
 
     def silent(self) -> list[int]:
         """Ranks that do not beat while this waits for three intervals (3 s at most), and have not ended in peace.
@@ -108,6 +124,8 @@ class Heartbeat:
                 beat += 1
                 self._store.set(self._key(self._rank), str(beat))
                 if self._store.check([_LOST]) and not self._stop.is_set():
+                    if self._store.check([_SILENT]):
+                        self._kill(self._store.get(_SILENT).decode())
                     self._on_lost(self._store.get(_LOST).decode())
                     return
                 theirs = self._beat_of(self._watched)
@@ -121,9 +139,21 @@ class Heartbeat:
                 seen, seen_at = theirs, now
             elif now - seen_at > self._timeout_s and self._watched != self._rank:
                 line = f"rank {self._watched} has given no sign of life for {now - seen_at:.1f} s"
-                announce(self._store, line)
+                with contextlib.suppress(dist.DistError, RuntimeError):
+                    self._store.set(_SILENT, str(self._watched))
+                    announce(self._store, line)
+                    self._kill(str(self._watched))
                 self._on_lost(line)
                 return
+
+    def _kill(self, rank: str) -> None:
+        """Ends the process of a silent rank, if it is one of this host and still the same."""
+        key = f"process-{rank}"
+        name = self._store.get(key).decode() if self._store.check([key]) else ""
+        pid = int(name.partition(" ")[0]) if name else os.getpid()
+        if pid != os.getpid() and name == _name_of(pid):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
     def _beat_of(self, rank: int) -> str:
         key = self._key(rank)
@@ -136,6 +166,16 @@ class Heartbeat:
 
     def _key(self, rank: int) -> str:
         return f"beat-{rank}"
+
+
+def _name_of(pid: int) -> str:
+    """A process as no other in the world: its number, when it began, and whose numbers these are. Empty: not known."""
+    try:
+        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{pid} {began} {boot} {os.readlink(f'/proc/{pid}/ns/pid')}"
+    except (OSError, IndexError):  # there is no /proc, or no such process
+        return ""
 
 
 def _end_process(line: str) -> None:

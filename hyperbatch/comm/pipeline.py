@@ -89,7 +89,7 @@ class _Chunk:
         self._wait()
         self._book("column all-reduce", self.began)
         mine = self.shard[: self.each]
-        self._begin(shards._all_gather(self.body, mine, group=self.comm.row, async_op=True))
+        self._begin(shards.all_gather(self.body, mine, group=self.comm.row, async_op=True))
 
     def land(self) -> None:
         self._wait()

@@ -17,7 +17,7 @@ from hyperbatch.comm.phases import Log, phase
 
 # torch 2.13 renamed both and warns at the old names; 2.11 has only those.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def shard_bounds(numel: int, parts: int, index: int) -> tuple[int, int]:
@@ -91,7 +91,7 @@ def gather_shards(flat: Tensor, group: dist.ProcessGroup, name: str, log: Log = 
     body, tail = flat[: chunk * parts], flat[chunk * parts :]
     with phase(log, name, flat.nbytes, flat.device):
         if chunk:
-            _all_gather(body, body[index * chunk : (index + 1) * chunk], group=group)
+            all_gather(body, body[index * chunk : (index + 1) * chunk], group=group)
         if tail.numel():
             dist.broadcast(tail, group=group, group_src=parts - 1)
 

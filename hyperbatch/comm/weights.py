@@ -1,7 +1,12 @@
-"""The same weights on every rank at the start: the exchange keeps ranks together, but does not bring them together."""
+"""The same weights on every rank at the start: the exchange keeps ranks together, but does not bring them together.
+
+Whether they have stayed together is what checksums of a run's state tell (engine/guard.py).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +15,7 @@ from torch import Tensor
 
 from hyperbatch.comm.agree import check_agreement
 from hyperbatch.comm.grid import GridComm
+from hyperbatch.comm.shards import all_gather
 
 if TYPE_CHECKING:
     from hyperbatch.arena import Arena
@@ -65,3 +71,38 @@ def checksum(flat: Tensor) -> Tensor:
         part = bits[start : start + _BLOCK]
         total = total * _STEP + (part * factors[: len(part)]).sum()
     return total
+
+
+def extremes(tensors: Sequence[Tensor]) -> Tensor:
+    """The least and the greatest value of each, which are finite where all of its values are; on the device."""
+    return torch.stack([bound.double() for tensor in tensors if tensor.numel() for bound in torch.aminmax(tensor)])
+
+
+class Rows:
+    """A few numbers of every rank; on a GPU they are on their way, and `read` waits for nothing queued after them."""
+
+    def __init__(self, table: Tensor) -> None:
+        self._table, self._arrived = table, None
+        if table.is_cuda:
+            self._table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            self._table.copy_(table, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> list[list[int]]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._table.tolist()
+
+
+def gather_rows(row: Tensor, comm: GridComm) -> Rows:
+    """The row of every rank, by rank: one small all-gather behind whatever the exchange has been given so far."""
+    table = row.new_empty(comm.size, len(row)) if comm.world is not None else row[None]
+    if comm.world is not None:
+        # On a GPU the stream waits and the host goes on; on a CPU the caller may use the group itself afterwards.
+        comm.submit(partial(_all_gather, table, row, comm.world), row.device).wait()
+    return Rows(table)
+
+
+def _all_gather(table: Tensor, row: Tensor, group: dist.ProcessGroup) -> None:
+    all_gather(table.view(-1), row, group=group)

@@ -12,18 +12,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from hyperbatch.engine.culprit import Exit, first_cause
 from hyperbatch.errors import InputError, Interrupted, RunFailed
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-AGENT_PATIENCE_S = 20.0  # below the 30 s the elastic agent gives ranks to end
 
 
 def default_nproc(device: str) -> int:
@@ -78,25 +76,20 @@ def start_ranks(nproc: int, module: str, argument: Path, *, hint: Callable[[], s
 
 def _explain(error: ChildFailedError, scratch: Path, hint: Callable[[], str]) -> InputError | RunFailed:
     """The first failure among the ranks, in one line. Ranks leave their own words in rank-N.json."""
-    said = {
-        rank: json.loads(path.read_text())
-        for rank in error.failures
-        if (path := scratch / f"rank-{rank}.json").exists()
-    }
-    # SIGTERM is how the agent ends the survivors; after half a minute it uses SIGKILL on those that do not listen.
-    killed = [rank for rank, f in error.failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
-    first_words = min(said, key=lambda rank: said[rank]["time"], default=None)
-    if first_words is not None and (not killed or time.time() - said[first_words]["time"] > AGENT_PATIENCE_S):
-        words = said[first_words]
-        print(words.get("traceback", ""), file=sys.stderr, end="")
-        silent = f"; rank {killed[0]} did not answer and was ended" if killed else ""
-        kind = InputError if words["kind"] == "InputError" else RunFailed
-        return kind(words["message"] + silent)
-    # A rank that was killed says nothing, and the others fail within the same moment because of it: it is named.
-    rank = killed[0] if killed else error.get_first_failure()[0]
-    failure = error.failures[rank]
-    what = f"exited with {failure.exitcode}"
-    if failure.exitcode < 0:
-        name = signal.Signals(-failure.exitcode).name
-        what = f"was killed by {name}" + ("; out of memory?" if name == "SIGKILL" else "")
-    return RunFailed("; ".join(part for part in (f"rank {rank} (pid {failure.pid}) {what}", hint()) if part))
+    said = {int(path.stem.removeprefix("rank-")): _read(path) for path in scratch.glob("rank-*.json")}
+    exits = {rank: Exit(failure.pid, failure.exitcode) for rank, failure in error.failures.items()}
+    words = first_cause(exits, {rank: words for rank, words in said.items() if words})
+    print(words.get("traceback", ""), file=sys.stderr, end="")
+    if words["kind"] == "InputError":
+        return InputError(words["message"])
+    failed = RunFailed("; ".join(part for part in (words["message"], hint()) if part))
+    failed.words = words
+    return failed
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a rank has said; nothing where it was killed while it wrote."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError:
+        return {}

@@ -1,6 +1,6 @@
 """How one rank of several leaves a run that failed. It says so first; nothing that can block comes before that.
 
-    error -> the timer starts -> who is silent, if an exchange failed
+    error -> the timer starts -> who failed before or is silent, if an exchange failed
           -> words for the parent or stderr -> words for the other ranks -> record (rank 0)
           -> graphs reset -> loader closed -> process group aborted -> the caller gets the error
 
@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -25,28 +27,45 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from hyperbatch.comm.heartbeat import Heartbeat, announce
+from hyperbatch.comm.heartbeat import Heartbeat, announce, announced
 from hyperbatch.engine.ranks import Ranks, interrupt
 from hyperbatch.errors import InputError, RunFailed
 
 PATIENCE_S = 10.0  # for the tidy part; torchrun's agent kills after 30
+GRACE_S = 2.0  # for a main thread that is about to raise the same failure by itself, as gloo's do
+MAX_TRACE_CHARS = 20_000  # of a traceback, its end: it goes through the store
 
 _runs = itertools.count()  # of this process: each run's words have keys of their own, also after a failed one
 
 
-def words_of(error: BaseException, rank: int) -> dict[str, Any]:
-    """What a rank says about its failure. The parent command tells the user the words that were first in time."""
+def words_of(error: BaseException, rank: int, step: int | None = None) -> dict[str, Any]:
+    """What a rank says about its failure; engine/culprit.py chooses among the words of several.
+
+    after: "exchange" or "signal" where the failure may only follow from another's. heard: True in the words of a rank
+    that has taken another's for its own. step: of the run, where it has one.
+    """
     words: dict[str, Any] = {
         "kind": "InputError" if isinstance(error, InputError) else "RunFailed",
         "time": time.time(),
+        "rank": rank,
+        "host": socket.gethostname(),
+        "step": step,
     }
     if isinstance(error, (InputError, RunFailed)):
-        return words | {"message": str(error)}
+        return words | {"message": str(error)} | dict(getattr(error, "words", {}))
     if isinstance(error, KeyboardInterrupt):
-        return words | {"message": f"rank {rank} was interrupted"}
+        return words | {"message": f"rank {rank} was interrupted", "after": "signal"}
     # Our bug or the machine's fault.
-    trace = "".join(traceback.format_exception(error))
-    return words | {"message": f"rank {rank}: {type(error).__name__}: {str(error).strip()}", "traceback": trace}
+    trace = "".join(traceback.format_exception(error))[-MAX_TRACE_CHARS:]
+    words |= {"message": f"rank {rank}: {type(error).__name__}: {str(error).strip()}", "traceback": trace}
+    return words | {"after": "exchange"} if is_exchange_error(error) else words
+
+
+def is_exchange_error(error: BaseException) -> bool:
+    """Whether a collective or the store failed: mostly because another rank has gone. gloo's errors have no type."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and ("gloo/" in str(error) or "NCCL" in str(error))
 
 
 class Ending:
@@ -54,13 +73,16 @@ class Ending:
 
     def __init__(self, ranks: Ranks, report: Callable[[dict[str, Any]], None] | None = None) -> None:
         """report: takes the words to the command that started this rank; without it they go to stderr."""
-        self.record: Callable[[str], None] = lambda reason: None  # leaves the reason in the run's folder
+        self.record: Callable[[dict[str, Any]], None] = lambda words: None  # leaves them in the run's folder
+        self.step: Callable[[], int | None] = lambda: None  # that the run is at
         self._ranks, self._report = ranks, report
         self._alone = ranks.world_size == 1
         self._name = f"hyperbatch-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{next(_runs)}"
         self._store: dist.Store | None = None
         self._default_store: dist.Store | None = None  # serves the others on rank 0, until nobody refers to it
         self._heart: Heartbeat | None = None
+        self._grace_s = 0.0
+        self._spoken = threading.Event()
         self._timer: threading.Timer | None = None
         self._said, self._lock = False, threading.Lock()
         self._kept_back: dict[str, Any] | None = None  # words that the error itself was to bring to the user
@@ -77,8 +99,12 @@ class Ending:
             self._let_others_hear()
         self._undo.close()
 
-    def watch(self, timeout_s: float) -> None:
-        """Ranks look at each other from here on: NCCL's watchdog names nobody, and sees no captured collective."""
+    def watch(self, timeout_s: float, *, raises: bool) -> None:
+        """Ranks look at each other from here on: NCCL's watchdog names nobody, and sees no captured collective.
+
+        raises: collectives fail by themselves when another rank has gone, so the main thread gets a moment for it.
+        """
+        self._grace_s = GRACE_S if raises else 0.0
         if self._store is not None:
             self._heart = Heartbeat(
                 self._store, self._ranks.rank, self._ranks.world_size, timeout_s=timeout_s, on_lost=self._lost
@@ -96,7 +122,9 @@ class Ending:
         except BaseException as error:
             if self._store is None or self._said:
                 raise
-            self._fail(error, self._store)
+            cause = self._fail(error, self._store)
+            if cause is not None:
+                raise (InputError if cause["kind"] == "InputError" else RunFailed)(cause["message"]) from error
             raise
         if self._heart is not None:
             self._heart.stop()
@@ -104,21 +132,42 @@ class Ending:
 
     # --- in the main thread -------------------------------------------------------------------------------------
 
-    def _fail(self, error: BaseException, store: dist.Store) -> None:
-        words, rank = words_of(error, self._ranks.rank), self._ranks.rank
+    def _fail(self, error: BaseException, store: dist.Store) -> dict[str, Any] | None:
+        """Tells everybody. Returns the words of the rank whose failure this one follows from, if there is one."""
+        words, rank = words_of(error, self._ranks.rank, self.step()), self._ranks.rank
         self._arm(words)
         self._ignore_signals()
-        if isinstance(error, dist.DistError) and self._heart is not None and (lost := self._heart.silent()):
-            self._lost(_who_is_lost(lost, error, rank))
+        cause = self._cause(error, store) if "after" in words else None
+        if cause is not None:
+            self._say(cause | {"heard": True}, aloud=False)
+            self.record(cause)
+            return cause
         if self._report is not None:
             self._say(words)
         message = words["message"]
         line = message if message.startswith(("rank ", "ranks ")) else f"rank {rank}: {message}"
-        first = True
+        words |= {"message": line}
+        first, text = True, json.dumps(words)
         with contextlib.suppress(dist.DistError, RuntimeError):  # the store may have gone with another rank
-            first = self._heart.fail(line) if self._heart is not None else announce(store, line)
+            first = self._heart.fail(text) if self._heart is not None else announce(store, text)
         # Rank 0's error reaches the user by itself, and a mistake in the input is raised on every rank.
-        self._say(words | {"message": line}, aloud=first and rank != 0 and not isinstance(error, InputError))
+        self._say(words, aloud=first and rank != 0 and not isinstance(error, InputError))
+        return None
+
+    def _cause(self, error: BaseException, store: dist.Store) -> dict[str, Any] | None:
+        """What was before a failed exchange or a signal.
+
+        A rank that fails says so before it closes its connections. When one ended without a word, this one ends at
+        once: it knows no more than the other's name.
+        """
+        if self._heart is None:
+            return _words_in(announced(store))
+        if (text := self._heart.heard()) or isinstance(error, KeyboardInterrupt):
+            return _words_in(text)
+        lost = self._heart.silent()
+        if lost and not self._heart.heard():
+            self._lost(_who_is_lost(lost, error, self._ranks.rank), after="exchange")
+        return _words_in(self._heart.heard())
 
     def _ignore_signals(self) -> None:
         """Ctrl-C is followed by the agent's SIGTERM, which must not break off what the first one began."""
@@ -133,6 +182,7 @@ class Ending:
             if self._said:
                 return False
             self._said = True
+        self._spoken.set()
         if self._report is not None:
             self._report(words)
         elif aloud:
@@ -143,11 +193,16 @@ class Ending:
 
     # --- in threads beside it -----------------------------------------------------------------------------------
 
-    def _lost(self, line: str) -> None:
+    def _lost(self, text: str, after: str = "") -> None:
         """Another rank has failed: this one ends, unless it is on its way out already. NCCL would hold it for long."""
-        words = {"kind": "RunFailed", "message": line, "time": time.time()}
-        if self._say(words):
-            self._end(line)
+        words = _words_in(text)
+        assert words is not None
+        if after:
+            words |= {"after": after}
+        elif self._grace_s:
+            self._spoken.wait(self._grace_s)
+        if self._say(words | {"heard": True}):
+            self._end(words)
 
     def _arm(self, words: dict[str, Any]) -> None:
         """From now on the process has PATIENCE_S left, unless the run is over before."""
@@ -163,23 +218,23 @@ class Ending:
         first = self._say(words)
         if self._kept_back is not None:
             _print(self._kept_back["message"], self._kept_back.get("traceback", ""))
-        self._end(words["message"] if first else None)
+        self._end(words if first else None)
 
-    def _end(self, reason: str | None) -> None:
-        """Ends the process, whatever the main thread waits for. reason: for record and ranks, if none was given yet."""
+    def _end(self, words: dict[str, Any] | None) -> None:
+        """Ends the process, whatever the main thread waits for. words: for record and ranks, if none were given yet."""
         _timer(lambda: os._exit(1))  # neither a disk nor a store that does not answer keeps it
         try:
-            if reason is not None:
-                self.record(reason)
+            if words is not None:
+                self.record(words)
                 if self._heart is not None:
-                    self._heart.fail(reason)
+                    self._heart.fail(json.dumps(words))
                     self._let_others_hear()
         finally:
             os._exit(1)
 
     def _let_others_hear(self) -> None:
         """The store may live in rank 0, and the others ask it in intervals whether somebody has failed."""
-        if self._heart is not None and self._ranks.rank == 0:
+        if self._heart is not None and self._ranks.rank == 0 and self._ranks.launcher != "torchrun":
             time.sleep(self._heart.heard_after_s)
 
     @contextlib.contextmanager
@@ -209,7 +264,14 @@ class Ending:
             os.close(read)
 
 
-def _who_is_lost(lost: list[int], error: dist.DistError, rank: int) -> str:
+def _words_in(text: str) -> dict[str, Any] | None:
+    """What was announced: a rank's words, or the line of a heart that misses another."""
+    if text.startswith("{"):
+        return json.loads(text)
+    return {"kind": "RunFailed", "message": text, "time": time.time()} if text else None
+
+
+def _who_is_lost(lost: list[int], error: BaseException, rank: int) -> str:
     """NCCL says that a connection broke, and not to whom."""
     reason = str(error).strip().partition("\n")[0]
     who, have, it = f"rank {lost[0]}", "has", "it"

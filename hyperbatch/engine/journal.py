@@ -5,7 +5,6 @@ Steps are logged one stride late: their losses travel to the host behind them, a
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import socket
@@ -25,15 +24,19 @@ from hyperbatch.comm.sync import PhaseTiming
 from hyperbatch.config import Config
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.console import Console
+from hyperbatch.engine.ending import words_of
 from hyperbatch.engine.evaluate import Score
+from hyperbatch.engine.guard import LossGuard
 from hyperbatch.engine.ranks import Ranks, gather
 from hyperbatch.engine.run import Run
 from hyperbatch.engine.steptimer import Marks, StepTimer
-from hyperbatch.errors import RunFailed
+from hyperbatch.engine.stragglers import Stragglers
 from hyperbatch.mllog import MlperfEvents
 from hyperbatch.plan.types import GroupTiming, StepTiming
 from hyperbatch.record import Result, RunRecord, RunWriter
 from hyperbatch.schedule import EpochGrid, Step, Stride, total_steps
+
+LOOK_STEPS = 100  # without a line, after which losses are looked at nevertheless
 
 
 class _Booked(NamedTuple):
@@ -43,7 +46,8 @@ class _Booked(NamedTuple):
 
 class _Pending(NamedTuple):
     booked: list[_Booked]  # steps that were not pending before; some of the last stride's get a line
-    losses: Tensor  # theirs over all ranks, on the host
+    losses: Tensor  # theirs over all ranks, and the number of steps just skipped in a row, on the host
+    own: Tensor  # losses of this rank
     arrived: torch.cuda.Event | None  # when the values are there
     end_s: float  # run time when the last was launched
     trained_s: float  # of that, training alone
@@ -70,6 +74,8 @@ class Journal:
     ) -> None:
         """out: the run's folder; None: nothing is written. quiet: nothing is said, either."""
         self.config, self.out, self.clock = config, out, clock
+        self._rank = ranks.rank
+        self._words: dict[str, Any] = {}  # of the rank whose failure ended the run
         chief = ranks.rank == 0
         self.writer = RunWriter(out, resume_from_step=resume_from_step) if chief and out is not None else None
         self.mlperf = MlperfEvents(self.writer, config, platform=platform.node()) if self.writer is not None else None
@@ -82,6 +88,7 @@ class Journal:
         self._losses: list[Tensor] = []  # theirs on this rank, still on the device
         self._pending: _Pending | None = None
         self._unreadable: dict[str, None] = {}  # validation images of this rank; in order, each once
+        self._stragglers: Stragglers | None = None
         self._timings: deque[StepTiming] = deque(maxlen=256)
         self._steps_per_launch = 1  # of the longest stride
 
@@ -91,9 +98,20 @@ class Journal:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self.console.close()
         if error is not None:
+            self._words = self._words or words_of(error, self._rank, self.step)
             self.fail("interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__)
         elif self.writer is not None:
             self.writer.close()
+
+    @property
+    def step(self) -> int | None:
+        """That the run is at, from 1; none before training."""
+        return None if self.run is None else self.run.progress.step + 1
+
+    def fail_with(self, words: dict[str, Any]) -> None:
+        """Leaves the words of the rank that failed (engine/ending.py): the first are kept."""
+        self._words = self._words or words
+        self.fail(words["message"])
 
     def fail(self, reason: str) -> None:
         """Leaves a record that says why the run ended. It asks neither the device nor another rank: both may be gone,
@@ -102,12 +120,13 @@ class Journal:
             self.writer.close()
         if self.run is not None:
             self.failure = self._record(self.run, bad_samples=self._bad_samples(self.run), error=reason)
+            self.failure.failure = self._words
             if self.writer is not None:
                 self.failure.save(self.writer.folder)
 
-    def start(self, run: Run, evals: EpochGrid) -> None:
-        """The run's time begins right after it."""
-        self.run, self._evals = run, evals
+    def start(self, run: Run, evals: EpochGrid, guard: LossGuard) -> None:
+        """The run's time begins right after it. guard: looks at all losses."""
+        self.run, self._evals, self._guard, self._stragglers = run, evals, guard, Stragglers(run.ranks)
         samples, epochs = len(run.train_set), self.config.schedule.epochs
         self._last_s, self._last_position = self.clock.train_s, run.progress.position
         for note in run.warnings:
@@ -129,9 +148,9 @@ class Journal:
         self._booked += map(_Booked, stride, rates)
         self._losses.append(losses)
         self._steps_per_launch = max(self._steps_per_launch, len(stride))
-        if not any(self._has_line(step) for step in stride):
+        if len(self._booked) < LOOK_STEPS and not any(self._has_line(step) for step in stride):
             return
-        booked, losses = self._take(run)
+        booked, losses, own = self._take(run)
         # On a GPU reading group times waits for the device, so a few steps must do.
         sampled = run.learner.device.type == "cpu" or any(step.index % 100 == 50 for step in stride)
         groups, phases = (run.learner.sync.timings(), run.learner.sync.phases()) if sampled else ((), ())
@@ -142,34 +161,46 @@ class Journal:
             losses, arrived = on_host, torch.cuda.Event()
             arrived.record()
         end_s, trained_s = self.clock.run_s, self.clock.train_s
-        self._pending = _Pending(booked, losses, arrived, end_s, trained_s, timer.marks(), groups, phases)
+        self._pending = _Pending(booked, losses, own, arrived, end_s, trained_s, timer.marks(), groups, phases)
 
     def flush(self) -> None:
         """Writes what is pending and looks at the loss of every step so far, also of those that get no line."""
         self._write()
         if self._booked and self.run is not None:
-            booked, losses = self._take(self.run)
-            _check_finite(booked, losses.tolist())  # synchronises: what follows builds on these steps
+            booked, losses, own = self._take(self.run)
+            self._check(booked, losses.tolist(), own)  # synchronises: what follows builds on these steps
+        if self._stragglers is not None:
+            for slow in self._stragglers.look():
+                self.console.say(f"note: {slow.message}")
 
-    def _take(self, run: Run) -> tuple[list[_Booked], Tensor]:
-        """The steps not looked at yet, and the mean of each one's loss over ranks."""
+    def _take(self, run: Run) -> tuple[list[_Booked], Tensor, Tensor]:
+        """The steps not looked at yet; the mean of each one's loss over ranks, and behind them the number of steps just
+        skipped in a row; and the losses of this rank."""
         booked, self._booked = self._booked, []
-        losses = torch.cat(self._losses)
+        losses = own = torch.cat(self._losses)
         self._losses.clear()
         if run.learner.comm.world is not None:
+            losses = own.clone()
             dist.all_reduce(losses, group=run.learner.comm.world)
             losses = losses / run.ranks.world_size
-        return booked, losses
+        return booked, torch.cat([losses, run.learner.scaler.skipped_in_a_row.to(losses.dtype).reshape(1)]), own
+
+    def _check(self, booked: list[_Booked], values: list[float], own: Tensor) -> list[float]:
+        """Returns the losses, once they have been looked at."""
+        *losses, skipped = values
+        for place, ((step, rate), loss) in enumerate(zip(booked, losses, strict=True)):
+            self._guard.check_loss(loss, lambda at=place: own[at].item(), step.index + 1, step.epoch, rate)
+        self._guard.check_skipped(int(skipped), booked[-1].step.index + 1)
+        return losses
 
     def _write(self) -> None:
-        if self._pending is None or self.run is None:
+        if self._pending is None or self.run is None or self._stragglers is None:
             return
-        booked, losses, arrived, end_s, trained_s, marks, groups, phases = self._pending
+        booked, losses, own, arrived, end_s, trained_s, marks, groups, phases = self._pending
         self._pending = None
         if arrived is not None:
             arrived.synchronize()  # with that stride only: the one queued behind it goes on
-        values = losses.tolist()
-        _check_finite(booked, values)
+        values = self._check(booked, losses.tolist(), own)
         last = booked[-1].step
         position = last.position + last.phase.global_batch
         elapsed_s = max(trained_s - self._last_s, 1e-9)
@@ -180,6 +211,7 @@ class Journal:
         timing = marks.timing(tuple(shifted(group, forward_end - marks.last_step_s()) for group in groups))
         groups = tuple(shifted(group, forward_end) for group in groups)
         self._timings.append(timing)
+        self._stragglers.add(timing)
         for place, ((step, rate), loss) in enumerate(zip(booked, values, strict=True)):
             if not self._has_line(step):
                 continue
@@ -292,18 +324,10 @@ class Journal:
             skipped_steps=0 if error else run.learner.scaler.state_dict()["skipped"],
             data=run.loader.report().to_dict(),
             timing=typical(list(self._timings)).to_dict() if self._timings else {},
+            stragglers=[slow.to_dict() for slow in self._stragglers.found()] if self._stragglers else [],
             folder=str(self.out or ""),
             error=error,
         )
-
-
-def _check_finite(booked: list[_Booked], losses: list[float]) -> None:
-    for (step, rate), loss in zip(booked, losses, strict=True):
-        if not math.isfinite(loss):
-            raise RunFailed(
-                f"the loss became {loss} at step {step.index + 1} (epoch {step.epoch:.2f}, rate {rate:.4g}); "
-                f"lower --lr, lengthen --warmup-epochs or use --precision bf16"
-            )
 
 
 def of_all_ranks(lines: list[str], ranks: Ranks) -> list[str]:

@@ -15,6 +15,7 @@ from hyperbatch.engine import snapshot
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.ending import Ending
 from hyperbatch.engine.folder import claim_folder
+from hyperbatch.engine.guard import Guard, LossGuard
 from hyperbatch.engine.journal import Journal
 from hyperbatch.engine.kernel_choice import training_kernels
 from hyperbatch.engine.learner import Learner
@@ -56,6 +57,7 @@ def run(config: Config, ranks: Ranks, *, report: Callable[[dict[str, Any]], None
         contextlib.ExitStack() as held,
         ending.told(),
     ):
+        ending.watch(config.run.timeout_s, raises=device.type == "cpu")
         out = claim_folder(config, ranks, held)
         saved = snapshot.find_checkpoint(config, ranks, out) if config.run.resume else None
         if saved is not None and snapshot.is_over(config, saved) and (out / "record.json").exists():
@@ -64,16 +66,13 @@ def run(config: Config, ranks: Ranks, *, report: Callable[[dict[str, Any]], None
                 return record
         resume_from = None if saved is None else saved.progress.step + 1
         with Journal(config, ranks, out, clock, resume_from_step=resume_from) as journal, ending.told():
-            ending.record = journal.fail
+            ending.record, ending.step = journal.fail_with, lambda: journal.step
             run = build_run(config, ranks, device, clock=clock, saved=saved)
             held.callback(run.close)
             if saved is not None:
                 snapshot.restore(run, saved)
             runner = StepRunner(run.learner, micro_step, config, ranks, run.warnings)
             held.callback(runner.close)  # NCCL waits for graphs that hold its collectives
-            # NCCL waits long for a dead rank, and inside a graph for ever; gloo raises at once.
-            if runner.captures or device.type == "cuda":
-                ending.watch(config.run.timeout_s)
             saver = held.enter_context(Saver(run, out, warn=journal.warn))
             return train(run, runner, journal, saver)
 
@@ -97,7 +96,8 @@ def train(run: Run, runner: StepRunner, journal: Journal, saver: Saver) -> RunRe
     timer = StepTimer(learner.device)
     timer.alone = runner.alone
     rehearse(run)
-    journal.start(run, evals)
+    guard = Guard(run)
+    journal.start(run, evals, LossGuard(run, micro_step, lambda: next(batches, None)))
     clock.switch("train")
     if progress.step == 0:
         begin(run)
@@ -116,16 +116,20 @@ def train(run: Run, runner: StepRunner, journal: Journal, saver: Saver) -> RunRe
         average_weights(run, step)
         progress.step, progress.position = step.index + 1, step.position + step.phase.global_batch
         journal.stride(run, stride, losses, rates, timer)
+        guard.after(stride)
 
         finished = progress.position >= end
         if finished or evals.crossed(step):
             journal.flush()
+            guard.check()
             finished = (evaluate_run(run, journal) and config.run.stop_at_target) or finished
         stopped = finished or progress.step == config.run.max_steps
         if stopped or saver.due(step):
-            # A checkpoint must hold neither a loss that nobody has looked at nor weights that only some ranks updated.
+            # A checkpoint must hold neither a loss that nobody has looked at, nor weights that only some ranks updated,
+            # that have drifted apart or are not finite.
             journal.flush()
             learner.sync.check()
+            guard.check()
             with clock.booked("pause"):
                 saver.save()
         if stopped:

@@ -41,6 +41,7 @@ READ_ANEW = frozenset(
         *("seed", "target_top1", "stop_at_target", "eval_every_epochs", "eval_offset_epochs", "max_steps"),
         *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes", "keep_checkpoints"),
         *("keep_best", "log_every_steps", "timeout_s", "out", "resume"),
+        *("max_skipped_steps", "compare_every_steps"),
     )
 )
 

@@ -63,6 +63,7 @@ class LossScaler:
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
         self.growth_interval_steps = growth_interval_steps
         self.skipped = torch.zeros((), device=device)  # steps skipped for an inf or nan, in any precision
+        self.skipped_in_a_row = torch.zeros((), device=device)  # up to the last step
         self._scale = torch.full((), initial_scale if self.enabled else 1.0, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
         if self.enabled:
@@ -86,6 +87,7 @@ class LossScaler:
         if found is None:
             return
         self.skipped.add_(found)
+        torch.addcmul(found, found, self.skipped_in_a_row, out=self.skipped_in_a_row)  # one more, or none
         if self.enabled:
             torch._amp_update_scale_(  # pyright: ignore[reportPrivateImportUsage]
                 self._scale,
@@ -109,3 +111,4 @@ class LossScaler:
             self._scale.fill_(state["scale"])
         self._good_steps.fill_(state["good_steps"])
         self.skipped.fill_(state["skipped"])
+        self.skipped_in_a_row.zero_()

@@ -30,6 +30,7 @@ from toy import config
 
 from hyperbatch.data.source import DataError
 from hyperbatch.engine import ending, loop, worker
+from hyperbatch.engine.culprit import Exit, first_cause
 from hyperbatch.engine.ranks import Ranks, ended_by_sigterm
 from hyperbatch.engine.runner import StepRunner
 from hyperbatch.errors import RunFailed
@@ -166,8 +167,10 @@ def test_ranks_that_wait_inside_a_graph_end_with_the_one_that_failed(tmp_path, c
     assert RunRecord.load(tmp_path / "run").error == named
     if launched_by_us:
         assert [message(tmp_path, rank) for rank in (0, 1)] == [named, text]
-        times = [json.loads((tmp_path / f"rank-{rank}.json").read_text())["time"] for rank in (0, 1)]
-        assert times[1] < times[0], "the culprit's words are the first"
+        said = {rank: json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)}
+        exits = {rank: Exit(pid=1, code=1) for rank in (0, 1)}
+        assert first_cause(exits, said)["message"] == text, "the culprit's words are the first"
+        assert said[0]["heard"]
     else:
         assert [(tmp_path / f"err{rank}").read_text() for rank in (0, 1)] == [f"hyperbatch: {named}\n"] * 2
 

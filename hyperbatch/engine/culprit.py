@@ -1,0 +1,75 @@
+"""Which rank of a failed run failed first, from what the parent command knows: who ended how, and what each had said.
+
+    own words      an error of the model, the data, our code: the first in time wins
+    no words       the rank was killed, or called os._exit: its exit code or signal is all there is to tell
+    words "after"  an exchange that broke, a signal: they may follow from another rank's end, and count last
+
+The agent ends the survivors by SIGTERM as soon as it has seen one rank fail. So ranks are given in the order in which
+it saw them end: one that ended by SIGTERM before all others was not ended by the agent.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a rank's process ended; a negative code is a signal's number."""
+
+    pid: int
+    code: int
+
+    @property
+    def text(self) -> str:
+        if self.code >= 0:
+            return f"exited with {self.code}"
+        try:
+            name = signal.Signals(-self.code).name
+        except ValueError:  # a real-time signal
+            name = f"signal {-self.code}"
+        return f"was killed by {name}" + ("; out of memory?" if name == "SIGKILL" else "")
+
+
+def first_cause(exits: Mapping[int, Exit], said: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """The words to tell the user. exits: of ranks that failed, in the order in which they were seen to; not empty.
+
+    said: what ranks said before they ended, as `ending.words_of` has it; also of ranks that are not in `exits`.
+    """
+    own = {rank: words for rank, words in said.items() if "after" not in words}
+    if own:
+        words = dict(own[_first(own)])
+        return words | {"message": words["message"] + _unheard(exits, said, words["message"])}
+    # What a rank said of another, which then ended without a word, is less than how that one ended.
+    ended = [rank for rank in exits if rank not in said or said[rank]["after"] == "signal"]
+    if not ended:
+        return dict(said[_first(said)])
+    first = next(iter(exits))
+    rank = next((rank for rank in ended if rank == first or exits[rank].code != -signal.SIGTERM), ended[0])
+    if rank in said:
+        return dict(said[rank])
+    exit = exits[rank]
+    return {
+        "kind": "RunFailed",
+        "message": f"rank {rank} (pid {exit.pid}) {exit.text}",
+        "time": time.time(),
+        "rank": rank,
+        "host": socket.gethostname(),
+        "step": None,
+    }
+
+
+def _first(said: Mapping[int, Mapping[str, Any]]) -> int:
+    """Words that a rank has heard from another are as old as that one's."""
+    return min(said, key=lambda rank: (said[rank]["time"], "heard" in said[rank]))
+
+
+def _unheard(exits: Mapping[int, Exit], said: Mapping[int, Mapping[str, Any]], message: str) -> str:
+    """A rank that had to be killed after another had failed hangs, or is stopped."""
+    killed = [rank for rank, exit in exits.items() if exit.code == -signal.SIGKILL and rank not in said]
+    return f"; rank {killed[0]} did not answer and was ended" if killed and f"rank {killed[0]}" not in message else ""

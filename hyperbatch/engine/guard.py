@@ -1,0 +1,227 @@
+"""Faults that nobody reports: a weight that flips on one rank, values that are not finite, gradients that never are.
+
+    ranks hold the same weights and optimizer state, so their checksums are the same: one small all-gather compares them
+    before an evaluation or a checkpoint    the host waits for the answer: nothing bad is kept
+    every K steps, if asked                 the answer is read at the next comparison: nobody waits
+
+A sharded update leaves masters and momentum current in each rank's own shard: only weights are compared then.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hyperbatch.arena import Arena, Slot
+from hyperbatch.comm.weights import Rows, checksum, extremes, gather_rows
+from hyperbatch.data.batch import Batch
+from hyperbatch.engine.ranks import gather
+from hyperbatch.engine.run import Run
+from hyperbatch.engine.step import MicroStep, Work
+from hyperbatch.engine.steptimer import StepTimer
+from hyperbatch.errors import RunFailed
+from hyperbatch.schedule import Stride
+
+
+class _Flat(NamedTuple):
+    """One role of one dtype's parameters, laid out as the arena."""
+
+    role: str
+    dtype: torch.dtype  # of the working weights
+    values: Tensor
+    same: bool  # on every rank
+
+
+class Guard:
+    """`after` each stride, and `check` before what is evaluated or kept."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._every_steps = run.config.run.compare_every_steps
+        self._pending: tuple[int, Rows] | None = None  # the step that a comparison under way was made after
+        self._equal_at = self._checked_at = run.progress.step  # ranks start from the same weights
+
+    def after(self, stride: Stride) -> None:
+        """Compares the ranks in the background where it is time for it; raises what the comparison before has found."""
+        every = self._every_steps
+        if every and self._run.ranks.world_size > 1 and any((step.index + 1) % every == 0 for step in stride):
+            self._read()
+            self._start()
+
+    def check(self) -> None:
+        """Raises RunFailed on every rank where ranks have drifted apart, or one holds values that are not finite."""
+        if self._checked_at != self._run.progress.step or self._pending is not None:
+            self._read()
+            self._start()
+            self._read()
+            self._checked_at = self._run.progress.step
+
+    def _start(self) -> None:
+        learner, flats = self._run.learner, list(self._flats())
+        with torch.no_grad():
+            sums = [checksum(flat.values) for flat in flats if flat.same and self._every_steps != 0]
+            bounds = extremes([flat.values for flat in flats] + self._statistics())
+            finite = torch.isfinite(bounds).all().to(torch.int64)
+            self._pending = self._run.progress.step, gather_rows(torch.stack([*sums, finite]), learner.comm)
+
+    def _read(self) -> None:
+        if self._pending is None:
+            return
+        (step, rows), self._pending = self._pending, None
+        values = rows.read()
+        if not all(row[-1] for row in values):
+            raise self._not_finite(step)
+        if len({tuple(row) for row in values}) > 1:
+            raise self._drifted(step, [tuple(row) for row in values])
+        self._equal_at = step
+
+    def _flats(self) -> Iterator[_Flat]:
+        learner = self._run.learner
+        arena, whole = learner.arena, not learner.sync.sharded
+        for dtype, values in arena.weights.items():
+            yield _Flat("weight", dtype, values, same=True)
+            if dtype == arena.dtype and arena.masters is not None:
+                yield _Flat("master weight", dtype, arena.masters, same=whole)
+            first = next(slot for slot in arena.slots if slot.dtype == dtype)
+            for name, view in learner.optimizer.init_state(first.param).items():
+                if name != "master":
+                    flat = view.as_strided((values.numel(),), (1,), 0)
+                    yield _Flat(name.replace("_", " "), dtype, flat, same=whole)
+
+    def _statistics(self) -> list[Tensor]:
+        return [buffer for buffer in self._run.learner.model.buffers() if buffer.is_floating_point()]
+
+    # --- on every rank alike, once something was found ------------------------------------------------------------
+
+    def _drifted(self, step: int, rows: list[tuple[int, ...]]) -> RunFailed:
+        """Names the ranks outside the largest set of equal ones, where there is one, and the first parameter that
+        differs."""
+        run, arena = self._run, self._run.learner.arena
+        names, sums = [], []
+        for flat in self._flats():
+            for slot in _slots(arena, flat.dtype):
+                if flat.same:
+                    names.append(f"the {flat.role} of {slot.name}")
+                    sums.append(checksum(flat.values[slot.offset : slot.end]))
+        found = gather((socket.gethostname(), torch.stack(sums).tolist()), run.ranks)
+        (row, most), *others = Counter(rows).most_common()
+        usual = rows.index(row)
+        odd = [rank for rank in range(len(rows)) if rows[rank] != row]
+        pairs = zip(names, found[usual][1], found[odd[0]][1], strict=True)
+        place = next((name for name, mine, theirs in pairs if mine != theirs), "a value that has changed again since")
+        when = f"after step {step}; after step {self._equal_at} all ranks were the same"
+        advice = "check the memory, GPU and software there"
+        if most > others[0][1]:
+            who = f"rank {odd[0]} (host {found[odd[0]][0]}) has"
+            if len(odd) > 1:
+                who = f"ranks {', '.join(map(str, odd))} (hosts {', '.join(found[rank][0] for rank in odd)}) have"
+            line = f"{who} drifted from the other {most} ranks: {place} differs {when}; {advice}"
+        else:
+            line = (
+                f"ranks {usual} (host {found[usual][0]}) and {odd[0]} (host {found[odd[0]][0]}) have drifted apart: "
+                f"{place} differs {when}; {advice}"
+            )
+        return _failed(line, odd[0], found[odd[0]][0], step)
+
+    def _not_finite(self, step: int) -> RunFailed:
+        mine = self._first_not_finite()
+        found = gather((socket.gethostname(), mine), self._run.ranks)
+        rank, (host, place) = next(
+            ((rank, item) for rank, item in enumerate(found) if item[1]), (0, (found[0][0], "a value"))
+        )
+        who = f"rank {rank} (host {host}): " if self._run.ranks.world_size > 1 else ""
+        advice = "lower --lr, lengthen --warmup-epochs or use --precision bf16"
+        line = f"{who}{place} was inf or nan after step {step}, and no checkpoint may hold it; {advice}"
+        return _failed(line, rank, host, step)
+
+    def _first_not_finite(self) -> str:
+        for flat in self._flats():
+            for slot in _slots(self._run.learner.arena, flat.dtype):
+                if not torch.isfinite(flat.values[slot.offset : slot.end]).all():
+                    return f"the {flat.role} of {slot.name}"
+        for name, buffer in self._run.learner.model.named_buffers():
+            if buffer.is_floating_point() and not torch.isfinite(buffer).all():
+                return f"the buffer {name}"
+        return ""
+
+
+def _slots(arena: Arena, dtype: torch.dtype) -> list[Slot]:
+    return [slot for slot in arena.slots if slot.dtype == dtype]
+
+
+def _failed(line: str, rank: int, host: str, step: int) -> RunFailed:
+    failed = RunFailed(line)
+    failed.words = {"rank": rank, "host": host, "step": step}
+    return failed
+
+
+class LossGuard:
+    """Looks at the losses and skipped steps that the journal reads: every rank is given the same ones."""
+
+    def __init__(self, run: Run, work: Work, next_batch: Callable[[], Batch | None]) -> None:
+        """work: what a micro-step does. next_batch: of this rank, once nothing else will be done with it."""
+        self._run, self._work, self._next_batch = run, work, next_batch
+
+    def check_loss(self, loss: float, own: Callable[[], float], step: int, epoch: float, rate: float) -> None:
+        """Raises RunFailed where the mean over ranks is not finite. own: this rank's."""
+        if math.isfinite(loss):
+            return
+        found = gather((socket.gethostname(), math.isfinite(own())), self._run.ranks)
+        bad = [(rank, host) for rank, (host, finite) in enumerate(found) if not finite]
+        where = ""
+        if 0 < len(bad) < len(found):
+            where = f" on rank {bad[0][0]} (host {bad[0][1]})" if len(bad) == 1 else f" on {len(bad)} ranks"
+        line = (
+            f"the loss became {loss} at step {step} (epoch {epoch:.2f}, rate {rate:.4g}){where}; "
+            f"lower --lr, lengthen --warmup-epochs or use --precision bf16"
+        )
+        raise _failed(line, *(bad or [(0, found[0][0])])[0], step)
+
+    def check_skipped(self, in_a_row: int, step: int) -> None:
+        """Raises RunFailed where too many updates in a row were left out for gradients that were not finite."""
+        limit = self._run.config.run.max_skipped_steps
+        if not limit or in_a_row < limit:
+            return
+        layer = first_overflow(self._run.learner.arena)  # of the mean over ranks
+        found = gather((socket.gethostname(), self._own_overflow()), self._run.ranks)
+        rank, (host, own) = next(((rank, item) for rank, item in enumerate(found) if item[1]), (0, (found[0][0], "")))
+        culprits = sum(bool(item[1]) for item in found)
+        if not own:
+            where = f"first in {layer}" if layer else "of a layer that is not known"
+        elif culprits == 1 < len(found):
+            where = f"on rank {rank} (host {host}), first in {own}"
+        else:
+            where = f"first in {own}" + (f", on {culprits} ranks" if len(found) > 1 else "")
+        line = (
+            f"{in_a_row} steps in a row, the last of them step {step}, were skipped because gradients were inf or nan "
+            f"{where}; check the data and the model there, lower --lr, use --precision bf16, or allow more by "
+            f"--max-skipped-steps"
+        )
+        raise _failed(line, rank, host, step)
+
+    def _own_overflow(self) -> str:
+        """The first layer with bad gradients of this rank alone: a backward of the next batch, without an exchange."""
+        batch, learner = self._next_batch(), self._run.learner
+        if batch is None:
+            return ""
+        samples = min(len(batch.labels), self._run.phases[-1].micro_batches[0])
+        part = MicroStep(samples, 2 * samples, first=True, last=False)
+        total = torch.zeros((), dtype=torch.promote_types(learner.dtype, torch.float32), device=learner.device)
+        timer = StepTimer(learner.device)
+        try:
+            self._work(learner, part, batch.images[:samples], batch.labels[:samples], total, timer)
+        except torch.OutOfMemoryError:  # graphs hold the memory; the mean over ranks has to do
+            return ""
+        return first_overflow(learner.arena)
+
+
+def first_overflow(arena: Arena) -> str:
+    """The first layer in the order of backward whose gradient in the arena is not finite; empty: all are."""
+    bad = (slot.name for slot in arena.slots if not torch.isfinite(arena.grad_view(slot.name)).all())
+    return next(bad, "")

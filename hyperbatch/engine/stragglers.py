@@ -1,0 +1,104 @@
+"""Ranks that are slower than the others, and the phase in which they lose their time.
+
+A slow rank makes all others wait: on their side it looks like exposed communication. So ranks compare what each does by
+itself, whenever the loop looks at all losses anyway: one small all-gather of means over the steps since the last time.
+
+    rank 0   data . forward ... backward .... [ exposed communication ] update
+    rank 1   data . forward ......................... backward .... [] update       loses its time in forward
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+from hyperbatch.engine.ranks import Ranks, gather, host_group
+from hyperbatch.plan.types import StepTiming
+
+# What a rank does without the others, and what it is called
+OWN = {"data_wait": "waiting for data", "forward": "forward pass", "backward": "backward pass", "update": "update"}
+SLOW_SHARE = 0.2  # of a step, by which a rank must be slower than the median rank
+SLOW_S = 0.002  # and so many seconds: less is noise
+FIRST_STEPS = 3  # of a run that do not count: caches are cold
+WINDOW_STEPS = 5  # at least, that are compared at a time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Straggler:
+    """A slow rank."""
+
+    rank: int
+    host: str
+    phase: str  # of OWN, in which it loses most
+    lost_s: float  # per step in that phase, compared with the median rank
+    share: float  # of a step
+
+    @property
+    def message(self) -> str:
+        return (
+            f"rank {self.rank} (host {self.host}) is slow: in every step its {OWN[self.phase]} takes "
+            f"{self.lost_s * 1e3:.1f} ms longer than the median rank's, {self.share:.0%} of a step"
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        return {**asdict(self), "message": self.message}
+
+
+def slow_ranks(rows: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[Straggler]:
+    """rows: of each rank, the mean seconds of each phase of OWN, then those of a whole step."""
+    step_s = statistics.median_low([row[-1] for row in rows])
+    usual = [statistics.median_low(column) for column in zip(*rows, strict=True)]
+    own_s = statistics.median_low([sum(row[:-1]) for row in rows])
+    found = []
+    for rank, row in enumerate(rows):
+        lost_s = sum(row[:-1]) - own_s
+        if lost_s > SLOW_S and lost_s > SLOW_SHARE * step_s:
+            excess, phase = max((mine - theirs, phase) for mine, theirs, phase in zip(row, usual, OWN, strict=False))
+            found.append(Straggler(rank=rank, host=hosts[rank], phase=phase, lost_s=excess, share=excess / step_s))
+    return found
+
+
+class Stragglers:
+    """Every rank has one and gives it its steps; `look` is called by all at once."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._hosts: list[str] = gather(socket.gethostname(), ranks)
+        self._steps = 0
+        self._window: list[list[float]] = []
+        self._windows: list[list[list[float]]] = []  # the means of each rank, by window
+        self._before: set[tuple[int, str]] = set()
+        self._told: set[tuple[int, str]] = set()
+
+    def add(self, timing: StepTiming) -> None:
+        """A step of this rank."""
+        self._steps += 1
+        if self._steps > FIRST_STEPS and self._ranks.world_size > 1:
+            self._window.append([getattr(timing, f"{phase}_s") for phase in (*OWN, "step")])
+
+    def look(self) -> list[Straggler]:
+        """Compares the steps since the last time. Those that were slow then, too, are returned; each once."""
+        if len(self._window) < WINDOW_STEPS:  # on every rank alike
+            return []
+        means = torch.tensor(self._window, dtype=torch.float64).mean(0)
+        self._window.clear()
+        rows = [torch.empty_like(means) for _ in range(self._ranks.world_size)]
+        dist.all_gather(rows, means, group=host_group())
+        self._windows.append([row.tolist() for row in rows])
+        slow = {(each.rank, each.phase): each for each in slow_ranks(self._windows[-1], self._hosts)}
+        new = slow.keys() & self._before - self._told
+        self._before = set(slow)
+        self._told |= new
+        return [slow[key] for key in sorted(new)]
+
+    def found(self) -> list[Straggler]:
+        """Over the run so far."""
+        if not self._windows:
+            return []
+        means = torch.tensor(self._windows, dtype=torch.float64).mean(0)
+        return slow_ranks(means.tolist(), self._hosts)

@@ -1,0 +1,85 @@
+"""The rank that failed first, or that is slow, is named to the user: real processes, exit codes and signals."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hyperbatch.record import RunRecord
+
+HERE = Path(__file__).parent
+
+
+def train(out, fault, *arguments, **environment):
+    """The whole command, three ranks, rank 1 of which fails in its fifth step; and how long it took."""
+    words = [sys.executable, "-m", "hyperbatch", "train", "digits", "--model", "broken:model", "--nproc", "3"]
+    words += ["--device", "cpu", "--out", str(out), "--global-batch", "96", "--eval-every-epochs", "0.1", *arguments]
+    paths = os.pathsep.join((str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")))
+    environ = {**os.environ, "PYTHONPATH": paths, "FAULT": fault, **environment}
+    began = time.monotonic()
+    done = subprocess.run(words, capture_output=True, text=True, timeout=170, check=False, env=environ)
+    return done, time.monotonic() - began
+
+
+def last_line(done):
+    return done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("step", [1, 5])  # 1: no checkpoint yet
+def test_an_exception_of_the_model_is_told_whichever_rank_ends_first(tmp_path, step):
+    done, _ = train(tmp_path / "run", "raising", FAULT_STEP=str(step))
+    assert done.returncode == 1
+    cause = "rank 1: ValueError: the model has lost its head"
+    resume = f"--resume --out {tmp_path / 'run'} continues from the newest checkpoint" if step > 3 else "start it again"
+    assert last_line(done).startswith(f"hyperbatch: {cause}; ")
+    assert last_line(done).endswith(resume)
+    assert "in raising" in done.stderr, "its traceback"
+    assert "closed by peer" not in done.stderr
+    record = RunRecord.load(tmp_path / "run")
+    assert record.error == cause
+    assert (record.failure["rank"], record.failure["step"]) == (1, step)
+    assert record.failure["host"]
+    assert "in raising" in record.failure["traceback"]
+
+
+@pytest.mark.parametrize(("fault", "text"), [("leaving", "exited with 7"), ("terminated", "was killed by SIGTERM")])
+def test_a_rank_that_ends_without_a_word_is_named_by_its_exit(tmp_path, fault, text):
+    done, _ = train(tmp_path / "run", fault)
+    assert done.returncode == 1
+    assert last_line(done).startswith("hyperbatch: rank 1 (pid ")
+    assert text in last_line(done)
+    assert last_line(done).endswith(f"--resume --out {tmp_path / 'run'} continues from the newest checkpoint")
+    record = RunRecord.load(tmp_path / "run")
+    assert text in record.error
+    assert record.failure["rank"] == 1
+    assert record.failure["step"] == 5
+
+
+def test_a_rank_that_is_stopped_ends_the_run_and_its_process_goes_with_it(tmp_path):
+    """Nobody sends it a signal that it could hear: it is killed by the others once they have given it up."""
+    plain, start_s = train(tmp_path / "first", "raising", FAULT_STEP="5")
+    assert plain.returncode == 1
+    done, seconds = train(tmp_path / "run", "stopped", "--timeout-s", "6")
+    assert done.returncode == 1
+    assert "rank 1 has given no sign of life for" in last_line(done)
+    assert "continues from the newest checkpoint" in last_line(done)
+    assert RunRecord.load(tmp_path / "run").error.startswith("rank 1 has given no sign of life")
+    print(f"from the stop to the end: {seconds - start_s:.1f} s")  # for a person: 6 s, and less than 5 s more
+
+
+def test_a_slow_rank_is_named_in_output_record_and_report(tmp_path):
+    """By the phase in which it loses its time: to the others it looks like communication."""
+    run = tmp_path / "run"
+    done, _ = train(run, "sleeping", "--max-steps", "30", "--eval-every-epochs", "0.5")
+    assert done.returncode == 3, done.stderr  # trained, missed its target
+    line = "rank 1 (host "
+    slow = "is slow: in every step its forward pass takes "
+    assert any(text.startswith(f"note: {line}") and slow in text for text in done.stderr.splitlines())
+    (found,) = RunRecord.load(run).stragglers
+    assert (found["rank"], found["phase"]) == (1, "forward")
+    assert slow in (run / "report.html").read_text()
