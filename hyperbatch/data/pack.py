@@ -1,36 +1,35 @@
-"""`hyperbatch data pack | info`: writes and describes sets of packed shards (format: data/shards.py).
+"""`hyperbatch data pack | info`: packs a set into shards (format: data/shards.py), and describes a set of any kind.
 
-A shard is written under another name, then renamed, then its names and its index appear: an index beside a shard means
-it is whole, so an interrupted pack starts again where it stopped. manifest.json comes last and marks the set complete.
-pack.json says what is being packed: a fingerprint of every class of every split, of the names, sizes and times of its
-files. A pack goes on, and grows by a split or by new classes, only if the rest is what it was.
+manifest.json comes last and marks the set complete. pack.json says what is packed or being packed: a fingerprint of
+every class of every split, of the names, sizes and times of its files. A pack goes on, and grows by a split or by new
+classes, only if the rest is what it was.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
-import re
-import tarfile
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from itertools import islice
-from pathlib import Path, PurePosixPath
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hyperbatch.config import DataConfig
-from hyperbatch.data.recompress import Recompress, header_size
+from hyperbatch.data.recompress import Recompress
+from hyperbatch.data.shard_writer import (
+    Progress,
+    ShardPlan,
+    is_finished,
+    skipped_rows,
+    write_atomically,
+    write_shards,
+)
 from hyperbatch.data.shards import (
     BLOCK_BYTES,
     FORMAT,
-    INDEX_DTYPE,
     MANIFEST,
     SPLITS,
     Manifest,
@@ -41,17 +40,13 @@ from hyperbatch.data.shards import (
     names_path,
     read_index,
     read_manifest,
-    read_names,
 )
-from hyperbatch.data.source import BadSample, EncodedSource, open_data, open_split
+from hyperbatch.data.source import EncodedSource, open_data, open_split
 from hyperbatch.data.stream import permute
 from hyperbatch.errors import InputError
 
 _PLAN = "pack.json"  # what a pack holds, or was packing when it was interrupted
 _SKIPPED = "skipped.txt"
-_PREPARED_PER_WORKER = 4  # samples read ahead of the one that is written
-
-Progress = Callable[[int, int], None]  # (samples done, samples in all)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,32 +80,6 @@ class DataInfo:
     class_names: list[str]
     splits: dict[str, SplitInfo]
     to_dict = asdict
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Sample:
-    """A sample on its way into a shard."""
-
-    id: int
-    number: int  # in its split, over all that was ever packed into it
-    label: int
-    name: str  # where it came from, within the set
-    data: bytes = b""
-    extension: str = ""
-    size: tuple[int, int] = (0, 0)
-    fault: str = ""  # why it is left out
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ShardPlan:
-    path: Path
-    source: EncodedSource
-    samples: list[_Sample]
-    lengths: np.ndarray | None  # of the samples' bytes, where they are known beforehand
-
-    @property
-    def skipped_path(self) -> Path:
-        return self.path.with_suffix(".skipped.json")
 
 
 def pack(
@@ -152,36 +121,35 @@ def pack(
 
     before = read_manifest(dst) if (dst / MANIFEST).exists() else None
     classes = _class_order(before, sources)
-    todo: list[_ShardPlan] = []
+    todo: list[ShardPlan] = []
     missing: list[str] = []
     for name, source in sources.items():
         # Pixels of unknown number: at the longest allowed side, a photograph's three quarters of a square.
         guess = np.full_like(sizes[name], max_side * max_side * 9 // 4) if decoded and max_side else sizes[name]
         packed = before.splits.get(name) if before else None
-        known = set(classes[: packed.classes]) if packed else set()
+        known = {classes[number] for number in packed.classes} if packed else set()
         new = np.array([each not in known for each in source.classes])[source.labels]
         missing += [f"{names[name][i]}: there is no such file" for i in np.flatnonzero(new & (sizes[name] < 0))]
         ids = np.flatnonzero(new & (sizes[name] >= 0))
         if len(ids) == 0 and not packed:
             raise InputError(f"{src} has no {name} image that can be read; nothing was packed")
-        number = {each: i for i, each in enumerate(classes)}
-        first_number = packed.samples if packed else 0
-        samples = [
-            _Sample(id=i, number=first_number + n, label=number[source.classes[label]], name=names[name][i])
-            for n, (i, label) in enumerate(zip(ids.tolist(), source.labels[ids].tolist(), strict=True))
-        ]
+        numbers = np.arange(len(ids)) + (packed.samples if packed else 0)
+        labels = np.array([classes.index(each) for each in source.classes])[source.labels[ids]]
         first_shard = len(packed.shards) if packed else 0
         for shard, rows in enumerate(_shard_cuts(guess[ids], shard_bytes)):
             todo.append(
-                _ShardPlan(
+                ShardPlan(
                     path=dst / f"{name}-{first_shard + shard:06d}.tar",
                     source=source,
-                    samples=[samples[row] for row in rows],
+                    names=names[name],
+                    ids=ids[rows],
+                    numbers=numbers[rows],
+                    labels=labels[rows],
                     lengths=sizes[name][ids[rows]] if recompress.keeps_bytes else None,
                 )
             )
-    written = {plan.path for plan in todo if not _is_finished(plan)}
-    _write_shards([plan for plan in todo if plan.path in written], todo, recompress, skip_bad, workers, progress)
+    written = {plan.path for plan in todo if not is_finished(plan)}
+    write_shards([plan for plan in todo if plan.path in written], todo, recompress, skip_bad, workers, progress)
     return _finish(dst, before, classes, sources, todo, missing, written=len(written))
 
 
@@ -285,7 +253,7 @@ def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append
             have |= classes
         if append and not (dst / MANIFEST).exists():
             raise InputError(f"--append: the pack in {dst} is not complete; finish it first")
-        _write_atomically(plan, json.dumps({"format": FORMAT, "options": options, "splits": merged}).encode())
+        write_atomically(plan, json.dumps({"format": FORMAT, "options": options, "splits": merged}).encode())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, InputError):
             raise
@@ -310,156 +278,12 @@ def _shard_cuts(sizes: np.ndarray, shard_bytes: int) -> list[np.ndarray]:
     return np.split(order, np.flatnonzero(np.diff(shard)) + 1)
 
 
-def _is_finished(plan: _ShardPlan) -> bool:
-    """Whether an earlier pack wrote this shard, of these samples."""
-    try:
-        index = read_index(plan.path)
-        read_names(plan.path, len(index), None)
-    except InputError:
-        return False
-    kept = np.ones(len(plan.samples), dtype=bool)
-    kept[[row for row, _ in _skipped_rows(plan)]] = False
-    labels = np.array([sample.label for sample in plan.samples])[kept]
-    if plan.lengths is not None and not np.array_equal(index["length"], plan.lengths[kept]):
-        return False
-    return np.array_equal(index["label"], labels)
-
-
-def _skipped_rows(plan: _ShardPlan) -> list[tuple[int, str]]:
-    """(row in the plan, what and why) of the samples that a finished shard leaves out."""
-    try:
-        rows = [(int(row), str(text)) for row, text in json.loads(plan.skipped_path.read_text())]
-        return [item for item in rows if 0 <= item[0] < len(plan.samples)]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{plan.skipped_path} cannot be read: {error}; give an empty folder") from error
-
-
-# --- writing
-
-
-def _write_shards(
-    todo: list[_ShardPlan],
-    plans: list[_ShardPlan],
-    recompress: Recompress,
-    skip_bad: bool,
-    workers: int,
-    progress: Progress | None,
-) -> None:
-    """One shard after the other; their samples are read and changed ahead of that, by threads."""
-    total = sum(len(plan.samples) for plan in plans)
-    done = total - sum(len(plan.samples) for plan in todo)
-    if progress:
-        progress(done, total)
-    workers = workers or os.cpu_count() or 1
-    pool = ThreadPoolExecutor(workers)
-    try:
-        for plan in todo:
-            futures = (pool.submit(_prepare, plan.source, sample, recompress, skip_bad) for sample in plan.samples)
-            prepared = _ahead(futures, workers * _PREPARED_PER_WORKER)
-            done = _write_shard(plan, prepared, lambda done: progress(done, total) if progress else None, done)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _ahead(futures: Iterable[Future[_Sample]], count: int) -> Iterator[_Sample]:
-    """The results in order, with `count` more under way."""
-    futures = iter(futures)
-    waiting = deque(islice(futures, count))
-    while waiting:
-        yield waiting.popleft().result()
-        waiting.extend(islice(futures, 1))
-
-
-def _prepare(source: EncodedSource, sample: _Sample, recompress: Recompress, skip_bad: bool) -> _Sample:
-    """The sample as it is written, or why it is left out."""
-    from hyperbatch.data.decode import choose_decoder, decode_full
-
-    try:
-        data = source.read(sample.id)
-        if skip_bad:
-            decode_full(data, sample.name, decoder=choose_decoder("auto"))
-    except BadSample as error:
-        if skip_bad:
-            reason = str(error).removeprefix(f"{source.describe(sample.id)}: ").removeprefix(f"{sample.name}: ")
-            return replace(sample, fault=f"{sample.name}: {reason}")
-        raise InputError(
-            f"cannot read {error}; repair or remove the file, or leave out such files with --skip-bad"
-        ) from error
-    data, extension = recompress(data, _extension(sample.name))
-    return replace(sample, data=data, extension=extension, size=header_size(data))
-
-
-def _write_shard(plan: _ShardPlan, prepared: Iterator[_Sample], report: Callable[[int], None], done: int) -> int:
-    """The number of samples done after this shard; `report` is told of each."""
-    part = plan.path.with_suffix(".part")
-    rows, names, skipped = [], [], []
-    try:
-        with open(part, "wb") as out:
-            for position, sample in enumerate(prepared):
-                if sample.fault:
-                    skipped.append((position, sample.fault))
-                else:
-                    key = _key(sample)
-                    offset = _write_member(out, f"{key}.{sample.extension}", sample.data)
-                    _write_member(out, f"{key}.cls", str(sample.label).encode())
-                    rows.append((offset, len(sample.data), sample.label, *sample.size, zlib.crc32(sample.data)))
-                    names.append(os.fsencode(sample.name))
-                done += 1
-                report(done)
-            out.write(bytes(2 * BLOCK_BYTES))
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(part, plan.path)
-        _write_atomically(names_path(plan.path), b"\0".join(names))
-        if skipped:
-            _write_atomically(plan.skipped_path, json.dumps(skipped).encode())
-        else:
-            plan.skipped_path.unlink(missing_ok=True)
-        buffer = io.BytesIO()
-        np.save(buffer, np.array(rows, dtype=INDEX_DTYPE), allow_pickle=False)
-        _write_atomically(index_path(plan.path), buffer.getvalue())
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise InputError(
-            f"cannot write {plan.path}: {error.strerror}; run the same command again once that is mended, "
-            "finished shards are kept"
-        ) from error
-    except InputError:
-        part.unlink(missing_ok=True)
-        raise
-    return done
-
-
-def _write_member(out: Any, name: str, data: bytes) -> int:
-    """Appends a regular file with fixed times and owners, so that packing twice gives the same bytes."""
-    member = tarfile.TarInfo(name)
-    member.size = len(data)
-    out.write(member.tobuf(format=tarfile.USTAR_FORMAT))
-    offset = out.tell()
-    out.write(data)
-    out.write(bytes(-len(data) % BLOCK_BYTES))
-    return offset
-
-
-def _key(sample: _Sample) -> str:
-    """WebDataset ends a key at the first dot, so the source's name is kept without dots or anything odd."""
-    stem = re.sub(r"[^A-Za-z0-9_-]", "_", PurePosixPath(sample.name).stem)[:60]
-    return f"{sample.number:09d}_{stem}"
-
-
-def _extension(where: str) -> str:
-    suffix = PurePosixPath(where).suffix.lower().lstrip(".")
-    return "jpg" if suffix in ("jpg", "jpeg") else suffix
-
-
 def _finish(
     dst: Path,
     before: Manifest | None,
     classes: tuple[str, ...],
     sources: dict[str, EncodedSource],
-    plans: list[_ShardPlan],
+    plans: list[ShardPlan],
     missing: list[str],
     *,
     written: int,
@@ -480,10 +304,11 @@ def _finish(
         samples = sum(shard.samples for shard in shards)
         if samples == 0:
             raise InputError(f"no {name} image can be read; {dst} is not complete")
-        splits[name] = Split(samples=samples, bytes=size_bytes, classes=len(classes), shards=tuple(shards))
+        packed = {*(splits[name].classes if name in splits else ()), *map(classes.index, source.classes)}
+        splits[name] = Split(samples=samples, bytes=size_bytes, classes=tuple(sorted(packed)), shards=tuple(shards))
     manifest = Manifest(classes=classes, splits=splits)
-    skipped = _write_skipped(dst, [*missing, *(text for plan in plans for _, text in _skipped_rows(plan))])
-    _write_atomically(dst / MANIFEST, json.dumps(manifest.to_dict(), indent=1).encode())
+    skipped = _write_skipped(dst, [*missing, *(text for plan in plans for _, text in skipped_rows(plan))])
+    write_atomically(dst / MANIFEST, json.dumps(manifest.to_dict(), indent=1).encode())
     for split in splits.values():
         for shard in split.shards:
             index = read_index(dst / shard.name, shard.samples, shard.index_crc32)
@@ -506,14 +331,5 @@ def _write_skipped(dst: Path, lines: list[str]) -> int:
     before = path.read_text(errors="surrogateescape").splitlines() if path.exists() else []
     lines = list(dict.fromkeys([*before, *(" ".join(line.split()) for line in lines)]))
     if lines:
-        _write_atomically(path, "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape"))
+        write_atomically(path, "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape"))
     return len(lines)
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    part = path.with_name(path.name + ".part")
-    with open(part, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)

@@ -64,7 +64,7 @@ class Shard:
 class Split:
     samples: int
     bytes: int
-    classes: int  # the first so many of the set's classes are packed in this split
+    classes: tuple[int, ...]  # the numbers of those that were packed into this split
     shards: tuple[Shard, ...]
 
 
@@ -113,9 +113,9 @@ def _split(name: str, values: Mapping[str, Any], schema: int, classes: int) -> S
         raise ValueError(f"it lists no {name} samples")
     if samples != _count(values["samples"]) or len({shard.name for shard in shards}) < len(shards):
         raise ValueError(f"the shards of {name} do not add up to {values['samples']} samples")
-    packed = _count(values["classes"]) if schema > 1 else classes
-    if packed > classes:
-        raise ValueError(f"{name} has {packed} of {classes} classes")
+    packed = tuple(map(_count, values["classes"])) if schema > 1 else tuple(range(classes))
+    if packed and max(packed) >= classes:
+        raise ValueError(f"{name} has a class {max(packed)}, and there are {classes}")
     return Split(samples=samples, bytes=_count(values["bytes"]), classes=packed, shards=tuple(shards))
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hyperbatch.data.pack import Progress
 from hyperbatch.data.recompress import header_size
+from hyperbatch.data.shard_writer import Progress
 from hyperbatch.data.shards import Shard, read_index, read_manifest, read_names
 from hyperbatch.data.source import BadSample
 from hyperbatch.data.tars import check_end

@@ -47,7 +47,7 @@ def src(tmp_path):
     for split in ("train", "val"):
         for name in ("ant", "cow"):
             (tmp_path / "src" / split / name).mkdir(parents=True)
-            for i in range(3):
+            for i in range(4):
                 pixels = Image.fromarray(rng.integers(0, 256, (9, 8 + i, 3), dtype=np.uint8))
                 pixels.save(tmp_path / "src" / split / name / f"{i}.jpg")
     return tmp_path / "src"
@@ -112,7 +112,7 @@ def test_a_damaged_tar(src, tmp_path, suffix):
     folder.mkdir()
     mode = {"tar": "w", "tar.gz": "w:gz", "tar.xz": "w:xz"}[suffix]
     for split in ("train", "val"):
-        with tarfile.open(folder / f"{split}.{suffix}", mode) as tar:
+        with tarfile.open(folder / f"{split}.{suffix}", mode, format=tarfile.USTAR_FORMAT) as tar:
             tar.add(src / split, split)
     path = folder / f"train.{suffix}"
     right, whole = samples(opened(folder)[0]), path.read_bytes()

@@ -1,6 +1,7 @@
 """Labels are as safe as pixels: a changed label, class or file is found when a packed set is opened, checked or packed
 again."""
 
+import errno
 import json
 import os
 import zlib
@@ -13,6 +14,7 @@ from test_data_pack import as_first_schema, contents, opened, rewrite_index, rew
 
 from hyperbatch.cli import main
 from hyperbatch.config import DataConfig
+from hyperbatch.data import shard_writer
 from hyperbatch.data.pack import info, pack
 from hyperbatch.data.shards import index_path
 from hyperbatch.data.source import BadSample, open_eval
@@ -256,6 +258,37 @@ def test_new_classes_are_appended_and_the_old_keep_their_numbers(src, packed):
     add_class(src, "dog")
     assert pack(src, packed, append=True).samples == 32
     assert opened(packed)[1].classes == ("ant", "cow", "bee", "dog")
+
+
+def test_splits_may_get_new_classes_one_after_the_other(src, packed):
+    add_class(src, "bee")
+    add_class(src, "dog")
+    pack(src, packed, append=True, split="train")
+    for split in ("train", "val"):
+        (src / split / "bee").rename(src / f"{split}-later")
+    pack(src, packed, append=True, split="val")
+    assert np.bincount(opened(packed)[1].labels).tolist() == [4, 4, 0, 4]
+    for split in ("train", "val"):
+        (src / f"{split}-later").rename(src / split / "bee")
+    pack(src, packed, append=True, split="val")
+    assert [np.bincount(source.labels).tolist() for source in opened(packed)] == [[4, 4, 4, 4]] * 2
+    assert verify(packed).ok
+
+
+def test_an_interrupted_append_is_finished_by_the_next_and_loses_nothing_before(src, packed, monkeypatch):
+    before = [contents(source) for source in opened(packed)]
+    add_class(src, "bee")
+
+    def full_disk(out, name, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shard_writer, "_write_member", full_disk)
+    with pytest.raises(InputError, match="No space left"):
+        pack(src, packed, append=True)
+    monkeypatch.undo()
+    assert [contents(source) for source in opened(packed)] == before
+    assert pack(src, packed, append=True).samples == 24
+    assert verify(packed).ok
 
 
 def test_what_changed_is_not_appended_to(src, packed, tmp_path):

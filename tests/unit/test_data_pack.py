@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from hyperbatch.config import DataConfig
-from hyperbatch.data import pack as packing
+from hyperbatch.data import shard_writer
 from hyperbatch.data.pack import info, pack
 from hyperbatch.data.shards import INDEX_DTYPE, ShardSource, _checksum, index_path
 from hyperbatch.data.source import BadSample, check_data, open_data
@@ -95,7 +95,7 @@ def test_tars_pack_too(tree, tmp_path):
 
 def test_an_interrupted_pack_is_finished_by_the_next(tree, tmp_path, monkeypatch):
     pack(tree, tmp_path / "whole", shard_bytes=8000)
-    write, written = packing._write_member, []
+    write, written = shard_writer._write_member, []
 
     def full_disk(out, name, data):
         written.append(name)
@@ -103,7 +103,7 @@ def test_an_interrupted_pack_is_finished_by_the_next(tree, tmp_path, monkeypatch
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(out, name, data)
 
-    monkeypatch.setattr(packing, "_write_member", full_disk)
+    monkeypatch.setattr(shard_writer, "_write_member", full_disk)
     with pytest.raises(InputError, match=r"No space left on device.*run the same command again"):
         pack(tree, tmp_path / "dst", shard_bytes=8000, workers=1)
     with pytest.raises(InputError, match="no complete packed set"):
