@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -217,11 +218,34 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    console = Console(stderr=True)
+    if not console.is_terminal:  # a log: a line now and then
+        yield _ProgressLines(what, time.monotonic())
+        return
     rate = TextColumn("{task.fields[rate]:,.0f} images/s")
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), rate, TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, rate=0.0)
         yield lambda done, total: bar.update(task, completed=done, total=total, rate=bar.tasks[0].speed or 0.0)
+
+
+class _ProgressLines:
+    """A line on stderr every ten seconds. What was done before the first call is not counted into the rate."""
+
+    def __init__(self, what: str, now_s: float) -> None:
+        self._what, self._start_s, self._said_s = what, now_s, now_s
+        self._before: int | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        self._before = done if self._before is None else self._before
+        if now_s < self._said_s + 10 or done == self._before:
+            return
+        self._said_s, rate = now_s, (done - self._before) / (now_s - self._start_s)
+        left_s = (total - done) / rate
+        print(
+            f"{self._what}: {done:,} of {total:,} images, {rate:,.0f} images/s, {left_s:,.0f} s left", file=sys.stderr
+        )
 
 
 def _report(args: argparse.Namespace) -> int:

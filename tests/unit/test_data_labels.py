@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from test_data_pack import as_first_schema, contents, opened, rewrite_index, rewrite_manifest
 
-from hyperbatch.cli import main
+from hyperbatch.cli import _ProgressLines, main
 from hyperbatch.config import DataConfig
 from hyperbatch.data import shard_writer
 from hyperbatch.data.pack import info, pack
@@ -349,3 +349,16 @@ def test_the_checksum_of_the_index_is_that_of_its_file(packed):
     manifest = json.loads((packed / "manifest.json").read_text())
     shard = manifest["splits"]["train"]["shards"][0]
     assert shard["index_crc32"] == zlib.crc32((packed / "train-000000.index.npy").read_bytes())
+
+
+def test_a_log_gets_a_line_every_ten_seconds(monkeypatch, capsys):
+    now_s = 100.0
+    monkeypatch.setattr("hyperbatch.cli.time.monotonic", lambda: now_s)
+    show = _ProgressLines("pack", now_s)
+    for done, at_s in ((400, 101.0), (500, 105.0), (1400, 110.0), (1500, 111.0), (2400, 120.0)):
+        now_s = at_s
+        show(done, 10_400)
+    assert capsys.readouterr().err.splitlines() == [
+        "pack: 1,400 of 10,400 images, 100 images/s, 90 s left",
+        "pack: 2,400 of 10,400 images, 100 images/s, 80 s left",
+    ]
