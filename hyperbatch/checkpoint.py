@@ -66,6 +66,7 @@ class Fixed:
     plan: GroupPlan
     max_batch_per_rank: int  # samples of a micro-step that fit into memory
     decoder: str | None = None  # of JPEG files; older checkpoints do not have it
+    data: dict[str, dict[str, Any]] | None = None  # split -> which samples it holds (data/identity.py); nor this
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

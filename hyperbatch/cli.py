@@ -6,9 +6,11 @@ Exit codes: 0 done, 1 the run failed, 2 the input was wrong, 3 trained but misse
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -178,25 +180,25 @@ def _workload(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _data(args: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from hyperbatch.data import pack
+    from hyperbatch.data.pack import info, pack
+    from hyperbatch.data.verify import verify
 
     folder = Path(args.source if args.action == "pack" else args.folder)
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder" if folder.exists() else f"{folder} does not exist")
     if args.action == "info":
-        values = pack.info(args.folder).to_dict()
+        values = info(args.folder).to_dict()
         _print(args, values, lambda: json.dumps(values, indent=1))
         return 0
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(args.action)
-        show = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731
+    with _progress(args.action) as show:
         if args.action == "pack":
-            report = pack.pack(
+            report = pack(
                 args.source,
                 args.target,
+                shard_bytes=args.shard_mb << 20,
+                split=args.split,
+                append=args.append,
+                skip_bad=args.skip_bad,
                 max_side=args.max_side,
                 quality=args.quality,
                 decoded=args.decoded,
@@ -204,10 +206,46 @@ def _data(args: argparse.Namespace) -> int:
                 progress=show,
             )
         else:
-            report = pack.verify(args.folder, progress=show)
+            report = verify(args.folder, decode=args.decode, progress=show)
     values = report.to_dict()
     _print(args, values, lambda: _lines(values))
     return 0 if values.get("ok", True) else 1
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A function that is told (samples done, samples in all) and shows the rate and the time left, on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:  # a log: a line now and then
+        yield _ProgressLines(what, time.monotonic())
+        return
+    rate = TextColumn("{task.fields[rate]:,.0f} images/s")
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), rate, TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, rate=0.0)
+        yield lambda done, total: bar.update(task, completed=done, total=total, rate=bar.tasks[0].speed or 0.0)
+
+
+class _ProgressLines:
+    """A line on stderr every ten seconds. What was done before the first call is not counted into the rate."""
+
+    def __init__(self, what: str, now_s: float) -> None:
+        self._what, self._start_s, self._said_s = what, now_s, now_s
+        self._before: int | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        self._before = done if self._before is None else self._before
+        if now_s < self._said_s + 10 or done == self._before:
+            return
+        self._said_s, rate = now_s, (done - self._before) / (now_s - self._start_s)
+        left_s = (total - done) / rate
+        print(
+            f"{self._what}: {done:,} of {total:,} images, {rate:,.0f} images/s, {left_s:,.0f} s left", file=sys.stderr
+        )
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -518,12 +556,22 @@ def _build_parser() -> _Parser:
     action = actions.add_parser("pack", help="write tar shards with an index from a folder or tars")
     action.add_argument("source", metavar="SRC")
     action.add_argument("target", metavar="DST")
-    action.add_argument("--workers", type=_positive, default=None)
+    action.add_argument("--workers", type=_positive, default=None, metavar="N", help="threads [one per core]")
+    action.add_argument("--shard-mb", type=_positive, default=512, metavar="N", help="size of a shard in MiB [512]")
+    action.add_argument("--split", choices=("train", "val"), help="pack this split alone [both]")
+    action.add_argument(
+        "--append", action="store_true", help="add classes that DST does not hold yet, after those it has"
+    )
+    action.add_argument(
+        "--skip-bad", action="store_true", help="leave out images that cannot be decoded, and list them in skipped.txt"
+    )
     action.add_argument("--max-side", type=_positive, metavar="PIXELS", help="shrink images with a longer side")
     action.add_argument("--quality", type=_positive, metavar="1-100", help="compress again as JPEG of this quality")
     action.add_argument("--decoded", action="store_true", help="store plain pixels: large, but nothing to decode")
-    for name, help in (("verify", "check every sample"), ("info", "describe a data set")):
-        actions.add_parser(name, help=help).add_argument("folder", metavar="DIR")
+    action = actions.add_parser("verify", help="check every sample, label and checksum of a packed set")
+    action.add_argument("folder", metavar="DIR")
+    action.add_argument("--decode", action="store_true", help="decode every image, too")
+    actions.add_parser("info", help="describe a data set").add_argument("folder", metavar="DIR")
     for action in actions.choices.values():  # the flag may stand after the action, too
         action.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 

@@ -66,8 +66,13 @@ class View(NamedTuple):
         return pixels[:, ::-1] if self.flip and not mirrored else pixels
 
 
-def check_options(config: DataConfig, channels: int) -> None:
-    """InputError for an augmentation that does not fit the images."""
+def check_options(config: DataConfig, channels: int, *, whole: bool) -> None:
+    """InputError for an augmentation that does not fit the images. whole: they are shown as they are (arrays)."""
+    if not whole and config.eval_resize < config.eval_size:
+        raise InputError(
+            f"--eval-resize {config.eval_resize} is smaller than --eval-size {config.eval_size}: the crop would not "
+            f"fit into the resized image; use --eval-resize {config.eval_size} or more"
+        )
     side = min([config.image_size, *(phase.image_size for phase in config.size_phases)])
     if config.augment == "shift" and not 0 <= config.shift_pixels < side:
         raise InputError(f"--shift-pixels {config.shift_pixels}: must be in [0, {side}), the image side")

@@ -8,12 +8,14 @@ import lzma
 import mmap
 import os
 import tarfile
+import zlib
 from pathlib import Path
 from typing import IO, cast
 
 import numpy as np
 
 from hyperbatch.data.source import BadSample, EncodedSource, Location, check_same_classes
+from hyperbatch.data.tars import check_end
 from hyperbatch.errors import InputError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".webp", ".tif", ".tiff")
@@ -28,7 +30,7 @@ class FolderSource(EncodedSource):
         classes = _class_names(folder)
         names, counts = [], []
         for name in classes:
-            files = sorted(os.fsencode(entry.name) for entry in _entries(folder / name) if _is_image(entry.name))
+            files = sorted(os.fsencode(entry.name) for entry in _entries(folder / name) if _is_image_file(entry))
             if not files:
                 raise InputError(f"class folder {folder / name} has no images; add some or remove the folder")
             names.append(np.array(files))
@@ -45,8 +47,8 @@ class FolderSource(EncodedSource):
     def read_buffer(self, index: int) -> bytearray:
         path = self.locations([index])[0].path
         try:
-            # Four calls of the system; Python's own file objects make eight.
-            descriptor = os.open(path, os.O_RDONLY)
+            # Four calls of the system; Python's own file objects make eight. A pipe is empty instead of waited for.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             try:
                 data = bytearray(os.fstat(descriptor).st_size)
                 del data[os.readv(descriptor, [data]) :]
@@ -67,10 +69,15 @@ class FolderSource(EncodedSource):
         return str(self.path(index))
 
     def sizes_bytes(self) -> np.ndarray:
-        try:
-            return np.array([os.stat(self.path(i)).st_size for i in range(len(self))], dtype=np.int64)
-        except OSError as error:
-            raise InputError(f"{error.filename}: {error.strerror}; repair or remove the file") from error
+        sizes = np.full(len(self), -1, dtype=np.int64)
+        for i in range(len(self)):
+            try:
+                sizes[i] = os.stat(self.path(i)).st_size
+            except FileNotFoundError:  # a dangling link, or removed by now
+                pass
+            except OSError as error:
+                raise InputError(f"{error.filename}: {error.strerror}; repair or remove the file") from error
+        return sizes
 
 
 class TarSource(EncodedSource):
@@ -94,10 +101,8 @@ class TarSource(EncodedSource):
                             classes.append(parts[1])
                             names.append(os.fsencode(parts[2]))
                             spans.append((number, member.offset_data, member.size))
-                    # tarfile takes the end of the file, or a block it cannot read, for the end of the archive.
-                    if content[tar.offset : tar.offset + tarfile.BLOCKSIZE] != bytes(tarfile.BLOCKSIZE):
-                        raise tarfile.ReadError("no end mark after the last member, so it is cut off or damaged")
-            except ValueError as error:  # a map cannot seek behind its end
+                    check_end(content, tar.offset)
+            except (ValueError, OverflowError) as error:  # a map cannot seek behind its end
                 raise InputError(f"{path} is cut off or damaged ({error}); fetch or write it again") from error
             except tarfile.TarError as error:
                 raise InputError(f"{path} cannot be read as a tar: {error}; fetch or write it again") from error
@@ -121,6 +126,10 @@ class TarSource(EncodedSource):
 
     def sizes_bytes(self) -> np.ndarray:
         return self._spans[:, 2].copy()
+
+    def changed_ns(self) -> np.ndarray:
+        times = np.array([path.stat().st_mtime_ns for path in self._paths], dtype=np.int64)
+        return np.stack([times[self._spans[:, 0]], self._spans[:, 1]], axis=1)
 
 
 def open_folders(folder: Path) -> tuple[FolderSource, FolderSource]:
@@ -167,6 +176,11 @@ def _is_image(name: str) -> bool:
     return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
 
 
+def _is_image_file(entry: os.DirEntry[str]) -> bool:
+    """Neither a folder nor a pipe. A link counts, wherever it leads, so that one that dangles is reported when read."""
+    return _is_image(entry.name) and (entry.is_file(follow_symlinks=False) or entry.is_symlink())
+
+
 def _tar_content(path: Path) -> bytes | mmap.mmap:
     """The plain tar: mapped from disk, or unpacked once into memory."""
     try:
@@ -178,7 +192,13 @@ def _tar_content(path: Path) -> bytes | mmap.mmap:
                 return file.read()
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:  # ValueError: an empty file cannot be mapped
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        lzma.LZMAError,
+        zlib.error,
+    ) as error:  # ValueError: an empty file cannot be mapped
         raise InputError(f"{path} cannot be read: {error}; fetch or write it again") from error
 
 

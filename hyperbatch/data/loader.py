@@ -196,7 +196,7 @@ def _make_maker(
     exact: for evaluation, decoded by the CPU, since nvJPEG interpolates colours less well than the CPU's decoders, and
     without a cache, unless the whole set is in memory as it is.
     """
-    augment.check_options(config, source.channels)
+    augment.check_options(config, source.channels, whole=isinstance(source, ArraySource))
     decoder = cpu_decoder = "pillow"
     if isinstance(source, EncodedSource):  # else nothing is decoded, and looking for decoders takes seconds
         decoder, cpu_decoder = resolve_decoders(config.decoder, device)

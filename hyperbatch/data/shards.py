@@ -3,15 +3,24 @@
 DIR/manifest.json                     classes, counts, the list of shards; written last, so it marks a complete set
 DIR/train-000000.tar                  <key>.jpg <key>.cls <key>.jpg <key>.cls ...
 DIR/train-000000.index.npy            one INDEX_DTYPE row per image
+DIR/train-000000.names                what each image was called where it was packed from, separated by zero bytes
+
+The manifest has a checksum of itself and of every index and names file, and the index one of every image: a changed
+label is found as a changed pixel is. Sets of the first schema have neither checksums nor names and are read as before.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
+import stat
 import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -20,6 +29,9 @@ from hyperbatch.errors import InputError
 
 MANIFEST = "manifest.json"
 FORMAT = "hyperbatch-shards"
+SCHEMA = 2
+SPLITS = ("train", "val")
+BLOCK_BYTES = 512  # of a tar
 INDEX_DTYPE = np.dtype(
     [
         ("offset", "<u8"),  # of the image's bytes in the tar
@@ -30,29 +42,129 @@ INDEX_DTYPE = np.dtype(
         ("crc32", "<u4"),
     ]
 )
+# What numpy.save writes before the rows. A pattern, because numpy's own reader fails on a damaged header in many ways.
+_INDEX_HEADER = re.compile(
+    rb"\x93NUMPY\x01\x00(..)"
+    + re.escape(f"{{'descr': {INDEX_DTYPE.descr!r}, 'fortran_order': False, 'shape': (").encode()
+    + rb"(\d{1,18}),\), } *\n",
+    re.DOTALL,
+)
 _MAX_OPEN = 256  # shards kept open; of a larger set the rest are opened for each read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    name: str
+    samples: int
+    index_crc32: int | None = None  # of the index file; None in sets of the first schema, as is the next
+    names_crc32: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    samples: int
+    bytes: int
+    classes: tuple[int, ...]  # the numbers of those that were packed into this split
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What manifest.json says, checked."""
+
+    classes: tuple[str, ...]
+    splits: Mapping[str, Split]
+    schema: int = SCHEMA
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the file holds: the fields and a checksum of them."""
+        splits = {name: asdict(split) for name, split in self.splits.items()}
+        values = {"format": FORMAT, "schema": self.schema, "classes": list(self.classes), "splits": splits}
+        return values | {"crc32": _checksum(values)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """ValueError (also KeyError, TypeError, AttributeError) says what is wrong."""
+        if values["format"] != FORMAT:
+            raise ValueError(f"format is {values['format']!r}")
+        schema = _count(values["schema"])
+        if not 1 <= schema <= SCHEMA:
+            raise ValueError(f"schema is {schema}, and this version reads up to {SCHEMA}")
+        if schema > 1 and _checksum({k: v for k, v in values.items() if k != "crc32"}) != values["crc32"]:
+            raise ValueError("its classes, counts or shards do not match its checksum")
+        if schema == 1 and "crc32" in values:
+            raise ValueError("a manifest of schema 1 has no checksum")
+        classes = tuple(values["classes"])
+        if not classes or not all(isinstance(name, str) for name in classes) or len(set(classes)) < len(classes):
+            raise ValueError("classes are not a list of different names")
+        splits = {name: _split(name, split, schema, len(classes)) for name, split in values["splits"].items()}
+        if not splits or not set(splits) <= set(SPLITS):
+            raise ValueError(f"splits are {list(splits)}, not train and val")
+        return cls(classes=classes, splits=splits, schema=schema)
+
+
+def _split(name: str, values: Mapping[str, Any], schema: int, classes: int) -> Split:
+    shards = []
+    for entry in values["shards"]:
+        checksums = {key: _count(entry[key]) for key in ("index_crc32", "names_crc32")} if schema > 1 else {}
+        shards.append(Shard(name=_plain_name(entry["name"]), samples=_count(entry["samples"]), **checksums))
+    samples = sum(shard.samples for shard in shards)
+    if samples == 0:
+        raise ValueError(f"it lists no {name} samples")
+    if samples != _count(values["samples"]) or len({shard.name for shard in shards}) < len(shards):
+        raise ValueError(f"the shards of {name} do not add up to {values['samples']} samples")
+    packed = tuple(map(_count, values["classes"])) if schema > 1 else tuple(range(classes))
+    if packed and max(packed) >= classes:
+        raise ValueError(f"{name} has a class {max(packed)}, and there are {classes}")
+    return Split(samples=samples, bytes=_count(values["bytes"]), classes=packed, shards=tuple(shards))
+
+
+def _checksum(values: Mapping[str, Any]) -> int:
+    """Of the content: neither the order of keys nor white space counts."""
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def _plain_name(name: Any) -> str:
+    """A shard must lie in its set's own folder: a manifest is not trusted."""
+    if not isinstance(name, str) or name != os.path.basename(name) or not name.endswith(".tar") or "\0" in name:
+        raise ValueError(f"it names a shard {name!r} outside its folder")
+    return name
 
 
 class ShardSource(EncodedSource):
     """One split of a packed set. Every read is checked against the index's checksum."""
 
-    def __init__(self, folder: Path, split: str, manifest: dict[str, Any]) -> None:
-        shards = manifest["splits"][split]["shards"]
-        self._paths = [folder / _plain_name(folder, shard["name"]) for shard in shards]
+    def __init__(self, folder: Path, split: str, manifest: Manifest) -> None:
+        if split not in manifest.splits:
+            raise InputError(
+                f"{folder} holds no {split} split; add it with `hyperbatch data pack SRC {folder} --split {split}`"
+            )
+        self._shards = manifest.splits[split].shards
+        self._paths = [folder / shard.name for shard in self._shards]
         self._names = [str(path) for path in self._paths]
-        indexes = [read_index(path, shard["samples"]) for path, shard in zip(self._paths, shards, strict=True)]
+        indexes = [
+            read_index(path, shard.samples, shard.index_crc32)
+            for path, shard in zip(self._paths, self._shards, strict=True)
+        ]
         self.index = np.concatenate(indexes)
         self._ends = np.cumsum([len(index) for index in indexes])
-        classes = tuple(manifest["classes"])
         labels = self.index["label"].astype(np.int64)
-        if len(labels) == 0:
-            raise InputError(f"{folder / MANIFEST} lists no {split} samples; pack the set again")
-        if labels.min() < 0 or labels.max() >= len(classes):
+        if labels.min() < 0 or labels.max() >= len(manifest.classes):
             raise InputError(
-                f"{folder}: a {split} index has labels outside its {len(classes)} classes; pack the set again"
+                f"{folder}: a {split} index has labels outside its {len(manifest.classes)} classes; pack the set again"
             )
-        super().__init__(split, classes, labels)
-        self._open = [os.open(path, os.O_RDONLY) for path in self._paths[:_MAX_OPEN]]
+        super().__init__(split, manifest.classes, labels)
+        self._open: list[int] = []
+        try:
+            self._open += (os.open(path, os.O_RDONLY) for path in self._paths[:_MAX_OPEN])
+        except OSError as error:
+            raise InputError(f"{error.filename} cannot be read: {error.strerror}; check its permissions") from error
 
     def __del__(self) -> None:
         for descriptor in getattr(self, "_open", ()):
@@ -86,8 +198,14 @@ class ShardSource(EncodedSource):
 
     def describe(self, index: int) -> str:
         shard = int(np.searchsorted(self._ends, index, side="right"))
-        start = int(self._ends[shard - 1]) if shard else 0
-        return f"{self._paths[shard]}[{index - start}]"
+        row = index - (int(self._ends[shard - 1]) if shard else 0)
+        names = _known_names(self._paths[shard], self._shards[shard])
+        packed_from = f" (packed from {os.fsdecode(names[row])})" if names else ""
+        return f"{self._paths[shard]}[{row}]{packed_from}"
+
+    def sample_names(self) -> np.ndarray:
+        """What the bytes are: a packed set is the same wherever it was packed from."""
+        return np.ascontiguousarray(self.index[["length", "crc32"]]).astype([("length", "<u4"), ("crc32", "<u4")])
 
     def sizes_bytes(self) -> np.ndarray:
         return self.index["length"].astype(np.int64)
@@ -107,7 +225,7 @@ def open_shards(folder: Path) -> tuple[ShardSource, ShardSource]:
     return ShardSource(folder, "train", manifest), ShardSource(folder, "val", manifest)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Manifest:
     """The checked content of manifest.json; InputError when the folder holds no complete packed set."""
     path = folder / MANIFEST
     if not path.exists():
@@ -115,43 +233,74 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder} holds no complete packed set ({MANIFEST} is missing); run hyperbatch data pack again"
         )
     try:
-        manifest = json.loads(path.read_text())
-        if manifest["format"] != FORMAT:
-            raise ValueError(f"format is {manifest['format']!r}")
-        for split in ("train", "val"):
-            for shard in manifest["splits"][split]["shards"]:
-                _plain_name(folder, shard["name"])
-                int(shard["samples"])
-        tuple(manifest["classes"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is not a manifest of packed shards: {error}; pack the set again") from error
-    return manifest
+        return Manifest.from_dict(json.loads(_content(path)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        said = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise InputError(f"{path} is not a manifest of packed shards: {said}; pack the set again") from error
 
 
 def index_path(shard: Path) -> Path:
     return shard.with_name(shard.stem + ".index.npy")
 
 
-def read_index(shard: Path, samples: int | None = None) -> np.ndarray:
+def names_path(shard: Path) -> Path:
+    return shard.with_name(shard.stem + ".names")
+
+
+def read_index(shard: Path, samples: int | None = None, checksum: int | None = None) -> np.ndarray:
     """The index of a shard, checked to lie within it. InputError says what does not fit."""
     path = index_path(shard)
     try:
-        index = np.load(path, allow_pickle=False)
+        data = _content(path)
         size_bytes = shard.stat().st_size
-    except (OSError, ValueError, EOFError) as error:
+    except OSError as error:
         raise InputError(f"{path}: {error}; pack the set again") from error
-    if index.dtype != INDEX_DTYPE or index.ndim != 1:
+    if checksum is not None and zlib.crc32(data) != checksum:
+        raise InputError(f"{path} does not match the manifest's checksum: labels may be wrong; pack the set again")
+    header = _INDEX_HEADER.match(data)
+    if header is None or int.from_bytes(header[1], "little") != header.end() - 10:
         raise InputError(f"{path} is not a shard index; pack the set again")
+    if int(header[2]) * INDEX_DTYPE.itemsize != len(data) - header.end():
+        raise InputError(f"{path} is not a shard index: it is cut off or too long; pack the set again")
+    index = np.frombuffer(data, INDEX_DTYPE, offset=header.end())
     if samples is not None and len(index) != samples:
         raise InputError(f"{path} has {len(index)} samples, the manifest says {samples}; pack the set again")
     # Compared without a sum, which a hostile offset could make wrap around.
-    room = size_bytes - np.minimum(index["offset"], size_bytes)
-    if ((index["offset"] > size_bytes) | (index["length"] > room)).any():
+    offsets, room = index["offset"], size_bytes - np.minimum(index["offset"], size_bytes)
+    if ((offsets > size_bytes) | (index["length"] > room)).any():
         raise InputError(f"{path} points past the end of {shard.name}; pack the set again")
+    # An image stands on a block of its own behind its header, and each further into the tar than the one before.
+    if (offsets % BLOCK_BYTES != 0).any() or (offsets < BLOCK_BYTES).any() or (offsets[1:] <= offsets[:-1]).any():
+        raise InputError(f"{path} has rows that are no samples of {shard.name}; pack the set again")
     return index
 
 
-def _plain_name(folder: Path, name: str) -> str:
-    if name != os.path.basename(name) or not name.endswith(".tar"):
-        raise InputError(f"{folder / MANIFEST} names a shard {name!r} outside its folder; pack the set again")
-    return name
+def read_names(shard: Path, samples: int, checksum: int | None) -> list[bytes]:
+    """What the shard's images were called where they were packed from. InputError where that cannot be told."""
+    path = names_path(shard)
+    try:
+        data = _content(path)
+    except OSError as error:
+        raise InputError(f"{path}: {error}; pack the set again") from error
+    names = data.split(b"\0")
+    if (checksum is not None and zlib.crc32(data) != checksum) or len(names) != max(1, samples):
+        raise InputError(f"{path} does not match the manifest's checksum; pack the set again")
+    return names
+
+
+@functools.lru_cache(maxsize=16)
+def _known_names(path: Path, shard: Shard) -> list[bytes] | None:
+    """For messages, which are shorter where the names are not known."""
+    try:
+        return None if shard.names_crc32 is None else read_names(path, shard.samples, shard.names_crc32)
+    except InputError:
+        return None
+
+
+def _content(path: Path) -> bytes:
+    """Of a regular file; OSError for anything else, where reading might wait for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError("not a regular file")
+        return file.read()

@@ -9,6 +9,7 @@ open_data(config) -> (train, val)      check_data(config) -> counts, before any 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -87,19 +88,17 @@ class ArraySource:
             raise InputError(
                 f"{name}: images must be uint8[n, height, width, channels], got {images.dtype}{images.shape}"
             )
-        labels = np.asarray(labels, dtype=np.int64)
         if len(images) == 0 or len(labels) == 0:
             raise InputError(f"{name}: no samples; give at least one image")
-        if labels.min() < 0 or labels.max() >= len(classes):
-            raise InputError(f"{name}: labels must be in [0, {len(classes)}), found {labels.min()} to {labels.max()}")
         self.name = name
         self.images = images
-        self.labels = labels
+        self.labels = checked_labels(name, labels, len(classes))
         self.classes = classes
         self.channels = images.shape[3]
         self.mean = mean or tuple((images.mean(axis=(0, 1, 2)) / 255).tolist())
         # A constant channel has no spread; one grey level keeps it finite.
         self.std = std or tuple(np.maximum(images.std(axis=(0, 1, 2)) / 255, 1 / 255).tolist())
+        check_colors(name, self.channels, self.mean, self.std)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -144,13 +143,51 @@ class EncodedSource:
         return f"{self.name}[{index}]"
 
     def sizes_bytes(self) -> np.ndarray:
-        """int64[n]: encoded size of every sample."""
+        """int64[n]: encoded size of every sample; -1 where there is no file, as behind a dangling link."""
         return np.array([len(self.read(i)) for i in range(len(self))], dtype=np.int64)
+
+    def changed_ns(self) -> np.ndarray:
+        """int64[n, k]: when every sample's file, and its name, were last changed, where that is known; else k is 0."""
+        places = self.locations(list(range(len(self))))
+        if places is None:
+            return np.empty((len(self), 0), dtype=np.int64)
+        times: dict[str, tuple[int, int]] = {}
+        for path in {place.path for place in places}:
+            times[path] = (-1, -1)
+            with contextlib.suppress(OSError):  # it is missing: its size says so
+                found = os.stat(path)
+                times[path] = (found.st_mtime_ns, found.st_ctime_ns)
+        return np.array([times[place.path] for place in places], dtype=np.int64)
+
+    def sample_names(self) -> np.ndarray:
+        """bytes[n]: what each sample's file is called, wherever the set lies."""
+        places = self.locations(list(range(len(self))))
+        paths = [place.path for place in places] if places else [self.describe(i) for i in range(len(self))]
+        return np.array([os.fsencode(path.rpartition(os.sep)[2]) for path in paths])
 
     def image(self, index: int) -> np.ndarray:
         from hyperbatch.data.decode import decode_full
 
         return decode_full(self.read(index), self.describe(index))
+
+
+def checked_labels(name: str, labels: Any, classes: int) -> np.ndarray:
+    """int64[n]; InputError unless every label is the number of a class."""
+    found = np.asarray(labels)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise InputError(f"{name}: labels must be whole numbers in one row, got {found.dtype}{found.shape}")
+    if len(found) and (found.min() < 0 or found.max() >= classes):
+        raise InputError(f"{name}: labels must be in [0, {classes}), found {found.min()} to {found.max()}")
+    return found.astype(np.int64)
+
+
+def check_colors(name: str, channels: int, mean: Any, std: Any) -> None:
+    """InputError unless pixels can be normalised with these."""
+    for what, values in (("mean", mean), ("std", std)):
+        found = np.asarray(values)
+        numbers = found.shape == (channels,) and found.dtype.kind in "iuf" and bool(np.isfinite(found).all())
+        if not numbers or (what == "std" and not (found > 0).all()):
+            raise InputError(f"{name}: {what} must be {channels} numbers, one a channel, got {values!r}")
 
 
 def spread_ids(source: Source, count: int) -> list[int]:
@@ -194,15 +231,23 @@ def open_data(config: DataConfig) -> tuple[Source, Source]:
 
 def open_eval(config: DataConfig) -> Source:
     """The validation set alone: a folder of images need not hold the training set beside it."""
+    return open_split(config, "val")
+
+
+def open_split(config: DataConfig, split: str) -> Source:
+    """ "train" or "val" alone; the other need not be there in a folder of images."""
     if config.dataset == "images":
         from hyperbatch.data.folders import FolderSource, TarSource, tar_paths
+        from hyperbatch.data.shards import MANIFEST, ShardSource, read_manifest
 
-        folder = data_folder(config)
-        if (folder / "val").is_dir() and not (folder / "train").is_dir():
-            return FolderSource(folder / "val")
-        if tar_paths(folder, "val") and not tar_paths(folder, "train"):
-            return TarSource(tar_paths(folder, "val"), "val")
-    return open_data(config)[1]
+        folder, other = data_folder(config), "train" if split == "val" else "val"
+        if (folder / MANIFEST).exists():
+            return ShardSource(folder, split, read_manifest(folder))
+        if (folder / split).is_dir() and not (folder / other).is_dir():
+            return FolderSource(folder / split)
+        if tar_paths(folder, split) and not tar_paths(folder, other):
+            return TarSource(tar_paths(folder, split), split)
+    return open_data(config)[("train", "val").index(split)]
 
 
 def check_data(config: DataConfig) -> DataCounts:
@@ -214,13 +259,14 @@ def check_data(config: DataConfig) -> DataCounts:
     if config.dataset == "cifar10":
         from hyperbatch.data.cifar import count_cifar10
 
-        counts = count_cifar10(data_folder(config))
+        counts, whole = count_cifar10(data_folder(config)), True
     else:
         train, val = open_data(config)
         counts = DataCounts(
             train_samples=len(train), eval_samples=len(val), classes=len(train.classes), channels=train.channels
         )
-    check_options(config, counts.channels)
+        whole = isinstance(train, ArraySource)
+    check_options(config, counts.channels, whole=whole)
     return counts
 
 
@@ -289,11 +335,34 @@ def _user_data(config: DataConfig) -> tuple[Source, Source]:
             "labels, len() and image(index); see docs/data.md"
         )
     for part in made:
-        if len(part) == 0 or len(part) != len(part.labels):
-            raise InputError(
-                f"dataset {config.dataset!r}: {part.name} has {len(part)} samples, {len(part.labels)} labels"
-            )
+        _check_own(part)
     return made
+
+
+def _check_own(source: Source) -> None:
+    """InputError for what would otherwise fail, or train on wrong labels, in the middle of a run."""
+    name = source.name
+    images = source.images if isinstance(source, ArraySource) else source.labels
+    if len(source) == 0 or not len(source) == len(source.labels) == len(images):
+        raise InputError(
+            f"{name} has {len(source)} samples, {len(source.labels)} labels and {len(images)} images; make them equal"
+        )
+    if not isinstance(source.labels, np.ndarray):
+        raise InputError(f"{name}: labels must be a numpy array, got {type(source.labels).__name__}")
+    checked_labels(name, source.labels, len(source.classes))
+    check_colors(name, source.channels, source.mean, source.std)
+    if not isinstance(source, ArraySource | EncodedSource):
+        with contextlib.suppress(BadSample):  # reported when the loader meets it
+            image: Any = source.image(0)
+            if not (
+                isinstance(image, np.ndarray)
+                and image.dtype == np.uint8
+                and image.ndim == 3
+                and image.shape[2] == source.channels
+                and image.size
+            ):
+                got = f"{image.dtype}{image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
+                raise InputError(f"{name}: image(0) must be uint8[height, width, {source.channels}], got {got}")
 
 
 def _synthetic(config: DataConfig, split: str, samples: int) -> ArraySource:

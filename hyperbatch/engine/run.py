@@ -10,6 +10,7 @@ from hyperbatch.checkpoint import Checkpoint, Progress
 from hyperbatch.config import Config
 from hyperbatch.data.cache import gpu_cache_bytes
 from hyperbatch.data.decoders import measured_decoder
+from hyperbatch.data.identity import check_same_data
 from hyperbatch.data.loader import TrainLoader
 from hyperbatch.data.source import Source, open_data
 from hyperbatch.engine.clock import Clock
@@ -73,6 +74,10 @@ def build_run(
     warnings = notes(config, device)
     with errors_shared(ranks):
         train_set, eval_set = data or open_data(config.data)
+        if saved is not None:
+            check_same_data(
+                saved.fixed.data, classes=saved.classes, samples=saved.train_samples, train=train_set, val=eval_set
+            )
     learner = build_learner(
         config,
         ranks,

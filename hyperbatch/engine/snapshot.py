@@ -17,6 +17,7 @@ from hyperbatch import checkpoint
 from hyperbatch.arena import Arena
 from hyperbatch.checkpoint import Checkpoint, Fixed, per_rank
 from hyperbatch.config import Config
+from hyperbatch.data.identity import sample_list
 from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.ranks import Ranks, errors_shared, host_group, share
 from hyperbatch.engine.run import Run
@@ -93,6 +94,7 @@ def snapshot(run: Run, memory: HostMemory) -> Checkpoint | None:
             plan=learner.sync.plan,
             max_batch_per_rank=learner.max_batch_per_rank,
             decoder=run.loader.config.decoder,
+            data={"train": sample_list(run.train_set).to_dict(), "val": sample_list(run.eval_set).to_dict()},
         ),
         clock=run.clock.state_dict(),
         data_wait_s=run.data_wait_s,

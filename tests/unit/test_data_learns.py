@@ -10,7 +10,8 @@ import torch
 
 from hyperbatch.config import BatchPhase, Config, DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
 from hyperbatch.data.folders import TarSource, tar_paths
-from hyperbatch.data.pack import pack, verify
+from hyperbatch.data.pack import pack
+from hyperbatch.data.verify import verify
 from hyperbatch.engine.loop import run
 from hyperbatch.engine.ranks import Ranks
 

@@ -431,7 +431,7 @@ def test_memory_is_bounded_and_flat_over_epochs(cache):
 def test_kept_images_give_the_same_batches(decoder):
     """At the set's own size: no image is decoded smaller, so the cache changes no pixel."""
     source = Encoded()
-    config = dataclasses.replace(CROP, image_size=40, eval_size=40, decoder=decoder)
+    config = dataclasses.replace(CROP, image_size=40, eval_size=40, eval_resize=40, decoder=decoder)
     seen = []
     for cache in ("none", "host"):
         with loader(source, dataclasses.replace(config, cache=cache)) as made:

@@ -11,10 +11,11 @@ import pytest
 from PIL import Image
 
 from hyperbatch.config import DataConfig
-from hyperbatch.data import pack as packing
-from hyperbatch.data.pack import info, pack, verify
-from hyperbatch.data.shards import INDEX_DTYPE, ShardSource, index_path
+from hyperbatch.data import shard_writer
+from hyperbatch.data.pack import info, pack
+from hyperbatch.data.shards import INDEX_DTYPE, ShardSource, _checksum, index_path
 from hyperbatch.data.source import BadSample, check_data, open_data
+from hyperbatch.data.verify import verify
 from hyperbatch.errors import InputError
 
 
@@ -94,7 +95,7 @@ def test_tars_pack_too(tree, tmp_path):
 
 def test_an_interrupted_pack_is_finished_by_the_next(tree, tmp_path, monkeypatch):
     pack(tree, tmp_path / "whole", shard_bytes=8000)
-    write, written = packing._write_member, []
+    write, written = shard_writer._write_member, []
 
     def full_disk(out, name, data):
         written.append(name)
@@ -102,7 +103,7 @@ def test_an_interrupted_pack_is_finished_by_the_next(tree, tmp_path, monkeypatch
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(out, name, data)
 
-    monkeypatch.setattr(packing, "_write_member", full_disk)
+    monkeypatch.setattr(shard_writer, "_write_member", full_disk)
     with pytest.raises(InputError, match=r"No space left on device.*run the same command again"):
         pack(tree, tmp_path / "dst", shard_bytes=8000, workers=1)
     with pytest.raises(InputError, match="no complete packed set"):
@@ -169,7 +170,24 @@ def rewrite_manifest(packed, change):
     path = packed / "manifest.json"
     manifest = json.loads(path.read_text())
     change(manifest)
+    if "crc32" in manifest:  # a forger would write the right one
+        manifest["crc32"] = _checksum({key: value for key, value in manifest.items() if key != "crc32"})
     path.write_text(json.dumps(manifest))
+
+
+def as_first_schema(packed):
+    """The set as versions before the checksums wrote it."""
+
+    def change(manifest):
+        del manifest["crc32"]
+        manifest["schema"] = 1
+        for split in manifest["splits"].values():
+            del split["classes"]
+            split["shards"] = [{key: shard[key] for key in ("name", "samples")} for shard in split["shards"]]
+
+    rewrite_manifest(packed, change)
+    for path in packed.glob("*.names"):
+        path.unlink()
 
 
 def test_a_flipped_bit_is_found(packed):
@@ -202,6 +220,10 @@ def set_field(name, value):
         (set_field("offset", 2**64 - 10), "past the end"),
         (set_field("offset", 1 << 40), "past the end"),
         (set_field("length", 2**32 - 1), "past the end"),
+        (set_field("offset", 0), "no samples"),
+        (set_field("offset", 1025), "no samples"),
+        (lambda index: index[::-1], "no samples"),
+        (lambda index: np.concatenate([index[:3], np.zeros(1, INDEX_DTYPE), index[4:]]), "no samples"),
         (set_field("label", -1), "labels outside"),
         (set_field("label", 2), "labels outside"),
         (lambda index: index[:-1], "the manifest says 40"),
@@ -212,6 +234,10 @@ def set_field(name, value):
 )
 def test_a_wrong_index_is_refused(packed, change, text):
     rewrite_index(packed, change)
+    with pytest.raises(InputError, match="manifest's checksum"):
+        opened(packed)
+    assert not verify(packed).ok
+    as_first_schema(packed)
     with pytest.raises(InputError, match=text):
         opened(packed)
     assert not verify(packed).ok
@@ -236,7 +262,19 @@ def test_a_manifest_cannot_name_files_elsewhere(packed, name):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": "hyperbatch-shards"}', '{"format": "other"}', '{"format":']
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"format": "hyperbatch-shards"}',
+        '{"format": "other"}',
+        '{"format":',
+        "[" * 100_000,
+        "Infinity",
+        '"\\ud800"',
+        "5" * 5000,
+    ],
 )
 def test_a_manifest_that_is_none_is_refused(packed, text):
     (packed / "manifest.json").write_text(text)
@@ -315,6 +353,8 @@ def test_options_of_recompression_belong_to_the_set(tree, tmp_path):
     pack(tree, tmp_path / "dst", max_side=25)
     with pytest.raises(InputError, match="give an empty folder"):
         pack(tree, tmp_path / "dst", max_side=20)
+    with pytest.raises(InputError, match="another shard size, or other options"):
+        pack(tree, tmp_path / "dst", shard_bytes=8000, max_side=25)
     for options in ({"max_side": 0}, {"quality": 101}, {"quality": 50, "decoded": True}):
         with pytest.raises(InputError, match="--"):
             pack(tree, tmp_path / "other", **options)

@@ -12,8 +12,9 @@ from hyperbatch.config import BatchPhase, DataConfig
 from hyperbatch.data.cifar import _find, count_cifar10
 from hyperbatch.data.folders import TarSource, tar_paths
 from hyperbatch.data.loader import TrainLoader, eval_batches
-from hyperbatch.data.pack import pack, verify
+from hyperbatch.data.pack import pack
 from hyperbatch.data.source import open_data
+from hyperbatch.data.verify import verify
 from hyperbatch.schedule import resolve_phases, steps
 
 ROOT = Path(os.environ.get("HYPERBATCH_TEST_DATA", ""))

@@ -14,10 +14,11 @@ import pytest
 from PIL import Image
 
 from hyperbatch.config import DataConfig
-from hyperbatch.data import cifar
+from hyperbatch.data import cifar, source
 from hyperbatch.data.cifar import count_cifar10, open_cifar10
 from hyperbatch.data.digits import open_digits
 from hyperbatch.data.folders import FolderSource, TarSource
+from hyperbatch.data.gpu import reader_process
 from hyperbatch.data.source import ArraySource, BadSample, Source, check_data, open_data, open_eval
 from hyperbatch.errors import InputError
 
@@ -383,7 +384,58 @@ def test_own_data_by_callable(monkeypatch):
     assert "give package.module:callable" in message(DataConfig(dataset="test_data_source:nothing"))
 
 
+class Own:
+    """A set of somebody's own, with what `wrong` says."""
+
+    def __init__(self, **wrong):
+        self.name, self.classes, self.channels, self.mean, self.std = "own", ("a", "b"), 1, (0.5,), (0.2,)
+        self.labels, self.pixels = np.array([0, 1, 1]), np.zeros((8, 8, 1), np.uint8)
+        self.__dict__.update(wrong)
+
+    def __len__(self):
+        return 3
+
+    def image(self, index):
+        return self.pixels
+
+
+OWN = {
+    "labels": (np.array([0, 1, 2]), r"own: labels must be in \[0, 2\), found 0 to 2"),
+    "negative": (np.array([0, 1, -1]), r"own: labels must be in \[0, 2\), found -1 to 1"),
+    "fraction": (np.array([0.0, 0.5, 1.0]), "own: labels must be whole numbers"),
+    "table": (np.array([[0], [1], [1]]), "own: labels must be whole numbers"),
+    "list": ([0, 1, 1], "own: labels must be a numpy array, got list"),
+    "few": (np.array([0, 1]), "own has 3 samples, 2 labels"),
+    "mean": ((0.5, 0.5), "own: mean must be 1 numbers"),
+    "std": ((0.0,), "own: std must be 1 numbers"),
+    "pixels": (np.zeros((8, 8), np.uint8), r"own: image\(0\) must be uint8\[height, width, 1\], got uint8\(8, 8\)"),
+    "floats": (np.zeros((8, 8, 1)), r"own: image\(0\) must be uint8\[height, width, 1\], got float64"),
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_own_data_is_checked_when_it_is_opened(monkeypatch, kind):
+    value, text = OWN[kind]
+    name = kind if kind in ("mean", "std", "pixels") else "pixels" if kind == "floats" else "labels"
+    monkeypatch.setattr(source, "load_object", lambda *_: lambda config: (Own(), Own(**{name: value})))
+    with pytest.raises(InputError, match=text):
+        check_data(DataConfig(dataset="some:data"))
+    monkeypatch.setattr(source, "load_object", lambda *_: lambda config: (Own(), Own()))
+    assert check_data(DataConfig(dataset="some:data")).train_samples == 3
+
+
+def test_own_arrays_need_an_image_for_every_label(monkeypatch):
+    short = ArraySource("short", np.zeros((2, 8, 8, 1), np.uint8), np.array([0, 1, 0]), classes=("a", "b"))
+    monkeypatch.setattr(source, "load_object", lambda *_: lambda config: (short, short))
+    with pytest.raises(InputError, match="short has 3 samples, 3 labels and 2 images"):
+        check_data(DataConfig(dataset="some:data"))
+
+
 def test_arrays_are_checked():
+    with pytest.raises(InputError, match="whole numbers"):
+        ArraySource("x", np.zeros((2, 8, 8, 1), np.uint8), np.array([0.0, 0.7]), classes=("a",))
+    with pytest.raises(InputError, match="std must be 1 numbers"):
+        ArraySource("x", np.zeros((2, 8, 8, 1), np.uint8), np.array([0, 0]), classes=("a",), std=(1.0, 1.0))
     with pytest.raises(InputError, match="uint8"):
         ArraySource("x", np.zeros((2, 8, 8, 1)), np.zeros(2), classes=("a",))
     with pytest.raises(InputError, match="labels must be in"):
@@ -411,12 +463,52 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
     assert f"{tmp_path / 'train' / 'dog'} cannot be listed: Permission denied" in message(images(tmp_path))
 
 
-def test_a_dangling_link_stops_a_pack_with_its_name(tmp_path):
+def test_a_dangling_link_has_no_size_and_is_a_bad_sample(tmp_path):
     tree(tmp_path)
     (tmp_path / "train" / "cat" / "9.jpg").symlink_to(tmp_path / "nowhere")
     train, _ = open_data(images(tmp_path))
-    with pytest.raises(InputError, match=r"9\.jpg: No such file"):
-        train.sizes_bytes()
+    assert np.flatnonzero(train.sizes_bytes() < 0).tolist() == [3]
+    with pytest.raises(BadSample, match=r"9\.jpg: No such file"):
+        train.read(3)
+
+
+def test_pipes_and_folders_with_the_name_of_an_image_are_passed_over(tmp_path):
+    tree(tmp_path)
+    os.mkfifo(tmp_path / "train" / "cat" / "pipe.jpg")
+    (tmp_path / "train" / "cat" / "folder.jpg").mkdir()
+    os.mkfifo(tmp_path / "train" / "dog" / "pipe")
+    (tmp_path / "train" / "dog" / "9.jpg").symlink_to(tmp_path / "train" / "dog" / "pipe")
+    train, _ = open_data(images(tmp_path))
+    assert len(train) == 7
+    with pytest.raises(BadSample, match=r"9\.jpg: not a readable image"):  # and does not wait for a writer
+        train.image(6)
+    location = train.locations([6])[0]
+    assert reader_process._read(location, memoryview(bytearray(100))) == 0
+
+
+def test_a_tar_that_goes_on_after_its_end_is_named(tmp_path):
+    """A header of zeros is the end for tarfile, as is the end mark of the first of two tars in one file."""
+    write_tar(tmp_path / "val.tar", [("val/a/0.jpg", jpeg())])
+    path = tmp_path / "train.tar"
+    write_tar(path, [(f"train/a/{i}.jpg", jpeg()) for i in range(5)])
+    whole = path.read_bytes()
+    with tarfile.open(path) as tar:
+        third = tar.getmembers()[2].offset
+    path.write_bytes(whole[:third] + bytes(512) + whole[third + 512 :])
+    assert f"{path} cannot be read as a tar: it goes on after its end mark" in message(images(tmp_path))
+    path.write_bytes(whole + whole)
+    assert f"{path} cannot be read as a tar: it goes on after its end mark" in message(images(tmp_path))
+    path.write_bytes(whole + bytes(3 << 20))  # padding, of whatever length
+    assert check_data(images(tmp_path)).train_samples == 5
+
+
+def test_an_evaluation_crop_that_does_not_fit_is_refused(tmp_path):
+    tree(tmp_path)
+    assert "--eval-resize 16 is smaller than --eval-size 32" in message(
+        images(tmp_path, image_size=32, eval_size=32, eval_resize=16)
+    )
+    check_data(images(tmp_path, image_size=32, eval_size=32, eval_resize=32))
+    check_data(DataConfig(dataset="digits", image_size=16, eval_size=16, eval_resize=8))  # arrays are shown whole
 
 
 def test_gzip_that_is_cut(tmp_path):

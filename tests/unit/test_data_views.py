@@ -144,8 +144,8 @@ def test_shifts_are_torchs_pad_and_a_crop(padding, shift):
 def test_a_shift_does_not_reach_beyond_the_smallest_image():
     config = DataConfig(image_size=32, size_phases=(SizePhase(0, 8), SizePhase(2, 32)), augment="shift", shift_pixels=8)
     with pytest.raises(InputError, match=r"--shift-pixels 8: must be in \[0, 8\)"):
-        augment.check_options(config, 3)
-    augment.check_options(dataclasses.replace(config, shift_pixels=7), 3)
+        augment.check_options(config, 3, whole=True)
+    augment.check_options(dataclasses.replace(config, shift_pixels=7), 3, whole=True)
 
 
 def test_jitter_is_uniform_in_its_range_and_changes_no_other_draw():

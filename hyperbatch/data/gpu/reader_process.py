@@ -42,7 +42,8 @@ def _descriptor(path: str) -> int:
 def _read(where: Location, room: memoryview) -> int:
     """Bytes of the sample, written to the front of `room`; BadSample when they are not there or do not fit."""
     if where.length < 0:
-        with open(where.path, "rb", buffering=0) as file:
+        # A pipe is empty instead of waited for.
+        with open(os.open(where.path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
             length = file.readinto(room) or 0
             if length == len(room):
                 raise BadSample("no room")

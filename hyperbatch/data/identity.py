@@ -1,0 +1,123 @@
+"""Which samples a set holds, and in which order, as a few numbers that are saved with a run.
+
+A run goes on at a position of the sample stream, and the stream names samples by their number in the set. On other
+data, or on the same in another order, some would be shown twice in an epoch and others never.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from hyperbatch.data.source import ArraySource, EncodedSource, Source, spread_ids
+from hyperbatch.errors import InputError
+
+_PROBED_IMAGES = 4096  # of a set in memory; the labels of all are compared
+_FORMS = {"FolderSource": "folders", "TarSource": "tars", "ShardSource": "packed shards"}
+_FNV_START, _FNV_PRIME = 0xCBF29CE484222325, 0x100000001B3
+
+_known: WeakKeyDictionary[Source, SampleList] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleList:
+    """A split's samples: their classes and names, not where they lie. A set that is moved or copied stays the same."""
+
+    form: str
+    samples: int
+    order: str  # hash of every sample, one after the other
+    members: str  # hash of every sample, whatever their order
+    to_dict = asdict
+
+
+def sample_list(source: Source) -> SampleList:
+    """Computed once for each source."""
+    try:
+        known = _known.get(source)
+    except TypeError:  # somebody's own kind of set that cannot be a key
+        return _sample_list(source)
+    if known is None:
+        known = _known[source] = _sample_list(source)
+    return known
+
+
+def _sample_list(source: Source) -> SampleList:
+    names = np.array([str(name).encode("utf-8", "surrogatepass") for name in source.classes])
+    samples = _fnv(np.full(len(source), _FNV_START, dtype=np.uint64), _identities(source))
+    samples = _fnv(samples, _fnv(np.full(len(names), _FNV_START, dtype=np.uint64), names)[source.labels])
+    form = type(source).__name__
+    return SampleList(
+        form=_FORMS.get(form, form),
+        samples=len(source),
+        order=hashlib.sha256(samples.astype("<u8").tobytes()).hexdigest(),
+        members=f"{int(samples.sum(dtype=np.uint64)):016x}",
+    )
+
+
+def _identities(source: Source) -> np.ndarray:
+    """[n]: the names of files, or checksums of images; the same for all where neither is known."""
+    if isinstance(source, EncodedSource):
+        return source.sample_names()
+    checksums = np.zeros(len(source), dtype=np.uint32)
+    if isinstance(source, ArraySource):
+        ids = spread_ids(source, _PROBED_IMAGES)
+        checksums[ids] = [zlib.crc32(source.image(i).tobytes()) for i in ids]
+    return checksums
+
+
+def _fnv(hashes: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """FNV-1a of each row's bytes, going on from `hashes`. Zeros do not count: they pad names to the longest one."""
+    rows = np.ascontiguousarray(rows)
+    for column in rows.view(np.uint8).reshape(len(rows), -1).T:
+        hashes = np.where(column != 0, (hashes ^ column) * np.uint64(_FNV_PRIME), hashes)
+    return hashes
+
+
+def check_same_data(
+    saved: Mapping[str, Mapping[str, Any]] | None,
+    *,
+    classes: Sequence[str],
+    samples: int,
+    train: Source,
+    val: Source,
+) -> None:
+    """InputError that says in what the sets differ from those of the run that is continued.
+
+    saved: the lists of "train" and "val"; None: the run was saved before there were any. classes, samples: of train.
+    """
+    differences = []
+    if list(classes) != list(train.classes):
+        only = [("then", set(classes) - set(train.classes)), ("now", set(train.classes) - set(classes))]
+        parts = [f"only {when}: {', '.join(sorted(names)[:3])}" for when, names in only if names]
+        differences.append(
+            f"{len(classes)} classes then and {len(train.classes)} now ({'; '.join(parts) or 'in another order'})"
+        )
+    if samples != len(train):
+        differences.append(f"train had {samples} samples and now has {len(train)}")
+    if saved and not differences:
+        for split, source in (("train", train), ("val", val)):
+            text = _difference(SampleList(**saved[split]), sample_list(source))
+            differences += [f"{split} {text}"] if text else []
+    if differences:
+        raise InputError(
+            f"--resume: the data are not those of the saved run: {'; '.join(differences)}; "
+            "give --data the set that the run began with, or start anew with another --out"
+        )
+
+
+def _difference(before: SampleList, now: SampleList) -> str:
+    if before.order == now.order:
+        return ""
+    if before.samples != now.samples:
+        return f"had {before.samples} samples and now has {now.samples}"
+    if before.form != now.form:
+        return f"was read from {before.form} and is now read from {now.form}, which have another order"
+    if before.members == now.members:
+        return "holds the same samples in another order"
+    return "holds as many samples, but not the same"

@@ -1,0 +1,66 @@
+"""What `hyperbatch data pack` does to the bytes of an image before it writes them: nothing, unless asked."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+from PIL import Image
+
+from hyperbatch.errors import InputError
+
+_SHRUNK_QUALITY = 90  # of images that are shrunk, when none is asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompress:
+    """(bytes, extension) of a file as it goes into the shard. Damaged files stay as they are."""
+
+    max_side: int | None
+    quality: int | None
+    decoded: bool
+
+    def __post_init__(self) -> None:
+        if self.max_side is not None and self.max_side < 1:
+            raise InputError(f"--max-side {self.max_side}: must be positive")
+        if self.quality is not None and not 1 <= self.quality <= 100:
+            raise InputError(f"--quality {self.quality}: must be in [1, 100]")
+        if self.decoded and self.quality is not None:
+            raise InputError("--quality and --decoded: plain pixels have no quality; give one of them")
+
+    @property
+    def keeps_bytes(self) -> bool:
+        return self.max_side is None and self.quality is None and not self.decoded
+
+    def __call__(self, data: bytes, extension: str) -> tuple[bytes, str]:
+        if self.keeps_bytes:
+            return data, extension
+        try:
+            with Image.open(io.BytesIO(data)) as image:
+                shrink = self.max_side is not None and max(image.size) > self.max_side
+                if not (shrink or self.decoded or self.quality):
+                    return data, extension
+                pixels = image.convert("L" if image.mode == "L" and not self.decoded else "RGB")
+        except Exception:  # whatever a damaged file does, its bytes are kept, and the loader reports it
+            return data, extension
+        if shrink and self.max_side is not None:
+            scale = self.max_side / max(pixels.size)
+            size = (max(1, round(pixels.width * scale)), max(1, round(pixels.height * scale)))
+            pixels = pixels.resize(size, Image.Resampling.LANCZOS)
+        out = io.BytesIO()
+        if self.decoded:
+            pixels.save(out, "PPM")
+            return out.getvalue(), "ppm"
+        pixels.save(out, "JPEG", quality=self.quality or _SHRUNK_QUALITY)
+        if not shrink and extension == "jpg" and len(out.getvalue()) >= len(data):
+            return data, extension  # it was smaller already
+        return out.getvalue(), "jpg"
+
+
+def header_size(data: bytes) -> tuple[int, int]:
+    """(width, height) from the image's header; (0, 0) where it cannot be read."""
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return image.size
+    except Exception:  # whatever a damaged header does
+        return (0, 0)

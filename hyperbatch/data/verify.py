@@ -1,0 +1,140 @@
+"""`hyperbatch data verify`: reads every sample of a packed set and holds tar, index, labels and manifest together."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tarfile
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from hyperbatch.data.recompress import header_size
+from hyperbatch.data.shard_writer import Progress
+from hyperbatch.data.shards import Shard, read_index, read_manifest, read_names
+from hyperbatch.data.source import BadSample
+from hyperbatch.data.tars import check_end
+from hyperbatch.errors import InputError
+
+_MAX_PROBLEMS = 100  # lines that are kept; all are counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    ok: bool
+    samples: int
+    bytes: int
+    problem_count: int
+    problems: list[str]  # the first _MAX_PROBLEMS
+    notes: list[str]  # what could not be checked
+    to_dict = asdict
+
+
+def verify(folder: str | Path, *, decode: bool = False, progress: Progress | None = None) -> VerifyReport:
+    """Reads every sample: tar structure, index, labels, checksums, image header.
+
+    decode: decodes every image, too, which finds damage that was there before the set was packed.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    shards = [shard for split in manifest.splits.values() for shard in split.shards]
+    total = sum(shard.samples for shard in shards)
+    problems: list[str] = []
+    samples = size_bytes = 0
+    with ThreadPoolExecutor() as pool:
+        check = partial(_verify_shard, folder, classes=len(manifest.classes), decode=decode)
+        for found, index in pool.map(check, shards):
+            problems += found
+            samples += len(index)
+            size_bytes += int(index["length"].sum())
+            if progress:
+                progress(samples, total)
+    notes = []
+    if manifest.schema == 1:
+        notes.append(
+            "this set was packed before manifest and index had checksums: its labels could only be compared with "
+            "those in the shards, and its class names not at all; pack it again to protect them"
+        )
+    return VerifyReport(
+        ok=not problems,
+        samples=samples,
+        bytes=size_bytes,
+        problem_count=len(problems),
+        problems=problems[:_MAX_PROBLEMS],
+        notes=notes,
+    )
+
+
+def _verify_shard(folder: Path, shard: Shard, *, classes: int, decode: bool) -> tuple[list[str], np.ndarray]:
+    """(a line for each thing that is wrong, the index)."""
+    path = folder / shard.name
+    try:
+        index = read_index(path, shard.samples, shard.index_crc32)
+        if shard.names_crc32 is not None:
+            read_names(path, shard.samples, shard.names_crc32)
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return _compare(path, content, index, classes, decode), index
+    except InputError as error:
+        return [str(error)], np.zeros(0, [("length", np.int64)])
+    except (OSError, ValueError) as error:
+        return [f"{path}: {error}"], np.zeros(0, [("length", np.int64)])
+
+
+def _compare(path: Path, content: mmap.mmap, index: np.ndarray, classes: int, decode: bool) -> list[str]:
+    """Walks the tar and holds it against the index; a line for each thing that differs."""
+    problems: list[str] = []
+    rows = {int(offset): row for row, offset in enumerate(index["offset"])}
+    images: dict[str, int] = {}  # key -> row
+    labels: dict[str, bytes] = {}  # key -> what its .cls says
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                if not member.isreg() or member.issparse() or "/" in member.name or member.name.startswith("."):
+                    problems.append(f"{path}: member {member.name!r} is not a plain file in the shard itself")
+                    continue
+                key, _, extension = member.name.partition(".")
+                data = content[member.offset_data : member.offset_data + member.size]
+                row = rows.get(member.offset_data)
+                if extension == "cls":
+                    labels[key] = data
+                elif row is None:
+                    problems.append(f"{path}: member {member.name!r} is not in the index")
+                else:
+                    images[key] = row
+                    fault = _image_fault(data, index[row], classes, decode)
+                    if fault:
+                        problems.append(f"{path}[{row}] {member.name}: {fault}")
+            check_end(content, tar.offset)
+    except (OSError, ValueError, OverflowError, tarfile.TarError) as error:
+        problems.append(f"{path}: {error}")
+    for key, row in images.items():
+        if labels.get(key) != str(index["label"][row]).encode():
+            said = os.fsdecode(labels[key][:20]) if key in labels else "nothing"
+            problems.append(f"{path}[{row}] {key}.cls: says {said!r}, the index says label {index['label'][row]}")
+    if len(images) != len(index):
+        problems.append(f"{path}: {len(images)} of the index's {len(index)} samples are in the tar")
+    return problems
+
+
+def _image_fault(data: bytes, entry: np.void, classes: int, decode: bool) -> str:
+    if len(data) != entry["length"] or zlib.crc32(data) != entry["crc32"]:
+        return "bytes do not match the index's length and checksum"
+    if not 0 <= entry["label"] < classes:
+        return f"label {entry['label']} is not one of {classes} classes"
+    size = header_size(data)
+    if size == (0, 0):
+        return "not a readable image"
+    if size != (entry["width"], entry["height"]):
+        return f"is {size[0]}x{size[1]}, index says {entry['width']}x{entry['height']}"
+    if decode:
+        from hyperbatch.data.decode import choose_decoder, decode_full
+
+        try:
+            decode_full(data, "decoding", decoder=choose_decoder("auto"))
+        except BadSample as error:
+            return str(error)
+    return ""

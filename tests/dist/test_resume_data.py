@@ -1,0 +1,181 @@
+"""A run goes on only on the data it began with, wherever they lie and in whatever form they have the same order."""
+
+import io
+import os
+import shutil
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from toy import config, flat_weights, same_bits
+
+from hyperbatch import checkpoint
+from hyperbatch.config import BatchPhase
+from hyperbatch.data.identity import check_same_data, sample_list
+from hyperbatch.data.pack import pack
+from hyperbatch.data.source import ArraySource, open_data
+from hyperbatch.engine.loop import run
+from hyperbatch.engine.ranks import Ranks
+from hyperbatch.errors import InputError
+
+CLASSES = ("ant", "bee", "cow")
+PER_CLASS = 8
+
+
+@pytest.fixture
+def tree(tmp_path):
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for name in CLASSES:
+            (tmp_path / "tree" / split / name).mkdir(parents=True)
+            for i in range(PER_CLASS):
+                pixels = Image.fromarray(rng.integers(0, 256, (9, 8, 3), dtype=np.uint8))
+                pixels.save(tmp_path / "tree" / split / name / f"{i}.png")
+    return tmp_path / "tree"
+
+
+def write_tars(tree, folder, order=sorted):
+    folder.mkdir()
+    for split in ("train", "val"):
+        with tarfile.open(folder / f"{split}.tar", "w") as tar:
+            for path in order((tree / split).rglob("*.png")):
+                data, member = path.read_bytes(), tarfile.TarInfo(str(path.relative_to(tree)))
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    return folder
+
+
+def settings(data, out, **values):
+    fixed = {
+        "dataset": "images",
+        "model": "toy:pooled",
+        "augment": "none",
+        "batch_phases": (BatchPhase(0, 8),),
+        "epochs": 3.0,
+    }
+    return config(**{**fixed, "data": str(data), "out": str(out), **values})
+
+
+def train(data, out, **values):
+    torch.set_num_threads(1)
+    run(settings(data, out, **values), Ranks())
+    return flat_weights(out)
+
+
+def test_the_same_data_elsewhere_and_in_another_form_continue_the_run(tree, tmp_path):
+    unbroken = train(tree, tmp_path / "unbroken")
+    moved = shutil.copytree(tree, tmp_path / "moved")
+    for name, data in (("folder", moved), ("tars", write_tars(tree, tmp_path / "as_tars"))):
+        train(tree, tmp_path / name, max_steps=4)  # in the middle of the second epoch
+        assert same_bits(train(data, tmp_path / name, resume=True), unbroken)
+
+
+def rename_class(tree):
+    for split in ("train", "val"):
+        (tree / split / "cow").rename(tree / split / "asp")
+
+
+def add_class(tree):
+    for split in ("train", "val"):
+        shutil.copytree(tree / split / "cow", tree / split / "dog")
+
+
+def swap(tree):
+    """The same names, as many in each class, but two images are in each other's class."""
+    (tree / "train" / "ant" / "0.png").rename(tree / "train" / "cow" / "90.png")
+    (tree / "train" / "cow" / "0.png").rename(tree / "train" / "ant" / "90.png")
+
+
+OTHER_DATA = {
+    "fewer": (lambda tree: (tree / "train" / "cow" / "3.png").unlink(), "train had 24 samples and now has 23"),
+    "class": (rename_class, r"3 classes then and 3 now \(only then: cow; only now: asp\)"),
+    "more": (add_class, r"3 classes then and 4 now \(only now: dog\); train had 24 samples and now has 32"),
+    "names": (
+        lambda tree: os.rename(tree / "train/ant/0.png", tree / "train/ant/9.png"),
+        "train holds as many samples",
+    ),
+    "swap": (swap, "train holds as many samples, but not the same"),
+    "val": (lambda tree: (tree / "val" / "cow" / "3.png").unlink(), "val had 24 samples and now has 23"),
+}
+
+
+@pytest.fixture
+def begun(tree, tmp_path):
+    train(tree, tmp_path / "run", max_steps=4)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("kind", OTHER_DATA)
+def test_other_data_are_refused(tree, begun, kind):
+    change, text = OTHER_DATA[kind]
+    change(tree)
+    with pytest.raises(InputError, match=rf"--resume: the data are not those of the saved run: {text}"):
+        train(tree, begun, resume=True)
+
+
+def test_another_order_is_refused(tree, begun, tmp_path):
+    pack(tree, tmp_path / "packed")
+    with pytest.raises(InputError, match="train was read from folders and is now read from packed shards"):
+        train(tmp_path / "packed", begun, resume=True)
+    write_tars(tree, tmp_path / "one")
+    write_tars(tree, tmp_path / "other", order=lambda paths: sorted(paths, key=lambda path: path.name))
+    train(tmp_path / "one", tmp_path / "of_tars", max_steps=4)
+    with pytest.raises(InputError, match="train holds the same samples in another order; val holds the same"):
+        train(tmp_path / "other", tmp_path / "of_tars", resume=True)
+
+
+def test_a_run_saved_before_there_were_lists_is_continued(tree, begun):
+    path = max((begun / "checkpoints").glob("*.pt"))
+    values = torch.load(path, weights_only=True)
+    del values["fixed"]["data"]
+    torch.save(values, path)
+    (tree / "train" / "ant" / "0.png").rename(tree / "train" / "ant" / "9.png")
+    train(tree, begun, resume=True)
+    assert checkpoint.load(begun).fixed.data["train"]["samples"] == 24
+
+
+def test_arrays_are_told_apart_by_labels_and_pixels():
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 256, (30, 4, 4, 1), dtype=np.uint8), np.arange(30) % 2
+    classes = ("a", "b")
+
+    def of(images, labels, classes=classes):
+        return sample_list(ArraySource("own", images, labels, classes=classes))
+
+    same = of(images, labels)
+    assert same == of(images.copy(), labels.copy())
+    order = np.r_[2:30, 0:2]
+    assert of(images[order], labels).order != same.order
+    assert of(images[order], labels[order]).members == same.members
+    assert of(images, 1 - labels).members != same.members
+    assert of(images, labels, ("b", "a")).members != same.members
+
+
+def test_sets_that_cannot_be_keys_are_compared_too():
+    class Own:
+        __hash__ = None
+        name, classes, channels, mean, std = "own", ("a", "b"), 1, (0.5,), (0.2,)
+
+        def __init__(self, labels):
+            self.labels = np.array(labels)
+
+        def __len__(self):
+            return len(self.labels)
+
+        def image(self, index):
+            return np.zeros((4, 4, 1), np.uint8)
+
+    one, other = Own([0, 1, 0]), Own([0, 0, 1])
+    saved = {split: sample_list(one).to_dict() for split in ("train", "val")}
+    check_same_data(saved, classes=["a", "b"], samples=3, train=one, val=one)
+    with pytest.raises(InputError, match="val holds the same samples in another order"):
+        check_same_data(saved, classes=["a", "b"], samples=3, train=one, val=other)
+
+
+def test_a_packed_set_is_the_same_wherever_it_lies(tree, tmp_path):
+    pack(tree, tmp_path / "packed")
+    moved = shutil.copytree(tmp_path / "packed", tmp_path / "moved")
+    lists = [[sample_list(s) for s in open_data(settings(d, "").data)] for d in (tmp_path / "packed", moved)]
+    assert lists[0] == lists[1]
