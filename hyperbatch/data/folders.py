@@ -192,13 +192,8 @@ def _tar_content(path: Path) -> bytes | mmap.mmap:
                 return file.read()
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        lzma.LZMAError,
-        zlib.error,
-    ) as error:  # ValueError: an empty file cannot be mapped
+    # ValueError: an empty file cannot be mapped.
+    except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
         raise InputError(f"{path} cannot be read: {error}; fetch or write it again") from error
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -102,7 +102,8 @@ def check_same_data(
         differences.append(f"train had {samples} samples and now has {len(train)}")
     if saved and not differences:
         for split, source in (("train", train), ("val", val)):
-            text = _difference(SampleList(**saved[split]), sample_list(source))
+            before = SampleList(**{field.name: saved[split][field.name] for field in fields(SampleList)})
+            text = _difference(before, sample_list(source))
             differences += [f"{split} {text}"] if text else []
     if differences:
         raise InputError(

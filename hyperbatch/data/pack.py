@@ -121,6 +121,7 @@ def pack(
 
     before = read_manifest(dst) if (dst / MANIFEST).exists() else None
     classes = _class_order(before, sources)
+    number = {name: i for i, name in enumerate(classes)}
     todo: list[ShardPlan] = []
     missing: list[str] = []
     for name, source in sources.items():
@@ -134,7 +135,7 @@ def pack(
         if len(ids) == 0 and not packed:
             raise InputError(f"{src} has no {name} image that can be read; nothing was packed")
         numbers = np.arange(len(ids)) + (packed.samples if packed else 0)
-        labels = np.array([classes.index(each) for each in source.classes])[source.labels[ids]]
+        labels = np.array([number[each] for each in source.classes])[source.labels[ids]]
         first_shard = len(packed.shards) if packed else 0
         for shard, rows in enumerate(_shard_cuts(guess[ids], shard_bytes)):
             todo.append(
@@ -263,8 +264,7 @@ def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append
 def _class_order(before: Manifest | None, sources: dict[str, EncodedSource]) -> tuple[str, ...]:
     """Those that have a number keep it; new ones follow in the source's order."""
     known = before.classes if before else ()
-    new = [name for source in sources.values() for name in source.classes if name not in set(known)]
-    return (*known, *dict.fromkeys(new))
+    return tuple(dict.fromkeys([*known, *(name for source in sources.values() for name in source.classes)]))
 
 
 def _shard_cuts(sizes: np.ndarray, shard_bytes: int) -> list[np.ndarray]:
@@ -290,6 +290,7 @@ def _finish(
 ) -> PackReport:
     """Writes the list of what was left out, and the manifest; counts."""
     splits, unreadable = dict(before.splits) if before else {}, 0
+    number = {name: i for i, name in enumerate(classes)}
     for name, source in sources.items():
         shards = list(splits[name].shards) if name in splits else []
         size_bytes = splits[name].bytes if name in splits else 0
@@ -304,7 +305,7 @@ def _finish(
         samples = sum(shard.samples for shard in shards)
         if samples == 0:
             raise InputError(f"no {name} image can be read; {dst} is not complete")
-        packed = {*(splits[name].classes if name in splits else ()), *map(classes.index, source.classes)}
+        packed = {*(splits[name].classes if name in splits else ()), *(number[each] for each in source.classes)}
         splits[name] = Split(samples=samples, bytes=size_bytes, classes=tuple(sorted(packed)), shards=tuple(shards))
     manifest = Manifest(classes=classes, splits=splits)
     skipped = _write_skipped(dst, [*missing, *(text for plan in plans for _, text in skipped_rows(plan))])

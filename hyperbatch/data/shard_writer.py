@@ -126,6 +126,7 @@ def _write_shard(plan: ShardPlan, prepared: Iterator[Sample], report: Callable[[
     part = plan.path.with_suffix(".part")
     rows, names, skipped = [], [], []
     try:
+        index_path(plan.path).unlink(missing_ok=True)  # it would vouch for what is about to be replaced
         with open(part, "wb") as out:
             for position, sample in enumerate(prepared):
                 if sample.fault:

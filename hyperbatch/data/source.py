@@ -160,10 +160,13 @@ class EncodedSource:
         return np.array([times[place.path] for place in places], dtype=np.int64)
 
     def sample_names(self) -> np.ndarray:
-        """bytes[n]: what each sample's file is called, wherever the set lies."""
+        """bytes[n]: what each sample's file is called, or where it lies in a larger one, wherever the set is."""
         places = self.locations(list(range(len(self))))
-        paths = [place.path for place in places] if places else [self.describe(i) for i in range(len(self))]
-        return np.array([os.fsencode(path.rpartition(os.sep)[2]) for path in paths])
+        if places is None:
+            names = [self.describe(i) for i in range(len(self))]
+        else:
+            names = [place.path if place.length < 0 else f"{place.path}@{place.offset}" for place in places]
+        return np.array([os.fsencode(name.rpartition(os.sep)[2]) for name in names])
 
     def image(self, index: int) -> np.ndarray:
         from hyperbatch.data.decode import decode_full
@@ -235,7 +238,7 @@ def open_eval(config: DataConfig) -> Source:
 
 
 def open_split(config: DataConfig, split: str) -> Source:
-    """ "train" or "val" alone; the other need not be there in a folder of images."""
+    """One split alone: in a folder of images the other need not be there."""
     if config.dataset == "images":
         from hyperbatch.data.folders import FolderSource, TarSource, tar_paths
         from hyperbatch.data.shards import MANIFEST, ShardSource, read_manifest
@@ -341,12 +344,11 @@ def _user_data(config: DataConfig) -> tuple[Source, Source]:
 
 def _check_own(source: Source) -> None:
     """InputError for what would otherwise fail, or train on wrong labels, in the middle of a run."""
-    name = source.name
-    images = source.images if isinstance(source, ArraySource) else source.labels
-    if len(source) == 0 or not len(source) == len(source.labels) == len(images):
-        raise InputError(
-            f"{name} has {len(source)} samples, {len(source.labels)} labels and {len(images)} images; make them equal"
-        )
+    name, samples = source.name, len(source)
+    if samples == 0 or samples != len(source.labels):
+        raise InputError(f"{name} has {samples} samples and {len(source.labels)} labels; give one label a sample")
+    if isinstance(source, ArraySource) and samples != len(source.images):
+        raise InputError(f"{name} has {samples} labels and {len(source.images)} images; give one image a label")
     if not isinstance(source.labels, np.ndarray):
         raise InputError(f"{name}: labels must be a numpy array, got {type(source.labels).__name__}")
     checked_labels(name, source.labels, len(source.classes))

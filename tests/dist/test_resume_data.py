@@ -15,7 +15,7 @@ from hyperbatch import checkpoint
 from hyperbatch.config import BatchPhase
 from hyperbatch.data.identity import check_same_data, sample_list
 from hyperbatch.data.pack import pack
-from hyperbatch.data.source import ArraySource, open_data
+from hyperbatch.data.source import ArraySource, EncodedSource, Location, open_data
 from hyperbatch.engine.loop import run
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.errors import InputError
@@ -172,6 +172,19 @@ def test_sets_that_cannot_be_keys_are_compared_too():
     check_same_data(saved, classes=["a", "b"], samples=3, train=one, val=one)
     with pytest.raises(InputError, match="val holds the same samples in another order"):
         check_same_data(saved, classes=["a", "b"], samples=3, train=one, val=other)
+
+
+def test_samples_of_a_larger_file_are_told_apart_by_their_place():
+    class Records(EncodedSource):
+        def __init__(self, offsets):
+            super().__init__("own", ("a",), np.zeros(len(offsets), dtype=np.int64))
+            self.offsets = offsets
+
+        def locations(self, ids):
+            return [Location("/data/all.bin", self.offsets[i], 100) for i in ids]
+
+    assert sample_list(Records([0, 100])) == sample_list(Records([0, 100]))
+    assert sample_list(Records([0, 100])).order != sample_list(Records([100, 0])).order
 
 
 def test_a_packed_set_is_the_same_wherever_it_lies(tree, tmp_path):

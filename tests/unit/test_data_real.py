@@ -65,6 +65,7 @@ def test_a_subset_packs_verifies_and_reads_back_byte_for_byte(imagenette, tmp_pa
         "bytes": sum(len(data) for rows in expected.values() for data, _ in rows),
         "problem_count": 0,
         "problems": [],
+        "notes": [],
     }
     for split, source in zip(("train", "val"), open_data(DataConfig(data=str(tmp_path / "dst"))), strict=True):
         assert sorted((source.read(i), int(source.labels[i])) for i in range(len(source))) == expected[split]

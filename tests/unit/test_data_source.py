@@ -405,7 +405,7 @@ OWN = {
     "fraction": (np.array([0.0, 0.5, 1.0]), "own: labels must be whole numbers"),
     "table": (np.array([[0], [1], [1]]), "own: labels must be whole numbers"),
     "list": ([0, 1, 1], "own: labels must be a numpy array, got list"),
-    "few": (np.array([0, 1]), "own has 3 samples, 2 labels"),
+    "few": (np.array([0, 1]), "own has 3 samples and 2 labels"),
     "mean": ((0.5, 0.5), "own: mean must be 1 numbers"),
     "std": ((0.0,), "own: std must be 1 numbers"),
     "pixels": (np.zeros((8, 8), np.uint8), r"own: image\(0\) must be uint8\[height, width, 1\], got uint8\(8, 8\)"),
@@ -427,7 +427,7 @@ def test_own_data_is_checked_when_it_is_opened(monkeypatch, kind):
 def test_own_arrays_need_an_image_for_every_label(monkeypatch):
     short = ArraySource("short", np.zeros((2, 8, 8, 1), np.uint8), np.array([0, 1, 0]), classes=("a", "b"))
     monkeypatch.setattr(source, "load_object", lambda *_: lambda config: (short, short))
-    with pytest.raises(InputError, match="short has 3 samples, 3 labels and 2 images"):
+    with pytest.raises(InputError, match="short has 3 labels and 2 images"):
         check_data(DataConfig(dataset="some:data"))
 
 
