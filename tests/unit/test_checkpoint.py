@@ -249,18 +249,20 @@ def test_an_arena_is_copied_buffer_by_buffer(monkeypatch):
     arena = Arena(model, [name for name, _ in model.named_parameters()][::-1], dtype=torch.bfloat16)
     tables = {"model": arena.named_masters() | {"1.bias": model[1].bias.detach()}, "other": arena.named_masters()}
     wanted = {table: {name: t.clone() for name, t in tensors.items()} for table, tensors in tables.items()}
-    memory, copies = HostMemory(), []
+    memory, copies = HostMemory(tables), []
     copy = torch.Tensor.copy_
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "copy_", lambda *args, **how: (copies.append(1), copy(*args, **how))[1])
-        found = memory.copy(tables)
+        found = memory.copy()
     assert len(copies) == 2  # the masters, and the fp32 arena of norm parameters
+    assert memory.covers(arena.masters)
+    assert not memory.covers(arena.weights[torch.bfloat16])
     for buffer in arena.flat_weights():
         buffer.add_(1)  # as the next step does
     assert found["model"]["0.weight"].stride() == tables["model"]["0.weight"].stride()
     for table, tensors in wanted.items():
         assert all(torch.equal(found[table][name], tensor) for name, tensor in tensors.items())
-    again = memory.copy(tables)  # to the same place
+    again = memory.copy()  # to the same place
     assert again["model"]["0.weight"].data_ptr() == found["model"]["0.weight"].data_ptr()
     assert torch.equal(again["model"]["0.weight"], wanted["model"]["0.weight"] + 1)
 
