@@ -114,8 +114,9 @@ class Deadline:
     CLOSE = 0.02  # of the time: nearer than this is near enough
 
     def __init__(self, every_s: float, ranks: Ranks, *, step: int, now: Callable[[], float] = time.monotonic) -> None:
-        """every_s: 0: never."""
+        """every_s: 0: never. The time begins after the first stride: preparing a run is long, and is not repeated."""
         self._every_s, self._ranks, self._now = every_s, ranks, now
+        self._began = False
         self.restart(step)
 
     def restart(self, step: int) -> None:
@@ -126,6 +127,10 @@ class Deadline:
     def passed(self, step: int) -> bool:
         """After `step` steps: whether it is time. Every rank asks after each stride; only meetings cost anything."""
         if not self._every_s or step < self._meeting:
+            return False
+        if not self._began:
+            self._began = True
+            self.restart(step)
             return False
         gone_s = self._now() - self._since
         left_s, step_s = self._every_s - gone_s, gone_s / (step - self._step)
