@@ -30,6 +30,7 @@ KINDS = ("off", "beside", "waiting")
 
 def one(kind: str, config: Config, result: Path) -> None:
     """A rank of a run; rank 0 writes what it took."""
+    from hyperbatch.engine.ranks import find_ranks
     from hyperbatch.engine.saver import Saver
     from hyperbatch.launch import train
 
@@ -56,7 +57,9 @@ def one(kind: str, config: Config, result: Path) -> None:
         return done
 
     Saver.save, Saver.wait = timed_save, timed_wait
-    record = train(config)
+    ranks, record = find_ranks(), train(config)
+    if ranks is None or ranks.rank != 0:  # the others wait for nothing and write nothing
+        return
     clock = record.clock
     whole_s = clock["train_s"] + clock["capture_s"] + clock["eval_s"] + clock["pause_s"]
     sizes = [path.stat().st_size for path in (Path(record.folder) / "checkpoints").glob("step-*.pt")]
@@ -74,8 +77,7 @@ def one(kind: str, config: Config, result: Path) -> None:
         "device": record.environment["device"],
         "torch": record.environment["torch"],
     }
-    if not result.exists():
-        result.write_text(json.dumps(row))
+    result.write_text(json.dumps(row))
 
 
 def measured(kind: str, recipe: str, values: dict[str, str], nproc: int) -> dict[str, Any]:

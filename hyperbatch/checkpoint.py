@@ -133,7 +133,8 @@ def save(folder: Path, saved: Checkpoint, *, keep: int, keep_best: bool = True) 
     """Writes step-N.pt (`durable.write`), then drops all but the newest `keep` and, if asked, the best one."""
     durable.make_folder(folder)
     path = _path(folder, saved.progress.step)
-    values = saved.to_dict() | {"checksums": checksums(saved.to_dict())}
+    values = saved.to_dict()
+    values["checksums"] = checksums(values)
     durable.write(path, lambda file: torch.save(values, file))
     best = _path(folder, saved.progress.best_step)
     files = _files(folder)

@@ -46,12 +46,14 @@ class Saver:
         self._epochs = EpochGrid(config.eval_every_epochs if every is None else every, offset, len(run.train_set))
         every_s = 0.0 if self._folder is None else 60 * config.checkpoint_every_minutes
         self._deadline = Deadline(every_s, run.ranks, step=run.progress.step)
-        self._memory = HostMemory()
+        self._memory: HostMemory | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hyperbatch-checkpoint")
         self._write: Future[bool] | None = None  # of the last checkpoint
         if self._folder is not None and run.ranks.rank == 0:
             durable.remove_partials(self._folder)
-            self._memory.copy(tensors_of(run.learner))  # pinning takes longer than a copy: not on the run's time
+            # Here and not at the first checkpoint: to pin memory, or to touch it first, takes longer than a copy.
+            self._memory = HostMemory(tensors_of(run.learner))
+            self._memory.copy()
 
     def planned(self, step: Step) -> bool:
         """Whether a checkpoint follows this step by the number of epochs or steps: known beforehand."""
@@ -112,8 +114,9 @@ class Deadline:
     CLOSE = 0.02  # of the time: nearer than this is near enough
 
     def __init__(self, every_s: float, ranks: Ranks, *, step: int, now: Callable[[], float] = time.monotonic) -> None:
-        """every_s: 0: never."""
+        """every_s: 0: never. The time begins after the first stride: preparing a run is long, and is not repeated."""
         self._every_s, self._ranks, self._now = every_s, ranks, now
+        self._began = False
         self.restart(step)
 
     def restart(self, step: int) -> None:
@@ -124,6 +127,10 @@ class Deadline:
     def passed(self, step: int) -> bool:
         """After `step` steps: whether it is time. Every rank asks after each stride; only meetings cost anything."""
         if not self._every_s or step < self._meeting:
+            return False
+        if not self._began:
+            self._began = True
+            self.restart(step)
             return False
         gone_s = self._now() - self._since
         left_s, step_s = self._every_s - gone_s, gone_s / (step - self._step)

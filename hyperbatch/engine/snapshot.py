@@ -35,34 +35,33 @@ class HostMemory:
     bus: a copy per tensor would take longer than all of their bytes.
     """
 
-    def __init__(self) -> None:
-        self._places: dict[tuple[int, int], Tensor] = {}  # (address, bytes) of a storage -> bytes on the host
-
-    def copy(self, tables: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """The same tensors on the host: views, valid until the next call."""
-        used: dict[tuple[int, int], Tensor] = {}
-        found: dict[str, dict[str, Tensor]] = {}
-        devices = set()
+    def __init__(self, tables: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """tables: what to copy, each time from where it lies now."""
+        self.views: dict[str, dict[str, Tensor]] = {}  # the same tensors on the host
+        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}  # address of a storage -> its bytes there, on the host
         for table, tensors in tables.items():
-            found[table] = {}
-            for name, tensor in tensors.items():
-                storage = tensor.untyped_storage()
-                key = storage.data_ptr(), storage.nbytes()
-                if key not in used:
-                    source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-                    place = self._places[key] if key in self._places else _place_for(source)
-                    used[key] = place.copy_(source, non_blocking=True)
-                    devices.add(tensor.device)
-                view = torch.empty(0, dtype=tensor.dtype).set_(
-                    used[key].untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
-                )
-                found[table][name] = view
-        for device in devices:
-            if device.type == "cuda":
-                # The steps that follow change the tensors, and whoever writes the checkpoint must not ask the device.
-                torch.cuda.current_stream(device).synchronize()
-        self._places = used
-        return found
+            self.views[table] = {name: self._view(tensor) for name, tensor in tensors.items()}
+
+    def _view(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._pairs:
+            source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            self._pairs[storage.data_ptr()] = source, _place_for(source)
+        place = self._pairs[storage.data_ptr()][1].untyped_storage()
+        return torch.empty(0, dtype=tensor.dtype).set_(place, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def covers(self, tensor: Tensor) -> bool:
+        """Whether `copy` copies the memory that the tensor lies in."""
+        return tensor.untyped_storage().data_ptr() in self._pairs
+
+    def copy(self) -> dict[str, dict[str, Tensor]]:
+        """The tensors as they are now: views, valid until the next call."""
+        for source, place in self._pairs.values():
+            place.copy_(source, non_blocking=True)
+        for device in {source.device for source, _ in self._pairs.values() if source.is_cuda}:
+            # The steps that follow change the tensors, and whoever writes the checkpoint must not ask the device.
+            torch.cuda.current_stream(device).synchronize()
+        return self.views
 
 
 def _place_for(source: Tensor) -> Tensor:
@@ -73,19 +72,20 @@ def _place_for(source: Tensor) -> Tensor:
         return torch.empty(source.shape, dtype=source.dtype)
 
 
-def snapshot(run: Run, memory: HostMemory) -> Checkpoint | None:
+def snapshot(run: Run, memory: HostMemory | None) -> Checkpoint | None:
     """The run as it stands. Every rank takes part, since statistics and shards are gathered; only rank 0 gets it.
 
-    Its tensors are views of `memory`; `owned` makes them what a file holds.
+    memory: rank 0's, of `tensors_of`. The checkpoint's tensors are views of it; `owned` makes them what a file holds.
     """
     learner = run.learner
     if isinstance(learner.update, ShardedUpdate):
         learner.update.gather_state()
     norm = gather_rows(dict(learner.model.named_buffers()), run.ranks)
     average_norm = {} if learner.average is None else gather_rows(learner.average.statistics(), run.ranks)
-    if run.ranks.rank != 0:
+    if memory is None:
         return None
-    copies = memory.copy(tensors_of(learner))
+    assert memory.covers(learner.arena.flat_weights()[-1]), "the model was moved after the run was built"
+    copies = memory.copy()
     return Checkpoint(
         config=run.config,
         progress=replace(run.progress),

@@ -250,11 +250,11 @@ def by_the_clock(rank, values):
 
 
 def test_checkpoints_by_the_minute_are_taken_by_all_ranks_at_once(tmp_path):
-    """Rank 0's clock says when. A checkpoint for another reason (step 10) begins the time anew."""
-    values = {"out": str(tmp_path), "max_steps": 23, "eval_every_epochs": 1.0, "checkpoint_every_minutes": 4.0}
+    """Rank 0's clock says when. A checkpoint for another reason (step 20) begins the time anew."""
+    values = {"out": str(tmp_path), "max_steps": 23, "checkpoint_every_minutes": 4.0}
     taken = run_ranks(2, by_the_clock, {**values, "keep_checkpoints": 99})
     assert taken[0] == taken[1] == steps_kept(tmp_path)
-    assert taken[0] == [3, 6, 9, 10, 13, 16, 19, 20, 23]
+    assert taken[0] == [4, 7, 10, 13, 16, 19, 20, 23]
 
 
 def test_no_clock_is_looked_at_when_no_checkpoint_is_kept(tmp_path, monkeypatch):

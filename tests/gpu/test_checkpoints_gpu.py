@@ -26,9 +26,9 @@ def test_an_arena_is_copied_to_pinned_memory_at_the_moment_of_the_call():
     model = nn.Sequential(nn.Conv2d(64, 256, 3), nn.Linear(2048, 2048)).cuda().to(memory_format=torch.channels_last)
     arena = Arena(model, [name for name, _ in model.named_parameters()][::-1], dtype=torch.float16)
     wanted = {name: tensor.clone() for name, tensor in arena.named_masters().items()}
-    memory = HostMemory()
+    memory = HostMemory({"model": arena.named_masters()})
     for _ in range(20):
-        found = memory.copy({"model": arena.named_masters()})["model"]
+        found = memory.copy()["model"]
         arena.masters.add_(1)  # right behind the copy, as the next step does
         assert all(tensor.is_pinned() for tensor in found.values())
         assert all(torch.equal(found[name], tensor.cpu()) for name, tensor in wanted.items())
