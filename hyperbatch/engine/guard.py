@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hyperbatch.arena import Arena, Slot
-from hyperbatch.comm.weights import Rows, checksum, extremes, gather_rows
+from hyperbatch.comm.weights import Rows, extremes, gather_rows, word_sum
 from hyperbatch.data.batch import Batch
 from hyperbatch.engine.ranks import gather
 from hyperbatch.engine.run import Run
@@ -65,7 +65,7 @@ class Guard:
     def _start(self) -> None:
         learner, flats = self._run.learner, list(self._flats())
         with torch.no_grad():
-            sums = [checksum(flat.values) for flat in flats if flat.same and self._every_steps != 0]
+            sums = [word_sum(flat.values) for flat in flats if flat.same and self._every_steps != 0]
             bounds = extremes([flat.values for flat in flats] + self._statistics())
             finite = torch.isfinite(bounds).all().to(torch.int64)
             self._pending = self._run.progress.step, gather_rows(torch.stack([*sums, finite]), learner.comm)
@@ -108,7 +108,7 @@ class Guard:
             for slot in _slots(arena, flat.dtype):
                 if flat.same:
                     names.append(f"the {flat.role} of {slot.name}")
-                    sums.append(checksum(flat.values[slot.offset : slot.end]))
+                    sums.append(word_sum(flat.values[slot.offset : slot.end]))
         found = gather((socket.gethostname(), torch.stack(sums).tolist()), run.ranks)
         (row, most), *others = Counter(rows).most_common()
         usual = rows.index(row)

@@ -570,6 +570,21 @@ def test_a_checksum_shows_every_flipped_bit_and_every_swap(dtype: torch.dtype, m
     assert len(seen) == 41
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_sum_of_words_shows_every_flipped_bit(dtype: torch.dtype) -> None:
+    """Of a buffer as long as two slots may be: a multiple of 256 bytes."""
+    flat = torch.randn(512 // dtype.itemsize, generator=torch.Generator().manual_seed(0)).to(dtype)
+    words, before = flat.view(torch.int64), weights.word_sum(flat)
+    for place in range(64):
+        for bit in range(64):
+            mask = -(2**63) if bit == 63 else 1 << bit
+            words[place] ^= mask
+            assert weights.word_sum(flat) != before
+            words[place] ^= mask
+    assert weights.word_sum(flat) == before
+    assert weights.word_sum(flat.roll(1)) != before
+
+
 # -- sparse gradients --------------------------------------------------------------------------------------------
 
 

@@ -185,12 +185,14 @@ def test_a_resume_that_is_past_its_limit_trains_no_further(tmp_path):
 def test_diverged_run_stops_with_a_reason(tmp_path):
     values = {"optimizer": "sgd", "lr": 1e30, "warmup_epochs": 0.0}
     with pytest.raises(RunFailed, match="the loss became"):
-        train(1, tmp_path, checkpoint_every_epochs=0.05, **values)
-    record = RunRecord.load(tmp_path)
-    assert "the loss became" in record.error
+        train(1, tmp_path / "seldom", **values)
+    with pytest.raises(RunFailed, match="was inf or nan after step"):  # the weights are lost before a loss is
+        train(1, tmp_path / "often", checkpoint_every_epochs=0.05, **values)
+    record = RunRecord.load(tmp_path / "often")
+    assert "was inf or nan after step" in record.error
     assert not record.result.reached
-    lost_at = int(re.search(r"at step (\d+)", record.error)[1])
-    assert checkpoint.load(tmp_path).progress.step < lost_at  # a lost step is not saved
+    lost_at = int(re.search(r"after step (\d+)", record.error)[1])
+    assert checkpoint.load(tmp_path / "often").progress.step < lost_at  # a lost step is not saved
 
 
 def diverges_between_two_lines(rank, values):
