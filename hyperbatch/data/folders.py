@@ -1,4 +1,4 @@
-"""Images as they come: an ImageFolder tree (DIR/train/CLASS/FILE), or tars with the same paths inside."""
+"""Images as they come: files below a folder (DIR/train/CLASS/FILE), or tars with the same paths inside."""
 
 from __future__ import annotations
 
@@ -9,35 +9,51 @@ import mmap
 import os
 import tarfile
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from hyperbatch.data.source import BadSample, EncodedSource, Location, check_same_classes
+from hyperbatch.data.source import BadSample, EncodedSource, Location
 from hyperbatch.errors import InputError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".webp", ".tif", ".tiff")
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz")
 
 
-class FolderSource(EncodedSource):
-    """One split of a folder tree. File names are one fixed-width array, not a Python object each."""
+class Listed(NamedTuple):
+    """The samples of a split: paths are relative to the folder or archive that holds them, and end in a file's name."""
 
-    def __init__(self, folder: Path) -> None:
+    name: str
+    classes: tuple[str, ...]
+    labels: np.ndarray  # int64[n]
+    paths: list[str]
+
+
+class Tree(Protocol):
+    """Where a layout looks for its folders and files: FolderTree, or an archive (layouts/archives.py)."""
+
+    def within(self, folder: str) -> Tree: ...
+    def folders(self) -> list[str]: ...
+    def files(self) -> list[str]: ...
+    def images(self) -> list[str]: ...
+    def text(self, name: str) -> str: ...
+    def source(self, listed: Listed) -> EncodedSource: ...
+
+
+class FolderSource(EncodedSource):
+    """Files below a folder. Their paths are one fixed-width array, not a Python object each.
+
+    Unless they are listed otherwise, each folder in it is a class and holds that class's images, at any depth.
+    """
+
+    def __init__(self, folder: Path, listed: Listed | None = None) -> None:
         self.folder = folder
-        classes = _class_names(folder)
-        names, counts = [], []
-        for name in classes:
-            files = sorted(os.fsencode(entry.name) for entry in _entries(folder / name) if _is_image(entry.name))
-            if not files:
-                raise InputError(f"class folder {folder / name} has no images; add some or remove the folder")
-            names.append(np.array(files))
-            counts.append(len(files))
-        super().__init__(folder.name, classes, np.repeat(np.arange(len(classes)), counts))
-        self._names = np.concatenate(names)
+        listed = listed or list_classes(FolderTree(folder), folder.name)
+        super().__init__(listed.name, listed.classes, listed.labels)
+        self._paths = np.array([os.fsencode(path) for path in listed.paths])
 
     def path(self, index: int) -> Path:
-        return self.folder / self.classes[self.labels[index]] / os.fsdecode(bytes(self._names[index]))
+        return self.folder / os.fsdecode(bytes(self._paths[index]))
 
     def read(self, index: int) -> bytes:
         return bytes(self.read_buffer(index))
@@ -57,11 +73,7 @@ class FolderSource(EncodedSource):
         return data
 
     def locations(self, ids: list[int]) -> list[Location]:
-        labels, names = self.labels[ids].tolist(), self._names[ids].tolist()
-        return [
-            Location(f"{self.folder}{os.sep}{self.classes[label]}{os.sep}{os.fsdecode(name)}")
-            for label, name in zip(labels, names, strict=True)
-        ]
+        return [Location(f"{self.folder}{os.sep}{os.fsdecode(path)}") for path in self._paths[ids].tolist()]
 
     def describe(self, index: int) -> str:
         return str(self.path(index))
@@ -71,6 +83,74 @@ class FolderSource(EncodedSource):
             return np.array([os.stat(self.path(i)).st_size for i in range(len(self))], dtype=np.int64)
         except OSError as error:
             raise InputError(f"{error.filename}: {error.strerror}; repair or remove the file") from error
+
+
+class FolderTree:
+    """Folders and files below a folder, as `layouts` ask for them; an archive's answers are the same."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def within(self, folder: str) -> FolderTree:
+        return FolderTree(self.root / folder)
+
+    def folders(self) -> list[str]:
+        """Names, sorted; hidden ones are passed over."""
+        return sorted(entry.name for entry in _entries(self.root) if entry.is_dir() and not entry.name.startswith("."))
+
+    def files(self) -> list[str]:
+        """Names of plain files and of links to them, sorted; hidden ones are passed over."""
+        return sorted(entry.name for entry in _entries(self.root) if _is_file(entry) and not entry.name.startswith("."))
+
+    def images(self) -> list[str]:
+        """Paths of the images at any depth, in torchvision's order: by folder, then by name."""
+        found = []
+        waiting, seen = [("", self.root)], {os.path.realpath(self.root)}
+        while waiting:
+            below, folder = waiting.pop()
+            for entry in _entries(folder):
+                if entry.is_dir():
+                    # A link to a folder that was read already would go round in circles.
+                    if entry.is_symlink():
+                        real = os.path.realpath(entry.path)
+                        if real in seen:
+                            continue
+                        seen.add(real)
+                    waiting.append((f"{below}{entry.name}/", Path(entry.path)))
+                elif is_image(entry.name) and _is_file(entry):
+                    found.append((below, entry.name))
+        return [below + name for below, name in sorted(found, key=lambda item: (item[0][:-1], item[1]))]
+
+    def text(self, name: str) -> str:
+        try:
+            return (self.root / name).read_text(encoding="utf-8-sig")
+        except (OSError, ValueError) as error:
+            raise InputError(f"{self.root / name} cannot be read: {error}; fetch or write it again") from error
+
+    def source(self, listed: Listed) -> FolderSource:
+        return FolderSource(self.root, listed)
+
+
+def list_classes(tree: Tree, name: str) -> Listed:
+    """Each folder is a class and holds that class's images, at any depth, as torchvision's ImageFolder reads them."""
+    classes, paths, counts = class_names(tree), [], []
+    for folder in classes:
+        images = tree.within(folder).images()
+        if not images:
+            raise InputError(f"class folder {tree.within(folder)} has no images; add some or remove the folder")
+        paths += [f"{folder}/{image}" for image in images]
+        counts.append(len(images))
+    return Listed(name, classes, np.repeat(np.arange(len(classes)), counts), paths)
+
+
+def class_names(tree: Tree) -> tuple[str, ...]:
+    names = tree.folders()
+    if not names:
+        raise InputError(f"{tree} has no class folders; expected {tree}/CLASS/IMAGE.jpg")
+    return tuple(names)
 
 
 class TarSource(EncodedSource):
@@ -90,7 +170,7 @@ class TarSource(EncodedSource):
                     for member in tar:
                         parts = [part for part in member.name.split("/") if part != "."]
                         plain = member.isreg() and not member.issparse() and ".." not in parts
-                        if plain and len(parts) == 3 and parts[0] == split and parts[1] and _is_image(parts[2]):
+                        if plain and len(parts) == 3 and parts[0] == split and parts[1] and is_image(parts[2]):
                             classes.append(parts[1])
                             names.append(os.fsencode(parts[2]))
                             spans.append((number, member.offset_data, member.size))
@@ -123,35 +203,9 @@ class TarSource(EncodedSource):
         return self._spans[:, 2].copy()
 
 
-def open_folders(folder: Path) -> tuple[FolderSource, FolderSource]:
-    """(train, val) of a folder tree."""
-    for split in ("train", "val"):
-        if not (folder / split).is_dir():
-            raise InputError(f"{folder} has no {split}/ folder; expected {folder}/{split}/CLASS/IMAGE.jpg")
-    # Compared before files are listed, so that a mismatch is found at once even in a large set.
-    check_same_classes(_class_names(folder / "train"), _class_names(folder / "val"), folder)
-    return FolderSource(folder / "train"), FolderSource(folder / "val")
-
-
-def open_tars(folder: Path) -> tuple[TarSource, TarSource]:
-    """(train, val) of train*.tar[.gz|.xz] and val*.tar[.gz|.xz]."""
-    paths = {split: tar_paths(folder, split) for split in ("train", "val")}
-    for split, found in paths.items():
-        if not found:
-            raise InputError(f"{folder} has no {split}*.tar; expected {split}.tar, .tar.gz or .tar.xz")
-    return TarSource(paths["train"], "train"), TarSource(paths["val"], "val")
-
-
 def tar_paths(folder: Path, split: str) -> list[Path]:
     """The split's tars, in order."""
     return sorted(p for p in folder.glob(f"{split}*") if p.name.endswith(_TAR_SUFFIXES) and p.is_file())
-
-
-def _class_names(folder: Path) -> tuple[str, ...]:
-    names = sorted(entry.name for entry in _entries(folder) if entry.is_dir() and not entry.name.startswith("."))
-    if not names:
-        raise InputError(f"{folder} has no class folders; expected {folder}/CLASS/IMAGE.jpg")
-    return tuple(names)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
@@ -163,7 +217,12 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         raise InputError(f"{folder} cannot be listed: {error.strerror}; check its permissions") from error
 
 
-def _is_image(name: str) -> bool:
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    """A dangling link counts, so that it is reported; a pipe, on which reading would wait for ever, does not."""
+    return entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path))
+
+
+def is_image(name: str) -> bool:
     return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
 
 

@@ -23,8 +23,9 @@ import numpy as np
 from PIL import Image
 
 from hyperbatch.config import DataConfig
+from hyperbatch.data.layouts import open_images
 from hyperbatch.data.shards import FORMAT, INDEX_DTYPE, MANIFEST, ShardSource, index_path, read_index, read_manifest
-from hyperbatch.data.source import BadSample, EncodedSource, open_data
+from hyperbatch.data.source import BadSample, EncodedSource, data_path
 from hyperbatch.data.stream import permute
 from hyperbatch.errors import InputError
 
@@ -70,7 +71,7 @@ class SplitInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class DataInfo:
-    kind: str  # "folder", "tars" or "shards"
+    kind: str  # the layout that was recognised: "folder", "tars", "shards", "Tiny-ImageNet in a zip", ...
     classes: int
     class_names: list[str]
     splits: dict[str, SplitInfo]
@@ -140,7 +141,7 @@ def pack(
         raise InputError(f"shard size {shard_bytes} and workers {workers}: must be positive")
     recompress = _Recompress(max_side=max_side, quality=quality, decoded=decoded)
     dst = Path(dst)
-    sources = _open_splits(src)
+    _, sources = _open_splits(src)
     plan: dict[str, list[tuple[str, np.ndarray]]] = {}
     digest = hashlib.sha256()
     for split, source in sources.items():
@@ -204,10 +205,10 @@ def verify(folder: str | Path, *, progress: Progress | None = None) -> VerifyRep
 
 def info(folder: str | Path) -> DataInfo:
     """Describes a set of any kind."""
-    sources = _open_splits(folder)
-    form, classes = type(sources["train"]).__name__, list(sources["train"].classes)
+    kind, sources = _open_splits(folder)
+    classes = list(sources["train"].classes)
     return DataInfo(
-        kind={"FolderSource": "folder", "TarSource": "tars", "ShardSource": "shards"}[form],
+        kind=kind,
         classes=len(classes),
         class_names=classes,
         splits={split: _split_info(source) for split, source in sources.items()},
@@ -232,11 +233,12 @@ def _split_info(source: EncodedSource) -> SplitInfo:
     )
 
 
-def _open_splits(folder: str | Path) -> dict[str, EncodedSource]:
-    train, val = open_data(DataConfig(dataset="images", data=str(folder)))
+def _open_splits(folder: str | Path) -> tuple[str, dict[str, EncodedSource]]:
+    """(layout, split -> source)"""
+    kind, train, val = open_images(data_path(DataConfig(dataset="images", data=str(folder))))
     assert isinstance(train, EncodedSource)
     assert isinstance(val, EncodedSource)
-    return {"train": train, "val": val}
+    return kind, {"train": train, "val": val}
 
 
 def _shard_plan(split: str, sizes: np.ndarray, shard_bytes: int) -> list[tuple[str, np.ndarray]]:

@@ -3,7 +3,7 @@
 open_data(config) -> (train, val)      check_data(config) -> counts, before any worker starts
 
   Source ──┬── ArraySource     images: uint8[n, h, w, c] in memory      digits, cifar10, synthetic
-           └── EncodedSource   read(i) -> file bytes                    FolderSource, TarSource, ShardSource
+           └── EncodedSource   read(i) -> file bytes                    FolderSource, MemberSource, ShardSource
 """
 
 from __future__ import annotations
@@ -179,12 +179,14 @@ def open_data(config: DataConfig) -> tuple[Source, Source]:
     elif config.dataset == "cifar10":
         from hyperbatch.data.cifar import open_cifar10
 
-        train, val = open_cifar10(data_folder(config))
+        train, val = open_cifar10(data_path(config))
     elif config.dataset == "synthetic":
         _takes_no_folder(config)
         train, val = _synthetic(config, "train", config.train_samples), _synthetic(config, "val", config.eval_samples)
     elif config.dataset == "images":
-        train, val = _open_images(data_folder(config))
+        from hyperbatch.data.layouts import open_images
+
+        _, train, val = open_images(data_path(config))
     else:
         known = ("images", "digits", "cifar10", "synthetic")
         raise InputError(f"unknown dataset {config.dataset!r}{nearest(config.dataset, known)}")
@@ -195,13 +197,11 @@ def open_data(config: DataConfig) -> tuple[Source, Source]:
 def open_eval(config: DataConfig) -> Source:
     """The validation set alone: a folder of images need not hold the training set beside it."""
     if config.dataset == "images":
-        from hyperbatch.data.folders import FolderSource, TarSource, tar_paths
+        from hyperbatch.data.layouts import recognise
 
-        folder = data_folder(config)
-        if (folder / "val").is_dir() and not (folder / "train").is_dir():
-            return FolderSource(folder / "val")
-        if tar_paths(folder, "val") and not tar_paths(folder, "train"):
-            return TarSource(tar_paths(folder, "val"), "val")
+        found = recognise(data_path(config))
+        if found.train is None:
+            return found.open("val")
     return open_data(config)[1]
 
 
@@ -214,7 +214,7 @@ def check_data(config: DataConfig) -> DataCounts:
     if config.dataset == "cifar10":
         from hyperbatch.data.cifar import count_cifar10
 
-        counts = count_cifar10(data_folder(config))
+        counts = count_cifar10(data_path(config))
     else:
         train, val = open_data(config)
         counts = DataCounts(
@@ -232,15 +232,15 @@ def _takes_no_folder(config: DataConfig) -> None:
         )
 
 
-def data_folder(config: DataConfig) -> Path:
-    """The --data folder; InputError when it is not given, missing, not a folder, or empty."""
+def data_path(config: DataConfig) -> Path:
+    """The --data folder or file; InputError when it is not given, missing, or an empty folder."""
     if not config.data:
         raise InputError(f"dataset {config.dataset!r} needs a data folder; give --data DIR")
     folder = Path(config.data)
     if not folder.exists():
         raise InputError(f"data folder {folder} does not exist; give --data DIR")
     if not folder.is_dir():
-        raise InputError(f"{folder} is not a folder; give --data the folder that holds the data set")
+        return folder
     try:
         empty = not any(folder.iterdir())
     except OSError as error:
@@ -261,23 +261,6 @@ def check_same_classes(train: tuple[str, ...], val: tuple[str, ...], where: Path
             parts.append(f"only in {split}: {shown}")
     raise InputError(
         f"{where}: train and val have different classes ({'; '.join(parts) or 'other order'}); make them equal"
-    )
-
-
-def _open_images(folder: Path) -> tuple[Source, Source]:
-    """Packed shards, a folder tree, or tars, whichever the folder holds."""
-    from hyperbatch.data.folders import open_folders, open_tars, tar_paths
-    from hyperbatch.data.shards import MANIFEST, open_shards
-
-    if (folder / MANIFEST).exists():
-        return open_shards(folder)
-    if (folder / "train").is_dir() or (folder / "val").is_dir():
-        return open_folders(folder)
-    if tar_paths(folder, "train") or tar_paths(folder, "val"):
-        return open_tars(folder)
-    raise InputError(
-        f"{folder} has no train/ and val/ folders, no train*.tar and val*.tar, and no packed shards; "
-        "give --data the folder that holds them"
     )
 
 

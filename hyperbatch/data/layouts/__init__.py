@@ -1,0 +1,119 @@
+"""The layouts in which people have their images: one list, asked in order, of functions that know them by their names.
+
+    path ── recognise ──> Found(kind, train, val) ── open ──> Source with classes, labels and the place of every sample
+
+A layout looks at listings only, so recognising is cheap; files are listed when a split is opened. Every source answers
+`read` and, where a sample's bytes lie plainly in a file, `locations`: decoding, packing, caches and reading processes
+need to know nothing of layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from hyperbatch.data.folders import FolderTree, TarSource, tar_paths
+from hyperbatch.data.layouts import archives
+from hyperbatch.data.layouts.found import TEST, TRAIN, VAL_NAMES, Found, val_name
+from hyperbatch.data.layouts.trees import image_tree, nested_sets
+from hyperbatch.data.shards import MANIFEST, ShardSource, read_manifest
+from hyperbatch.data.source import Source, check_same_classes
+from hyperbatch.errors import InputError
+
+
+def open_images(path: Path) -> tuple[str, Source, Source]:
+    """(kind, train, val)"""
+    found = recognise(path)
+    train, val = found.open("train"), found.open("val")
+    check_same_classes(train.classes, val.classes, path)
+    return found.kind, train, val
+
+
+def recognise(path: Path) -> Found:
+    """What the folder or file holds; InputError when that is nothing, or more than one thing."""
+    for layout in _OF_FOLDERS if path.is_dir() else _OF_FILES:
+        found = layout(path)
+        if found is not None:
+            return found
+    if not path.is_dir():
+        raise InputError(
+            f"{path} is not a folder, nor a file of a kind that is read ({', '.join(archives.SUFFIXES)}, "
+            ".csv, .jsonl); see docs/data.md"
+        )
+    raise InputError(
+        f"{path} has no train/ and val/ folders, no train*.tar and val*.tar, no packed shards, and nothing else that "
+        "docs/data.md lists; give --data the folder that holds them"
+    )
+
+
+def _packed(folder: Path) -> Found | None:
+    if not (folder / MANIFEST).exists():
+        return None
+    manifest = read_manifest(folder)
+    return Found(
+        kind="shards",
+        where=str(folder),
+        train=lambda: ShardSource(folder, "train", manifest),
+        val=lambda: ShardSource(folder, "val", manifest),
+        expected=lambda split: f"no {split} shards; pack the set again",
+    )
+
+
+def _folder_tree(folder: Path) -> Found | None:
+    return image_tree(FolderTree(folder))
+
+
+def _tars(folder: Path) -> Found | None:
+    """SPLIT*.tar with members SPLIT/CLASS/FILE."""
+    val = val_name([name for name in (*VAL_NAMES, TEST) if tar_paths(folder, name)], folder)
+    train = bool(tar_paths(folder, TRAIN))
+    if not train and val is None:
+        return None
+    return Found(
+        kind="tars",
+        where=str(folder),
+        train=(lambda: TarSource(tar_paths(folder, TRAIN), TRAIN)) if train else None,
+        val=(lambda: TarSource(tar_paths(folder, val), val)) if val is not None else None,
+        expected=lambda split: f"no {split}*.tar; expected {split}.tar, .tar.gz or .tar.xz",
+    )
+
+
+def _archive(path: Path) -> Found | None:
+    """A whole set in one tar or zip, perhaps inside a top folder."""
+    if not path.name.endswith(archives.SUFFIXES):
+        return None
+    tree = archives.open_archive(path)
+    form = "zip" if path.name.endswith(".zip") else "tar"
+    found = image_tree(tree)
+    while found is None and len(tree.folders()) == 1:
+        tree = tree.within(tree.folders()[0])
+        found = image_tree(tree)
+    if found is None:
+        raise InputError(f"{path} has no train/ and val/ folders inside; give --data a {form} that holds them")
+    return _in(found, form)
+
+
+def _in(found: Found, form: str) -> Found:
+    return Found(
+        kind=f"{found.kind} in a {form}", where=found.where, train=found.train, val=found.val, expected=found.expected
+    )
+
+
+def _further_down(folder: Path) -> Found | None:
+    """The only set that the folder holds, one folder further down or in an archive."""
+    inner = nested_sets(folder)
+    if len(inner) > 1:
+        named = ", ".join(found.where for found in inner)
+        raise InputError(f"{folder} holds several data sets: {named}; give --data one of them")
+    if inner:
+        return inner[0]
+    files = [folder / name for name in FolderTree(folder).files() if name.endswith(archives.SUFFIXES)]
+    if len(files) > 1:
+        named = ", ".join(path.name for path in files)
+        raise InputError(f"{folder} holds several archives: {named}; give --data one of them, or unpack them")
+    return recognise(files[0]) if files else None
+
+
+Layout = Callable[[Path], Found | None]
+_OF_FOLDERS: tuple[Layout, ...] = (_packed, _folder_tree, _tars, _further_down)
+_OF_FILES: tuple[Layout, ...] = (_archive,)

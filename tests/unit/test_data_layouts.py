@@ -1,0 +1,344 @@
+"""Each layout that people really have, built small and exactly: opened, described and packed alike."""
+
+import io
+import os
+import tarfile
+import zipfile
+
+import pytest
+from PIL import Image
+
+from hyperbatch.config import DataConfig
+from hyperbatch.data.layouts import kept, recognise
+from hyperbatch.data.pack import info, pack
+from hyperbatch.data.source import BadSample, check_data, open_data, open_eval
+from hyperbatch.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder / "hyperbatch"
+
+
+def jpeg(value):
+    buffer = io.BytesIO()
+    Image.new("RGB", (12, 8), (value, 255 - value, value // 2)).save(buffer, "JPEG", quality=100)
+    return buffer.getvalue()
+
+
+class Files(dict):
+    """path -> bytes, each image another, written as a folder, a zip or a tar."""
+
+    def images(self, *paths):
+        for path in paths:
+            self[path] = jpeg(7 * len(self) % 256)
+        return self
+
+    def folder(self, root):
+        for path, data in self.items():
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_bytes(data)
+        return root
+
+    def zip(self, path, method=zipfile.ZIP_STORED):
+        with zipfile.ZipFile(path, "w", method) as file:
+            for name, data in self.items():
+                file.writestr(name, data)
+        return path
+
+    def tar(self, path):
+        with tarfile.open(path, "w:gz" if path.name.endswith("gz") else "w") as tar:
+            for name, data in self.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+        return path
+
+
+def images(path, **fields):
+    return DataConfig(dataset="images", data=str(path), **fields)
+
+
+def is_read(path, tmp_path, *, kind, classes, train, val):
+    """train, val: (bytes, class) of every sample in order. Holds for opening, counting, describing and packing."""
+    opened = open_data(images(path))
+    for source, expected in zip(opened, (train, val), strict=True):
+        assert source.classes == tuple(classes)
+        assert [(source.read(i), classes[source.labels[i]]) for i in range(len(source))] == expected
+        assert source.sizes_bytes().tolist() == [len(data) for data, _ in expected]
+        places = source.locations(list(range(len(source))))
+        for i, place in enumerate(places or ()):
+            with open(place.path, "rb") as file:
+                file.seek(place.offset)
+                assert file.read(place.length) == source.read(i)
+        assert source.image(0).shape == (8, 12, 3)
+    assert check_data(images(path)).to_dict() == {
+        "train_samples": len(train),
+        "eval_samples": len(val),
+        "classes": len(classes),
+        "channels": 3,
+    }
+    described = info(path)
+    assert (described.kind, described.class_names) == (kind, list(classes))
+    pack(path, tmp_path / "packed")
+    for source, expected in zip(open_data(images(tmp_path / "packed")), (train, val), strict=True):
+        assert source.classes == tuple(classes)
+        found = [(source.read(i), classes[source.labels[i]]) for i in range(len(source))]
+        assert sorted(found) == sorted(expected)
+    return opened
+
+
+def message(path):
+    with pytest.raises(InputError) as caught:
+        check_data(images(path))
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def folder_set(val="val", prefix=""):
+    """(files, train, val) of two classes."""
+    files = Files().images(*(f"{prefix}{split}/{c}/{i}.jpg" for split in ("train", val) for c in "ab" for i in (0, 1)))
+    expected = [(data, path.split("/")[-2]) for path, data in files.items()]
+    return files, expected[:4], expected[4:]
+
+
+# --- image folders
+
+
+def test_images_in_nested_folders_are_read_in_torchvisions_order(tmp_path):
+    names = ["b.jpg", "a/z.png", "a-b/y.jpg", "a/b/x.jpg", "a.jpg", "z/w.JPEG"]
+    files = Files().images(
+        *(f"{split}/{c}/{name}" for split in ("train", "val") for c in ("cat", "dog") for name in names)
+    )
+    files["train/cat/notes.txt"] = files["train/cat/a/.hidden.jpg"] = b"no image"
+    files.folder(tmp_path / "set")
+    # torchvision.datasets.folder.make_dataset: for root, _, names in sorted(os.walk(FOLDER)): for name in sorted(names)
+    expected = {split: [] for split in ("train", "val")}
+    for split in expected:
+        for name in ("cat", "dog"):
+            for root, _, found in sorted(os.walk(tmp_path / "set" / split / name, followlinks=True)):
+                for file in sorted(found):
+                    if not file.endswith(".txt") and not file.startswith("."):
+                        with open(os.path.join(root, file), "rb") as opened:
+                            expected[split].append((opened.read(), name))
+    assert len(expected["train"]) == 12
+    is_read(tmp_path / "set", tmp_path, kind="folder", classes=("cat", "dog"), **expected)
+
+
+def test_links_that_go_round_in_circles_and_pipes_are_passed_over(tmp_path):
+    files, _, _ = folder_set()
+    files.folder(tmp_path)
+    (tmp_path / "train" / "a" / "again").symlink_to(tmp_path / "train" / "a", target_is_directory=True)
+    (tmp_path / "train" / "a" / "folder.jpg").mkdir()
+    os.mkfifo(tmp_path / "train" / "a" / "pipe.jpg")
+    assert check_data(images(tmp_path)).train_samples == 4
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation", "test"])
+def test_names_of_the_validation_set(tmp_path, name):
+    files, train, val = folder_set(name)
+    is_read(files.folder(tmp_path / "set"), tmp_path, kind="folder", classes=("a", "b"), train=train, val=val)
+
+
+def test_a_test_set_beside_a_validation_set_is_left_alone(tmp_path):
+    files, train, val = folder_set("valid")
+    files.images("test/c/0.jpg")
+    is_read(files.folder(tmp_path / "set"), tmp_path, kind="folder", classes=("a", "b"), train=train, val=val)
+
+
+def test_two_validation_sets_are_one_too_many(tmp_path):
+    files, _, _ = folder_set()
+    files.images("validation/a/0.jpg", "validation/b/0.jpg").folder(tmp_path)
+    assert "has val and validation; keep one of them" in message(tmp_path)
+
+
+def test_a_flat_validation_set_without_labels(tmp_path):
+    Files().images("train/a/0.jpg", "val/1.jpg").folder(tmp_path)
+    assert "val holds images but no class folders" in message(tmp_path)
+
+
+def test_a_set_one_folder_further_down(tmp_path):
+    files, train, val = folder_set(prefix="imagenette2/")
+    files["imagenette2/noisy_imagenette.csv"] = b"path,noisy_labels_0\n"
+    files["README.txt"] = b"hello"
+    is_read(files.folder(tmp_path / "set"), tmp_path, kind="folder", classes=("a", "b"), train=train, val=val)
+    folder_set(prefix="imagewoof2/")[0].folder(tmp_path / "set")
+    assert "holds several data sets" in message(tmp_path / "set")
+
+
+# --- archives of image folders
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("prefix", ["", "top/inner/"])
+def test_a_zip_of_an_image_folder(tmp_path, method, prefix):
+    files, train, val = folder_set(prefix=prefix)
+    files["__MACOSX/train/a/._0.jpg"] = b"x"
+    path = files.zip(tmp_path / "set.zip", method)
+    opened = is_read(path, tmp_path, kind="folder in a zip", classes=("a", "b"), train=train, val=val)
+    assert (opened[0].locations([0]) is None) == (method == zipfile.ZIP_DEFLATED)
+    (tmp_path / "alone").mkdir()
+    path.rename(tmp_path / "alone" / "set.zip")
+    assert recognise(tmp_path / "alone").kind == "folder in a zip"
+
+
+def test_a_damaged_member_of_a_zip_is_a_bad_sample(tmp_path):
+    files, train, _ = folder_set()
+    path = files.zip(tmp_path / "set.zip")
+    content = bytearray(path.read_bytes())
+    content[content.index(train[2][0]) + 30] ^= 1
+    path.write_bytes(content)
+    source, _ = open_data(images(path))
+    with pytest.raises(BadSample, match=r"train/b/0\.jpg: the bytes do not match"):
+        source.read(2)
+    path.write_bytes(content[:-30])
+    assert "set.zip cannot be read as a zip" in message(path)
+
+
+@pytest.mark.parametrize("name", ["imagenette2.tgz", "imagenette2.tar"])
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
+def test_imagenette_as_published(tmp_path, cache, monkeypatch, name, kept_bytes):
+    monkeypatch.setattr(kept, "WORTH_KEEPING_BYTES", kept_bytes)
+    files, train, val = folder_set(prefix="imagenette2/")
+    files["imagenette2/noisy_imagenette.csv"] = b"path,noisy_labels_0\n"
+    path = files.tar(tmp_path / name)
+    for _ in range(2):  # unpacked or indexed, then found
+        opened = open_data(images(path))
+        assert (opened[0].locations([0]) is None) == (name.endswith("tgz") and kept_bytes > 0)
+    is_read(path, tmp_path, kind="folder in a tar", classes=("a", "b"), train=train, val=val)
+    assert len(list(cache.glob("unpacked-*.tar"))) == (name.endswith("tgz") and kept_bytes == 0)
+    assert (tmp_path / f"{name}.index.npz").exists() == (kept_bytes == 0)
+
+
+def test_what_was_kept_of_an_archive_is_made_anew_when_it_changes_or_is_damaged(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept, "WORTH_KEEPING_BYTES", 0)
+    files, train, _ = folder_set()
+    path = files.tar(tmp_path / "set.tar")
+    read = lambda: [open_data(images(path))[0].read(i) for i in range(4)]  # noqa: E731
+    assert read() == [data for data, _ in train]
+    index = tmp_path / "set.tar.index.npz"
+    content = bytearray(index.read_bytes())
+    content[len(content) // 2] ^= 255
+    index.write_bytes(content)
+    assert read() == [data for data, _ in train]
+    index.write_bytes(b"")
+    assert read() == [data for data, _ in train]
+    other = Files(files, **{"train/a/0.jpg": jpeg(99)}).tar(path)
+    os.utime(other, ns=(1, 1))
+    assert read()[0] == jpeg(99)
+
+
+@pytest.mark.parametrize("damage", ["zeroed header", "two in one", "cut off"])
+def test_a_tar_whose_rest_would_be_lost_is_refused(tmp_path, damage):
+    files, _, _ = folder_set()
+    path = files.tar(tmp_path / "set.tar")
+    content = bytearray(path.read_bytes())
+    if damage == "zeroed header":
+        with tarfile.open(path) as tar:
+            offset = tar.getmembers()[2].offset
+        content[offset : offset + 512] = bytes(512)
+    path.write_bytes(content * 2 if damage == "two in one" else content[:3000] if damage == "cut off" else content)
+    assert "set.tar cannot be read as a tar" in message(path)
+
+
+def test_archives_without_a_set_and_several_archives(tmp_path):
+    Files().images("a/0.jpg").zip(tmp_path / "one.zip")
+    assert "has no train/ and val/ folders inside" in message(tmp_path / "one.zip")
+    folder_set()[0].zip(tmp_path / "two.zip")
+    assert "holds several archives: one.zip, two.zip" in message(tmp_path)
+
+
+# --- Tiny-ImageNet
+
+
+def tiny_imagenet(prefix=""):
+    wnids = ("n02", "n01")  # not in order, as in the original
+    files = Files().images(*(f"{prefix}train/{w}/images/{w}_{i}.JPEG" for w in sorted(wnids) for i in range(3)))
+    train = [(data, path.split("/")[-3]) for path, data in files.items()]
+    files.images(*(f"{prefix}val/images/val_{i}.JPEG" for i in range(4)))
+    val = [(files[f"{prefix}val/images/val_{i}.JPEG"], wnids[i % 2]) for i in range(4)]
+    files.images(f"{prefix}test/images/test_0.JPEG")
+    for w in wnids:
+        files[f"{prefix}train/{w}/{w}_boxes.txt"] = f"{w}_0.JPEG\t0\t0\t62\t63\n".encode()
+    lines = [f"val_{i}.JPEG\t{wnids[i % 2]}\t0\t32\t44\t62\n" for i in (3, 1, 0, 2)]
+    files[f"{prefix}val/val_annotations.txt"] = "".join(lines).encode()
+    files[f"{prefix}wnids.txt"] = "\n".join(wnids).encode()
+    files[f"{prefix}words.txt"] = b"n01\tone\nn02\ttwo\n"
+    return files, train, val
+
+
+def test_tiny_imagenet_as_a_folder(tmp_path):
+    files, train, val = tiny_imagenet()
+    files.folder(tmp_path / "set")
+    is_read(tmp_path / "set", tmp_path, kind="Tiny-ImageNet", classes=("n01", "n02"), train=train, val=val)
+
+
+def test_tiny_imagenet_as_its_zip(tmp_path):
+    files, train, val = tiny_imagenet("tiny-imagenet-200/")
+    path = files.zip(tmp_path / "tiny-imagenet-200.zip", zipfile.ZIP_DEFLATED)
+    is_read(path, tmp_path, kind="Tiny-ImageNet in a zip", classes=("n01", "n02"), train=train, val=val)
+
+
+def test_tiny_imagenet_in_parts(tmp_path):
+    files, _, val = tiny_imagenet()
+    files.folder(tmp_path / "set")
+    annotations = tmp_path / "set" / "val" / "val_annotations.txt"
+    lines = annotations.read_text().splitlines()
+    annotations.write_text("\n".join(lines[1:]))
+    assert "val_annotations.txt has no label for val_3.JPEG" in message(tmp_path / "set")
+    annotations.write_text("\n".join([*lines, "val_9.JPEG\tn01\t0"]))
+    assert "lacks 1 of the 5 images" in message(tmp_path / "set")
+    annotations.write_text("\n".join([*lines[:3], "val_2.JPEG\tn03\t0"]))
+    assert "'n03'" in message(tmp_path / "set")
+    annotations.unlink()
+    assert "has no val_annotations.txt" in message(tmp_path / "set")
+    (tmp_path / "set" / "wnids.txt").write_text("n01\nn02\nn04\n")
+    assert "n04" in message(tmp_path / "set")
+    alone = Files({path: data for path, data in files.items() if not path.startswith("train")}).folder(
+        tmp_path / "alone"
+    )
+    source = open_eval(images(alone))
+    assert [(source.read(i), source.classes[source.labels[i]]) for i in range(4)] == val
+    assert "no train/ folder" in message(alone)
+
+
+# --- ImageNet from Kaggle
+
+
+def kaggle():
+    wnids = ("n01", "n02")
+    inside = "ILSVRC/Data/CLS-LOC"
+    files = Files().images(*(f"{inside}/train/{w}/{w}_{i}.JPEG" for w in wnids for i in range(3)))
+    train = [(data, path.split("/")[-2]) for path, data in files.items()]
+    names = [f"ILSVRC2012_val_{i:08d}" for i in range(1, 5)]
+    files.images(*(f"{inside}/val/{name}.JPEG" for name in names))
+    val = [(files[f"{inside}/val/{name}.JPEG"], wnids[i % 2]) for i, name in enumerate(names)]
+    files.images(f"{inside}/test/ILSVRC2012_test_00000001.JPEG")
+    rows = [f"{names[i]},{wnids[i % 2]} 85 1 499 272 {wnids[0]} 1 2 3 4 \n" for i in (2, 0, 3, 1)]
+    files["LOC_val_solution.csv"] = ("ImageId,PredictionString\n" + "".join(rows)).encode()
+    files["LOC_train_solution.csv"] = b"ImageId,PredictionString\n"
+    files["LOC_synset_mapping.txt"] = b"n01 one\nn02 two\n"
+    files["ILSVRC/ImageSets/CLS-LOC/val.txt"] = b""
+    return files, train, val
+
+
+@pytest.mark.parametrize("inside", ["", "ILSVRC", "ILSVRC/Data/CLS-LOC"])
+def test_imagenet_from_kaggle(tmp_path, inside):
+    files, train, val = kaggle()
+    path = files.folder(tmp_path / "set") / inside
+    is_read(path, tmp_path, kind="ImageNet from Kaggle", classes=("n01", "n02"), train=train, val=val)
+
+
+def test_imagenet_from_kaggle_as_its_zip(tmp_path):
+    files, train, val = kaggle()
+    path = files.zip(tmp_path / "imagenet.zip")
+    is_read(path, tmp_path, kind="ImageNet from Kaggle in a zip", classes=("n01", "n02"), train=train, val=val)
+
+
+def test_imagenet_from_kaggle_without_its_labels(tmp_path):
+    files, _, _ = kaggle()
+    del files["LOC_val_solution.csv"]
+    assert "has no LOC_val_solution.csv" in message(files.folder(tmp_path))
