@@ -25,7 +25,7 @@ from PIL import Image
 from hyperbatch.config import DataConfig
 from hyperbatch.data.layouts import open_images
 from hyperbatch.data.shards import FORMAT, INDEX_DTYPE, MANIFEST, ShardSource, index_path, read_index, read_manifest
-from hyperbatch.data.source import BadSample, EncodedSource, data_path
+from hyperbatch.data.source import ArraySource, BadSample, EncodedSource, PixelFiles, data_path
 from hyperbatch.data.stream import permute
 from hyperbatch.errors import InputError
 
@@ -236,9 +236,8 @@ def _split_info(source: EncodedSource) -> SplitInfo:
 def _open_splits(folder: str | Path) -> tuple[str, dict[str, EncodedSource]]:
     """(layout, split -> source)"""
     kind, train, val = open_images(data_path(DataConfig(dataset="images", data=str(folder))))
-    assert isinstance(train, EncodedSource)
-    assert isinstance(val, EncodedSource)
-    return kind, {"train": train, "val": val}
+    sources = {"train": train, "val": val}
+    return kind, {split: PixelFiles(s) if isinstance(s, ArraySource) else s for split, s in sources.items()}
 
 
 def _shard_plan(split: str, sizes: np.ndarray, shard_bytes: int) -> list[tuple[str, np.ndarray]]:

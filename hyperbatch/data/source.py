@@ -2,7 +2,7 @@
 
 open_data(config) -> (train, val)      check_data(config) -> counts, before any worker starts
 
-  Source ──┬── ArraySource     images: uint8[n, h, w, c] in memory      digits, cifar10, synthetic
+  Source ──┬── ArraySource     images: uint8[n, h, w, c] in memory      digits, cifar, synthetic
            └── EncodedSource   read(i) -> file bytes                    FolderSource, MemberSource, ShardSource
 """
 
@@ -153,6 +153,22 @@ class EncodedSource:
         return decode_full(self.read(index), self.describe(index))
 
 
+class PixelFiles(EncodedSource):
+    """An array's images as files of plain pixels, for whoever handles files: packing and describing."""
+
+    def __init__(self, arrays: ArraySource) -> None:
+        super().__init__(arrays.name, arrays.classes, arrays.labels)
+        self._arrays = arrays
+
+    def read(self, index: int) -> bytes:
+        pixels = self._arrays.image(index)
+        height, width, _ = pixels.shape
+        return b"P6 %d %d 255\n" % (width, height) + np.broadcast_to(pixels, (height, width, 3)).tobytes()
+
+    def describe(self, index: int) -> str:
+        return f"{self.name}/{index:06d}.ppm"
+
+
 def spread_ids(source: Source, count: int) -> list[int]:
     """Up to `count` samples, spread evenly over the set, from which something about all of them is estimated."""
     return np.unique(np.linspace(0, len(source) - 1, count).astype(int)).tolist()
@@ -176,10 +192,10 @@ def open_data(config: DataConfig) -> tuple[Source, Source]:
 
         _takes_no_folder(config)
         train, val = open_digits()
-    elif config.dataset == "cifar10":
-        from hyperbatch.data.cifar import open_cifar10
+    elif config.dataset in ("cifar10", "cifar100"):
+        from hyperbatch.data.cifar import SETS, open_cifar
 
-        train, val = open_cifar10(data_path(config))
+        train, val = open_cifar(SETS[config.dataset], data_path(config))
     elif config.dataset == "synthetic":
         _takes_no_folder(config)
         train, val = _synthetic(config, "train", config.train_samples), _synthetic(config, "val", config.eval_samples)
@@ -188,7 +204,7 @@ def open_data(config: DataConfig) -> tuple[Source, Source]:
 
         _, train, val = open_images(data_path(config))
     else:
-        known = ("images", "digits", "cifar10", "synthetic")
+        known = ("images", "digits", "cifar10", "cifar100", "synthetic")
         raise InputError(f"unknown dataset {config.dataset!r}{nearest(config.dataset, known)}")
     check_same_classes(train.classes, val.classes, config.data or config.dataset)
     return train, val
@@ -211,10 +227,10 @@ def check_data(config: DataConfig) -> DataCounts:
     from hyperbatch.data.decode import choose_decoder
 
     choose_decoder(config.decoder)
-    if config.dataset == "cifar10":
-        from hyperbatch.data.cifar import count_cifar10
+    if config.dataset in ("cifar10", "cifar100"):
+        from hyperbatch.data.cifar import SETS, count_cifar
 
-        counts = count_cifar10(data_path(config))
+        counts = count_cifar(SETS[config.dataset], data_path(config))
     else:
         train, val = open_data(config)
         counts = DataCounts(

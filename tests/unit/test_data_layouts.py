@@ -2,14 +2,17 @@
 
 import io
 import os
+import pickle
 import tarfile
 import zipfile
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from hyperbatch.config import DataConfig
-from hyperbatch.data.layouts import kept, recognise
+from hyperbatch.data import kept
+from hyperbatch.data.layouts import recognise
 from hyperbatch.data.pack import info, pack
 from hyperbatch.data.source import BadSample, check_data, open_data, open_eval
 from hyperbatch.errors import InputError
@@ -342,3 +345,88 @@ def test_imagenet_from_kaggle_without_its_labels(tmp_path):
     files, _, _ = kaggle()
     del files["LOC_val_solution.csv"]
     assert "has no LOC_val_solution.csv" in message(files.folder(tmp_path))
+
+
+# --- CIFAR as published
+
+
+def cifar_batch(classes, seed):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (6, 3072), dtype=np.uint8), rng.integers(0, classes, 6).tolist()
+
+
+def published_cifar(classes, form):
+    """(files, train, val) with the names, keys and records of the published archives, in six images a batch."""
+    files, pixels, labels = Files(), [], []
+    if classes == 10:
+        folder = "cifar-10-batches-py" if form == "python" else "cifar-10-batches-bin"
+        names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
+        files[f"{folder}/{'batches.meta' if form == 'python' else 'batches.meta.txt'}"] = b"x"
+    else:
+        folder = f"cifar-100-{form}"
+        names = ["train", "test"]
+        files[f"{folder}/{'meta' if form == 'python' else 'fine_label_names.txt'}"] = b"x"
+    for number, name in enumerate(names):
+        flat, numbers = cifar_batch(classes, number)
+        if form == "python":
+            batch = {b"data": flat, b"labels" if classes == 10 else b"fine_labels": numbers}
+            if classes == 100:
+                batch[b"coarse_labels"] = [19 - n // 6 for n in numbers]
+            files[f"{folder}/{name}"] = pickle.dumps(batch, protocol=2)
+        else:
+            coarse = [[7]] * 6 if classes == 100 else [[]] * 6
+            rows = [bytes([*before, n]) + row.tobytes() for before, n, row in zip(coarse, numbers, flat)]
+            files[f"{folder}/{name}.bin"] = b"".join(rows)
+        pixels.append(flat.reshape(6, 3, 32, 32).transpose(0, 2, 3, 1))
+        labels.append(numbers)
+    return files, (np.concatenate(pixels[:-1]), np.concatenate(labels[:-1]).tolist()), (pixels[-1], labels[-1])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("form", ["python", "binary"])
+@pytest.mark.parametrize("classes", [10, 100])
+def test_cifar_as_published(tmp_path, classes, form, packed):
+    files, *expected = published_cifar(classes, form)
+    (tmp_path / "set").mkdir()
+    if packed:
+        files.tar(tmp_path / "set" / f"cifar-{classes}-{form}.tar.gz")
+        paths = [tmp_path / "set", tmp_path / "set" / f"cifar-{classes}-{form}.tar.gz"]
+    else:
+        files.folder(tmp_path / "set")
+        paths = [tmp_path / "set", tmp_path / "set" / next(iter(files)).split("/")[0]]
+    for path in paths:
+        for dataset in (f"cifar{classes}", "images"):
+            opened = open_data(DataConfig(dataset=dataset, data=str(path)))
+            for source, (pixels, labels) in zip(opened, expected, strict=True):
+                assert (source.images == pixels).all()
+                assert source.labels.tolist() == labels
+                assert len(source.classes) == classes
+    assert check_data(DataConfig(dataset=f"cifar{classes}", data=str(path))).classes == classes
+    other = 110 - classes
+    with pytest.raises(InputError, match=f"holds CIFAR-{classes}, not CIFAR-{other}; use --dataset cifar{classes}"):
+        check_data(DataConfig(dataset=f"cifar{other}", data=str(path)))
+    assert info(path).kind == f"CIFAR-{classes}"
+    pack(path, tmp_path / "packed")
+    for source, (pixels, labels) in zip(open_data(images(tmp_path / "packed")), expected, strict=True):
+        found = [(source.image(i).tobytes(), int(label)) for i, label in enumerate(source.labels)]
+        assert sorted(found) == sorted((image.tobytes(), label) for image, label in zip(pixels, labels))
+
+
+def test_a_cifar_archive_that_is_cut_or_hostile(tmp_path):
+    path = tmp_path / "cifar-10-python.tar.gz"
+    files, _, _ = published_cifar(10, "python")
+    content = files.tar(path).read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    for dataset in ("cifar10", "images"):
+        with pytest.raises(InputError, match=r"cifar-10-python\.tar\.gz cannot be read"):
+            open_data(DataConfig(dataset=dataset, data=str(path)))
+    Files({name: data for name, data in files.items() if "batch_3" not in name}).tar(path)
+    assert "has no data_batch_3 inside" in message(path)
+
+    class Attack:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "owned"),))
+
+    Files(files, **{"cifar-10-batches-py/test_batch": pickle.dumps(Attack())}).tar(path)
+    assert "tar.gz:test_batch is not a CIFAR-10 pickle: it refers to posix.mkdir" in message(path)
+    assert not (tmp_path / "owned").exists()

@@ -9,6 +9,7 @@ need to know nothing of layouts.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,11 +18,11 @@ from hyperbatch.data.layouts import archives
 from hyperbatch.data.layouts.found import TEST, TRAIN, VAL_NAMES, Found, val_name
 from hyperbatch.data.layouts.trees import image_tree, nested_sets
 from hyperbatch.data.shards import MANIFEST, ShardSource, read_manifest
-from hyperbatch.data.source import Source, check_same_classes
+from hyperbatch.data.source import ArraySource, EncodedSource, check_same_classes
 from hyperbatch.errors import InputError
 
 
-def open_images(path: Path) -> tuple[str, Source, Source]:
+def open_images(path: Path) -> tuple[str, ArraySource | EncodedSource, ArraySource | EncodedSource]:
     """(kind, train, val)"""
     found = recognise(path)
     train, val = found.open("train"), found.open("val")
@@ -78,6 +79,23 @@ def _tars(folder: Path) -> Found | None:
     )
 
 
+def _cifar(path: Path) -> Found | None:
+    """CIFAR-10 or -100 as published: the archive, or what it unpacks to."""
+    from hyperbatch.data.cifar import open_cifar, recognised_cifar
+
+    cifar = recognised_cifar(path)
+    if cifar is None:
+        return None
+    opened = functools.cache(lambda: open_cifar(cifar, path))
+    return Found(
+        kind=cifar.title,
+        where=str(path),
+        train=lambda: opened()[0],
+        val=lambda: opened()[1],
+        expected=lambda split: f"no {split} images; fetch the set again",
+    )
+
+
 def _archive(path: Path) -> Found | None:
     """A whole set in one tar or zip, perhaps inside a top folder."""
     if not path.name.endswith(archives.SUFFIXES):
@@ -115,5 +133,5 @@ def _further_down(folder: Path) -> Found | None:
 
 
 Layout = Callable[[Path], Found | None]
-_OF_FOLDERS: tuple[Layout, ...] = (_packed, _folder_tree, _tars, _further_down)
-_OF_FILES: tuple[Layout, ...] = (_archive,)
+_OF_FOLDERS: tuple[Layout, ...] = (_packed, _cifar, _folder_tree, _tars, _further_down)
+_OF_FILES: tuple[Layout, ...] = (_cifar, _archive)

@@ -19,8 +19,8 @@ from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 
+from hyperbatch.data import kept
 from hyperbatch.data.folders import Listed, is_image
-from hyperbatch.data.layouts import kept
 from hyperbatch.data.source import BadSample, EncodedSource, Location
 from hyperbatch.errors import InputError
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from hyperbatch.data.source import Source
+from hyperbatch.data.source import ArraySource, EncodedSource
 from hyperbatch.errors import InputError
 
 TRAIN = "train"
 VAL_NAMES = ("val", "valid", "validation")
 TEST = "test"  # stands in where there is no validation set
 
-Open = Callable[[], Source]
+Open = Callable[[], ArraySource | EncodedSource]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Found:
     val: Open | None
     expected: Callable[[str], str]  # of a split that is missing: "no val/ folder; expected DIR/val/CLASS/IMAGE.jpg"
 
-    def open(self, split: str) -> Source:
+    def open(self, split: str) -> ArraySource | EncodedSource:
         opened = self.train if split == TRAIN else self.val
         if opened is None:
             raise InputError(f"{self.where} has {self.expected(split)}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hyperbatch.data.folders import FolderTree, Listed, Tree, class_names, is_image, list_classes
 from hyperbatch.data.layouts.found import TEST, TRAIN, VAL_NAMES, Found, numbered, val_name
-from hyperbatch.data.source import Source, check_same_classes
+from hyperbatch.data.source import EncodedSource, check_same_classes
 from hyperbatch.errors import InputError
 
 _KAGGLE_LABELS = "LOC_val_solution.csv"
@@ -29,7 +29,7 @@ def _image_folder(tree: Tree) -> Found | None:
     if TRAIN not in folders and val is None:
         return None
 
-    def opened(split: str) -> Source:
+    def opened(split: str) -> EncodedSource:
         part = tree.within(split)
         # Compared before files are listed, so that a mismatch is found at once even in a large set.
         if TRAIN in folders and val is not None:
@@ -68,12 +68,12 @@ def _tiny_imagenet(tree: Tree) -> Found | None:
         return None  # somebody sorted the validation images into classes
     classes = tuple(sorted(tree.text("wnids.txt").split()))
 
-    def train() -> Source:
+    def train() -> EncodedSource:
         part = tree.within(TRAIN)
         check_same_classes(class_names(part), classes, f"{part} and wnids.txt")
         return part.source(list_classes(part, TRAIN))
 
-    def val() -> Source:
+    def val() -> EncodedSource:
         part = tree.within("val")
         if _ANNOTATIONS not in part.files():
             raise InputError(f"{part} has no {_ANNOTATIONS} beside its images; copy it from tiny-imagenet-200.zip")
@@ -106,11 +106,11 @@ def _kaggle(tree: Tree) -> Found | None:
     if "val" in folders and images.within("val").folders():
         return _image_folder(images)  # somebody sorted the validation images into classes
 
-    def train() -> Source:
+    def train() -> EncodedSource:
         part = images.within(TRAIN)
         return part.source(list_classes(part, TRAIN))
 
-    def val() -> Source:
+    def val() -> EncodedSource:
         part = images.within("val")
         if labels_of is None:
             raise InputError(f"{tree} has no {_KAGGLE_LABELS}, which labels the images of {part}; copy it there")
@@ -154,7 +154,7 @@ def _descend(tree: Tree, *names: str) -> Tree | None:
     return tree
 
 
-def _labelled(part: Tree, folder: str, labels: dict[str, str], classes: tuple[str, ...], where: str) -> Source:
+def _labelled(part: Tree, folder: str, labels: dict[str, str], classes: tuple[str, ...], where: str) -> EncodedSource:
     """A flat folder of images, in the order of their names, with the labels of a table."""
     inner = part.within(folder) if folder else part
     names = [name for name in inner.files() if is_image(name)]
