@@ -36,7 +36,8 @@ class Tree(Protocol):
     def folders(self) -> list[str]: ...
     def files(self) -> list[str]: ...
     def images(self) -> list[str]: ...
-    def text(self, name: str) -> str: ...
+    def read(self, path: str) -> bytes: ...
+    def text(self, path: str) -> str: ...
     def source(self, listed: Listed) -> EncodedSource: ...
 
 
@@ -124,14 +125,24 @@ class FolderTree:
                     found.append((below, entry.name))
         return [below + name for below, name in sorted(found, key=lambda item: (item[0][:-1], item[1]))]
 
-    def text(self, name: str) -> str:
+    def read(self, path: str) -> bytes:
         try:
-            return (self.root / name).read_text(encoding="utf-8-sig")
-        except (OSError, ValueError) as error:
-            raise InputError(f"{self.root / name} cannot be read: {error}; fetch or write it again") from error
+            return (self.root / path).read_bytes()
+        except OSError as error:
+            raise InputError(f"{self.root / path} cannot be read: {error.strerror}; check its permissions") from error
+
+    def text(self, path: str) -> str:
+        return decoded(self.read(path), str(self.root / path))
 
     def source(self, listed: Listed) -> FolderSource:
         return FolderSource(self.root, listed)
+
+
+def decoded(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where} is not a text in UTF-8: {error}; fetch or write it again") from error
 
 
 def list_classes(tree: Tree, name: str) -> Listed:

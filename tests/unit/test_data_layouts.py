@@ -9,10 +9,11 @@ import zipfile
 import numpy as np
 import pytest
 from PIL import Image
+from scipy.io import savemat
 
 from hyperbatch.config import DataConfig
 from hyperbatch.data import kept
-from hyperbatch.data.layouts import recognise
+from hyperbatch.data.layouts import archives, imagenet, recognise
 from hyperbatch.data.pack import info, pack
 from hyperbatch.data.source import BadSample, check_data, open_data, open_eval
 from hyperbatch.errors import InputError
@@ -345,6 +346,110 @@ def test_imagenet_from_kaggle_without_its_labels(tmp_path):
     files, _, _ = kaggle()
     del files["LOC_val_solution.csv"]
     assert "has no LOC_val_solution.csv" in message(files.folder(tmp_path))
+
+
+# --- ImageNet's tars
+
+
+def meta_mat(wnids):
+    """In the devkit's own order, with a group of classes at the end."""
+    fields = ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children", "wordnet_height")
+    synsets = np.zeros((len(wnids) + 1, 1), dtype=[(name, object) for name in fields])
+    for number, wnid in enumerate([*wnids, "n99"], start=1):
+        synsets[number - 1, 0] = (number, wnid, "words", "gloss", 2 if wnid == "n99" else 0, [], 0)
+    buffer = io.BytesIO()
+    savemat(buffer, {"synsets": synsets})
+    return buffer.getvalue()
+
+
+def official(folder, *, devkit_unpacked=False):
+    """(train, val) of the tars that are written into the folder."""
+    wnids = ("n02", "n01", "n03")  # the devkit's numbers are not in the order of the ids
+    files = Files().images(*(f"{w}/{w}_{i}.JPEG" for w in sorted(wnids) for i in (10, 2)))
+    train = sorted([(path, data) for path, data in files.items()])
+    outer = Files()
+    for w in wnids:
+        inner = Files({path.split("/")[1]: data for path, data in files.items() if path.startswith(w)})
+        outer[f"{w}.tar"] = inner.tar(folder / "inner.tar").read_bytes()
+    (folder / "inner.tar").unlink()
+    outer.tar(folder / "ILSVRC2012_img_train.tar")
+    val = Files(files).images(*(f"ILSVRC2012_val_{i:08d}.JPEG" for i in range(1, 6)))
+    val = Files({path: data for path, data in val.items() if "val" in path})
+    Files(sorted(val.items(), reverse=True)).tar(folder / "ILSVRC2012_img_val.tar")
+    numbers = [1, 2, 3, 3, 1]
+    data = "ILSVRC2012_devkit_t12/data"
+    devkit = Files(
+        {f"{data}/meta.mat": meta_mat(wnids), f"{data}/ILSVRC2012_validation_ground_truth.txt": b"1\n2\n3\n3\n1\n"}
+    )
+    if devkit_unpacked:
+        devkit.folder(folder)
+    else:
+        devkit.tar(folder / "ILSVRC2012_devkit_t12.tar.gz")
+    return (
+        [(data, path.split("/")[0]) for path, data in train],
+        [(data, wnids[number - 1]) for data, number in zip(val.values(), numbers)],
+    )
+
+
+@pytest.mark.parametrize("devkit_unpacked", [False, True])
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
+def test_imagenets_tars(tmp_path, monkeypatch, devkit_unpacked, kept_bytes):
+    monkeypatch.setattr(kept, "WORTH_KEEPING_BYTES", kept_bytes)
+    (tmp_path / "set").mkdir()
+    train, val = official(tmp_path / "set", devkit_unpacked=devkit_unpacked)
+    known = {"kind": "ImageNet's tars", "classes": ("n01", "n02", "n03"), "train": train, "val": val}
+    opened = is_read(tmp_path / "set", tmp_path, **known)
+    assert opened[0].locations([0]) is not None
+    assert (tmp_path / "set" / "ILSVRC2012_img_train.tar.index.npz").exists() == (kept_bytes == 0)
+
+
+def test_imagenets_tars_are_indexed_in_the_cache_where_nothing_can_be_written_beside_them(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(kept, "WORTH_KEEPING_BYTES", 0)
+    train, _ = official(tmp_path)
+    write = kept.whole_file
+
+    def refuse(path):
+        if path.parent == tmp_path:
+            raise PermissionError(13, "Permission denied")
+        return write(path)
+
+    monkeypatch.setattr(kept, "whole_file", refuse)
+    open_data(images(tmp_path))
+    monkeypatch.setattr(imagenet, "tar_members", None)  # found, not made
+    monkeypatch.setattr(archives, "tar_members", None)
+    source, _ = open_data(images(tmp_path))
+    assert [source.read(i) for i in range(len(source))] == [data for data, _ in train]
+    assert len(list(cache.glob("index-*.npz"))) == 3  # train, val and the devkit
+
+
+def test_imagenet_unpacked_with_a_flat_val_and_the_devkit(tmp_path):
+    (tmp_path / "set").mkdir()
+    train, val = official(tmp_path / "set")
+    for number, (data, wnid) in enumerate(train):
+        Files({f"train/{wnid}/{number}.JPEG": data}).folder(tmp_path / "set")
+    for number, (data, _) in enumerate(val, start=1):
+        Files({f"val/ILSVRC2012_val_{number:08d}.JPEG": data}).folder(tmp_path / "set")
+    known = {"kind": "ImageNet with its devkit", "classes": ("n01", "n02", "n03"), "train": train, "val": val}
+    is_read(tmp_path / "set", tmp_path, **known)
+
+
+def test_imagenets_tars_in_parts(tmp_path):
+    official(tmp_path)
+    devkit = tmp_path / "ILSVRC2012_devkit_t12.tar.gz"
+    inside = "ILSVRC2012_devkit_t12/data"
+    Files({f"{inside}/meta.mat": b"x" * 200, f"{inside}/ILSVRC2012_validation_ground_truth.txt": b"1\n"}).tar(devkit)
+    assert "devkit_t12.tar.gz cannot be read" in message(tmp_path)
+    Files({f"{inside}/meta.mat": b""}).tar(devkit)
+    assert "lacks data/meta.mat or data/ILSVRC2012_validation_ground_truth.txt" in message(tmp_path)
+    devkit.unlink()
+    assert "has no ILSVRC2012_devkit_t12.tar.gz" in message(tmp_path)
+    (tmp_path / "ILSVRC2012_img_val.tar").unlink()
+    assert "has no ILSVRC2012_img_val.tar" in message(tmp_path)
+    train = tmp_path / "ILSVRC2012_img_train.tar"
+    train.write_bytes(train.read_bytes()[:-11000])
+    assert "ILSVRC2012_img_train.tar" in message(tmp_path)
+    Files({"n01_0.JPEG": jpeg(1)}).tar(train)
+    assert "'n01_0.JPEG', which is no tar of a class" in message(tmp_path)
 
 
 # --- CIFAR as published

@@ -13,10 +13,11 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
-from hyperbatch.data.folders import FolderTree, TarSource, tar_paths
+from hyperbatch.data.folders import FolderTree, TarSource, Tree, tar_paths
 from hyperbatch.data.layouts import archives
 from hyperbatch.data.layouts.found import TEST, TRAIN, VAL_NAMES, Found, val_name
-from hyperbatch.data.layouts.trees import image_tree, nested_sets
+from hyperbatch.data.layouts.imagenet import imagenet_tars, imagenet_tree
+from hyperbatch.data.layouts.trees import image_folder, tiny_imagenet
 from hyperbatch.data.shards import MANIFEST, ShardSource, read_manifest
 from hyperbatch.data.source import ArraySource, EncodedSource, check_same_classes
 from hyperbatch.errors import InputError
@@ -60,8 +61,13 @@ def _packed(folder: Path) -> Found | None:
     )
 
 
+def _image_tree(tree: Tree) -> Found | None:
+    """Of folders and files, on disk or in an archive."""
+    return imagenet_tree(tree) or tiny_imagenet(tree) or image_folder(tree)
+
+
 def _folder_tree(folder: Path) -> Found | None:
-    return image_tree(FolderTree(folder))
+    return _image_tree(FolderTree(folder))
 
 
 def _tars(folder: Path) -> Found | None:
@@ -102,10 +108,10 @@ def _archive(path: Path) -> Found | None:
         return None
     tree = archives.open_archive(path)
     form = "zip" if path.name.endswith(".zip") else "tar"
-    found = image_tree(tree)
+    found = _image_tree(tree)
     while found is None and len(tree.folders()) == 1:
         tree = tree.within(tree.folders()[0])
-        found = image_tree(tree)
+        found = _image_tree(tree)
     if found is None:
         raise InputError(f"{path} has no train/ and val/ folders inside; give --data a {form} that holds them")
     return _in(found, form)
@@ -119,13 +125,15 @@ def _in(found: Found, form: str) -> Found:
 
 def _further_down(folder: Path) -> Found | None:
     """The only set that the folder holds, one folder further down or in an archive."""
-    inner = nested_sets(folder)
+    tree, splits = FolderTree(folder), (TRAIN, *VAL_NAMES, TEST)
+    inner = [_image_tree(tree.within(name)) for name in tree.folders() if name not in splits]
+    inner = [found for found in inner if found is not None]
     if len(inner) > 1:
         named = ", ".join(found.where for found in inner)
         raise InputError(f"{folder} holds several data sets: {named}; give --data one of them")
     if inner:
         return inner[0]
-    files = [folder / name for name in FolderTree(folder).files() if name.endswith(archives.SUFFIXES)]
+    files = [folder / name for name in tree.files() if name.endswith(archives.SUFFIXES)]
     if len(files) > 1:
         named = ", ".join(path.name for path in files)
         raise InputError(f"{folder} holds several archives: {named}; give --data one of them, or unpack them")
@@ -133,5 +141,5 @@ def _further_down(folder: Path) -> Found | None:
 
 
 Layout = Callable[[Path], Found | None]
-_OF_FOLDERS: tuple[Layout, ...] = (_packed, _cifar, _folder_tree, _tars, _further_down)
+_OF_FOLDERS: tuple[Layout, ...] = (_packed, _cifar, _folder_tree, imagenet_tars, _tars, _further_down)
 _OF_FILES: tuple[Layout, ...] = (_cifar, _archive)

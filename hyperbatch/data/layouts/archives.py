@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple, cast
 import numpy as np
 
 from hyperbatch.data import kept
-from hyperbatch.data.folders import Listed, is_image
+from hyperbatch.data.folders import Listed, decoded, is_image
 from hyperbatch.data.source import BadSample, EncodedSource, Location
 from hyperbatch.errors import InputError
 
@@ -159,17 +159,14 @@ class ArchiveTree:
             found += [(below, name) for name in folder.files if is_image(name)]
         return [below + name for below, name in sorted(found, key=lambda item: (item[0][:-1], item[1]))]
 
-    def bytes(self, path: str) -> bytes:
+    def read(self, path: str) -> bytes:
         try:
             return read_member(self._content, self._selected([path])[0])
         except (OSError, ValueError) as error:
             raise InputError(f"{self}/{path} cannot be read: {error}; fetch or write it again") from error
 
-    def text(self, name: str) -> str:
-        try:
-            return self.bytes(name).decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise InputError(f"{self}/{name} is not a text: {error}; fetch or write it again") from error
+    def text(self, path: str) -> str:
+        return decoded(self.read(path), f"{self}/{path}")
 
     def source(self, listed: Listed) -> MemberSource:
         prefix = f"{self._inside}/" if self._inside else ""
