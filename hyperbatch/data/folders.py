@@ -74,7 +74,8 @@ class FolderSource(EncodedSource):
         return data
 
     def locations(self, ids: list[int]) -> list[Location]:
-        return [Location(f"{self.folder}{os.sep}{os.fsdecode(path)}") for path in self._paths[ids].tolist()]
+        folder = os.fspath(self.folder)
+        return [Location(os.path.join(folder, os.fsdecode(path))) for path in self._paths[ids].tolist()]
 
     def describe(self, index: int) -> str:
         return str(self.path(index))
@@ -109,21 +110,23 @@ class FolderTree:
     def images(self) -> list[str]:
         """Paths of the images at any depth, in torchvision's order: by folder, then by name."""
         found = []
-        waiting, seen = [("", self.root)], {os.path.realpath(self.root)}
+        waiting = [("", os.fspath(self.root), frozenset())]
         while waiting:
-            below, folder = waiting.pop()
-            for entry in _entries(folder):
-                if entry.is_dir():
-                    # A link to a folder that was read already would go round in circles.
+            below, folder, links = waiting.pop()
+            inside = []
+            for entry in _entries(Path(folder)):
+                if is_image(entry.name) and _is_file(entry):
+                    inside.append(entry.name)
+                elif entry.is_dir():
+                    followed = links
                     if entry.is_symlink():
                         real = os.path.realpath(entry.path)
-                        if real in seen:
-                            continue
-                        seen.add(real)
-                    waiting.append((f"{below}{entry.name}/", Path(entry.path)))
-                elif is_image(entry.name) and _is_file(entry):
-                    found.append((below, entry.name))
-        return [below + name for below, name in sorted(found, key=lambda item: (item[0][:-1], item[1]))]
+                        if real in links or f"{os.path.realpath(folder)}/".startswith(f"{real}/"):
+                            continue  # it goes round in circles
+                        followed = links | {real}
+                    waiting.append((f"{below}{entry.name}/", entry.path, followed))
+            found.append((below, sorted(inside)))
+        return [below + name for below, names in sorted(found, key=lambda item: item[0][:-1]) for name in names]
 
     def read(self, path: str) -> bytes:
         try:

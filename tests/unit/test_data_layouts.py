@@ -1,112 +1,20 @@
 """Each layout that people really have, built small and exactly: opened, described and packed alike."""
 
-import io
+import json
 import os
-import pickle
+import sys
 import tarfile
 import zipfile
 
-import numpy as np
 import pytest
-from PIL import Image
-from scipy.io import savemat
+from layout_files import Files, cache, folder_set, images, is_read, jpeg, message
 
-from hyperbatch.config import DataConfig
 from hyperbatch.data import kept
-from hyperbatch.data.layouts import archives, imagenet, recognise
-from hyperbatch.data.pack import info, pack
-from hyperbatch.data.source import BadSample, check_data, open_data, open_eval
-from hyperbatch.errors import InputError
+from hyperbatch.data.layouts import recognise
+from hyperbatch.data.source import BadSample, check_data, open_data
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    return folder / "hyperbatch"
-
-
-def jpeg(value):
-    buffer = io.BytesIO()
-    Image.new("RGB", (12, 8), (value, 255 - value, value // 2)).save(buffer, "JPEG", quality=100)
-    return buffer.getvalue()
-
-
-class Files(dict):
-    """path -> bytes, each image another, written as a folder, a zip or a tar."""
-
-    def images(self, *paths):
-        for path in paths:
-            self[path] = jpeg(7 * len(self) % 256)
-        return self
-
-    def folder(self, root):
-        for path, data in self.items():
-            (root / path).parent.mkdir(parents=True, exist_ok=True)
-            (root / path).write_bytes(data)
-        return root
-
-    def zip(self, path, method=zipfile.ZIP_STORED):
-        with zipfile.ZipFile(path, "w", method) as file:
-            for name, data in self.items():
-                file.writestr(name, data)
-        return path
-
-    def tar(self, path):
-        with tarfile.open(path, "w:gz" if path.name.endswith("gz") else "w") as tar:
-            for name, data in self.items():
-                member = tarfile.TarInfo(name)
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
-        return path
-
-
-def images(path, **fields):
-    return DataConfig(dataset="images", data=str(path), **fields)
-
-
-def is_read(path, tmp_path, *, kind, classes, train, val):
-    """train, val: (bytes, class) of every sample in order. Holds for opening, counting, describing and packing."""
-    opened = open_data(images(path))
-    for source, expected in zip(opened, (train, val), strict=True):
-        assert source.classes == tuple(classes)
-        assert [(source.read(i), classes[source.labels[i]]) for i in range(len(source))] == expected
-        assert source.sizes_bytes().tolist() == [len(data) for data, _ in expected]
-        places = source.locations(list(range(len(source))))
-        for i, place in enumerate(places or ()):
-            with open(place.path, "rb") as file:
-                file.seek(place.offset)
-                assert file.read(place.length) == source.read(i)
-        assert source.image(0).shape == (8, 12, 3)
-    assert check_data(images(path)).to_dict() == {
-        "train_samples": len(train),
-        "eval_samples": len(val),
-        "classes": len(classes),
-        "channels": 3,
-    }
-    described = info(path)
-    assert (described.kind, described.class_names) == (kind, list(classes))
-    pack(path, tmp_path / "packed")
-    for source, expected in zip(open_data(images(tmp_path / "packed")), (train, val), strict=True):
-        assert source.classes == tuple(classes)
-        found = [(source.read(i), classes[source.labels[i]]) for i in range(len(source))]
-        assert sorted(found) == sorted(expected)
-    return opened
-
-
-def message(path):
-    with pytest.raises(InputError) as caught:
-        check_data(images(path))
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
-
-
-def folder_set(val="val", prefix=""):
-    """(files, train, val) of two classes."""
-    files = Files().images(*(f"{prefix}{split}/{c}/{i}.jpg" for split in ("train", val) for c in "ab" for i in (0, 1)))
-    expected = [(data, path.split("/")[-2]) for path, data in files.items()]
-    return files, expected[:4], expected[4:]
+pytestmark = pytest.mark.usefixtures("cache")
+__all__ = ("cache",)
 
 
 # --- image folders
@@ -255,283 +163,185 @@ def test_archives_without_a_set_and_several_archives(tmp_path):
     assert "holds several archives: one.zip, two.zip" in message(tmp_path)
 
 
-# --- Tiny-ImageNet
+# --- zips of splits
 
 
-def tiny_imagenet(prefix=""):
-    wnids = ("n02", "n01")  # not in order, as in the original
-    files = Files().images(*(f"{prefix}train/{w}/images/{w}_{i}.JPEG" for w in sorted(wnids) for i in range(3)))
-    train = [(data, path.split("/")[-3]) for path, data in files.items()]
-    files.images(*(f"{prefix}val/images/val_{i}.JPEG" for i in range(4)))
-    val = [(files[f"{prefix}val/images/val_{i}.JPEG"], wnids[i % 2]) for i in range(4)]
-    files.images(f"{prefix}test/images/test_0.JPEG")
-    for w in wnids:
-        files[f"{prefix}train/{w}/{w}_boxes.txt"] = f"{w}_0.JPEG\t0\t0\t62\t63\n".encode()
-    lines = [f"val_{i}.JPEG\t{wnids[i % 2]}\t0\t32\t44\t62\n" for i in (3, 1, 0, 2)]
-    files[f"{prefix}val/val_annotations.txt"] = "".join(lines).encode()
-    files[f"{prefix}wnids.txt"] = "\n".join(wnids).encode()
-    files[f"{prefix}words.txt"] = b"n01\tone\nn02\ttwo\n"
-    return files, train, val
+@pytest.mark.parametrize("prefix", ["", "val/", "top/"])
+def test_a_zip_for_each_split(tmp_path, prefix):
+    files, train, val = folder_set()
+    (tmp_path / "set").mkdir()
+    for split in ("train", "val"):
+        inner = {path.removeprefix(f"{split}/"): data for path, data in files.items() if path.startswith(split)}
+        Files({prefix.replace("val", split) + path: data for path, data in inner.items()}).zip(
+            tmp_path / "set" / f"pets_{split}.zip"
+        )
+    is_read(tmp_path / "set", tmp_path, kind="zips", classes=("a", "b"), train=train, val=val)
+    (tmp_path / "set" / "pets_val.zip").unlink()
+    assert "no zip of the val set" in message(tmp_path / "set")
 
 
-def test_tiny_imagenet_as_a_folder(tmp_path):
-    files, train, val = tiny_imagenet()
-    files.folder(tmp_path / "set")
-    is_read(tmp_path / "set", tmp_path, kind="Tiny-ImageNet", classes=("n01", "n02"), train=train, val=val)
+# --- tables
 
 
-def test_tiny_imagenet_as_its_zip(tmp_path):
-    files, train, val = tiny_imagenet("tiny-imagenet-200/")
-    path = files.zip(tmp_path / "tiny-imagenet-200.zip", zipfile.ZIP_DEFLATED)
-    is_read(path, tmp_path, kind="Tiny-ImageNet in a zip", classes=("n01", "n02"), train=train, val=val)
-
-
-def test_tiny_imagenet_in_parts(tmp_path):
-    files, _, val = tiny_imagenet()
-    files.folder(tmp_path / "set")
-    annotations = tmp_path / "set" / "val" / "val_annotations.txt"
-    lines = annotations.read_text().splitlines()
-    annotations.write_text("\n".join(lines[1:]))
-    assert "val_annotations.txt has no label for val_3.JPEG" in message(tmp_path / "set")
-    annotations.write_text("\n".join([*lines, "val_9.JPEG\tn01\t0"]))
-    assert "lacks 1 of the 5 images" in message(tmp_path / "set")
-    annotations.write_text("\n".join([*lines[:3], "val_2.JPEG\tn03\t0"]))
-    assert "'n03'" in message(tmp_path / "set")
-    annotations.unlink()
-    assert "has no val_annotations.txt" in message(tmp_path / "set")
-    (tmp_path / "set" / "wnids.txt").write_text("n01\nn02\nn04\n")
-    assert "n04" in message(tmp_path / "set")
-    alone = Files({path: data for path, data in files.items() if not path.startswith("train")}).folder(
-        tmp_path / "alone"
-    )
-    source = open_eval(images(alone))
-    assert [(source.read(i), source.classes[source.labels[i]]) for i in range(4)] == val
-    assert "no train/ folder" in message(alone)
-
-
-# --- ImageNet from Kaggle
-
-
-def kaggle():
-    wnids = ("n01", "n02")
-    inside = "ILSVRC/Data/CLS-LOC"
-    files = Files().images(*(f"{inside}/train/{w}/{w}_{i}.JPEG" for w in wnids for i in range(3)))
-    train = [(data, path.split("/")[-2]) for path, data in files.items()]
-    names = [f"ILSVRC2012_val_{i:08d}" for i in range(1, 5)]
-    files.images(*(f"{inside}/val/{name}.JPEG" for name in names))
-    val = [(files[f"{inside}/val/{name}.JPEG"], wnids[i % 2]) for i, name in enumerate(names)]
-    files.images(f"{inside}/test/ILSVRC2012_test_00000001.JPEG")
-    rows = [f"{names[i]},{wnids[i % 2]} 85 1 499 272 {wnids[0]} 1 2 3 4 \n" for i in (2, 0, 3, 1)]
-    files["LOC_val_solution.csv"] = ("ImageId,PredictionString\n" + "".join(rows)).encode()
-    files["LOC_train_solution.csv"] = b"ImageId,PredictionString\n"
-    files["LOC_synset_mapping.txt"] = b"n01 one\nn02 two\n"
-    files["ILSVRC/ImageSets/CLS-LOC/val.txt"] = b""
-    return files, train, val
-
-
-@pytest.mark.parametrize("inside", ["", "ILSVRC", "ILSVRC/Data/CLS-LOC"])
-def test_imagenet_from_kaggle(tmp_path, inside):
-    files, train, val = kaggle()
-    path = files.folder(tmp_path / "set") / inside
-    is_read(path, tmp_path, kind="ImageNet from Kaggle", classes=("n01", "n02"), train=train, val=val)
-
-
-def test_imagenet_from_kaggle_as_its_zip(tmp_path):
-    files, train, val = kaggle()
-    path = files.zip(tmp_path / "imagenet.zip")
-    is_read(path, tmp_path, kind="ImageNet from Kaggle in a zip", classes=("n01", "n02"), train=train, val=val)
-
-
-def test_imagenet_from_kaggle_without_its_labels(tmp_path):
-    files, _, _ = kaggle()
-    del files["LOC_val_solution.csv"]
-    assert "has no LOC_val_solution.csv" in message(files.folder(tmp_path))
-
-
-# --- ImageNet's tars
-
-
-def meta_mat(wnids):
-    """In the devkit's own order, with a group of classes at the end."""
-    fields = ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children", "wordnet_height")
-    synsets = np.zeros((len(wnids) + 1, 1), dtype=[(name, object) for name in fields])
-    for number, wnid in enumerate([*wnids, "n99"], start=1):
-        synsets[number - 1, 0] = (number, wnid, "words", "gloss", 2 if wnid == "n99" else 0, [], 0)
-    buffer = io.BytesIO()
-    savemat(buffer, {"synsets": synsets})
-    return buffer.getvalue()
-
-
-def official(folder, *, devkit_unpacked=False):
-    """(train, val) of the tars that are written into the folder."""
-    wnids = ("n02", "n01", "n03")  # the devkit's numbers are not in the order of the ids
-    files = Files().images(*(f"{w}/{w}_{i}.JPEG" for w in sorted(wnids) for i in (10, 2)))
-    train = sorted([(path, data) for path, data in files.items()])
-    outer = Files()
-    for w in wnids:
-        inner = Files({path.split("/")[1]: data for path, data in files.items() if path.startswith(w)})
-        outer[f"{w}.tar"] = inner.tar(folder / "inner.tar").read_bytes()
-    (folder / "inner.tar").unlink()
-    outer.tar(folder / "ILSVRC2012_img_train.tar")
-    val = Files(files).images(*(f"ILSVRC2012_val_{i:08d}.JPEG" for i in range(1, 6)))
-    val = Files({path: data for path, data in val.items() if "val" in path})
-    Files(sorted(val.items(), reverse=True)).tar(folder / "ILSVRC2012_img_val.tar")
-    numbers = [1, 2, 3, 3, 1]
-    data = "ILSVRC2012_devkit_t12/data"
-    devkit = Files(
-        {f"{data}/meta.mat": meta_mat(wnids), f"{data}/ILSVRC2012_validation_ground_truth.txt": b"1\n2\n3\n3\n1\n"}
-    )
-    if devkit_unpacked:
-        devkit.folder(folder)
+@pytest.mark.parametrize("form", ["csv", "bare csv", "tsv", "jsonl", "one csv", "one jsonl", "metadata", "absolute"])
+def test_tables_of_paths_and_labels(tmp_path, form):
+    files = Files().images(*(f"images/{i}.jpg" for i in range(8)))
+    root = files.folder(tmp_path / "set")
+    labels = ["dog", "cat", "cat", "emu", "dog", "dog", "emu", "cat"]
+    rows = [(path, label, "train" if i < 5 else "validation") for i, (path, label) in enumerate(zip(files, labels))]
+    if form == "metadata":
+        for number, (path, label, split) in enumerate(rows):
+            Files({f"{split}/pictures/{number}.jpg": files[path]}).folder(root)
+            with open(root / split / "metadata.csv", "a") as file:
+                file.write("file_name,label\n" if number in (0, 5) else "")
+                file.write(f"pictures/{number}.jpg,{label}\n")
+    elif form == "one csv":
+        (root / "labels.csv").write_text("Path,width,Label,Split\n" + "".join(f"{p},12,{c},{s}\n" for p, c, s in rows))
+    elif form == "one jsonl":
+        lines = [json.dumps({"image_path": p, "class": c, "split": s, "x": [1]}) for p, c, s in rows]
+        (root / "labels.jsonl").write_text("\n".join(lines) + "\n\n")
     else:
-        devkit.tar(folder / "ILSVRC2012_devkit_t12.tar.gz")
-    return (
-        [(data, path.split("/")[0]) for path, data in train],
-        [(data, wnids[number - 1]) for data, number in zip(val.values(), numbers)],
-    )
+        suffix, between = form.split()[-1].replace("absolute", "csv"), "\t" if form == "tsv" else ","
+        for split in ("train", "validation"):
+            chosen = [(str(root / p) if form == "absolute" else p, c) for p, c, s in rows if s == split]
+            if suffix == "jsonl":
+                lines = [json.dumps({"file_name": p, "label": c}) for p, c in chosen]
+            else:
+                lines = [] if form == "bare csv" else [f"filename{between}category"]
+                lines += [f"{p}{between}{c}" for p, c in chosen]
+            (root / f"{split}.{suffix}").write_text("\n".join(lines))
+    expected = [(files[path], label) for path, label, _ in rows]
+    known = {"kind": "table", "classes": ("cat", "dog", "emu"), "train": expected[:5], "val": expected[5:]}
+    is_read(root, tmp_path, **known)
+    if form != "metadata":
+        path = next(path for path in root.iterdir() if path.is_file())
+        assert [len(part) for part in open_data(images(path))] == [5, 3]
 
 
-@pytest.mark.parametrize("devkit_unpacked", [False, True])
+def test_labels_that_are_numbers_are_in_the_order_of_numbers(tmp_path):
+    Files().images(*(f"{i}.jpg" for i in range(12))).folder(tmp_path)
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.csv").write_text("path,label\n" + "".join(f"{i}.jpg,{11 - i}\n" for i in range(12)))
+    train, _ = open_data(images(tmp_path))
+    assert train.labels.tolist() == list(range(11, -1, -1))
+
+
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        ("path,label\n0.jpg\n", "train.csv line 2 has 1 fields, not 2"),
+        ("path,label\n0.jpg,\n", "line 2 has no path or no label"),
+        ("path,label\n1.jpg,a\n", "1.jpg is no file"),
+        ("path,label,class\n0.jpg,a,a\n", "more than one label column"),
+        ("name,label\n0.jpg,a\n", "no path column"),
+        ("path,label\n", "names no images"),
+        ("", "names no images"),
+        ("path,label\n0.jpg,b\n", "a label 'a' that the training set does not have"),
+        ("path,label\n\xff,b\n", "not a text in UTF-8"),
+    ],
+)
+def test_wrong_tables_are_told(tmp_path, table, told):
+    Files().images("0.jpg").folder(tmp_path)
+    (tmp_path / "train.csv").write_bytes(table.encode("latin-1"))
+    (tmp_path / "val.csv").write_text("path,label\n0.jpg,a\n")
+    assert told in message(tmp_path)
+
+
+def test_tables_in_parts(tmp_path):
+    Files().images("0.jpg").folder(tmp_path)
+    (tmp_path / "train.csv").write_text("path,label\n0.jpg,a\n")
+    assert "no table of the val set" in message(tmp_path)
+    (tmp_path / "train.csv").rename(tmp_path / "all.csv")
+    assert "no 'split' column" in message(tmp_path)
+    (tmp_path / "all.csv").unlink()
+    (tmp_path / "train.jsonl").write_text("[" * 100_000)
+    assert "line 1 is not JSON" in message(tmp_path)
+
+
+# --- others' WebDataset shards
+
+
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
-def test_imagenets_tars(tmp_path, monkeypatch, devkit_unpacked, kept_bytes):
+@pytest.mark.parametrize("form", ["cls", "json", "folders", "names"])
+def test_webdataset_shards_of_others(tmp_path, monkeypatch, form, kept_bytes):
     monkeypatch.setattr(kept, "WORTH_KEEPING_BYTES", kept_bytes)
     (tmp_path / "set").mkdir()
-    train, val = official(tmp_path / "set", devkit_unpacked=devkit_unpacked)
-    known = {"kind": "ImageNet's tars", "classes": ("n01", "n02", "n03"), "train": train, "val": val}
+    pictures = Files().images(*(f"{i:04d}" for i in range(15)))
+    labels = (
+        [str(11 - i % 12) for i in range(15)] if form != "names" else ["cat" if i % 2 else "a dog" for i in range(15)]
+    )
+    shards = {"train": [range(6), range(6, 12)], "validation": [range(12, 15)]}
+    for split, parts in shards.items():
+        for number, part in enumerate(parts):
+            shard = Files()
+            for i in part:
+                key = f"n0{i % 2}/{i:04d}" if form == "folders" else f"{i:04d}"
+                shard[f"{key}.jpg"] = pictures[f"{i:04d}"]
+                if form == "json":
+                    shard[f"{key}.json"] = json.dumps({"label": int(labels[i]), "width": 12}).encode()
+                else:
+                    shard[f"{key}.cls"] = f"{labels[i]}\n".encode()
+                    shard[f"{key}.json"] = b'{"filename": "x"}'
+            name = f"{split}/{number:05d}.tar" if form == "folders" else f"imagenet1k-{split}-{number:04d}.tar"
+            (tmp_path / "set" / name).parent.mkdir(exist_ok=True)
+            shard.tar(tmp_path / "set" / name)
+    classes = tuple(map(str, range(12))) if form != "names" else ("a dog", "cat")
+    expected = [(data, label) for data, label in zip(pictures.values(), labels)]
+    known = {"kind": "WebDataset shards", "classes": classes, "train": expected[:12], "val": expected[12:]}
     opened = is_read(tmp_path / "set", tmp_path, **known)
     assert opened[0].locations([0]) is not None
-    assert (tmp_path / "set" / "ILSVRC2012_img_train.tar.index.npz").exists() == (kept_bytes == 0)
+    assert len(list((tmp_path / "set").rglob("*.index.npz"))) == (3 if kept_bytes == 0 else 0)
 
 
-def test_imagenets_tars_are_indexed_in_the_cache_where_nothing_can_be_written_beside_them(tmp_path, cache, monkeypatch):
-    monkeypatch.setattr(kept, "WORTH_KEEPING_BYTES", 0)
-    train, _ = official(tmp_path)
-    write = kept.whole_file
-
-    def refuse(path):
-        if path.parent == tmp_path:
-            raise PermissionError(13, "Permission denied")
-        return write(path)
-
-    monkeypatch.setattr(kept, "whole_file", refuse)
-    open_data(images(tmp_path))
-    monkeypatch.setattr(imagenet, "tar_members", None)  # found, not made
-    monkeypatch.setattr(archives, "tar_members", None)
-    source, _ = open_data(images(tmp_path))
-    assert [source.read(i) for i in range(len(source))] == [data for data, _ in train]
-    assert len(list(cache.glob("index-*.npz"))) == 3  # train, val and the devkit
+def test_webdataset_shards_without_labels_or_cut(tmp_path):
+    for split in ("train", "val"):
+        Files({"0.jpg": jpeg(1), "0.cls": b"0", "1.jpg": jpeg(2)}).tar(tmp_path / f"{split}-0.tar")
+    assert "train-0.tar: sample '1' has no .cls" in message(tmp_path)
+    path = Files({"0.jpg": jpeg(1), "0.cls": b"0"}).tar(tmp_path / "train-0.tar")
+    path.write_bytes(path.read_bytes() * 2)
+    assert "goes on after its end mark" in message(tmp_path)
+    path.unlink()
+    assert "no shards of the train set" in message(tmp_path)
 
 
-def test_imagenet_unpacked_with_a_flat_val_and_the_devkit(tmp_path):
-    (tmp_path / "set").mkdir()
-    train, val = official(tmp_path / "set")
-    for number, (data, wnid) in enumerate(train):
-        Files({f"train/{wnid}/{number}.JPEG": data}).folder(tmp_path / "set")
-    for number, (data, _) in enumerate(val, start=1):
-        Files({f"val/ILSVRC2012_val_{number:08d}.JPEG": data}).folder(tmp_path / "set")
-    known = {"kind": "ImageNet with its devkit", "classes": ("n01", "n02", "n03"), "train": train, "val": val}
-    is_read(tmp_path / "set", tmp_path, **known)
+# --- parquet
 
 
-def test_imagenets_tars_in_parts(tmp_path):
-    official(tmp_path)
-    devkit = tmp_path / "ILSVRC2012_devkit_t12.tar.gz"
-    inside = "ILSVRC2012_devkit_t12/data"
-    Files({f"{inside}/meta.mat": b"x" * 200, f"{inside}/ILSVRC2012_validation_ground_truth.txt": b"1\n"}).tar(devkit)
-    assert "devkit_t12.tar.gz cannot be read" in message(tmp_path)
-    Files({f"{inside}/meta.mat": b""}).tar(devkit)
-    assert "lacks data/meta.mat or data/ILSVRC2012_validation_ground_truth.txt" in message(tmp_path)
-    devkit.unlink()
-    assert "has no ILSVRC2012_devkit_t12.tar.gz" in message(tmp_path)
-    (tmp_path / "ILSVRC2012_img_val.tar").unlink()
-    assert "has no ILSVRC2012_img_val.tar" in message(tmp_path)
-    train = tmp_path / "ILSVRC2012_img_train.tar"
-    train.write_bytes(train.read_bytes()[:-11000])
-    assert "ILSVRC2012_img_train.tar" in message(tmp_path)
-    Files({"n01_0.JPEG": jpeg(1)}).tar(train)
-    assert "'n01_0.JPEG', which is no tar of a class" in message(tmp_path)
-
-
-# --- CIFAR as published
-
-
-def cifar_batch(classes, seed):
-    rng = np.random.default_rng(seed)
-    return rng.integers(0, 256, (6, 3072), dtype=np.uint8), rng.integers(0, classes, 6).tolist()
-
-
-def published_cifar(classes, form):
-    """(files, train, val) with the names, keys and records of the published archives, in six images a batch."""
-    files, pixels, labels = Files(), [], []
-    if classes == 10:
-        folder = "cifar-10-batches-py" if form == "python" else "cifar-10-batches-bin"
-        names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
-        files[f"{folder}/{'batches.meta' if form == 'python' else 'batches.meta.txt'}"] = b"x"
-    else:
-        folder = f"cifar-100-{form}"
-        names = ["train", "test"]
-        files[f"{folder}/{'meta' if form == 'python' else 'fine_label_names.txt'}"] = b"x"
-    for number, name in enumerate(names):
-        flat, numbers = cifar_batch(classes, number)
-        if form == "python":
-            batch = {b"data": flat, b"labels" if classes == 10 else b"fine_labels": numbers}
-            if classes == 100:
-                batch[b"coarse_labels"] = [19 - n // 6 for n in numbers]
-            files[f"{folder}/{name}"] = pickle.dumps(batch, protocol=2)
+@pytest.mark.parametrize("form", ["hub", "plain"])
+def test_parquet_with_an_image_column(tmp_path, cache, form):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pictures = [jpeg(9 * i) for i in range(10)]
+    labels = [i % 3 for i in range(10)]
+    names = ["zebra", "ant", "cat"]
+    for split, chosen in (
+        ("train-00000-of-00002", (0, 4)),
+        ("train-00001-of-00002", (4, 7)),
+        ("test-00000-of-00001", (7, 10)),
+    ):
+        rows = slice(*chosen)
+        if form == "hub":
+            features = {"image": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
+            image = [{"bytes": data, "path": None} for data in pictures[rows]]
+            table = pyarrow.table({"image": image, "label": labels[rows]})
+            table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
         else:
-            coarse = [[7]] * 6 if classes == 100 else [[]] * 6
-            rows = [bytes([*before, n]) + row.tobytes() for before, n, row in zip(coarse, numbers, flat)]
-            files[f"{folder}/{name}.bin"] = b"".join(rows)
-        pixels.append(flat.reshape(6, 3, 32, 32).transpose(0, 2, 3, 1))
-        labels.append(numbers)
-    return files, (np.concatenate(pixels[:-1]), np.concatenate(labels[:-1]).tolist()), (pixels[-1], labels[-1])
+            table = pyarrow.table({"img": pictures[rows], "label": [names[label] for label in labels[rows]]})
+        folder = tmp_path / "set" / "data" if form == "hub" else tmp_path / "set"
+        folder.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(table, folder / f"{split}.parquet", row_group_size=2)
+    classes = tuple(names) if form == "hub" else tuple(sorted(names))
+    expected = [(data, names[label]) for data, label in zip(pictures, labels)]
+    opened = is_read(tmp_path / "set", tmp_path, kind="parquet", classes=classes, train=expected[:7], val=expected[7:])
+    assert opened[0].locations([0]) is not None
+    assert len(list(cache.glob("parquet-*.images"))) == 2
+    file = next((tmp_path / "set").rglob("test-*.parquet"))
+    file.write_bytes(file.read_bytes()[:-20])
+    assert f"{file.name} cannot be read as parquet" in message(tmp_path / "set")
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("form", ["python", "binary"])
-@pytest.mark.parametrize("classes", [10, 100])
-def test_cifar_as_published(tmp_path, classes, form, packed):
-    files, *expected = published_cifar(classes, form)
-    (tmp_path / "set").mkdir()
-    if packed:
-        files.tar(tmp_path / "set" / f"cifar-{classes}-{form}.tar.gz")
-        paths = [tmp_path / "set", tmp_path / "set" / f"cifar-{classes}-{form}.tar.gz"]
-    else:
-        files.folder(tmp_path / "set")
-        paths = [tmp_path / "set", tmp_path / "set" / next(iter(files)).split("/")[0]]
-    for path in paths:
-        for dataset in (f"cifar{classes}", "images"):
-            opened = open_data(DataConfig(dataset=dataset, data=str(path)))
-            for source, (pixels, labels) in zip(opened, expected, strict=True):
-                assert (source.images == pixels).all()
-                assert source.labels.tolist() == labels
-                assert len(source.classes) == classes
-    assert check_data(DataConfig(dataset=f"cifar{classes}", data=str(path))).classes == classes
-    other = 110 - classes
-    with pytest.raises(InputError, match=f"holds CIFAR-{classes}, not CIFAR-{other}; use --dataset cifar{classes}"):
-        check_data(DataConfig(dataset=f"cifar{other}", data=str(path)))
-    assert info(path).kind == f"CIFAR-{classes}"
-    pack(path, tmp_path / "packed")
-    for source, (pixels, labels) in zip(open_data(images(tmp_path / "packed")), expected, strict=True):
-        found = [(source.image(i).tobytes(), int(label)) for i, label in enumerate(source.labels)]
-        assert sorted(found) == sorted((image.tobytes(), label) for image, label in zip(pixels, labels))
-
-
-def test_a_cifar_archive_that_is_cut_or_hostile(tmp_path):
-    path = tmp_path / "cifar-10-python.tar.gz"
-    files, _, _ = published_cifar(10, "python")
-    content = files.tar(path).read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-    for dataset in ("cifar10", "images"):
-        with pytest.raises(InputError, match=r"cifar-10-python\.tar\.gz cannot be read"):
-            open_data(DataConfig(dataset=dataset, data=str(path)))
-    Files({name: data for name, data in files.items() if "batch_3" not in name}).tar(path)
-    assert "has no data_batch_3 inside" in message(path)
-
-    class Attack:
-        def __reduce__(self):
-            return (os.mkdir, (str(tmp_path / "owned"),))
-
-    Files(files, **{"cifar-10-batches-py/test_batch": pickle.dumps(Attack())}).tar(path)
-    assert "tar.gz:test_batch is not a CIFAR-10 pickle: it refers to posix.mkdir" in message(path)
-    assert not (tmp_path / "owned").exists()
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    for split in ("train", "test"):
+        (tmp_path / f"{split}-0.parquet").write_bytes(b"PAR1")
+    assert "pip install 'hyperbatch[parquet]'" in message(tmp_path)

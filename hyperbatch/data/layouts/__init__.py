@@ -13,11 +13,15 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
-from hyperbatch.data.folders import FolderTree, TarSource, Tree, tar_paths
+from hyperbatch.data.folders import FolderTree, TarSource, Tree, list_classes, tar_paths
 from hyperbatch.data.layouts import archives
-from hyperbatch.data.layouts.found import TEST, TRAIN, VAL_NAMES, Found, val_name
+from hyperbatch.data.layouts.found import TEST, TRAIN, VAL_NAMES, Found, files_by_split, val_name
 from hyperbatch.data.layouts.imagenet import imagenet_tars, imagenet_tree
+from hyperbatch.data.layouts.parquet import parquet
+from hyperbatch.data.layouts.tables import SUFFIXES as TABLES
+from hyperbatch.data.layouts.tables import only_table, table_file, tables
 from hyperbatch.data.layouts.trees import image_folder, tiny_imagenet
+from hyperbatch.data.layouts.webdataset import webdataset
 from hyperbatch.data.shards import MANIFEST, ShardSource, read_manifest
 from hyperbatch.data.source import ArraySource, EncodedSource, check_same_classes
 from hyperbatch.errors import InputError
@@ -67,6 +71,17 @@ def _image_tree(tree: Tree) -> Found | None:
 
 
 def _folder_tree(folder: Path) -> Found | None:
+    """Left to the others where train/ holds no class folders, or a table of labels: it may be full of shards."""
+    tree = FolderTree(folder)
+    if TRAIN in tree.folders():
+        train = tree.within(TRAIN)
+        if not train.folders() or any(name.startswith("metadata.") and name.endswith(TABLES) for name in train.files()):
+            return None
+    return _image_tree(tree)
+
+
+def _any_folder_tree(folder: Path) -> Found | None:
+    """What no other layout wanted; it says what is missing."""
     return _image_tree(FolderTree(folder))
 
 
@@ -117,6 +132,32 @@ def _archive(path: Path) -> Found | None:
     return _in(found, form)
 
 
+def _zips(folder: Path) -> Found | None:
+    """A zip for each split, with class folders inside."""
+    files = files_by_split(folder, (".zip",))
+    val = val_name(files, folder)
+    if TRAIN not in files and val is None:
+        return None
+
+    def opened(split: str) -> EncodedSource:
+        if len(files[split]) > 1:
+            named = " and ".join(path.name for path in files[split])
+            raise InputError(f"{folder} has several zips of the {split} set: {named}; keep one of them")
+        tree = archives.open_archive(files[split][0])
+        # SPLIT/CLASS/IMAGE and TOP/CLASS/IMAGE are as good as CLASS/IMAGE.
+        while len(names := tree.folders()) == 1 and tree.within(names[0]).folders():
+            tree = tree.within(names[0])
+        return tree.source(list_classes(tree, split))
+
+    return Found(
+        kind="zips",
+        where=str(folder),
+        train=(lambda: opened(TRAIN)) if TRAIN in files else None,
+        val=(lambda: opened(val)) if val is not None else None,
+        expected=lambda split: f"no zip of the {split} set; expected {split}.zip",
+    )
+
+
 def _in(found: Found, form: str) -> Found:
     return Found(
         kind=f"{found.kind} in a {form}", where=found.where, train=found.train, val=found.val, expected=found.expected
@@ -141,5 +182,18 @@ def _further_down(folder: Path) -> Found | None:
 
 
 Layout = Callable[[Path], Found | None]
-_OF_FOLDERS: tuple[Layout, ...] = (_packed, _cifar, _folder_tree, imagenet_tars, _tars, _further_down)
-_OF_FILES: tuple[Layout, ...] = (_cifar, _archive)
+_OF_FOLDERS: tuple[Layout, ...] = (
+    _packed,
+    _cifar,
+    _folder_tree,
+    imagenet_tars,
+    webdataset,
+    _tars,
+    _zips,
+    tables,
+    parquet,
+    _any_folder_tree,
+    _further_down,
+    only_table,
+)
+_OF_FILES: tuple[Layout, ...] = (_cifar, _archive, table_file)

@@ -56,11 +56,13 @@ def tiny_imagenet(tree: Tree) -> Found | None:
     has_val = "val" in folders
     if has_val and tree.within("val").folders() != ["images"]:
         return None  # somebody sorted the validation images into classes
-    classes = tuple(sorted(tree.text("wnids.txt").split()))
+
+    def classes() -> tuple[str, ...]:
+        return tuple(sorted(tree.text("wnids.txt").split()))
 
     def train() -> EncodedSource:
         part = tree.within(TRAIN)
-        check_same_classes(class_names(part), classes, f"{part} and wnids.txt")
+        check_same_classes(class_names(part), classes(), f"{part} and wnids.txt")
         return part.source(list_classes(part, TRAIN))
 
     def val() -> EncodedSource:
@@ -70,7 +72,7 @@ def tiny_imagenet(tree: Tree) -> Found | None:
         # NAME \t WNID \t the box's four numbers
         lines = [line.split("\t") for line in part.text(_ANNOTATIONS).splitlines() if line.strip()]
         labels = {fields[0]: fields[1] for fields in lines if len(fields) > 1}
-        return labelled(part.within("images"), labels, classes, f"{part}/{_ANNOTATIONS}")
+        return labelled(part.within("images"), labels, classes(), f"{part}/{_ANNOTATIONS}")
 
     return Found(
         kind="Tiny-ImageNet",
