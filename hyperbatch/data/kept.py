@@ -37,7 +37,10 @@ def state_of(files: list[Path]) -> str:
 
 
 def indexed(path: Path, make: Callable[[], Arrays]) -> Arrays:
-    """`make()`, or what it gave for this file before: kept beside it, or in the cache folder."""
+    """`make()`, or what it gave for this file before: kept beside it, or in the cache folder.
+
+    Its arrays have a row for each member: `names`, `spans` (offset and length), and what else is known of them.
+    """
     if path.stat().st_size < WORTH_KEEPING_BYTES:
         return make()
     # Beside the file only its size and time count: a folder may be mounted elsewhere tomorrow.
@@ -63,7 +66,11 @@ def _load_arrays(path: Path, state: str) -> Arrays | None:
             found = {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError):
         return None
-    return found if str(found.pop("state", "")) == state else None
+    if str(found.pop("state", "")) != state or not {"names", "spans"} <= set(found):
+        return None
+    names, spans = found["names"], found["spans"]
+    sound = names.dtype.kind == "S" and spans.dtype == np.int64 and spans.shape == (len(names), 2)
+    return found if sound and (spans >= 0).all() and all(len(array) == len(names) for array in found.values()) else None
 
 
 def made_once(name: str, write: Callable[[IO[bytes]], None]) -> Path | None:

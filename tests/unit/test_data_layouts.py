@@ -9,12 +9,13 @@ import zipfile
 import pytest
 from layout_files import Files, cache, folder_set, images, is_read, jpeg, message
 
+from hyperbatch.cli import main
 from hyperbatch.data import kept
 from hyperbatch.data.layouts import recognise
-from hyperbatch.data.source import BadSample, check_data, open_data
+from hyperbatch.data.source import BadSample, check_data, open_data, open_eval
 
 pytestmark = pytest.mark.usefixtures("cache")
-__all__ = ("cache",)
+__all__ = ("cache",)  # a fixture is used by its name
 
 
 # --- image folders
@@ -65,6 +66,17 @@ def test_two_validation_sets_are_one_too_many(tmp_path):
     files, _, _ = folder_set()
     files.images("validation/a/0.jpg", "validation/b/0.jpg").folder(tmp_path)
     assert "has val and validation; keep one of them" in message(tmp_path)
+
+
+def test_the_command_line_takes_files_and_folders(tmp_path, capsys):
+    path = folder_set()[0].zip(tmp_path / "set.zip")
+    assert main(["data", "info", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "folder in a zip"
+    assert main(["data", "pack", str(path), str(tmp_path / "packed")]) == 0
+    assert main(["data", "verify", str(tmp_path / "packed")]) == 0
+    assert main(["data", "verify", str(path)]) == 2
+    os.mkfifo(tmp_path / "pipe.zip")
+    assert "is not a folder" in message(tmp_path / "pipe.zip")
 
 
 def test_a_flat_validation_set_without_labels(tmp_path):
@@ -302,6 +314,12 @@ def test_webdataset_shards_without_labels_or_cut(tmp_path):
     assert "goes on after its end mark" in message(tmp_path)
     path.unlink()
     assert "no shards of the train set" in message(tmp_path)
+
+
+def test_shards_of_a_validation_set_alone_are_evaluated(tmp_path):
+    (tmp_path / "val").mkdir()
+    Files({"0.jpg": jpeg(1), "0.cls": b"0", "1.jpg": jpeg(2), "1.cls": b"1"}).tar(tmp_path / "val" / "0.tar")
+    assert len(open_eval(images(tmp_path))) == 2
 
 
 # --- parquet

@@ -18,7 +18,7 @@ from hyperbatch.data.source import check_data, open_data, open_eval
 from hyperbatch.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("cache")
-__all__ = ("cache",)
+__all__ = ("cache",)  # a fixture is used by its name
 
 
 # --- Tiny-ImageNet
@@ -67,6 +67,9 @@ def test_tiny_imagenet_in_parts(tmp_path):
     assert "has no val_annotations.txt" in message(tmp_path / "set")
     (tmp_path / "set" / "wnids.txt").write_text("n01\nn02\nn04\n")
     assert "n04" in message(tmp_path / "set")
+    (tmp_path / "set" / "wnids.txt").unlink()
+    annotations.write_text("\n".join(lines))
+    assert "has no wnids.txt" in message(tmp_path / "set")
     alone = Files({path: data for path, data in files.items() if not path.startswith("train")}).folder(
         tmp_path / "alone"
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from hyperbatch.data.folders import FolderTree, TarSource, Tree, list_classes, tar_paths
@@ -26,6 +27,8 @@ from hyperbatch.data.shards import MANIFEST, ShardSource, read_manifest
 from hyperbatch.data.source import ArraySource, EncodedSource, check_same_classes
 from hyperbatch.errors import InputError
 
+_MAX_INNER = 32  # folders in which a set is looked for
+
 
 def open_images(path: Path) -> tuple[str, ArraySource | EncodedSource, ArraySource | EncodedSource]:
     """(kind, train, val)"""
@@ -37,15 +40,14 @@ def open_images(path: Path) -> tuple[str, ArraySource | EncodedSource, ArraySour
 
 def recognise(path: Path) -> Found:
     """What the folder or file holds; InputError when that is nothing, or more than one thing."""
-    for layout in _OF_FOLDERS if path.is_dir() else _OF_FILES:
+    # Neither is asked about a pipe, on which reading would wait for ever.
+    for layout in _OF_FOLDERS if path.is_dir() else _OF_FILES if path.is_file() else ():
         found = layout(path)
         if found is not None:
             return found
     if not path.is_dir():
-        raise InputError(
-            f"{path} is not a folder, nor a file of a kind that is read ({', '.join(archives.SUFFIXES)}, "
-            ".csv, .jsonl); see docs/data.md"
-        )
+        kinds = ", ".join((*archives.SUFFIXES, *TABLES))
+        raise InputError(f"{path} is not a folder, nor a file of a kind that is read ({kinds}); see docs/data.md")
     raise InputError(
         f"{path} has no train/ and val/ folders, no train*.tar and val*.tar, no packed shards, and nothing else that "
         "docs/data.md lists; give --data the folder that holds them"
@@ -71,11 +73,13 @@ def _image_tree(tree: Tree) -> Found | None:
 
 
 def _folder_tree(folder: Path) -> Found | None:
-    """Left to the others where train/ holds no class folders, or a table of labels: it may be full of shards."""
+    """Left to the others where a split holds no class folders, or a table of labels: it may be full of shards."""
     tree = FolderTree(folder)
-    if TRAIN in tree.folders():
-        train = tree.within(TRAIN)
-        if not train.folders() or any(name.startswith("metadata.") and name.endswith(TABLES) for name in train.files()):
+    folders = tree.folders()
+    split = TRAIN if TRAIN in folders else val_name(folders, folder)
+    if split is not None:
+        part = tree.within(split)
+        if not part.folders() or any(name.startswith("metadata.") and name.endswith(TABLES) for name in part.files()):
             return None
     return _image_tree(tree)
 
@@ -129,7 +133,7 @@ def _archive(path: Path) -> Found | None:
         found = _image_tree(tree)
     if found is None:
         raise InputError(f"{path} has no train/ and val/ folders inside; give --data a {form} that holds them")
-    return _in(found, form)
+    return replace(found, kind=f"{found.kind} in a {form}")
 
 
 def _zips(folder: Path) -> Found | None:
@@ -158,16 +162,12 @@ def _zips(folder: Path) -> Found | None:
     )
 
 
-def _in(found: Found, form: str) -> Found:
-    return Found(
-        kind=f"{found.kind} in a {form}", where=found.where, train=found.train, val=found.val, expected=found.expected
-    )
-
-
 def _further_down(folder: Path) -> Found | None:
     """The only set that the folder holds, one folder further down or in an archive."""
     tree, splits = FolderTree(folder), (TRAIN, *VAL_NAMES, TEST)
-    inner = [_image_tree(tree.within(name)) for name in tree.folders() if name not in splits]
+    names = [name for name in tree.folders() if name not in splits]
+    # More of them are class folders, each of which would be listed for nothing.
+    inner = [_image_tree(tree.within(name)) for name in names] if len(names) <= _MAX_INNER else []
     inner = [found for found in inner if found is not None]
     if len(inner) > 1:
         named = ", ".join(found.where for found in inner)

@@ -66,7 +66,7 @@ def imagenet_tree(tree: Tree) -> Found | None:
     csv_at = tree if _CSV in tree.files() else _above(tree)
     labels = _kaggle(csv_at) if csv_at is not None else _devkit(tree)
     if images is None:
-        if labels is None:
+        if labels is None or "val" not in tree.folders():
             return None
         images = tree
     folders = images.folders()

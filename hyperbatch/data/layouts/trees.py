@@ -51,13 +51,16 @@ def _refuse_flat(part: Tree) -> None:
 
 def tiny_imagenet(tree: Tree) -> Found | None:
     folders = tree.folders()
-    if "wnids.txt" not in tree.files() or (TRAIN not in folders and "val" not in folders):
-        return None
     has_val = "val" in folders
+    annotated = has_val and _ANNOTATIONS in tree.within("val").files()
+    if ("wnids.txt" not in tree.files() and not annotated) or (TRAIN not in folders and not has_val):
+        return None
     if has_val and tree.within("val").folders() != ["images"]:
         return None  # somebody sorted the validation images into classes
 
     def classes() -> tuple[str, ...]:
+        if "wnids.txt" not in tree.files():
+            raise InputError(f"{tree} has no wnids.txt, which lists the classes; copy it from tiny-imagenet-200.zip")
         return tuple(sorted(tree.text("wnids.txt").split()))
 
     def train() -> EncodedSource:
