@@ -101,6 +101,8 @@ def test_a_set_one_folder_further_down(tmp_path):
 def test_a_zip_of_an_image_folder(tmp_path, method, prefix):
     files, train, val = folder_set(prefix=prefix)
     files["__MACOSX/train/a/._0.jpg"] = b"x"
+    files.images(f"{prefix}train/b/ünïcode 猫.jpg")
+    train = [*train, (files[f"{prefix}train/b/ünïcode 猫.jpg"], "b")]
     path = files.zip(tmp_path / "set.zip", method)
     opened = is_read(path, tmp_path, kind="folder in a zip", classes=("a", "b"), train=train, val=val)
     assert (opened[0].locations([0]) is None) == (method == zipfile.ZIP_DEFLATED)
@@ -120,6 +122,9 @@ def test_a_damaged_member_of_a_zip_is_a_bad_sample(tmp_path):
         source.read(2)
     path.write_bytes(content[:-30])
     assert "set.zip cannot be read as a zip" in message(path)
+    renamed = bytes(content)[::-1].replace(b"train/a/1.jpg"[::-1], b"train/b/9.jpg"[::-1], 1)[::-1]  # in the directory
+    path.write_bytes(renamed)
+    assert "the header of train/b/9.jpg is damaged" in message(path)
 
 
 @pytest.mark.parametrize("name", ["imagenette2.tgz", "imagenette2.tar"])

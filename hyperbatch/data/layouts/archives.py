@@ -194,7 +194,8 @@ class ArchiveTree:
             numbers.append(top.files[name])
         rows = self._rows[numbers].copy()
         if self._content.path.name.endswith(".zip"):
-            _skip_local_headers(self._content, rows)
+            prefix = f"{self._inside}/" if self._inside else ""
+            _skip_local_headers(self._content, [prefix + path for path in paths], rows)
         return rows
 
 
@@ -332,11 +333,14 @@ def _zip_members(path: Path) -> tuple[list[str], np.ndarray]:
     return [member.filename for member in members], rows
 
 
-def _skip_local_headers(content: Content, rows: np.ndarray) -> None:
-    """Only a member's own header says where its bytes begin."""
+def _skip_local_headers(content: Content, names: list[str], rows: np.ndarray) -> None:
+    """Only a member's own header says where its bytes begin. It repeats the name, in which the class is, so a damaged
+    name is found."""
     content.open()
-    for number, offset in enumerate(rows["offset"].tolist()):
-        header = content.read(offset, 30)
-        if len(header) != 30 or header[:4] != b"PK\3\4":
-            raise InputError(f"{content.path} cannot be read as a zip: a member's header is missing; fetch it again")
-        rows["offset"][number] = offset + 30 + sum(struct.unpack("<HH", header[26:30]))
+    for number, (name, offset) in enumerate(zip(names, rows["offset"].tolist(), strict=True)):
+        header = content.read(offset, 30 + 4 * len(name))  # a character has four bytes at most
+        flags, name_bytes, extra_bytes = struct.unpack("<6xH18xHH", header[:30].ljust(30, b"\0"))
+        found = header[30 : 30 + name_bytes].decode("utf-8" if flags & 0x800 else "cp437", errors="replace")
+        if header[:4] != b"PK\3\4" or found.removeprefix("./") != name:
+            raise InputError(f"{content.path} cannot be read as a zip: the header of {name} is damaged; fetch it again")
+        rows["offset"][number] = offset + 30 + name_bytes + extra_bytes
