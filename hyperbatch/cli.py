@@ -184,7 +184,7 @@ def _data(args: argparse.Namespace) -> int:
     from hyperbatch.data.verify import verify
 
     folder = Path(args.source if args.action == "pack" else args.folder)
-    if not folder.is_dir():
+    if not folder.exists() or (args.action == "verify" and not folder.is_dir()):
         raise InputError(f"{folder} is not a folder" if folder.exists() else f"{folder} does not exist")
     if args.action == "info":
         values = info(args.folder).to_dict()

@@ -101,9 +101,10 @@ class ModelConfig:
 class DataConfig:
     dataset: str = option(
         "images",
-        "images (folders, tars or packed shards under --data), digits, cifar10, synthetic, or package.module:callable",
+        "images (any layout of docs/data.md under --data), digits, cifar10, cifar100, synthetic, or "
+        "package.module:callable",
     )
-    data: str | None = option(None, "folder of the data set", free=True)
+    data: str | None = option(None, "folder, archive or table of the data set", free=True)
     train_samples: int = option(
         1_281_167, "training samples the recipe was written for; the data's own count wins", POSITIVE
     )

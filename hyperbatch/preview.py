@@ -115,7 +115,7 @@ def preview(config: Config, world_size: int) -> Preview:
 
 def data_counts(config: Config) -> DataCounts:
     """Counts of the data at hand, or those the recipe was written for when none is given."""
-    if config.data.data is not None or config.data.dataset not in ("images", "cifar10"):
+    if config.data.data is not None or config.data.dataset not in ("images", "cifar10", "cifar100"):
         return check_data(config.data)
     data = config.data
     return DataCounts(train_samples=data.train_samples, eval_samples=data.eval_samples, classes=data.classes)

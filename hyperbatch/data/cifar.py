@@ -1,4 +1,4 @@
-"""CIFAR-10 from a local folder: as npy or npy.xz arrays, in the binary form, or as the original pickles.
+"""CIFAR-10 and CIFAR-100 as published (python or binary form, packed or not), and CIFAR-10 as npy or npy.xz arrays.
 
 Decoding xz takes 7 s of processor time, and turning the other forms' planes into pixels 1 s. The arrays are therefore
 kept in the user's cache folder, and the next run maps them into memory.
@@ -7,54 +7,130 @@ kept in the user's cache folder, and the next run maps them into memory.
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import io
 import lzma
 import os
 import pickle
 import shutil
+import tarfile
 import tempfile
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from hyperbatch.data import kept
 from hyperbatch.data.source import ArraySource, DataCounts
 from hyperbatch.errors import InputError
 
-CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-MEAN = (0.4914, 0.4822, 0.4465)
-STD = (0.2470, 0.2435, 0.2616)
-_RECORD_BYTES = 1 + 3 * 32 * 32
+_PIXEL_BYTES = 3 * 32 * 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cifar:
+    """What tells the two sets apart."""
+
+    name: str
+    title: str
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    label_key: bytes  # in the pickles
+    label_bytes: int  # before the pixels of a binary record; the last of them is the label
+    train: tuple[str, ...]  # files, without the binary form's suffix
+    test: tuple[str, ...]
+    proofs: tuple[str, ...]  # one of these must be there, too, because the others have names that anything could have
+    folders: tuple[str, ...]
+    archives: tuple[str, ...]
+
+
+CIFAR10 = Cifar(
+    name="cifar10",
+    title="CIFAR-10",
+    classes=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+    mean=(0.4914, 0.4822, 0.4465),
+    std=(0.2470, 0.2435, 0.2616),
+    label_key=b"labels",
+    label_bytes=1,
+    train=tuple(f"data_batch_{i}" for i in range(1, 6)),
+    test=("test_batch",),
+    proofs=(),
+    folders=("cifar-10-batches-bin", "cifar-10-batches-py"),
+    archives=("cifar-10-python.tar.gz", "cifar-10-binary.tar.gz"),
+)
+CIFAR100 = Cifar(
+    name="cifar100",
+    title="CIFAR-100",
+    classes=tuple(
+        """apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
+        castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
+        elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster
+        man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck
+        pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk
+        skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger
+        tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm""".split()  # noqa: SIM905
+    ),
+    mean=(0.5071, 0.4865, 0.4409),
+    std=(0.2673, 0.2564, 0.2762),
+    label_key=b"fine_labels",
+    label_bytes=2,
+    train=("train",),
+    test=("test",),
+    proofs=("meta", "fine_label_names.txt"),
+    folders=("cifar-100-python", "cifar-100-binary"),
+    archives=("cifar-100-python.tar.gz", "cifar-100-binary.tar.gz"),
+)
+SETS = {cifar.name: cifar for cifar in (CIFAR10, CIFAR100)}
 
 _WORTH_KEEPING_BYTES = 16 << 20
 
 Split = tuple[np.ndarray, np.ndarray]  # uint8[n, 32, 32, 3], labels[n]
 
 
-def open_cifar10(folder: Path) -> tuple[ArraySource, ArraySource]:
-    """(train, test) from whichever form the folder holds."""
-    read, train, test = _find(folder)
-    kept = _kept_arrays(_files(train, test))
-    splits = _load(kept)
+class _Part(NamedTuple):
+    """A file of the set, or a member of the published archive."""
+
+    cifar: Cifar
+    path: Path
+    member: str | None = None
+    content: bytes | None = None  # of the member
+
+
+Form = tuple[Callable[[Any], Split], Sequence[Any], Sequence[Any]]  # reader, what it reads for train, for test
+
+
+def open_cifar(cifar: Cifar, path: Path) -> tuple[ArraySource, ArraySource]:
+    """(train, test) from whichever form the folder holds, or from the published archive."""
+    read, train, test = _find(path, cifar)
+    kept_folder = _kept_arrays(cifar, _files(train, test))
+    splits = _load(kept_folder)
     if splits is None:
+        items = _unpacked([*train, *test])
         # Threads, because xz decoding (7 s for the whole set on one core) releases the interpreter lock.
-        with ThreadPoolExecutor(min(len(train) + len(test), os.cpu_count() or 1)) as pool:
-            parts = list(pool.map(read, [*train, *test]))
+        with ThreadPoolExecutor(min(len(items), os.cpu_count() or 1)) as pool:
+            parts = list(pool.map(read, items))
         splits = [_joined(chosen) for chosen in (parts[: len(train)], parts[len(train) :])]
-        _keep(kept, splits)
+        _keep(kept_folder, splits)
     sources = [
-        ArraySource(f"cifar10 {name}", images, labels, classes=CLASSES, mean=MEAN, std=STD)
+        ArraySource(f"{cifar.name} {name}", images, labels, classes=cifar.classes, mean=cifar.mean, std=cifar.std)
         for name, (images, labels) in zip(("train", "test"), splits, strict=True)
     ]
     return sources[0], sources[1]
 
 
-def count_cifar10(folder: Path) -> DataCounts:
+def count_cifar(cifar: Cifar, path: Path) -> DataCounts:
     """The counts of the full set; checks that the files are there, decodes none of them."""
-    _find(folder)
-    return DataCounts(train_samples=50_000, eval_samples=10_000, classes=len(CLASSES))
+    _find(path, cifar)
+    return DataCounts(train_samples=50_000, eval_samples=10_000, classes=len(cifar.classes))
+
+
+def recognised_cifar(path: Path) -> Cifar | None:
+    """Which of the two the folder or archive holds, if any."""
+    return next((cifar for cifar in SETS.values() if _form_in(path, cifar) is not None), None)
 
 
 def _joined(parts: list[Split]) -> Split:
@@ -71,11 +147,9 @@ def _files(train: Sequence[Any], test: Sequence[Any]) -> list[Path]:
     return sorted({part for item in items for part in item if isinstance(part, Path)})
 
 
-def _kept_arrays(files: list[Path]) -> Path:
+def _kept_arrays(cifar: Cifar, files: list[Path]) -> Path:
     """The folder that holds, or will hold, what was made of these files as they are now."""
-    state = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache) / "hyperbatch" / f"cifar10-{hashlib.sha256(repr(state).encode()).hexdigest()[:16]}"
+    return kept.cache_folder() / f"{cifar.name}-{kept.state_of(files)[:16]}"
 
 
 def _load(folder: Path) -> list[Split] | None:
@@ -115,25 +189,76 @@ def _keep(folder: Path, splits: list[Split]) -> None:
 # --- the forms
 
 
-def _find(folder: Path) -> tuple[Callable[[Any], Split], Sequence[Any], Sequence[Any]]:
-    """(reader, what it reads for train, for test): the first complete form in the folder or its usual subfolders."""
-    for place in (folder, folder / "cifar-10-batches-bin", folder / "cifar-10-batches-py"):
-        arrays = [_array_file(place, f"train_images_{i}") for i in range(1, 6)]
-        if all(arrays) and (test := _array_file(place, "test_images")):
-            labels = place / "train_labels.npy", place / "test_labels.npy"
-            for path in labels:
-                if not path.exists():
-                    raise InputError(f"{path} is missing beside the CIFAR-10 images; copy it there")
-            train = [(path, labels[0], i, 5) for i, path in enumerate(arrays)]
-            return _read_arrays, train, [(test, labels[1], 0, 1)]
-        for suffix, read in ((".bin", _read_binary), ("", _read_pickle)):
-            batches = [place / f"data_batch_{i}{suffix}" for i in range(1, 6)] + [place / f"test_batch{suffix}"]
-            if all(path.is_file() for path in batches):
-                return read, batches[:5], batches[5:]
+def _find(path: Path, cifar: Cifar = CIFAR10) -> Form:
+    """The first complete form in the folder or its usual subfolders, or in the archive."""
+    form = _form_in(path, cifar)
+    if form is not None:
+        return form
+    other = recognised_cifar(path)
+    if other is not None:
+        raise InputError(f"{path} holds {other.title}, not {cifar.title}; use --dataset {other.name}")
+    first, last = cifar.train[0], cifar.train[-1]
+    files = first if first == last else f"{first} .. {last}"
+    arrays = "train_images_1..5.npy[.xz] with labels, " if cifar is CIFAR10 else ""
     raise InputError(
-        f"{folder} does not hold CIFAR-10; expected train_images_1..5.npy[.xz] with labels, "
-        "data_batch_1..5.bin and test_batch.bin, or data_batch_1..5 and test_batch"
+        f"{path} does not hold {cifar.title}; expected {' or '.join(cifar.archives)}, {arrays}"
+        f"or {files} and {cifar.test[0]}, as they are or with .bin"
     )
+
+
+def _form_in(path: Path, cifar: Cifar) -> Form | None:
+    if path.name in cifar.archives and path.is_file():
+        return _archive_form(path, cifar)
+    for place in (path, *(path / name for name in cifar.folders)):
+        form = _array_form(place) if cifar is CIFAR10 else None
+        if form is not None:
+            return form
+        if cifar.proofs and not any((place / name).is_file() for name in cifar.proofs):
+            continue
+        for suffix, read in ((".bin", _read_binary), ("", _read_pickle)):
+            train = [_Part(cifar, place / f"{name}{suffix}") for name in cifar.train]
+            test = [_Part(cifar, place / f"{name}{suffix}") for name in cifar.test]
+            if all(part.path.is_file() for part in (*train, *test)):
+                return read, train, test
+    found = [path / name for name in cifar.archives if (path / name).is_file()]
+    return _archive_form(found[0], cifar) if found else None
+
+
+def _array_form(place: Path) -> Form | None:
+    arrays = [_array_file(place, f"train_images_{i}") for i in range(1, 6)]
+    test = _array_file(place, "test_images")
+    if not all(arrays) or test is None:
+        return None
+    labels = place / "train_labels.npy", place / "test_labels.npy"
+    for path in labels:
+        if not path.exists():
+            raise InputError(f"{path} is missing beside the CIFAR-10 images; copy it there")
+    return _read_arrays, [(path, labels[0], i, 5) for i, path in enumerate(arrays)], [(test, labels[1], 0, 1)]
+
+
+def _archive_form(path: Path, cifar: Cifar) -> Form:
+    suffix, read = (".bin", _read_binary) if "binary" in path.name else ("", _read_pickle)
+    train = [_Part(cifar, path, f"{name}{suffix}") for name in cifar.train]
+    return read, train, [_Part(cifar, path, f"{name}{suffix}") for name in cifar.test]
+
+
+def _unpacked(parts: list[Any]) -> list[Any]:
+    """Members of an archive get their content, all by one pass over it."""
+    if not isinstance(parts[0], _Part) or parts[0].member is None:
+        return parts
+    path, found = parts[0].path, {}
+    try:
+        with tarfile.open(path, "r:gz") as tar:
+            for member in tar:
+                name = member.name.rpartition("/")[2]
+                if member.isreg() and (file := tar.extractfile(member)) and name in {part.member for part in parts}:
+                    found[name] = file.read()
+    except (tarfile.TarError, OSError, EOFError, ValueError, zlib.error) as error:
+        raise InputError(f"{path} cannot be read: {error}; fetch the file again") from error
+    for part in parts:
+        if part.member not in found:
+            raise InputError(f"{path} has no {part.member} inside; fetch the file again")
+    return [part._replace(content=found[part.member]) for part in parts]
 
 
 def _array_file(folder: Path, stem: str) -> Path | None:
@@ -151,32 +276,46 @@ def _read_arrays(item: tuple[Path, Path, int, int]) -> Split:
     return _checked(path, images, labels)
 
 
-def _read_binary(path: Path) -> Split:
-    records = np.fromfile(path, dtype=np.uint8)
-    if records.size == 0 or records.size % _RECORD_BYTES:
-        raise InputError(f"{path} is not a whole number of {_RECORD_BYTES}-byte records; fetch the file again")
-    records = records.reshape(-1, _RECORD_BYTES)
-    return _checked(path, _channels_last(records[:, 1:]), records[:, 0])
+def _read_binary(part: _Part) -> Split:
+    records = np.frombuffer(_content(part), dtype=np.uint8)
+    record_bytes = part.cifar.label_bytes + _PIXEL_BYTES
+    if records.size == 0 or records.size % record_bytes:
+        raise InputError(f"{_where(part)} is not a whole number of {record_bytes}-byte records; fetch the file again")
+    records = records.reshape(-1, record_bytes)
+    pixels = _channels_last(records[:, part.cifar.label_bytes :])
+    return _checked(_where(part), pixels, records[:, part.cifar.label_bytes - 1])
 
 
-def _read_pickle(path: Path) -> Split:
+def _read_pickle(part: _Part) -> Split:
     try:
-        with open(path, "rb") as file:
-            content = _ArrayUnpickler(file, encoding="bytes").load()
-        return _checked(path, _channels_last(content[b"data"]), np.asarray(content[b"labels"]))
+        content = _ArrayUnpickler(io.BytesIO(_content(part)), encoding="bytes").load()
+        return _checked(
+            _where(part), _channels_last(content[b"data"]), np.asarray(content[part.cifar.label_key], dtype=np.int64)
+        )
     except InputError:
         raise
     except Exception as error:  # a hostile or broken pickle can fail in any way
-        raise InputError(f"{path} is not a CIFAR-10 pickle: {error}; fetch the file again") from error
+        raise InputError(f"{_where(part)} is not a {part.cifar.title} pickle: {error}; fetch the file again") from error
+
+
+def _content(part: _Part) -> bytes:
+    try:
+        return part.path.read_bytes() if part.content is None else part.content
+    except OSError as error:
+        raise InputError(f"{part.path} cannot be read: {error.strerror}; check its permissions") from error
+
+
+def _where(part: _Part) -> str:
+    return f"{part.path}:{part.member}" if part.member else str(part.path)
 
 
 def _channels_last(flat: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(flat.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
 
 
-def _checked(path: Path, images: np.ndarray, labels: np.ndarray) -> Split:
+def _checked(path: Path | str, images: np.ndarray, labels: np.ndarray) -> Split:
     if images.shape[1:] != (32, 32, 3) or images.dtype != np.uint8 or labels.shape != (len(images),):
-        raise InputError(f"{path} holds {images.dtype}{images.shape} images and {labels.shape} labels, not CIFAR-10")
+        raise InputError(f"{path} holds {images.dtype}{images.shape} images and {labels.shape} labels, not CIFAR's")
     return images, labels
 
 

@@ -1,4 +1,4 @@
-"""Images as they come: an ImageFolder tree (DIR/train/CLASS/FILE), or tars with the same paths inside."""
+"""Images as they come: files below a folder (DIR/train/CLASS/FILE), or tars with the same paths inside."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import os
 import tarfile
 import zlib
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from hyperbatch.data.source import BadSample, EncodedSource, Location, check_same_classes
+from hyperbatch.data.source import BadSample, EncodedSource, Location
 from hyperbatch.data.tars import check_end
 from hyperbatch.errors import InputError
 
@@ -22,24 +22,41 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".webp", ".ti
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz")
 
 
-class FolderSource(EncodedSource):
-    """One split of a folder tree. File names are one fixed-width array, not a Python object each."""
+class Listed(NamedTuple):
+    """The samples of a split: paths are relative to the folder or archive that holds them, and end in a file's name."""
 
-    def __init__(self, folder: Path) -> None:
+    name: str
+    classes: tuple[str, ...]
+    labels: np.ndarray  # int64[n]
+    paths: list[str]
+
+
+class Tree(Protocol):
+    """Where a layout looks for its folders and files: FolderTree, or an archive (layouts/archives.py)."""
+
+    def within(self, folder: str) -> Tree: ...
+    def folders(self) -> list[str]: ...
+    def files(self) -> list[str]: ...
+    def images(self) -> list[str]: ...
+    def read(self, path: str) -> bytes: ...
+    def text(self, path: str) -> str: ...
+    def source(self, listed: Listed) -> EncodedSource: ...
+
+
+class FolderSource(EncodedSource):
+    """Files below a folder. Their paths are one fixed-width array, not a Python object each.
+
+    Unless they are listed otherwise, each folder in it is a class and holds that class's images, at any depth.
+    """
+
+    def __init__(self, folder: Path, listed: Listed | None = None) -> None:
         self.folder = folder
-        classes = _class_names(folder)
-        names, counts = [], []
-        for name in classes:
-            files = sorted(os.fsencode(entry.name) for entry in _entries(folder / name) if _is_image_file(entry))
-            if not files:
-                raise InputError(f"class folder {folder / name} has no images; add some or remove the folder")
-            names.append(np.array(files))
-            counts.append(len(files))
-        super().__init__(folder.name, classes, np.repeat(np.arange(len(classes)), counts))
-        self._names = np.concatenate(names)
+        listed = listed or list_classes(FolderTree(folder), folder.name)
+        super().__init__(listed.name, listed.classes, listed.labels)
+        self._paths = np.array([os.fsencode(path) for path in listed.paths])
 
     def path(self, index: int) -> Path:
-        return self.folder / self.classes[self.labels[index]] / os.fsdecode(bytes(self._names[index]))
+        return self.folder / os.fsdecode(bytes(self._paths[index]))
 
     def read(self, index: int) -> bytes:
         return bytes(self.read_buffer(index))
@@ -59,11 +76,8 @@ class FolderSource(EncodedSource):
         return data
 
     def locations(self, ids: list[int]) -> list[Location]:
-        labels, names = self.labels[ids].tolist(), self._names[ids].tolist()
-        return [
-            Location(f"{self.folder}{os.sep}{self.classes[label]}{os.sep}{os.fsdecode(name)}")
-            for label, name in zip(labels, names, strict=True)
-        ]
+        folder = os.fspath(self.folder)
+        return [Location(os.path.join(folder, os.fsdecode(path))) for path in self._paths[ids].tolist()]
 
     def describe(self, index: int) -> str:
         return str(self.path(index))
@@ -78,6 +92,88 @@ class FolderSource(EncodedSource):
             except OSError as error:
                 raise InputError(f"{error.filename}: {error.strerror}; repair or remove the file") from error
         return sizes
+
+
+class FolderTree:
+    """Folders and files below a folder, as `layouts` ask for them; an archive's answers are the same."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def within(self, folder: str) -> FolderTree:
+        return FolderTree(self.root / folder)
+
+    def folders(self) -> list[str]:
+        """Names, sorted; hidden ones are passed over."""
+        return sorted(
+            entry.name for entry in _entries(self.root) if _is_folder(entry) and not entry.name.startswith(".")
+        )
+
+    def files(self) -> list[str]:
+        """Names of plain files and of links to them, sorted; hidden ones are passed over."""
+        return sorted(entry.name for entry in _entries(self.root) if _is_file(entry) and not entry.name.startswith("."))
+
+    def images(self) -> list[str]:
+        """Paths of the images at any depth, in torchvision's order: by folder, then by name."""
+        found = []
+        waiting = [("", os.fspath(self.root), frozenset())]
+        while waiting:
+            below, folder, links = waiting.pop()
+            inside = []
+            for entry in _entries(Path(folder)):
+                if _is_image_file(entry):
+                    inside.append(entry.name)
+                elif _is_folder(entry):
+                    followed = links
+                    if entry.is_symlink():
+                        real = os.path.realpath(entry.path)
+                        if real in links or f"{os.path.realpath(folder)}/".startswith(f"{real}/"):
+                            continue  # it goes round in circles
+                        followed = links | {real}
+                    waiting.append((f"{below}{entry.name}/", entry.path, followed))
+            found.append((below, sorted(inside)))
+        return [below + name for below, names in sorted(found, key=lambda item: item[0][:-1]) for name in names]
+
+    def read(self, path: str) -> bytes:
+        try:
+            return (self.root / path).read_bytes()
+        except OSError as error:
+            raise InputError(f"{self.root / path} cannot be read: {error.strerror}; check its permissions") from error
+
+    def text(self, path: str) -> str:
+        return decoded(self.read(path), str(self.root / path))
+
+    def source(self, listed: Listed) -> FolderSource:
+        return FolderSource(self.root, listed)
+
+
+def decoded(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where} is not a text in UTF-8: {error}; fetch or write it again") from error
+
+
+def list_classes(tree: Tree, name: str) -> Listed:
+    """Each folder is a class and holds that class's images, at any depth, as torchvision's ImageFolder reads them."""
+    classes, paths, counts = class_names(tree), [], []
+    for folder in classes:
+        images = tree.within(folder).images()
+        if not images:
+            raise InputError(f"class folder {tree.within(folder)} has no images; add some or remove the folder")
+        paths += [f"{folder}/{image}" for image in images]
+        counts.append(len(images))
+    return Listed(name, classes, np.repeat(np.arange(len(classes)), counts), paths)
+
+
+def class_names(tree: Tree) -> tuple[str, ...]:
+    names = tree.folders()
+    if not names:
+        raise InputError(f"{tree} has no class folders; expected {tree}/CLASS/IMAGE.jpg")
+    return tuple(names)
 
 
 class TarSource(EncodedSource):
@@ -97,7 +193,7 @@ class TarSource(EncodedSource):
                     for member in tar:
                         parts = [part for part in member.name.split("/") if part != "."]
                         plain = member.isreg() and not member.issparse() and ".." not in parts
-                        if plain and len(parts) == 3 and parts[0] == split and parts[1] and _is_image(parts[2]):
+                        if plain and len(parts) == 3 and parts[0] == split and parts[1] and is_image(parts[2]):
                             classes.append(parts[1])
                             names.append(os.fsencode(parts[2]))
                             spans.append((number, member.offset_data, member.size))
@@ -132,35 +228,9 @@ class TarSource(EncodedSource):
         return np.stack([times[self._spans[:, 0]], self._spans[:, 1]], axis=1)
 
 
-def open_folders(folder: Path) -> tuple[FolderSource, FolderSource]:
-    """(train, val) of a folder tree."""
-    for split in ("train", "val"):
-        if not (folder / split).is_dir():
-            raise InputError(f"{folder} has no {split}/ folder; expected {folder}/{split}/CLASS/IMAGE.jpg")
-    # Compared before files are listed, so that a mismatch is found at once even in a large set.
-    check_same_classes(_class_names(folder / "train"), _class_names(folder / "val"), folder)
-    return FolderSource(folder / "train"), FolderSource(folder / "val")
-
-
-def open_tars(folder: Path) -> tuple[TarSource, TarSource]:
-    """(train, val) of train*.tar[.gz|.xz] and val*.tar[.gz|.xz]."""
-    paths = {split: tar_paths(folder, split) for split in ("train", "val")}
-    for split, found in paths.items():
-        if not found:
-            raise InputError(f"{folder} has no {split}*.tar; expected {split}.tar, .tar.gz or .tar.xz")
-    return TarSource(paths["train"], "train"), TarSource(paths["val"], "val")
-
-
 def tar_paths(folder: Path, split: str) -> list[Path]:
     """The split's tars, in order."""
     return sorted(p for p in folder.glob(f"{split}*") if p.name.endswith(_TAR_SUFFIXES) and p.is_file())
-
-
-def _class_names(folder: Path) -> tuple[str, ...]:
-    names = sorted(entry.name for entry in _entries(folder) if entry.is_dir() and not entry.name.startswith("."))
-    if not names:
-        raise InputError(f"{folder} has no class folders; expected {folder}/CLASS/IMAGE.jpg")
-    return tuple(names)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
@@ -172,13 +242,27 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         raise InputError(f"{folder} cannot be listed: {error.strerror}; check its permissions") from error
 
 
-def _is_image(name: str) -> bool:
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    """A dangling link counts, so that it is reported; a pipe, on which reading would wait for ever, does not."""
+    if entry.is_symlink():
+        return os.path.isfile(entry.path) or not os.path.exists(entry.path)
+    return entry.is_file()
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Links to folders count; those that lead to themselves are no error."""
+    return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
+
+
+def is_image(name: str) -> bool:
     return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
 
 
 def _is_image_file(entry: os.DirEntry[str]) -> bool:
-    """Neither a folder nor a pipe. A link counts, wherever it leads, so that one that dangles is reported when read."""
-    return _is_image(entry.name) and (entry.is_file(follow_symlinks=False) or entry.is_symlink())
+    """Neither a folder nor a pipe. Links count, except to folders, so that one that dangles is reported when read."""
+    if not is_image(entry.name):
+        return False
+    return not os.path.isdir(entry.path) if entry.is_symlink() else entry.is_file()
 
 
 def _tar_content(path: Path) -> bytes | mmap.mmap:

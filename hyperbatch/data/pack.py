@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from hyperbatch.config import DataConfig
+from hyperbatch.data.layouts import open_images, open_one, recognise
 from hyperbatch.data.recompress import Recompress
 from hyperbatch.data.shard_writer import (
     Progress,
@@ -41,7 +42,7 @@ from hyperbatch.data.shards import (
     read_index,
     read_manifest,
 )
-from hyperbatch.data.source import EncodedSource, open_data, open_split
+from hyperbatch.data.source import ArraySource, EncodedSource, PixelFiles, data_path
 from hyperbatch.data.stream import permute
 from hyperbatch.errors import InputError
 
@@ -75,7 +76,7 @@ class SplitInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class DataInfo:
-    kind: str  # "folder", "tars" or "shards"
+    kind: str  # the layout that was recognised: "folder", "tars", "shards", "Tiny-ImageNet in a zip", ...
     classes: int
     class_names: list[str]
     splits: dict[str, SplitInfo]
@@ -111,7 +112,7 @@ def pack(
         raise InputError(f"shard size {shard_bytes} and workers {workers}: must be positive")
     recompress = Recompress(max_side=max_side, quality=quality, decoded=decoded)
     src, dst = Path(src), Path(dst)
-    sources = open_splits(src, split)
+    _, sources = open_splits(src, split)
     if any(isinstance(source, ShardSource) for source in sources.values()):
         raise InputError(f"{src} is packed already; give the folder tree or tars it was made from")
     names = {name: _source_names(source, src) for name, source in sources.items()}
@@ -156,11 +157,10 @@ def pack(
 
 def info(folder: str | Path) -> DataInfo:
     """Describes a set of any kind."""
-    sources = open_splits(folder)
-    first = next(iter(sources.values()))
-    form, classes = type(first).__name__, list(first.classes)
+    kind, sources = open_splits(folder)
+    classes = list(next(iter(sources.values())).classes)
     return DataInfo(
-        kind={"FolderSource": "folder", "TarSource": "tars", "ShardSource": "shards"}.get(form, form),
+        kind=kind,
         classes=len(classes),
         class_names=classes,
         splits={split: _split_info(source) for split, source in sources.items()},
@@ -186,23 +186,20 @@ def _split_info(source: EncodedSource) -> SplitInfo:
     )
 
 
-def open_splits(folder: str | Path, split: str | None = None) -> dict[str, EncodedSource]:
-    """Every split that is there, or the one that is asked for."""
-    config = DataConfig(dataset="images", data=str(folder))
+def open_splits(folder: str | Path, split: str | None = None) -> tuple[str, dict[str, EncodedSource]]:
+    """(layout, split -> source): every split that is there, or the one that is asked for."""
+    path = data_path(DataConfig(dataset="images", data=str(folder)))
     if split is not None:
         if split not in SPLITS:
             raise InputError(f"--split {split}: must be train or val")
-        sources = {split: open_split(config, split)}
-    elif (Path(folder) / MANIFEST).exists():  # it may hold one split
-        manifest = read_manifest(Path(folder))
-        sources = {name: ShardSource(Path(folder), name, manifest) for name in manifest.splits}
+        kind, sources = recognise(path).kind, {split: open_one(path, split)}
+    elif (path / MANIFEST).exists():  # it may hold one split
+        manifest = read_manifest(path)
+        kind, sources = "shards", {name: ShardSource(path, name, manifest) for name in manifest.splits}
     else:
-        sources = dict(zip(SPLITS, open_data(config), strict=True))
-    found: dict[str, EncodedSource] = {}
-    for name, source in sources.items():
-        assert isinstance(source, EncodedSource)
-        found[name] = source
-    return found
+        kind, *both = open_images(path)
+        sources = dict(zip(SPLITS, both, strict=True))
+    return kind, {name: PixelFiles(s) if isinstance(s, ArraySource) else s for name, s in sources.items()}
 
 
 # --- what is packed, and whether it is still the same
@@ -210,7 +207,7 @@ def open_splits(folder: str | Path, split: str | None = None) -> dict[str, Encod
 
 def _source_names(source: EncodedSource, src: Path) -> list[str]:
     """Where each sample lies within the set."""
-    prefix = f"{src}{os.sep}"
+    prefix = f"{src}{os.sep}" if src.is_dir() else f"{src}:"
     return [source.describe(i).removeprefix(prefix) for i in range(len(source))]
 
 

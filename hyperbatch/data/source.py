@@ -2,14 +2,15 @@
 
 open_data(config) -> (train, val)      check_data(config) -> counts, before any worker starts
 
-  Source ──┬── ArraySource     images: uint8[n, h, w, c] in memory      digits, cifar10, synthetic
-           └── EncodedSource   read(i) -> file bytes                    FolderSource, TarSource, ShardSource
+  Source ──┬── ArraySource     images: uint8[n, h, w, c] in memory      digits, cifar, synthetic
+           └── EncodedSource   read(i) -> file bytes                    FolderSource, MemberSource, ShardSource
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -193,6 +194,27 @@ def check_colors(name: str, channels: int, mean: Any, std: Any) -> None:
             raise InputError(f"{name}: {what} must be {channels} numbers, one a channel, got {values!r}")
 
 
+class PixelFiles(EncodedSource):
+    """An array's images as files of plain pixels, for whoever handles files: packing and describing."""
+
+    def __init__(self, arrays: ArraySource) -> None:
+        super().__init__(arrays.name, arrays.classes, arrays.labels)
+        self._arrays = arrays
+
+    def read(self, index: int) -> bytes:
+        pixels = self._arrays.image(index)
+        height, width, _ = pixels.shape
+        return b"P6 %d %d 255\n" % (width, height) + np.broadcast_to(pixels, (height, width, 3)).tobytes()
+
+    def describe(self, index: int) -> str:
+        return f"{self.name}/{index:06d}.ppm"
+
+    def changed_ns(self) -> np.ndarray:
+        """Checksums: arrays have no times, and images of one size would all look alike."""
+        sums = [zlib.crc32(self._arrays.image(i).tobytes()) for i in range(len(self))]
+        return np.array(sums, dtype=np.int64)[:, None]
+
+
 def spread_ids(source: Source, count: int) -> list[int]:
     """Up to `count` samples, spread evenly over the set, from which something about all of them is estimated."""
     return np.unique(np.linspace(0, len(source) - 1, count).astype(int)).tolist()
@@ -216,17 +238,19 @@ def open_data(config: DataConfig) -> tuple[Source, Source]:
 
         _takes_no_folder(config)
         train, val = open_digits()
-    elif config.dataset == "cifar10":
-        from hyperbatch.data.cifar import open_cifar10
+    elif config.dataset in ("cifar10", "cifar100"):
+        from hyperbatch.data.cifar import SETS, open_cifar
 
-        train, val = open_cifar10(data_folder(config))
+        train, val = open_cifar(SETS[config.dataset], data_path(config))
     elif config.dataset == "synthetic":
         _takes_no_folder(config)
         train, val = _synthetic(config, "train", config.train_samples), _synthetic(config, "val", config.eval_samples)
     elif config.dataset == "images":
-        train, val = _open_images(data_folder(config))
+        from hyperbatch.data.layouts import open_images
+
+        _, train, val = open_images(data_path(config))
     else:
-        known = ("images", "digits", "cifar10", "synthetic")
+        known = ("images", "digits", "cifar10", "cifar100", "synthetic")
         raise InputError(f"unknown dataset {config.dataset!r}{nearest(config.dataset, known)}")
     check_same_classes(train.classes, val.classes, config.data or config.dataset)
     return train, val
@@ -240,16 +264,9 @@ def open_eval(config: DataConfig) -> Source:
 def open_split(config: DataConfig, split: str) -> Source:
     """One split alone: in a folder of images the other need not be there."""
     if config.dataset == "images":
-        from hyperbatch.data.folders import FolderSource, TarSource, tar_paths
-        from hyperbatch.data.shards import MANIFEST, ShardSource, read_manifest
+        from hyperbatch.data.layouts import open_one
 
-        folder, other = data_folder(config), "train" if split == "val" else "val"
-        if (folder / MANIFEST).exists():
-            return ShardSource(folder, split, read_manifest(folder))
-        if (folder / split).is_dir() and not (folder / other).is_dir():
-            return FolderSource(folder / split)
-        if tar_paths(folder, split) and not tar_paths(folder, other):
-            return TarSource(tar_paths(folder, split), split)
+        return open_one(data_path(config), split)
     return open_data(config)[("train", "val").index(split)]
 
 
@@ -259,10 +276,10 @@ def check_data(config: DataConfig) -> DataCounts:
     from hyperbatch.data.decode import choose_decoder
 
     choose_decoder(config.decoder)
-    if config.dataset == "cifar10":
-        from hyperbatch.data.cifar import count_cifar10
+    if config.dataset in ("cifar10", "cifar100"):
+        from hyperbatch.data.cifar import SETS, count_cifar
 
-        counts, whole = count_cifar10(data_folder(config)), True
+        counts, whole = count_cifar(SETS[config.dataset], data_path(config)), True
     else:
         train, val = open_data(config)
         counts = DataCounts(
@@ -281,15 +298,15 @@ def _takes_no_folder(config: DataConfig) -> None:
         )
 
 
-def data_folder(config: DataConfig) -> Path:
-    """The --data folder; InputError when it is not given, missing, not a folder, or empty."""
+def data_path(config: DataConfig) -> Path:
+    """The --data folder or file; InputError when it is not given, missing, or an empty folder."""
     if not config.data:
         raise InputError(f"dataset {config.dataset!r} needs a data folder; give --data DIR")
     folder = Path(config.data)
     if not folder.exists():
         raise InputError(f"data folder {folder} does not exist; give --data DIR")
     if not folder.is_dir():
-        raise InputError(f"{folder} is not a folder; give --data the folder that holds the data set")
+        return folder
     try:
         empty = not any(folder.iterdir())
     except OSError as error:
@@ -310,23 +327,6 @@ def check_same_classes(train: tuple[str, ...], val: tuple[str, ...], where: Path
             parts.append(f"only in {split}: {shown}")
     raise InputError(
         f"{where}: train and val have different classes ({'; '.join(parts) or 'other order'}); make them equal"
-    )
-
-
-def _open_images(folder: Path) -> tuple[Source, Source]:
-    """Packed shards, a folder tree, or tars, whichever the folder holds."""
-    from hyperbatch.data.folders import open_folders, open_tars, tar_paths
-    from hyperbatch.data.shards import MANIFEST, open_shards
-
-    if (folder / MANIFEST).exists():
-        return open_shards(folder)
-    if (folder / "train").is_dir() or (folder / "val").is_dir():
-        return open_folders(folder)
-    if tar_paths(folder, "train") or tar_paths(folder, "val"):
-        return open_tars(folder)
-    raise InputError(
-        f"{folder} has no train/ and val/ folders, no train*.tar and val*.tar, and no packed shards; "
-        "give --data the folder that holds them"
     )
 
 

@@ -158,7 +158,7 @@ def key_of(config: Config) -> tuple[str, ...]:
 
 def data_key(config: DataConfig) -> tuple[str, ...]:
     """What `open_data` reads; a data set of the user's own is given the whole section."""
-    if config.dataset in ("images", "cifar10", "digits"):
+    if config.dataset in ("images", "cifar10", "cifar100", "digits"):
         return config.dataset, str(config.data)
     return (repr(config),)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -305,7 +306,7 @@ def test_kept_images_give_the_same_batches_and_are_not_read_again(place):
 
 
 @inside
-@pytest.mark.parametrize("form", ["folder", "shards", "decoded"])
+@pytest.mark.parametrize("form", ["folder", "set.tar", "shards", "decoded"])
 def test_reading_processes_give_the_batches_of_threads(form, tmp_path):
     for split in ("train", "val"):
         (tmp_path / "tree" / split / "a").mkdir(parents=True)
@@ -314,7 +315,9 @@ def test_reading_processes_give_the_batches_of_threads(form, tmp_path):
             path.write_bytes(encoded(photo(20 + i, 30 - i, i), "PNG" if i == 4 else "JPEG"))
     broken = tmp_path / "tree" / "train" / "a" / "2.jpg"
     broken.write_bytes(broken.read_bytes()[:200])
-    if form != "folder":
+    if form == "set.tar":
+        shutil.make_archive(str(tmp_path / "set"), "tar", tmp_path / "tree")
+    elif form != "folder":
         pack(tmp_path / "tree", tmp_path / form, decoded=form == "decoded")
     source, _ = open_data(DataConfig(data=str(tmp_path / ("tree" if form == "folder" else form))))
     plans = [planned(source, CONFIG, epoch=epoch) for epoch in range(4)]  # more than there are slots

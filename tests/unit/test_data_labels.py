@@ -9,15 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from layout_files import Files, folder_set
 from PIL import Image
 from test_data_pack import as_first_schema, contents, opened, rewrite_index, rewrite_manifest
 
 from hyperbatch.cli import _ProgressLines, main
 from hyperbatch.config import DataConfig
 from hyperbatch.data import shard_writer
+from hyperbatch.data.identity import sample_list
 from hyperbatch.data.pack import info, pack
 from hyperbatch.data.shards import index_path
-from hyperbatch.data.source import BadSample, open_eval
+from hyperbatch.data.source import BadSample, open_data, open_eval
 from hyperbatch.data.verify import verify
 from hyperbatch.errors import InputError
 
@@ -362,3 +364,52 @@ def test_a_log_gets_a_line_every_ten_seconds(monkeypatch, capsys):
         "pack: 1,400 of 10,400 images, 100 images/s, 90 s left",
         "pack: 2,400 of 10,400 images, 100 images/s, 80 s left",
     ]
+
+
+@pytest.mark.parametrize("name", ["set.zip", "set.tar", "set.tar.gz"])
+def test_an_archive_that_was_written_anew_is_not_the_set_that_was_packed(tmp_path, name):
+    """Images of the same names, sizes and places."""
+    path, swapped = tmp_path / name, Files()
+    files, _, _ = folder_set()
+    for member in files:
+        files[member] = files[member].ljust(1000, b"\0")
+    swapped.update(files | {"train/a/0.jpg": files["train/b/0.jpg"]})
+    write = files.zip if name.endswith("zip") else files.tar
+    write_swapped = swapped.zip if name.endswith("zip") else swapped.tar
+    write(path)
+    assert pack(path, tmp_path / "dst").samples == 8
+    assert pack(path, tmp_path / "dst").resumed_shards == 2
+    write_swapped(path)
+    with pytest.raises(InputError, match="changed"):
+        pack(path, tmp_path / "dst")
+
+
+def test_links_below_a_class_that_dangle_or_lead_to_themselves(src, tmp_path):
+    (src / "train" / "ant" / "inner").mkdir()
+    (src / "train" / "ant" / "inner" / "gone.jpg").symlink_to(src / "nowhere.jpg")
+    (src / "train" / "ant" / "itself").symlink_to(src / "train" / "ant" / "itself")
+    report = pack(src, tmp_path / "dst")
+    assert (report.samples, report.skipped) == (16, 1)
+    assert Path(report.skipped_list).read_text() == "train/ant/inner/gone.jpg: there is no such file\n"
+
+
+def test_one_split_of_an_archive_is_packed(tmp_path):
+    files, train, _ = folder_set()
+    for name in [name for name in files if name.startswith("val")]:
+        del files[name]
+    path = files.zip(tmp_path / "set.zip")
+    assert pack(path, tmp_path / "dst", split="train").samples == len(train)
+    with pytest.raises(InputError, match="has no val/ folder"):
+        pack(path, tmp_path / "other")
+
+
+def test_samples_of_an_archive_are_known_by_their_names_wherever_it_lies(tmp_path):
+    files, _, _ = folder_set()
+    lists = []
+    for name in ("one.tar", "two.tar.gz"):
+        train, _ = open_data(DataConfig(data=str(files.tar(tmp_path / name))))
+        lists.append(sample_list(train))
+    assert lists[0] == lists[1]
+    renamed = Files({path.replace("train/a/0", "train/a/5"): data for path, data in files.items()})
+    train, _ = open_data(DataConfig(data=str(renamed.tar(tmp_path / "three.tar"))))
+    assert sample_list(train).members != lists[0].members

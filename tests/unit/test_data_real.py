@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hyperbatch.config import BatchPhase, DataConfig
-from hyperbatch.data.cifar import _find, count_cifar10
+from hyperbatch.data.cifar import CIFAR10, _find, count_cifar
 from hyperbatch.data.folders import TarSource, tar_paths
 from hyperbatch.data.loader import TrainLoader, eval_batches
 from hyperbatch.data.pack import pack
@@ -82,7 +82,7 @@ def test_tiny_imagenet_opens_and_decodes():
 def test_cifar10_opens():
     """One part only: all of it takes a quarter of a minute to unpack."""
     folder = ROOT / "cifar10"
-    assert count_cifar10(folder).train_samples == 50_000
+    assert count_cifar(CIFAR10, folder).train_samples == 50_000
     read, train, test = _find(folder)
     assert len(train) == 5
     images, labels = read(test[0])

@@ -15,7 +15,7 @@ from PIL import Image
 
 from hyperbatch.config import DataConfig
 from hyperbatch.data import cifar, source
-from hyperbatch.data.cifar import count_cifar10, open_cifar10
+from hyperbatch.data.cifar import CIFAR10, count_cifar, open_cifar
 from hyperbatch.data.digits import open_digits
 from hyperbatch.data.folders import FolderSource, TarSource
 from hyperbatch.data.gpu import reader_process
@@ -279,11 +279,11 @@ def test_cifar10_forms_agree(tmp_path, form):
         np.save(tmp_path / "test_labels.npy", labels)
     for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
         cifar_forms(tmp_path, name, flat, labels, form)
-    train, test = open_cifar10(tmp_path)
+    train, test = open_cifar(CIFAR10, tmp_path)
     assert (len(train), len(test)) == (35, 7)
     assert train.images[3, 1, 2, 1] == flat[3, 1024 + 32 + 2]
     assert (train.labels == np.tile(labels, 5)).all()
-    assert count_cifar10(tmp_path).classes == 10
+    assert count_cifar(CIFAR10, tmp_path).classes == 10
 
 
 @pytest.mark.parametrize("form", ["binary", "pickle", "arrays"])
@@ -304,7 +304,8 @@ def test_cifar10_is_kept_as_arrays_until_its_files_change(tmp_path, monkeypatch,
 
     def opened():
         decoded.clear()
-        return [(source.images.tolist(), source.labels.tolist()) for source in open_cifar10(tmp_path)], len(decoded)
+        found = [(source.images.tolist(), source.labels.tolist()) for source in open_cifar(CIFAR10, tmp_path)]
+        return found, len(decoded)
 
     write(0)
     first, count = opened()
@@ -332,7 +333,7 @@ def test_a_hostile_pickle_is_refused(tmp_path):
     for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
         (tmp_path / name).write_bytes(pickle.dumps(Attack()))
     with pytest.raises(InputError, match="refers to"):
-        open_cifar10(tmp_path)
+        open_cifar(CIFAR10, tmp_path)
     assert not (tmp_path / "owned").exists()
 
 
@@ -340,7 +341,7 @@ def test_a_cut_binary_file_is_named(tmp_path):
     for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
         (tmp_path / f"{name}.bin").write_bytes(bytes(3073 * 2 - 5))
     with pytest.raises(InputError, match="records"):
-        open_cifar10(tmp_path)
+        open_cifar(CIFAR10, tmp_path)
 
 
 # --- synthetic and own data

@@ -1,0 +1,111 @@
+"""What is worked out once about a large file and kept: the index of an archive beside it, unpacked contents in a cache.
+
+What was kept is found by the file's path, size and time, so a file that changed is read anew. Everything here can be
+deleted at any time, and where nothing can be written nothing is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+WORTH_KEEPING_BYTES = 16 << 20  # smaller files are read again as quickly
+
+Arrays = dict[str, np.ndarray]
+
+
+def cache_folder() -> Path:
+    """The user's own; not absolute where there is no home."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "hyperbatch"
+
+
+def state_of(files: list[Path]) -> str:
+    """Changes when one of the files does."""
+    state = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(repr(state).encode()).hexdigest()
+
+
+def indexed(path: Path, make: Callable[[], Arrays]) -> Arrays:
+    """`make()`, or what it gave for this file before: kept beside it, or in the cache folder.
+
+    Its arrays have a row for each member: `names`, `spans` (offset and length), and what else is known of them.
+    """
+    if path.stat().st_size < WORTH_KEEPING_BYTES:
+        return make()
+    # Beside the file only its size and time count: a folder may be mounted elsewhere tomorrow.
+    state = f"{path.stat().st_size} {path.stat().st_mtime_ns}"
+    places = [path.with_name(f"{path.name}.index.npz"), cache_folder() / f"index-{state_of([path])[:16]}.npz"]
+    for place in places:
+        found = _load_arrays(place, state)
+        if found is not None:
+            return found
+    made = make()
+    for place in places:
+        with contextlib.suppress(OSError):
+            with whole_file(place) as file:
+                np.savez(file, **{"state": np.array(state), **made})  # pyright: ignore[reportArgumentType]
+            break
+    return made
+
+
+def _load_arrays(path: Path, state: str) -> Arrays | None:
+    """None: not there, not whole (every array of a zip has a checksum), or of another file."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            found = {name: file[name] for name in file.files}
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError):
+        return None
+    if str(found.pop("state", "")) != state or not {"names", "spans"} <= set(found):
+        return None
+    names, spans = found["names"], found["spans"]
+    sound = names.dtype.kind == "S" and spans.dtype == np.int64 and spans.shape == (len(names), 2)
+    return found if sound and (spans >= 0).all() and all(len(array) == len(names) for array in found.values()) else None
+
+
+def made_once(name: str, write: Callable[[IO[bytes]], None]) -> Path | None:
+    """The file of this name in the cache folder, written by one process while others wait; None: it cannot be written.
+
+    An OSError of `write` may come from either side, so the caller reads again without the cache to learn which.
+    """
+    path = cache_folder() / name
+    if path.is_file():
+        return path
+    if not path.is_absolute():  # no home
+        return None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.with_name(f"{name}.lock"), "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.is_file():
+                with whole_file(path) as file:
+                    write(file)
+    except OSError:
+        return None
+    return path
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """Written beside and renamed, so that whoever finds the file finds all of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            yield file
+        os.chmod(part, 0o644)
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise

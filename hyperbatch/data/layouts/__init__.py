@@ -1,0 +1,209 @@
+"""The layouts in which people have their images: one list, asked in order, of functions that know them by their names.
+
+    path ── recognise ──> Found(kind, train, val) ── open ──> Source with classes, labels and the place of every sample
+
+A layout looks at listings only, so recognising is cheap; files are listed when a split is opened. Every source answers
+`read` and, where a sample's bytes lie plainly in a file, `locations`: decoding, packing, caches and reading processes
+need to know nothing of layouts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from hyperbatch.data.folders import FolderTree, TarSource, Tree, list_classes, tar_paths
+from hyperbatch.data.layouts import archives
+from hyperbatch.data.layouts.found import TEST, TRAIN, VAL_NAMES, Found, files_by_split, val_name
+from hyperbatch.data.layouts.imagenet import imagenet_tars, imagenet_tree
+from hyperbatch.data.layouts.parquet import parquet
+from hyperbatch.data.layouts.tables import SUFFIXES as TABLES
+from hyperbatch.data.layouts.tables import only_table, table_file, tables
+from hyperbatch.data.layouts.trees import image_folder, tiny_imagenet
+from hyperbatch.data.layouts.webdataset import webdataset
+from hyperbatch.data.shards import MANIFEST, ShardSource, read_manifest
+from hyperbatch.data.source import ArraySource, EncodedSource, check_same_classes
+from hyperbatch.errors import InputError
+
+_PACKED = "shards"  # the kind of a set whose splits have one list of classes
+_MAX_INNER = 32  # folders in which a set is looked for
+
+
+def open_images(path: Path) -> tuple[str, ArraySource | EncodedSource, ArraySource | EncodedSource]:
+    """(kind, train, val)"""
+    found = recognise(path)
+    train, val = found.open("train"), found.open("val")
+    check_same_classes(train.classes, val.classes, path)
+    return found.kind, train, val
+
+
+def open_one(path: Path, split: str) -> ArraySource | EncodedSource:
+    """ "train" or "val" alone; the other need not be there, but where it is, both must have the same classes."""
+    found = recognise(path)
+    if found.kind == _PACKED or found.train is None or found.val is None:
+        return found.open(split)
+    _, train, val = open_images(path)
+    return train if split == TRAIN else val
+
+
+def recognise(path: Path) -> Found:
+    """What the folder or file holds; InputError when that is nothing, or more than one thing."""
+    # Neither is asked about a pipe, on which reading would wait for ever.
+    for layout in _OF_FOLDERS if path.is_dir() else _OF_FILES if path.is_file() else ():
+        found = layout(path)
+        if found is not None:
+            return found
+    if not path.is_dir():
+        kinds = ", ".join((*archives.SUFFIXES, *TABLES))
+        raise InputError(f"{path} is not a folder, nor a file of a kind that is read ({kinds}); see docs/data.md")
+    raise InputError(
+        f"{path} has no train/ and val/ folders, no train*.tar and val*.tar, no packed shards, and nothing else that "
+        "docs/data.md lists; give --data the folder that holds them"
+    )
+
+
+def _packed(folder: Path) -> Found | None:
+    if not (folder / MANIFEST).exists():
+        return None
+    manifest = read_manifest(folder)
+    return Found(
+        kind=_PACKED,
+        where=str(folder),
+        train=lambda: ShardSource(folder, "train", manifest),
+        val=lambda: ShardSource(folder, "val", manifest),
+        expected=lambda split: f"no {split} shards; pack the set again",
+    )
+
+
+def _image_tree(tree: Tree) -> Found | None:
+    """Of folders and files, on disk or in an archive."""
+    return imagenet_tree(tree) or tiny_imagenet(tree) or image_folder(tree)
+
+
+def _folder_tree(folder: Path) -> Found | None:
+    """Left to the others where a split holds no class folders, or a table of labels: it may be full of shards."""
+    tree = FolderTree(folder)
+    folders = tree.folders()
+    split = TRAIN if TRAIN in folders else val_name(folders, folder)
+    if split is not None:
+        part = tree.within(split)
+        if not part.folders() or any(name.startswith("metadata.") and name.endswith(TABLES) for name in part.files()):
+            return None
+    return _image_tree(tree)
+
+
+def _any_folder_tree(folder: Path) -> Found | None:
+    """What no other layout wanted; it says what is missing."""
+    return _image_tree(FolderTree(folder))
+
+
+def _tars(folder: Path) -> Found | None:
+    """SPLIT*.tar with members SPLIT/CLASS/FILE."""
+    val = val_name([name for name in (*VAL_NAMES, TEST) if tar_paths(folder, name)], folder)
+    train = bool(tar_paths(folder, TRAIN))
+    if not train and val is None:
+        return None
+    return Found(
+        kind="tars",
+        where=str(folder),
+        train=(lambda: TarSource(tar_paths(folder, TRAIN), TRAIN)) if train else None,
+        val=(lambda: TarSource(tar_paths(folder, val), val)) if val is not None else None,
+        expected=lambda split: f"no {split}*.tar; expected {split}.tar, .tar.gz or .tar.xz",
+    )
+
+
+def _cifar(path: Path) -> Found | None:
+    """CIFAR-10 or -100 as published: the archive, or what it unpacks to."""
+    from hyperbatch.data.cifar import open_cifar, recognised_cifar
+
+    cifar = recognised_cifar(path)
+    if cifar is None:
+        return None
+    opened = functools.cache(lambda: open_cifar(cifar, path))
+    return Found(
+        kind=cifar.title,
+        where=str(path),
+        train=lambda: opened()[0],
+        val=lambda: opened()[1],
+        expected=lambda split: f"no {split} images; fetch the set again",
+    )
+
+
+def _archive(path: Path) -> Found | None:
+    """A whole set in one tar or zip, perhaps inside a top folder."""
+    if not path.name.endswith(archives.SUFFIXES):
+        return None
+    tree = archives.open_archive(path)
+    form = "zip" if path.name.endswith(".zip") else "tar"
+    found = _image_tree(tree)
+    while found is None and len(tree.folders()) == 1:
+        tree = tree.within(tree.folders()[0])
+        found = _image_tree(tree)
+    if found is None:
+        raise InputError(f"{path} has no train/ and val/ folders inside; give --data a {form} that holds them")
+    return replace(found, kind=f"{found.kind} in a {form}")
+
+
+def _zips(folder: Path) -> Found | None:
+    """A zip for each split, with class folders inside."""
+    files = files_by_split(folder, (".zip",))
+    val = val_name(files, folder)
+    if TRAIN not in files and val is None:
+        return None
+
+    def opened(split: str) -> EncodedSource:
+        if len(files[split]) > 1:
+            named = " and ".join(path.name for path in files[split])
+            raise InputError(f"{folder} has several zips of the {split} set: {named}; keep one of them")
+        tree = archives.open_archive(files[split][0])
+        # SPLIT/CLASS/IMAGE and TOP/CLASS/IMAGE are as good as CLASS/IMAGE.
+        while len(names := tree.folders()) == 1 and tree.within(names[0]).folders():
+            tree = tree.within(names[0])
+        return tree.source(list_classes(tree, split))
+
+    return Found(
+        kind="zips",
+        where=str(folder),
+        train=(lambda: opened(TRAIN)) if TRAIN in files else None,
+        val=(lambda: opened(val)) if val is not None else None,
+        expected=lambda split: f"no zip of the {split} set; expected {split}.zip",
+    )
+
+
+def _further_down(folder: Path) -> Found | None:
+    """The only set that the folder holds, one folder further down or in an archive."""
+    tree, splits = FolderTree(folder), (TRAIN, *VAL_NAMES, TEST)
+    names = [name for name in tree.folders() if name not in splits]
+    # More of them are class folders, each of which would be listed for nothing.
+    inner = [_image_tree(tree.within(name)) for name in names] if len(names) <= _MAX_INNER else []
+    inner = [found for found in inner if found is not None]
+    if len(inner) > 1:
+        named = ", ".join(found.where for found in inner)
+        raise InputError(f"{folder} holds several data sets: {named}; give --data one of them")
+    if inner:
+        return inner[0]
+    files = [folder / name for name in tree.files() if name.endswith(archives.SUFFIXES)]
+    if len(files) > 1:
+        named = ", ".join(path.name for path in files)
+        raise InputError(f"{folder} holds several archives: {named}; give --data one of them, or unpack them")
+    return recognise(files[0]) if files else None
+
+
+Layout = Callable[[Path], Found | None]
+_OF_FOLDERS: tuple[Layout, ...] = (
+    _packed,
+    _cifar,
+    _folder_tree,
+    imagenet_tars,
+    webdataset,
+    _tars,
+    _zips,
+    tables,
+    parquet,
+    _any_folder_tree,
+    _further_down,
+    only_table,
+)
+_OF_FILES: tuple[Layout, ...] = (_cifar, _archive, table_file)

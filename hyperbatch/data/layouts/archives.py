@@ -1,0 +1,346 @@
+"""Tars and zips as trees of folders and files, and the source that reads their members where they lie.
+
+Nothing is ever extracted, so a member's path is only a name; links, devices and odd paths are passed over.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import lzma
+import os
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import numpy as np
+
+from hyperbatch.data import kept
+from hyperbatch.data.folders import Listed, decoded, is_image
+from hyperbatch.data.source import BadSample, EncodedSource, Location
+from hyperbatch.errors import InputError
+
+TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz")
+SUFFIXES = (*TAR_SUFFIXES, ".zip")
+_MAX_OPEN = 256  # files kept open; of a larger set the rest are opened for each read
+_CHUNK_BYTES = 1 << 20
+
+MEMBER = np.dtype(
+    [
+        ("file", "<i4"),  # which of the source's files
+        ("offset", "<i8"),
+        ("length", "<i8"),  # as it is stored
+        ("size", "<i8"),  # as it is read
+        ("crc32", "<i8"),  # -1: not known
+        ("deflated", "?"),
+    ]
+)
+
+
+class Content:
+    """The bytes of an archive: a file, or a compressed tar that was unpacked into memory."""
+
+    def __init__(self, path: Path, data: Path | bytes) -> None:
+        self.path = path  # of the archive, for messages
+        self._data = data
+        self.file = str(data) if isinstance(data, Path) else None  # where another process can read
+        self.length = data.stat().st_size if isinstance(data, Path) else len(data)
+        self._descriptor = -1
+
+    def open(self) -> None:
+        """Keeps the file open for the reads to come."""
+        if self.file is not None and self._descriptor < 0:
+            self._descriptor = os.open(self.file, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            os.close(self._descriptor)
+
+    def read(self, offset: int, length: int) -> bytes:
+        if isinstance(self._data, bytes):
+            return self._data[offset : offset + length]
+        if self._descriptor >= 0:
+            return os.pread(self._descriptor, length, offset)
+        with open(self._data, "rb") as file:
+            return os.pread(file.fileno(), length, offset)
+
+
+class MemberSource(EncodedSource):
+    """Samples that lie in a few large files, each read by its offset."""
+
+    def __init__(self, listed: Listed, contents: list[Content], rows: np.ndarray) -> None:
+        super().__init__(listed.name, listed.classes, listed.labels)
+        self._paths = np.array([os.fsencode(path) for path in listed.paths])
+        self._contents = contents
+        self._rows = rows
+        self._lies_in_files = all(content.file is not None for content in contents) and not rows["deflated"].any()
+        for content in contents[:_MAX_OPEN]:
+            content.open()
+
+    def read(self, index: int) -> bytes:
+        row = self._rows[index]
+        try:
+            return read_member(self._contents[row["file"]], row)
+        except (OSError, ValueError) as error:
+            raise BadSample(f"{self.describe(index)}: {error}") from error
+
+    def locations(self, ids: list[int]) -> list[Location] | None:
+        if not self._lies_in_files:
+            return None
+        rows = self._rows[ids]
+        columns = [rows[name].tolist() for name in ("file", "offset", "length", "crc32")]
+        return [Location(cast(str, self._contents[number].file), *rest) for number, *rest in zip(*columns, strict=True)]
+
+    def describe(self, index: int) -> str:
+        content = self._contents[self._rows["file"][index]]
+        return f"{content.path}:{os.fsdecode(bytes(self._paths[index]))}"
+
+    def sizes_bytes(self) -> np.ndarray:
+        return self._rows["size"].astype(np.int64)
+
+    def changed_ns(self) -> np.ndarray:
+        """Checksums where they are known, else times of the archives: what is read may be a copy. And the offsets."""
+        times = np.array([content.path.stat().st_mtime_ns for content in self._contents], dtype=np.int64)
+        checksums = self._rows["crc32"]
+        states = np.where(checksums < 0, times[self._rows["file"]], checksums)
+        return np.stack([states, self._rows["offset"]], axis=1)
+
+    def sample_names(self) -> np.ndarray:
+        """Where they lie in the archive, whether that is read where it lies or was unpacked."""
+        return self._paths
+
+
+def read_member(content: Content, row: np.ndarray) -> bytes:
+    """ValueError when the bytes are not those that were stored."""
+    _, offset, length, size, crc32, deflated = row.item()
+    data = content.read(offset, length)
+    if len(data) != length:
+        raise ValueError("the archive ends before the file does")
+    if deflated:
+        try:
+            data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)
+        except zlib.error as error:
+            raise ValueError(f"cannot be unpacked: {error}") from error
+        if len(data) != size:
+            raise ValueError("unpacks to another size than the archive says")
+    if crc32 >= 0 and zlib.crc32(data) != crc32:
+        raise ValueError("the bytes do not match the archive's checksum")
+    return data
+
+
+class _Folder(NamedTuple):
+    folders: dict[str, _Folder]
+    files: dict[str, int]  # name -> row
+
+
+class ArchiveTree:
+    """An archive's folders and files, asked as a FolderTree is."""
+
+    def __init__(self, content: Content, rows: np.ndarray, top: _Folder, inside: str = "") -> None:
+        self._content = content
+        self._rows = rows
+        self._top = top
+        self._inside = inside
+
+    def __str__(self) -> str:
+        return f"{self._content.path}:{self._inside}" if self._inside else str(self._content.path)
+
+    def within(self, folder: str) -> ArchiveTree:
+        top = self._top
+        for name in folder.split("/"):
+            top = top.folders[name]
+        return ArchiveTree(self._content, self._rows, top, f"{self._inside}/{folder}" if self._inside else folder)
+
+    def folders(self) -> list[str]:
+        return sorted(name for name in self._top.folders if not name.startswith(".") and name != "__MACOSX")
+
+    def files(self) -> list[str]:
+        return sorted(name for name in self._top.files if not name.startswith("."))
+
+    def images(self) -> list[str]:
+        found = []
+        waiting = [("", self._top)]
+        while waiting:
+            below, folder = waiting.pop()
+            waiting += [(f"{below}{name}/", inner) for name, inner in folder.folders.items()]
+            found += [(below, name) for name in folder.files if is_image(name)]
+        return [below + name for below, name in sorted(found, key=lambda item: (item[0][:-1], item[1]))]
+
+    def read(self, path: str) -> bytes:
+        try:
+            return read_member(self._content, self._selected([path])[0])
+        except (OSError, ValueError) as error:
+            raise InputError(f"{self}/{path} cannot be read: {error}; fetch or write it again") from error
+
+    def text(self, path: str) -> str:
+        return decoded(self.read(path), f"{self}/{path}")
+
+    def source(self, listed: Listed) -> MemberSource:
+        prefix = f"{self._inside}/" if self._inside else ""
+        rows = self._selected(listed.paths)
+        return MemberSource(listed._replace(paths=[prefix + path for path in listed.paths]), [self._content], rows)
+
+    def _selected(self, paths: list[str]) -> np.ndarray:
+        numbers = []
+        for path in paths:
+            *folders, name = path.split("/")
+            top = self._top
+            for folder in folders:
+                top = top.folders[folder]
+            numbers.append(top.files[name])
+        rows = self._rows[numbers].copy()
+        if self._content.path.name.endswith(".zip"):
+            prefix = f"{self._inside}/" if self._inside else ""
+            _skip_local_headers(self._content, [prefix + path for path in paths], rows)
+        return rows
+
+
+def open_archive(path: Path) -> ArchiveTree:
+    """InputError when it cannot be read as what its name says it is."""
+    if path.name.endswith(".zip"):
+        content = Content(path, path)
+        names, rows = _zip_members(path)
+    else:
+        content = tar_content(path)
+        index = kept.indexed(path, lambda: _arrays_of(tar_members(whole(content), str(path))))
+        names, rows = [os.fsdecode(name) for name in index["names"].tolist()], plain_rows(index["spans"])
+    top = _Folder({}, {})
+    for row, name in enumerate(names):
+        parts = name.removeprefix("./").split("/")
+        if any(part in ("", ".", "..") for part in parts):  # folders, too: their names end in a slash
+            continue
+        folder = top
+        for part in parts[:-1]:
+            folder = folder.folders.setdefault(part, _Folder({}, {}))
+        folder.files[parts[-1]] = row
+    return ArchiveTree(content, rows, top)
+
+
+# --- tars
+
+
+def tar_content(path: Path) -> Content:
+    """The plain tar. A compressed one is unpacked once into the cache folder; a small one into memory, each time."""
+
+    def unpacked() -> IO[bytes]:
+        return cast(IO[bytes], lzma.open(path) if path.name.endswith(".xz") else gzip.open(path))
+
+    def write(file: IO[bytes]) -> None:
+        with unpacked() as archive:
+            while chunk := archive.read(_CHUNK_BYTES):
+                file.write(chunk)
+
+    try:
+        if path.name.endswith(".tar"):
+            return Content(path, path)
+        if path.stat().st_size >= kept.WORTH_KEEPING_BYTES:
+            plain = kept.made_once(f"unpacked-{kept.state_of([path])[:16]}.tar", write)
+            if plain is not None:
+                return Content(path, plain)
+        with unpacked() as archive:
+            return Content(path, archive.read())
+    except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
+        raise InputError(f"{path} cannot be read: {error}; fetch or write it again") from error
+
+
+class Window:
+    """A part of a content as a file that tarfile reads. It reads no further, however much a damaged header asks for."""
+
+    def __init__(self, content: Content, start: int, length: int) -> None:
+        self._content, self._start, self.length, self._place = content, start, length, 0
+
+    def read(self, size: int = -1) -> bytes:
+        size = min(self.length - self._place if size < 0 else size, max(0, self.length - self._place))
+        data = self._content.read(self._start + self._place, size)
+        self._place += len(data)
+        return data
+
+    def seek(self, place: int, whence: int = io.SEEK_SET) -> int:
+        self._place = place + (0, self._place, self.length)[whence]
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+
+def whole(content: Content) -> Window:
+    content.open()
+    return Window(content, 0, content.length)
+
+
+def tar_members(window: Window, where: str) -> Iterator[tuple[str, int, int]]:
+    """(name, offset, length) of every plain file. InputError for a tar that is cut off, damaged, or goes on after its
+    end: whatever follows would be lost without a word."""
+    try:
+        with tarfile.open(fileobj=cast(IO[bytes], window), mode="r:") as tar:
+            while (member := tar.next()) is not None:
+                cast(Any, tar).members.clear()  # a large tar's would fill the memory
+                if member.isreg() and not member.issparse():
+                    yield member.name, member.offset_data, member.size
+            # tarfile takes the end of the file, or a block it cannot read, for the end of the archive.
+            window.seek(tar.offset)
+            if window.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError("no end mark after the last member, so it is cut off or damaged")
+            while chunk := window.read(_CHUNK_BYTES):
+                if any(chunk):
+                    raise tarfile.ReadError("it goes on after its end mark, so it is damaged or several in one")
+    except (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{where} cannot be read as a tar: {error}; fetch or write it again") from error
+
+
+def _arrays_of(members: Iterator[tuple[str, int, int]]) -> dict[str, np.ndarray]:
+    found = list(members)
+    spans = np.array([span for _, *span in found], dtype=np.int64).reshape(-1, 2)
+    return {"names": np.array([os.fsencode(name) for name, *_ in found]), "spans": spans}
+
+
+def plain_rows(spans: np.ndarray, file: int = 0) -> np.ndarray:
+    """MEMBER rows of (offset, length)."""
+    rows = np.zeros(len(spans), dtype=MEMBER)
+    rows["file"], rows["offset"], rows["length"], rows["size"], rows["crc32"] = (
+        file,
+        spans[:, 0],
+        *[spans[:, 1]] * 2,
+        -1,
+    )
+    return rows
+
+
+# --- zips
+
+
+def _zip_members(path: Path) -> tuple[list[str], np.ndarray]:
+    """Offsets are those of the local headers."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            members = file.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, EOFError, struct.error) as error:
+        raise InputError(f"{path} cannot be read as a zip: {error}; fetch or write it again") from error
+    rows = np.zeros(len(members), dtype=MEMBER)
+    for number, member in enumerate(members):
+        if member.flag_bits & 1:
+            raise InputError(f"{path}: {member.filename} is encrypted; write the zip without a password")
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise InputError(f"{path}: {member.filename} is compressed by a method that is not read; use deflate")
+        deflated = member.compress_type == zipfile.ZIP_DEFLATED
+        rows[number] = (0, member.header_offset, member.compress_size, member.file_size, member.CRC, deflated)
+    return [member.filename for member in members], rows
+
+
+def _skip_local_headers(content: Content, names: list[str], rows: np.ndarray) -> None:
+    """Only a member's own header says where its bytes begin. It repeats the name, in which the class is, so a damaged
+    name is found."""
+    content.open()
+    for number, (name, offset) in enumerate(zip(names, rows["offset"].tolist(), strict=True)):
+        header = content.read(offset, 30 + 4 * len(name))  # a character has four bytes at most
+        flags, name_bytes, extra_bytes = struct.unpack("<6xH18xHH", header[:30].ljust(30, b"\0"))
+        found = header[30 : 30 + name_bytes].decode("utf-8" if flags & 0x800 else "cp437", errors="replace")
+        if header[:4] != b"PK\3\4" or found.removeprefix("./") != name:
+            raise InputError(f"{content.path} cannot be read as a zip: the header of {name} is damaged; fetch it again")
+        rows["offset"][number] = offset + 30 + name_bytes + extra_bytes

@@ -1,0 +1,96 @@
+"""What a layout answers when it recognises a folder or a file, and the names that splits go by."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hyperbatch.data.source import ArraySource, EncodedSource
+from hyperbatch.errors import InputError
+
+TRAIN = "train"
+VAL_NAMES = ("val", "valid", "validation")
+TEST = "test"  # stands in where there is no validation set
+
+Open = Callable[[], ArraySource | EncodedSource]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A data set that was recognised by its names alone. What is missing is told when it is asked for."""
+
+    kind: str  # for `data info`
+    where: str
+    train: Open | None
+    val: Open | None
+    expected: Callable[[str], str]  # of a split that is missing: "no val/ folder; expected DIR/val/CLASS/IMAGE.jpg"
+
+    def open(self, split: str) -> ArraySource | EncodedSource:
+        opened = self.train if split == TRAIN else self.val
+        if opened is None:
+            raise InputError(f"{self.where} has {self.expected(split)}")
+        return opened()
+
+
+def val_name(names: Collection[str], where: object) -> str | None:
+    """Which of the names is the validation set; None: none of them."""
+    found = [name for name in VAL_NAMES if name in names]
+    if len(found) > 1:
+        raise InputError(f"{where} has {' and '.join(found)}; keep one of them as the validation set")
+    return found[0] if found else TEST if TEST in names else None
+
+
+def split_of(name: str) -> str | None:
+    """The split that a file's name speaks of: imagenet1k-validation-07.tar; None: none, or more than one."""
+    words = {word for word in re.split("[^a-z]+", name.lower()) if word in (TRAIN, *VAL_NAMES, TEST)}
+    return words.pop() if len(words) == 1 else None
+
+
+def files_by_split(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[Path]]:
+    """Split name -> files in order: those named after a split in DIR or DIR/data, or those in DIR/SPLIT."""
+    found: dict[str, list[Path]] = {}
+    for place in (folder, folder / "data"):
+        for path in _files(place, suffixes):
+            split = split_of(path.name)
+            if split is not None:
+                found.setdefault(split, []).append(path)
+        if found:
+            return found
+    for split in (TRAIN, *VAL_NAMES, TEST):
+        if files := _files(folder / split, suffixes):
+            found[split] = files
+    return found
+
+
+def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    try:
+        return sorted(
+            path
+            for path in folder.iterdir()
+            if path.name.endswith(suffixes) and not path.name.startswith(".") and path.is_file()
+        )
+    except OSError:
+        return []
+
+
+def classes_of(labels: Collection[str]) -> tuple[str, ...]:
+    """The distinct labels in order: as numbers where all of them are whole numbers, as names otherwise."""
+    distinct = set(labels)
+    if all(re.fullmatch("[0-9]{1,9}", label) for label in distinct):
+        return tuple(sorted(distinct, key=lambda label: (int(label), label)))
+    return tuple(sorted(distinct))
+
+
+def numbered(labels: list[str], classes: tuple[str, ...], where: object) -> np.ndarray:
+    """int64[n]: the place of each label among the classes."""
+    places = {name: number for number, name in enumerate(classes)}
+    try:
+        return np.array([places[label] for label in labels], dtype=np.int64)
+    except KeyError as error:
+        raise InputError(
+            f"{where} has a label {error} that the training set does not have; correct or add it"
+        ) from error

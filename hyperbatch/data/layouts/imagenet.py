@@ -1,0 +1,187 @@
+"""ImageNet (ILSVRC2012) as it is distributed: the official tars with the devkit, or the tree of Kaggle's archive.
+
+DIR/ILSVRC2012_img_train.tar            n01440764.tar n01443537.tar ..., each with that class's images
+DIR/ILSVRC2012_img_val.tar              ILSVRC2012_val_00000001.JPEG ...
+DIR/ILSVRC2012_devkit_t12.tar.gz        data/meta.mat and data/ILSVRC2012_validation_ground_truth.txt; unpacked will do
+
+DIR/ILSVRC/Data/CLS-LOC/train/WNID/*.JPEG   DIR/ILSVRC/Data/CLS-LOC/val/*.JPEG   DIR/LOC_val_solution.csv
+
+Classes are in the order of their sorted WordNet ids, which is everybody's numbering but the devkit's.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hyperbatch.data import kept
+from hyperbatch.data.folders import FolderTree, Listed, Tree, class_names, list_classes
+from hyperbatch.data.layouts.archives import MemberSource, Window, open_archive, plain_rows, tar_content, tar_members
+from hyperbatch.data.layouts.found import TRAIN, Found
+from hyperbatch.data.layouts.trees import labelled
+from hyperbatch.data.source import EncodedSource
+from hyperbatch.errors import InputError
+
+_TRAIN_TAR, _VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
+_DEVKIT = "ILSVRC2012_devkit_t12"
+_GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+_CSV = "LOC_val_solution.csv"
+
+Labels = Callable[[], dict[str, str]]  # image -> WordNet id
+
+
+def imagenet_tars(folder: Path) -> Found | None:
+    """The official tars."""
+    train, val = folder / _TRAIN_TAR, folder / _VAL_TAR
+    if not train.is_file() and not val.is_file():
+        return None
+
+    def opened_val() -> EncodedSource:
+        labels = _devkit(FolderTree(folder))
+        if labels is None:
+            raise InputError(
+                f"{folder} has no {_DEVKIT}.tar.gz, which labels the images of {_VAL_TAR}; put it beside the tars"
+            )
+        table = labels()
+        return labelled(open_archive(val), table, tuple(sorted(set(table.values()))), f"the devkit in {folder}")
+
+    return Found(
+        kind="ImageNet's tars",
+        where=str(folder),
+        train=(lambda: _tar_of_tars(train)) if train.is_file() else None,
+        val=opened_val if val.is_file() else None,
+        expected=lambda split: f"no ILSVRC2012_img_{split}.tar; put it there, as image-net.org gives it",
+    )
+
+
+def imagenet_tree(tree: Tree) -> Found | None:
+    """Training images in class folders, validation images in one folder, and a table of their labels."""
+    images = _descend(tree, "ILSVRC", "Data", "CLS-LOC") or _descend(tree, "Data", "CLS-LOC")
+    csv_at = tree if _CSV in tree.files() else _above(tree)
+    labels = _kaggle(csv_at) if csv_at is not None else _devkit(tree)
+    if images is None:
+        if labels is None or "val" not in tree.folders():
+            return None
+        images = tree
+    folders = images.folders()
+    if TRAIN not in folders and "val" not in folders:
+        return None
+    if "val" in folders and images.within("val").folders():
+        return None  # somebody sorted the validation images into classes
+
+    def train() -> EncodedSource:
+        part = images.within(TRAIN)
+        return part.source(list_classes(part, TRAIN))
+
+    def val() -> EncodedSource:
+        part = images.within("val")
+        if labels is None:
+            raise InputError(f"{tree} has no {_CSV}, which labels the images of {part}; copy it there")
+        table = labels()
+        classes = class_names(images.within(TRAIN)) if TRAIN in folders else tuple(sorted(set(table.values())))
+        return labelled(part, table, classes, _CSV if csv_at is not None else "the devkit")
+
+    return Found(
+        kind="ImageNet with its devkit" if csv_at is None and labels is not None else "ImageNet from Kaggle",
+        where=str(images),
+        train=train if TRAIN in folders else None,
+        val=val if "val" in folders else None,
+        expected=lambda split: f"no {split}/ folder; expected {images}/{split}",
+    )
+
+
+def _tar_of_tars(path: Path) -> MemberSource:
+    """Reads the members of the inner tars where they lie. Walking 1.3 million headers takes minutes, so it is kept."""
+    content = tar_content(path)
+
+    def walk() -> kept.Arrays:
+        content.open()
+        names, spans = [], []
+        for name, offset, length in tar_members(Window(content, 0, content.length), str(path)):
+            if not name.endswith(".tar"):
+                raise InputError(f"{path} holds {name!r}, which is no tar of a class; fetch the tar again")
+            inner = Window(content, offset, length)
+            for member, place, size in tar_members(inner, f"{path}:{name}"):
+                names.append(os.fsencode(f"{Path(name).stem}/{member}"))
+                spans.append((offset + place, size))
+        return {"names": np.array(names), "spans": np.array(spans, dtype=np.int64).reshape(-1, 2)}
+
+    index = kept.indexed(path, walk)
+    paths = [os.fsdecode(name) for name in index["names"].tolist()]
+    if not paths:
+        raise InputError(f"{path} holds no images; fetch the tar again")
+    order = sorted(range(len(paths)), key=paths.__getitem__)
+    paths = [paths[number] for number in order]
+    wnids, labels = np.unique(np.array([name.partition("/")[0] for name in paths]), return_inverse=True)
+    listed = Listed(TRAIN, tuple(wnids.tolist()), labels.astype(np.int64), paths)
+    return MemberSource(listed, [content], plain_rows(index["spans"][order]))
+
+
+# --- tables of the validation images' labels
+
+
+def _devkit(tree: Tree) -> Labels | None:
+    """By the devkit's own numbers, whose WordNet ids are in its meta.mat."""
+    if f"{_DEVKIT}.tar.gz" in tree.files():
+        if not isinstance(tree, FolderTree):
+            return None
+        path = tree.root / f"{_DEVKIT}.tar.gz"
+        return lambda: _devkit_labels(_descend(open_archive(path), _DEVKIT, "data"), str(path))
+    if _DEVKIT in tree.folders():
+        return lambda: _devkit_labels(_descend(tree, _DEVKIT, "data"), f"{tree}/{_DEVKIT}")
+    return None
+
+
+def _devkit_labels(data: Tree | None, where: str) -> dict[str, str]:
+    from scipy.io import loadmat  # scikit-learn needs it, so it is there
+
+    if data is None or not {"meta.mat", _GROUND_TRUTH} <= set(data.files()):
+        raise InputError(f"{where} lacks data/meta.mat or data/{_GROUND_TRUTH}; fetch the devkit again")
+    try:
+        synsets: Any = loadmat(io.BytesIO(data.read("meta.mat")), squeeze_me=True)["synsets"]
+        leaves = synsets[synsets["num_children"] == 0]  # the others are groups of classes
+        wnids = {int(number): str(wnid) for number, wnid in zip(leaves["ILSVRC2012_ID"], leaves["WNID"], strict=True)}
+        numbers = [int(line) for line in data.text(_GROUND_TRUTH).split()]
+        return {f"ILSVRC2012_val_{place:08d}.JPEG": wnids[number] for place, number in enumerate(numbers, start=1)}
+    except InputError:
+        raise
+    except Exception as error:  # a damaged meta.mat can fail in any way
+        raise InputError(f"{where} cannot be read: {error}; fetch the devkit again") from error
+
+
+def _kaggle(tree: Tree) -> Labels:
+    def read() -> dict[str, str]:
+        rows = csv.DictReader(io.StringIO(tree.text(_CSV)))
+        try:
+            # The string begins with the class; its boxes follow.
+            return {f"{row['ImageId']}.JPEG": row["PredictionString"].split()[0] for row in rows}
+        except (KeyError, AttributeError, IndexError, csv.Error) as error:
+            raise InputError(f"{tree}/{_CSV} is not Kaggle's table ({error!r}); fetch it again") from error
+
+    return read
+
+
+def _above(tree: Tree) -> FolderTree | None:
+    """The folder of Kaggle's table, if --data names one of the three folders beside it."""
+    if not isinstance(tree, FolderTree):
+        return None
+    root = tree.root.absolute()
+    inside = ("ILSVRC", "Data", "CLS-LOC")
+    for depth in (1, 2, 3):
+        if root.parts[-depth:] == inside[:depth] and (root.parents[depth - 1] / _CSV).is_file():
+            return FolderTree(root.parents[depth - 1])
+    return None
+
+
+def _descend(tree: Tree, *names: str) -> Tree | None:
+    for name in names:
+        if name not in tree.folders():
+            return None
+        tree = tree.within(name)
+    return tree

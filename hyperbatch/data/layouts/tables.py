@@ -1,0 +1,165 @@
+"""A csv, tsv or jsonl of image paths and labels: one with a `split` column, or one for each split.
+
+Paths are relative to the table's folder. Columns are found by their names; a csv of two columns needs none.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hyperbatch.data.folders import FolderSource, Listed, decoded, is_image
+from hyperbatch.data.layouts.found import TRAIN, Found, classes_of, files_by_split, numbered, split_of, val_name
+from hyperbatch.errors import InputError
+
+SUFFIXES = (".csv", ".tsv", ".jsonl")
+_PATHS = ("path", "file", "filename", "file_name", "filepath", "file_path", "image", "image_path", "img")
+_LABELS = ("label", "class", "class_name", "category", "target")
+_SPLIT = "split"
+
+
+class _Row(NamedTuple):
+    path: str
+    label: str
+    split: str | None
+
+
+def tables(folder: Path) -> Found | None:
+    """train.csv and val.csv, or train/metadata.csv and val/metadata.csv."""
+    files = files_by_split(folder, SUFFIXES)
+    return _by_split(folder, files) if files else None
+
+
+def only_table(folder: Path) -> Found | None:
+    """A single table with a split column."""
+    files = sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIXES) and path.is_file())
+    return _with_splits(files[0]) if len(files) == 1 else None
+
+
+def table_file(path: Path) -> Found | None:
+    """One of those tables itself."""
+    if not path.name.endswith(SUFFIXES):
+        return None
+    if split_of(path.name) is None:
+        return _with_splits(path)
+    return _by_split(path.parent, files_by_split(path.parent, (path.suffix,)))
+
+
+def _by_split(folder: Path, files: dict[str, list[Path]]) -> Found:
+    val = val_name(files, folder)
+    for split in (TRAIN, val):
+        if split is not None and len(files.get(split, ())) > 1:
+            named = " and ".join(path.name for path in files[split])
+            raise InputError(f"{folder} has several tables of the {split} set: {named}; keep one of them")
+    rows = functools.cache(lambda split: _rows(files[split][0]))
+    return _found("table", folder, lambda split: (files[split][0], rows(split)), TRAIN in files, val)
+
+
+def _with_splits(path: Path) -> Found:
+    rows = _rows(path)
+    splits = {row.split for row in rows if row.split is not None}
+    if not splits:
+        raise InputError(
+            f"{path} has no {_SPLIT!r} column that says train or val; add it, or write train.csv and val.csv"
+        )
+
+    def of_split(split: str) -> tuple[Path, list[_Row]]:
+        return path, [row for row in rows if row.split == split]
+
+    return _found("table", path, of_split, TRAIN in splits, val_name(splits, path))
+
+
+def _found(kind: str, where: Path, rows_of: Any, has_train: bool, val: str | None) -> Found:
+    def opened(split: str) -> FolderSource:
+        path, rows = rows_of(split)
+        labels = [row.label for row in (rows_of(TRAIN)[1] if has_train else rows)]
+        classes = classes_of(labels)
+        first = path.parent / rows[0].path
+        if not first.is_file():
+            raise InputError(f"{path} names {rows[0].path}, but {first} is no file; paths are relative to the table")
+        listed = Listed(
+            split, classes, numbered([row.label for row in rows], classes, path), [row.path for row in rows]
+        )
+        return FolderSource(path.parent, listed)
+
+    return Found(
+        kind=kind,
+        where=str(where),
+        train=(lambda: opened(TRAIN)) if has_train else None,
+        val=(lambda: opened(val)) if val is not None else None,
+        expected=lambda split: f"no table of the {split} set; write {split}.csv with columns path and label",
+    )
+
+
+def _rows(path: Path) -> list[_Row]:
+    try:
+        text = decoded(path.read_bytes(), str(path))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}; check its permissions") from error
+    rows = _json_rows(path, text) if path.suffix == ".jsonl" else _csv_rows(path, text)
+    if not rows:
+        raise InputError(f"{path} names no images; give each a line with its path and label")
+    return rows
+
+
+def _csv_rows(path: Path, text: str) -> list[_Row]:
+    try:
+        lines = [
+            line for line in csv.reader(io.StringIO(text), delimiter="\t" if path.suffix == ".tsv" else ",") if line
+        ]
+    except csv.Error as error:
+        raise InputError(f"{path} is not a table: {error}; write it again") from error
+    if not lines:
+        return []
+    header = [name.strip().lower() for name in lines[0]]
+    if len(header) == 2 and is_image(os.path.basename(lines[0][0])):
+        columns, body, first = (0, 1, None), lines, 1
+    else:
+        columns, body, first = _columns(path, header), lines[1:], 2
+    rows = []
+    for number, line in enumerate(body, start=first):
+        if len(line) != len(header):
+            raise InputError(f"{path} line {number} has {len(line)} fields, not {len(header)}; correct it")
+        rows.append(_row(path, number, *(None if place is None else line[place] for place in columns)))
+    return rows
+
+
+def _json_rows(path: Path, text: str) -> list[_Row]:
+    rows = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path} line {number} is not JSON: {error}; correct it") from error
+        if not isinstance(fields, dict):
+            raise InputError(f"{path} line {number} is not a JSON object; write one with path and label")
+        fields = {name.lower(): value for name, value in fields.items()}
+        places = _columns(path, list(fields))
+        values = list(fields.values())
+        rows.append(_row(path, number, *(None if place is None else values[place] for place in places)))
+    return rows
+
+
+def _columns(path: Path, header: list[str]) -> tuple[int, int, int | None]:
+    """Places of the path, the label and the split."""
+    places = []
+    for what, names in (("path", _PATHS), ("label", _LABELS)):
+        found = [header.index(name) for name in names if name in header]
+        if len(found) != 1:
+            problem = "no" if not found else "more than one"
+            raise InputError(f"{path} has {problem} {what} column; name one of its columns {what!r}, and no other so")
+        places.append(found[0])
+    return places[0], places[1], header.index(_SPLIT) if _SPLIT in header else None
+
+
+def _row(path: Path, number: int, file: Any, label: Any, split: Any) -> _Row:
+    if not isinstance(file, str) or not file.strip() or not isinstance(label, (str, int)) or str(label).strip() == "":
+        raise InputError(f"{path} line {number} has no path or no label; correct or remove it")
+    return _Row(file.strip(), str(label).strip(), split.strip().lower() if isinstance(split, str) else None)

@@ -1,0 +1,370 @@
+"""Each layout that people really have, built small and exactly: opened, described and packed alike."""
+
+import json
+import os
+import sys
+import tarfile
+import zipfile
+
+import pytest
+from layout_files import Files, cache, folder_set, images, is_read, jpeg, message
+
+from hyperbatch.cli import main
+from hyperbatch.data import kept
+from hyperbatch.data.layouts import recognise
+from hyperbatch.data.source import BadSample, check_data, open_data, open_eval
+
+pytestmark = pytest.mark.usefixtures("cache")
+__all__ = ("cache",)  # a fixture is used by its name
+
+
+# --- image folders
+
+
+def test_images_in_nested_folders_are_read_in_torchvisions_order(tmp_path):
+    names = ["b.jpg", "a/z.png", "a-b/y.jpg", "a/b/x.jpg", "a.jpg", "z/w.JPEG"]
+    files = Files().images(
+        *(f"{split}/{c}/{name}" for split in ("train", "val") for c in ("cat", "dog") for name in names)
+    )
+    files["train/cat/notes.txt"] = files["train/cat/a/.hidden.jpg"] = b"no image"
+    files.folder(tmp_path / "set")
+    # torchvision.datasets.folder.make_dataset: for root, _, names in sorted(os.walk(FOLDER)): for name in sorted(names)
+    expected = {split: [] for split in ("train", "val")}
+    for split in expected:
+        for name in ("cat", "dog"):
+            for root, _, found in sorted(os.walk(tmp_path / "set" / split / name, followlinks=True)):
+                for file in sorted(found):
+                    if not file.endswith(".txt") and not file.startswith("."):
+                        with open(os.path.join(root, file), "rb") as opened:
+                            expected[split].append((opened.read(), name))
+    assert len(expected["train"]) == 12
+    is_read(tmp_path / "set", tmp_path, kind="folder", classes=("cat", "dog"), **expected)
+
+
+def test_links_that_go_round_in_circles_and_pipes_are_passed_over(tmp_path):
+    files, _, _ = folder_set()
+    files.folder(tmp_path)
+    (tmp_path / "train" / "a" / "again").symlink_to(tmp_path / "train" / "a", target_is_directory=True)
+    (tmp_path / "train" / "a" / "folder.jpg").mkdir()
+    os.mkfifo(tmp_path / "train" / "a" / "pipe.jpg")
+    assert check_data(images(tmp_path)).train_samples == 4
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation", "test"])
+def test_names_of_the_validation_set(tmp_path, name):
+    files, train, val = folder_set(name)
+    is_read(files.folder(tmp_path / "set"), tmp_path, kind="folder", classes=("a", "b"), train=train, val=val)
+
+
+def test_a_test_set_beside_a_validation_set_is_left_alone(tmp_path):
+    files, train, val = folder_set("valid")
+    files.images("test/c/0.jpg")
+    is_read(files.folder(tmp_path / "set"), tmp_path, kind="folder", classes=("a", "b"), train=train, val=val)
+
+
+def test_two_validation_sets_are_one_too_many(tmp_path):
+    files, _, _ = folder_set()
+    files.images("validation/a/0.jpg", "validation/b/0.jpg").folder(tmp_path)
+    assert "has val and validation; keep one of them" in message(tmp_path)
+
+
+def test_the_command_line_takes_files_and_folders(tmp_path, capsys):
+    path = folder_set()[0].zip(tmp_path / "set.zip")
+    assert main(["data", "info", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "folder in a zip"
+    assert main(["data", "pack", str(path), str(tmp_path / "packed")]) == 0
+    assert main(["data", "verify", str(tmp_path / "packed")]) == 0
+    assert main(["data", "verify", str(path)]) == 2
+    os.mkfifo(tmp_path / "pipe.zip")
+    assert "is not a folder" in message(tmp_path / "pipe.zip")
+
+
+def test_a_flat_validation_set_without_labels(tmp_path):
+    Files().images("train/a/0.jpg", "val/1.jpg").folder(tmp_path)
+    assert "val holds images but no class folders" in message(tmp_path)
+
+
+def test_a_set_one_folder_further_down(tmp_path):
+    files, train, val = folder_set(prefix="imagenette2/")
+    files["imagenette2/noisy_imagenette.csv"] = b"path,noisy_labels_0\n"
+    files["README.txt"] = b"hello"
+    is_read(files.folder(tmp_path / "set"), tmp_path, kind="folder", classes=("a", "b"), train=train, val=val)
+    folder_set(prefix="imagewoof2/")[0].folder(tmp_path / "set")
+    assert "holds several data sets" in message(tmp_path / "set")
+
+
+# --- archives of image folders
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("prefix", ["", "top/inner/"])
+def test_a_zip_of_an_image_folder(tmp_path, method, prefix):
+    files, train, val = folder_set(prefix=prefix)
+    files["__MACOSX/train/a/._0.jpg"] = b"x"
+    files.images(f"{prefix}train/b/ünïcode 猫.jpg")
+    train = [*train, (files[f"{prefix}train/b/ünïcode 猫.jpg"], "b")]
+    path = files.zip(tmp_path / "set.zip", method)
+    opened = is_read(path, tmp_path, kind="folder in a zip", classes=("a", "b"), train=train, val=val)
+    assert (opened[0].locations([0]) is None) == (method == zipfile.ZIP_DEFLATED)
+    (tmp_path / "alone").mkdir()
+    path.rename(tmp_path / "alone" / "set.zip")
+    assert recognise(tmp_path / "alone").kind == "folder in a zip"
+
+
+def test_a_damaged_member_of_a_zip_is_a_bad_sample(tmp_path):
+    files, train, _ = folder_set()
+    path = files.zip(tmp_path / "set.zip")
+    content = bytearray(path.read_bytes())
+    content[content.index(train[2][0]) + 30] ^= 1
+    path.write_bytes(content)
+    source, _ = open_data(images(path))
+    with pytest.raises(BadSample, match=r"train/b/0\.jpg: the bytes do not match"):
+        source.read(2)
+    path.write_bytes(content[:-30])
+    assert "set.zip cannot be read as a zip" in message(path)
+    renamed = bytes(content)[::-1].replace(b"train/a/1.jpg"[::-1], b"train/b/9.jpg"[::-1], 1)[::-1]  # in the directory
+    path.write_bytes(renamed)
+    assert "the header of train/b/9.jpg is damaged" in message(path)
+
+
+@pytest.mark.parametrize("name", ["imagenette2.tgz", "imagenette2.tar"])
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
+def test_imagenette_as_published(tmp_path, cache, monkeypatch, name, kept_bytes):
+    monkeypatch.setattr(kept, "WORTH_KEEPING_BYTES", kept_bytes)
+    files, train, val = folder_set(prefix="imagenette2/")
+    files["imagenette2/noisy_imagenette.csv"] = b"path,noisy_labels_0\n"
+    path = files.tar(tmp_path / name)
+    for _ in range(2):  # unpacked or indexed, then found
+        opened = open_data(images(path))
+        assert (opened[0].locations([0]) is None) == (name.endswith("tgz") and kept_bytes > 0)
+    is_read(path, tmp_path, kind="folder in a tar", classes=("a", "b"), train=train, val=val)
+    assert len(list(cache.glob("unpacked-*.tar"))) == (name.endswith("tgz") and kept_bytes == 0)
+    assert (tmp_path / f"{name}.index.npz").exists() == (kept_bytes == 0)
+
+
+def test_what_was_kept_of_an_archive_is_made_anew_when_it_changes_or_is_damaged(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept, "WORTH_KEEPING_BYTES", 0)
+    files, train, _ = folder_set()
+    path = files.tar(tmp_path / "set.tar")
+    read = lambda: [open_data(images(path))[0].read(i) for i in range(4)]  # noqa: E731
+    assert read() == [data for data, _ in train]
+    index = tmp_path / "set.tar.index.npz"
+    content = bytearray(index.read_bytes())
+    content[len(content) // 2] ^= 255
+    index.write_bytes(content)
+    assert read() == [data for data, _ in train]
+    index.write_bytes(b"")
+    assert read() == [data for data, _ in train]
+    other = Files(files, **{"train/a/0.jpg": jpeg(99)}).tar(path)
+    os.utime(other, ns=(1, 1))
+    assert read()[0] == jpeg(99)
+
+
+@pytest.mark.parametrize("damage", ["zeroed header", "two in one", "cut off"])
+def test_a_tar_whose_rest_would_be_lost_is_refused(tmp_path, damage):
+    files, _, _ = folder_set()
+    path = files.tar(tmp_path / "set.tar")
+    content = bytearray(path.read_bytes())
+    if damage == "zeroed header":
+        with tarfile.open(path) as tar:
+            offset = tar.getmembers()[2].offset
+        content[offset : offset + 512] = bytes(512)
+    path.write_bytes(content * 2 if damage == "two in one" else content[:3000] if damage == "cut off" else content)
+    assert "set.tar cannot be read as a tar" in message(path)
+
+
+def test_archives_without_a_set_and_several_archives(tmp_path):
+    Files().images("a/0.jpg").zip(tmp_path / "one.zip")
+    assert "has no train/ and val/ folders inside" in message(tmp_path / "one.zip")
+    folder_set()[0].zip(tmp_path / "two.zip")
+    assert "holds several archives: one.zip, two.zip" in message(tmp_path)
+
+
+# --- zips of splits
+
+
+@pytest.mark.parametrize("prefix", ["", "val/", "top/"])
+def test_a_zip_for_each_split(tmp_path, prefix):
+    files, train, val = folder_set()
+    (tmp_path / "set").mkdir()
+    for split in ("train", "val"):
+        inner = {path.removeprefix(f"{split}/"): data for path, data in files.items() if path.startswith(split)}
+        Files({prefix.replace("val", split) + path: data for path, data in inner.items()}).zip(
+            tmp_path / "set" / f"pets_{split}.zip"
+        )
+    is_read(tmp_path / "set", tmp_path, kind="zips", classes=("a", "b"), train=train, val=val)
+    (tmp_path / "set" / "pets_val.zip").unlink()
+    assert "no zip of the val set" in message(tmp_path / "set")
+
+
+# --- tables
+
+
+@pytest.mark.parametrize("form", ["csv", "bare csv", "tsv", "jsonl", "one csv", "one jsonl", "metadata", "absolute"])
+def test_tables_of_paths_and_labels(tmp_path, form):
+    files = Files().images(*(f"images/{i}.jpg" for i in range(8)))
+    root = files.folder(tmp_path / "set")
+    labels = ["dog", "cat", "cat", "emu", "dog", "dog", "emu", "cat"]
+    rows = [(path, label, "train" if i < 5 else "validation") for i, (path, label) in enumerate(zip(files, labels))]
+    if form == "metadata":
+        for number, (path, label, split) in enumerate(rows):
+            Files({f"{split}/pictures/{number}.jpg": files[path]}).folder(root)
+            with open(root / split / "metadata.csv", "a") as file:
+                file.write("file_name,label\n" if number in (0, 5) else "")
+                file.write(f"pictures/{number}.jpg,{label}\n")
+    elif form == "one csv":
+        (root / "labels.csv").write_text("Path,width,Label,Split\n" + "".join(f"{p},12,{c},{s}\n" for p, c, s in rows))
+    elif form == "one jsonl":
+        lines = [json.dumps({"image_path": p, "class": c, "split": s, "x": [1]}) for p, c, s in rows]
+        (root / "labels.jsonl").write_text("\n".join(lines) + "\n\n")
+    else:
+        suffix, between = form.split()[-1].replace("absolute", "csv"), "\t" if form == "tsv" else ","
+        for split in ("train", "validation"):
+            chosen = [(str(root / p) if form == "absolute" else p, c) for p, c, s in rows if s == split]
+            if suffix == "jsonl":
+                lines = [json.dumps({"file_name": p, "label": c}) for p, c in chosen]
+            else:
+                lines = [] if form == "bare csv" else [f"filename{between}category"]
+                lines += [f"{p}{between}{c}" for p, c in chosen]
+            (root / f"{split}.{suffix}").write_text("\n".join(lines))
+    expected = [(files[path], label) for path, label, _ in rows]
+    known = {"kind": "table", "classes": ("cat", "dog", "emu"), "train": expected[:5], "val": expected[5:]}
+    is_read(root, tmp_path, **known)
+    if form != "metadata":
+        path = next(path for path in root.iterdir() if path.is_file())
+        assert [len(part) for part in open_data(images(path))] == [5, 3]
+
+
+def test_labels_that_are_numbers_are_in_the_order_of_numbers(tmp_path):
+    Files().images(*(f"{i}.jpg" for i in range(12))).folder(tmp_path)
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.csv").write_text("path,label\n" + "".join(f"{i}.jpg,{11 - i}\n" for i in range(12)))
+    train, _ = open_data(images(tmp_path))
+    assert train.labels.tolist() == list(range(11, -1, -1))
+
+
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        ("path,label\n0.jpg\n", "train.csv line 2 has 1 fields, not 2"),
+        ("path,label\n0.jpg,\n", "line 2 has no path or no label"),
+        ("path,label\n1.jpg,a\n", "1.jpg is no file"),
+        ("path,label,class\n0.jpg,a,a\n", "more than one label column"),
+        ("name,label\n0.jpg,a\n", "no path column"),
+        ("path,label\n", "names no images"),
+        ("", "names no images"),
+        ("path,label\n0.jpg,b\n", "a label 'a' that the training set does not have"),
+        ("path,label\n\xff,b\n", "not a text in UTF-8"),
+    ],
+)
+def test_wrong_tables_are_told(tmp_path, table, told):
+    Files().images("0.jpg").folder(tmp_path)
+    (tmp_path / "train.csv").write_bytes(table.encode("latin-1"))
+    (tmp_path / "val.csv").write_text("path,label\n0.jpg,a\n")
+    assert told in message(tmp_path)
+
+
+def test_tables_in_parts(tmp_path):
+    Files().images("0.jpg").folder(tmp_path)
+    (tmp_path / "train.csv").write_text("path,label\n0.jpg,a\n")
+    assert "no table of the val set" in message(tmp_path)
+    (tmp_path / "train.csv").rename(tmp_path / "all.csv")
+    assert "no 'split' column" in message(tmp_path)
+    (tmp_path / "all.csv").unlink()
+    (tmp_path / "train.jsonl").write_text("[" * 100_000)
+    assert "line 1 is not JSON" in message(tmp_path)
+
+
+# --- others' WebDataset shards
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("form", ["cls", "json", "folders", "names"])
+def test_webdataset_shards_of_others(tmp_path, monkeypatch, form, kept_bytes):
+    monkeypatch.setattr(kept, "WORTH_KEEPING_BYTES", kept_bytes)
+    (tmp_path / "set").mkdir()
+    pictures = Files().images(*(f"{i:04d}" for i in range(15)))
+    labels = (
+        [str(11 - i % 12) for i in range(15)] if form != "names" else ["cat" if i % 2 else "a dog" for i in range(15)]
+    )
+    shards = {"train": [range(6), range(6, 12)], "validation": [range(12, 15)]}
+    for split, parts in shards.items():
+        for number, part in enumerate(parts):
+            shard = Files()
+            for i in part:
+                key = f"n0{i % 2}/{i:04d}" if form == "folders" else f"{i:04d}"
+                shard[f"{key}.jpg"] = pictures[f"{i:04d}"]
+                if form == "json":
+                    shard[f"{key}.json"] = json.dumps({"label": int(labels[i]), "width": 12}).encode()
+                else:
+                    shard[f"{key}.cls"] = f"{labels[i]}\n".encode()
+                    shard[f"{key}.json"] = b'{"filename": "x"}'
+            name = f"{split}/{number:05d}.tar" if form == "folders" else f"imagenet1k-{split}-{number:04d}.tar"
+            (tmp_path / "set" / name).parent.mkdir(exist_ok=True)
+            shard.tar(tmp_path / "set" / name)
+    classes = tuple(map(str, range(12))) if form != "names" else ("a dog", "cat")
+    expected = [(data, label) for data, label in zip(pictures.values(), labels)]
+    known = {"kind": "WebDataset shards", "classes": classes, "train": expected[:12], "val": expected[12:]}
+    opened = is_read(tmp_path / "set", tmp_path, **known)
+    assert opened[0].locations([0]) is not None
+    assert len(list((tmp_path / "set").rglob("*.index.npz"))) == (3 if kept_bytes == 0 else 0)
+
+
+def test_webdataset_shards_without_labels_or_cut(tmp_path):
+    for split in ("train", "val"):
+        Files({"0.jpg": jpeg(1), "0.cls": b"0", "1.jpg": jpeg(2)}).tar(tmp_path / f"{split}-0.tar")
+    assert "train-0.tar: sample '1' has no .cls" in message(tmp_path)
+    path = Files({"0.jpg": jpeg(1), "0.cls": b"0"}).tar(tmp_path / "train-0.tar")
+    path.write_bytes(path.read_bytes() * 2)
+    assert "goes on after its end mark" in message(tmp_path)
+    path.unlink()
+    assert "no shards of the train set" in message(tmp_path)
+
+
+def test_shards_of_a_validation_set_alone_are_evaluated(tmp_path):
+    (tmp_path / "val").mkdir()
+    Files({"0.jpg": jpeg(1), "0.cls": b"0", "1.jpg": jpeg(2), "1.cls": b"1"}).tar(tmp_path / "val" / "0.tar")
+    assert len(open_eval(images(tmp_path))) == 2
+
+
+# --- parquet
+
+
+@pytest.mark.parametrize("form", ["hub", "plain"])
+def test_parquet_with_an_image_column(tmp_path, cache, form):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pictures = [jpeg(9 * i) for i in range(10)]
+    labels = [i % 3 for i in range(10)]
+    names = ["zebra", "ant", "cat"]
+    for split, chosen in (
+        ("train-00000-of-00002", (0, 4)),
+        ("train-00001-of-00002", (4, 7)),
+        ("test-00000-of-00001", (7, 10)),
+    ):
+        rows = slice(*chosen)
+        if form == "hub":
+            features = {"image": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
+            image = [{"bytes": data, "path": None} for data in pictures[rows]]
+            table = pyarrow.table({"image": image, "label": labels[rows]})
+            table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+        else:
+            table = pyarrow.table({"img": pictures[rows], "label": [names[label] for label in labels[rows]]})
+        folder = tmp_path / "set" / "data" if form == "hub" else tmp_path / "set"
+        folder.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(table, folder / f"{split}.parquet", row_group_size=2)
+    classes = tuple(names) if form == "hub" else tuple(sorted(names))
+    expected = [(data, names[label]) for data, label in zip(pictures, labels)]
+    opened = is_read(tmp_path / "set", tmp_path, kind="parquet", classes=classes, train=expected[:7], val=expected[7:])
+    assert opened[0].locations([0]) is not None
+    assert len(list(cache.glob("parquet-*.images"))) == 2
+    file = next((tmp_path / "set").rglob("test-*.parquet"))
+    file.write_bytes(file.read_bytes()[:-20])
+    assert f"{file.name} cannot be read as parquet" in message(tmp_path / "set")
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    for split in ("train", "test"):
+        (tmp_path / f"{split}-0.parquet").write_bytes(b"PAR1")
+    assert "pip install 'hyperbatch[parquet]'" in message(tmp_path)
