@@ -182,7 +182,7 @@ def torus_messages(rank: int, numel: int) -> list[tuple[str, int, bool]]:
     comm = GridComm(RankGrid(2, 3))
     for name, payload in (("all_reduce", 0), ("all_to_all_single", 1), ("reduce", 0), ("broadcast", 0)):
         watch(dist, name, payload)
-    watch(shards, "_all_gather", 1)
+    watch(shards, "all_gather", 1)
     all_reduce(tensor, comm, algorithm="torus")
     return seen
 
