@@ -99,7 +99,10 @@ def _sweep(args: argparse.Namespace) -> int:
     from hyperbatch.sweep import command
 
     plan_file, out = Path(args.plan), Path(args.out) if args.out else None
-    say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
     if args.dry_run:
         from hyperbatch.sweep.plan import load_plan
 
