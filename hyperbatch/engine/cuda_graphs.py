@@ -203,18 +203,18 @@ class CudaGraphs:
     def __init__(self, device: torch.device, memory: GraphMemory | None = None) -> None:
         """memory: shared with other graphs of this learner, none of which runs at the same time; None: its own."""
         self._device, self._shared = device, memory is not None
-        self._stream, self._pool = memory or GraphMemory.of(device)
+        self._memory = memory or GraphMemory(device)
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     @contextlib.contextmanager
     def on_capture_stream(self) -> Iterator[None]:
-        here = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(here)
+        here, stream = torch.cuda.current_stream(self._device), self._memory.stream
+        stream.wait_stream(here)
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(stream):
                 yield
         finally:
-            here.wait_stream(self._stream)
+            here.wait_stream(stream)
 
     @contextlib.contextmanager
     def no_synchronisation(self) -> Iterator[None]:
@@ -229,14 +229,14 @@ class CudaGraphs:
             torch.cuda.set_sync_debug_mode(before)
 
     def capture(self, run: Replay) -> Replay:
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        graph, memory = torch.cuda.CUDAGraph(keep_graph=True), self._memory
         self._graphs.append(graph)
         forget_workspaces()
         try:
             # The loader's threads use the device meanwhile, on streams of their own: only this thread is watched.
             with (
                 _empty_graphs_ignored(),
-                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool=memory.pool, stream=memory.stream, capture_error_mode="thread_local"),
             ):
                 run()
         except BaseException:
@@ -249,7 +249,8 @@ class CudaGraphs:
     def _clean_up(self) -> None:
         """A broken capture leaves allocator (torch before 2.12) and generator believing that it still goes on."""
         with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            torch._C._cuda_endAllocateToPool(self._device.index, self._memory.pool)
+        self._memory.renew()  # for the captures that follow, also of others that share it
         generator = torch.cuda.default_generators[self._device.index]
         fresh = torch.Generator(self._device).manual_seed(generator.initial_seed())
         generator.graphsafe_set_state(fresh.graphsafe_get_state())
@@ -259,7 +260,7 @@ class CudaGraphs:
         self.close()
         forget_workspaces()
         if not self._shared:  # else others of its graphs keep it alive, and what is captured next takes what is free
-            self._pool = torch.cuda.graph_pool_handle()
+            self._memory.renew()
         torch.cuda.empty_cache()
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from hyperbatch.optim.sharded import ShardedUpdate
 from hyperbatch.plan.types import RankGrid
 
 
-class GraphMemory(NamedTuple):
+class GraphMemory:
     """What graphs that run one after another are captured in, so that evaluation takes no memory beside training.
 
     Both, because torch keeps memory apart by stream.
@@ -43,9 +43,13 @@ class GraphMemory(NamedTuple):
     stream: torch.cuda.Stream
     pool: Any
 
-    @classmethod
-    def of(cls, device: torch.device) -> GraphMemory:
-        return cls(torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.renew()
+
+    def renew(self) -> None:
+        """For the captures to come; graphs that are there keep theirs."""
+        self.stream, self.pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -148,7 +152,7 @@ def build_learner(
         max_batch_per_rank=max_batch,
         fused=fused,
         capturable=capturable,
-        graph_memory=GraphMemory.of(device) if capturable and on_gpu else None,
+        graph_memory=GraphMemory(device) if capturable and on_gpu else None,
     )
 
 

@@ -102,6 +102,13 @@ class Waiting(Asking):
         return self.body(x)
 
 
+class WaitingInEvaluation(Asking):
+    def forward(self, x):
+        if not self.training:
+            torch.cuda.synchronize()
+        return self.body(x)
+
+
 class Picky(Asking):
     """Fails once, while the larger batch is captured."""
 
@@ -253,14 +260,25 @@ def test_fastest_kernels_train_within_rounding(tmp_path):
             assert a == pytest.approx(b, rel=0.02)
 
 
+def test_steps_are_captured_where_evaluation_cannot_be(tmp_path):
+    record, losses = train(tmp_path / "captured", model="test_graph_gpu:WaitingInEvaluation", graph="on")
+    (warning,) = (line for line in record.warnings if "CUDA graph" in line)
+    assert warning.startswith("evaluation runs without a CUDA graph")
+    assert record.environment["cuda_graph"]
+    _, plain = train(tmp_path / "plain", model="test_graph_gpu:WaitingInEvaluation", graph="off")
+    assert losses == plain
+
+
 @pytest.mark.parametrize(("model", "reason"), [("Asking", "synchronizing"), ("Waiting", "captur")])
 def test_a_model_that_waits_runs_plain_and_is_named(tmp_path, model, reason):
     values = {"model": f"test_graph_gpu:{model}"}
     record, losses = train(tmp_path / "auto", **values)
-    (warning,) = (line for line in record.warnings if "CUDA graph" in line)
-    assert reason in warning
-    assert "forward, " in warning
-    assert "test_graph_gpu.py:" in warning
+    warnings = [line for line in record.warnings if "CUDA graph" in line]
+    assert [line.partition(" run")[0] for line in warnings] == ["evaluation", "steps"]
+    for warning in warnings:
+        assert reason in warning
+        assert "forward, " in warning
+        assert "test_graph_gpu.py:" in warning
     _, plain = train(tmp_path / "plain", graph="off", **values)
     assert losses == plain
     with pytest.raises(InputError, match="--graph on: the step cannot be captured"):
