@@ -69,7 +69,7 @@ class Tile:
         )
 
 
-FORWARD = Tile(rows=64, warps=4, stages=2, per_processor=1)
+FORWARD = Tile(rows=64, warps=4, stages=1, per_processor=2)
 BACKWARD = Tile(rows=32, warps=4, stages=1, per_processor=2)
 
 
@@ -86,17 +86,38 @@ def window_of(x, start, r, there, H, W, K: tl.constexpr):
 
 
 @triton.jit
+def inside_of(window, LINE: tl.constexpr, COLUMN: tl.constexpr, H, W):
+    """Which windows have this pixel inside of the image."""
+    _, _, line, column, there = window
+    down, across = LINE - 1, COLUMN - 1
+    inside = (line + down >= 0) & (line + down < H) & (column + across >= 0) & (column + across < W)
+    return (inside & there)[:, None]
+
+
+@triton.jit
 def load_line(window, LINE: tl.constexpr, H, W, K: tl.constexpr):
     """Four tiles of x, one for each pixel in this line of the windows; zeros outside of the image."""
-    x, at, line, column, there = window
-    down = LINE - 1
-    there &= (line + down >= 0) & (line + down < H)
+    x, at, _, _, _ = window
     tiles = ()
     for s in tl.static_range(4):
-        across = s - 1
-        inside = there & (column + across >= 0) & (column + across < W)
-        tiles = tiles + (tl.load(x + (down * W + across) * K + at, mask=inside[:, None], other=0.0),)
+        pixel = x + ((LINE - 1) * W + s - 1) * K
+        tiles = tiles + (tl.load(pixel + at, mask=inside_of(window, LINE, s, H, W), other=0.0),)
     return tiles
+
+
+@triton.jit
+def settle_line(tiles, window, LINE: tl.constexpr, H, W, STAGES: tl.constexpr):
+    """The same tiles, to be waited for here.
+
+    The compiler brings a tile that goes into a product to shared memory where it is made: right behind the load, with
+    all the wait, unless something comes between. The loop's own way to ask for tiles ahead needs none of this.
+    """
+    if STAGES > 1:
+        return tiles
+    settled = ()
+    for s in tl.static_range(4):
+        settled = settled + (tl.where(inside_of(window, LINE, s, H, W), tiles[s], 0.0).to(tiles[s].dtype),)
+    return settled
 
 
 @triton.jit
@@ -153,17 +174,16 @@ def _conv_pool_kernel(
         r = i + tl.arange(0, BM)
         there = r < rows
         window = window_of(x, p * ROWS, r, there, H, W, K)
-        tiles = load_line(window, 0, H, W, K) + load_line(window, 1, H, W, K) + load_line(window, 2, H, W, K)
+        tiles = load_line(window, 0, H, W, K) + load_line(window, 1, H, W, K)
         for e in tl.static_range(4):
-            if e == 1:  # the last line is asked for before it is needed, not before there is room for it
-                tiles = tiles + load_line(window, 3, H, W, K)
             z = tl.zeros([BM, BC], tl.float32)
             for f in tl.static_range(9):
+                if e == 0 and (f == 3 or f == 6):  # not before there is room for them in registers
+                    tiles = tiles + load_line(window, f // 3 + 1, H, W, K)
                 z = tl.dot(tiles[(e // 2 + f // 3) * 4 + e % 2 + f % 3], filters[f], z)
             v = z.to(x.dtype.element_ty).to(dtype)  # as it would have been stored
             if e == 0:
-                best = v
-                number = tl.zeros([BM, BC], tl.uint8)
+                best, number = v, tl.zeros([BM, BC], tl.uint8)
             else:
                 larger = v > best
                 number = tl.where(larger, e, number).to(tl.uint8)
@@ -216,15 +236,16 @@ def _weight_gradient_kernel(
         g = tl.load(dy + at, mask=there[:, None], other=0.0).to(tl.float32)
         number = tl.load(tap + at, mask=there[:, None], other=4)
         window = window_of(x, p * ROWS, r, there, H, W, K)
-        tiles = load_line(window, 0, H, W, K)
+        ahead = load_line(window, 0, H, W, K)
         g = (a * (g * slope(v * scale + shift, ACT)) + b * v + d).to(x.dtype.element_ty)
         dz = ()
         for e in tl.static_range(4):
             dz = dz + (tl.trans(tl.where(number == e, g, 0.0).to(x.dtype.element_ty)),)
         for line in tl.static_range(4):
-            now = tiles
+            now = ahead
             if line < 3:
-                tiles = load_line(window, line + 1, H, W, K)
+                ahead = load_line(window, line + 1, H, W, K)
+            now = settle_line(now, window, line, H, W, STAGES)
             added = ()
             for f in tl.static_range(9):
                 s = sums[f]
