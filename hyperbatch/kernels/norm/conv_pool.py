@@ -10,7 +10,8 @@ convolution whose input needs no gradient: that would need dz in memory after al
 
 A pooled pixel sees 4x4 pixels of x, its window. Pixel s of the window meets each of the four pixels e of z that are
 pooled under at most one tap of the filter: 36 pairs. So a tile of pooled pixels takes 16 tiles of x, one for each s,
-and 36 products of them, and the four values to be compared lie in the same place of four accumulators:
+and 36 products of them, and the four values to be compared lie in the same place of four accumulators. The gradient
+takes the two pixels of z in a line at once, so 12 tiles of twice the rows and 18 products:
 
     window (s)     0  1  2  3       pixels of z (e)     filter (its taps)   0 1 2
                    4 [5  6] 7           0 1                                 3 4 5
@@ -77,12 +78,12 @@ BACKWARD = Tile(rows=32, warps=4, stages=1, per_processor=2)
 
 
 @triton.jit
-def window_of(x, start, r, there, H, W, K: tl.constexpr):
-    """For `load_line`, of the windows of pooled pixels r from `start` on."""
+def window_of(x, start, r, across, there, H, W, K: tl.constexpr):
+    """For `load_line`: the windows of pooled pixels r from `start` on, moved by `across` columns."""
     first, _, _ = first_pixel(start, H, W, H // 2, W // 2)
     pixel, line, column = first_pixel(start + r, H, W, H // 2, W // 2)
-    at = (pixel - first).to(tl.int32)[:, None] * K + tl.arange(0, K)[None, :]  # 32 bits: half the registers
-    return x + first * K, at, line, column, there
+    at = (pixel - first + across).to(tl.int32)[:, None] * K + tl.arange(0, K)[None, :]  # 32 bits: half the registers
+    return x + first * K, at, line, column + across, there
 
 
 @triton.jit
@@ -95,18 +96,18 @@ def inside_of(window, LINE: tl.constexpr, COLUMN: tl.constexpr, H, W):
 
 
 @triton.jit
-def load_line(window, LINE: tl.constexpr, H, W, K: tl.constexpr):
-    """Four tiles of x, one for each pixel in this line of the windows; zeros outside of the image."""
+def load_line(window, LINE: tl.constexpr, COLUMNS: tl.constexpr, H, W, K: tl.constexpr):
+    """Tiles of x, one for each of the first pixels in this line of the windows; zeros outside of the image."""
     x, at, _, _, _ = window
     tiles = ()
-    for s in tl.static_range(4):
+    for s in tl.static_range(COLUMNS):
         pixel = x + ((LINE - 1) * W + s - 1) * K
         tiles = tiles + (tl.load(pixel + at, mask=inside_of(window, LINE, s, H, W), other=0.0),)
     return tiles
 
 
 @triton.jit
-def settle_line(tiles, window, LINE: tl.constexpr, H, W, STAGES: tl.constexpr):
+def settle_line(tiles, window, LINE: tl.constexpr, COLUMNS: tl.constexpr, H, W, STAGES: tl.constexpr):
     """The same tiles, to be waited for here.
 
     The compiler brings a tile that goes into a product to shared memory where it is made: right behind the load, with
@@ -115,7 +116,7 @@ def settle_line(tiles, window, LINE: tl.constexpr, H, W, STAGES: tl.constexpr):
     if STAGES > 1:
         return tiles
     settled = ()
-    for s in tl.static_range(4):
+    for s in tl.static_range(COLUMNS):
         settled = settled + (tl.where(inside_of(window, LINE, s, H, W), tiles[s], 0.0).to(tiles[s].dtype),)
     return settled
 
@@ -173,13 +174,13 @@ def _conv_pool_kernel(
     for i in tl.range(0, rows, BM, num_stages=STAGES):
         r = i + tl.arange(0, BM)
         there = r < rows
-        window = window_of(x, p * ROWS, r, there, H, W, K)
-        tiles = load_line(window, 0, H, W, K) + load_line(window, 1, H, W, K)
+        window = window_of(x, p * ROWS, r, 0, there, H, W, K)
+        tiles = load_line(window, 0, 4, H, W, K) + load_line(window, 1, 4, H, W, K)
         for e in tl.static_range(4):
             z = tl.zeros([BM, BC], tl.float32)
             for f in tl.static_range(9):
                 if e == 0 and (f == 3 or f == 6):  # not before there is room for them in registers
-                    tiles = tiles + load_line(window, f // 3 + 1, H, W, K)
+                    tiles = tiles + load_line(window, f // 3 + 1, 4, H, W, K)
                 z = tl.dot(tiles[(e // 2 + f // 3) * 4 + e % 2 + f % 3], filters[f], z)
             v = z.to(x.dtype.element_ty).to(dtype)  # as it would have been stored
             if e == 0:
@@ -235,23 +236,25 @@ def _weight_gradient_kernel(
         v = tl.load(pooled + at, mask=there[:, None], other=0.0).to(tl.float32)
         g = tl.load(dy + at, mask=there[:, None], other=0.0).to(tl.float32)
         number = tl.load(tap + at, mask=there[:, None], other=4)
-        window = window_of(x, p * ROWS, r, there, H, W, K)
-        ahead = load_line(window, 0, H, W, K)
+        # The two pixels of z in a line are one product of twice the depth: fewer products to wait for.
+        r = i + tl.arange(0, 2 * BM) % BM
+        window = window_of(x, p * ROWS, r, tl.arange(0, 2 * BM) // BM, r < rows, H, W, K)
+        ahead = load_line(window, 0, 3, H, W, K)
         g = (a * (g * slope(v * scale + shift, ACT)) + b * v + d).to(x.dtype.element_ty)
         dz = ()
-        for e in tl.static_range(4):
-            dz = dz + (tl.trans(tl.where(number == e, g, 0.0).to(x.dtype.element_ty)),)
+        for e in tl.static_range(0, 4, 2):
+            pair = tl.join(tl.where(number == e, g, 0.0), tl.where(number == e + 1, g, 0.0)).to(x.dtype.element_ty)
+            dz = dz + (tl.reshape(tl.permute(pair, 1, 2, 0), [BC, 2 * BM]),)
         for line in tl.static_range(4):
             now = ahead
             if line < 3:
-                ahead = load_line(window, line + 1, H, W, K)
-            now = settle_line(now, window, line, H, W, STAGES)
+                ahead = load_line(window, line + 1, 3, H, W, K)
+            now = settle_line(now, window, line, 3, H, W, STAGES)
             added = ()
             for f in tl.static_range(9):
                 s = sums[f]
-                if line >= f // 3 and line <= f // 3 + 1:  # the pixels of z in this line of their two
-                    s = tl.dot(dz[(line - f // 3) * 2], now[f % 3], s)
-                    s = tl.dot(dz[(line - f // 3) * 2 + 1], now[f % 3 + 1], s)
+                if line >= f // 3 and line <= f // 3 + 1:  # a line of z meets it under this tap
+                    s = tl.dot(dz[line - f // 3], now[f % 3], s)
                 added = added + (s,)
             sums = added
     k = tl.arange(0, K)
