@@ -45,21 +45,19 @@ class Unit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, unit: FusedUnit, *parameters: Tensor) -> Tensor:
         layer = unit.layer
-        ctx.unit, ctx.pixels = unit, (x.shape[2], x.shape[3])
+        ctx.unit = unit
         ctx.without_z = unit.pooled and not ctx.needs_input_grad[0] and conv_pool.can_take(x, layer.conv)
-        if unit.pooled:
-            if ctx.without_z:
-                pooled, coef = conv_pool.conv_pool_statistics(
-                    x, layer.conv, layer.norm, layer.counters, local=layer.shared
-                )
-            else:
-                z = convolution.convolve(x, layer.conv)
-                pooled, coef = unit_kernels.pool_statistics(z, layer.norm, layer.counters, local=layer.shared)
-            if layer.shared:
-                coef = share_statistics(coef, kernels.matrix(pooled.value)[0], layer.norm)
+        if ctx.without_z:
+            pooled, coef = conv_pool.conv_pool_statistics(x, layer.conv, layer.norm, layer.counters, local=layer.shared)
         else:
             z = convolution.convolve(x, layer.conv)
-            pooled, coef = unit_kernels.Pooled(z, z), layer.statistics(z)
+            ctx.pixels = z.shape[2], z.shape[3]
+            if unit.pooled:
+                pooled, coef = unit_kernels.pool_statistics(z, layer.norm, layer.counters, local=layer.shared)
+            else:
+                pooled, coef = unit_kernels.Pooled(z, z), layer.statistics(z)
+        if unit.pooled and layer.shared:
+            coef = share_statistics(coef, kernels.matrix(pooled.value)[0], layer.norm)
         ctx.save_for_backward(*parameters, x, *pooled, coef)
         return unit_kernels.activate(pooled.value, coef, unit.act)
 

@@ -82,46 +82,6 @@ def test_the_convolution_with_its_pool_compiles_for_hopper(monkeypatch, inputs, 
 
 
 @inside
-@pytest.mark.parametrize("name", ["silu", "gelu"])
-@pytest.mark.parametrize(
-    ("size", "pooled"),
-    [
-        ((2, 16, 7, 7), True),
-        ((3, 64, 6, 5), True),
-        ((2, 8, 2, 3), True),
-        ((2, 16, 5, 5), False),
-        ((1, 128, 3, 4), False),
-    ],
-    ids=str,
-)
-def test_agrees_with_float64(size, pooled, name):
-    check(*make(*size), name, pooled=pooled)
-
-
-@inside
-def test_bf16():
-    check(*make(2, 16, 5, 6, dtype=torch.bfloat16), "silu", pooled=True)
-
-
-@inside
-def test_of_equal_pixels_the_first_is_the_maximum():
-    z, norm = make(2, 8, 6, 6)
-    check(z.round(), norm, "silu", pooled=True)
-
-
-@inside
-def test_a_nan_goes_through_the_pool():
-    from hyperbatch.kernels import norm as kernels
-    from hyperbatch.kernels.norm import unit
-
-    z, norm = make(1, 8, 4, 4)
-    z[0, 3, 0, 1] = torch.nan
-    pooled, _ = unit.pool_statistics(z, norm, kernels.new_counters(z.device))
-    assert pooled.value[0, 3, 0, 0].isnan()
-    assert pooled.value.isnan().sum() == 1
-
-
-@inside
 @pytest.mark.parametrize(
     ("size", "inputs", "outputs", "whole", "name"),
     [
@@ -163,6 +123,46 @@ def test_the_weight_gradient_drops_nothing_of_a_long_loop(monkeypatch):
     monkeypatch.setattr(conv_pool, "FORWARD", conv_pool.Tile(rows=16, warps=4, stages=1, per_processor=1))
     monkeypatch.setattr(conv_pool, "BACKWARD", conv_pool.Tile(rows=16, warps=4, stages=1, per_processor=1))
     check_conv(*make_conv(3, 32, 9, 11, inputs=24, outputs=32), "silu")
+
+
+@inside
+@pytest.mark.parametrize("name", ["silu", "gelu"])
+@pytest.mark.parametrize(
+    ("size", "pooled"),
+    [
+        ((2, 16, 7, 7), True),
+        ((3, 64, 6, 5), True),
+        ((2, 8, 2, 3), True),
+        ((2, 16, 5, 5), False),
+        ((1, 128, 3, 4), False),
+    ],
+    ids=str,
+)
+def test_agrees_with_float64(size, pooled, name):
+    check(*make(*size), name, pooled=pooled)
+
+
+@inside
+def test_bf16():
+    check(*make(2, 16, 5, 6, dtype=torch.bfloat16), "silu", pooled=True)
+
+
+@inside
+def test_of_equal_pixels_the_first_is_the_maximum():
+    z, norm = make(2, 8, 6, 6)
+    check(z.round(), norm, "silu", pooled=True)
+
+
+@inside
+def test_a_nan_goes_through_the_pool():
+    from hyperbatch.kernels import norm as kernels
+    from hyperbatch.kernels.norm import unit
+
+    z, norm = make(1, 8, 4, 4)
+    z[0, 3, 0, 1] = torch.nan
+    pooled, _ = unit.pool_statistics(z, norm, kernels.new_counters(z.device))
+    assert pooled.value[0, 3, 0, 0].isnan()
+    assert pooled.value.isnan().sum() == 1
 
 
 @inside
