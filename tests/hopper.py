@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +15,7 @@ from hyperbatch.kernels.compile import Kernel
 TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
     torch.float64: "*fp64",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -67,6 +72,16 @@ class _Compiler:
         options = {"num_warps": num_warps, "launch_pdl": launch_pdl}
         asm = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
         self.compiled[self.name] = asm["ptx"]
+
+
+def spilled_bytes(ptx: str) -> int:
+    """What a thread would store in memory for want of registers, by the assembler that comes with Triton."""
+    import triton
+
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    command = [assembler, "-v", "-arch=sm_90a", "-o", os.devnull, "-"]
+    said = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
+    return sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
 
 
 def before_the_wait(ptx: str) -> int:

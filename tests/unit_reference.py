@@ -1,4 +1,5 @@
-"""Max-pool, batch norm and a smooth activation in float64 by torch, and the kernels of `norm.unit` beside it."""
+"""A convolution, max-pool, batch norm and a smooth activation in float64 by torch, and the kernels of `norm.unit` and
+`norm.conv_pool` beside it."""
 
 from __future__ import annotations
 
@@ -82,3 +83,74 @@ def check(z: Tensor, norm: nn.BatchNorm2d, name: str, *, pooled: bool) -> None:
     size_of_terms = scale * dy.abs().max().item() * 4
     assert ((dz.double() - expect_dz).abs() <= unit_round * expect_dz.abs() + floor + 20 * FP32 * size_of_terms).all()
     assert not counters[: len(counters) // 2].any()
+
+
+def make_conv(n, k, h, w, *, inputs, outputs, dtype=torch.float16, device="cpu", whole=False):
+    """x with k channels, of which all but `inputs` are zeros, and a convolution to `outputs`; whole: of whole numbers,
+    whose convolution is exact."""
+    random = torch.Generator().manual_seed(3)
+    x, conv = torch.randn(n, k, h, w, generator=random), nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+    with torch.no_grad():
+        conv.weight.normal_(0.05, (9 * inputs) ** -0.5, generator=random)
+        if whole:
+            x.round_()
+            conv.weight.copy_(conv.weight.sign() * (torch.rand(conv.weight.shape, generator=random) > 0.7))
+    x[:, inputs:] = 0
+    return (
+        x.to(dtype).to(memory_format=torch.channels_last).to(device),
+        conv.to(dtype).to(memory_format=torch.channels_last).to(device),
+    )
+
+
+def check_conv(x: Tensor, conv: nn.Conv2d, name: str, *, whole: bool = False) -> None:
+    from hyperbatch.kernels import norm as kernels
+    from hyperbatch.kernels.norm import conv_pool, unit
+
+    assert conv_pool.can_take(x, conv)
+    act, number = ACTIVATIONS[name]
+    random = torch.Generator().manual_seed(5)
+    c, inputs, dtype, device = conv.out_channels, conv.in_channels, x.dtype, x.device
+    norm = make(1, c, 1, 1, device=device)[1]
+    weight, x64 = conv.weight.detach().double(), x[:, :inputs].double()
+    z64 = F.conv2d(x64, weight, padding=1)
+    terms = F.conv2d(x64.abs(), weight.abs(), padding=1)
+    unit_round, floor = ROUND_OFF[dtype], SMALLEST[dtype]
+    tolerance = unit_round * z64.abs() + floor + FP32 * terms
+    counters = kernels.new_counters(device)
+    found, coef = conv_pool.conv_pool_statistics(x, conv, norm, counters)
+    expect, expect_tap, *_ = reference(z64, norm, act, pooled=True)
+    assert found.value.is_contiguous(memory_format=torch.channels_last)
+    if whole:
+        assert torch.equal(found.value.double(), expect)
+        assert torch.equal(found.tap.long(), expect_tap)
+    else:
+        worst = F.max_pool2d(tolerance, 2)
+        assert ((found.value.double() - expect).abs() <= worst).all()
+        # What stood at the tap is the maximum, but for the rounding of the two.
+        h, w = (side // 2 * 2 for side in x.shape[2:])
+        pixels = z64[:, :, :h, :w].unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(3, 5, 0, 1, 2, 4).flatten(0, 1)
+        assert ((pixels.gather(0, found.tap.long()[None])[0] - expect).abs() <= 2 * worst).all()
+
+    # Statistics of p as it is stored.
+    p = found.value.double()
+    torch.testing.assert_close(coef[0].double(), p.mean((0, 2, 3)), rtol=1e-5, atol=1e-5)
+    rstd = (p.var((0, 2, 3), correction=0) + norm.eps).rsqrt()
+    torch.testing.assert_close(coef[1].double(), rstd, rtol=1e-5, atol=0)
+    before = make(1, c, 1, 1, device=device)[1]
+    for mine, old, new in (
+        (norm.running_mean, before.running_mean, p.mean((0, 2, 3))),
+        (norm.running_var, before.running_var, p.var((0, 2, 3))),
+    ):
+        torch.testing.assert_close(mine.double(), old.double().lerp(new, norm.momentum), rtol=1e-5, atol=1e-5)
+    assert not counters[: len(counters) // 2].any()
+
+    dy = torch.randn(p.shape, generator=random).to(dtype).to(memory_format=torch.channels_last).to(device)
+    back = torch.randn(3, c, generator=random).to(device)
+    dz = unit.apply_unpool_gradient(dy, found, coef, back, number, pixels=x.shape[2:]).double()
+    dw = torch.full_like(conv.weight, torch.nan)
+    conv_pool.weight_gradient_from_pooled(dy, found, coef, back, number, x, dw)
+    expect = torch.nn.grad.conv2d_weight(x64, weight.shape, dz, padding=1)
+    size = torch.nn.grad.conv2d_weight(x64.abs(), weight.shape, dz.abs(), padding=1)
+    # The two kernels may contract their sums differently, and so round a dz to either side.
+    error = (dw.double() - expect).abs()
+    assert (error <= unit_round * expect.abs() + floor + (unit_round + FP32) * size).all()

@@ -3,7 +3,8 @@
     images ─ whiten, act ─ [conv ─ pool, statistics ─ norm, act] [conv ─ statistics ─ norm, act] ... ─ maximum ─ head
 
 One autograd function per unit, so that its gradients are there, and can travel, as soon as its backward is done. Kept
-for backward: a unit's input, what went into its norm, and one byte for each pooled element.
+for backward: a unit's input, what went into its norm, and one byte for each pooled element. A pooled unit whose input
+needs no gradient, as the first behind a frozen layer, never stores what its convolution puts out.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from hyperbatch.kernels import conv as convolution
 from hyperbatch.kernels import norm as kernels
+from hyperbatch.kernels.norm import conv_pool
 from hyperbatch.kernels.norm import unit as unit_kernels
 from hyperbatch.kernels.whiten import whiten
-from hyperbatch.models.fused_blocks import ConvNorm, saved_by, share_statistics, share_sums
+from hyperbatch.models.fused_blocks import ConvNorm, new_grad, saved_by, share_statistics, share_sums
 from hyperbatch.models.fused_network import FusedNetwork
 from hyperbatch.models.layers import to_logits
 from hyperbatch.models.whitenet import ConvUnit, WhiteNet
@@ -42,14 +44,19 @@ class Unit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, unit: FusedUnit, *parameters: Tensor) -> Tensor:
         layer = unit.layer
-        z = convolution.convolve(x, layer.conv)
-        ctx.unit, ctx.pixels = unit, (z.shape[2], z.shape[3])
-        if unit.pooled:
-            pooled, coef = unit_kernels.pool_statistics(z, layer.norm, layer.counters, local=layer.shared)
-            if layer.shared:
-                coef = share_statistics(coef, kernels.matrix(pooled.value)[0], layer.norm)
+        ctx.unit = unit
+        ctx.without_z = unit.pooled and not ctx.needs_input_grad[0] and conv_pool.can_take(x, layer.conv)
+        if ctx.without_z:
+            pooled, coef = conv_pool.conv_pool_statistics(x, layer.conv, layer.norm, layer.counters, local=layer.shared)
         else:
-            pooled, coef = unit_kernels.Pooled(z, z), layer.statistics(z)
+            z = convolution.convolve(x, layer.conv)
+            ctx.pixels = z.shape[2], z.shape[3]
+            if unit.pooled:
+                pooled, coef = unit_kernels.pool_statistics(z, layer.norm, layer.counters, local=layer.shared)
+            else:
+                pooled, coef = unit_kernels.Pooled(z, z), layer.statistics(z)
+        if unit.pooled and layer.shared:
+            coef = share_statistics(coef, kernels.matrix(pooled.value)[0], layer.norm)
         ctx.save_for_backward(*parameters, x, *pooled, coef)
         return unit_kernels.activate(pooled.value, coef, unit.act)
 
@@ -62,14 +69,19 @@ class Unit(torch.autograd.Function):
         unit_kernels.reduce_gradient(dy, p, coef, grads, layer.counters, unit.act)
         if layer.shared:
             share_sums(grads, coef, layer.norm)
+        of_norm = grads.weight if ctx.needs_input_grad[3] else None, grads.bias
+        pooled = unit_kernels.Pooled(p, tap)
+        if ctx.without_z:
+            dw = new_grad(layer.parameters[0])
+            conv_pool.weight_gradient_from_pooled(dy, pooled, coef, grads.back, unit.act, x, dw)
+            return None, None, dw, *of_norm
         if unit.pooled:
-            pooled = unit_kernels.Pooled(p, tap)
             dz = unit_kernels.apply_unpool_gradient(dy, pooled, coef, grads.back, unit.act, pixels=ctx.pixels)
         else:
             dz = unit_kernels.apply_gradient(dy, p, coef, grads.back, unit.act)
         dw = layer.weight_gradient(dz, x)
         dx = layer.input_gradient(dz, x) if ctx.needs_input_grad[0] else None
-        return dx, None, dw, grads.weight if ctx.needs_input_grad[3] else None, grads.bias
+        return dx, None, dw, *of_norm
 
 
 class FusedWhiteNet(FusedNetwork):

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch.nn import functional as F
-from unit_reference import ACTIVATIONS, check, make
+from unit_reference import ACTIVATIONS, check, check_conv, make, make_conv
 
 from hyperbatch.models import create_model
 
@@ -22,6 +22,40 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 )
 def test_units_agree_with_float64(size, pooled, name):
     check(*make(*size, device="cuda"), name, pooled=pooled)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("size", "inputs", "outputs"),
+    [((96, 32, 31, 31), 24, 64), ((7, 16, 12, 9), 8, 32), ((33, 32, 8, 15), 24, 128)],
+    ids=str,
+)
+def test_the_convolution_with_its_pool_agrees_with_float64(size, inputs, outputs, dtype, name):
+    check_conv(*make_conv(*size, inputs=inputs, outputs=outputs, dtype=dtype, device="cuda"), name)
+
+
+def test_the_convolution_with_its_pool_takes_the_first_of_equal_pixels():
+    check_conv(*make_conv(96, 32, 31, 31, inputs=24, outputs=64, device="cuda", whole=True), "silu", whole=True)
+
+
+def test_the_convolution_with_its_pool_gives_the_same_bits_again():
+    from hyperbatch.kernels import norm as kernels
+    from hyperbatch.kernels.norm import conv_pool
+
+    x, conv = make_conv(96, 32, 31, 31, inputs=24, outputs=64, device="cuda")
+    norm = make(1, 64, 1, 1, device="cuda")[1]
+    counters, back = kernels.new_counters(x.device), torch.randn(3, 64, device="cuda")
+    found, coef = conv_pool.conv_pool_statistics(x, conv, norm, counters)
+    dy, dws = torch.randn_like(found.value), []
+    for _ in range(5):
+        again, coef_again = conv_pool.conv_pool_statistics(x, conv, norm, counters)
+        assert torch.equal(again.value, found.value)
+        assert torch.equal(again.tap, found.tap)
+        assert torch.equal(coef_again, coef)
+        dw = torch.empty_like(conv.weight)
+        dws.append(conv_pool.weight_gradient_from_pooled(dy, found, coef, back, 0, x, dw))
+    assert all(torch.equal(dw, dws[0]) for dw in dws)
 
 
 @pytest.mark.parametrize("act", ["silu", "gelu"])

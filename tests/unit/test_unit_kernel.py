@@ -13,10 +13,10 @@ import sys
 
 import pytest
 import torch
-from hopper import compile_launches
+from hopper import compile_launches, spilled_bytes
 from torch import nn
 from torch.nn import functional as F
-from unit_reference import check, make
+from unit_reference import check, check_conv, make, make_conv
 
 from hyperbatch.models import create_model
 from hyperbatch.models.fused import why_not_fused
@@ -59,6 +59,72 @@ def test_kernels_compile_for_hopper_with_wide_accesses(monkeypatch):
         if name != "_whiten_kernel":
             assert "ld.global.v4.b32" in compiled[name], name
     assert "st.global.v4.b32" in compiled["_whiten_kernel"]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@pytest.mark.parametrize(
+    ("inputs", "k", "outputs", "dtype"),
+    [(24, 32, 64, torch.float16), (8, 16, 32, torch.float16), (24, 32, 128, torch.bfloat16)],
+)
+def test_the_convolution_with_its_pool_compiles_for_hopper(monkeypatch, inputs, k, outputs, dtype):
+    """With the channels of the recipe in registers, but for a few numbers; accumulators alone would be 576 bytes."""
+    pytest.importorskip("triton")
+    from hyperbatch.kernels import norm as kernels
+    from hyperbatch.kernels.norm import conv_pool
+
+    compiled = compile_launches(monkeypatch, conv_pool)
+    x, conv = make_conv(64, k, 7, 7, inputs=inputs, outputs=outputs, dtype=dtype)
+    norm = make(1, outputs, 1, 1)[1]
+    found, coef = conv_pool.conv_pool_statistics(x, conv, norm, kernels.new_counters(x.device))
+    back, dw = torch.empty(3, outputs), torch.empty_like(conv.weight)
+    conv_pool.weight_gradient_from_pooled(found.value, found, coef, back, 0, x, dw)
+    for name in ("_conv_pool_kernel", "_weight_gradient_kernel"):
+        assert "wgmma.mma_async" in compiled[name] or outputs < 64, name  # at least 64 rows
+        assert spilled_bytes(compiled[name]) <= 160 or outputs != 64, name
+
+
+@inside
+@pytest.mark.parametrize(
+    ("size", "inputs", "outputs", "whole", "name"),
+    [
+        ((3, 32, 9, 7), 24, 64, False, "silu"),
+        ((3, 32, 9, 7), 24, 64, True, "silu"),
+        ((2, 16, 6, 12), 16, 32, False, "gelu"),
+        ((20, 32, 2, 3), 8, 128, True, "silu"),
+    ],
+    ids=str,
+)
+def test_the_convolution_with_its_pool_agrees_with_float64(size, inputs, outputs, whole, name):
+    """Also, of whole numbers, which of equal pixels is the maximum."""
+    check_conv(*make_conv(*size, inputs=inputs, outputs=outputs, whole=whole), name, whole=whole)
+
+
+@inside
+def test_the_convolution_with_its_pool_in_fp32():
+    check_conv(*make_conv(2, 32, 5, 6, inputs=24, outputs=32, dtype=torch.float32), "silu")
+
+
+@inside
+def test_a_nan_goes_through_the_convolution_and_its_pool():
+    from hyperbatch.kernels import norm as kernels
+    from hyperbatch.kernels.norm import conv_pool
+
+    x, conv = make_conv(1, 32, 8, 8, inputs=24, outputs=32)
+    x[0, 3, 5, 5] = torch.nan
+    norm = make(1, 32, 1, 1)[1]
+    pooled, _ = conv_pool.conv_pool_statistics(x, conv, norm, kernels.new_counters(x.device))
+    assert pooled.value[0, :, 2:, 2:].isnan().all()
+    assert pooled.value.isnan().sum() == 32 * 4
+
+
+@inside
+def test_the_weight_gradient_drops_nothing_of_a_long_loop(monkeypatch):
+    """Of several tiles a program, and a last one that is cut off."""
+    from hyperbatch.kernels.norm import conv_pool
+
+    monkeypatch.setattr(conv_pool, "FORWARD", conv_pool.Tile(rows=16, warps=4, stages=1, per_processor=1))
+    monkeypatch.setattr(conv_pool, "BACKWARD", conv_pool.Tile(rows=16, warps=4, stages=1, per_processor=1))
+    check_conv(*make_conv(3, 32, 9, 11, inputs=24, outputs=32), "silu")
 
 
 @inside
@@ -167,6 +233,51 @@ def _narrow():
     return WhiteNet((8, 16, 16), 2, classes=10, in_channels=3, activation="silu", bn_momentum=0.4, bn_eps=1e-5).to(
         memory_format=torch.channels_last
     )
+
+
+@inside
+def test_a_first_unit_trains_as_its_layers(monkeypatch):
+    """By the kernels that store no z; in fp32, where the interpreter allows it."""
+    from hyperbatch.kernels import norm as kernels
+    from hyperbatch.models import fused_units
+    from hyperbatch.models.whitenet import ConvUnit
+
+    torch.manual_seed(0)
+    unit = ConvUnit(24, 32, pooled=True, activation="silu", bn_momentum=0.4, bn_eps=1e-5)
+    unit.to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(unit)
+    x = torch.randn(2, 24, 9, 7)
+    wide = F.pad(x, (0, 0, 0, 0, 0, 8)).to(memory_format=torch.channels_last)
+    monkeypatch.setattr(fused_units.convolution, "convolve", None)  # not needed
+    y, expect = fused_units.FusedUnit(unit, kernels.new_counters(x.device))(wide), plain(x)
+    torch.testing.assert_close(y, expect, rtol=1e-4, atol=1e-5)
+    weights = torch.randn(y.shape)
+    (y * weights).sum().backward()
+    (expect * weights).sum().backward()
+    for (name, param), other in zip(unit.named_parameters(), plain.parameters(), strict=True):
+        if other.requires_grad:
+            torch.testing.assert_close(param.grad, other.grad, rtol=1e-3, atol=1e-4, msg=name)
+        else:
+            assert param.grad is None
+
+
+@inside
+def test_convolutions_that_the_kernels_with_a_pool_do_not_compute():
+    from hyperbatch.kernels.norm.conv_pool import can_take
+
+    def takes(k=32, outputs=64, side=8, **options):
+        conv = nn.Conv2d(24, outputs, **{"kernel_size": 3, "padding": 1, "bias": False, **options})
+        return can_take(torch.empty(1, k, side, side), conv)
+
+    assert takes()
+    assert not takes(k=24)
+    assert not takes(outputs=48)
+    assert not takes(k=64)
+    assert not takes(outputs=256)
+    assert not takes(side=1)
+    for options in ({"stride": 2}, {"padding": 0}, {"dilation": 2}, {"groups": 2}, {"bias": True}):
+        assert not takes(**options)
+    assert not takes(kernel_size=1, padding=1)
 
 
 @inside
