@@ -85,6 +85,7 @@ def train(run: Run, runner: StepRunner, journal: Journal, saver: Saver) -> RunRe
     evals = EpochGrid(config.run.eval_every_epochs, config.run.eval_offset_epochs, samples)
     # The run's time starts with the first training sample: by then its kernels are there. Evaluation is captured first:
     # training, which needs more, then takes the same memory once more.
+    runner.compile(shapes_ahead(run))
     reason = run.validation.prepare(capture=runner.captures)
     if reason is not None:
         run.warnings.append(f"evaluation runs without a CUDA graph: {reason}")

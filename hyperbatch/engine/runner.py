@@ -29,7 +29,7 @@ from hyperbatch.engine.cuda_graphs import (
 )
 from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.ranks import Ranks, gather, share
-from hyperbatch.engine.step import Launch, Work, blank_batch, inputs_of, launches, micro_steps, run_launch
+from hyperbatch.engine.step import Launch, MicroStep, Work, blank_batch, inputs_of, launches, micro_steps, run_launch
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.warmup import compile_kernels, preserved_state
 from hyperbatch.errors import InputError
@@ -72,6 +72,7 @@ class StepRunner:
         self._captured = None
         if backend is not None:
             self._captured = CapturedSteps(backend, learner, work, self.rates, self.losses)
+        self._compiled: set[StepShape] = set()
         self._warmed: set[StepShape] = set()
         self._draws = not self._warm  # whether a step draws random numbers: a warm-up shows it
         self._length, self._block_steps = 1, 1
@@ -88,8 +89,20 @@ class StepRunner:
         """Whether the stride can run at once."""
         return self._captured is None or self._stride_shape(stride) in self._captured.shapes
 
+    def compile(self, steps: Iterable[Step]) -> None:
+        """Compiles the fused kernels of steps of these shapes side by side: evaluation launches some of them, too."""
+        # Norms over ranks exchange sums in forward: a rank that fails to compile would leave the others waiting.
+        if not self._learner.fused or self._config.model.bn_group_ranks > 1:
+            return
+        for shape in map(self.shape, steps):
+            if self._warm and shape not in self._compiled:
+                self._compiled.add(shape)
+                self._compile(shape)
+
     def warm_up(self, steps: Iterable[Step]) -> None:
         """Runs steps of these shapes without a trace: kernels are chosen and compiled, communicators opened."""
+        steps = list(steps)
+        self.compile(steps)
         for shape in map(self.shape, steps):
             if self._warm and shape not in self._warmed:
                 self._attempt(partial(self._warm_up, shape))
@@ -222,11 +235,22 @@ class StepRunner:
         elif failures:
             raise torch.OutOfMemoryError(failures[0][1])
 
+    def _compile(self, shape: StepShape) -> None:
+        learner, (micro_batches, image_size) = self._learner, shape
+        captured = self._captured
+        stream = contextlib.nullcontext() if captured is None else captured.backend.on_capture_stream()
+        with stream, preserved_state(learner):
+            for samples in dict.fromkeys(part.samples for part in _ends(micro_batches)):
+                images, labels = blank_batch(learner, samples, image_size)
+                reason = compile_kernels(
+                    learner, self._work, images, labels, self.losses[0], ranks_per_host=self._ranks.local_size
+                )
+                if reason is not None:
+                    self._warnings.append(f"kernels are compiled one after the other: {reason}")
+
     def _warm_up(self, shape: StepShape) -> None:
         micro_batches, image_size = shape
-        learner, timer = self._learner, StepTimer(self._learner.device)
-        # The first and the last: those between them have the shape of one of the two and run nothing else.
-        ends = micro_steps(micro_batches)[:: max(1, len(micro_batches) - 1)]
+        learner, timer, ends = self._learner, StepTimer(self._learner.device), _ends(micro_batches)
         batches = {part.samples: blank_batch(learner, part.samples, image_size) for part in ends}
 
         def step() -> None:
@@ -234,14 +258,6 @@ class StepRunner:
                 run_launch(self._work, learner, (part,), [batches[part.samples]], self.rates, self.losses, timer)
 
         with preserved_state(learner):
-            # Norms over ranks exchange sums in forward: a rank that fails to compile would leave the others waiting.
-            if learner.fused and self._config.model.bn_group_ranks == 1:
-                for images, labels in batches.values():
-                    reason = compile_kernels(
-                        learner, self._work, images, labels, self.losses[0], ranks_per_host=self._ranks.local_size
-                    )
-                    if reason is not None:
-                        self._warnings.append(f"kernels are compiled one after the other: {reason}")
             before = _random_state(learner.device)
             step()
             self._draws |= _random_state(learner.device) != before
@@ -268,6 +284,11 @@ def stride_length(step_s: float, block_steps: int) -> int:
     """Steps that fill a launch, of a number that leaves few over in a block: 33 steps are 4 strides of 8, and 1."""
     most = max(1, min(MAX_STEPS, int(LAUNCH_S / step_s), block_steps))
     return block_steps // -(-block_steps // most)
+
+
+def _ends(micro_batches: tuple[int, ...]) -> Sequence[MicroStep]:
+    """The first and the last micro-step: those between them have the shape of one of the two and run nothing else."""
+    return micro_steps(micro_batches)[:: max(1, len(micro_batches) - 1)]
 
 
 def _random_state(device: torch.device) -> list[bytes]:

@@ -39,13 +39,20 @@ class FusedNetwork:
     def can_run(self) -> bool:
         """Whether the kernels compute what the modules would: nobody has changed these or listens to them, and norms
         take the statistics of the batch into running ones."""
+        return self._is_untouched() and all(norm.training and norm.momentum is not None for norm in self.norms)
+
+    def can_evaluate(self, images: Tensor) -> bool:
+        """The same of `evaluate`, where there is one: norms take their running statistics, nobody needs a gradient."""
+        here = images.device == self.counters.device == next(self.model.parameters()).device
+        running = not any(norm.training or norm.running_mean is None for norm in self.norms)
+        return here and running and not torch.is_grad_enabled() and self._is_untouched()
+
+    def _is_untouched(self) -> bool:
         own = self.model._modules
         replaced = any(own.get(name) is not part for name, part in self.parts.items())
         if replaced or any(module._modules != children for module, children in self.children.items()):
             raise InputError("layers of the model were replaced after fuse(model); call fuse(model) again")
-        if any(self.hooks) or any("forward" in vars(module) for module in self.children):
-            return False
-        return all(norm.training and norm.momentum is not None for norm in self.norms)
+        return not any(self.hooks) and not any("forward" in vars(module) for module in self.children)
 
     def __call__(self, images: Tensor) -> Tensor:
         if self.counters.device != images.device:  # the model has moved
@@ -55,6 +62,10 @@ class FusedNetwork:
             return self.logits(images)
 
     def logits(self, images: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def evaluate(self, images: Tensor) -> Tensor:
+        """What the model's own layers compute in evaluation mode."""
         raise NotImplementedError
 
 

@@ -1,10 +1,11 @@
-"""The training path of `models.whitenet` in fused 16-bit kernels. Reference: the model's own layers.
+"""`models.whitenet` in fused 16-bit kernels: training and evaluation. Reference: the model's own layers.
 
     images ─ whiten, act ─ [conv ─ pool, statistics ─ norm, act] [conv ─ statistics ─ norm, act] ... ─ maximum ─ head
 
 One autograd function per unit, so that its gradients are there, and can travel, as soon as its backward is done. Kept
 for backward: a unit's input, what went into its norm, and one byte for each pooled element. A pooled unit whose input
-needs no gradient, as the first behind a frozen layer, never stores what its convolution puts out.
+needs no gradient, as the first behind a frozen layer, never stores what its convolution puts out. Evaluation launches
+the same kernels, so that nothing else has to be compiled; the statistics that some of them take go to waste.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hyperbatch.kernels import conv as convolution
@@ -33,9 +34,26 @@ class FusedUnit:
         self.layer = ConvNorm(unit.conv, unit.norm, counters)
         self.pooled = unit.pooled
         self.act = unit_kernels.ACTIVATIONS[type(unit.act)]
+        self.wasted = nn.BatchNorm2d(unit.norm.num_features, device=unit.norm.weight.device)  # for statistics
 
     def __call__(self, x: Tensor) -> Tensor:
         return Unit.apply(x, self, *self.layer.parameters)  # pyright: ignore[reportReturnType]
+
+    def evaluate(self, x: Tensor) -> Tensor:
+        conv, norm, counters = self.layer.conv, self.layer.norm, self.layer.counters
+        if self.pooled and conv_pool.can_take(x, conv):
+            p = conv_pool.conv_pool_statistics(x, conv, self.wasted, counters)[0].value
+        elif self.pooled:
+            p = unit_kernels.pool_statistics(convolution.convolve(x, conv), self.wasted, counters)[0].value
+        else:
+            p = convolution.convolve(x, conv)
+        mean, var = norm.running_mean, norm.running_var
+        assert mean is not None
+        assert var is not None
+        rstd = torch.rsqrt(var + norm.eps)
+        scale = norm.weight * rstd
+        coef = torch.stack([mean, rstd, scale, norm.bias - mean * scale])
+        return unit_kernels.activate(p, coef, self.act)
 
 
 class Unit(torch.autograd.Function):
@@ -101,4 +119,14 @@ class FusedWhiteNet(FusedNetwork):
         x = whiten(x, model.whiten, self.act) if frozen else convolution.channels_last(model.act(model.whiten(x)))
         for unit in self.units:
             x = unit(x)
-        return to_logits(model.head(unit_kernels.Peak.apply(x))) * model.logit_scale
+        return self._classify(x)
+
+    def evaluate(self, images: Tensor) -> Tensor:
+        with torch.cuda.device_of(images):
+            x = whiten(images.to(self.model.whiten.weight.dtype), self.model.whiten, self.act)
+            for unit in self.units:
+                x = unit.evaluate(x)
+            return self._classify(x)
+
+    def _classify(self, x: Tensor) -> Tensor:
+        return to_logits(self.model.head(unit_kernels.Peak.apply(x))) * self.model.logit_scale

@@ -59,7 +59,7 @@ class ConvGroup(nn.Sequential):
 
 
 class WhiteNet(nn.Module):
-    fused: FusedNetwork | None = None  # what training runs instead, see models.fused
+    fused: FusedNetwork | None = None  # what runs instead of the layers, see models.fused
 
     def __init__(
         self,
@@ -89,8 +89,11 @@ class WhiteNet(nn.Module):
         self.logit_scale = logit_scale
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and self.fused is not None and self.fused.can_run():
-            return self.fused(x)
+        if self.fused is not None:
+            if self.training and self.fused.can_run():
+                return self.fused(x)
+            if not self.training and self.fused.can_evaluate(x):
+                return self.fused.evaluate(x)
         x = self.act(self.whiten(x))
         for group in self.groups:
             x = getattr(self, group)(x)

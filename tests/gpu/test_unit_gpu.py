@@ -93,3 +93,27 @@ def test_the_fused_step_is_as_near_to_fp32_as_the_plain_one():
             error_plain = (p.grad.float() - e.grad).norm() / e.grad.norm()
             error_fused = (f.grad.float() - e.grad).norm() / e.grad.norm()
             assert error_fused <= 1.2 * error_plain + 2e-3, (name, error_plain.item(), error_fused.item())
+
+
+def test_the_fused_evaluation_is_as_near_to_fp32_as_the_plain_one():
+    from hyperbatch.models.fused import fuse
+
+    torch.manual_seed(0)
+    exact = create_model("whitenet", classes=10, activation="silu", init="dirac").cuda().eval()
+    exact.to(memory_format=torch.channels_last)
+    for module in exact.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            torch.nn.init.normal_(module.running_mean, std=0.2)
+            torch.nn.init.uniform_(module.running_var, 0.5, 2.0)
+    plain = copy.deepcopy(exact)
+    for module in plain.modules():
+        if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
+            module.half()
+    fused = copy.deepcopy(plain)
+    fuse(fused)
+    x = torch.randn(2_500, 3, 32, 32, device="cuda").half()
+    with torch.no_grad():
+        assert fused.fused.can_evaluate(x)
+        expect = exact(x.float())
+        error_plain, error_fused = ((model(x) - expect).norm() / expect.norm() for model in (plain, fused))
+    assert 0 < error_fused <= 1.2 * error_plain

@@ -227,6 +227,35 @@ def test_the_fused_network_trains_as_its_layers(trained_bias):
         torch.testing.assert_close(buffer, other, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@inside
+def test_the_fused_network_evaluates_as_its_layers_and_leaves_no_trace():
+    from hyperbatch.models.fused import fuse
+
+    torch.manual_seed(0)
+    model = _narrow().eval()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.running_mean, std=0.5)
+            nn.init.uniform_(module.running_var, 0.5, 2.0)
+            nn.init.normal_(module.bias)
+    plain = copy.deepcopy(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fuse(model)
+    x = torch.randn(4, 3, 32, 32)
+    assert not model.fused.can_evaluate(x), "somebody may want a gradient"
+    with torch.no_grad():
+        assert model.fused.can_evaluate(x)
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
+        # Other statistics in their places, as an evaluation over ranks has them.
+        others = {name: 2 * tensor for name, tensor in before.items() if "running" in name}
+        expect = torch.func.functional_call(plain, others, (x,))
+        torch.testing.assert_close(torch.func.functional_call(model, others, (x,)), expect, rtol=1e-4, atol=1e-5)
+        assert (expect - plain(x)).abs().max() > 1e-2
+        model.group1[0].norm.train()
+        assert not model.fused.can_evaluate(x)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
 def _narrow():
     from hyperbatch.models.whitenet import WhiteNet
 
