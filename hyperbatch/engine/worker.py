@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from hyperbatch.config import Config
-from hyperbatch.engine.ranks import ended_by_sigterm, find_ranks
+from hyperbatch.engine.agent import PREEMPT_FILE
+from hyperbatch.engine.ranks import ended_by_sigterm, find_ranks, signals_kill
 
 PR_SET_PDEATHSIG = 1
 
 
 def main(config_path: Path) -> int:
-    """0 when the run ended, target reached or not: the parent reads the record. Failures are left beside the config."""
+    """0 when the run ended, target reached or not, or was preempted: the parent reads the record. Failures are left
+    beside the config."""
     end_with_parent()
     ranks = find_ranks()
     assert ranks is not None, "the agent sets RANK and WORLD_SIZE"
@@ -28,13 +30,17 @@ def main(config_path: Path) -> int:
     def report(words: dict[str, Any]) -> None:
         said.write_text(json.dumps(words))
 
-    from hyperbatch.engine.ending import words_of
-    from hyperbatch.engine.loop import run
+    parent_file = config_path.parent / PREEMPT_FILE
+    if parent_file.exists():
+        return 0  # the command is about to end
+    with signals_kill():  # Ctrl-C during imports would print where they were
+        from hyperbatch.engine.ending import words_of
+        from hyperbatch.engine.loop import run
 
     try:
         # Rank 0 leaves a record when it is told to stop; the others may be waiting for it in code no signal reaches.
         with ended_by_sigterm() if ranks.rank == 0 else contextlib.nullcontext():
-            run(config, ranks, report=report)
+            run(config, ranks, report=report, parent_file=parent_file)
     except BaseException as error:
         words = words_of(error, ranks.rank)
         if not said.exists():  # else the run has told it, before it gave up what it held
