@@ -1,6 +1,7 @@
 """The hyperbatch command. One verb = one function here, which calls one function a library user can call too.
 
-Exit codes: 0 done, 1 the run failed, 2 the input was wrong, 3 trained but missed its target.
+Exit codes: 0 done, 1 the run failed, 2 the input was wrong, 3 trained but missed its target, 75 preempted: run it again
+with --resume auto.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import Any, NoReturn
 
 from hyperbatch import __version__
 from hyperbatch.config import Config, fields, format_value, section_titles
-from hyperbatch.errors import InputError, RunFailed, nearest
+from hyperbatch.errors import InputError, Preempted, RunFailed, nearest
 from hyperbatch.record import strict_json
 from hyperbatch.vocabulary import ALGORITHMS, STRATEGIES, TTA
+
+PREEMPTED = 75  # sysexits.h: EX_TEMPFAIL, "try again later"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
         return args.function(args)
     except InputError as error:
         return _fail(error, 2)
+    except Preempted as error:
+        return _fail(error, PREEMPTED)
     except RunFailed as error:
         return _fail(error, 1)
     except KeyboardInterrupt:
@@ -401,7 +406,7 @@ def _part(text: str) -> tuple[int, int]:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = _build_parser()
-    args, unknown = parser.parse_known_args(arguments)
+    args, unknown = parser.parse_known_args(_with_resume_value(arguments))
     if unknown:
         flag = unknown[0].split("=")[0]
         if not flag.startswith("-"):
@@ -415,6 +420,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         parser.print_help()
         raise SystemExit(0)
     return args
+
+
+def _with_resume_value(arguments: list[str]) -> list[str]:
+    """`--resume` alone means yes. argparse would take the recipe that may follow it for its value."""
+    values = next(spec.choices for spec in fields() if spec.name == "resume")
+    pairs = zip(arguments, [*arguments[1:], ""], strict=True)
+    return ["--resume=yes" if word == "--resume" and after not in values else word for word, after in pairs]
 
 
 def _build_parser() -> _Parser:
@@ -450,7 +462,8 @@ def _build_parser() -> _Parser:
         "train a recipe to its target",
         description="Train a recipe (or package.module:function) to its target. Every config field is a flag; "
         "a yes-or-no field is set by --field and unset by --no-field.",
-        usage="hyperbatch train [RECIPE] [--data DIR] [--nproc N] [--out DIR] [--resume] [--dry-run] [--FIELD VALUE]",
+        usage="hyperbatch train [RECIPE] [--data DIR] [--nproc N] [--out DIR] [--resume [auto]] [--dry-run] "
+        "[--FIELD VALUE]",
     )
     sub.add_argument(
         "recipe", nargs="?", default=DEFAULT, metavar="RECIPE", help=f"see `hyperbatch recipes` [{DEFAULT}]"
@@ -469,6 +482,7 @@ def _build_parser() -> _Parser:
             group.add_argument(off, dest=spec.name, action="store_const", const="false", help=argparse.SUPPRESS)
         else:
             group.add_argument(spec.flag, dest=spec.name, metavar="VALUE", help=help)
+    sub.add_argument("--no-resume", dest="resume", action="store_const", const="no", help=argparse.SUPPRESS)
 
     sub = verb(
         "sweep",

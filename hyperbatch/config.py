@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import signal
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -41,6 +42,7 @@ RULES: dict[str, Callable[[float], bool]] = {
     "be in (0, 1]": lambda value: 0 < value <= 1,
 }
 POSITIVE, NOT_NEGATIVE, BELOW_ONE, SHARE = RULES
+NEVER_SEEN = ("KILL", "STOP", "INT")  # Ctrl-C always ends a run at once, and nobody can handle the other two
 
 
 class BatchPhase(NamedTuple):
@@ -296,7 +298,26 @@ class RunConfig:
     )
     timeout_s: float = option(300.0, "seconds after which a silent rank fails the run", POSITIVE, free=True)
     out: str | None = option(None, "folder of the run; none: runs/<recipe>-<time>", free=True, repeated=False)
-    resume: bool = option(False, "continue the run in --out from its newest checkpoint", free=True, repeated=False)
+    resume: str = option(
+        "no",
+        "continue the run in --out from its newest checkpoint (alone: yes); auto: if there is one, else begin",
+        ("no", "yes", "auto"),
+        free=True,
+        repeated=False,
+    )
+    max_restarts: int = option(
+        0,
+        "times that ranks are started again after a fault; they continue from --out's checkpoint",
+        NOT_NEGATIVE,
+        free=True,
+    )
+    preempt_signals: str | None = option(
+        "TERM,USR1", "signals that end the run with a checkpoint, after the step under way; none: no signal", free=True
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.resume, bool):  # what older records and scripts say
+            object.__setattr__(self, "resume", "yes" if self.resume else "no")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -553,4 +574,7 @@ def check(config: Config) -> None:
         "averaging",
         "with --sharded-update no rank has all fp32 weights of a 16-bit run; leave one of the two out",
     )
+    signals = () if r.preempt_signals is None else r.preempt_signals.split(",")
+    known = all(hasattr(signal, f"SIG{name}") and name not in NEVER_SEEN for name in signals)
+    need(known, "preempt_signals", "must be names of signals that a process may handle, e.g. TERM,USR1")
     need(r.target_top1 is None or 0 < r.target_top1 <= 1, "target_top1", "must be in (0, 1], e.g. 0.759")

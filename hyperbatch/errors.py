@@ -23,6 +23,10 @@ class Interrupted(RunFailed):
     """Somebody ended it, by Ctrl-C or SIGTERM."""
 
 
+class Preempted(Interrupted):
+    """It was asked to make room, and can go on later with --resume. The command line exits with 75 (EX_TEMPFAIL)."""
+
+
 def nearest(name: str, known: list[str] | tuple[str, ...]) -> str:
     """`; did you mean 'x'?` for a misspelt name, or the list of known ones when nothing is close."""
     import difflib

@@ -9,15 +9,16 @@ train(config)
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 
 from hyperbatch.config import Config
 from hyperbatch.data.source import DataCounts, check_data
 from hyperbatch.engine.agent import default_nproc, start_ranks
-from hyperbatch.engine.folder import claimed, default_out, resume_hint
+from hyperbatch.engine.folder import claimed, default_out, has_checkpoint, resume_hint
 from hyperbatch.engine.ranks import Ranks, ended_by_sigterm, find_ranks
-from hyperbatch.errors import InputError, RunFailed
+from hyperbatch.errors import InputError, Interrupted, Preempted, RunFailed
 from hyperbatch.plan import inventory
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.record import RunRecord, note_failure
@@ -25,9 +26,10 @@ from hyperbatch.schedule import resolve_phases
 
 
 def train(config: Config) -> RunRecord:
-    """Trains and returns the record. InputError for wrong input, RunFailed when a run that began could not end."""
+    """Trains and returns the record. InputError for wrong input, RunFailed when a run that began could not end;
+    Preempted, which is one, when it was asked to make room and can go on."""
     ranks = find_ranks()
-    if config.run.resume and not config.run.out:
+    if config.run.resume != "no" and not config.run.out:
         raise InputError("--resume needs the folder of the run to continue: give it with --out")
     if ranks is None:
         counts = check_data(config.data)  # before torch is loaded: the commonest mistake is answered at once
@@ -36,7 +38,14 @@ def train(config: Config) -> RunRecord:
         config = config.override(out=str(config.run.out or default_out(config)), nproc=nproc)
         with claimed(Path(config.run.out or "."), resume=config.run.resume):
             check_resume(config)
-            return _train_elastic(config, nproc) if nproc > 1 else _train_here(config, Ranks())
+            # A process that is killed cannot start itself again.
+            apart = nproc > 1 or config.run.max_restarts > 0
+            return _train_elastic(config, nproc) if apart else _train_here(config, Ranks())
+    if config.run.max_restarts:
+        raise InputError(
+            f"--max-restarts {config.run.max_restarts}: only {ranks.launcher} can start these ranks again; use its own "
+            f"option (torchrun --max-restarts, sbatch --requeue) and --resume auto"
+        )
     return _train_here(config, ranks)
 
 
@@ -50,6 +59,7 @@ def _train_here(config: Config, ranks: Ranks) -> RunRecord:
             if config.run.out is None:
                 raise
             raise RunFailed(f"{error}; {resume_hint(Path(config.run.out))}") from error
+    _check_preempted(record)
     if ranks.rank == 0:
         finish(record)
     return record
@@ -84,23 +94,59 @@ def check_input(config: Config, world_size: int, counts: DataCounts) -> None:
 
 def check_resume(config: Config) -> None:
     """That the run to continue is this one."""
-    if config.run.resume:
+    out = Path(config.run.out or ".")
+    if config.run.resume == "yes" or (config.run.resume == "auto" and has_checkpoint(out)):
         from hyperbatch import checkpoint
 
-        checkpoint.check_same_run(checkpoint.load(Path(config.run.out or ".")).config, config)
+        checkpoint.check_same_run(checkpoint.load(out).config, config)
 
 
 def _train_elastic(config: Config, nproc: int) -> RunRecord:
+    """Starts the ranks, and starts them again after a fault as often as the config allows."""
+    out, faults, most = Path(config.run.out or "."), [], config.run.max_restarts
+    while True:
+        try:
+            _start(config, nproc)
+            break
+        except Interrupted:
+            raise
+        except RunFailed as error:
+            if len(faults) == most:
+                raise
+            faults.append(error.words.get("message", str(error)))  # without what the user could do
+            print(f"hyperbatch: {faults[-1]}; restart {len(faults)} of {most}", file=sys.stderr, flush=True)
+            config = config.override(resume="auto")
+    record = RunRecord.load(out)
+    _check_preempted(record)
+    record.warnings += [f"the ranks were started again: {fault}" for fault in faults]
+    record.save(out)
+    finish(record)
+    return record
+
+
+def _start(config: Config, nproc: int) -> None:
+    """Runs the ranks to their end; a failure is left in the run's folder."""
+    from hyperbatch.engine.preempt import signals_of
+
     out = Path(config.run.out or ".")
     with tempfile.TemporaryDirectory(prefix="hyperbatch-") as scratch:
         config_path = Path(scratch) / "config.json"
         config_path.write_text(json.dumps(config.to_dict()))
         try:
-            start_ranks(nproc, "hyperbatch.engine.worker", config_path, hint=lambda: resume_hint(out))
+            start_ranks(
+                nproc,
+                "hyperbatch.engine.worker",
+                config_path,
+                hint=lambda: resume_hint(out),
+                preempt_signals=signals_of(config.run.preempt_signals),
+            )
         except RunFailed as error:
             if error.words:
                 note_failure(out, error.words, config, nproc)
             raise
-    record = RunRecord.load(out)
-    finish(record)
-    return record
+
+
+def _check_preempted(record: RunRecord) -> None:
+    """The record of a run that ended without a failure and yet early."""
+    if record.error:
+        raise Preempted(f"{record.error}; {resume_hint(Path(record.folder))}")

@@ -5,6 +5,7 @@ It loads torch only when ranks are started, since a dry run asks for their numbe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -12,16 +13,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyperbatch.engine.culprit import Exit, first_cause
-from hyperbatch.errors import InputError, Interrupted, RunFailed
+from hyperbatch.errors import InputError, Interrupted, Preempted, RunFailed
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # what it ends the ranks for
+PREEMPT_FILE = "preempt"  # beside the argument: ranks see there that the command was asked to make room
 
 
 def default_nproc(device: str) -> int:
@@ -41,10 +46,18 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
-def start_ranks(nproc: int, module: str, argument: Path, *, hint: Callable[[], str] = str) -> None:
+def start_ranks(
+    nproc: int,
+    module: str,
+    argument: Path,
+    *,
+    hint: Callable[[], str] = str,
+    preempt_signals: Sequence[signal.Signals] = (),
+) -> None:
     """Runs `python -m module argument` as ranks 0 to nproc - 1 of this host, under torchrun's elastic agent.
 
-    hint: what to tell the user to do, asked for when the ranks have failed.
+    hint: what to tell the user to do, asked for when the ranks have failed. preempt_signals: are passed on to the ranks
+    as PREEMPT_FILE, and the ranks end by themselves.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -64,14 +77,43 @@ def start_ranks(nproc: int, module: str, argument: Path, *, hint: Callable[[], s
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
+        signals_to_handle=",".join(number.name for number in AGENT_SIGNALS if number not in preempt_signals),
     )
+    asked = argument.parent / PREEMPT_FILE
     try:
-        elastic_launch(agent, sys.executable)("-m", module, str(argument))
+        with _passed_on(preempt_signals, asked):
+            elastic_launch(agent, sys.executable)("-m", module, str(argument))
     except ChildFailedError as error:
-        raise _explain(error, argument.parent, hint) from None
+        reason = _explain(error, argument.parent, hint)
+        if asked.exists() and isinstance(reason, RunFailed):
+            preempted = Preempted(f"{asked.read_text()}: {reason}")
+            preempted.words = reason.words
+            raise preempted from None
+        raise reason from None
     except SignalException as error:
         name = signal.Signals(error.sigval).name
         raise Interrupted("; ".join(part for part in (f"interrupted by {name}", hint()) if part)) from None
+
+
+@contextlib.contextmanager
+def _passed_on(signals: Sequence[signal.Signals], asked: Path) -> Iterator[None]:
+    """Each of the signals leaves its name in the file `asked`."""
+
+    def handle(number: int, _: object) -> None:
+        if not asked.exists():
+            name = signal.Signals(number).name
+            partial = asked.with_suffix(".partial")
+            partial.write_text(name)
+            os.replace(partial, asked)  # nobody reads half a name
+            os.write(sys.stderr.fileno(), f"hyperbatch: {name}: the run ends with a checkpoint\n".encode())
+
+    own = signals if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, handle) for number in own}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _explain(error: ChildFailedError, scratch: Path, hint: Callable[[], str]) -> InputError | RunFailed:

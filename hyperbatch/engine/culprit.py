@@ -26,13 +26,19 @@ class Exit:
     code: int
 
     @property
+    def signal(self) -> int:
+        """That ended it, or 0. A rank that trains handles SIGTERM, and then ends as a shell would say it
+        (engine/preempt.py)."""
+        return signal.SIGTERM if self.code == 128 + signal.SIGTERM else max(0, -self.code)
+
+    @property
     def text(self) -> str:
-        if self.code >= 0:
+        if not self.signal:
             return f"exited with {self.code}"
         try:
-            name = signal.Signals(-self.code).name
+            name = signal.Signals(self.signal).name
         except ValueError:  # a real-time signal
-            name = f"signal {-self.code}"
+            name = f"signal {self.signal}"
         return f"was killed by {name}" + ("; out of memory?" if name == "SIGKILL" else "")
 
 
@@ -50,7 +56,7 @@ def first_cause(exits: Mapping[int, Exit], said: Mapping[int, Mapping[str, Any]]
     if not ended:
         return dict(said[_first(said)])
     first = next(iter(exits))
-    rank = next((rank for rank in ended if rank == first or exits[rank].code != -signal.SIGTERM), ended[0])
+    rank = next((rank for rank in ended if rank == first or exits[rank].signal != signal.SIGTERM), ended[0])
     if rank in said:
         return dict(said[rank])
     exit = exits[rank]
@@ -71,5 +77,5 @@ def _first(said: Mapping[int, Mapping[str, Any]]) -> int:
 
 def _unheard(exits: Mapping[int, Exit], said: Mapping[int, Mapping[str, Any]], message: str) -> str:
     """A rank that had to be killed after another had failed hangs, or is stopped."""
-    killed = [rank for rank, exit in exits.items() if exit.code == -signal.SIGKILL and rank not in said]
+    killed = [rank for rank, exit in exits.items() if exit.signal == signal.SIGKILL and rank not in said]
     return f"; rank {killed[0]} did not answer and was ended" if killed and f"rank {killed[0]}" not in message else ""

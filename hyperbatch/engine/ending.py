@@ -28,11 +28,13 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from hyperbatch.comm.heartbeat import Heartbeat, announce, announced
+from hyperbatch.engine.preempt import Preemption
 from hyperbatch.engine.ranks import Ranks, interrupt
 from hyperbatch.errors import InputError, RunFailed
 
 PATIENCE_S = 10.0  # for the tidy part; torchrun's agent kills after 30
 GRACE_S = 2.0  # for a main thread that is about to raise the same failure by itself, as gloo's do
+STEPS = 2.5  # times as long has a run that was asked to make room: until then it has ended the step under way
 MAX_TRACE_CHARS = 20_000  # of a traceback, its end: it goes through the store
 
 _runs = itertools.count()  # of this process: each run's words have keys of their own, also after a failed one
@@ -75,6 +77,7 @@ class Ending:
         """report: takes the words to the command that started this rank; without it they go to stderr."""
         self.record: Callable[[dict[str, Any]], None] = lambda words: None  # leaves them in the run's folder
         self.step: Callable[[], int | None] = lambda: None  # that the run is at
+        self.preemption: Preemption | None = None  # is told of signals, too
         self._ranks, self._report = ranks, report
         self._alone = ranks.world_size == 1
         self._name = f"hyperbatch-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{next(_runs)}"
@@ -90,7 +93,7 @@ class Ending:
 
     def __enter__(self) -> Self:
         if not self._alone:
-            self._undo.callback(self._disarm)
+            self._undo.callback(self.disarm)
             self._undo.enter_context(self._signals_seen())
         return self
 
@@ -98,6 +101,11 @@ class Ending:
         if self._said:
             self._let_others_hear()
         self._undo.close()
+
+    @property
+    def store(self) -> dist.Store | None:
+        """One that all ranks share, once `told` has begun; None: there is one rank."""
+        return self._store
 
     def watch(self, timeout_s: float, *, raises: bool) -> None:
         """Ranks look at each other from here on: NCCL's watchdog names nobody, and sees no captured collective.
@@ -204,15 +212,17 @@ class Ending:
         if self._say(words | {"heard": True}):
             self._end(words)
 
-    def _arm(self, words: dict[str, Any]) -> None:
-        """From now on the process has PATIENCE_S left, unless the run is over before."""
+    def _arm(self, words: dict[str, Any], patience_s: float | None = None) -> None:
+        """From now on the process has so long left, PATIENCE_S unless told, and the run must be over before."""
         with self._lock:
             if self._timer is None:
-                self._timer = _timer(lambda: self._too_late(words))
+                self._timer = _timer(lambda: self._too_late(words), patience_s)
 
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+    def disarm(self) -> None:
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
 
     def _too_late(self, words: dict[str, Any]) -> None:
         first = self._say(words)
@@ -249,8 +259,11 @@ class Ending:
 
         def look() -> None:
             while number := os.read(read, 1)[0]:
+                words = words_of(KeyboardInterrupt(), self._ranks.rank)
                 if number in (signal.SIGINT, signal.SIGTERM) and _interrupts(number):
-                    self._arm(words_of(KeyboardInterrupt(), self._ranks.rank))
+                    self._arm(words)
+                elif self.preemption is not None and self.preemption.saw(number):
+                    self._arm(words, STEPS * PATIENCE_S)
 
         thread = threading.Thread(target=look, name="hyperbatch-signals", daemon=True)
         thread.start()
@@ -284,8 +297,8 @@ def _interrupts(number: int) -> bool:
     return signal.getsignal(number) in (signal.default_int_handler, interrupt)
 
 
-def _timer(function: Callable[[], None]) -> threading.Timer:
-    timer = threading.Timer(PATIENCE_S, function)
+def _timer(function: Callable[[], None], patience_s: float | None = None) -> threading.Timer:
+    timer = threading.Timer(PATIENCE_S if patience_s is None else patience_s, function)
     timer.daemon = True
     timer.start()
     return timer

@@ -45,15 +45,22 @@ def claim_folder(config: Config, ranks: Ranks, held: contextlib.ExitStack) -> Pa
     return Path(share(out, ranks) or default_out(config))
 
 
+def continues(config: Config, ranks: Ranks, out: Path) -> bool:
+    """Whether this run goes on from a checkpoint in its folder. Rank 0 looks: every rank must do the same."""
+    return share(config.run.resume == "yes" or (config.run.resume == "auto" and has_checkpoint(out)), ranks)
+
+
 @contextlib.contextmanager
-def claimed(out: Path, *, resume: bool) -> Iterator[None]:
+def claimed(out: Path, *, resume: str) -> Iterator[None]:
     """Makes the run's folder and holds it, or says why it cannot be this run's. A failed run without a checkpoint is
     replaced.
+
+    resume: as the config has it, "no", "yes" or "auto".
 
     Nobody else can write there meanwhile, be it a second command or a --resume of a run that is thought dead. The
     kernel lets go of the lock when the process ends, however it ends.
     """
-    if resume and not out.is_dir():
+    if resume == "yes" and not out.is_dir():
         raise InputError(f"--resume: {out} does not exist; give --out the folder of the run to continue")
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -63,7 +70,7 @@ def claimed(out: Path, *, resume: bool) -> Iterator[None]:
     except OSError as error:
         raise InputError(f"--out {out} cannot be written: {error.strerror}; choose another folder") from None
     with contextlib.nullcontext() if os.environ.get(HELD) == _name(out) else _lock(out):
-        if not resume and (has_checkpoint(out) or _is_finished(out)):
+        if resume == "no" if has_checkpoint(out) else resume != "yes" and _is_finished(out):
             raise InputError(f"--out {out} already holds a run; continue it with --resume or choose another folder")
         yield
 

@@ -272,15 +272,15 @@ class Journal:
         """Books validation images that this rank could not read."""
         self._unreadable.update(dict.fromkeys(lines))
 
-    def finish(self, run: Run) -> RunRecord:
-        """Writes what is pending and the record."""
+    def finish(self, run: Run, *, error: str = "") -> RunRecord:
+        """Writes what is pending and the record. error: why the run ended early, if it did."""
         self.flush()
         self.clock.switch("pause")
         if self.mlperf is not None:
             self.mlperf.run_stop(run.reached)
         if self.writer is not None:
             self.writer.close()
-        record = self._record(run, bad_samples=of_all_ranks(self._bad_samples(run), run.ranks))
+        record = self._record(run, bad_samples=of_all_ranks(self._bad_samples(run), run.ranks), error=error)
         if self.writer is not None:
             record.save(self.writer.folder)
         return record

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -14,11 +15,12 @@ from hyperbatch.data.batch import Batch
 from hyperbatch.engine import snapshot
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.ending import Ending
-from hyperbatch.engine.folder import claim_folder
+from hyperbatch.engine.folder import claim_folder, continues
 from hyperbatch.engine.guard import Guard, LossGuard
 from hyperbatch.engine.journal import Journal
 from hyperbatch.engine.kernel_choice import training_kernels
 from hyperbatch.engine.learner import Learner
+from hyperbatch.engine.preempt import Preemption
 from hyperbatch.engine.ranks import Ranks, join
 from hyperbatch.engine.run import Run, build_run
 from hyperbatch.engine.runner import StepRunner
@@ -43,14 +45,24 @@ from hyperbatch.schedule import (
 STRIDES_AHEAD = 500  # that are captured before the run's time starts: all of a short run's
 
 
-def run(config: Config, ranks: Ranks, *, report: Callable[[dict[str, Any]], None] | None = None) -> RunRecord:
-    """Trains as one of `ranks`; every rank returns the record, rank 0 has written the folder.
+def run(
+    config: Config,
+    ranks: Ranks,
+    *,
+    report: Callable[[dict[str, Any]], None] | None = None,
+    parent_file: Path | None = None,
+) -> RunRecord:
+    """Trains as one of `ranks`; every rank returns the record, rank 0 has written the folder. The record of a run that
+    was preempted says so as its `error`.
 
-    report: where a rank of several leaves its words when it fails (engine/ending.py).
+    report: where a rank of several leaves its words when it fails (engine/ending.py). parent_file: where the command
+    that started this rank says that it was asked to make room (engine/preempt.py).
     """
     clock = Clock()
+    preemption = Preemption(config.run.preempt_signals, ranks, timeout_s=config.run.timeout_s, parent_file=parent_file)
     # They are left from the last to the first: a failure is told before anything is given up that could block.
     with (
+        preemption,
         Ending(ranks, report) as ending,
         training_kernels(deterministic=config.run.deterministic),
         join(ranks, config.run.device, config.run.timeout_s) as device,
@@ -59,7 +71,7 @@ def run(config: Config, ranks: Ranks, *, report: Callable[[dict[str, Any]], None
     ):
         ending.watch(config.run.timeout_s, raises=device.type == "cpu")
         out = claim_folder(config, ranks, held)
-        saved = snapshot.find_checkpoint(config, ranks, out) if config.run.resume else None
+        saved = snapshot.find_checkpoint(config, ranks, out) if continues(config, ranks, out) else None
         if saved is not None and snapshot.is_over(config, saved) and (out / "record.json").exists():
             record = RunRecord.load(out)
             if not record.error:
@@ -74,12 +86,16 @@ def run(config: Config, ranks: Ranks, *, report: Callable[[dict[str, Any]], None
             runner = StepRunner(run.learner, micro_step, config, ranks, run.warnings)
             held.callback(runner.close)  # NCCL waits for graphs that hold its collectives
             saver = held.enter_context(Saver(run, out, warn=journal.warn))
-            return train(run, runner, journal, saver)
+            ending.preemption, preemption.on_stop = preemption, ending.disarm
+            with preemption.watched(ending.store):
+                return train(run, runner, journal, saver, preemption)
 
 
-def train(run: Run, runner: StepRunner, journal: Journal, saver: Saver) -> RunRecord:
+def train(
+    run: Run, runner: StepRunner, journal: Journal, saver: Saver, preemption: Preemption | None = None
+) -> RunRecord:
     """From where the run stands to its end: for every stride of steps their rates, their batches, the updates, and what
-    follows them."""
+    follows them. It ends early if it is preempted."""
     config, learner, clock, progress, samples = run.config, run.learner, run.clock, run.progress, len(run.train_set)
     end = position_of(config.schedule.epochs, samples)
     evals = EpochGrid(config.run.eval_every_epochs, config.run.eval_offset_epochs, samples)
@@ -103,7 +119,13 @@ def train(run: Run, runner: StepRunner, journal: Journal, saver: Saver) -> RunRe
     if progress.step == 0:
         begin(run)
 
+    preempted = ""  # by what, and when
     for stride in todo:
+        if preemption is not None and not preemption.may_begin(stride[-1].index + 1):
+            if progress.step:
+                save(run, journal, guard, saver)
+            preempted = f"preempted by {preemption.reason} after step {progress.step}"
+            break
         if not runner.is_ready(stride):
             journal.flush()  # waits for the stride before: it is training, and what follows is not
             with clock.booked("capture"):
@@ -126,18 +148,22 @@ def train(run: Run, runner: StepRunner, journal: Journal, saver: Saver) -> RunRe
             finished = (evaluate_run(run, journal) and config.run.stop_at_target) or finished
         stopped = finished or progress.step == config.run.max_steps
         if stopped or saver.due(step):
-            # A checkpoint must hold neither a loss that nobody has looked at, nor weights that only some ranks updated,
-            # that have drifted apart or are not finite.
-            journal.flush()
-            learner.sync.check()
-            guard.check()
-            with clock.booked("pause"):
-                saver.save()
+            save(run, journal, guard, saver)
         if stopped:
             break
     with clock.booked("pause"):
         saver.wait()
-    return journal.finish(run)
+    return journal.finish(run, error=preempted)
+
+
+def save(run: Run, journal: Journal, guard: Guard, saver: Saver) -> None:
+    """A checkpoint must hold neither a loss that nobody has looked at, nor weights that only some ranks updated, that
+    have drifted apart or are not finite."""
+    journal.flush()
+    run.learner.sync.check()
+    guard.check()
+    with run.clock.booked("pause"):
+        saver.save()
 
 
 def begin(run: Run) -> None:

@@ -3,6 +3,7 @@
 `find_ranks` only reads environment variables, so the command line can ask before torch is loaded; `join` does the rest.
 """
 
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import contextlib
@@ -11,14 +12,16 @@ import re
 import signal
 import socket
 import threading
+import time
+import uuid
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, RunFailed
 from hyperbatch.kernels import leave_processors
 from hyperbatch.plan.types import RankGrid
 
@@ -38,6 +41,7 @@ class Ranks:
     launcher: str = "none"
     master_addr: str = "127.0.0.1"
     master_port: int = 0
+    agent_store: bool = False  # torchrun's agent runs the store at that address
 
 
 def find_ranks(environ: Mapping[str, str] = os.environ) -> Ranks | None:
@@ -60,6 +64,7 @@ def _torchrun(env: Mapping[str, str]) -> Ranks | None:
         launcher="torchrun",
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_int(env, "MASTER_PORT", "29500"),
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
@@ -151,21 +156,80 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
         return
     os.environ.setdefault("NCCL_MAX_CTAS", "32")
     _leave_processors_to_nccl(ranks)
-    # torchrun's agent already runs the store its workers meet at; elsewhere rank 0 opens one.
+    # torchrun's agent may run the store its workers meet at; else rank 0 opens one.
     init_method = "env://" if ranks.launcher == "torchrun" else f"tcp://{ranks.master_addr}:{ranks.master_port}"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
-        init_method=init_method,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    with signals_kill():  # the others may not come, and no handler runs while this rank waits for them
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+            init_method=None if ranks.agent_store else init_method,
+            store=meet(ranks, timeout_s) if ranks.agent_store else None,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
     try:
         yield chosen
     except BaseException:
         leave_group(chosen)
         raise
     dist.destroy_process_group()
+
+
+def meet(ranks: Ranks, timeout_s: float) -> dist.Store:
+    """A part of the agent's store that is new to all ranks.
+
+    The agent's store outlives the ranks that it starts again, and what ranks before them left there would lead these to
+    addresses of the dead. The number of restarts is no name for an attempt: each host counts its own. So rank 0 makes
+    one up, and answers each rank's question for it; a question that a dead rank has left is answered in vain.
+    """
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(
+        ranks.master_addr, ranks.master_port, is_master=False, wait_for_workers=False, timeout=timeout
+    )
+    meeting, deadline = dist.PrefixStore("hyperbatch-meet", store), time.monotonic() + timeout_s
+    own = uuid.uuid4().hex
+
+    def waits_until(happened: Callable[[], bool]) -> None:
+        while not happened():
+            if time.monotonic() > deadline:
+                raise RunFailed(f"the ranks did not meet within {timeout_s:g} s; are all {ranks.world_size} started?")
+            time.sleep(0.01)
+
+    if ranks.rank != 0:
+        meeting.set(f"question-{ranks.rank}", own)
+        waits_until(lambda: meeting.check([own]))
+        name = meeting.get(own).decode()
+        meeting.add(name, 1)
+        return dist.PrefixStore(name, store)
+
+    answered = dict.fromkeys(range(1, ranks.world_size), "")  # the question of each rank
+
+    def all_have_come() -> bool:
+        for rank, before in answered.items():
+            key = f"question-{rank}"
+            if meeting.check([key]) and (question := meeting.get(key).decode()) != before:
+                meeting.set(question, own)
+                answered[rank] = question
+        return meeting.add(own, 0) == len(answered)
+
+    waits_until(all_have_come)
+    return dist.PrefixStore(own, store)
+
+
+@contextlib.contextmanager
+def signals_kill() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end this process at once, wherever it waits: it has nothing to leave yet."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _leave_processors_to_nccl(ranks: Ranks) -> None:

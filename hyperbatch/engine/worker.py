@@ -11,15 +11,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hyperbatch.config import Config
-from hyperbatch.engine.ranks import ended_by_sigterm, find_ranks
-
 PR_SET_PDEATHSIG = 1
 
 
 def main(config_path: Path) -> int:
-    """0 when the run ended, target reached or not: the parent reads the record. Failures are left beside the config."""
+    """0 when the run ended, target reached or not, or was preempted: the parent reads the record. Failures are left
+    beside the config."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports would print where they were
     end_with_parent()
+    from hyperbatch.config import Config
+    from hyperbatch.engine.agent import PREEMPT_FILE
+    from hyperbatch.engine.ranks import ended_by_sigterm, find_ranks
+
     ranks = find_ranks()
     assert ranks is not None, "the agent sets RANK and WORLD_SIZE"
     config = Config.from_dict(json.loads(config_path.read_text()))
@@ -28,13 +31,17 @@ def main(config_path: Path) -> int:
     def report(words: dict[str, Any]) -> None:
         said.write_text(json.dumps(words))
 
+    parent_file = config_path.parent / PREEMPT_FILE
+    if parent_file.exists():
+        return 0  # the command is about to end
     from hyperbatch.engine.ending import words_of
     from hyperbatch.engine.loop import run
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         # Rank 0 leaves a record when it is told to stop; the others may be waiting for it in code no signal reaches.
         with ended_by_sigterm() if ranks.rank == 0 else contextlib.nullcontext():
-            run(config, ranks, report=report)
+            run(config, ranks, report=report, parent_file=parent_file)
     except BaseException as error:
         words = words_of(error, ranks.rank)
         if not said.exists():  # else the run has told it, before it gave up what it held

@@ -76,8 +76,7 @@ def test_the_default_reaches_its_target(tmp_path):
     assert (folder / record["folder"] / "report.html").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_run_says_so_and_can_go_on(tmp_path, number):
+def test_stopped_run_says_so_and_can_go_on(tmp_path):
     run = tmp_path / "run"
     words = [
         sys.executable,
@@ -97,7 +96,7 @@ def test_stopped_run_says_so_and_can_go_on(tmp_path, number):
         try:
             wait_for_rank(process.pid, 0, run / "metrics.jsonl")
             meanwhile = hyperbatch(*words[3:], "--resume")  # of a run that is thought dead
-            process.send_signal(number)
+            process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=60)
         finally:
             process.kill()
@@ -107,9 +106,7 @@ def test_stopped_run_says_so_and_can_go_on(tmp_path, number):
     assert process.returncode == 1
     assert "Traceback" not in err
     last = err.strip().splitlines()[-1]
-    assert (
-        last == f"hyperbatch: interrupted by {number.name}; --resume --out {run} continues from the newest checkpoint"
-    )
+    assert last == f"hyperbatch: interrupted by SIGINT; --resume --out {run} continues from the newest checkpoint"
 
 
 def test_killed_rank_takes_the_run_down_by_name(tmp_path):

@@ -16,7 +16,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from hyperbatch.engine.folder import claimed
-with claimed(Path(sys.argv[1]), resume=False):
+with claimed(Path(sys.argv[1]), resume="no"):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -28,34 +28,34 @@ def test_a_folder_that_another_process_holds_is_refused_until_that_is_gone(tmp_p
         try:
             assert other.stdout is not None
             assert other.stdout.readline() == "held\n"
-            with pytest.raises(InputError, match="is another run's, which is still going"), claimed(out, resume=True):
+            with pytest.raises(InputError, match="is another run's, which is still going"), claimed(out, resume="yes"):
                 pass
         finally:
             os.kill(other.pid, signal.SIGKILL)
-    with claimed(out, resume=True):  # nothing has to be cleaned up
+    with claimed(out, resume="yes"):  # nothing has to be cleaned up
         pass
 
 
 def test_ranks_share_what_the_command_holds_and_let_go_with_it(tmp_path):
     out, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    with claimed(out, resume=False):
-        with claimed(out, resume=False):  # as rank 0 does, in a process that inherits the environment
+    with claimed(out, resume="no"):
+        with claimed(out, resume="no"):  # as rank 0 does, in a process that inherits the environment
             assert os.environ[HELD] == str(out)
-        with claimed(elsewhere, resume=False):  # a run inside a run
+        with claimed(elsewhere, resume="no"):  # a run inside a run
             assert os.environ[HELD] == str(elsewhere)
         assert os.environ[HELD] == str(out)
     assert HELD not in os.environ
-    with claimed(out, resume=False):
+    with claimed(out, resume="no"):
         pass
 
 
 def test_a_run_that_is_refused_keeps_nothing(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step-1.pt").touch()
-    with pytest.raises(InputError, match="already holds a run"), claimed(tmp_path, resume=False):
+    with pytest.raises(InputError, match="already holds a run"), claimed(tmp_path, resume="no"):
         pass
     assert HELD not in os.environ
-    with claimed(tmp_path, resume=True):
+    with claimed(tmp_path, resume="yes"):
         pass
 
 
@@ -64,5 +64,5 @@ def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch):
         raise OSError("no locks available")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    with claimed(tmp_path / "run", resume=False):
+    with claimed(tmp_path / "run", resume="no"):
         assert os.environ[HELD] == str(tmp_path / "run")

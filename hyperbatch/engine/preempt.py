@@ -1,0 +1,166 @@
+"""How a run makes room: a signal asks for it, all ranks stop after the same step, and a checkpoint is left.
+
+    signal on any rank, or the parent command's file
+      -> store: asked                                      a thread on every rank looks there
+      -> every rank: the last step that it has begun       from now on it begins no other
+      -> the run stops after the latest of these           who has not come so far does those steps first
+
+Nothing of it is in the way of a step but a lock that nobody else wants: no exchange, no question to the device. It is
+the host that begins steps, so a stride of captured steps counts as a whole.
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Self
+
+import torch.distributed as dist
+
+from hyperbatch.engine.ranks import Ranks
+from hyperbatch.errors import RunFailed
+
+INTERVAL_S = 0.25  # between two looks at the store
+PARENT_S = 1.0  # after a SIGTERM, for the word of the parent command that it was for all
+
+
+def signals_of(names: str | None) -> list[signal.Signals]:
+    """Of --preempt-signals."""
+    return [] if names is None else [signal.Signals[f"SIG{name}"] for name in names.split(",")]
+
+
+class Preemption:
+    """A context manager around the whole run, in which none of the signals kills; `watched` is one around training."""
+
+    def __init__(self, names: str | None, ranks: Ranks, *, timeout_s: float, parent_file: Path | None = None) -> None:
+        """parent_file: appears with a signal's name in it when the command that started this rank got one. SIGTERM is
+        then also how that command's agent ends the ranks that are left after a fault."""
+        self.on_stop: Callable[[], None] = lambda: None  # called when it is known that the run stops
+        self.reason = ""  # the signal's name
+        self._signals, self._ranks, self._timeout_s = signals_of(names), ranks, timeout_s
+        self._parent_file = parent_file
+        self._term_s: float | None = None  # when SIGTERM came
+        self._begun = 0  # the last step that was begun
+        self._frozen = False  # no step may be begun without asking
+        self._stop_after: int | None = None
+        self._lock, self._decided, self._over = threading.Lock(), threading.Event(), threading.Event()
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        # SIGTERM ends a run that has not begun to train: there is nothing to save, and a rank may wait for others.
+        self._handle([number for number in self._signals if number != signal.SIGTERM], self._undo)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def saw(self, number: int, *_: object) -> bool:
+        """A handler of signals, which may also be called from another thread. Returns whether the signal is one of ours
+        that a run which hangs would never act on."""
+        if number not in self._signals:
+            return False
+        if number == signal.SIGTERM and self._parent_file is not None:
+            self._term_s = self._term_s or time.monotonic()
+            return False
+        self.reason = self.reason or signal.Signals(number).name
+        return number == signal.SIGTERM
+
+    @contextlib.contextmanager
+    def watched(self, store: dist.Store | None) -> Iterator[None]:
+        """While the run trains. store: one that all ranks share; None: there is one rank."""
+        if not self._signals:
+            yield
+            return
+        shared = None if store is None else dist.PrefixStore("hyperbatch-preempt", store)
+        thread = threading.Thread(target=self._watch, args=(shared,), name="hyperbatch-preempt", daemon=True)
+        with contextlib.ExitStack() as undo:
+            self._handle([number for number in self._signals if number == signal.SIGTERM], undo)
+            thread.start()
+            try:
+                yield
+            finally:
+                self._over.set()
+                thread.join()
+
+    def may_begin(self, last_step: int) -> bool:
+        """Whether a stride that ends with this step may be begun; if not, no rank begins it."""
+        with self._lock:
+            if not self._frozen:
+                self._begun = last_step
+                return True
+        if not self._decided.wait(self._timeout_s):
+            raise RunFailed(f"{self.reason or 'a signal'}: the ranks did not agree on a last step; one of them hangs")
+        assert self._stop_after is not None
+        if last_step <= self._stop_after:
+            return True
+        self.on_stop()
+        return False
+
+    # --- in the thread --------------------------------------------------------------------------------------------
+
+    def _watch(self, store: dist.Store | None) -> None:
+        while not self._over.wait(INTERVAL_S):
+            try:
+                if not self.reason:
+                    self._look_at_parent()
+                if store is not None and self._spread(store):
+                    self._agree(store)
+                    return
+            except (dist.DistError, RuntimeError):
+                continue  # a store that has gone with its rank: the run fails by itself
+            if store is None and self.reason:
+                self._decide(self._freeze())
+                return
+
+    def _look_at_parent(self) -> None:
+        if self._parent_file is None:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            self.reason = self._parent_file.read_text()
+            return
+        if self._term_s is not None and time.monotonic() - self._term_s > PARENT_S:
+            self._term_s = None
+            self._end_at_once()
+
+    def _end_at_once(self) -> None:
+        """This rank alone was told to end. Rank 0 leaves a record, as after Ctrl-C; the others have nothing to leave,
+        and may be waiting for it in code that no signal interrupts."""
+        if self._ranks.rank != 0:
+            os._exit(128 + signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def _spread(self, store: dist.Store) -> bool:
+        """Whether any rank was asked."""
+        if self.reason:
+            store.set("asked", self.reason)
+        elif store.check(["asked"]):
+            self.reason = store.get("asked").decode()
+        return bool(self.reason)
+
+    def _agree(self, store: dist.Store) -> None:
+        store.set(f"begun-{self._ranks.rank}", str(self._freeze()))
+        keys = [f"begun-{rank}" for rank in range(self._ranks.world_size)]
+        while not store.check(keys):
+            if self._over.wait(INTERVAL_S / 10):
+                return
+        self._decide(max(map(int, store.multi_get(keys))))
+
+    def _freeze(self) -> int:
+        with self._lock:
+            self._frozen = True
+            return self._begun
+
+    def _decide(self, step: int) -> None:
+        self._stop_after = step
+        self._decided.set()
+
+    def _handle(self, signals: list[signal.Signals], undo: contextlib.ExitStack) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in signals:
+                undo.callback(signal.signal, number, signal.signal(number, self.saw))
