@@ -197,7 +197,7 @@ class TarSource(EncodedSource):
                             classes.append(parts[1])
                             names.append(os.fsencode(parts[2]))
                             spans.append((number, member.offset_data, member.size))
-                    check_end(content, tar.offset)
+                    check_end(tar)
             except (ValueError, OverflowError) as error:  # a map cannot seek behind its end
                 raise InputError(f"{path} is cut off or damaged ({error}); fetch or write it again") from error
             except tarfile.TarError as error:

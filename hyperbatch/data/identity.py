@@ -20,6 +20,7 @@ from hyperbatch.errors import InputError
 
 _PROBED_IMAGES = 4096  # of a set in memory; the labels of all are compared
 _FORMS = {"FolderSource": "folders", "TarSource": "tars", "MemberSource": "archives", "ShardSource": "packed shards"}
+_HASHED_SAMPLES = 1 << 16  # at a time: a set may have many millions
 _FNV_START, _FNV_PRIME = 0xCBF29CE484222325, 0x100000001B3
 
 _known: WeakKeyDictionary[Source, SampleList] = WeakKeyDictionary()
@@ -48,15 +49,22 @@ def sample_list(source: Source) -> SampleList:
 
 
 def _sample_list(source: Source) -> SampleList:
-    names = np.array([str(name).encode("utf-8", "surrogatepass") for name in source.classes])
-    samples = _fnv(np.full(len(source), _FNV_START, dtype=np.uint64), _identities(source))
-    samples = _fnv(samples, _fnv(np.full(len(names), _FNV_START, dtype=np.uint64), names)[source.labels])
+    classes = np.array([str(name).encode("utf-8", "surrogatepass") for name in source.classes])
+    class_hashes = _fnv(np.full(len(classes), _FNV_START, dtype=np.uint64), classes)
+    names, order, members = _identities(source), hashlib.sha256(), 0
+    for start in range(0, len(source), _HASHED_SAMPLES):
+        part = slice(start, start + _HASHED_SAMPLES)
+        labels = source.labels[part]
+        samples = _fnv(np.full(len(labels), _FNV_START, dtype=np.uint64), names[part])
+        samples = _fnv(samples, class_hashes[labels])
+        order.update(samples.astype("<u8").tobytes())
+        members += int(samples.sum(dtype=np.uint64))
     form = type(source).__name__
     return SampleList(
         form=_FORMS.get(form, form),
         samples=len(source),
-        order=hashlib.sha256(samples.astype("<u8").tobytes()).hexdigest(),
-        members=f"{int(samples.sum(dtype=np.uint64)):016x}",
+        order=order.hexdigest(),
+        members=f"{members % (1 << 64):016x}",
     )
 
 

@@ -20,6 +20,7 @@ from typing import IO
 import numpy as np
 
 WORTH_KEEPING_BYTES = 16 << 20  # smaller files are read again as quickly
+_CHECKSUM_BYTES = 4
 
 Arrays = dict[str, np.ndarray]
 
@@ -93,6 +94,44 @@ def made_once(name: str, write: Callable[[IO[bytes]], None]) -> Path | None:
     except OSError:
         return None
     return path
+
+
+def shared_rows(name: str, dtype: np.dtype, count: int, parts: Callable[[], Iterator[np.ndarray]]) -> np.ndarray:
+    """The `count` rows that `parts` gives, read-only. From 16 MB on they are kept in a file and mapped into memory,
+    which the processes of a host then share; `name` must change with their content."""
+    if count * dtype.itemsize >= WORTH_KEEPING_BYTES:
+        path = made_once(name, lambda file: _write_rows(file, parts()))
+        rows = None if path is None else _mapped_rows(path, dtype, count)
+        if rows is not None:
+            return rows
+    rows, start = np.empty(count, dtype), 0
+    for part in parts():
+        rows[start : start + len(part)] = part
+        start += len(part)
+    return rows
+
+
+def _write_rows(file: IO[bytes], parts: Iterator[np.ndarray]) -> None:
+    checksum = 0
+    for part in parts:
+        file.write(part.data)
+        checksum = zlib.crc32(part.data, checksum)
+    file.write(checksum.to_bytes(_CHECKSUM_BYTES, "little"))
+
+
+def _mapped_rows(path: Path, dtype: np.dtype, count: int) -> np.ndarray | None:
+    """None: gone, or not what was written. It is then removed, so that the next opening writes it anew."""
+    size = count * dtype.itemsize
+    try:
+        content = np.memmap(path, mode="r")
+    except (OSError, ValueError):  # an empty file cannot be mapped
+        return None
+    rows, checksum = content[:size], content[size:].tobytes()
+    if len(checksum) == _CHECKSUM_BYTES and zlib.crc32(rows.data) == int.from_bytes(checksum, "little"):
+        return np.asarray(rows).view(dtype)
+    with contextlib.suppress(OSError):
+        path.unlink()
+    return None
 
 
 @contextlib.contextmanager

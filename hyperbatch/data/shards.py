@@ -12,18 +12,20 @@ label is found as a changed pixel is. Sets of the first schema have neither chec
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import re
 import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
+from hyperbatch.data import kept
 from hyperbatch.data.source import BadSample, EncodedSource, Location
 from hyperbatch.errors import InputError
 
@@ -148,12 +150,8 @@ class ShardSource(EncodedSource):
         self._shards = manifest.splits[split].shards
         self._paths = [folder / shard.name for shard in self._shards]
         self._names = [str(path) for path in self._paths]
-        indexes = [
-            read_index(path, shard.samples, shard.index_crc32)
-            for path, shard in zip(self._paths, self._shards, strict=True)
-        ]
-        self.index = np.concatenate(indexes)
-        self._ends = np.cumsum([len(index) for index in indexes])
+        self.index = _joined_index(folder, self._shards)
+        self._ends = np.cumsum([shard.samples for shard in self._shards])
         labels = self.index["label"].astype(np.int64)
         if labels.min() < 0 or labels.max() >= len(manifest.classes):
             raise InputError(
@@ -205,7 +203,9 @@ class ShardSource(EncodedSource):
 
     def sample_names(self) -> np.ndarray:
         """What the bytes are: a packed set is the same wherever it was packed from."""
-        return np.ascontiguousarray(self.index[["length", "crc32"]]).astype([("length", "<u4"), ("crc32", "<u4")])
+        names = np.empty(len(self), [("length", "<u4"), ("crc32", "<u4")])
+        names["length"], names["crc32"] = self.index["length"], self.index["crc32"]
+        return names
 
     def sizes_bytes(self) -> np.ndarray:
         return self.index["length"].astype(np.int64)
@@ -273,6 +273,26 @@ def read_index(shard: Path, samples: int | None = None, checksum: int | None = N
     if (offsets % BLOCK_BYTES != 0).any() or (offsets < BLOCK_BYTES).any() or (offsets[1:] <= offsets[:-1]).any():
         raise InputError(f"{path} has rows that are no samples of {shard.name}; pack the set again")
     return index
+
+
+def _joined_index(folder: Path, shards: tuple[Shard, ...]) -> np.ndarray:
+    """The rows of all shards, checked; those of a large set are held in memory once for all processes of a host."""
+
+    def parts() -> Iterator[np.ndarray]:
+        for shard in shards:
+            yield read_index(folder / shard.name, shard.samples, shard.index_crc32)
+
+    try:
+        state = [(shard, _state(folder / shard.name), _state(index_path(folder / shard.name))) for shard in shards]
+    except OSError as error:
+        raise InputError(f"{error.filename}: {error.strerror}; pack the set again") from error
+    key = hashlib.sha256(repr((str(folder.resolve()), state)).encode()).hexdigest()
+    return kept.shared_rows(f"index-{key[:16]}", INDEX_DTYPE, sum(shard.samples for shard in shards), parts)
+
+
+def _state(path: Path) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_size, found.st_mtime_ns
 
 
 def read_names(shard: Path, samples: int, checksum: int | None) -> list[bytes]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import mmap
 import tarfile
+from typing import IO, cast
 
 _PIECE_BYTES = 1 << 20
 
 
-def check_end(content: bytes | mmap.mmap, offset: int) -> None:
-    """tarfile.ReadError unless the archive's end mark, and nothing but zeros, follows its last member at `offset`."""
-    if content[offset : offset + tarfile.BLOCKSIZE] != bytes(tarfile.BLOCKSIZE):
+def check_end(tar: tarfile.TarFile) -> None:
+    """For a tar whose members have all been walked: tarfile.ReadError unless its end mark, and nothing but zeros,
+    follows the last of them. Whatever came after would be lost without a word."""
+    file = cast(IO[bytes], tar.fileobj)
+    file.seek(tar.offset)
+    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
         raise tarfile.ReadError("no end mark after the last member, so it is cut off or damaged")
-    for start in range(offset, len(content), _PIECE_BYTES):
-        if content[start : start + _PIECE_BYTES].strip(b"\0"):
+    while piece := file.read(_PIECE_BYTES):
+        if piece.strip(b"\0"):
             raise tarfile.ReadError(
                 "it goes on after its end mark, so a header is damaged or several tars were joined into one"
             )

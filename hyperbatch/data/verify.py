@@ -108,7 +108,7 @@ def _compare(path: Path, content: mmap.mmap, index: np.ndarray, classes: int, de
                     fault = _image_fault(data, index[row], classes, decode)
                     if fault:
                         problems.append(f"{path}[{row}] {member.name}: {fault}")
-            check_end(content, tar.offset)
+            check_end(tar)
     except (OSError, ValueError, OverflowError, tarfile.TarError) as error:
         problems.append(f"{path}: {error}")
     for key, row in images.items():

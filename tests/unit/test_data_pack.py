@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import mmap
 import os
 import tarfile
 
@@ -11,7 +12,8 @@ import pytest
 from PIL import Image
 
 from hyperbatch.config import DataConfig
-from hyperbatch.data import shard_writer
+from hyperbatch.data import kept, shard_writer
+from hyperbatch.data.identity import sample_list
 from hyperbatch.data.pack import info, pack
 from hyperbatch.data.shards import INDEX_DTYPE, ShardSource, _checksum, index_path
 from hyperbatch.data.source import BadSample, check_data, open_data
@@ -358,3 +360,52 @@ def test_options_of_recompression_belong_to_the_set(tree, tmp_path):
     for options in ({"max_side": 0}, {"quality": 101}, {"quality": 50, "decoded": True}):
         with pytest.raises(InputError, match="--"):
             pack(tree, tmp_path / "other", **options)
+
+
+def mapped(array):
+    while array is not None and not isinstance(array, mmap.mmap):
+        array = array.obj if isinstance(array, memoryview) else getattr(array, "base", None)
+    return array is not None
+
+
+def test_the_index_of_a_large_set_is_held_once_for_all_processes(tree, tmp_path, monkeypatch):
+    pack(tree, tmp_path / "dst", shard_bytes=8000)
+    alone = opened(tmp_path / "dst")[0]
+    assert not mapped(alone.index)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept, "WORTH_KEEPING_BYTES", 1)
+    for _ in range(2):
+        shared = opened(tmp_path / "dst")[0]
+        assert mapped(shared.index)
+        assert shared.index.tobytes() == alone.index.tobytes()
+        assert contents(shared) == contents(alone)
+        assert sample_list(shared) == sample_list(alone)
+    files = [path for path in (tmp_path / "cache" / "hyperbatch").iterdir() if path.suffix != ".lock"]
+    assert len(files) == 2, "one for each split"
+
+    for path in files:  # a bit that fell over is found, and the file written again
+        path.write_bytes(path.read_bytes()[:-20] + bytes(20))
+    assert opened(tmp_path / "dst")[0].index.tobytes() == alone.index.tobytes()
+    assert not any(path.exists() for path in files)
+    assert mapped(opened(tmp_path / "dst")[0].index)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tree / "train" / "a" / "a.0.jpg"))  # nothing can be kept there
+    assert not mapped(opened(tmp_path / "dst")[0].index)
+    assert opened(tmp_path / "dst")[0].index.tobytes() == alone.index.tobytes()
+
+
+def test_a_changed_index_is_refused_though_a_sound_one_is_held(tree, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept, "WORTH_KEEPING_BYTES", 1)
+    pack(tree, tmp_path / "dst", shard_bytes=8000)
+    opened(tmp_path / "dst")
+    path = index_path(tmp_path / "dst" / "train-000001.tar")
+    rows = np.load(path)
+    rows["label"][0] = 1 - rows["label"][0]
+    np.save(path, rows)
+    with pytest.raises(InputError, match="labels may be wrong"):
+        opened(tmp_path / "dst")
+    with open(tmp_path / "dst" / "train-000000.tar", "r+b") as file:
+        file.truncate(600)
+    with pytest.raises(InputError, match="points past the end"):
+        opened(tmp_path / "dst")

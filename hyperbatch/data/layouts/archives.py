@@ -22,6 +22,7 @@ import numpy as np
 from hyperbatch.data import kept
 from hyperbatch.data.folders import Listed, decoded, is_image
 from hyperbatch.data.source import BadSample, EncodedSource, Location
+from hyperbatch.data.tars import check_end
 from hyperbatch.errors import InputError
 
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz")
@@ -274,20 +275,14 @@ def whole(content: Content) -> Window:
 
 def tar_members(window: Window, where: str) -> Iterator[tuple[str, int, int]]:
     """(name, offset, length) of every plain file. InputError for a tar that is cut off, damaged, or goes on after its
-    end: whatever follows would be lost without a word."""
+    end."""
     try:
         with tarfile.open(fileobj=cast(IO[bytes], window), mode="r:") as tar:
             while (member := tar.next()) is not None:
                 cast(Any, tar).members.clear()  # a large tar's would fill the memory
                 if member.isreg() and not member.issparse():
                     yield member.name, member.offset_data, member.size
-            # tarfile takes the end of the file, or a block it cannot read, for the end of the archive.
-            window.seek(tar.offset)
-            if window.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError("no end mark after the last member, so it is cut off or damaged")
-            while chunk := window.read(_CHUNK_BYTES):
-                if any(chunk):
-                    raise tarfile.ReadError("it goes on after its end mark, so it is damaged or several in one")
+            check_end(tar)
     except (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
