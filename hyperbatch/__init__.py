@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from hyperbatch.plan.types import GroupPlan as GroupPlan
     from hyperbatch.plan.types import RankGrid as RankGrid
     from hyperbatch.plan.types import StepTiming as StepTiming
+    from hyperbatch.predict import Classifier as Classifier
+    from hyperbatch.predict import Prediction as Prediction
+    from hyperbatch.predict import load_model as load_model
     from hyperbatch.recipes import get_recipe as get_recipe
     from hyperbatch.record import RunRecord as RunRecord
     from hyperbatch.record import write_trace as write_trace
@@ -60,6 +63,7 @@ _HOME = {
     "Arena": "arena",
     "ArraySource": "data.source",
     "BatchPhase": "config",
+    "Classifier": "predict",
     "Config": "config",
     "EncodedSource": "data.source",
     "GradSync": "comm",
@@ -72,6 +76,7 @@ _HOME = {
     "LossScaler": "optim.precision",
     "ModelConfig": "config",
     "Muon": "optim",
+    "Prediction": "predict",
     "RankGrid": "plan.types",
     "RunFailed": "errors",
     "RunRecord": "record",
@@ -90,6 +95,7 @@ _HOME = {
     "get_recipe": "recipes",
     "grid_hook": "comm",
     "load_cluster": "plan.clusters",
+    "load_model": "predict",
     "make_plan": "plan.planner",
     "param_groups": "params",
     "param_specs": "comm",

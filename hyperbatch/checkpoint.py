@@ -11,10 +11,7 @@ were written; nothing of a file is looked at before. Those of its tensors say th
 from __future__ import annotations
 
 import contextlib
-import json
 import re
-import shutil
-import warnings
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -87,6 +84,9 @@ class Checkpoint:
     channels: int
     average: dict[str, Tensor] = field(default_factory=dict)  # of the weights over steps, where the run keeps one
     average_norm: dict[str, Tensor] = field(default_factory=dict)  # name -> tensor[world_size, ...]
+    mean: list[float] = field(default_factory=list)  # of pixels in [0, 1], as images were normalised; older ones have
+    std: list[float] = field(default_factory=list)  # neither
+    whole: bool = False  # evaluation shows images whole, instead of cutting out their centre
     path: str = ""
     skipped: tuple[str, ...] = ()  # why newer checkpoints could not be read
 
@@ -274,6 +274,17 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     return {name.removeprefix("module."): tensor for name, tensor in state.items()}
 
 
+def safetensors_metadata(path: Path) -> dict[str, str]:
+    """What the file says about itself."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            return file.metadata() or {}
+    except Exception as error:
+        raise InputError(f"weights {path} cannot be read: {error}") from error
+
+
 def fill_model(model: nn.Module, weights: Mapping[str, Tensor], *, where: str) -> None:
     """Copies weights and, where given, buffers into the model. InputError names what does not fit."""
     own = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -293,69 +304,3 @@ def per_rank(stacked: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """The buffers of each rank from name -> tensor[world_size, ...]."""
     ranks = next((len(tensor) for tensor in stacked.values()), 1)
     return [{name: tensor[rank] for name, tensor in stacked.items()} for rank in range(ranks)]
-
-
-def export(run: Path, output: Path | None = None, *, averaged: bool = True) -> Path:
-    """Writes a run's newest weights, batch-norm statistics merged, as safetensors with torchvision's names.
-
-    averaged: as for `Checkpoint.weights`.
-    """
-    from safetensors.torch import save_file
-
-    saved = load(run)
-    path = output or (run if run.is_dir() else run.parent) / "model.safetensors"
-    tensors = {name: tensor.contiguous() for name, tensor in saved.weights(averaged=averaged).items()}
-    metadata = {
-        "format": "pt",
-        "model": saved.config.model.model,
-        "step": str(saved.progress.step),
-        "weights": saved.which(averaged=averaged),
-    }
-    try:
-        save_file(tensors, path, metadata=metadata)
-    except Exception as error:
-        raise InputError(f"{path} cannot be written: {error}; choose another --output") from None
-    return path
-
-
-def export_dcp(run: Path, output: Path | None = None, *, averaged: bool = True) -> Path:
-    """Writes a run's newest checkpoint as a folder that torch.distributed.checkpoint loads on any number of ranks.
-
-        model.NAME                       weights and merged batch-norm statistics, as `export` writes them
-        optimizer.state.NAME.KEY         e.g. momentum_buffer, named as by get_optimizer_state_dict
-        hyperbatch.json                  beside them: config and progress, to be read by people and scripts
-
-    averaged: as for `Checkpoint.weights`.
-    """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
-
-    saved = load(run)
-    path = output or (run if run.is_dir() else run.parent) / "model.dcp"
-    if path.exists():
-        raise InputError(f"{path} exists already; remove it or choose another --output")
-    state: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in saved.optimizer.items():
-        key, _, parameter = name.partition("/")
-        if parameter in saved.model and key != "master":  # the weights are the masters
-            state.setdefault(parameter, {})[key] = tensor
-    about = {
-        "config": saved.config.to_dict(),
-        "progress": asdict(saved.progress),
-        "classes": saved.classes,
-        "weights": saved.which(averaged=averaged),
-    }
-    partial = path.with_name(path.name + durable.PARTIAL)
-    try:
-        partial.mkdir()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is .*single process")  # it was told so
-            tensors = {"model": saved.weights(averaged=averaged), "optimizer": {"state": state}}
-            save_dcp(tensors, checkpoint_id=partial, no_dist=True)
-        (partial / "hyperbatch.json").write_text(json.dumps(about, indent=2) + "\n")
-        partial.rename(path)
-    except (OSError, CheckpointException) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
-        raise InputError(f"{path} cannot be written: {(causes or [error])[0]}; choose another --output") from None
-    return path

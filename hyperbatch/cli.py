@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import json
 import sys
 import time
@@ -138,7 +139,12 @@ def _eval(args: argparse.Namespace) -> int:
     from hyperbatch.engine.evaluate import evaluate_checkpoint
 
     values = evaluate_checkpoint(
-        Path(args.checkpoint), data=args.data, device=args.device, tta=args.tta, averaged=args.weights == "averaged"
+        Path(args.checkpoint),
+        data=args.data,
+        device=args.device,
+        tta=args.tta,
+        averaged=args.weights == "averaged",
+        trust_code=args.trust_code,
     )
     which = ", averaged weights" if values["weights"] == "averaged" else ""
     lines = [f"top-1 {values['top1']:.2%} of {values['samples']:,} images (step {values['step']}{which})"]
@@ -148,6 +154,35 @@ def _eval(args: argparse.Namespace) -> int:
         lines.append(f"  warning  {len(bad):,} unreadable, shown black; the first: {bad[0]} (--json lists all)")
     _print(args, values, lambda: "\n".join(lines))
     return 0
+
+
+def _predict(args: argparse.Namespace) -> int:
+    from hyperbatch.predict import find_images, load_model
+
+    if args.json and args.csv:
+        raise InputError("--json and --csv exclude each other; give one")
+    images = find_images(args.images)
+    averaged = args.weights == "averaged"
+    classifier = load_model(args.model, device=args.device, averaged=averaged, trust_code=args.trust_code)
+    found = classifier.stream(images, top=args.top)
+    failed = 0
+    if args.json:
+        answers = list(found)
+        failed = sum(bool(answer.error) for answer in answers)
+        print(strict_json({"model": args.model, "images": [answer.to_dict() for answer in answers]}))
+        return 1 if failed else 0
+    table = csv.writer(sys.stdout, lineterminator="\n")
+    if args.csv:
+        table.writerow(("image", "rank", "class", "probability"))
+    for answer in found:
+        if answer.error:
+            failed += 1
+            print(f"hyperbatch: {answer.error}", file=sys.stderr)
+        elif args.csv:
+            table.writerows((answer.image, rank, *best) for rank, best in enumerate(answer.top, start=1))
+        else:
+            print(f"{answer.image}  {', '.join(f'{name} {share:.1%}' for name, share in answer.top)}", flush=True)
+    return 1 if failed else 0
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -277,10 +312,11 @@ def _watch(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from hyperbatch.checkpoint import export, export_dcp
+    from hyperbatch.export import EXPORTS
 
     output = Path(args.output) if args.output else None
-    path = (export_dcp if args.format == "dcp" else export)(Path(args.run), output, averaged=args.weights == "averaged")
+    trust = {"trust_code": args.trust_code} if args.format == "onnx" else {}  # the others build no model
+    path = EXPORTS[args.format](Path(args.run), output, averaged=args.weights == "averaged", **trust)
     _print(args, {"weights": str(path)}, f"weights: {path}")
     return 0
 
@@ -454,6 +490,10 @@ def _build_parser() -> _Parser:
         help = "of a run with --averaging ema: its average, or the weights as they were trained [averaged]"
         sub.add_argument("--weights", default="averaged", choices=("averaged", "trained"), help=help)
 
+    def trust(sub: _Parser) -> None:
+        help = "import the model or data set that the file names, where it is code of somebody's own"
+        sub.add_argument("--trust-code", action="store_true", help=help)
+
     from hyperbatch.recipes import DEFAULT
 
     sub = verb(
@@ -506,12 +546,22 @@ def _build_parser() -> _Parser:
 
     verb("recipes", _recipes, "list the recipes with their claims and sources")
 
-    sub = verb("eval", _eval, "evaluate a checkpoint")
-    sub.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint file or a run's folder")
+    sub = verb("eval", _eval, "evaluate a run, a checkpoint or an exported model")
+    sub.add_argument("checkpoint", metavar="RUN|MODEL", help="a run's folder, a checkpoint, or a .safetensors export")
     sub.add_argument("--data", metavar="DIR", help="folder of the data set [the run's]")
     sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     sub.add_argument("--tta", choices=TTA, help="test-time augmentation [as the run evaluated]")
     weights(sub)
+    trust(sub)
+
+    sub = verb("predict", _predict, "name the most probable classes of images")
+    sub.add_argument("model", metavar="RUN|MODEL", help="a run's folder, a checkpoint, or a .safetensors export")
+    sub.add_argument("images", nargs="+", metavar="IMAGE", help="image files, or folders that hold some at any depth")
+    sub.add_argument("--top", type=_positive, default=5, metavar="K", help="classes per image [5]")
+    sub.add_argument("--csv", action="store_true", help="print a table: image, rank, class, probability")
+    sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    weights(sub)
+    trust(sub)
 
     for name, function, help in (
         ("plan", _plan, "choose grid, groups and algorithm for a cluster"),
@@ -600,16 +650,18 @@ def _build_parser() -> _Parser:
     sub.add_argument("run", metavar="RUN")
     sub.add_argument("--once", action="store_true", help="print the present state and leave")
 
-    sub = verb("export", _export, "write a run's weights as safetensors, or for torch.distributed.checkpoint")
-    sub.add_argument("run", metavar="RUN", help="a run's folder or a checkpoint")
+    sub = verb("export", _export, "write a run's model as safetensors or ONNX, or for torch.distributed.checkpoint")
+    sub.add_argument("run", metavar="RUN", help="a run's folder, a checkpoint, or a .safetensors export")
     sub.add_argument(
-        "--output", metavar="FILE", help="file, or folder of dcp [model.safetensors, model.dcp of the run]"
+        "--output", metavar="FILE", help="file, or folder of dcp [model.safetensors, model.onnx, model.dcp of the run]"
     )
     help = (
-        "safetensors: weights; dcp: a folder of torch.distributed.checkpoint, with the optimizer's state [safetensors]"
+        "safetensors: weights, class names and preprocessing; onnx: the same as a program of its own; "
+        "dcp: a folder of torch.distributed.checkpoint, with the optimizer's state [safetensors]"
     )
-    sub.add_argument("--format", default="safetensors", choices=("safetensors", "dcp"), help=help)
+    sub.add_argument("--format", default="safetensors", choices=("safetensors", "onnx", "dcp"), help=help)
     weights(sub)
+    trust(sub)
 
     sub = verb("doctor", _doctor, "check this machine; --collectives verifies every all-reduce on its GPUs")
     sub.add_argument(

@@ -69,6 +69,7 @@ class RunRecord:
     trust_ratios: dict[str, float] = field(default_factory=dict)  # parameter -> ratio at the last logged step
     clock: dict[str, float] = field(default_factory=dict)  # init_s, train_s, capture_s, eval_s, pause_s, data_wait_s
     skipped_steps: int = 0  # updates skipped because a gradient was inf or nan
+    classes: list[str] = field(default_factory=list)  # names, in the order of the model's answers
     data: dict[str, Any] = field(default_factory=dict)  # rank 0's loader: wait_fraction, bottleneck, busy seconds
     timing: dict[str, Any] = field(default_factory=dict)  # StepTiming.to_dict() of a typical step
     stragglers: list[dict[str, Any]] = field(default_factory=list)  # rank, host, phase, lost_s, share, message

@@ -23,3 +23,6 @@ PRECISION_DTYPE = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp
 PRECISIONS = tuple(PRECISION_DTYPE)
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 HALF_DTYPES = tuple(name for name, nbytes in DTYPE_BYTES.items() if nbytes == 2)
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)  # of red, green and blue in [0, 1]: what image files are normalised with
+IMAGENET_STD = (0.229, 0.224, 0.225)

@@ -15,7 +15,7 @@ from hyperbatch.bench.harness import Candidate
 from hyperbatch.config import DataConfig
 from hyperbatch.data import augment, stream
 from hyperbatch.data.folders import FolderSource
-from hyperbatch.data.source import IMAGENET_MEAN, IMAGENET_STD
+from hyperbatch.vocabulary import IMAGENET_MEAN, IMAGENET_STD
 
 
 def data_peers(

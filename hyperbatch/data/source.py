@@ -20,9 +20,8 @@ import numpy as np
 
 from hyperbatch.config import DataConfig
 from hyperbatch.errors import InputError, RunFailed, load_object, nearest
+from hyperbatch.vocabulary import IMAGENET_MEAN, IMAGENET_STD
 
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
 _PROBED_SAMPLES = 32
 _SYNTHETIC_BYTES = 64 << 20  # distinct pixels a synthetic split holds; larger sets repeat them
 

@@ -21,14 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyperbatch import checkpoint
 from hyperbatch.data.batch import Batch
 from hyperbatch.data.loader import eval_batches
 from hyperbatch.data.source import open_eval
 from hyperbatch.engine.cuda_graphs import Backend, NotCaptured, Replay
 from hyperbatch.engine.ranks import Ranks, join
 from hyperbatch.errors import InputError
-from hyperbatch.models import create_from
+from hyperbatch.export import load_trained
 from hyperbatch.models.norm import merge_over_ranks, norm_buffers
 from hyperbatch.models.tta import VIEWS, plain_and_averaged
 from hyperbatch.optim.averaging import WeightAverage
@@ -173,23 +172,25 @@ def evaluate_checkpoint(
     device: str = "auto",
     tta: str | None = None,
     averaged: bool = True,
+    trust_code: bool = False,
 ) -> dict[str, Any]:
-    """Top-1 of a checkpoint (or a run's newest) on its validation set, in one process.
+    """Accuracy on the validation set of a checkpoint, a run's newest one, or an exported file, in one process.
 
     tta: None: as the run evaluates. averaged: the averaged weights of a run that has some to be evaluated by.
+    trust_code: a model or data set of somebody's own may be imported.
     """
-    saved = checkpoint.load(path)
-    config = saved.config
+    trained = load_trained(path, averaged=averaged)
+    trained.check_trust(trust_code, data=True)
+    config = trained.config
     if data is not None:
         config = config.override(data=data)
     if tta is not None:
         config = config.override(tta=tta)
     with join(Ranks(), device, config.run.timeout_s) as place:
         eval_set = open_eval(config.data)
-        if list(eval_set.classes) != saved.classes:
+        if tuple(eval_set.classes) != trained.classes:
             raise InputError(f"the data has {len(eval_set.classes)} other classes than the checkpoint; check --data")
-        model = create_from(config.model, classes=len(saved.classes), in_channels=saved.channels)
-        checkpoint.fill_model(model, saved.weights(averaged=averaged), where=str(path))
+        model = trained.build(trust_code=trust_code)
         dtype = torch.float64 if config.optim.precision == "fp64" else torch.float32
         model.to(place, dtype).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         bad_samples: list[str] = []
@@ -209,9 +210,9 @@ def evaluate_checkpoint(
         score = evaluator.evaluate(batches)
     return {
         "checkpoint": str(path),
-        "step": saved.progress.step,
+        "step": trained.step,
         **score.to_dict(),
         "tta": config.run.tta,
-        "weights": saved.which(averaged=averaged),
+        "weights": trained.which,
         "warnings": list(dict.fromkeys(bad_samples)),
     }

@@ -322,6 +322,7 @@ class Journal:
             trust_ratios={} if error else run.learner.optimizer.trust_ratios(),
             clock=clock | {"data_wait_s": run.data_wait_s},
             skipped_steps=0 if error else run.learner.scaler.state_dict()["skipped"],
+            classes=list(run.train_set.classes),
             data=run.loader.report().to_dict(),
             timing=typical(list(self._timings)).to_dict() if self._timings else {},
             stragglers=[slow.to_dict() for slow in self._stragglers.found()] if self._stragglers else [],

@@ -18,6 +18,7 @@ from hyperbatch.arena import Arena
 from hyperbatch.checkpoint import Checkpoint, Fixed, per_rank
 from hyperbatch.config import Config
 from hyperbatch.data.identity import sample_list
+from hyperbatch.data.source import ArraySource
 from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.ranks import Ranks, errors_shared, host_group, share
 from hyperbatch.engine.run import Run
@@ -107,6 +108,9 @@ def snapshot(run: Run, memory: HostMemory | None) -> Checkpoint | None:
         train_samples=len(run.train_set),
         classes=list(run.train_set.classes),
         channels=run.train_set.channels,
+        mean=list(run.eval_set.mean),
+        std=list(run.eval_set.std),
+        whole=isinstance(run.eval_set, ArraySource),
     )
 
 

@@ -22,6 +22,7 @@ from hyperbatch import checkpoint, durable
 from hyperbatch.engine import loop, saver
 from hyperbatch.engine.loop import run
 from hyperbatch.engine.saver import Deadline
+from hyperbatch.export import export_dcp
 from hyperbatch.record import RunRecord
 
 
@@ -304,7 +305,7 @@ def read_by_dcp(rank, folder, shapes):
 def test_a_converted_checkpoint_is_read_by_torch_distributed_on_any_number_of_ranks(tmp_path):
     train(2, tmp_path, model="toy:normed", max_steps=5)
     saved = checkpoint.load(tmp_path)
-    folder = checkpoint.export_dcp(tmp_path)
+    folder = export_dcp(tmp_path)
     wanted = {f"model.{name}": tensor for name, tensor in saved.weights().items()}
     momentum = {name: tensor for name, tensor in saved.optimizer.items() if name.startswith("momentum_buffer/")}
     assert len(momentum) == len(saved.model)

@@ -1,0 +1,305 @@
+"""A trained model in a file of its own: its weights, and what whoever uses them has to know.
+
+    run, checkpoint ──load_trained──┐                          ┌── export ──────> model.safetensors
+    model.safetensors ─load_trained─┴─> TrainedModel ──────────┼── export_onnx ─> model.onnx
+                                        build() -> nn.Module   └── (run only) export_dcp ─> model.dcp/
+
+A file says how its model is built, what its classes are called, and how images are shown to it. Nothing in it is run:
+a model that is somebody's own code is imported only where the caller trusts the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import stat
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from hyperbatch import checkpoint, durable
+from hyperbatch.checkpoint import Checkpoint
+from hyperbatch.config import Config
+from hyperbatch.errors import InputError
+from hyperbatch.models import create_from
+from hyperbatch.vocabulary import IMAGENET_MEAN, IMAGENET_STD
+
+CHECKED_IMAGES = 3  # of the batch on which an ONNX file is compared with the model
+CHECKED_SHARE = 1e-3  # by how much of the largest logit the two may differ: sums are taken in another order
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedModel:
+    """Weights, batch-norm statistics merged, and what is needed to use them."""
+
+    config: Config  # of the run
+    classes: tuple[str, ...]
+    channels: int
+    mean: tuple[float, ...]  # of pixels in [0, 1]; empty where an older version did not keep it
+    std: tuple[float, ...]
+    whole: bool  # images are resized to the model's size whole; else their centre is cut out
+    step: int
+    which: str  # "averaged" or "trained"
+    weights: dict[str, Tensor]
+    path: str
+
+    @classmethod
+    def of_checkpoint(cls, saved: Checkpoint, *, averaged: bool) -> Self:
+        mean, std = tuple(saved.mean), tuple(saved.std)
+        if not mean and saved.config.data.dataset == "images":
+            mean, std = IMAGENET_MEAN, IMAGENET_STD  # of all image files
+        return cls(
+            config=saved.config,
+            classes=tuple(saved.classes),
+            channels=saved.channels,
+            mean=mean,
+            std=std,
+            whole=saved.whole,
+            step=saved.progress.step,
+            which=saved.which(averaged=averaged),
+            weights=saved.weights(averaged=averaged),
+            path=saved.path,
+        )
+
+    @property
+    def size(self) -> int:
+        """Pixels a side of what the model is shown."""
+        return self.config.data.eval_size
+
+    @property
+    def resize(self) -> int | None:
+        """The shorter side from which the centre is cut; None: images are shown whole."""
+        return None if self.whole else self.config.data.eval_resize
+
+    def about(self) -> dict[str, str]:
+        """What an exported file says about itself. Where things were on the run's machine is left out."""
+        config = self.config.override(data=None, out=None, init_from=None, resume=False)
+        return {
+            "model": config.model.model,
+            "classes": json.dumps(self.classes),
+            "channels": str(self.channels),
+            "size": str(self.size),
+            "resize": json.dumps(self.resize),
+            "mean": json.dumps(self.mean),
+            "std": json.dumps(self.std),
+            "step": str(self.step),
+            "weights": self.which,
+            "config": json.dumps(config.to_dict()),
+        }
+
+    @classmethod
+    def of_file(cls, about: dict[str, str], weights: dict[str, Tensor], path: str) -> Self:
+        """The inverse of `about`."""
+        try:
+            return cls(
+                config=Config.from_dict(json.loads(about["config"])),
+                classes=tuple(json.loads(about["classes"])),
+                channels=int(about["channels"]),
+                mean=tuple(json.loads(about["mean"])),
+                std=tuple(json.loads(about["std"])),
+                whole=json.loads(about["resize"]) is None,
+                step=int(about["step"]),
+                which=about["weights"],
+                weights=weights,
+                path=path,
+            )
+        except InputError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise InputError(
+                f"{path} holds weights, but does not say of which model and classes; give a run's folder, a "
+                "checkpoint, or a file that `hyperbatch export` wrote"
+            ) from None
+
+    def check_trust(self, trust_code: bool, *, data: bool = False) -> None:
+        """InputError where using the model, or with `data` its data set, would import code that the file names."""
+        named = {"model": self.config.model.model} | ({"data set": self.config.data.dataset} if data else {})
+        for what, name in named.items():
+            if ":" in name and not name.startswith("timm/") and not trust_code:
+                raise InputError(
+                    f"{self.path} names {name} as its {what}: code that would be imported and run; give --trust-code "
+                    "(in Python trust_code=True) if you trust it"
+                )
+
+    def build(self, *, trust_code: bool = False) -> nn.Module:
+        """The model with these weights, in evaluation mode, on the CPU."""
+        self.check_trust(trust_code)
+        model = create_from(self.config.model, classes=len(self.classes), in_channels=self.channels)
+        checkpoint.fill_model(model, self.weights, where=self.path)
+        return model.eval()
+
+
+def load_trained(path: Path, *, averaged: bool = True) -> TrainedModel:
+    """From a run's folder (its newest checkpoint), a checkpoint, or a file that `export` wrote. Runs no code of it.
+
+    averaged: as for `Checkpoint.weights`.
+    """
+    if path.suffix == ".onnx":
+        raise InputError(f"{path} is for other programs; give the run, a checkpoint, or a .safetensors file of it")
+    if path.suffix != ".safetensors" or path.is_dir():
+        return TrainedModel.of_checkpoint(checkpoint.load(path), averaged=averaged)
+    weights = checkpoint.load_weights(path)
+    trained = TrainedModel.of_file(checkpoint.safetensors_metadata(path), weights, str(path))
+    if trained.which == "averaged" and not averaged:
+        raise InputError(f"{path} holds averaged weights only; for --weights trained give the run or a checkpoint")
+    return trained
+
+
+def export(run: Path, output: Path | None = None, *, averaged: bool = True) -> Path:
+    """Writes a run's newest weights, batch-norm statistics merged, as safetensors with torchvision's names.
+
+    averaged: as for `Checkpoint.weights`.
+    """
+    from safetensors.torch import save_file
+
+    trained = load_trained(run, averaged=averaged)
+    path = output or _beside(run) / "model.safetensors"
+    tensors = {name: tensor.contiguous() for name, tensor in trained.weights.items()}
+    with _whole(path) as partial:
+        save_file(tensors, partial, metadata={"format": "pt", **trained.about()})
+    return path
+
+
+def export_onnx(run: Path, output: Path | None = None, *, averaged: bool = True, trust_code: bool = False) -> Path:
+    """Writes a run's newest weights as an ONNX model: images float32[n, channels, size, size] -> logits[n, classes].
+
+    Images are normalised as the file's metadata says, which is that of `export`. Where onnxruntime is installed, the
+    file's answers are compared with the model's before it gets its name.
+    """
+    trained = load_trained(run, averaged=averaged)
+    path = output or _beside(run) / "model.onnx"
+    model = trained.build(trust_code=trust_code).float()
+    images = torch.randn(
+        CHECKED_IMAGES, trained.channels, trained.size, trained.size, generator=torch.Generator().manual_seed(0)
+    )
+    with torch.no_grad():
+        expected = model(images)
+    program = _onnx_program(model, images)
+    program.model.metadata_props.update(trained.about())
+    with _whole(path) as partial:
+        program.save(partial, external_data=False)
+        _check_onnx(partial, images, expected)
+    return path
+
+
+def _onnx_program(model: nn.Module, images: Tensor) -> Any:
+    try:
+        import onnxscript  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise InputError(f"--format onnx needs {error.name}; run pip install 'hyperbatch[onnx]'") from error
+    with warnings.catch_warnings(), _quiet("torch.onnx"):
+        warnings.simplefilter("ignore")  # torch's exporter calls what torch deprecates
+        return torch.onnx.export(
+            model,
+            (images,),
+            dynamo=True,
+            verbose=False,
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            input_names=["images"],
+            output_names=["logits"],
+        )
+
+
+@contextlib.contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """Without what it says of packages that are not installed."""
+    import logging
+
+    log = logging.getLogger(logger)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _check_onnx(path: Path, images: Tensor, expected: Tensor) -> None:
+    try:
+        import onnxruntime  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return
+    session = onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
+    for count in (CHECKED_IMAGES, 1):  # another batch than the one it was made with
+        (answer,) = session.run(None, {"images": images[:count].numpy()})
+        worst = (torch.from_numpy(answer) - expected[:count]).abs().max().item()
+        if not worst <= CHECKED_SHARE * expected.abs().max().item():
+            raise InputError(f"onnxruntime computes other logits than torch (by up to {worst:.2g}): nothing is written")
+
+
+def export_dcp(run: Path, output: Path | None = None, *, averaged: bool = True) -> Path:
+    """Writes a run's newest checkpoint as a folder that torch.distributed.checkpoint loads on any number of ranks.
+
+        model.NAME                       weights and merged batch-norm statistics, as `export` writes them
+        optimizer.state.NAME.KEY         e.g. momentum_buffer, named as by get_optimizer_state_dict
+        hyperbatch.json                  beside them: config and progress, to be read by people and scripts
+
+    averaged: as for `Checkpoint.weights`.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+    saved = checkpoint.load(run)
+    path = output or _beside(run) / "model.dcp"
+    if path.exists():
+        raise InputError(f"{path} exists already; remove it or choose another --output")
+    state: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in saved.optimizer.items():
+        key, _, parameter = name.partition("/")
+        if parameter in saved.model and key != "master":  # the weights are the masters
+            state.setdefault(parameter, {})[key] = tensor
+    about = {
+        "config": saved.config.to_dict(),
+        "progress": asdict(saved.progress),
+        "classes": saved.classes,
+        "mean": saved.mean,
+        "std": saved.std,
+        "weights": saved.which(averaged=averaged),
+    }
+    partial = path.with_name(path.name + durable.PARTIAL)
+    try:
+        partial.mkdir()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is .*single process")  # it was told so
+            tensors = {"model": saved.weights(averaged=averaged), "optimizer": {"state": state}}
+            save_dcp(tensors, checkpoint_id=partial, no_dist=True)
+        (partial / "hyperbatch.json").write_text(json.dumps(about, indent=2) + "\n")
+        partial.rename(path)
+    except (OSError, CheckpointException) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
+        raise InputError(f"{path} cannot be written: {(causes or [error])[0]}; choose another --output") from None
+    return path
+
+
+EXPORTS: dict[str, Callable[..., Path]] = {"safetensors": export, "dcp": export_dcp, "onnx": export_onnx}
+
+
+def _beside(run: Path) -> Path:
+    """Where a run's exports go by default."""
+    return run if run.is_dir() else run.parent
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A name to write to; the file gets its own once all is written, with the permissions of any new file."""
+    partial = path.with_name(path.name + durable.PARTIAL)
+    try:
+        partial.touch()
+        permissions = stat.S_IMODE(partial.stat().st_mode)
+        yield partial
+        partial.chmod(permissions)  # safetensors makes a file of its own, for the owner alone
+        os.replace(partial, path)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{path} cannot be written: {error}; choose another --output") from None
+    finally:
+        partial.unlink(missing_ok=True)
