@@ -1,5 +1,5 @@
 """python -m hyperbatch: the same as the hyperbatch command, for torchrun -m."""
 
-from hyperbatch.cli import main
+from hyperbatch.cli import command
 
-raise SystemExit(main())
+command()

@@ -7,9 +7,11 @@ with --resume auto.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import csv
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -41,6 +43,19 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has left, as `| head` does
         sys.stderr.close()
         return 0
+
+
+def command() -> NoReturn:
+    """What the shell starts: `main`, then out."""
+    code = main()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        # Everything is written and closed by now. Taking a CUDA context apart piece by piece would take a second more.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code)
 
 
 def _fail(message: object, code: int) -> int:
