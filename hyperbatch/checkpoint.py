@@ -46,6 +46,8 @@ class Progress:
     evaluated_step: int = 0  # steps done at the last evaluation
     best_step: int = 0  # of the checkpoints that followed an evaluation: the best one's
     best_top1: float | None = None
+    passed_over: int = 0  # samples of the stream that were left out before `position`, by rollbacks
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)  # engine/rollback.py: `Rollback.to_dict()`
 
     def note_best(self) -> None:
         """To be called when a checkpoint is taken; of several with the same accuracy the first stays the best."""
@@ -167,10 +169,10 @@ def _files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("step-*.pt") if re.fullmatch(r"step-\d+\.pt", p.name))
 
 
-def load(path: Path) -> Checkpoint:
-    """One checkpoint, or the newest of a run's folder that can be read."""
+def load(path: Path, *, before_step: int | None = None) -> Checkpoint:
+    """One checkpoint, or the newest of a run's folder that can be read. before_step: of those that are older."""
     if path.is_dir():
-        return _load_newest(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+        return _load_newest(path / "checkpoints" if (path / "checkpoints").is_dir() else path, before_step)
     try:
         values = _read(path)
     except InputError:
@@ -217,9 +219,11 @@ def _is_checkpoint(values: Any) -> bool:
     return isinstance(values, dict) and values.get("format") == FORMAT
 
 
-def _load_newest(folder: Path) -> Checkpoint:
+def _load_newest(folder: Path, before_step: int | None) -> Checkpoint:
     failures: list[str] = []
     for path in reversed(_files(folder)):
+        if before_step is not None and path >= _path(folder, before_step):
+            continue
         try:
             saved = load(path)
         except InputError as error:  # torn by a full disk, say: the one before it still counts

@@ -289,6 +289,19 @@ class RunConfig:
     max_skipped_steps: int = option(
         50, "steps in a row that may be skipped for inf or nan gradients; 0: any number", NOT_NEGATIVE, free=True
     )
+    max_rollbacks: int = option(
+        3,
+        "times that the run goes back to its newest checkpoint, and on with other samples, when its loss becomes nan "
+        "or jumps (see --spike-factor); 0: nan ends it",
+        NOT_NEGATIVE,
+        free=True,
+    )
+    spike_factor: float = option(
+        4.0,
+        "a loss that is so many times the median of the last steps, and worse than a guess, has jumped; 0: none has",
+        NOT_NEGATIVE,
+        free=True,
+    )
     compare_every_steps: int | None = option(
         None,
         "steps between comparisons of the ranks' weights and optimizer state, besides those before evaluations and "
@@ -574,6 +587,7 @@ def check(config: Config) -> None:
         "averaging",
         "with --sharded-update no rank has all fp32 weights of a 16-bit run; leave one of the two out",
     )
+    need(r.spike_factor == 0 or r.spike_factor > 1, "spike_factor", "must be above 1, or 0")
     signals = () if r.preempt_signals is None else r.preempt_signals.split(",")
     known = all(hasattr(signal, f"SIG{name}") and name not in NEVER_SEEN for name in signals)
     need(known, "preempt_signals", "must be names of signals that a process may handle, e.g. TERM,USR1")

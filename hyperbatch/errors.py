@@ -14,9 +14,12 @@ class InputError(ValueError):
 class RunFailed(RuntimeError):
     """The run cannot go on: why, where, what to try, in one line. The command line prints it and exits with 1."""
 
-    words: Mapping[str, Any] = MappingProxyType(
-        {}
-    )  # of the rank that failed first, where ranks were started for the run
+    words: Mapping[str, Any] = MappingProxyType({})  # of the rank that failed first, where it is known
+
+
+class Diverged(RunFailed):
+    """The loss or the weights have left the values that training can go on from; a checkpoint holds some that it can.
+    Raised on every rank at the same point."""
 
 
 class Interrupted(RunFailed):

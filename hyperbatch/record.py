@@ -73,6 +73,7 @@ class RunRecord:
     data: dict[str, Any] = field(default_factory=dict)  # rank 0's loader: wait_fraction, bottleneck, busy seconds
     timing: dict[str, Any] = field(default_factory=dict)  # StepTiming.to_dict() of a typical step
     stragglers: list[dict[str, Any]] = field(default_factory=list)  # rank, host, phase, lost_s, share, message
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)  # step, to_step, passed_over, reason, message
     folder: str = ""
     error: str = ""  # why the run ended early, in one line; empty when it did not
     failure: dict[str, Any] = field(default_factory=dict)  # the first cause: rank, host, step, time, message, traceback
@@ -138,6 +139,12 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [line for line in map(parse_metric_line, text.splitlines()) if line is not None]
 
 
+def _drop_lines(folder: Path, step: int) -> None:
+    """Of metrics.jsonl, those at or after the step."""
+    kept = [line for line in read_metrics(folder) if line["step"] < step]
+    _replace(folder / "metrics.jsonl", "".join(strict_json(line) + "\n" for line in kept))
+
+
 def parse_metric_line(text: str) -> dict[str, Any] | None:
     """One line of metrics.jsonl, or None when it is not whole."""
     try:
@@ -170,13 +177,22 @@ class RunWriter:
             for old in [folder / "record.json", folder / "report.html", *(folder / "tensorboard").glob("events.out.*")]:
                 old.unlink(missing_ok=True)
         else:
-            kept = [line for line in read_metrics(folder) if line["step"] < resume_from_step]
-            _replace(folder / "metrics.jsonl", "".join(strict_json(line) + "\n" for line in kept))
+            _drop_lines(folder, resume_from_step)
         self._metrics = open(folder / "metrics.jsonl", "w" if fresh else "a", buffering=1)  # noqa: SIM115
         self._mllog = open(folder / "mllog.txt", "w" if fresh else "a", buffering=1)  # noqa: SIM115
         self._trace = TraceFile(folder / "trace.json", go_on=not fresh)
         self._trace.process("rank 0" if fresh else f"rank 0, resumed at step {resume_from_step}")
         self._board = _Tensorboard(folder / "tensorboard", resume_from_step, self.warnings) if tensorboard else None
+
+    def go_back(self, step: int) -> None:
+        """Drops metric lines of steps at or after this one, which the run will write again."""
+        self._metrics.close()
+        _drop_lines(self.folder, step)
+        self._metrics = open(self.folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
+        self._trace.process(f"rank 0, back at step {step}")
+        if self._board:
+            self._board.close()
+            self._board = _Tensorboard(self.folder / "tensorboard", step, self.warnings)
 
     def step(
         self,

@@ -60,14 +60,17 @@ class TrainLoader:
         self._bad: dict[int, str] = {}
         self._running: list[Generator[Batch, None, None]] = []
 
-    def batches(self, steps: Iterable[Step] | Iterable[Stride]) -> Iterator[Batch]:
-        """One Batch per micro-step of each step, prefetched in order; for a stride of several steps one in all."""
-        running = self._batches(steps)
+    def batches(self, steps: Iterable[Step] | Iterable[Stride], *, passed_over: int = 0) -> Iterator[Batch]:
+        """One Batch per micro-step of each step, prefetched in order; for a stride of several steps one in all.
+
+        passed_over: samples by which the stream is ahead of the steps' positions.
+        """
+        running = self._batches(steps, passed_over)
         self._running.append(running)
         return running
 
-    def _batches(self, steps: Iterable[Step] | Iterable[Stride]) -> Generator[Batch, None, None]:
-        with contextlib.closing(self._maker.run(self._plans(steps))) as made:
+    def _batches(self, steps: Iterable[Step] | Iterable[Stride], passed_over: int) -> Generator[Batch, None, None]:
+        with contextlib.closing(self._maker.run(self._plans(steps, passed_over))) as made:
             while True:
                 with self._meter.waiting():
                     item = next(made, None)
@@ -77,11 +80,12 @@ class TrainLoader:
                 self._note(bad)
                 yield batch
 
-    def _plans(self, steps: Iterable[Step] | Iterable[Stride]) -> Iterator[StreamPlan]:
+    def _plans(self, steps: Iterable[Step] | Iterable[Stride], passed_over: int) -> Iterator[StreamPlan]:
         for step in steps:
             stride = (step,) if isinstance(step, Step) else step
             size, phase = augment.size_at(self.config, stride[0].epoch), stride[0].phase
-            start = stream.rank_share(stride[0].position, phase.share_per_rank, self.world_size, self.rank)
+            position = stride[0].position + passed_over
+            start = stream.rank_share(position, phase.share_per_rank, self.world_size, self.rank)
             share = phase.share_per_rank
             if len(stride) > 1:
                 yield self._plan(stream.Stretches(start, len(stride) * share, share, phase.global_batch), size)

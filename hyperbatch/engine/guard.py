@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import socket
-from collections import Counter
+import statistics
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -25,8 +26,11 @@ from hyperbatch.engine.ranks import gather
 from hyperbatch.engine.run import Run
 from hyperbatch.engine.step import MicroStep, Work
 from hyperbatch.engine.steptimer import StepTimer
-from hyperbatch.errors import RunFailed
+from hyperbatch.errors import Diverged, RunFailed
 from hyperbatch.schedule import Stride
+
+SPIKE_STEPS = 64  # whose median a loss is compared with
+LEAST_STEPS = 16  # before that nobody knows what is usual
 
 
 class _Flat(NamedTuple):
@@ -138,7 +142,7 @@ class Guard:
         who = f"rank {rank} (host {host}): " if self._run.ranks.world_size > 1 else ""
         advice = "lower --lr, lengthen --warmup-epochs or use --precision bf16"
         line = f"{who}{place} was inf or nan after step {step}, and no checkpoint may hold it; {advice}"
-        return _failed(line, rank, host, step)
+        return _failed(line, rank, host, step, Diverged)
 
     def _first_not_finite(self) -> str:
         for flat in self._flats():
@@ -155,8 +159,8 @@ def _slots(arena: Arena, dtype: torch.dtype) -> list[Slot]:
     return [slot for slot in arena.slots if slot.dtype == dtype]
 
 
-def _failed(line: str, rank: int, host: str, step: int) -> RunFailed:
-    failed = RunFailed(line)
+def _failed(line: str, rank: int, host: str, step: int, kind: type[RunFailed] = RunFailed) -> RunFailed:
+    failed = kind(line)
     failed.words = {"rank": rank, "host": host, "step": step}
     return failed
 
@@ -164,13 +168,34 @@ def _failed(line: str, rank: int, host: str, step: int) -> RunFailed:
 class LossGuard:
     """Looks at the losses and skipped steps that the journal reads: every rank is given the same ones."""
 
-    def __init__(self, run: Run, work: Work, next_batch: Callable[[], Batch | None]) -> None:
-        """work: what a micro-step does. next_batch: of this rank, once nothing else will be done with it."""
-        self._run, self._work, self._next_batch = run, work, next_batch
+    def __init__(
+        self,
+        run: Run,
+        work: Work,
+        next_batch: Callable[[], Batch | None],
+        *,
+        may_go_back: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """work: what a micro-step does. next_batch: of this rank, once nothing else will be done with it. may_go_back:
+        whether a jump of the loss has an answer; the same on every rank."""
+        self._run, self._work, self._next_batch, self._may_go_back = run, work, next_batch, may_go_back
+        self._spikes = SpikeWatch(run.config.run.spike_factor, classes=len(run.train_set.classes))
 
     def check_loss(self, loss: float, own: Callable[[], float], step: int, epoch: float, rate: float) -> None:
-        """Raises RunFailed where the mean over ranks is not finite. own: this rank's."""
+        """Raises Diverged where the mean over ranks is not finite, or has jumped and the run can go back. own: this
+        rank's."""
         if math.isfinite(loss):
+            usual = self._spikes.usual(loss)
+            if usual is not None and self._may_go_back():
+                raise _failed(
+                    f"the loss jumped to {loss:.4g} at step {step} (epoch {epoch:.2f}, rate {rate:.4g}); the median of "
+                    f"the steps before it was {usual:.4g}",
+                    0,
+                    socket.gethostname(),
+                    step,
+                    Diverged,
+                )
+            self._spikes.add(loss)
             return
         found = gather((socket.gethostname(), math.isfinite(own())), self._run.ranks)
         bad = [(rank, host) for rank, (host, finite) in enumerate(found) if not finite]
@@ -181,7 +206,7 @@ class LossGuard:
             f"the loss became {loss} at step {step} (epoch {epoch:.2f}, rate {rate:.4g}){where}; "
             f"lower --lr, lengthen --warmup-epochs or use --precision bf16"
         )
-        raise _failed(line, *(bad or [(0, found[0][0])])[0], step)
+        raise _failed(line, *(bad or [(0, found[0][0])])[0], step, Diverged)
 
     def check_skipped(self, in_a_row: int, step: int) -> None:
         """Raises RunFailed where too many updates in a row were left out for gradients that were not finite."""
@@ -219,6 +244,28 @@ class LossGuard:
         except torch.OutOfMemoryError:  # graphs hold the memory; the mean over ranks has to do
             return ""
         return first_overflow(learner.arena)
+
+
+class SpikeWatch:
+    """Whether a loss has jumped: it is `factor` times the median of the last ones, and worse than a guess would be.
+
+    Either alone happens in good runs: late losses are small and vary, and early ones are above that of a guess.
+    """
+
+    def __init__(self, factor: float, *, classes: int) -> None:
+        """factor: 0: none has."""
+        self._factor, self._guess = factor, math.log(classes)
+        self._recent: deque[float] = deque(maxlen=SPIKE_STEPS)
+
+    def usual(self, loss: float) -> float | None:
+        """The median that the loss has jumped from; None: it has not."""
+        if not self._factor or loss <= self._guess or len(self._recent) < LEAST_STEPS:
+            return None
+        usual = statistics.median(self._recent)
+        return usual if loss > self._factor * usual else None
+
+    def add(self, loss: float) -> None:
+        self._recent.append(loss)
 
 
 def first_overflow(arena: Arena) -> str:

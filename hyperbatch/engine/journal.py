@@ -28,6 +28,7 @@ from hyperbatch.engine.ending import words_of
 from hyperbatch.engine.evaluate import Score
 from hyperbatch.engine.guard import LossGuard
 from hyperbatch.engine.ranks import Ranks, gather
+from hyperbatch.engine.rollback import Rollback
 from hyperbatch.engine.run import Run
 from hyperbatch.engine.steptimer import Marks, StepTimer
 from hyperbatch.engine.stragglers import Stragglers
@@ -253,6 +254,16 @@ class Journal:
         if self.run is not None:
             self.run.warnings.append(line)
 
+    def went_back(self, run: Run, rollback: Rollback) -> None:
+        """The run stands at an earlier step: what was written of the steps behind it goes."""
+        self._booked.clear()
+        self._losses.clear()
+        self._pending = None
+        self._last_s, self._last_position = self.clock.train_s, run.progress.position
+        self.console.say(f"note: {rollback.message}")
+        if self.writer is not None:
+            self.writer.go_back(rollback.to_step + 1)
+
     def eval_start(self, run: Run) -> None:
         if self.mlperf is not None:
             self.mlperf.eval_start(run.epoch)
@@ -326,6 +337,7 @@ class Journal:
             data=run.loader.report().to_dict(),
             timing=typical(list(self._timings)).to_dict() if self._timings else {},
             stragglers=[slow.to_dict() for slow in self._stragglers.found()] if self._stragglers else [],
+            rollbacks=progress.rollbacks,
             folder=str(self.out or ""),
             error=error,
         )

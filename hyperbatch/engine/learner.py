@@ -156,10 +156,15 @@ def build_learner(
     )
 
 
+def frozen(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters that no arena holds."""
+    return [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
+
+
 @torch.no_grad()
 def _broadcast_frozen(model: nn.Module) -> None:
     """Rank 0's buffers and frozen parameters: what the arena does not hold."""
-    for tensor in (*model.buffers(), *(param for param in model.parameters() if not param.requires_grad)):
+    for tensor in (*model.buffers(), *(param for _, param in frozen(model))):
         sent = tensor.contiguous()
         dist.broadcast(sent, src=0)
         tensor.copy_(sent)

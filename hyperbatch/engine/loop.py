@@ -22,12 +22,14 @@ from hyperbatch.engine.kernel_choice import training_kernels
 from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.preempt import Preemption
 from hyperbatch.engine.ranks import Ranks, join
+from hyperbatch.engine.rollback import may_roll_back, roll_back
 from hyperbatch.engine.run import Run, build_run
 from hyperbatch.engine.runner import StepRunner
 from hyperbatch.engine.saver import Saver
 from hyperbatch.engine.step import MicroStep
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.whiten import rehearse, whiten
+from hyperbatch.errors import Diverged
 from hyperbatch.models import smoothed_cross_entropy
 from hyperbatch.optim.averaging import new_share_at
 from hyperbatch.record import RunRecord
@@ -95,37 +97,64 @@ def train(
     run: Run, runner: StepRunner, journal: Journal, saver: Saver, preemption: Preemption | None = None
 ) -> RunRecord:
     """From where the run stands to its end: for every stride of steps their rates, their batches, the updates, and what
-    follows them. It ends early if it is preempted."""
-    config, learner, clock, progress, samples = run.config, run.learner, run.clock, run.progress, len(run.train_set)
-    end = position_of(config.schedule.epochs, samples)
-    evals = EpochGrid(config.run.eval_every_epochs, config.run.eval_offset_epochs, samples)
+    follows them. It ends early if it is preempted, and goes back where the loss has left its course."""
+    config, clock = run.config, run.clock
+    evals = EpochGrid(config.run.eval_every_epochs, config.run.eval_offset_epochs, len(run.train_set))
     # The run's time starts with the first training sample: by then its kernels are there. Evaluation is captured first:
     # training, which needs more, then takes the same memory once more.
     runner.compile(shapes_ahead(run))
     reason = run.validation.prepare(capture=runner.captures)
     if reason is not None:
         run.warnings.append(f"evaluation runs without a CUDA graph: {reason}")
-    todo = prepared_strides(
-        run, runner, lambda step: evals.crossed(step) or saver.planned(step) or share_of_weights(run, step) is not None
-    )
-    todo, ahead = itertools.tee(todo)
-    batches = run.loader.batches(ahead)
-    timer = StepTimer(learner.device)
-    timer.alone = runner.alone
-    rehearse(run)
-    guard = Guard(run)
-    journal.start(run, evals, LossGuard(run, micro_step, lambda: next(batches, None)))
-    clock.switch("train")
-    if progress.step == 0:
-        begin(run)
 
-    preempted = ""  # by what, and when
+    def left() -> tuple[Iterator[Stride], Iterator[Batch]]:
+        todo, ahead = itertools.tee(
+            prepared_strides(
+                run, runner, lambda step: evals.crossed(step) or saver.planned(step) or averages(run, step)
+            )
+        )
+        return todo, run.loader.batches(ahead, passed_over=run.progress.passed_over)
+
+    todo, batches = left()
+    rehearse(run)
+    losses = LossGuard(run, micro_step, lambda: next(batches, None), may_go_back=lambda: may_roll_back(run, saver))
+    journal.start(run, evals, losses)
+    clock.switch("train")
+    if run.progress.step == 0:
+        begin(run)
+    while True:
+        try:
+            preempted = train_strides(run, runner, journal, saver, evals, todo, batches, preemption)
+            break
+        except Diverged as fault:
+            with clock.booked("pause"):
+                journal.went_back(run, roll_back(run, saver, fault, journal.out))
+                todo, batches = left()
+    with clock.booked("pause"):
+        saver.wait()
+    return journal.finish(run, error=preempted)
+
+
+def train_strides(
+    run: Run,
+    runner: StepRunner,
+    journal: Journal,
+    saver: Saver,
+    evals: EpochGrid,
+    todo: Iterator[Stride],
+    batches: Iterator[Batch],
+    preemption: Preemption | None,
+) -> str:
+    """Returns by what the run was preempted, and when; empty: it has come to its end."""
+    config, clock, progress = run.config, run.clock, run.progress
+    end = position_of(config.schedule.epochs, len(run.train_set))
+    timer, guard = StepTimer(run.learner.device), Guard(run)
+    timer.alone = runner.alone
     for stride in todo:
         if preemption is not None and not preemption.may_begin(stride[-1].index + 1):
             if progress.step:
                 save(run, journal, guard, saver)
-            preempted = f"preempted by {preemption.reason} after step {progress.step}"
-            break
+            return f"preempted by {preemption.reason} after step {progress.step}"
         if not runner.is_ready(stride):
             journal.flush()  # waits for the stride before: it is training, and what follows is not
             with clock.booked("capture"):
@@ -151,9 +180,7 @@ def train(
             save(run, journal, guard, saver)
         if stopped:
             break
-    with clock.booked("pause"):
-        saver.wait()
-    return journal.finish(run, error=preempted)
+    return ""
 
 
 def save(run: Run, journal: Journal, guard: Guard, saver: Saver) -> None:
@@ -179,6 +206,11 @@ def average_weights(run: Run, step: Step) -> None:
     if run.learner.average is not None and new_share is not None:
         run.learner.average.set_share(new_share)
         run.learner.average.update()
+
+
+def averages(run: Run, step: Step) -> bool:
+    """Whether the weights' average is touched after this step."""
+    return share_of_weights(run, step) is not None
 
 
 def share_of_weights(run: Run, step: Step) -> float | None:

@@ -47,6 +47,7 @@ class Saver:
         every_s = 0.0 if self._folder is None else 60 * config.checkpoint_every_minutes
         self._deadline = Deadline(every_s, run.ranks, step=run.progress.step)
         self._memory: HostMemory | None = None
+        self.taken = self._folder is not None and run.progress.step > 0  # whether there should be one by now
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hyperbatch-checkpoint")
         self._write: Future[bool] | None = None  # of the last checkpoint
         if self._folder is not None and run.ranks.rank == 0:
@@ -70,6 +71,7 @@ class Saver:
         if self._folder is None:
             return
         self._run.progress.note_best()
+        self.taken = True
         self._deadline.restart(self._run.progress.step)
         self.wait()  # the write before it still reads the memory
         saved = snapshot(self._run, self._memory)
@@ -84,6 +86,10 @@ class Saver:
     def wait_on_all_ranks(self) -> bool:
         """As `wait`, but no rank returns before rank 0 has written, and all get its answer: for ranks that end next."""
         return share(self.wait(), self._run.ranks)
+
+    def went_back(self) -> None:
+        """The run stands at the step of an earlier checkpoint again."""
+        self._deadline.restart(self._run.progress.step)
 
     def _written(self, folder: Path, saved: Checkpoint) -> bool:
         """In the thread."""

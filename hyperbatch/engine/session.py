@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from hyperbatch.config import Config, DataConfig, fields, format_value
 from hyperbatch.data.source import Source, open_data
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.journal import Journal
 from hyperbatch.engine.kernel_choice import training_kernels
-from hyperbatch.engine.learner import Learner, initial_model
+from hyperbatch.engine.learner import Learner, frozen, initial_model
 from hyperbatch.engine.loop import micro_step, train
 from hyperbatch.engine.ranks import Ranks, join
 from hyperbatch.engine.run import Run, build_run, next_run
@@ -41,7 +40,7 @@ READ_ANEW = frozenset(
         *("seed", "target_top1", "stop_at_target", "eval_every_epochs", "eval_offset_epochs", "max_steps"),
         *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes", "keep_checkpoints"),
         *("keep_best", "log_every_steps", "timeout_s", "out", "resume"),
-        *("max_skipped_steps", "compare_every_steps"),
+        *("max_skipped_steps", "compare_every_steps", "max_rollbacks", "spike_factor"),
     )
 )
 
@@ -185,8 +184,3 @@ def set_weight_decay(learner: Learner, config: Config) -> None:
     fresh = build_optimizer(config.optim, learner.model, learner.arena, lr=config.schedule.lr)
     for group, new in zip(learner.optimizer.param_groups, fresh.param_groups, strict=True):
         group["base_weight_decay"] = new["base_weight_decay"]
-
-
-def frozen(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters that no arena holds."""
-    return [(name, param) for name, param in model.named_parameters() if not param.requires_grad]

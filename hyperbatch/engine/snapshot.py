@@ -19,7 +19,7 @@ from hyperbatch.checkpoint import Checkpoint, Fixed, per_rank
 from hyperbatch.config import Config
 from hyperbatch.data.identity import sample_list
 from hyperbatch.data.source import ArraySource
-from hyperbatch.engine.learner import Learner
+from hyperbatch.engine.learner import Learner, frozen
 from hyperbatch.engine.ranks import Ranks, errors_shared, host_group, share
 from hyperbatch.engine.run import Run
 from hyperbatch.models.norm import merge_norm_statistics
@@ -132,24 +132,45 @@ def owned(saved: Checkpoint) -> Checkpoint:
 
 def restore(run: Run, saved: Checkpoint) -> None:
     """Continues `saved` in a run that was built with it, and so has its weights already."""
-    learner = run.learner
-    _load_buffers(learner.model, saved.norm, run.ranks)
-    if learner.average is not None:
-        learner.average.load(saved.average, row_of(saved.average_norm, run.ranks))
-    load_named_state(learner.optimizer, learner.model, saved.optimizer)
-    learner.scaler.load_state_dict(saved.scaler)
+    _load_state(run, saved)
     run.clock.load_state_dict(saved.clock)
     run.progress = replace(saved.progress)
     run.waited_before_s = saved.data_wait_s
     run.warnings += saved.skipped
 
 
-def find_checkpoint(config: Config, ranks: Ranks, out: Path) -> Checkpoint:
-    """The newest readable checkpoint, chosen and checked by rank 0: ranks must not go on from different steps."""
+def put_back(run: Run, saved: Checkpoint) -> None:
+    """Continues `saved` in a run that has trained meanwhile. Its clock goes on. Values are written where they lie:
+    captured steps and tables of kernels point there."""
+    learner = run.learner
+    with torch.no_grad():
+        for name, param in frozen(learner.model):
+            param.copy_(saved.model[name])
+    learner.arena.load_masters(saved.model)
+    _load_state(run, saved)
+    learner.arena.zero_grad()
+    run.progress = replace(saved.progress)
+
+
+def _load_state(run: Run, saved: Checkpoint) -> None:
+    """All but the weights."""
+    learner = run.learner
+    _load_buffers(learner.model, saved.norm, run.ranks)
+    if learner.average is not None:
+        learner.average.load(saved.average, row_of(saved.average_norm, run.ranks))
+    load_named_state(learner.optimizer, learner.model, saved.optimizer)
+    learner.scaler.load_state_dict(saved.scaler)
+
+
+def find_checkpoint(config: Config, ranks: Ranks, out: Path, *, before_step: int | None = None) -> Checkpoint:
+    """The newest readable checkpoint, chosen and checked by rank 0: ranks must not go on from different steps.
+
+    before_step: of those that are older.
+    """
     saved = None
     with errors_shared(ranks):
         if ranks.rank == 0:
-            saved = checkpoint.load(out)
+            saved = checkpoint.load(out, before_step=before_step)
             checkpoint.check_same_run(saved.config, config)
     path, skipped = share(None if saved is None else (saved.path, saved.skipped), ranks)
     with errors_shared(ranks):

@@ -11,7 +11,7 @@ from hyperbatch.engine.ranks import Ranks
 from hyperbatch.errors import RunFailed
 from hyperbatch.record import RunRecord
 
-CONFIG = {"eval_every_epochs": 1.0, "log_every_steps": 50}  # 10 steps an epoch at first
+CONFIG = {"eval_every_epochs": 1.0, "log_every_steps": 50, "max_rollbacks": 0}  # 10 steps an epoch at first
 
 
 def flip(tensor):

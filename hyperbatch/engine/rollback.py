@@ -1,0 +1,82 @@
+"""How a run whose loss has become nan or has jumped goes back to its newest checkpoint, and on with other samples.
+
+    stream     ... [ checkpoint ) a b c d e f | g h i ...       f: where it was found
+    trained    ...              x a b c d e f
+    then       ...              x g h i ...                     a to f are passed over, the steps are done anew
+
+Steps and rates go back, so the run has as many updates as planned; only the stream of samples goes on. All ranks see
+the same losses, so they come here together. `Progress` keeps the rollbacks, and checkpoints keep that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hyperbatch.checkpoint import Checkpoint
+from hyperbatch.engine import snapshot
+from hyperbatch.engine.run import Run
+from hyperbatch.engine.saver import Saver
+from hyperbatch.errors import Diverged, InputError, RunFailed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollback:
+    """From where to where, and why."""
+
+    step: int  # that the run had done
+    to_step: int
+    passed_over: int  # samples, those of the steps between
+    reason: str
+
+    @property
+    def message(self) -> str:
+        return (
+            f"rolled back from step {self.step} to the checkpoint of step {self.to_step}, and {self.passed_over:,} "
+            f"samples were passed over: {self.reason}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "message": self.message}
+
+
+def may_roll_back(run: Run, saver: Saver) -> bool:
+    """The same on every rank."""
+    return saver.taken and len(run.progress.rollbacks) < run.config.run.max_rollbacks
+
+
+def roll_back(run: Run, saver: Saver, fault: Diverged, out: Path | None) -> Rollback:
+    """Every rank calls it. Raises the fault where the run cannot go back."""
+    left, done = run.progress, len(run.progress.rollbacks)
+    if out is None or not may_roll_back(run, saver):
+        if done:
+            failed = RunFailed(f"{fault}; the run was rolled back {done} times before (--max-rollbacks)")
+            failed.words = fault.words
+            raise failed from fault
+        raise fault
+    run.loader.close()
+    run.learner.sync.check()  # nothing is under way between ranks from here on
+    saver.wait_on_all_ranks()
+    saved = _checkpoint(run, fault, out)
+    snapshot.put_back(run, saved)
+    saver.went_back()
+    passed_over = left.position - saved.progress.position
+    rollback = Rollback(step=left.step, to_step=saved.progress.step, passed_over=passed_over, reason=str(fault))
+    run.progress.passed_over = left.passed_over + passed_over
+    run.progress.rollbacks = [*left.rollbacks, rollback.to_dict()]
+    return rollback
+
+
+def _checkpoint(run: Run, fault: Diverged, out: Path) -> Checkpoint:
+    """The newest; where the run has been sent back to that already, the one before it, if there is one. The newest may
+    have been taken when something was wrong that only the next steps showed."""
+    try:
+        saved = snapshot.find_checkpoint(run.config, run.ranks, out)
+    except InputError as error:  # it could not be written, say
+        raise fault from error
+    if any(rollback["to_step"] == saved.progress.step for rollback in run.progress.rollbacks):
+        with contextlib.suppress(InputError):  # raised on every rank
+            return snapshot.find_checkpoint(run.config, run.ranks, out, before_step=saved.progress.step)
+    return saved
