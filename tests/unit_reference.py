@@ -147,7 +147,7 @@ def check_conv(x: Tensor, conv: nn.Conv2d, name: str, *, whole: bool = False) ->
     assert not counters[: len(counters) // 2].any()
 
     dy = torch.randn(p.shape, generator=random).to(dtype).to(memory_format=torch.channels_last).to(device)
-    back = torch.randn(3, c, generator=random).to(device)
+    back = torch.randn(3, c, generator=random).to(device) / 16  # fp16 must hold the sums of all pixels
     dz = unit.apply_unpool_gradient(dy, found, coef, back, number, pixels=x.shape[2:]).double()
     dw = torch.full_like(conv.weight, torch.nan)
     conv_pool.weight_gradient_from_pooled(dy, found, coef, back, number, x, dw)
