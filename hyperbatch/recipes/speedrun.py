@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hyperbatch.config import BatchPhase, Config
+from hyperbatch.config import BatchPhase, Config, SizePhase
 from hyperbatch.recipes import recipe
 
 # The speed runs sum the loss over a batch and divide logits by 256; ours is a mean, and logits are divided by 9. Rates
@@ -12,23 +12,24 @@ _BATCH = 1_536
 _LR = 0.205
 _SHIFT_LR = _BATCH * 0.0573
 _HEAD_LR = _BATCH * 0.5415 * (9 / 256) ** 2
-_STEPS = 260
+_STEPS = 310
 
 
 @recipe(
-    claim="93.98 % test accuracy after 8 epochs on one GPU (mean of 12 seeds, the best of eight arms)",
+    claim="94.08 % test accuracy in 0.76 s on one H200, evaluation included (9.5 epochs, mean of 200 seeds)",
     source="CIFAR-10 (Krizhevsky, 2009); network of airbench94 (Keller Jordan, arXiv 2404.00498), figures of "
     "hiverge/cifar10-speedrun",
     chosen=(
-        "8 epochs (hiverge: 7.6): after 7.5 the mean of 23 seeds is 93.8 %",
+        "9.5 epochs, of which the first four see images of 24 pixels (hiverge: 7.6 at 32): the same time",
+        "label smoothing of 0.25 (hiverge: 0.09)",
         "the bias of the whitening layer is not trained: its gradient would cost a tenth of a step",
         "matrices are scaled to their norm before every update (hiverge: every few)",
     ),
-    record="2026-11-16_cifar10_tuning",
+    record="2026-11-16_cifar10_200_seeds",
 )
 def cifar10() -> Config:
-    """A whitening network with identity convolutions, Muon, mirrors in turn, shifts with reflection, and six views of
-    the least certain quarter of the test images.
+    """A whitening network with identity convolutions, Muon, small images first, mirrors in turn, shifts with
+    reflection, and six views of the least certain quarter of the test images.
 
     hyperbatch train cifar10 --data DIR
     """
@@ -45,6 +46,7 @@ def cifar10() -> Config:
         eval_samples=10_000,
         classes=10,
         image_size=32,
+        size_phases=(SizePhase(0, 24), SizePhase(4, 32)),
         eval_size=32,
         eval_resize=32,
         augment="shift",
@@ -64,7 +66,7 @@ def cifar10() -> Config:
         head_lr_scale=_HEAD_LR / _LR,
         weight_decay=0.0016 / _LR,
         decay_norm_bias=True,
-        label_smoothing=0.09,
+        label_smoothing=0.25,
         precision="fp16",
         epochs=_STEPS * _BATCH / 50_000,
         batch_phases=(BatchPhase(0, _BATCH),),
@@ -73,7 +75,7 @@ def cifar10() -> Config:
         decay_power=1.0,
         end_lr=0.0,
         target_top1=0.94,
-        eval_every_epochs=8,
+        eval_every_epochs=10,
         tta="mirror_shift",
         tta_share=0.25,
     )

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from toy import config, data, flat_weights, pictures, same_bits
 
 from hyperbatch import export as exporting
+from hyperbatch.config import SizePhase
 from hyperbatch.data.loader import TrainLoader
 from hyperbatch.engine import evaluate as evaluation
 from hyperbatch.engine import loop
@@ -40,6 +41,7 @@ def recipe(**values):
     # Other batches have another quarter of least certain images: here every image gets all views.
     small = {"dataset": "toy:pictures", "precision": "fp32", "device": "cpu", "tta_share": 1.0}
     small |= {"whiten_samples": 90, "epochs": 2.0, "warmup_epochs": 0.5, "eval_every_epochs": 1.0}
+    small |= {"size_phases": (SizePhase(0, 24), SizePhase(1, 32))}
     return get_recipe("cifar10").config(24).override(**{**small, "whiten_bias_epochs": 1.0, **values})
 
 
