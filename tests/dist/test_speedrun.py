@@ -10,7 +10,7 @@ from harness import run_ranks
 from safetensors.torch import load_file
 from test_training import ranks_here, train
 from torch.nn import functional as F
-from toy import config, data, flat_weights, pictures, same_bits
+from toy import config, data, flat_weights, same_bits
 
 from hyperbatch import export as exporting
 from hyperbatch.config import SizePhase
@@ -40,7 +40,7 @@ def recipe(**values):
     """`cifar10` as it is, but for what makes it small: 120 images in its own shape, for two CPU ranks."""
     # Other batches have another quarter of least certain images: here every image gets all views.
     small = {"dataset": "toy:pictures", "precision": "fp32", "device": "cpu", "tta_share": 1.0}
-    small |= {"whiten_samples": 90, "epochs": 2.0, "warmup_epochs": 0.5, "eval_every_epochs": 1.0}
+    small |= {"whiten_samples": 90, "epochs": 3.0, "warmup_epochs": 0.5, "eval_every_epochs": 1.0}
     small |= {"size_phases": (SizePhase(0, 24), SizePhase(1, 32))}
     return get_recipe("cifar10").config(24).override(**{**small, "whiten_bias_epochs": 1.0, **values})
 
@@ -51,11 +51,11 @@ def run_recipe(rank, values):
 
 def test_the_recipe_on_two_ranks(tmp_path, monkeypatch):
     record = run_ranks(2, run_recipe, {"out": str(tmp_path), "keep_checkpoints": 9}, timeout_s=120)[0]
-    assert record["result"]["steps"] == 10
+    assert record["result"]["steps"] == 15
     assert record["result"]["top1"] > 0.3  # ten classes
     assert record["world_size"] == 2
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["samples"] for line in lines if line["event"] == "eval"] == [30, 30]
+    assert [line["samples"] for line in lines if line["event"] == "eval"] == [30, 30, 30]
 
     seen = []
     monkeypatch.setattr(
@@ -67,10 +67,11 @@ def test_the_recipe_on_two_ranks(tmp_path, monkeypatch):
 
     half = flat_weights(tmp_path / "checkpoints" / "step-00000005.pt")
     end = flat_weights(tmp_path)
-    train_set, _ = pictures(None)
-    pixels = torch.from_numpy(train_set.images[:90]).permute(0, 3, 1, 2) / 255
-    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (train_set.mean, train_set.std))
-    expected = whitening_filters([(pixels - mean) / std], (2, 2))
+    run = build_run(recipe(), Ranks(), torch.device("cpu"))
+    images = [batch.images for batch in run.loader.plain(90)]
+    run.close()
+    assert images[0].shape[2:] == (24, 24), "as the first steps see them"
+    expected = whitening_filters(images, (2, 2))
     torch.testing.assert_close(end["whiten.weight"].abs(), expected.abs(), rtol=1e-4, atol=1e-4)
     assert torch.equal(end["whiten.weight"], half["whiten.weight"])
     assert torch.equal(end["whiten.bias"], half["whiten.bias"]), "it is trained in the first epoch alone"
