@@ -11,12 +11,13 @@ were written; nothing of a file is looked at before. Those of its tensors say th
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from hyperbatch.config import Config, format_value
 from hyperbatch.config import fields as config_fields
 from hyperbatch.errors import InputError
 from hyperbatch.models.norm import merge_norm_statistics
+from hyperbatch.params import head_layer
 from hyperbatch.plan.types import GroupPlan
 
 FORMAT = 1
@@ -249,19 +251,27 @@ def check_same_run(saved: Config, config: Config) -> None:
         raise InputError(f"--resume: the saved run had another config: {'; '.join(differences)}; use another --out")
 
 
-def load_weights(path: Path) -> dict[str, Tensor]:
-    """name -> tensor from a .safetensors file, a checkpoint of ours (norm statistics merged), or a torch state dict."""
+class Weights(NamedTuple):
+    """What a model can start from."""
+
+    tensors: dict[str, Tensor]
+    classes: tuple[str, ...] | None  # that they were trained for; None: nobody knows
+
+
+def load_weights(path: Path) -> Weights:
+    """From a .safetensors file, a run or checkpoint of ours (norm statistics merged), or a torch state dict."""
     if not path.exists():
         raise InputError(f"weights {path} do not exist")
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
         try:
-            return load_file(path)
+            return Weights(load_file(path), _class_names(safetensors_metadata(path)))
         except Exception as error:
             raise InputError(f"weights {path} cannot be read: {error}") from error
     if path.is_dir():
-        return load(path).weights()
+        saved = load(path)
+        return Weights(saved.weights(), tuple(saved.classes))
     try:
         state = _read(path)
     except InputError:
@@ -269,13 +279,19 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     except Exception as error:
         raise InputError(f"{path} is no weights file: neither .safetensors nor what torch.save writes") from error
     if _is_checkpoint(state):
-        return Checkpoint.from_dict(state).weights()
+        saved = Checkpoint.from_dict(state)
+        return Weights(saved.weights(), tuple(saved.classes))
     for key in ("state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
         raise InputError(f"weights {path} hold no name -> tensor table")
-    return {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    return Weights({name.removeprefix("module."): tensor for name, tensor in state.items()}, None)
+
+
+def _class_names(about: Mapping[str, str]) -> tuple[str, ...] | None:
+    names = json.loads(about.get("classes", "null"))
+    return tuple(names) if isinstance(names, list) else None
 
 
 def safetensors_metadata(path: Path) -> dict[str, str]:
@@ -302,6 +318,46 @@ def fill_model(model: nn.Module, weights: Mapping[str, Tensor], *, where: str) -
     with torch.no_grad():
         for name, tensor in weights.items():
             own[name].copy_(tensor)
+
+
+def start_from(model: nn.Module, weights: Weights, *, classes: Sequence[str] | None, where: str) -> str | None:
+    """As `fill_model`, but a head for other classes keeps the weights that the model has: returns a line that says so.
+
+    classes: names of the data's; None: they are not known, and only their number is compared.
+    """
+    head = head_of_others(model, weights, classes)
+    if head is None:
+        fill_model(model, weights.tensors, where=where)
+        return None
+    own = {name: param for name, param in model.named_parameters() if _is_of(head, name)}
+    body = {name: tensor for name, tensor in weights.tensors.items() if not _is_of(head, name)}
+    fill_model(model, body | {name: param.detach() for name, param in own.items()}, where=where)
+    ours, theirs = own.get(f"{head}.weight"), weights.tensors.get(f"{head}.weight")
+    if ours is None or theirs is None:
+        return f"the head ({head}) starts anew: {where} has none"
+    if len(ours) == len(theirs):
+        return f"the head ({head}) starts anew: {where} was trained for {len(theirs):,} other classes"
+    return f"the head ({head}) starts anew with {len(ours):,} classes: {where} was trained for {len(theirs):,}"
+
+
+def head_of_others(model: nn.Module, weights: Weights, classes: Sequence[str] | None) -> str | None:
+    """The layer of the model that gives the logits, where the weights have it for other classes, or lack it."""
+    own = dict(model.named_parameters())
+    other = {name for name, tensor in weights.tensors.items() if name in own and tensor.shape != own[name].shape}
+    layers = {name.rpartition(".")[0] for name in other}
+    rows_differ = all(weights.tensors[name].shape[1:] == own[name].shape[1:] for name in other)
+    if len(layers) == 1 and rows_differ:
+        return layers.pop()
+    head = head_layer(model)
+    if head is None or other:
+        return None  # they do not fit
+    renamed = classes is not None and weights.classes is not None and tuple(classes) != weights.classes
+    lacking = all(name not in weights.tensors for name in own if _is_of(head, name))
+    return head if renamed or lacking else None
+
+
+def _is_of(layer: str, name: str) -> bool:
+    return name.rpartition(".")[0] == layer
 
 
 def per_rank(stacked: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

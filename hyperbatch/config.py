@@ -59,6 +59,13 @@ class SizePhase(NamedTuple):
     image_size: int
 
 
+class LayerRate(NamedTuple):
+    """A layer, and all in it, takes this factor of the rate; 0: it is frozen (hyperbatch/schedule/layers.py)."""
+
+    layer: str
+    factor: float
+
+
 def option(
     default: Any, help: str, allowed: tuple[str, ...] | str = (), *, free: bool = False, repeated: bool = True
 ) -> Any:
@@ -95,7 +102,10 @@ class ModelConfig:
         free=True,
     )
     init_from: str | None = option(
-        None, "start from the weights in this file (.safetensors, .pt, or a checkpoint)", free=True
+        None,
+        "start from the weights of this run, checkpoint, .safetensors or .pt file; timm: from its pretrained ones. "
+        "A head for other classes starts anew",
+        free=True,
     )
 
 
@@ -181,6 +191,11 @@ class OptimConfig:
     )
     head_lr_scale: float = option(
         1.0, "factor on the rate of the last linear layer's weight; its decay per step stays as it is", POSITIVE
+    )
+    layer_rates: tuple[LayerRate, ...] = option(
+        (),
+        "factors on the rate of layers, as LAYER:FACTOR,LAYER:FACTOR, 0 freezes; `*` is all, `head` the last linear "
+        "layer, and later ones win: *:0,head:1 trains the head alone",
     )
     whiten_bias_epochs: float | None = option(
         None,
@@ -521,7 +536,8 @@ def _describe(hint: Any) -> str:
     if item is None:
         return {int: "a whole number", float: "a number", str: "a text"}[hint]
     if hasattr(item, "_fields"):
-        return "a list EPOCH:VALUE,EPOCH:VALUE"
+        pair = "LAYER:FACTOR" if item is LayerRate else "EPOCH:VALUE"
+        return f"a list {pair},{pair}"
     args = typing.get_args(hint)
     return "a list of numbers" if args[-1] is Ellipsis else f"{len(args)} numbers LOW,HIGH"
 
@@ -581,6 +597,7 @@ def check(config: Config) -> None:
     need(0 < d.crop_aspect[0] <= d.crop_aspect[1], "crop_aspect", "must be LOW,HIGH with 0 < LOW <= HIGH")
     need(0 < d.jitter_sides[0] <= d.jitter_sides[1], "jitter_sides", "must be LOW,HIGH with 0 < LOW <= HIGH")
     need(d.flip or not d.flip_alternates, "flip_alternates", "needs --flip")
+    need(all(layer and factor >= 0 for layer, factor in o.layer_rates), "layer_rates", "no factor may be negative")
     need(not o.nesterov or o.momentum > 0, "nesterov", "needs a momentum above 0")
     need(
         o.averaging == "none" or not config.comm.sharded_update or o.precision in ("fp32", "fp64"),

@@ -145,7 +145,7 @@ def load_trained(path: Path, *, averaged: bool = True) -> TrainedModel:
         raise InputError(f"{path} is for other programs; give the run, a checkpoint, or a .safetensors file of it")
     if path.suffix != ".safetensors" or path.is_dir():
         return TrainedModel.of_checkpoint(checkpoint.load(path), averaged=averaged)
-    weights = checkpoint.load_weights(path)
+    weights = checkpoint.load_weights(path).tensors
     trained = TrainedModel.of_file(checkpoint.safetensors_metadata(path), weights, str(path))
     if trained.which == "averaged" and not averaged:
         raise InputError(f"{path} holds averaged weights only; for --weights trained give the run or a checkpoint")

@@ -23,6 +23,7 @@ from hyperbatch.plan import inventory
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.record import RunRecord, note_failure
 from hyperbatch.schedule import resolve_phases
+from hyperbatch.vocabulary import TIMM
 
 
 def train(config: Config) -> RunRecord:
@@ -88,8 +89,9 @@ def check_input(config: Config, world_size: int, counts: DataCounts) -> None:
     model = config.model.model
     if model in inventory.model_names():  # too small an image is refused
         inventory.layers(model, classes=counts.classes, image_size=config.data.image_size, in_channels=counts.channels)
-    if config.model.init_from is not None and not Path(config.model.init_from).exists():
-        raise InputError(f"--init-from {config.model.init_from}: no such file")
+    start = config.model.init_from
+    if start not in (None, TIMM) and not Path(start).exists():
+        raise InputError(f"--init-from {start}: no such file")
 
 
 def check_resume(config: Config) -> None:

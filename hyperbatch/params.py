@@ -60,11 +60,13 @@ def param_groups(
 
 def head_weight(model: nn.Module) -> str | None:
     """The name of the last linear layer's weight, in the order of definition; None: the model has no such layer."""
-    names = [
-        full_name
-        for full_name, (module, name) in owners(model).items()
-        if isinstance(module, nn.Linear) and name == "weight"
-    ]
+    head = head_layer(model)
+    return None if head is None else f"{head}.weight"
+
+
+def head_layer(model: nn.Module) -> str | None:
+    """The name of the last linear layer, in the order of definition; None: the model has no such layer."""
+    names = [full.rpartition(".")[0] for full, (module, _) in owners(model).items() if isinstance(module, nn.Linear)]
     return names[-1] if names else None
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from hyperbatch.config import Config, fields, format_value
-from hyperbatch.data.source import DataCounts, check_data
+from hyperbatch.data.source import DataCounts, check_data, open_data
 from hyperbatch.launch import check_input
 from hyperbatch.memory import host_memory_bytes
 from hyperbatch.plan import inventory
@@ -19,6 +19,7 @@ from hyperbatch.plan.types import GroupPlan, RankGrid, TensorSpec
 from hyperbatch.plan.workload import model_tensors, resolve_all, step_memory
 from hyperbatch.recipes import all_recipes, batch_note
 from hyperbatch.schedule import Phase, learning_rate, total_steps
+from hyperbatch.schedule.layers import layer_factors
 from hyperbatch.vocabulary import HALF_DTYPES, PRECISION_DTYPE
 
 
@@ -42,6 +43,7 @@ class Preview:
     plan: GroupPlan
     memory: StepMemory | None  # of the largest micro-step; None for a model without a table
     memory_bytes_available: int
+    start_note: str | None = None  # what --init-from does to the head
 
     @property
     def note(self) -> str | None:
@@ -60,6 +62,7 @@ class Preview:
         return {
             "recipe": config.recipe,
             "note": self.note,
+            "start_note": self.start_note,
             "model": config.model.model,
             "parameters": self.parameters,
             "data": self.counts.to_dict(),
@@ -110,12 +113,30 @@ def preview(config: Config, world_size: int) -> Preview:
         plan=preview_plan(config, specs),
         memory=memory,
         memory_bytes_available=available,
+        start_note=None if config.model.init_from is None else start_note(at_hand, channels),
     )
+
+
+def start_note(config: Config, channels: int) -> str | None:
+    """The line that the run would say about its head; InputError where the weights do not fit."""
+    import torch
+
+    from hyperbatch.engine.learner import fill_from
+    from hyperbatch.models import create_from
+
+    names = open_data(config.data)[0].classes if has_data(config) else None
+    with torch.device("meta"):  # nothing is allocated
+        model = create_from(config.model, classes=config.data.classes, in_channels=channels)
+        return fill_from(config, model, in_channels=channels, class_names=names, fetch=False)
+
+
+def has_data(config: Config) -> bool:
+    return config.data.data is not None or config.data.dataset not in ("images", "cifar10", "cifar100")
 
 
 def data_counts(config: Config) -> DataCounts:
     """Counts of the data at hand, or those the recipe was written for when none is given."""
-    if config.data.data is not None or config.data.dataset not in ("images", "cifar10", "cifar100"):
+    if has_data(config):
         return check_data(config.data)
     data = config.data
     return DataCounts(train_samples=data.train_samples, eval_samples=data.eval_samples, classes=data.classes)
@@ -123,20 +144,21 @@ def data_counts(config: Config) -> DataCounts:
 
 def tensor_table(config: Config, channels: int) -> tuple[TensorSpec, ...]:
     """In backward order; a model without a table is built on torch's meta device, which allocates nothing."""
-    if config.model.model in inventory.model_names():
+    if config.model.model in inventory.model_names() and not config.optim.layer_rates:
         return model_tensors(config, channels)
     import torch
 
     from hyperbatch.models import create_model
-    from hyperbatch.params import kind_of, owners
+    from hyperbatch.params import head_layer, kind_of, owners
 
     with torch.device("meta"):
         model = create_model(config.model.model, classes=config.data.classes, in_channels=channels)
     dtype = PRECISION_DTYPE[config.optim.precision]
-    specs = []
-    for name, (module, local) in owners(model).items():
+    specs, own = [], owners(model)
+    factors = layer_factors(config.optim.layer_rates, list(own), head_layer(model))
+    for name, (module, local) in own.items():
         param = module.get_parameter(local)
-        if not param.requires_grad:
+        if not param.requires_grad or not factors[name]:
             continue
         kind = kind_of(module, local, param)
         wide = dtype if kind == "weight" or dtype not in HALF_DTYPES else "float32"
@@ -193,7 +215,8 @@ def format_preview(preview: Preview) -> str:
     config, counts = preview.config, preview.counts
     samples = counts.train_samples
     with console.capture() as text:
-        console.print(f"[bold]{config.recipe}[/]  {config.model.model}, {preview.parameters:,} parameters")
+        frozen = " to train" if any(not factor for _, factor in config.optim.layer_rates) else ""
+        console.print(f"[bold]{config.recipe}[/]  {config.model.model}, {preview.parameters:,} parameters{frozen}")
         console.print(
             f"data      {samples:,} training and {counts.eval_samples:,} validation images, {counts.classes:,} classes"
         )
@@ -203,8 +226,8 @@ def format_preview(preview: Preview) -> str:
             f"{config.optim.precision}"
         )
         console.print(f"length    {config.schedule.epochs:g} epochs, {preview.steps:,} steps")
-        if preview.note:
-            console.print(f"note      {preview.note}")
+        for note in filter(None, (preview.note, preview.start_note)):
+            console.print(f"note      {note}")
         if memory := preview.memory:
             parts = ", ".join(f"{name} {size(n)}" for name, n in asdict(memory).items())
             console.print(

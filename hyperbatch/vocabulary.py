@@ -17,6 +17,7 @@ MOMENTUM_RULES = ("lr_inside", "lr_outside", "rescaled", "unscaled")  # where th
 
 ACTIVATIONS = ("gelu", "silu")  # of models that offer a choice
 TTA = ("none", "mirror", "mirror_shift")  # views of an image that evaluation averages over
+TIMM = "timm"  # where --init-from takes pretrained weights from, unless it names a file
 AVERAGING = ("none", "ema", "lookahead")  # of the weights over steps
 
 PRECISION_DTYPE = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}

@@ -5,6 +5,7 @@ model -> backward order -> arena -> groups -> exchange -> update rule
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,19 @@ from hyperbatch.config import Config
 from hyperbatch.engine.measure import choose_plan, fitting_batch, probe
 from hyperbatch.engine.ranks import Ranks, errors_shared, host_grid, share
 from hyperbatch.errors import InputError
-from hyperbatch.models import create_from
+from hyperbatch.models import create_from, pretrained_weights
 from hyperbatch.models.initial import whitening_layer
-from hyperbatch.models.norm import set_norm_group
+from hyperbatch.models.norm import freeze, set_norm_group
 from hyperbatch.optim.averaging import WeightAverage
 from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.optim.build import build_optimizer
 from hyperbatch.optim.muon import Muon
 from hyperbatch.optim.precision import LossScaler, working_dtype
 from hyperbatch.optim.sharded import ShardedUpdate
+from hyperbatch.params import head_layer, owners
 from hyperbatch.plan.types import RankGrid
+from hyperbatch.schedule.layers import layer_factors
+from hyperbatch.vocabulary import TIMM
 
 
 class GraphMemory:
@@ -71,6 +75,7 @@ class Learner:
     fused: bool  # forward and backward run through our kernels
     capturable: bool  # built so that steps can be captured in CUDA graphs
     graph_memory: GraphMemory | None = None  # for all of its graphs, on a GPU
+    notes: tuple[str, ...] = ()  # what the user should know of how it was built
 
     @property
     def comm(self) -> GridComm:
@@ -85,17 +90,22 @@ def build_learner(
     classes: int,
     in_channels: int,
     cache_bytes: int = 0,
+    class_names: Sequence[str] | None = None,
     saved: Checkpoint | None = None,
 ) -> Learner:
     """Every rank calls it.
 
+    class_names: of the data, where they are known: weights of others get a new head.
     cache_bytes: of images that the loader may come to keep on the GPU.
     saved: the run that is continued. Its weights and what it measured are taken over here; `snapshot.restore` does the
     rest.
     """
     capturable = wants_graph(config, device)
     dtype = working_dtype(config.optim.precision)
-    model = initial_model(config, ranks, classes=classes, in_channels=in_channels, saved=saved)
+    notes: list[str] = []
+    model = initial_model(
+        config, ranks, classes=classes, in_channels=in_channels, class_names=class_names, saved=saved, notes=notes
+    )
     model.to(device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
     comm = GridComm(choose_grid(config, ranks))
@@ -153,6 +163,7 @@ def build_learner(
         fused=fused,
         capturable=capturable,
         graph_memory=GraphMemory(device) if capturable and on_gpu else None,
+        notes=tuple(notes),
     )
 
 
@@ -171,9 +182,19 @@ def _broadcast_frozen(model: nn.Module) -> None:
 
 
 def initial_model(
-    config: Config, ranks: Ranks, *, classes: int, in_channels: int, saved: Checkpoint | None = None
+    config: Config,
+    ranks: Ranks,
+    *,
+    classes: int,
+    in_channels: int,
+    class_names: Sequence[str] | None = None,
+    saved: Checkpoint | None = None,
+    notes: list[str] | None = None,
 ) -> nn.Module:
-    """The model on the CPU, with the weights that a run of this config starts from."""
+    """The model on the CPU, with the weights that a run of this config starts from, and its frozen layers frozen.
+
+    class_names: of the data, where they are known. notes: gets a line where the head starts anew.
+    """
     # The same seed gives every rank the same weights; rank 0's are sent round all the same.
     torch.manual_seed(config.run.seed)
     with errors_shared(ranks):
@@ -188,9 +209,29 @@ def initial_model(
         if saved is not None:
             checkpoint.fill_model(model, saved.model, where=saved.path)
         elif config.model.init_from is not None:
-            path = Path(config.model.init_from)
-            checkpoint.fill_model(model, checkpoint.load_weights(path), where=str(path))
+            note = fill_from(config, model, in_channels=in_channels, class_names=class_names)
+            if note is not None and notes is not None:
+                notes.append(note)
+        names = list(owners(model))
+        factors = layer_factors(config.optim.layer_rates, names, head_layer(model))
+        freeze(model, {name for name in names if not factors[name]})
     return model
+
+
+def fill_from(
+    config: Config, model: nn.Module, *, in_channels: int, class_names: Sequence[str] | None, fetch: bool = True
+) -> str | None:
+    """Gives the model the weights of `--init-from`; a line where its head keeps its own. fetch=False: of timm's, only
+    the shapes are looked at."""
+    source = config.model.init_from
+    assert source is not None
+    if source != TIMM:
+        weights = checkpoint.load_weights(Path(source))
+    else:
+        source = f"timm's {config.model.model.removeprefix('timm/')}"
+        tensors = pretrained_weights(config.model.model, in_channels=in_channels, fetch=fetch)
+        weights = checkpoint.Weights(tensors, None)
+    return checkpoint.start_from(model, weights, classes=class_names, where=source)
 
 
 def wants_graph(config: Config, device: torch.device) -> bool:

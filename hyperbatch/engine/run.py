@@ -85,8 +85,10 @@ def build_run(
         classes=len(train_set.classes),
         in_channels=train_set.channels,
         cache_bytes=gpu_cache_bytes(train_set, config.data, device),
+        class_names=train_set.classes,
         saved=saved,
     )
+    warnings += learner.notes
     phases = phases_of(config, ranks, learner, train_set)
     if saved is None:
         decoder = share(measured_decoder(train_set, config.data, device, ranks_per_host=ranks.local_size), ranks)
@@ -124,7 +126,7 @@ def next_run(before: Run, config: Config, clock: Clock) -> Run:
         clock=clock,
         loader=replace(before.loader, seed=config.run.seed),
         phases=phases_of(config, before.ranks, before.learner, before.train_set),
-        warnings=notes(config, before.learner.device),
+        warnings=[*notes(config, before.learner.device), *before.learner.notes],
         progress=Progress(),
         waited_before_s=0.0,
     )

@@ -11,6 +11,7 @@ bits here and in a process of its own. One rank; several need processes of their
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +87,7 @@ class Session:
                 warm = self._warmed(config, ranks, device, clock)
                 run = warm.run
                 with preserved_state(run.learner):
-                    start_anew(run.learner, config, ranks, classes=len(run.train_set.classes))
+                    start_anew(run.learner, config, ranks, classes=run.train_set.classes)
                     try:
                         with Saver(run, out, warn=journal.warn) as saver:
                             return train(run, warm.runner, journal, saver)
@@ -162,13 +163,13 @@ def data_key(config: DataConfig) -> tuple[str, ...]:
     return (repr(config),)
 
 
-def start_anew(learner: Learner, config: Config, ranks: Ranks, *, classes: int) -> None:
+def start_anew(learner: Learner, config: Config, ranks: Ranks, *, classes: Sequence[str]) -> None:
     """The weights and statistics with which a fresh run of this config begins.
 
     For a learner that is otherwise as it was built (`preserved_state`). Values are written where they lie: captured
     steps and tables of kernels point there.
     """
-    fresh = initial_model(config, ranks, classes=classes, in_channels=learner.in_channels)
+    fresh = initial_model(config, ranks, classes=len(classes), in_channels=learner.in_channels, class_names=classes)
     weights, buffers = dict(fresh.named_parameters()), dict(fresh.named_buffers())
     with torch.no_grad():
         for name, buffer in learner.model.named_buffers():

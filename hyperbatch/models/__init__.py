@@ -1,6 +1,6 @@
 """resnet, alexnet, whitenet, loss; nothing here knows of ranks, but a norm layer may be handed a process group."""
 
-from hyperbatch.models.build import create_from, create_model, model_names
+from hyperbatch.models.build import create_from, create_model, model_names, pretrained_weights
 from hyperbatch.models.loss import smoothed_cross_entropy
 from hyperbatch.models.norm import merge_norm_statistics, merged_buffers, norm_buffers, set_norm_group
 
@@ -11,6 +11,7 @@ __all__ = [
     "merged_buffers",
     "model_names",
     "norm_buffers",
+    "pretrained_weights",
     "set_norm_group",
     "smoothed_cross_entropy",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hyperbatch.config import ModelConfig
@@ -101,14 +101,20 @@ def create_from(config: ModelConfig, *, classes: int, in_channels: int) -> nn.Mo
     )
 
 
-def _timm_model(name: str, classes: int, in_channels: int, zero_init_last_gamma: bool) -> nn.Module:
+def _timm() -> Any:
     try:
         import timm  # pyright: ignore[reportMissingImports]
     except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision that does not fit this torch
         reason = str(error).splitlines()[0]
-        raise InputError(
-            f"model 'timm/{name}' needs timm, which does not import here ({reason}); pip install 'hyperbatch[timm]'"
-        ) from error
+        raise InputError(f"timm does not import here ({reason}); run pip install 'hyperbatch[timm]'") from error
+    return timm
+
+
+def _timm_model(name: str, classes: int, in_channels: int, zero_init_last_gamma: bool) -> nn.Module:
+    try:
+        timm = _timm()
+    except InputError as error:
+        raise InputError(f"model 'timm/{name}' needs timm: {error}") from error
     if not timm.is_model(name):
         raise InputError(f"timm has no model {name!r}{nearest(name, timm.list_models())}")
     options = {"zero_init_last": True} if zero_init_last_gamma else {}
@@ -116,6 +122,25 @@ def _timm_model(name: str, classes: int, in_channels: int, zero_init_last_gamma:
         return timm.create_model(name, num_classes=classes, in_chans=in_channels, **options)
     except TypeError as error:
         raise InputError(f"model 'timm/{name}': {error}") from error
+
+
+def pretrained_weights(model: str, *, in_channels: int, fetch: bool = True) -> dict[str, Tensor]:
+    """timm's for one of its models, or for one of our ResNets, which have its names; with the head they were trained
+    with. fetch=False: their shapes alone, on the device that torch makes tensors on."""
+    name = model.removeprefix("timm/")
+    if not model.startswith("timm/") and name not in (f"resnet{depth}" for depth in IMAGENET_DEPTHS):
+        raise InputError(f"--init-from timm: timm has no weights of {model}; use --model timm/NAME or resnet50")
+    try:
+        timm = _timm()
+    except InputError as error:
+        raise InputError(f"--init-from timm: {error}") from error
+    if not timm.is_model_pretrained(name):
+        raise InputError(f"--init-from timm: timm has no pretrained weights of {name!r}; see timm.list_pretrained()")
+    try:
+        return timm.create_model(name, pretrained=fetch, in_chans=in_channels).state_dict()
+    except Exception as error:  # what a hub, a proxy or a cache raises
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"--init-from timm: the weights of {name!r} cannot be fetched: {reason}") from error
 
 
 def _own_model(path: str, classes: int, in_channels: int, zero_init_last_gamma: bool) -> nn.Module:

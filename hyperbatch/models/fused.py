@@ -17,7 +17,7 @@ from hyperbatch.errors import InputError
 from hyperbatch.kernels import has_triton, interpreted
 from hyperbatch.models.alexnet import AlexNetBN
 from hyperbatch.models.layers import Conv2d
-from hyperbatch.models.norm import BatchNorm2d
+from hyperbatch.models.norm import BatchNorm2d, keeps_statistics
 from hyperbatch.models.resnet import BasicBlock, Bottleneck, ResNet
 from hyperbatch.models.whitenet import ConvGroup, ConvUnit, WhiteNet
 
@@ -43,6 +43,8 @@ def why_not_fused(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
             return f"{properties.name} has less shared memory than the kernels need (an A100's, at least)"
     for part in fused_parts(model):
         for name, module in model.get_submodule(part).named_modules(prefix=part):
+            if keeps_statistics(module) and not isinstance(model, ResNet):  # a ResNet's frozen blocks run as they are
+                return f"{name} is frozen"
             reason = _why_not(name, module, UNIT_TYPES if isinstance(model, WhiteNet) else TYPES)
             if reason is not None:
                 return reason

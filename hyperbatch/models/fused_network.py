@@ -19,7 +19,7 @@ from hyperbatch.models.alexnet import AlexNetBN, classify
 from hyperbatch.models.fused import fused_parts
 from hyperbatch.models.fused_blocks import Classify, ConvNorm, ConvNormPool, FusedBlock, MeanOfPixels
 from hyperbatch.models.layers import Linear, to_logits
-from hyperbatch.models.norm import BatchNorm2d
+from hyperbatch.models.norm import BatchNorm2d, keeps_statistics
 from hyperbatch.models.resnet import ResNet
 
 
@@ -70,20 +70,33 @@ class FusedNetwork:
 
 
 class FusedResNet(FusedNetwork):
-    """What `ResNet.forward` computes in training mode."""
+    """What `ResNet.forward` computes in training mode. A stem or block with norms that keep their statistics, as frozen
+    ones do, runs as it is: the kernels take those of the batch."""
 
     def __init__(self, model: ResNet) -> None:
         super().__init__(model)
-        self.stem = ConvNorm(model.conv1, model.bn1, self.counters)
+        self.stem = None if keeps_statistics(model.bn1) else ConvNorm(model.conv1, model.bn1, self.counters)
         self.window = _window(model.maxpool)
-        self.blocks = [FusedBlock(block, self.counters) for stage in model.stages for block in getattr(model, stage)]
-        self.norms = [layer.norm for layer in (self.stem, *(layer for block in self.blocks for layer in block.layers))]
+        blocks = [block for stage in model.stages for block in getattr(model, stage)]
+        self.blocks = [
+            block if any(map(keeps_statistics, block.modules())) else FusedBlock(block, self.counters)
+            for block in blocks
+        ]
+        layers = [layer for block in self.blocks if isinstance(block, FusedBlock) for layer in block.layers]
+        self.norms = [layer.norm for layer in (*([] if self.stem is None else [self.stem]), *layers)]
 
     def logits(self, images: Tensor) -> Tensor:
-        x = ConvNormPool.apply(_images(images, self.stem), self.stem, self.window, *self.stem.parameters)
-        handover = None
+        model, handover = self.model, None
+        if self.stem is None:
+            x = model.maxpool(model.relu(model.bn1(model.conv1(images.to(model.conv1.weight.dtype)))))
+            x = convolution.channels_last(x)
+        else:
+            x = ConvNormPool.apply(_images(images, self.stem), self.stem, self.window, *self.stem.parameters)
         for block in self.blocks:
-            x, handover = block(x, handover)
+            if isinstance(block, FusedBlock):
+                x, handover = block(x, handover)
+            else:
+                x, handover = convolution.channels_last(block(x)), None  # autograd brings all of the gradient back
         fc = self.model.fc
         if _is_plain(fc):
             return to_logits(Classify.apply(x, fc.weight, fc.bias))
@@ -142,5 +155,7 @@ def _images(images: Tensor, first: ConvNorm) -> Tensor:
 def _count_batch(norms: list[BatchNorm2d]) -> None:
     """One launch for all norms, where torch's own take one each. A norm that several layers share counts for each."""
     uses = Counter(norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None)
+    if not uses:  # all are frozen
+        return
     with torch.no_grad():
         torch._foreach_add_(list(uses), list(uses.values()))  # pyright: ignore[reportPrivateImportUsage]

@@ -8,7 +8,8 @@ Every sum is taken in fp32 (fp64 for fp64) about a mean, never as E[x^2] - E[x]^
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -156,6 +157,34 @@ def set_norm_group(model: nn.Module, process_group: dist.ProcessGroup | None) ->
     for norm in norms:
         assert isinstance(norm, BatchNorm2d)
         norm.norm_group = None if process_group is None else _Group(process_group)
+
+
+def keep_statistics(norm: _BatchNorm) -> None:
+    """From now on the norm uses its running statistics and leaves them as they are, while the model is trained, too."""
+    norm.eval()
+    norm.train = MethodType(_stay, norm)  # type: ignore[method-assign]
+
+
+def keeps_statistics(norm: nn.Module) -> bool:
+    return getattr(vars(norm).get("train"), "__func__", None) is _stay
+
+
+def _stay(self: nn.Module, mode: bool = True) -> nn.Module:
+    """In the place of `Module.train`, which an evaluation's end calls for all of a model."""
+    return self
+
+
+@torch.no_grad()
+def freeze(model: nn.Module, names: Collection[str]) -> None:
+    """These parameters are not trained. A batch norm without a parameter left to train keeps its statistics, which
+    belong to the weights before it."""
+    for prefix, module in model.named_modules():
+        own = {f"{prefix}.{name}" if prefix else name: param for name, param in module.named_parameters(recurse=False)}
+        frozen = [name for name in own if name in names]
+        for name in frozen:
+            own[name].requires_grad_(False)
+        if frozen and isinstance(module, _BatchNorm) and not any(param.requires_grad for param in own.values()):
+            keep_statistics(module)
 
 
 def _statistics(names: Sequence[str]) -> Iterator[tuple[str, str]]:

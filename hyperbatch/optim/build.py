@@ -17,7 +17,8 @@ from hyperbatch.optim.lamb import LAMB
 from hyperbatch.optim.lars import LARS
 from hyperbatch.optim.muon import Muon
 from hyperbatch.optim.tensors import write_setting
-from hyperbatch.params import head_weight, kind_of, owners, param_groups
+from hyperbatch.params import head_layer, head_weight, kind_of, owners, param_groups
+from hyperbatch.schedule.layers import layer_factors
 
 
 def _sgd(optim: OptimConfig) -> tuple[type[LARS | LAMB | Muon], dict[str, Any]]:
@@ -92,11 +93,14 @@ def rate_groups(optim: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
     """`param_groups`, divided further where parameters take another rate.
 
     Each group says by which factor (`lr_scale`), and whether its schedule ends before the run does (`ends_early`).
-    Decay that the rate multiplies is divided by the factor: a larger rate does not make a weight decay faster.
+    Decay that the rate multiplies is divided by the factor of a kind of parameter: a larger rate for biases does not
+    make them decay faster. A layer's own factor (`layer_rates`) holds for its decay, too: what is to move less is
+    pulled to zero less.
     """
+    own = owners(model)
     scales = {
         full_name: optim.bias_lr_scale
-        for full_name, (module, name) in owners(model).items()
+        for full_name, (module, name) in own.items()
         if kind_of(module, name, module.get_parameter(name)) != "weight"
     }
     early = None
@@ -110,6 +114,7 @@ def rate_groups(optim: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
         early = f"{name}.bias"
         if layer.bias is None:
             raise InputError(f"--whiten-bias-epochs: {name} of {type(model).__name__} has no bias; leave it out")
+    factors = layer_factors(optim.layer_rates, list(own), head_layer(model))
     groups = []
     for group in param_groups(
         model,
@@ -117,13 +122,14 @@ def rate_groups(optim: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
         decay_norm_bias=optim.decay_norm_bias,
         adapt_norm_bias=optim.adapt_norm_bias,
     ):
-        parts: dict[tuple[float, bool], list[Any]] = {}
+        parts: dict[tuple[float, float, bool], list[Any]] = {}
         for name, param in group["params"]:
-            parts.setdefault((scales.get(name, 1.0), name == early), []).append((name, param))
-        for (scale, ends_early), params in parts.items():
-            decay = group["weight_decay"] / (1.0 if optim.decoupled_weight_decay else scale)
+            parts.setdefault((scales.get(name, 1.0), factors[name], name == early), []).append((name, param))
+        for (scale, factor, ends_early), params in parts.items():
+            decay = group["weight_decay"]
+            decay = decay * factor if optim.decoupled_weight_decay else decay / scale
             groups.append(
-                {**group, "params": params, "weight_decay": decay, "lr_scale": scale, "ends_early": ends_early}
+                {**group, "params": params, "weight_decay": decay, "lr_scale": scale * factor, "ends_early": ends_early}
             )
     return groups
 

@@ -5,7 +5,7 @@ They repeat fields that others set, too, so that each can be read, copied and ch
 
 from __future__ import annotations
 
-from hyperbatch.config import BatchPhase, Config
+from hyperbatch.config import BatchPhase, Config, LayerRate
 from hyperbatch.recipes import recipe
 from hyperbatch.recipes.mlperf import POINTS, from_point
 
@@ -139,6 +139,41 @@ def tinyimagenet() -> Config:
         batch_phases=(BatchPhase(0, 512),),
         target_top1=0.55,
         eval_every_epochs=2,
+    )
+
+
+@recipe(
+    claim="your own images from the weights of others: no accuracy is claimed, not measured yet",
+    source="SGD with a cosine decay and a faster head, as fine-tuning is done (Kornblith et al., arXiv 1805.08974)",
+    chosen=("all of it: neither rate nor length was tuned on any data",),
+    published=False,
+)
+def finetune() -> Config:
+    """From the weights of --init-from to your classes: ResNet-50 at 224 px, ten epochs, the head ten times as fast as
+    the rest. docs/finetune.md is the tutorial.
+
+    hyperbatch train finetune --data DIR --init-from FILE
+    """
+    return Config(recipe="finetune").override(
+        model="resnet50",
+        optimizer="sgd",
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=1e-4,
+        label_smoothing=0.1,
+        precision="fp16",
+        crop_area=(0.25, 1.0),
+        layer_rates=(LayerRate("head", 10.0),),
+        train_samples=3_000,
+        eval_samples=1_000,
+        classes=10,
+        epochs=10,
+        batch_phases=(BatchPhase(0, 64),),
+        lr=0.01,
+        warmup_epochs=0.5,
+        decay="cosine",
+        end_lr=0.0,
+        eval_every_epochs=1,
     )
 
 

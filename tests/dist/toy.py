@@ -29,6 +29,14 @@ def data(config):
     return split("train", 240), split("val", 50)
 
 
+def renamed(config):
+    """The same images under other names of their classes."""
+    parts = data(config)
+    for part in parts:
+        part.classes = ("e", "f", "g", "h")
+    return parts
+
+
 class Files(EncodedSource):
     """8x8 PNGs of four classes; every tenth is none."""
 

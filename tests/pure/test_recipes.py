@@ -32,6 +32,7 @@ PUBLISHED = [
     "krizhevsky_alexnet",
 ]
 EVERYDAY = ["resnet50", "mlperf_resnet50", "cifar10", "cifar10_resnet", "imagenette", "tinyimagenet", "digits"]
+EVERYDAY += ["finetune"]
 CLUSTERS = [
     "abci",
     "tencent_p40",
@@ -72,7 +73,7 @@ def test_recipe_is_complete(name):
     assert recipe.chosen
     assert f"hyperbatch train{'' if name == DEFAULT else ' ' + name}" in recipe.notes  # the exact command
     assert recipe.cluster in CLUSTERS
-    assert config.run.target_top1
+    assert bool(config.run.target_top1) == (name != "finetune")  # whose data is the user's
     # what it claims was run on so many ranks: the batch must divide
     for phase in resolve_phases(config.schedule.batch_phases, config.data.train_samples, recipe.ranks):
         assert phase.batch_per_rank * recipe.ranks == phase.global_batch

@@ -24,7 +24,7 @@ from hyperbatch.arena import Arena
 from hyperbatch.errors import InputError
 from hyperbatch.models import create_model
 from hyperbatch.models.fused import fuse, is_large_enough, why_not_fused
-from hyperbatch.models.norm import BatchNorm2d
+from hyperbatch.models.norm import BatchNorm2d, freeze, keeps_statistics
 from hyperbatch.models.resnet import BasicBlock, Bottleneck
 from hyperbatch.params import backward_order
 
@@ -110,6 +110,40 @@ def test_networks_agree_with_float64(network):
     # A norm after the last pool all but takes the scale of the norm before it out: what is left of its gradient is less
     # than a tenth of the terms it is added up from.
     check(step(fused(model), *data), want, 10 * FP32 if network == "alexnet_pool5" else FP32)
+
+
+FROZEN = {
+    "stem and first block": ("conv1", "bn1", "layer1.0"),
+    "a block between others": ("layer1.1",),
+    "weights alone, norms are trained": ("layer1.0.conv1", "layer2.0.downsample.0", "conv1"),
+    "all but the head": ("conv1", "bn1", "layer1", "layer2"),
+}
+
+
+@inside
+@pytest.mark.parametrize("layers", FROZEN.values(), ids=FROZEN)
+def test_frozen_layers_run_beside_fused_ones(layers):
+    """Gradients of the others are the plain path's, and the norms that keep their statistics keep them."""
+    model, data = shuffled(residual(BasicBlock)), batch(2, (35, 32))
+    freeze(model, {name for name, _ in model.named_parameters() if name.startswith(tuple(f"{la}." for la in layers))})
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers() if name.startswith(layers)}
+    want = exact_step(model, *data)
+    got = step(fused(model), *data)
+    check(got, want, FP32)
+    assert model.fused.can_run()
+    frozen_norms = [name for name, module in model.named_modules() if keeps_statistics(module)]
+    assert bool(frozen_norms) == (layers != FROZEN["weights alone, norms are trained"])
+    for name, buffer in kept.items():
+        if name.rpartition(".")[0] in frozen_norms:
+            assert torch.equal(buffer, got.buffers[name]), name
+    assert len(model.fused.norms) == 10 - len(frozen_norms), "the others are fused"
+
+
+@inside
+def test_other_networks_with_frozen_norms_say_why_they_are_not_fused():
+    model = alexnet()
+    freeze(model, {"features.1.weight", "features.1.bias"})
+    assert why_not_fused(model, torch.float32, CPU) == "features.1 is frozen"
 
 
 @inside

@@ -1,0 +1,80 @@
+"""The tutorial of docs/finetune.md: its commands are read from the page and run, on real photographs."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from hyperbatch.export import load_trained
+from hyperbatch.record import RunRecord
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "finetune.md"
+DATA = Path(os.environ.get("HYPERBATCH_TEST_DATA", ""))
+PHOTOS = 3  # classes of ours; the others are imagenette's remaining ones
+NAMES = {"n03000684": "chain saw", "n03028079": "church", "n03417042": "truck"}
+
+
+def commands() -> str:
+    return "\n".join(re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+
+
+def unpack(folder: Path) -> None:
+    """Some images of three classes under their common names as `photos`, and of the seven others as `others`."""
+    for split, most in (("train", 40), ("val", 12)):
+        counts: dict[str, int] = {}
+        with tarfile.open(DATA / "imagenette224_4k" / f"{split}-0.tar.xz") as tar:
+            for member in tar:
+                name, file = Path(member.name).parts[1:]
+                counts[name] = counts.get(name, 0) + 1
+                if counts[name] > most:
+                    continue
+                home = folder / ("photos" if name in NAMES else "others") / split / NAMES.get(name, name)
+                home.mkdir(parents=True, exist_ok=True)
+                content = tar.extractfile(member)
+                assert content is not None
+                (home / file).write_bytes(content.read())
+        assert len(counts) == 10
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("HYPERBATCH_TEST_DATA" not in os.environ, reason="HYPERBATCH_TEST_DATA names no folder")
+def test_the_commands_of_the_page(tmp_path):
+    unpack(tmp_path)
+    tool = tmp_path / "bin" / "hyperbatch"
+    tool.parent.mkdir()
+    tool.write_text(f'#!/bin/sh\nexec {sys.executable} -m hyperbatch "$@"\n')
+    tool.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-ec", commands()], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+    line = re.search(r"`note      (the head .*?)`", PAGE.read_text().replace("\n", " "))
+    assert line is not None
+    assert f"note      {line[1]}" in done.stdout, "the dry run says what the page says"
+    head, photos = (RunRecord.load(tmp_path / "runs" / name) for name in ("head", "photos"))
+    assert head.warnings == [line[1]]
+    assert photos.warnings == []
+    assert tuple(photos.classes) == tuple(sorted(NAMES.values()))
+    others, after_head, after_all = (
+        load_trained(tmp_path / "runs" / name).weights for name in ("others", "head", "photos")
+    )
+    assert [name for name in others if not others[name].equal(after_head[name])] == ["fc.weight", "fc.bias"]
+    stayed = [name for name in others if others[name].equal(after_all[name])]
+    assert {name.partition(".")[0] for name in stayed if "num_batches" not in name} == {"conv1", "bn1"}
+    assert photos.result.top1 is not None
+    assert photos.result.top1 > 1.3 / PHOTOS
+    with (tmp_path / "answers.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == PHOTOS * 12 * PHOTOS
+    best = [Path(row["image"]).parts[-2] == row["class"] for row in rows if row["rank"] == "1"]
+    assert sum(best) / len(best) == pytest.approx(photos.result.top1)
