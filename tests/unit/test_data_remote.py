@@ -375,6 +375,28 @@ def test_object_stores_through_fsspec(packed, tree, tmp_path):
     files.rm("/bucket", recursive=True)
 
 
+def test_an_s3_server(packed, tmp_path, monkeypatch):
+    pytest.importorskip("moto", reason="needs moto[server]")
+    s3fs = pytest.importorskip("s3fs")
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    files = s3fs.S3FileSystem()
+    files.mkdir("bucket")
+    files.put(str(packed), "bucket/packed", recursive=True)
+    ours, _ = opened("s3://bucket/packed")
+    assert contents(ours) == contents(opened(packed)[0])
+    all_here(tmp_path, packed)
+    with pytest.raises(InputError, match=r"s3://bucket/nothing.tar cannot be read: there is no such file"):
+        opened("s3://bucket/nothing.tar")
+    server.stop()
+
+
 class Broken:
     """A store whose every call fails."""
 
