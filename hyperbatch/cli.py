@@ -239,10 +239,14 @@ def _workload(args: argparse.Namespace) -> dict[str, Any]:
 
 def _data(args: argparse.Namespace) -> int:
     from hyperbatch.data.pack import info, pack
+    from hyperbatch.data.remote.store import is_address
     from hyperbatch.data.verify import verify
 
-    folder = Path(args.source if args.action == "pack" else args.folder)
-    if not folder.exists() or (args.action == "verify" and not folder.is_dir()):
+    given = args.source if args.action == "pack" else args.folder
+    folder, remote = Path(given), is_address(given)
+    if remote and args.action == "verify":
+        raise InputError(f"{given}: data verify reads a folder; copy the set to this host first")
+    if not remote and (not folder.exists() or (args.action == "verify" and not folder.is_dir())):
         raise InputError(f"{folder} is not a folder" if folder.exists() else f"{folder} does not exist")
     if args.action == "info":
         values = info(args.folder).to_dict()

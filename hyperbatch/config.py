@@ -116,7 +116,12 @@ class DataConfig:
         "images (any layout of docs/data.md under --data), digits, cifar10, cifar100, synthetic, or "
         "package.module:callable",
     )
-    data: str | None = option(None, "folder, archive or table of the data set", free=True)
+    data: str | None = option(
+        None, "folder, archive or table of the data set, or an address: s3://, gs://, https://", free=True
+    )
+    data_cache_gb: float = option(
+        100.0, "disk space for data from an address, in GB, for all runs of this host", NOT_NEGATIVE, free=True
+    )
     train_samples: int = option(
         1_281_167, "training samples the recipe was written for; the data's own count wins", POSITIVE
     )

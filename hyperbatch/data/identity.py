@@ -19,7 +19,13 @@ from hyperbatch.data.source import ArraySource, EncodedSource, Source, spread_id
 from hyperbatch.errors import InputError
 
 _PROBED_IMAGES = 4096  # of a set in memory; the labels of all are compared
-_FORMS = {"FolderSource": "folders", "TarSource": "tars", "MemberSource": "archives", "ShardSource": "packed shards"}
+_FORMS = {
+    "FolderSource": "folders",
+    "TarSource": "tars",
+    "MemberSource": "archives",
+    "ShardSource": "packed shards",
+    "RemoteShardSource": "packed shards",
+}
 _HASHED_SAMPLES = 1 << 16  # at a time: a set may have many millions
 _FNV_START, _FNV_PRIME = 0xCBF29CE484222325, 0x100000001B3
 

@@ -19,7 +19,7 @@ from hyperbatch.config import DataConfig
 from hyperbatch.data import augment
 from hyperbatch.data.batch import BadSamples, Batch, Batches, Plan
 from hyperbatch.data.meter import Meter
-from hyperbatch.data.source import BadSample, DataError, Source
+from hyperbatch.data.source import BadSample, DataError, EncodedSource, Source
 
 _MAX_REPLACEMENTS = 100  # unreadable samples in a row before the set is given up
 _MAX_TASK_SAMPLES = 16  # small enough to spread a batch over the threads, large enough to be worth a task
@@ -77,6 +77,8 @@ class Maker:
         """The batch of each plan, in order; `config.prefetch` others are started before the one that is given."""
         started: deque[Finish] = deque()
         for plan in plans:
+            if isinstance(self.source, EncodedSource):
+                self.source.will_read(plan.ids)
             started.append(start(plan))
             if len(started) > self.config.prefetch:
                 yield started.popleft()()

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hyperbatch.config import DataConfig
-from hyperbatch.data.layouts import open_images, open_one, recognise
+from hyperbatch.data.layouts import PACKED, open_images, open_one, recognise
 from hyperbatch.data.recompress import Recompress
 from hyperbatch.data.shard_writer import (
     Progress,
@@ -42,7 +42,7 @@ from hyperbatch.data.shards import (
     read_index,
     read_manifest,
 )
-from hyperbatch.data.source import ArraySource, EncodedSource, PixelFiles, data_path
+from hyperbatch.data.source import ArraySource, EncodedSource, PixelFiles, data_path, data_place
 from hyperbatch.data.stream import permute
 from hyperbatch.errors import InputError
 
@@ -111,7 +111,7 @@ def pack(
     if shard_bytes < 1 or workers < 0:
         raise InputError(f"shard size {shard_bytes} and workers {workers}: must be positive")
     recompress = Recompress(max_side=max_side, quality=quality, decoded=decoded)
-    src, dst = Path(src), Path(dst)
+    src, dst = data_path(DataConfig(dataset="images", data=str(src))), Path(dst)
     _, sources = open_splits(src, split)
     if any(isinstance(source, ShardSource) for source in sources.values()):
         raise InputError(f"{src} is packed already; give the folder tree or tars it was made from")
@@ -188,14 +188,14 @@ def _split_info(source: EncodedSource) -> SplitInfo:
 
 def open_splits(folder: str | Path, split: str | None = None) -> tuple[str, dict[str, EncodedSource]]:
     """(layout, split -> source): every split that is there, or the one that is asked for."""
-    path = data_path(DataConfig(dataset="images", data=str(folder)))
+    path = data_place(DataConfig(dataset="images", data=str(folder)))
     if split is not None:
         if split not in SPLITS:
             raise InputError(f"--split {split}: must be train or val")
         kind, sources = recognise(path).kind, {split: open_one(path, split)}
-    elif (path / MANIFEST).exists():  # it may hold one split
-        manifest = read_manifest(path)
-        kind, sources = "shards", {name: ShardSource(path, name, manifest) for name in manifest.splits}
+    elif (found := recognise(path)).kind == PACKED:  # it may hold one split
+        splits = {"train": found.train, "val": found.val}
+        kind, sources = PACKED, {name: opened() for name, opened in splits.items() if opened is not None}
     else:
         kind, *both = open_images(path)
         sources = dict(zip(SPLITS, both, strict=True))

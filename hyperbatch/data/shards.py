@@ -51,7 +51,7 @@ _INDEX_HEADER = re.compile(
     + rb"(\d{1,18}),\), } *\n",
     re.DOTALL,
 )
-_MAX_OPEN = 256  # shards kept open; of a larger set the rest are opened for each read
+MAX_OPEN = 256  # shards kept open; of a larger set the rest are opened for each read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,17 +140,16 @@ def _plain_name(name: Any) -> str:
 
 
 class ShardSource(EncodedSource):
-    """One split of a packed set. Every read is checked against the index's checksum."""
+    """One split of a packed set. Every read is checked against the index's checksum.
 
-    def __init__(self, folder: Path, split: str, manifest: Manifest) -> None:
-        if split not in manifest.splits:
-            raise InputError(
-                f"{folder} holds no {split} split; add it with `hyperbatch data pack SRC {folder} --split {split}`"
-            )
+    has_shards=False: the folder may hold the index alone (`remote.source`).
+    """
+
+    def __init__(self, folder: Path, split: str, manifest: Manifest, *, has_shards: bool = True) -> None:
         self._shards = manifest.splits[split].shards
         self._paths = [folder / shard.name for shard in self._shards]
         self._names = [str(path) for path in self._paths]
-        self.index = _joined_index(folder, self._shards)
+        self.index = _joined_index(folder, self._shards, has_shards)
         self._ends = np.cumsum([shard.samples for shard in self._shards])
         labels = self.index["label"].astype(np.int64)
         if labels.min() < 0 or labels.max() >= len(manifest.classes):
@@ -158,24 +157,28 @@ class ShardSource(EncodedSource):
                 f"{folder}: a {split} index has labels outside its {len(manifest.classes)} classes; pack the set again"
             )
         super().__init__(split, manifest.classes, labels)
-        self._open: list[int] = []
+        self._open: dict[int, int] = {}  # shard -> descriptor
         try:
-            self._open += (os.open(path, os.O_RDONLY) for path in self._paths[:_MAX_OPEN])
+            for number, path in enumerate(self._paths[:MAX_OPEN] if has_shards else ()):
+                self._open[number] = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise InputError(f"{error.filename} cannot be read: {error.strerror}; check its permissions") from error
 
     def __del__(self) -> None:
-        for descriptor in getattr(self, "_open", ()):
+        for descriptor in getattr(self, "_open", {}).values():
             os.close(descriptor)
+
+    def shard_of(self, index: int) -> int:
+        return int(np.searchsorted(self._ends, index, side="right"))
 
     def read(self, index: int) -> bytes:
         return bytes(self.read_buffer(index))
 
     def read_buffer(self, index: int) -> bytearray:
-        shard = int(np.searchsorted(self._ends, index, side="right"))
+        shard = self.shard_of(index)
         offset, length, _, _, _, checksum = self.index[index].item()
         try:
-            if shard < len(self._open):
+            if shard in self._open:
                 data = _pread(self._open[shard], length, offset)
             else:
                 with open(self._paths[shard], "rb") as file:
@@ -186,7 +189,7 @@ class ShardSource(EncodedSource):
             raise BadSample(f"{self.describe(index)}: the bytes do not match the index's checksum")
         return data
 
-    def locations(self, ids: list[int]) -> list[Location]:
+    def locations(self, ids: list[int]) -> list[Location] | None:
         rows = self.index[ids]
         shards = np.searchsorted(self._ends, ids, side="right").tolist()
         columns = (rows[name].tolist() for name in ("offset", "length", "crc32"))
@@ -195,7 +198,7 @@ class ShardSource(EncodedSource):
         ]
 
     def describe(self, index: int) -> str:
-        shard = int(np.searchsorted(self._ends, index, side="right"))
+        shard = self.shard_of(index)
         row = index - (int(self._ends[shard - 1]) if shard else 0)
         names = _known_names(self._paths[shard], self._shards[shard])
         packed_from = f" (packed from {os.fsdecode(names[row])})" if names else ""
@@ -219,12 +222,6 @@ def _pread(descriptor: int, length: int, offset: int) -> bytearray:
     return data
 
 
-def open_shards(folder: Path) -> tuple[ShardSource, ShardSource]:
-    """(train, val) of a packed set."""
-    manifest = read_manifest(folder)
-    return ShardSource(folder, "train", manifest), ShardSource(folder, "val", manifest)
-
-
 def read_manifest(folder: Path) -> Manifest:
     """The checked content of manifest.json; InputError when the folder holds no complete packed set."""
     path = folder / MANIFEST
@@ -233,10 +230,17 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} holds no complete packed set ({MANIFEST} is missing); run hyperbatch data pack again"
         )
     try:
-        return Manifest.from_dict(json.loads(_content(path)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return parse_manifest(_content(path), path)
+    except OSError as error:
+        raise InputError(f"{path} is not a manifest of packed shards: {error}; pack the set again") from error
+
+
+def parse_manifest(content: bytes, where: object) -> Manifest:
+    try:
+        return Manifest.from_dict(json.loads(content))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         said = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise InputError(f"{path} is not a manifest of packed shards: {said}; pack the set again") from error
+        raise InputError(f"{where} is not a manifest of packed shards: {said}; pack the set again") from error
 
 
 def index_path(shard: Path) -> Path:
@@ -247,12 +251,14 @@ def names_path(shard: Path) -> Path:
     return shard.with_name(shard.stem + ".names")
 
 
-def read_index(shard: Path, samples: int | None = None, checksum: int | None = None) -> np.ndarray:
-    """The index of a shard, checked to lie within it. InputError says what does not fit."""
+def read_index(
+    shard: Path, samples: int | None = None, checksum: int | None = None, *, has_shard: bool = True
+) -> np.ndarray:
+    """The index of a shard, checked to lie within it if it is there. InputError says what does not fit."""
     path = index_path(shard)
     try:
         data = _content(path)
-        size_bytes = shard.stat().st_size
+        size_bytes = shard.stat().st_size if has_shard else 1 << 62
     except OSError as error:
         raise InputError(f"{path}: {error}; pack the set again") from error
     if checksum is not None and zlib.crc32(data) != checksum:
@@ -275,15 +281,17 @@ def read_index(shard: Path, samples: int | None = None, checksum: int | None = N
     return index
 
 
-def _joined_index(folder: Path, shards: tuple[Shard, ...]) -> np.ndarray:
+def _joined_index(folder: Path, shards: tuple[Shard, ...], has_shards: bool) -> np.ndarray:
     """The rows of all shards, checked; those of a large set are held in memory once for all processes of a host."""
 
     def parts() -> Iterator[np.ndarray]:
         for shard in shards:
-            yield read_index(folder / shard.name, shard.samples, shard.index_crc32)
+            yield read_index(folder / shard.name, shard.samples, shard.index_crc32, has_shard=has_shards)
 
     try:
-        state = [(shard, _state(folder / shard.name), _state(index_path(folder / shard.name))) for shard in shards]
+        state = [(shard, _state(index_path(folder / shard.name))) for shard in shards]
+        if has_shards:
+            state += [(shard, _state(folder / shard.name)) for shard in shards]
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}; pack the set again") from error
     key = hashlib.sha256(repr((str(folder.resolve()), state)).encode()).hexdigest()

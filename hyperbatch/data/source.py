@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from hyperbatch.config import DataConfig
+from hyperbatch.data.remote.store import Address, is_address
 from hyperbatch.errors import InputError, RunFailed, load_object, nearest
 from hyperbatch.vocabulary import IMAGENET_MEAN, IMAGENET_STD
 
@@ -134,6 +135,9 @@ class EncodedSource:
         """`read` into memory of the caller's own, which decoders that refuse read-only bytes need."""
         return bytearray(self.read(index))
 
+    def will_read(self, ids: np.ndarray) -> None:
+        """The loader will read these soon, in this order: whoever has to wait for them can begin."""
+
     def locations(self, ids: list[int]) -> list[Location] | None:
         """Where another process can read the samples; None: it cannot."""
         return None
@@ -247,7 +251,7 @@ def open_data(config: DataConfig) -> tuple[Source, Source]:
     elif config.dataset == "images":
         from hyperbatch.data.layouts import open_images
 
-        _, train, val = open_images(data_path(config))
+        _, train, val = open_images(data_place(config))
     else:
         known = ("images", "digits", "cifar10", "cifar100", "synthetic")
         raise InputError(f"unknown dataset {config.dataset!r}{nearest(config.dataset, known)}")
@@ -265,7 +269,7 @@ def open_split(config: DataConfig, split: str) -> Source:
     if config.dataset == "images":
         from hyperbatch.data.layouts import open_one
 
-        return open_one(data_path(config), split)
+        return open_one(data_place(config), split)
     return open_data(config)[("train", "val").index(split)]
 
 
@@ -297,10 +301,24 @@ def _takes_no_folder(config: DataConfig) -> None:
         )
 
 
+def data_place(config: DataConfig) -> Path | Address:
+    """What --data names: a folder or file, or an address of images."""
+    return _address(config) if is_address(config.data) else data_path(config)
+
+
+def _address(config: DataConfig) -> Address:
+    return Address(str(config.data), int(config.data_cache_gb * 1e9))
+
+
 def data_path(config: DataConfig) -> Path:
-    """The --data folder or file; InputError when it is not given, missing, or an empty folder."""
+    """The --data folder or file; InputError when it is not given, missing, or an empty folder. What is at
+    an address is fetched."""
     if not config.data:
         raise InputError(f"dataset {config.dataset!r} needs a data folder; give --data DIR")
+    if is_address(config.data):
+        from hyperbatch.data.remote.source import fetched
+
+        return fetched(_address(config))
     folder = Path(config.data)
     if not folder.exists():
         raise InputError(f"data folder {folder} does not exist; give --data DIR")

@@ -4,18 +4,21 @@ import io
 import os
 import shutil
 import tarfile
+import threading
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from toy import config, flat_weights, same_bits
+from web_server import WebServer
 
 from hyperbatch import checkpoint
 from hyperbatch.config import BatchPhase
 from hyperbatch.data.identity import check_same_data, sample_list
 from hyperbatch.data.pack import pack
-from hyperbatch.data.source import ArraySource, EncodedSource, Location, open_data
+from hyperbatch.data.remote import store
+from hyperbatch.data.source import ArraySource, DataError, EncodedSource, Location, open_data
 from hyperbatch.engine.loop import run
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.errors import InputError
@@ -192,3 +195,30 @@ def test_a_packed_set_is_the_same_wherever_it_lies(tree, tmp_path):
     moved = shutil.copytree(tmp_path / "packed", tmp_path / "moved")
     lists = [[sample_list(s) for s in open_data(settings(d, "").data)] for d in (tmp_path / "packed", moved)]
     assert lists[0] == lists[1]
+
+
+def test_a_run_whose_server_dies_is_continued_exactly(tree, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "READING_WAITS_S", (0.0, 0.0))
+    pack(tree, tmp_path / "packed", shard_bytes=4000)
+    unbroken = train(tmp_path / "packed", tmp_path / "unbroken")
+    server = WebServer(tmp_path)
+    reads = iter(range(10**9))
+
+    def drop(path, start, stop):
+        if "train-" in path and path.endswith(".tar"):
+            number = next(reads)
+            if number == 50:  # 24 samples make an epoch
+                threading.Thread(target=server.die).start()
+            return 40 if number % 3 == 0 or number >= 50 else None
+        return None
+
+    server.drop = drop
+    remote = {"data_cache_gb": 0.0, "checkpoint_every_steps": 1, "cache": "none"}
+    with pytest.raises(DataError, match=r"packed/(train|val)-.*\.tar cannot be read: .*continue the run with --resume"):
+        train(f"{server.url}/packed", tmp_path / "run", **remote)
+    assert 0 < checkpoint.load(tmp_path / "run").progress.step < 9
+    server.drop = lambda path, start, stop: None
+    server.start()
+    assert same_bits(train(f"{server.url}/packed", tmp_path / "run", resume=True, **remote), unbroken)
+    server.die()

@@ -223,7 +223,7 @@ def test_one_split_now_and_the_other_later(src, packed, tmp_path):
     assert pack(src, dst, split="val").samples == 8
     assert len(open_eval(DataConfig(data=str(dst)))) == 8
     assert verify(dst).samples == info(dst).splits["val"].samples == 8
-    with pytest.raises(InputError, match="holds no train split; add it with"):
+    with pytest.raises(InputError, match="has no train split; add it with"):
         opened(dst)
     assert pack(src, dst, split="train").samples == 16
     assert [contents(source) for source in opened(dst)] == [contents(source) for source in opened(packed)]

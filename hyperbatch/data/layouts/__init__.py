@@ -23,33 +23,36 @@ from hyperbatch.data.layouts.tables import SUFFIXES as TABLES
 from hyperbatch.data.layouts.tables import only_table, table_file, tables
 from hyperbatch.data.layouts.trees import image_folder, tiny_imagenet
 from hyperbatch.data.layouts.webdataset import webdataset
+from hyperbatch.data.remote.store import Address
 from hyperbatch.data.shards import MANIFEST, ShardSource, read_manifest
 from hyperbatch.data.source import ArraySource, EncodedSource, check_same_classes
 from hyperbatch.errors import InputError
 
-_PACKED = "shards"  # the kind of a set whose splits have one list of classes
+PACKED = "shards"  # the kind of a set whose splits have one list of classes
 _MAX_INNER = 32  # folders in which a set is looked for
 
 
-def open_images(path: Path) -> tuple[str, ArraySource | EncodedSource, ArraySource | EncodedSource]:
+def open_images(path: Path | Address) -> tuple[str, ArraySource | EncodedSource, ArraySource | EncodedSource]:
     """(kind, train, val)"""
     found = recognise(path)
     train, val = found.open("train"), found.open("val")
-    check_same_classes(train.classes, val.classes, path)
+    check_same_classes(train.classes, val.classes, str(path))
     return found.kind, train, val
 
 
-def open_one(path: Path, split: str) -> ArraySource | EncodedSource:
+def open_one(path: Path | Address, split: str) -> ArraySource | EncodedSource:
     """ "train" or "val" alone; the other need not be there, but where it is, both must have the same classes."""
     found = recognise(path)
-    if found.kind == _PACKED or found.train is None or found.val is None:
+    if found.kind == PACKED or found.train is None or found.val is None:
         return found.open(split)
     _, train, val = open_images(path)
     return train if split == TRAIN else val
 
 
-def recognise(path: Path) -> Found:
-    """What the folder or file holds; InputError when that is nothing, or more than one thing."""
+def recognise(path: Path | Address) -> Found:
+    """What the folder, file or address holds; InputError when that is nothing, or more than one thing."""
+    if isinstance(path, Address):
+        return _at_address(path)
     # Neither is asked about a pipe, on which reading would wait for ever.
     for layout in _OF_FOLDERS if path.is_dir() else _OF_FILES if path.is_file() else ():
         found = layout(path)
@@ -64,16 +67,32 @@ def recognise(path: Path) -> Found:
     )
 
 
+def _at_address(address: Address) -> Found:
+    """Packed shards are read where they lie; a set in archives is fetched first."""
+    from hyperbatch.data.remote.source import fetched, open_packed
+
+    packed = open_packed(address)
+    if packed is None:
+        return recognise(fetched(address))
+    return Found(
+        kind=PACKED,
+        where=address.url,
+        train=(lambda: packed.open("train")) if "train" in packed.manifest.splits else None,
+        val=(lambda: packed.open("val")) if "val" in packed.manifest.splits else None,
+        expected=lambda split: f"no {split} split; add it where the set was packed",
+    )
+
+
 def _packed(folder: Path) -> Found | None:
     if not (folder / MANIFEST).exists():
         return None
     manifest = read_manifest(folder)
     return Found(
-        kind=_PACKED,
+        kind=PACKED,
         where=str(folder),
-        train=lambda: ShardSource(folder, "train", manifest),
-        val=lambda: ShardSource(folder, "val", manifest),
-        expected=lambda split: f"no {split} shards; pack the set again",
+        train=(lambda: ShardSource(folder, "train", manifest)) if "train" in manifest.splits else None,
+        val=(lambda: ShardSource(folder, "val", manifest)) if "val" in manifest.splits else None,
+        expected=lambda split: f"no {split} split; add it with `hyperbatch data pack SRC {folder} --split {split}`",
     )
 
 

@@ -1,0 +1,261 @@
+"""Packed shards at an address, and archives that are fetched from one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import sys
+import threading
+import zlib
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from hyperbatch.data.layouts.archives import SUFFIXES
+from hyperbatch.data.remote.mirror import DiskFull, Mirror, NoRoom, fetch_all
+from hyperbatch.data.remote.store import (
+    Address,
+    Missing,
+    RemoteError,
+    Store,
+    file_url,
+    not_readable,
+    open_store,
+    persist,
+    read_range,
+)
+from hyperbatch.data.shards import MANIFEST, MAX_OPEN, Manifest, ShardSource, index_path, names_path, parse_manifest
+from hyperbatch.data.source import BadSample, DataError, Location
+from hyperbatch.errors import InputError
+
+_PARQUET = ".parquet"
+_CONNECTIONS = 32  # of a rank, for samples that are read one by one
+_MAX_AHEAD = 4096  # samples that were asked for and not taken yet; more are let go, the oldest first
+_SHARDS_AT_ONCE = 2  # that a rank fetches into the cache
+_TRIES = 3  # for a sample whose bytes arrive damaged
+
+
+class RemoteShards:
+    """A packed set at an address, opened: its manifest, and its folder in the cache."""
+
+    def __init__(self, address: Address, store: Store, content: bytes) -> None:
+        self.manifest: Manifest = parse_manifest(content, file_url(address.url, MANIFEST))
+        if self.manifest.schema == 1:
+            raise InputError(f"{address} was packed without checksums, which are needed here; pack it again")
+        self._address, self._store = address, store
+        self._version = str(zlib.crc32(content))
+
+    def open(self, split: str) -> ShardSource:
+        mirror = Mirror(self._store, self._version, self._address.cache_bytes)
+        shards = self.manifest.splits[split].shards
+        mirror.fetch_small(path(Path(shard.name)).name for shard in shards for path in (index_path, names_path))
+        if all(mirror.path(shard.name).exists() for shard in shards):
+            return ShardSource(mirror.folder, split, self.manifest)
+        return RemoteShardSource(mirror, split, self.manifest)
+
+
+def open_packed(address: Address) -> RemoteShards | None:
+    """None: the address holds no packed shards."""
+    store = open_store(address.url)
+    if _is_archive(address):
+        return None
+    try:
+        size = persist(lambda: store.stat(MANIFEST).size_bytes, patient=False)
+        content = b"".join(read_range(store, MANIFEST, 0, size, patient=False))
+    except Missing:
+        return None
+    except RemoteError as error:
+        raise not_readable(address.url, error) from error
+    return RemoteShards(address, store, content)
+
+
+def fetched(address: Address) -> Path:
+    """A set in archives, on this host's disk: the file at the address, or a folder with the files below it."""
+    return _fetched_file(address) if _is_archive(address) else _fetched_folder(address)
+
+
+def _is_archive(address: Address) -> bool:
+    return address.url.partition("?")[0].endswith(SUFFIXES)
+
+
+def _fetched_file(address: Address) -> Path:
+    """The file at the address, on this host's disk."""
+    store = open_store(address.url)
+    try:
+        stat = persist(lambda: store.stat(""), patient=False)
+    except RemoteError as error:
+        raise not_readable(address.url, error) from error
+    folder = fetch_all(store, {"": stat}, address.cache_bytes)
+    return next(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def _fetched_folder(address: Address) -> Path:
+    store = open_store(address.url)
+    try:
+        names = persist(store.names, patient=False)
+        if names is None:
+            raise InputError(
+                f"{address} has no {MANIFEST}, and a web server cannot be asked for a list of files; "
+                f"give the address of packed shards, or of one archive ({', '.join(SUFFIXES)})"
+            )
+        safe = [name for name in names if not {"", ".", ".."} & set(name.split("/")) and "\\" not in name]
+        wanted = [name for name in safe if name.endswith((*SUFFIXES, _PARQUET))]
+        if not wanted:
+            raise InputError(
+                f"{address} holds no packed shards, and no file that ends in {', '.join((*SUFFIXES, _PARQUET))}; "
+                "check the address"
+            )
+        files = {name: persist(lambda name=name: store.stat(name), patient=False) for name in wanted}
+    except RemoteError as error:
+        raise not_readable(address.url, error) from error
+    return fetch_all(store, files, address.cache_bytes)
+
+
+class RemoteShardSource(ShardSource):
+    """One split of a packed set at an address.
+
+    Shards are fetched into the cache by threads that start with the first read. Samples of shards that are not there
+    are read by their range: when the loader says that it will need them (`will_read`), or else when it does.
+    """
+
+    def __init__(self, mirror: Mirror, split: str, manifest: Manifest) -> None:
+        super().__init__(mirror.folder, split, manifest, has_shards=False)
+        self._mirror = mirror
+        self._lock = threading.Lock()
+        self._ahead: dict[int, Future[bytearray]] = {}  # by sample
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self._started = False
+
+    def __del__(self) -> None:
+        if hasattr(self, "_stopped"):
+            self._stopped.set()
+            for _ in range(_CONNECTIONS):
+                self._requests.put(None)
+        super().__del__()
+
+    def locations(self, ids: list[int]) -> list[Location] | None:
+        return None  # threads of this process read, from wherever the samples are
+
+    def describe(self, index: int) -> str:
+        return super().describe(index).replace(str(self._mirror.folder), self._mirror.store.url.rstrip("/"), 1)
+
+    def will_read(self, ids: np.ndarray) -> None:
+        self._start()
+        for index in ids.tolist():
+            with self._lock:
+                if index in self._ahead or self._is_here(self.shard_of(index)):
+                    continue
+                request = self._request(index)
+                self._ahead[index] = request.answer
+                while len(self._ahead) > _MAX_AHEAD:
+                    del self._ahead[next(iter(self._ahead))]
+            self._requests.put(request)
+
+    def read_buffer(self, index: int) -> bytearray:
+        self._start()
+        with self._lock:
+            answer = self._ahead.pop(index, None)
+            is_here = self._is_here(self.shard_of(index))
+        if answer is None and is_here:
+            with contextlib.suppress(BadSample):  # damaged or removed on this disk: the address may have it whole
+                return super().read_buffer(index)
+        if answer is None:
+            request = self._request(index)
+            request.run(self._mirror.store)
+            answer = request.answer
+        try:
+            return answer.result()
+        except _Damaged as error:
+            raise BadSample(f"{self.describe(index)}: the bytes do not match the index's checksum") from error
+
+    def _request(self, index: int) -> _Request:
+        offset, length, _, _, _, checksum = self.index[index].item()
+        return _Request(self._paths[self.shard_of(index)].name, offset, length, checksum)
+
+    def _is_here(self, shard: int) -> bool:
+        """Whether the shard is whole in the cache. It is opened then, so that it can be read even if it is removed."""
+        if shard in self._open:
+            return True
+        if len(self._open) >= MAX_OPEN:
+            return self._paths[shard].exists()
+        with contextlib.suppress(OSError):
+            self._open[shard] = os.open(self._paths[shard], os.O_RDONLY)
+        return shard in self._open
+
+    def _start(self) -> None:
+        """The threads. They hold on to nothing that holds on to them, and end with this source or with the process."""
+        with self._lock:
+            if self._started:
+                return
+            self._started = True
+        names = [path.name for path in self._paths]
+        for _ in range(_SHARDS_AT_ONCE if self._mirror.limit_bytes else 0):
+            threading.Thread(target=_fill_cache, args=(self._mirror, names, self._stopped), daemon=True).start()
+        for _ in range(_CONNECTIONS):
+            threading.Thread(target=_answer, args=(self._requests, self._mirror.store), daemon=True).start()
+
+
+class _Damaged(Exception):
+    """The bytes that arrive are not those that were packed."""
+
+
+class _Request:
+    """A sample that is read by its range, and the place where it, or what went wrong, will be found."""
+
+    def __init__(self, shard: str, offset: int, length: int, checksum: int) -> None:
+        self._shard, self._offset, self._length, self._checksum = shard, offset, length, checksum
+        self.answer: Future[bytearray] = Future()
+
+    def run(self, store: Store) -> None:
+        try:
+            for _ in range(_TRIES):
+                data = bytearray()
+                for piece in read_range(store, self._shard, self._offset, self._offset + self._length):
+                    data += piece
+                if zlib.crc32(data) == self._checksum:
+                    self.answer.set_result(data)
+                    return
+            self.answer.set_exception(_Damaged())
+        except RemoteError as error:
+            # Not a bad sample: another would be shown in its place, and the run would not be the same.
+            where = file_url(store.url, self._shard)
+            failed = DataError(f"{where} cannot be read: {error}; when it can, continue the run with --resume")
+            failed.__cause__ = error
+            self.answer.set_exception(failed)
+        except BaseException as error:  # whatever it is, it belongs to the one who waits
+            self.answer.set_exception(error)
+
+
+def _answer(requests: queue.SimpleQueue[_Request | None], store: Store) -> None:
+    while (request := requests.get()) is not None:
+        request.run(store)
+
+
+def _fill_cache(mirror: Mirror, names: list[str], stopped: threading.Event) -> None:
+    """Fetches one shard after the other, except those that another thread or rank is at, until the cache is full."""
+    for name in names:
+        if mirror.path(name).exists():
+            continue
+        try:
+            stat = persist(partial(mirror.store.stat, name), patient=True, stopped=stopped)
+            mirror.fetch(name, stat, wait=False, stopped=stopped)
+        except DiskFull as error:
+            _say(f"{error}; samples that are not kept are read from {mirror.store.url}")
+            return
+        except NoRoom:
+            return
+        except RemoteError:
+            pass  # who needs the shard's samples will say so
+        except OSError as error:
+            _say(f"nothing more is kept in {mirror.folder}: {error.strerror}; samples are read from {mirror.store.url}")
+            return
+        if stopped.is_set():
+            return
+
+
+def _say(line: str) -> None:
+    print(f"hyperbatch: {line}", file=sys.stderr, flush=True)
