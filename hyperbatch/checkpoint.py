@@ -230,7 +230,7 @@ def _load_newest(folder: Path) -> Checkpoint:
 
 
 def check_same_run(saved: Config, config: Config) -> None:
-    """InputError naming every field in which the resumed config differs and may not."""
+    """InputError naming every field in which the resumed config differs and may not. A run may become longer."""
     if saved.recipe != config.recipe:
         raise InputError(
             f"--resume: the saved run is of recipe {saved.recipe}; "
@@ -239,10 +239,14 @@ def check_same_run(saved: Config, config: Config) -> None:
     differences = [
         f"{spec.name} {format_value(spec.of(saved))} -> {format_value(spec.of(config))}"
         for spec in config_fields()
-        if not spec.free and spec.of(saved) != spec.of(config)
+        if not spec.free and spec.of(saved) != spec.of(config) and not _may_become(spec.name, saved, config)
     ]
     if differences:
         raise InputError(f"--resume: the saved run had another config: {'; '.join(differences)}; use another --out")
+
+
+def _may_become(name: str, saved: Config, config: Config) -> bool:
+    return name == "epochs" and config.schedule.epochs > saved.schedule.epochs
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:

@@ -347,6 +347,8 @@ class Config:
 
     def _rescaled(self, global_batch: int) -> Self:
         first = self.global_batch
+        if global_batch == first:
+            return self
         phases = []
         for phase in self.schedule.batch_phases:
             scaled, rest = divmod(phase.global_batch * global_batch, first)
@@ -404,6 +406,17 @@ class FieldSpec:
         except ValueError as error:
             raise InputError(f"{self.flag}: {text!r} is not {_describe(self.type)}") from error
 
+    def read(self, value: Any) -> Any:
+        """The value that a TOML file gives: a text is read as on the command line, lists become tuples."""
+        if isinstance(value, str):
+            return self.parse(value)
+        if isinstance(value, list):
+            value = _tuples(value)
+            pairs = value and all(isinstance(part, tuple) and len(part) == 2 for part in value)
+            return self.coerce(value) if pairs else value
+        # A whole number is a number: 30 and 30.0 are the same run.
+        return float(value) if type(value) is int and "float" in str(self.type) else value
+
     def coerce(self, value: Any) -> Any:
         """JSON lists become the tuples the field declares."""
         item = _tuple_item(self.type)
@@ -441,6 +454,10 @@ def format_value(value: Any) -> str:
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() else repr(value)
     return str(value)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(part) for part in value) if isinstance(value, list | tuple) else value
 
 
 def _plain(value: Any) -> Any:

@@ -8,14 +8,18 @@ train(config)
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+from hyperbatch.callbacks import Hooks, forwarded
 from hyperbatch.config import Config
 from hyperbatch.data.source import DataCounts, check_data
 from hyperbatch.engine.agent import default_nproc, start_ranks
-from hyperbatch.engine.folder import claimed, default_out, resume_hint
+from hyperbatch.engine.folder import claimed, default_out, keep_config, resume_hint
 from hyperbatch.engine.ranks import Ranks, ended_by_sigterm, find_ranks
 from hyperbatch.errors import InputError, RunFailed
 from hyperbatch.plan import inventory
@@ -24,28 +28,49 @@ from hyperbatch.record import RunRecord, note_failure
 from hyperbatch.schedule import resolve_phases
 
 
-def train(config: Config) -> RunRecord:
-    """Trains and returns the record. InputError for wrong input, RunFailed when a run that began could not end."""
+def train(config: Config, callbacks: Iterable[Any] = ()) -> RunRecord:
+    """Trains and returns the record. InputError for wrong input, RunFailed when a run that began could not end.
+
+    callbacks: are told what happens (hyperbatch/callbacks.py), in this process; under somebody's launcher, on rank 0.
+    """
     ranks = find_ranks()
+    hooks = Hooks(callbacks)
     if config.run.resume and not config.run.out:
         raise InputError("--resume needs the folder of the run to continue: give it with --out")
     if ranks is None:
         counts = check_data(config.data)  # before torch is loaded: the commonest mistake is answered at once
         nproc = config.run.nproc or default_nproc(config.run.device)
         check_input(config, nproc, counts)
-        config = config.override(out=str(config.run.out or default_out(config)), nproc=nproc)
+        given, config = config, config.override(out=str(config.run.out or default_out(config)), nproc=nproc)
         with claimed(Path(config.run.out or "."), resume=config.run.resume):
             check_resume(config)
-            return _train_elastic(config, nproc) if nproc > 1 else _train_here(config, Ranks())
-    return _train_here(config, ranks)
+            keep_config(given, Path(config.run.out or "."))
+            with _end_told(hooks, Path(config.run.out or ".")):
+                record = _train_elastic(config, nproc, hooks) if nproc > 1 else _train_here(config, Ranks(), hooks)
+    else:
+        record = _train_here(config, ranks, hooks, keeps_config=True)
+    if ranks is None or ranks.rank == 0:
+        hooks.tell("on_end", record)
+    return record
 
 
-def _train_here(config: Config, ranks: Ranks) -> RunRecord:
+@contextlib.contextmanager
+def _end_told(hooks: Hooks, out: Path) -> Iterator[None]:
+    """A run that fails has an end, too, as far as its folder says something of it."""
+    try:
+        yield
+    except BaseException:
+        if hooks.wants("on_end") and (out / "record.json").exists():
+            hooks.tell("on_end", RunRecord.load(out))
+        raise
+
+
+def _train_here(config: Config, ranks: Ranks, hooks: Hooks, *, keeps_config: bool = False) -> RunRecord:
     from hyperbatch.engine.loop import run
 
     with ended_by_sigterm():
         try:
-            record = run(config, ranks)
+            record = run(config, ranks, hooks=hooks, keeps_config=keeps_config)
         except RunFailed as error:
             if config.run.out is None:
                 raise
@@ -78,8 +103,9 @@ def check_input(config: Config, world_size: int, counts: DataCounts) -> None:
     model = config.model.model
     if model in inventory.model_names():  # too small an image is refused
         inventory.layers(model, classes=counts.classes, image_size=config.data.image_size, in_channels=counts.channels)
-    if config.model.init_from is not None and not Path(config.model.init_from).exists():
-        raise InputError(f"--init-from {config.model.init_from}: no such file")
+    start = config.model.init_from if config.run.resume in (False, "no") else None
+    if start is not None and not Path(start).exists():
+        raise InputError(f"--init-from {start}: no such file")
 
 
 def check_resume(config: Config) -> None:
@@ -90,13 +116,14 @@ def check_resume(config: Config) -> None:
         checkpoint.check_same_run(checkpoint.load(Path(config.run.out or ".")).config, config)
 
 
-def _train_elastic(config: Config, nproc: int) -> RunRecord:
+def _train_elastic(config: Config, nproc: int, hooks: Hooks) -> RunRecord:
     out = Path(config.run.out or ".")
     with tempfile.TemporaryDirectory(prefix="hyperbatch-") as scratch:
         config_path = Path(scratch) / "config.json"
         config_path.write_text(json.dumps(config.to_dict()))
         try:
-            start_ranks(nproc, "hyperbatch.engine.worker", config_path, hint=lambda: resume_hint(out))
+            with forwarded(hooks, Path(scratch)):
+                start_ranks(nproc, "hyperbatch.engine.worker", config_path, hint=lambda: resume_hint(out))
         except RunFailed as error:
             if error.words:
                 note_failure(out, error.words, config, nproc)

@@ -14,6 +14,7 @@ from pathlib import Path
 from hyperbatch.config import Config
 from hyperbatch.engine.ranks import Ranks, errors_shared, share
 from hyperbatch.errors import InputError
+from hyperbatch.recipes.files import RUN_CONFIG, located, save_config
 from hyperbatch.record import RunRecord
 
 HELD = "HYPERBATCH_HOLDS"  # in the environment: the folder that the command which started this rank holds for it
@@ -97,6 +98,11 @@ def _is_finished(out: Path) -> bool:
 
 def has_checkpoint(out: Path) -> bool:
     return any((out / "checkpoints").glob("step-*.pt"))
+
+
+def keep_config(config: Config, out: Path) -> None:
+    """Leaves in the run's folder what `--resume` takes from there."""
+    save_config(located(config), out / RUN_CONFIG)
 
 
 def resume_hint(out: Path) -> str:

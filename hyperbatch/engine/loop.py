@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
+from hyperbatch.callbacks import NO_HOOKS, Hooks
 from hyperbatch.config import Config
 from hyperbatch.data.batch import Batch
 from hyperbatch.engine import snapshot
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.ending import Ending
-from hyperbatch.engine.folder import claim_folder
+from hyperbatch.engine.folder import claim_folder, keep_config
 from hyperbatch.engine.guard import Guard, LossGuard
 from hyperbatch.engine.journal import Journal
 from hyperbatch.engine.kernel_choice import training_kernels
@@ -43,10 +44,18 @@ from hyperbatch.schedule import (
 STRIDES_AHEAD = 500  # that are captured before the run's time starts: all of a short run's
 
 
-def run(config: Config, ranks: Ranks, *, report: Callable[[dict[str, Any]], None] | None = None) -> RunRecord:
+def run(
+    config: Config,
+    ranks: Ranks,
+    *,
+    report: Callable[[dict[str, Any]], None] | None = None,
+    hooks: Hooks = NO_HOOKS,
+    keeps_config: bool = False,
+) -> RunRecord:
     """Trains as one of `ranks`; every rank returns the record, rank 0 has written the folder.
 
-    report: where a rank of several leaves its words when it fails (engine/ending.py).
+    report: where a rank of several leaves its words when it fails (engine/ending.py). hooks: are told by rank 0.
+    keeps_config: rank 0 leaves the config in the folder, for --resume; else the command that started it has done so.
     """
     clock = Clock()
     # They are left from the last to the first: a failure is told before anything is given up that could block.
@@ -64,8 +73,10 @@ def run(config: Config, ranks: Ranks, *, report: Callable[[dict[str, Any]], None
             record = RunRecord.load(out)
             if not record.error:
                 return record
+        if keeps_config and ranks.rank == 0:
+            keep_config(config, out)
         resume_from = None if saved is None else saved.progress.step + 1
-        with Journal(config, ranks, out, clock, resume_from_step=resume_from) as journal, ending.told():
+        with Journal(config, ranks, out, clock, resume_from_step=resume_from, hooks=hooks) as journal, ending.told():
             ending.record, ending.step = journal.fail_with, lambda: journal.step
             run = build_run(config, ranks, device, clock=clock, saved=saved)
             held.callback(run.close)
@@ -73,7 +84,7 @@ def run(config: Config, ranks: Ranks, *, report: Callable[[dict[str, Any]], None
                 snapshot.restore(run, saved)
             runner = StepRunner(run.learner, micro_step, config, ranks, run.warnings)
             held.callback(runner.close)  # NCCL waits for graphs that hold its collectives
-            saver = held.enter_context(Saver(run, out, warn=journal.warn))
+            saver = held.enter_context(Saver(run, out, warn=journal.warn, written=journal.checkpoint))
             return train(run, runner, journal, saver)
 
 

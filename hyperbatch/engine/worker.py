@@ -28,13 +28,16 @@ def main(config_path: Path) -> int:
     def report(words: dict[str, Any]) -> None:
         said.write_text(json.dumps(words))
 
+    from hyperbatch.callbacks import EVENTS_FILE, NO_HOOKS, Forward
     from hyperbatch.engine.ending import words_of
     from hyperbatch.engine.loop import run
 
+    events = config_path.parent / EVENTS_FILE
+    hooks = Forward(events) if ranks.rank == 0 and events.exists() else NO_HOOKS
     try:
         # Rank 0 leaves a record when it is told to stop; the others may be waiting for it in code no signal reaches.
         with ended_by_sigterm() if ranks.rank == 0 else contextlib.nullcontext():
-            run(config, ranks, report=report)
+            run(config, ranks, report=report, hooks=hooks)
     except BaseException as error:
         words = words_of(error, ranks.rank)
         if not said.exists():  # else the run has told it, before it gave up what it held

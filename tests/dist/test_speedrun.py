@@ -22,7 +22,7 @@ from hyperbatch.engine.whiten import whiten
 from hyperbatch.errors import InputError
 from hyperbatch.models import create_from
 from hyperbatch.models.initial import whitening_filters
-from hyperbatch.recipes import get_recipe
+from hyperbatch.recipes import find_recipe
 
 WHITENED = {
     "model": "toy:whitened",
@@ -40,7 +40,7 @@ def recipe(**values):
     # Other batches have another quarter of least certain images: here every image gets all views.
     small = {"dataset": "toy:pictures", "precision": "fp32", "device": "cpu", "tta_share": 1.0}
     small |= {"whiten_samples": 90, "epochs": 2.0, "warmup_epochs": 0.5, "eval_every_epochs": 1.0}
-    return get_recipe("cifar10").config(24).override(**{**small, "whiten_bias_epochs": 1.0, **values})
+    return find_recipe("cifar10").config(24).override(**{**small, "whiten_bias_epochs": 1.0, **values})
 
 
 def run_recipe(rank, values):

@@ -12,8 +12,8 @@ import hyperbatch
 ROOT = Path(hyperbatch.__file__).parent
 PAGE = ROOT.parent / "docs" / "design.md"
 NO_TORCH = {
-    *("cli", "config", "durable", "errors", "memory", "mllog", "plan", "preview", "recipes", "record", "report"),
-    *("schedule", "sim", "sweep", "vocabulary"),
+    *("callbacks", "cli", "config", "durable", "errors", "memory", "mllog", "plan", "preview", "recipes", "record"),
+    *("report", "schedule", "sim", "sweep", "vocabulary"),
 }
 
 # From the bottom up. A room is a folder or a module of the package; it imports from lower rows only.
@@ -23,7 +23,7 @@ ROWS = (
     ("models", "recipes", "schedule"),
     ("data", "plan"),
     ("arena", "checkpoint", "record", "sim"),
-    ("comm", "mllog", "report"),
+    ("callbacks", "comm", "mllog", "report"),
     ("optim",),
     ("engine",),
     ("launch",),
