@@ -56,5 +56,5 @@ def test_the_python_page_runs_as_it_stands(tmp_path, monkeypatch, capsys):
     assert load_config(tmp_path / "mine.toml").global_batch == 128
     values = {}
     exec(python, values)
-    assert values["best"] > 0.9
+    assert values["best"] > 0.8
     assert "the best so far" in capsys.readouterr().out
