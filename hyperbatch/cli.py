@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from hyperbatch import __version__
 from hyperbatch.config import Config, fields, format_value, section_titles
 from hyperbatch.errors import InputError, RunFailed, nearest
+from hyperbatch.flags import FullHelp, ShortHelp, translated
 from hyperbatch.record import strict_json
 from hyperbatch.vocabulary import ALGORITHMS, STRATEGIES, TTA
 
@@ -439,6 +440,9 @@ def _part(text: str) -> tuple[int, int]:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = _build_parser()
+    _check_verb(arguments, parser.verbs)
+    if arguments[:1] == ["train"]:
+        arguments = translated(arguments)
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         flag = unknown[0].split("=")[0]
@@ -453,6 +457,18 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         parser.print_help()
         raise SystemExit(0)
     return args
+
+
+def _check_verb(arguments: list[str], verbs: Mapping[str, Any]) -> None:
+    """InputError for a first word that is no verb: the nearest one, or what to do with a recipe's name."""
+    verb = arguments[0] if arguments else ""
+    if not verb or verb.startswith("-") or verb in verbs:
+        return
+    from hyperbatch.recipes import all_recipes
+
+    if verb in all_recipes():
+        raise InputError(f"{verb} is a recipe; train it with `hyperbatch train {verb}`")
+    raise InputError(f"unknown verb {verb!r}{nearest(verb, list(verbs))}")
 
 
 def _build_parser() -> _Parser:
@@ -486,10 +502,13 @@ def _build_parser() -> _Parser:
         "train",
         _train,
         "train a recipe to its target",
-        description="Train a recipe (or package.module:function) to its target. Every config field is a flag; "
-        "a yes-or-no field is set by --field and unset by --no-field.",
+        description="Train a recipe (or package.module:function) to its target. A value in brackets is used where "
+        "the recipe sets none; a yes-or-no field is set by --field and unset by --no-field.",
         usage="hyperbatch train [RECIPE] [--data DIR] [--nproc N] [--out DIR] [--resume] [--dry-run] [--FIELD VALUE]",
+        add_help=False,
     )
+    sub.add_argument("-h", "--help", action=ShortHelp, help="show the most common flags and exit")
+    sub.add_argument("--help-all", action=FullHelp, help="show all flags by section and exit")
     sub.add_argument(
         "recipe", nargs="?", metavar="RECIPE", help=f"see `hyperbatch recipes` [{DEFAULT}, or the config file's]"
     )
