@@ -49,6 +49,19 @@ class Progress:
     evaluated_step: int = 0  # steps done at the last evaluation
     best_step: int = 0  # of the checkpoints that followed an evaluation: the best one's
     best_top1: float | None = None
+    highest_top1: float | None = None  # of all evaluations
+    stale_evals: int = 0  # evaluations since that one
+
+    def note_eval(self, top1: float) -> None:
+        """To be called after an evaluation."""
+        if self.highest_top1 is None or top1 > self.highest_top1:
+            self.highest_top1, self.stale_evals = top1, 0
+        else:
+            self.stale_evals += 1
+
+    def is_stale(self, patience_evals: int) -> bool:
+        """Whether so many evaluations, if not 0, have brought no better accuracy."""
+        return 0 < patience_evals <= self.stale_evals
 
     def note_best(self) -> None:
         """To be called when a checkpoint is taken; of several with the same accuracy the first stays the best."""
@@ -246,6 +259,8 @@ def check_same_run(saved: Config, config: Config) -> None:
 
 
 def _may_become(name: str, saved: Config, config: Config) -> bool:
+    if name == "precision":
+        return config.optim.precision == "auto"  # the saved one is taken
     return name == "epochs" and config.schedule.epochs > saved.schedule.epochs
 
 

@@ -164,7 +164,8 @@ class DataConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimConfig:
     optimizer: str = option("lars", "update rule", OPTIMIZERS)
-    momentum: float = option(0.9, "momentum, in [0, 1)", BELOW_ONE)
+    momentum: float = option(0.9, "momentum, in [0, 1); the first beta of LAMB and AdamW", BELOW_ONE)
+    beta2: float = option(0.999, "LAMB and AdamW: decay of the average of squared gradients, in [0, 1)", BELOW_ONE)
     weight_decay: float = option(5e-5, "weight decay", NOT_NEGATIVE)
     trust_coefficient: float = option(0.001, "LARS trust coefficient", POSITIVE)
     lars_eps: float = option(0.0, "added to the denominator of the trust ratio", NOT_NEGATIVE)
@@ -193,7 +194,11 @@ class OptimConfig:
         None, "Muon: momentum of biases, norm parameters and the head; none: as momentum", BELOW_ONE
     )
     label_smoothing: float = option(0.1, "label smoothing, in [0, 1)", BELOW_ONE)
-    precision: str = option("fp32", "forward and backward precision", PRECISIONS)
+    precision: str = option(
+        "fp32",
+        "forward and backward precision; auto: fp32 on a CPU, 16 bit on a GPU (bf16 where it has it, else fp16)",
+        PRECISIONS,
+    )
     averaging: str = option(
         "none",
         "average of the weights over steps; ema: it is evaluated and exported, lookahead: the weights are set to it",
@@ -246,8 +251,15 @@ class CommConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     target_top1: float | None = option(None, "accuracy the run is timed to, in [0, 1]; none: just train")
-    stop_at_target: bool = option(True, "stop at the first evaluation that reaches the target")
+    stop_at_target: bool = option(True, "stop at the first evaluation that reaches the target", free=True)
+    patience_evals: int = option(
+        0,
+        "stop early after this many evaluations in a row without a better accuracy; 0: never",
+        NOT_NEGATIVE,
+        free=True,
+    )
     eval_every_epochs: float = option(4.0, "epochs between evaluations", POSITIVE)
+    final_eval: bool = option(True, "evaluate after the last step, also where --max-steps ends the run", free=True)
     eval_offset_epochs: float = option(0.0, "shift of the evaluation grid, in epochs (MLPerf: 0 to 3)", NOT_NEGATIVE)
     eval_batch_per_rank: int = option(
         0,
@@ -320,6 +332,10 @@ class Config:
     def global_batch(self) -> int:
         """Samples of the first step over all ranks."""
         return self.schedule.batch_phases[0].global_batch
+
+    def with_precision(self, found: str) -> Self:
+        """A copy in which a precision of `auto` is replaced by the one that was found for the device."""
+        return self.override(precision=found) if self.optim.precision == "auto" else self
 
     @property
     def scatters_gradients(self) -> bool:
@@ -570,4 +586,6 @@ def check(config: Config) -> None:
         "averaging",
         "with --sharded-update no rank has all fp32 weights of a 16-bit run; leave one of the two out",
     )
+    sharded = config.comm.sharded_update
+    need(not sharded or o.optimizer != "adamw", "sharded_update", "knows lars, sgd and muon, not adamw")
     need(r.target_top1 is None or 0 < r.target_top1 <= 1, "target_top1", "must be in (0, 1], e.g. 0.759")

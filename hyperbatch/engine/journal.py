@@ -258,6 +258,12 @@ class Journal:
     def _has_line(self, step: Step) -> bool:
         return step.index % self.config.run.log_every_steps == 0
 
+    def note(self, line: str) -> None:
+        """Says it and keeps it for the record."""
+        self.console.say(f"note: {line}")
+        if self.run is not None:
+            self.run.warnings.append(line)
+
     def warn(self, line: str) -> None:
         """Tells it now and keeps it for the record. Any thread may call it."""
         self.console.say(f"warning: {line}")

@@ -21,7 +21,7 @@ from hyperbatch.engine.journal import Journal
 from hyperbatch.engine.kernel_choice import training_kernels
 from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.ranks import Ranks, join
-from hyperbatch.engine.run import Run, build_run
+from hyperbatch.engine.run import Run, at_precision, build_run
 from hyperbatch.engine.runner import StepRunner
 from hyperbatch.engine.saver import Saver
 from hyperbatch.engine.step import MicroStep
@@ -75,6 +75,7 @@ def run(
                 return record
         if keeps_config and ranks.rank == 0:
             keep_config(config, out)
+        config = at_precision(config, device, saved)
         resume_from = None if saved is None else saved.progress.step + 1
         with Journal(config, ranks, out, clock, resume_from_step=resume_from, hooks=hooks) as journal, ending.told():
             ending.record, ending.step = journal.fail_with, lambda: journal.step
@@ -129,12 +130,11 @@ def train(run: Run, runner: StepRunner, journal: Journal, saver: Saver) -> RunRe
         journal.stride(run, stride, losses, rates, timer)
         guard.after(stride)
 
-        finished = progress.position >= end
-        if finished or evals.crossed(step):
+        stopped = progress.position >= end or progress.step == config.run.max_steps
+        if evals.crossed(step) or (stopped and config.run.final_eval):
             journal.flush()
             guard.check()
-            finished = (evaluate_run(run, journal) and config.run.stop_at_target) or finished
-        stopped = finished or progress.step == config.run.max_steps
+            stopped = evaluate_run(run, journal) or stopped
         if stopped or saver.due(step):
             # A checkpoint must hold neither a loss that nobody has looked at, nor weights that only some ranks updated,
             # that have drifted apart or are not finite.
@@ -211,7 +211,7 @@ def micro_step(
 
 
 def evaluate_run(run: Run, journal: Journal) -> bool:
-    """Evaluates, books the result, and says whether the target is reached."""
+    """Evaluates, books the result, and says whether that ends the run: the target is reached, or patience is over."""
     journal.eval_start(run)
     with run.clock.booked("eval"):
         score = run.validation.evaluate()
@@ -222,8 +222,11 @@ def evaluate_run(run: Run, journal: Journal) -> bool:
     run.progress.top1, run.progress.top1_plain = score.top1, score.top1_plain
     if reached and run.progress.time_to_target_s is None:
         run.progress.time_to_target_s = run.progress.evaluated_s
+    run.progress.note_eval(score.top1)
     journal.eval(run, score)
-    return reached
+    if impatient := run.progress.is_stale(run.config.run.patience_evals):
+        journal.note(f"stopped early: the last {run.progress.stale_evals} evaluations brought no better accuracy")
+    return impatient or (reached and run.config.run.stop_at_target)
 
 
 def other_rates(config: Config, step: Step) -> tuple[float, float]:

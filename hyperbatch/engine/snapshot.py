@@ -171,7 +171,7 @@ def is_over(config: Config, saved: Checkpoint) -> bool:
     """Whether a resumed run has nothing left to do."""
     progress = saved.progress
     reached = progress.time_to_target_s is not None and config.run.stop_at_target
-    stopped = 0 < config.run.max_steps <= progress.step
+    stopped = 0 < config.run.max_steps <= progress.step or progress.is_stale(config.run.patience_evals)
     return reached or stopped or progress.position >= position_of(config.schedule.epochs, saved.train_samples)
 
 

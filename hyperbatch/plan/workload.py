@@ -63,6 +63,7 @@ def resolve(
         config = original
     else:
         config = known.config(global_batch) if known else original.override(global_batch=global_batch)
+    config = config.with_precision("fp16")  # of `auto`: 16 bits, whichever
     written_for = max(phase.global_batch for phase in original.schedule.batch_phases)
     if known is not None and "global_batch" in inspect.signature(known.build).parameters:
         # MLPerf's table: its rate and epochs are those of the row it was taken from.

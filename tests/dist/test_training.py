@@ -345,7 +345,7 @@ def test_resuming_what_is_over_changes_nothing(tmp_path):
     assert (tmp_path / "record.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("optimizer", ["lamb", "sgd"])
+@pytest.mark.parametrize("optimizer", ["lamb", "adamw", "sgd"])
 def test_other_update_rules_train_and_resume(tmp_path, optimizer):
     values = {"optimizer": optimizer, "lr": 0.02}
     record, unbroken = train(1, tmp_path / "whole", **values)
