@@ -30,6 +30,7 @@ from hyperbatch.vocabulary import (
     OPTIMIZERS,
     PRECISIONS,
     STRATEGIES,
+    TRACKERS,
     TTA,
 )
 
@@ -296,6 +297,9 @@ class RunConfig:
     keep_checkpoints: int = option(2, "newest checkpoints to keep; 0: save none", NOT_NEGATIVE, free=True)
     keep_best: bool = option(True, "keep the checkpoint of the best evaluation, too, whatever its age", free=True)
     log_every_steps: int = option(1, "steps between metric lines", POSITIVE, free=True)
+    tracker: str | None = option(
+        None, "send curves and config to this service, too; none: only to files in --out", TRACKERS, free=True
+    )
     max_skipped_steps: int = option(
         50, "steps in a row that may be skipped for inf or nan gradients; 0: any number", NOT_NEGATIVE, free=True
     )

@@ -26,6 +26,7 @@ from hyperbatch.plan import inventory
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.record import RunRecord, note_failure
 from hyperbatch.schedule import resolve_phases
+from hyperbatch.trackers import trackers_of
 
 
 def train(config: Config, callbacks: Iterable[Any] = ()) -> RunRecord:
@@ -34,7 +35,7 @@ def train(config: Config, callbacks: Iterable[Any] = ()) -> RunRecord:
     callbacks: are told what happens (hyperbatch/callbacks.py), in this process; under somebody's launcher, on rank 0.
     """
     ranks = find_ranks()
-    hooks = Hooks(callbacks)
+    hooks = Hooks([*callbacks, *trackers_of(config)] if ranks is None or ranks.rank == 0 else ())
     if config.run.resume and not config.run.out:
         raise InputError("--resume needs the folder of the run to continue: give it with --out")
     if ranks is None:

@@ -19,6 +19,8 @@ ACTIVATIONS = ("gelu", "silu")  # of models that offer a choice
 TTA = ("none", "mirror", "mirror_shift")  # views of an image that evaluation averages over
 AVERAGING = ("none", "ema", "lookahead")  # of the weights over steps
 
+TRACKERS = ("wandb", "mlflow", "tensorboard")  # services that curves can be sent to; packages of the same names
+
 PRECISION_DTYPE = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 PRECISIONS = (*PRECISION_DTYPE, "auto")
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}

@@ -40,7 +40,7 @@ READ_ANEW = frozenset(
         *("decay_epochs", "decay_power", "end_lr", "milestones", "decay_factor", "weight_decay"),
         *("seed", "target_top1", "stop_at_target", "eval_every_epochs", "eval_offset_epochs", "max_steps"),
         *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes", "keep_checkpoints"),
-        *("keep_best", "log_every_steps", "timeout_s", "out", "resume", "patience_evals", "final_eval"),
+        *("keep_best", "log_every_steps", "timeout_s", "out", "resume", "patience_evals", "final_eval", "tracker"),
         *("max_skipped_steps", "compare_every_steps"),
     )
 )

@@ -13,7 +13,7 @@ ROOT = Path(hyperbatch.__file__).parent
 PAGE = ROOT.parent / "docs" / "design.md"
 NO_TORCH = {
     *("callbacks", "cli", "config", "durable", "errors", "flags", "memory", "mllog", "plan", "preview", "recipes"),
-    *("record", "report", "schedule", "sim", "sweep", "vocabulary"),
+    *("record", "report", "schedule", "sim", "sweep", "trackers", "vocabulary"),
 }
 
 # From the bottom up. A room is a folder or a module of the package; it imports from lower rows only.
@@ -24,7 +24,7 @@ ROWS = (
     ("data", "plan"),
     ("arena", "checkpoint", "record", "sim"),
     ("callbacks", "comm", "mllog", "report"),
-    ("optim",),
+    ("optim", "trackers"),
     ("engine",),
     ("launch",),
     ("bench", "preview", "sweep"),
