@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 from hyperbatch.callbacks import Hooks, forwarded
 from hyperbatch.config import Config
 from hyperbatch.data.source import DataCounts, check_data
-from hyperbatch.engine.agent import default_nproc, start_ranks
+from hyperbatch.engine.agent import count_gpus, default_nproc, start_ranks
 from hyperbatch.engine.folder import claimed, default_out, keep_config, resume_hint
 from hyperbatch.engine.ranks import Ranks, ended_by_sigterm, find_ranks
 from hyperbatch.errors import InputError, RunFailed
@@ -27,6 +29,8 @@ from hyperbatch.plan.types import RankGrid
 from hyperbatch.record import RunRecord, note_failure
 from hyperbatch.schedule import resolve_phases
 from hyperbatch.trackers import trackers_of
+
+OPENING_S = 0.5  # the first line comes by then, whatever the data takes
 
 
 def train(config: Config, callbacks: Iterable[Any] = ()) -> RunRecord:
@@ -39,20 +43,53 @@ def train(config: Config, callbacks: Iterable[Any] = ()) -> RunRecord:
     if config.run.resume and not config.run.out:
         raise InputError("--resume needs the folder of the run to continue: give it with --out")
     if ranks is None:
-        counts = check_data(config.data)  # before torch is loaded: the commonest mistake is answered at once
         nproc = config.run.nproc or default_nproc(config.run.device)
-        check_input(config, nproc, counts)
+        with _told_if_slow(opening(config, nproc)):
+            counts = check_data(config.data)  # before torch is loaded: the commonest mistake is answered at once
+            check_input(config, nproc, counts)
         given, config = config, config.override(out=str(config.run.out or default_out(config)), nproc=nproc)
         with claimed(Path(config.run.out or "."), resume=config.run.resume):
+            _say(opening(config, nproc, counts))
+            if nproc > 1 or "torch" not in sys.modules:
+                _say("loading torch ..." if nproc == 1 else f"starting {nproc} ranks, each of which loads torch ...")
             check_resume(config)
             keep_config(given, Path(config.run.out or "."))
             with _end_told(hooks, Path(config.run.out or ".")):
                 record = _train_elastic(config, nproc, hooks) if nproc > 1 else _train_here(config, Ranks(), hooks)
     else:
+        if ranks.rank == 0:
+            _say(opening(config, ranks.world_size))
         record = _train_here(config, ranks, hooks, keeps_config=True)
     if ranks is None or ranks.rank == 0:
         hooks.tell("on_end", record)
     return record
+
+
+def opening(config: Config, world_size: int, counts: DataCounts | None = None) -> str:
+    """The first line of a run: what is trained on what, where. counts: of the data, once they are known."""
+    data = config.data.data or config.data.dataset
+    if counts is not None:
+        data = f"{data} ({counts.train_samples:,} training images, {counts.classes:,} classes)"
+    device = "the CPU" if config.run.device == "cpu" or not count_gpus() else "GPUs" if world_size > 1 else "a GPU"
+    ranks = "1 rank" if world_size == 1 else f"{world_size:,} ranks"
+    folder = f", in {config.run.out}" if config.run.out else ""
+    return f"{config.recipe}: {config.model.model} on {data}, {ranks} on {device}{folder}"
+
+
+@contextlib.contextmanager
+def _told_if_slow(line: str) -> Iterator[None]:
+    """Says the line if what follows takes long, so that nobody looks at an empty screen."""
+    timer = threading.Timer(OPENING_S, _say, (f"{line}; reading the data ...",))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -79,7 +79,7 @@ def run(
         resume_from = None if saved is None else saved.progress.step + 1
         with Journal(config, ranks, out, clock, resume_from_step=resume_from, hooks=hooks) as journal, ending.told():
             ending.record, ending.step = journal.fail_with, lambda: journal.step
-            run = build_run(config, ranks, device, clock=clock, saved=saved)
+            run = build_run(config, ranks, device, clock=clock, saved=saved, stage=journal.console.stage)
             held.callback(run.close)
             if saved is not None:
                 snapshot.restore(run, saved)
@@ -97,11 +97,16 @@ def train(run: Run, runner: StepRunner, journal: Journal, saver: Saver) -> RunRe
     evals = EpochGrid(config.run.eval_every_epochs, config.run.eval_offset_epochs, samples)
     # The run's time starts with the first training sample: by then its kernels are there. Evaluation is captured first:
     # training, which needs more, then takes the same memory once more.
+    stage = journal.console.stage
+    stage("preparing evaluation")
     reason = run.validation.prepare(capture=runner.captures)
     if reason is not None:
         run.warnings.append(f"evaluation runs without a CUDA graph: {reason}")
     todo = prepared_strides(
-        run, runner, lambda step: evals.crossed(step) or saver.planned(step) or share_of_weights(run, step) is not None
+        run,
+        runner,
+        lambda step: evals.crossed(step) or saver.planned(step) or share_of_weights(run, step) is not None,
+        stage,
     )
     todo, ahead = itertools.tee(todo)
     batches = run.loader.batches(ahead)
@@ -236,8 +241,11 @@ def other_rates(config: Config, step: Step) -> tuple[float, float]:
     return decay, learning_rate(config.schedule, step.epoch, ends_epoch=config.optim.whiten_bias_epochs or None)
 
 
-def prepared_strides(run: Run, runner: StepRunner, ends: Callable[[Step], bool]) -> Iterator[Stride]:
+def prepared_strides(
+    run: Run, runner: StepRunner, ends: Callable[[Step], bool], stage: Callable[[str], None]
+) -> Iterator[Stride]:
     """What is left of the run, with the first strides warmed up and captured; `ends`: as for `schedule.strides`."""
+    stage("compiling kernels and warming up")
     runner.warm_up(shapes_ahead(run))
     block = []  # the steps before the first break
     for step in itertools.islice(steps_left(run), STRIDES_AHEAD):
@@ -251,8 +259,9 @@ def prepared_strides(run: Run, runner: StepRunner, ends: Callable[[Step], bool])
         return strides(steps_left(run), length=runner.length, shape=runner.shape, ends=ends)
 
     near = list(itertools.islice(left(), STRIDES_AHEAD))
-    for stride in near + near[:1]:  # the first again: a later one may have needed its memory
+    for place, stride in enumerate(near + near[:1]):  # the first again: a later one may have needed its memory
         if not runner.is_ready(stride):
+            stage(f"preparing launch {place + 1} of {len(near)}")
             runner.prepare(stride)
     return left()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -66,11 +67,13 @@ def build_run(
     clock: Clock | None = None,
     saved: Checkpoint | None = None,
     data: tuple[Source, Source] | None = None,
+    stage: Callable[[str], None] = lambda text: None,
 ) -> Run:
     """A run before its first step; `saved` is the one that it is going to continue (`snapshot.restore`).
 
-    data: the training and validation set, where they are open already.
+    data: the training and validation set, where they are open already. stage: is told what it is about to do.
     """
+    stage("opening the data")
     with errors_shared(ranks):
         train_set, eval_set = data or open_data(config.data)
         if saved is not None:
@@ -78,6 +81,7 @@ def build_run(
                 saved.fixed.data, classes=saved.classes, samples=saved.train_samples, train=train_set, val=eval_set
             )
     warnings = notes(config, device, len(train_set))
+    stage(f"building {config.model.model} and measuring the batch that fits")
     learner = build_learner(
         config,
         ranks,
@@ -88,6 +92,7 @@ def build_run(
         saved=saved,
     )
     phases = phases_of(config, ranks, learner, train_set)
+    stage("starting the data loader")
     if saved is None:
         decoder = share(measured_decoder(train_set, config.data, device, ranks_per_host=ranks.local_size), ranks)
     else:

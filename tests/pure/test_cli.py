@@ -176,6 +176,7 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
 )
 def test_mistakes_get_one_line_and_exit_code_2(capsys, arguments, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hyperbatch.launch.OPENING_S", 1e6)  # else a slow machine says that it reads the data
     code, out, err = command(capsys, *arguments)
     assert code == 2, err
     assert out == ""
@@ -193,8 +194,9 @@ def test_mistakes_get_one_line_and_exit_code_2(capsys, arguments, words, tmp_pat
         (["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"], "only in train: b"),
     ],
 )
-def test_data_folders_that_cannot_be_trained_on(capsys, tmp_path, files, words):
+def test_data_folders_that_cannot_be_trained_on(capsys, tmp_path, monkeypatch, files, words):
     """Empty; a class without images; a class that validation lacks."""
+    monkeypatch.setattr("hyperbatch.launch.OPENING_S", 1e6)
     (tmp_path / "data").mkdir()
     for name in files:
         path = tmp_path / "data" / name
