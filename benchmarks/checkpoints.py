@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hyperbatch.config import Config, fields
-from hyperbatch.recipes import get_recipe
+from hyperbatch.recipes import find_recipe
 from hyperbatch.record import strict_json
 
 KINDS = ("off", "beside", "waiting")
@@ -97,7 +97,7 @@ def measured(kind: str, recipe: str, values: dict[str, str], nproc: int) -> dict
 
 def configured(recipe: str, values: dict[str, str]) -> Config:
     known = {spec.name: spec for spec in fields()}
-    return get_recipe(recipe).config().override(**{name: known[name].parse(text) for name, text in values.items()})
+    return find_recipe(recipe).config().override(**{name: known[name].parse(text) for name, text in values.items()})
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hyperbatch.arena import Arena as Arena
+    from hyperbatch.callbacks import Callback as Callback
     from hyperbatch.comm import GradSync as GradSync
     from hyperbatch.comm import GridComm as GridComm
     from hyperbatch.comm import GridHookState as GridHookState
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     from hyperbatch.predict import Prediction as Prediction
     from hyperbatch.predict import load_model as load_model
     from hyperbatch.recipes import get_recipe as get_recipe
+    from hyperbatch.recipes.files import load_config as load_config
+    from hyperbatch.recipes.files import save_config as save_config
     from hyperbatch.record import RunRecord as RunRecord
     from hyperbatch.record import write_trace as write_trace
     from hyperbatch.sim.sweep import simulate as simulate
@@ -63,6 +66,7 @@ _HOME = {
     "Arena": "arena",
     "ArraySource": "data.source",
     "BatchPhase": "config",
+    "Callback": "callbacks",
     "Classifier": "predict",
     "Config": "config",
     "EncodedSource": "data.source",
@@ -95,12 +99,14 @@ _HOME = {
     "get_recipe": "recipes",
     "grid_hook": "comm",
     "load_cluster": "plan.clusters",
+    "load_config": "recipes.files",
     "load_model": "predict",
     "make_plan": "plan.planner",
     "param_groups": "params",
     "param_specs": "comm",
     "plan_groups": "plan.strategies",
     "register_ddp_hook": "comm",
+    "save_config": "recipes.files",
     "set_rate": "optim.build",
     "simulate": "sim.sweep",
     "train": "launch",

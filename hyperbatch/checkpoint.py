@@ -50,6 +50,19 @@ class Progress:
     best_top1: float | None = None
     passed_over: int = 0  # samples of the stream that were left out before `position`, by rollbacks
     rollbacks: list[dict[str, Any]] = field(default_factory=list)  # engine/rollback.py: `Rollback.to_dict()`
+    highest_top1: float | None = None  # of all evaluations
+    stale_evals: int = 0  # evaluations since that one
+
+    def note_eval(self, top1: float) -> None:
+        """To be called after an evaluation."""
+        if self.highest_top1 is None or top1 > self.highest_top1:
+            self.highest_top1, self.stale_evals = top1, 0
+        else:
+            self.stale_evals += 1
+
+    def is_stale(self, patience_evals: int) -> bool:
+        """Whether so many evaluations, if not 0, have brought no better accuracy."""
+        return 0 < patience_evals <= self.stale_evals
 
     def note_best(self) -> None:
         """To be called when a checkpoint is taken; of several with the same accuracy the first stays the best."""
@@ -236,7 +249,7 @@ def _load_newest(folder: Path, before_step: int | None) -> Checkpoint:
 
 
 def check_same_run(saved: Config, config: Config) -> None:
-    """InputError naming every field in which the resumed config differs and may not."""
+    """InputError naming every field in which the resumed config differs and may not. A run may become longer."""
     if saved.recipe != config.recipe:
         raise InputError(
             f"--resume: the saved run is of recipe {saved.recipe}; "
@@ -245,10 +258,16 @@ def check_same_run(saved: Config, config: Config) -> None:
     differences = [
         f"{spec.name} {format_value(spec.of(saved))} -> {format_value(spec.of(config))}"
         for spec in config_fields()
-        if not spec.free and spec.of(saved) != spec.of(config)
+        if not spec.free and spec.of(saved) != spec.of(config) and not _may_become(spec.name, saved, config)
     ]
     if differences:
         raise InputError(f"--resume: the saved run had another config: {'; '.join(differences)}; use another --out")
+
+
+def _may_become(name: str, saved: Config, config: Config) -> bool:
+    if name == "precision":
+        return config.optim.precision == "auto"  # the saved one is taken
+    return name == "epochs" and config.schedule.epochs > saved.schedule.epochs
 
 
 class Weights(NamedTuple):

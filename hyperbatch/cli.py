@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from hyperbatch import __version__
 from hyperbatch.config import Config, fields, format_value, section_titles
 from hyperbatch.errors import InputError, Preempted, RunFailed, nearest
+from hyperbatch.flags import FullHelp, ShortHelp, translated
 from hyperbatch.record import strict_json
 from hyperbatch.vocabulary import ALGORITHMS, STRATEGIES, TTA
 
@@ -98,6 +99,13 @@ def _train(args: argparse.Namespace) -> int:
     if args.world_size and not args.dry_run:
         raise InputError("--world-size belongs to --dry-run; start N processes with --nproc N or a launcher")
     config = _config(args)
+    if args.save_config:
+        from hyperbatch.recipes.files import save_config
+
+        save_config(config, args.save_config, recipe=args.recipe if ":" in (args.recipe or "") else None)
+        hint = f"config: {args.save_config} (`hyperbatch train --config {args.save_config}` trains it)"
+        _print(args, {"config": args.save_config}, hint)
+        return 0
     if args.dry_run:
         from hyperbatch.preview import format_preview, preview
 
@@ -402,10 +410,10 @@ def _numbers(text: str, flag: str) -> list[int]:
 
 
 def _config(args: argparse.Namespace) -> Config:
-    """Recipe, then overrides: every config field is a flag."""
-    from hyperbatch.recipes import get_recipe
+    """Recipe or the run to continue, then the config file, then flags: every config field is one."""
+    from hyperbatch.recipes.files import layered, read_config
 
-    recipe = get_recipe(args.recipe)
+    file = read_config(Path(args.config)) if args.config else None
     given = {spec.name: spec.parse(text) for spec in fields() if (text := getattr(args, spec.name)) is not None}
     global_batch = args.global_batch
     if args.batch_per_rank is not None:
@@ -414,8 +422,39 @@ def _config(args: argparse.Namespace) -> Config:
         global_batch = args.batch_per_rank * _world_size(args, given.get("nproc", 0), given.get("device", "auto"))
     if global_batch is not None and "batch_phases" in given:
         raise InputError("--batch-phases sets the batch of every phase; leave out --global-batch and --batch-per-rank")
-    config = recipe.config(global_batch)
-    return config.override(**given) if given else config
+    resumes = given.get("resume") not in (None, False, "no")
+    if resumes and (saved := _saved_config(given.get("out"))) is not None:
+        return _resumed(saved, args.recipe, file.values if file is not None else {}, given, global_batch)
+    return layered(args.recipe, file, given, global_batch=global_batch)
+
+
+def _saved_config(out: str | None) -> Config | None:
+    """Of the run in that folder; None: there is none to continue, which `train` will say."""
+    from hyperbatch.engine.folder import has_checkpoint
+    from hyperbatch.recipes.files import run_config
+
+    if out is None or not has_checkpoint(Path(out)):
+        return None
+    config = run_config(Path(out))
+    if config is None:  # of an older version
+        from hyperbatch.checkpoint import load
+
+        config = load(Path(out)).config
+    return config
+
+
+def _resumed(
+    saved: Config, recipe: str | None, file: Mapping[str, Any], given: dict[str, Any], global_batch: int | None
+) -> Config:
+    """The saved config, and what the command line says anew; `train` refuses what may not change."""
+    if recipe not in (None, saved.recipe):
+        raise InputError(
+            f"--resume: the run in {given['out']} is of recipe {saved.recipe}, not {recipe}; leave the recipe out"
+        )
+    values = {**file, **given}
+    if global_batch is not None:
+        values["global_batch"] = global_batch
+    return saved.override(**values)
 
 
 def _world_size(args: argparse.Namespace, nproc: int, device: str) -> int:
@@ -461,6 +500,9 @@ def _part(text: str) -> tuple[int, int]:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = _build_parser()
+    _check_verb(arguments, parser.verbs)
+    if arguments[:1] == ["train"]:
+        arguments = translated(arguments)
     args, unknown = parser.parse_known_args(_with_resume_value(arguments))
     if unknown:
         flag = unknown[0].split("=")[0]
@@ -482,6 +524,18 @@ def _with_resume_value(arguments: list[str]) -> list[str]:
     values = next(spec.choices for spec in fields() if spec.name == "resume")
     pairs = zip(arguments, [*arguments[1:], ""], strict=True)
     return ["--resume=yes" if word == "--resume" and after not in values else word for word, after in pairs]
+
+
+def _check_verb(arguments: list[str], verbs: Mapping[str, Any]) -> None:
+    """InputError for a first word that is no verb: the nearest one, or what to do with a recipe's name."""
+    verb = arguments[0] if arguments else ""
+    if not verb or verb.startswith("-") or verb in verbs:
+        return
+    from hyperbatch.recipes import all_recipes
+
+    if verb in all_recipes():
+        raise InputError(f"{verb} is a recipe; train it with `hyperbatch train {verb}`")
+    raise InputError(f"unknown verb {verb!r}{nearest(verb, list(verbs))}")
 
 
 def _build_parser() -> _Parser:
@@ -519,14 +573,19 @@ def _build_parser() -> _Parser:
         "train",
         _train,
         "train a recipe to its target",
-        description="Train a recipe (or package.module:function) to its target. Every config field is a flag; "
-        "a yes-or-no field is set by --field and unset by --no-field.",
+        description="Train a recipe (or package.module:function) to its target. A value in brackets is used where "
+        "the recipe sets none; a yes-or-no field is set by --field and unset by --no-field.",
         usage="hyperbatch train [RECIPE] [--data DIR] [--nproc N] [--out DIR] [--resume [auto]] [--dry-run] "
         "[--FIELD VALUE]",
+        add_help=False,
     )
+    sub.add_argument("-h", "--help", action=ShortHelp, help="show the most common flags and exit")
+    sub.add_argument("--help-all", action=FullHelp, help="show all flags by section and exit")
     sub.add_argument(
-        "recipe", nargs="?", default=DEFAULT, metavar="RECIPE", help=f"see `hyperbatch recipes` [{DEFAULT}]"
+        "recipe", nargs="?", metavar="RECIPE", help=f"see `hyperbatch recipes` [{DEFAULT}, or the config file's]"
     )
+    sub.add_argument("--config", metavar="FILE", help="TOML file of config fields: between the recipe and the flags")
+    sub.add_argument("--save-config", metavar="FILE", help="write such a file of this run and start nothing")
     sub.add_argument("--dry-run", action="store_true", help="print everything resolved and start nothing")
     sub.add_argument("--world-size", type=_positive, metavar="N", help="ranks to resolve a --dry-run for")
     sizes(sub)

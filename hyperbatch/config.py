@@ -31,6 +31,7 @@ from hyperbatch.vocabulary import (
     OPTIMIZERS,
     PRECISIONS,
     STRATEGIES,
+    TRACKERS,
     TTA,
 )
 
@@ -181,7 +182,8 @@ class DataConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimConfig:
     optimizer: str = option("lars", "update rule", OPTIMIZERS)
-    momentum: float = option(0.9, "momentum, in [0, 1)", BELOW_ONE)
+    momentum: float = option(0.9, "momentum, in [0, 1); the first beta of LAMB and AdamW", BELOW_ONE)
+    beta2: float = option(0.999, "LAMB and AdamW: decay of the average of squared gradients, in [0, 1)", BELOW_ONE)
     weight_decay: float = option(5e-5, "weight decay", NOT_NEGATIVE)
     trust_coefficient: float = option(0.001, "LARS trust coefficient", POSITIVE)
     lars_eps: float = option(0.0, "added to the denominator of the trust ratio", NOT_NEGATIVE)
@@ -215,7 +217,11 @@ class OptimConfig:
         None, "Muon: momentum of biases, norm parameters and the head; none: as momentum", BELOW_ONE
     )
     label_smoothing: float = option(0.1, "label smoothing, in [0, 1)", BELOW_ONE)
-    precision: str = option("fp32", "forward and backward precision", PRECISIONS)
+    precision: str = option(
+        "fp32",
+        "forward and backward precision; auto: fp32 on a CPU, 16 bit on a GPU (bf16 where it has it, else fp16)",
+        PRECISIONS,
+    )
     averaging: str = option(
         "none",
         "average of the weights over steps; ema: it is evaluated and exported, lookahead: the weights are set to it",
@@ -268,8 +274,15 @@ class CommConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     target_top1: float | None = option(None, "accuracy the run is timed to, in [0, 1]; none: just train")
-    stop_at_target: bool = option(True, "stop at the first evaluation that reaches the target")
+    stop_at_target: bool = option(True, "stop at the first evaluation that reaches the target", free=True)
+    patience_evals: int = option(
+        0,
+        "stop early after this many evaluations in a row without a better accuracy; 0: never",
+        NOT_NEGATIVE,
+        free=True,
+    )
     eval_every_epochs: float = option(4.0, "epochs between evaluations", POSITIVE)
+    final_eval: bool = option(True, "evaluate after the last step, also where --max-steps ends the run", free=True)
     eval_offset_epochs: float = option(0.0, "shift of the evaluation grid, in epochs (MLPerf: 0 to 3)", NOT_NEGATIVE)
     eval_batch_per_rank: int = option(
         0,
@@ -306,6 +319,9 @@ class RunConfig:
     keep_checkpoints: int = option(2, "newest checkpoints to keep; 0: save none", NOT_NEGATIVE, free=True)
     keep_best: bool = option(True, "keep the checkpoint of the best evaluation, too, whatever its age", free=True)
     log_every_steps: int = option(1, "steps between metric lines", POSITIVE, free=True)
+    tracker: str | None = option(
+        None, "send curves and config to this service, too; none: only to files in --out", TRACKERS, free=True
+    )
     max_skipped_steps: int = option(
         50, "steps in a row that may be skipped for inf or nan gradients; 0: any number", NOT_NEGATIVE, free=True
     )
@@ -375,6 +391,10 @@ class Config:
         """Samples of the first step over all ranks."""
         return self.schedule.batch_phases[0].global_batch
 
+    def with_precision(self, found: str) -> Self:
+        """A copy in which a precision of `auto` is replaced by the one that was found for the device."""
+        return self.override(precision=found) if self.optim.precision == "auto" else self
+
     @property
     def scatters_gradients(self) -> bool:
         """Whether a rank gets its shard of the gradients only. Muon needs whole ones: its ranks share the products."""
@@ -401,6 +421,8 @@ class Config:
 
     def _rescaled(self, global_batch: int) -> Self:
         first = self.global_batch
+        if global_batch == first:
+            return self
         phases = []
         for phase in self.schedule.batch_phases:
             scaled, rest = divmod(phase.global_batch * global_batch, first)
@@ -458,6 +480,17 @@ class FieldSpec:
         except ValueError as error:
             raise InputError(f"{self.flag}: {text!r} is not {_describe(self.type)}") from error
 
+    def read(self, value: Any) -> Any:
+        """The value that a TOML file gives: a text is read as on the command line, lists become tuples."""
+        if isinstance(value, str):
+            return self.parse(value)
+        if isinstance(value, list):
+            value = _tuples(value)
+            pairs = value and all(isinstance(part, tuple) and len(part) == 2 for part in value)
+            return self.coerce(value) if pairs else value
+        # A whole number is a number: 30 and 30.0 are the same run.
+        return float(value) if type(value) is int and "float" in str(self.type) else value
+
     def coerce(self, value: Any) -> Any:
         """JSON lists become the tuples the field declares."""
         item = _tuple_item(self.type)
@@ -495,6 +528,10 @@ def format_value(value: Any) -> str:
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() else repr(value)
     return str(value)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(part) for part in value) if isinstance(value, list | tuple) else value
 
 
 def _plain(value: Any) -> Any:
@@ -613,4 +650,6 @@ def check(config: Config) -> None:
     signals = () if r.preempt_signals is None else r.preempt_signals.split(",")
     known = all(hasattr(signal, f"SIG{name}") and name not in NEVER_SEEN for name in signals)
     need(known, "preempt_signals", "must be names of signals that a process may handle, e.g. TERM,USR1")
+    sharded = config.comm.sharded_update
+    need(not sharded or o.optimizer != "adamw", "sharded_update", "knows lars, sgd and muon, not adamw")
     need(r.target_top1 is None or 0 < r.target_top1 <= 1, "target_top1", "must be in (0, 1], e.g. 0.759")

@@ -8,54 +8,116 @@ train(config)
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+from hyperbatch.callbacks import Hooks, forwarded
 from hyperbatch.config import Config
 from hyperbatch.data.source import DataCounts, check_data
-from hyperbatch.engine.agent import default_nproc, start_ranks
-from hyperbatch.engine.folder import claimed, default_out, has_checkpoint, resume_hint
+from hyperbatch.engine.agent import count_gpus, default_nproc, start_ranks
+from hyperbatch.engine.folder import claimed, default_out, has_checkpoint, keep_config, resume_hint
 from hyperbatch.engine.ranks import Ranks, ended_by_sigterm, find_ranks
 from hyperbatch.errors import InputError, Interrupted, Preempted, RunFailed
 from hyperbatch.plan import inventory
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.record import RunRecord, note_failure
 from hyperbatch.schedule import resolve_phases
+from hyperbatch.trackers import trackers_of
 from hyperbatch.vocabulary import TIMM
 
+OPENING_S = 0.5  # the first line comes by then, whatever the data takes
 
-def train(config: Config) -> RunRecord:
+
+def train(config: Config, callbacks: Iterable[Any] = ()) -> RunRecord:
     """Trains and returns the record. InputError for wrong input, RunFailed when a run that began could not end;
-    Preempted, which is one, when it was asked to make room and can go on."""
+    Preempted, which is one, when it was asked to make room and can go on.
+
+    callbacks: are told what happens (hyperbatch/callbacks.py), in this process; under somebody's launcher, on rank 0.
+    """
     ranks = find_ranks()
+    hooks = Hooks([*callbacks, *trackers_of(config)] if ranks is None or ranks.rank == 0 else ())
     if config.run.resume != "no" and not config.run.out:
         raise InputError("--resume needs the folder of the run to continue: give it with --out")
     if ranks is None:
-        counts = check_data(config.data)  # before torch is loaded: the commonest mistake is answered at once
         nproc = config.run.nproc or default_nproc(config.run.device)
-        check_input(config, nproc, counts)
-        config = config.override(out=str(config.run.out or default_out(config)), nproc=nproc)
+        with _told_if_slow(opening(config, nproc)):
+            counts = check_data(config.data)  # before torch is loaded: the commonest mistake is answered at once
+            check_input(config, nproc, counts)
+        given, config = config, config.override(out=str(config.run.out or default_out(config)), nproc=nproc)
         with claimed(Path(config.run.out or "."), resume=config.run.resume):
+            _say(opening(config, nproc, counts))
+            if nproc > 1 or "torch" not in sys.modules:
+                _say("loading torch ..." if nproc == 1 else f"starting {nproc} ranks, each of which loads torch ...")
             check_resume(config)
+            keep_config(given, Path(config.run.out or "."))
             # A process that is killed cannot start itself again.
             apart = nproc > 1 or config.run.max_restarts > 0
-            return _train_elastic(config, nproc) if apart else _train_here(config, Ranks())
-    if config.run.max_restarts:
-        raise InputError(
-            f"--max-restarts {config.run.max_restarts}: only {ranks.launcher} can start these ranks again; use its own "
-            f"option (torchrun --max-restarts, sbatch --requeue) and --resume auto"
-        )
-    return _train_here(config, ranks)
+            with _end_told(hooks, Path(config.run.out or ".")):
+                record = _train_elastic(config, nproc, hooks) if apart else _train_here(config, Ranks(), hooks)
+    else:
+        if config.run.max_restarts:
+            raise InputError(
+                f"--max-restarts {config.run.max_restarts}: only {ranks.launcher} can start these ranks again; use its "
+                f"own option (torchrun --max-restarts, sbatch --requeue) and --resume auto"
+            )
+        if ranks.rank == 0:
+            _say(opening(config, ranks.world_size))
+        record = _train_here(config, ranks, hooks, keeps_config=True)
+    if ranks is None or ranks.rank == 0:
+        hooks.tell("on_end", record)
+    return record
 
 
-def _train_here(config: Config, ranks: Ranks) -> RunRecord:
+def opening(config: Config, world_size: int, counts: DataCounts | None = None) -> str:
+    """The first line of a run: what is trained on what, where. counts: of the data, once they are known."""
+    data = config.data.data or config.data.dataset
+    if counts is not None:
+        data = f"{data} ({counts.train_samples:,} training images, {counts.classes:,} classes)"
+    device = "the CPU" if config.run.device == "cpu" or not count_gpus() else "GPUs" if world_size > 1 else "a GPU"
+    ranks = "1 rank" if world_size == 1 else f"{world_size:,} ranks"
+    folder = f", in {config.run.out}" if config.run.out else ""
+    return f"{config.recipe}: {config.model.model} on {data}, {ranks} on {device}{folder}"
+
+
+@contextlib.contextmanager
+def _told_if_slow(line: str) -> Iterator[None]:
+    """Says the line if what follows takes long, so that nobody looks at an empty screen."""
+    timer = threading.Timer(OPENING_S, _say, (f"{line}; reading the data ...",))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _end_told(hooks: Hooks, out: Path) -> Iterator[None]:
+    """A run that fails has an end, too, as far as its folder says something of it."""
+    try:
+        yield
+    except BaseException:
+        if hooks.wants("on_end") and (out / "record.json").exists():
+            hooks.tell("on_end", RunRecord.load(out))
+        raise
+
+
+def _train_here(config: Config, ranks: Ranks, hooks: Hooks, *, keeps_config: bool = False) -> RunRecord:
     from hyperbatch.engine.loop import run
 
     with ended_by_sigterm():
         try:
-            record = run(config, ranks)
+            record = run(config, ranks, hooks=hooks, keeps_config=keeps_config)
         except RunFailed as error:
             if config.run.out is None:
                 raise
@@ -89,7 +151,7 @@ def check_input(config: Config, world_size: int, counts: DataCounts) -> None:
     model = config.model.model
     if model in inventory.model_names():  # too small an image is refused
         inventory.layers(model, classes=counts.classes, image_size=config.data.image_size, in_channels=counts.channels)
-    start = config.model.init_from
+    start = config.model.init_from if config.run.resume == "no" else None
     if start not in (None, TIMM) and not Path(start).exists():
         raise InputError(f"--init-from {start}: no such file")
 
@@ -103,12 +165,12 @@ def check_resume(config: Config) -> None:
         checkpoint.check_same_run(checkpoint.load(out).config, config)
 
 
-def _train_elastic(config: Config, nproc: int) -> RunRecord:
+def _train_elastic(config: Config, nproc: int, hooks: Hooks) -> RunRecord:
     """Starts the ranks, and starts them again after a fault as often as the config allows."""
     out, faults, most = Path(config.run.out or "."), [], config.run.max_restarts
     while True:
         try:
-            _start(config, nproc)
+            _start(config, nproc, hooks)
             break
         except Interrupted:
             raise
@@ -126,7 +188,7 @@ def _train_elastic(config: Config, nproc: int) -> RunRecord:
     return record
 
 
-def _start(config: Config, nproc: int) -> None:
+def _start(config: Config, nproc: int, hooks: Hooks) -> None:
     """Runs the ranks to their end; a failure is left in the run's folder."""
     from hyperbatch.engine.preempt import signals_of
 
@@ -135,13 +197,14 @@ def _start(config: Config, nproc: int) -> None:
         config_path = Path(scratch) / "config.json"
         config_path.write_text(json.dumps(config.to_dict()))
         try:
-            start_ranks(
-                nproc,
-                "hyperbatch.engine.worker",
-                config_path,
-                hint=lambda: resume_hint(out),
-                preempt_signals=signals_of(config.run.preempt_signals),
-            )
+            with forwarded(hooks, Path(scratch)):
+                start_ranks(
+                    nproc,
+                    "hyperbatch.engine.worker",
+                    config_path,
+                    hint=lambda: resume_hint(out),
+                    preempt_signals=signals_of(config.run.preempt_signals),
+                )
         except RunFailed as error:
             if error.words:
                 note_failure(out, error.words, config, nproc)

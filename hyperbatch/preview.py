@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from hyperbatch.config import Config, fields, format_value
 from hyperbatch.data.source import DataCounts, check_data, open_data
+from hyperbatch.engine.agent import count_gpus
 from hyperbatch.launch import check_input
 from hyperbatch.memory import host_memory_bytes
 from hyperbatch.plan import inventory
@@ -18,7 +19,7 @@ from hyperbatch.plan.strategies import group_options, plan_groups
 from hyperbatch.plan.types import GroupPlan, RankGrid, TensorSpec
 from hyperbatch.plan.workload import model_tensors, resolve_all, step_memory
 from hyperbatch.recipes import all_recipes, batch_note
-from hyperbatch.schedule import Phase, learning_rate, total_steps
+from hyperbatch.schedule import Phase, learning_rate, repeats_note, total_steps
 from hyperbatch.schedule.layers import layer_factors
 from hyperbatch.vocabulary import HALF_DTYPES, PRECISION_DTYPE
 
@@ -47,7 +48,8 @@ class Preview:
 
     @property
     def note(self) -> str | None:
-        return batch_note(self.config)
+        repeats = repeats_note(self.config.schedule.batch_phases, self.counts.train_samples)
+        return "; ".join(note for note in (batch_note(self.config), repeats) if note) or None
 
     @property
     def parameters(self) -> int:
@@ -91,6 +93,8 @@ class Preview:
 
 
 def preview(config: Config, world_size: int) -> Preview:
+    # A run asks the GPU which 16 bits it has; every one of the last years has bf16.
+    config = config.with_precision("bf16" if config.run.device != "cpu" and count_gpus() else "fp32")
     counts = data_counts(config)
     check_input(config, world_size, counts)
     channels, available = counts.channels, device_memory_bytes()

@@ -81,6 +81,14 @@ class RunRecord:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
+    def metrics(self, event: str | None = None) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl as they are, e.g. for `pandas.DataFrame(record.metrics("eval"))`.
+
+        event: "step" or "eval"; None: all, in the order in which they happened.
+        """
+        rows = read_metrics(Path(self.folder)) if self.folder else []
+        return [row for row in rows if event in (None, row["event"])]
+
     def save(self, folder: Path) -> None:
         """Writes record.json in one atomic move, so a reader never sees half of it."""
         partial = folder / "record.json.partial"
@@ -100,7 +108,8 @@ class RunRecord:
             schema = values.get("schema") if isinstance(values, dict) else None
             raise InputError(f"{path}: schema {schema} is not {SCHEMA}; use the version that wrote it")
         try:
-            return cls(**{**_known(cls, values), "result": Result(**_known(Result, values["result"]))})
+            result = Result(**_known(Result, values["result"]))
+            return cls(**{**_known(cls, values), "result": result, "folder": str(folder)})  # it may have been moved
         except (KeyError, TypeError) as error:
             raise InputError(f"{path} lacks a field of a run's record ({error})") from None
 

@@ -10,7 +10,7 @@ GROUP_COUNT = 4  # groups of `equal`
 GROUP_THRESHOLD_BYTES = 16 << 20  # a group of `threshold` leaves once it holds this much
 GROUP_BASE = 3  # tensors in the first group of `cubic`
 
-OPTIMIZERS = ("lars", "lamb", "muon", "sgd")  # update rules
+OPTIMIZERS = ("lars", "lamb", "adamw", "muon", "sgd")  # update rules
 MUON_COEFFICIENTS = ("original", "polar_express")  # polynomials of its iterations
 MUON_ADJUSTMENTS = ("original", "match_rms_adamw", "none")  # how its rate follows a matrix's shape
 MOMENTUM_RULES = ("lr_inside", "lr_outside", "rescaled", "unscaled")  # where the rate enters the momentum of LARS
@@ -20,8 +20,10 @@ TTA = ("none", "mirror", "mirror_shift")  # views of an image that evaluation av
 TIMM = "timm"  # where --init-from takes pretrained weights from, unless it names a file
 AVERAGING = ("none", "ema", "lookahead")  # of the weights over steps
 
+TRACKERS = ("wandb", "mlflow", "tensorboard")  # services that curves can be sent to; packages of the same names
+
 PRECISION_DTYPE = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
-PRECISIONS = tuple(PRECISION_DTYPE)
+PRECISIONS = (*PRECISION_DTYPE, "auto")
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 HALF_DTYPES = tuple(name for name, nbytes in DTYPE_BYTES.items() if nbytes == 2)
 

@@ -55,6 +55,7 @@ def end_to_end(data: str, setting: Setting, batches: Sequence[int], steps: int |
             eval_every_epochs=1e9,
             checkpoint_every_epochs=0.0,
             max_steps=steps,
+            final_eval=False,
             device=device,
             nproc=1,
         )
@@ -62,7 +63,7 @@ def end_to_end(data: str, setting: Setting, batches: Sequence[int], steps: int |
         for batch in batches:
             config = config.override(
                 batch_phases=(BatchPhase(0, batch),),
-                epochs=(steps + 1) * batch / len(source),  # it stops before the end, which would be evaluated
+                epochs=(steps + 1) * batch / len(source),
                 out=str(Path(scratch) / f"run-{batch}"),
             )
             harness.say(f"batch {batch}: {steps} steps")

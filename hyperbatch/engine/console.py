@@ -1,42 +1,79 @@
-"""Rank 0's voice: a progress bar on a terminal, a line per evaluation elsewhere. All of it on stderr."""
+"""Rank 0's voice, on stderr: on a terminal one line that is kept up to date, elsewhere plain lines now and then.
+
+step 120/450  1:20 left  epoch 2.4  loss 1.234  12,345 images/s  rate 0.5  ━━━━━━━━━━━     what matters most comes first
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
+import time
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task
+from rich.text import Text
+
+LINE_S = 10.0  # between two lines about steps, where there is no terminal
+STAGE_S = 2.0  # what takes less is not worth a line there
+BAR_COLUMNS = 20
 
 
 class Console:
     """Silent when not enabled (every rank but 0)."""
 
-    def __init__(self, *, enabled: bool = True) -> None:
-        self._out = RichConsole(stderr=True, quiet=not enabled, highlight=False)
-        self._live = enabled and sys.stderr.isatty()
-        self._bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self._out,
-            refresh_per_second=8,
-            disable=not self._live,
-        )
+    def __init__(self, *, enabled: bool = True, out: RichConsole | None = None) -> None:
+        """out: where to write; None: stderr."""
+        self._enabled = enabled
+        self._out = out or RichConsole(stderr=True, quiet=not enabled, highlight=False)
+        self._live = enabled and (self._out.is_terminal if out else sys.stderr.isatty())
+        bar = [BarColumn(bar_width=BAR_COLUMNS)] if self._out.width >= 80 + BAR_COLUMNS else []
+        self._bar = Progress(_Line(self._out), *bar, console=self._out, refresh_per_second=8, disable=not self._live)
+        self._setup: Progress | None = None  # shows the stage
+        self._timer: threading.Timer | None = None
+        self._pace = Pace(0, 0)
+
+    def stage(self, text: str) -> None:
+        """What the run does before its first step. On a terminal it is shown at once, elsewhere once it takes long."""
+        self._end_stage()
+        if not self._enabled:
+            return
+        if self._live:
+            self._setup = Progress(SpinnerColumn(), _Line(self._out), console=self._out, transient=True)
+            self._setup.add_task("", parts=(f"{text} ...",))
+            self._setup.start()
+        else:
+            self._timer = threading.Timer(STAGE_S, self.say, (f"{text} ...",))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _end_stage(self) -> None:
+        if self._setup is not None:
+            self._setup.stop()
+            self._setup = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def start(self, total_steps: int, first_step: int = 0) -> None:
-        self._task = self._bar.add_task("", total=total_steps, completed=first_step)
+        self._end_stage()
+        self._pace = Pace(total_steps, first_step)
+        self._task = self._bar.add_task("", total=total_steps, completed=first_step, parts=("step",))
         self._bar.start()
 
     def say(self, text: str) -> None:
-        self._out.print(text)
+        """A line as it is, however long: a log is not a page."""
+        self._out.print(text, soft_wrap=True, markup=False)
 
     def step(self, step: int, epoch: float, loss: float, rate: float, images_per_s: float) -> None:
+        if not self._enabled:
+            return
+        now_s = time.monotonic()
         if self._live:
-            text = f"epoch {epoch:.1f}  loss {loss:.3f}  rate {rate:.3g}  {images_per_s:,.0f} img/s"
-            self._bar.update(self._task, completed=step, description=text)
+            self._bar.update(
+                self._task, completed=step, parts=self._pace.parts(step, epoch, loss, rate, images_per_s, now_s)
+            )
+        elif self._pace.line_is_due(now_s):
+            self.say("  ".join(self._pace.parts(step, epoch, loss, rate, images_per_s, now_s)))
 
     def eval(self, step: int, epoch: float, top1: float, top1_plain: float | None, target: float | None) -> None:
         mark = "  reached" if target is not None and top1 >= target else ""
@@ -44,4 +81,69 @@ class Console:
         self.say(f"epoch {epoch:6.2f}  step {step:6d}  top-1 {top1:7.2%}{plain}{mark}")
 
     def close(self) -> None:
+        self._end_stage()
         self._bar.stop()
+
+
+class Pace:
+    """How fast a run is, and what is left of it."""
+
+    def __init__(self, total_steps: int, first_step: int, *, now_s: float | None = None) -> None:
+        self._total, self._first = total_steps, first_step
+        self._start_s = self._said_s = time.monotonic() if now_s is None else now_s
+
+    def left_s(self, step: int, now_s: float) -> float | None:
+        """Seconds, evaluations included, if the rest goes as fast as what was done; None: nothing was."""
+        done = step - self._first
+        return None if done <= 0 else (self._total - step) * (now_s - self._start_s) / done
+
+    def line_is_due(self, now_s: float) -> bool:
+        if now_s < self._said_s + LINE_S:
+            return False
+        self._said_s = now_s
+        return True
+
+    def parts(
+        self, step: int, epoch: float, loss: float, rate: float, images_per_s: float, now_s: float
+    ) -> tuple[str, ...]:
+        """What there is to say, the most important first."""
+        left_s = self.left_s(step, now_s)
+        return (
+            f"step {step:,}/{self._total:,}",
+            *([] if left_s is None else [f"{format_duration(left_s)} left"]),
+            f"epoch {epoch:.1f}",
+            f"loss {loss:.3f}",
+            f"{images_per_s:,.0f} images/s",
+            f"rate {rate:.3g}",
+        )
+
+
+class _Line(ProgressColumn):
+    """As many of a task's parts as fit into the terminal."""
+
+    max_refresh = 0.1
+
+    def __init__(self, out: RichConsole) -> None:
+        super().__init__()
+        self._out = out
+
+    def render(self, task: Task) -> Text:
+        room = self._out.width - 4 - (BAR_COLUMNS if self._out.width >= 80 + BAR_COLUMNS else 0)
+        return Text(fitted(task.fields["parts"], room), no_wrap=True, overflow="ellipsis")
+
+
+def fitted(parts: tuple[str, ...], columns: int) -> str:
+    """The first parts, as many as go into so many columns; the first one always."""
+    line = parts[0]
+    for part in parts[1:]:
+        if len(line) + 2 + len(part) > columns:
+            break
+        line += f"  {part}"
+    return line
+
+
+def format_duration(seconds: float) -> str:
+    """ "0:42", "1:20", "2:03:04" """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Iterator
@@ -14,15 +15,18 @@ from pathlib import Path
 from hyperbatch.config import Config
 from hyperbatch.engine.ranks import Ranks, errors_shared, share
 from hyperbatch.errors import InputError
+from hyperbatch.recipes.files import RUN_CONFIG, located, save_config
 from hyperbatch.record import RunRecord
 
+DEFAULT_PARENT = Path("runs")
+LOCK = ".lock"
 HELD = "HYPERBATCH_HOLDS"  # in the environment: the folder that the command which started this rank holds for it
 
 
 def default_out(config: Config) -> Path:
     """runs/<recipe>-<time>, with a number behind it when two runs start in the same second."""
     label = config.recipe.replace(":", "_").replace("/", "_")
-    base = Path("runs") / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
+    base = DEFAULT_PARENT / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = itertools.chain([base], (base.with_name(f"{base.name}-{n}") for n in itertools.count(2)))
     for name in names:
         try:
@@ -62,6 +66,7 @@ def claimed(out: Path, *, resume: str) -> Iterator[None]:
     """
     if resume == "yes" and not out.is_dir():
         raise InputError(f"--resume: {out} does not exist; give --out the folder of the run to continue")
+    existed = out.is_dir()
     try:
         out.mkdir(parents=True, exist_ok=True)
         probe = out / f".writable-{uuid.uuid4().hex}"
@@ -72,12 +77,30 @@ def claimed(out: Path, *, resume: str) -> Iterator[None]:
     with contextlib.nullcontext() if os.environ.get(HELD) == _name(out) else _lock(out):
         if resume == "no" if has_checkpoint(out) else resume != "yes" and _is_finished(out):
             raise InputError(f"--out {out} already holds a run; continue it with --resume or choose another folder")
+        with _tidied(out, existed=existed):
+            yield
+
+
+@contextlib.contextmanager
+def _tidied(out: Path, *, existed: bool) -> Iterator[None]:
+    """Input that is refused leaves nothing behind in a folder that was empty, nor the folder if it was not there."""
+    empty = [entry.name for entry in out.iterdir()] in ([], [LOCK])
+    try:
         yield
+    except InputError:
+        if empty:
+            shutil.rmtree(out, ignore_errors=True)
+            if out.parent == DEFAULT_PARENT:  # `default_out` has made both
+                with contextlib.suppress(OSError):
+                    DEFAULT_PARENT.rmdir()  # unless there are other runs
+            elif existed:
+                out.mkdir(exist_ok=True)
+        raise
 
 
 @contextlib.contextmanager
 def _lock(out: Path) -> Iterator[None]:
-    with (out / ".lock").open("w") as file:
+    with (out / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -104,6 +127,11 @@ def _is_finished(out: Path) -> bool:
 
 def has_checkpoint(out: Path) -> bool:
     return any((out / "checkpoints").glob("step-*.pt"))
+
+
+def keep_config(config: Config, out: Path) -> None:
+    """Leaves in the run's folder what `--resume` takes from there."""
+    save_config(located(config), out / RUN_CONFIG)
 
 
 def resume_hint(out: Path) -> str:

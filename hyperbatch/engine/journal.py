@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hyperbatch
+from hyperbatch.callbacks import NO_HOOKS, CheckpointEvent, EvalEvent, Hooks, StartEvent, StepEvent
+from hyperbatch.checkpoint import Checkpoint
 from hyperbatch.comm.sync import PhaseTiming
 from hyperbatch.config import Config
 from hyperbatch.engine.clock import Clock
@@ -72,10 +74,13 @@ class Journal:
         *,
         resume_from_step: int | None,
         quiet: bool = False,
+        hooks: Hooks = NO_HOOKS,
     ) -> None:
-        """out: the run's folder; None: nothing is written. quiet: nothing is said, either."""
+        """out: the run's folder; None: nothing is written. quiet: nothing is said, either. hooks: rank 0's are told."""
         self.config, self.out, self.clock = config, out, clock
         self._rank = ranks.rank
+        self._hooks = hooks if ranks.rank == 0 else NO_HOOKS
+        self._written: deque[CheckpointEvent] = deque()  # that nobody has been told of
         self._words: dict[str, Any] = {}  # of the rank whose failure ended the run
         chief = ranks.rank == 0
         self.writer = RunWriter(out, resume_from_step=resume_from_step) if chief and out is not None else None
@@ -133,6 +138,9 @@ class Journal:
         for note in run.warnings:
             self.console.say(f"note: {note}")
         self.console.start(total_steps(run.phases, samples, epochs), run.progress.step)
+        if self._hooks.wants("on_start"):
+            event = StartEvent(config=self.config, folder=str(self.out or ""), step=run.progress.step)
+            self._hooks.tell("on_start", event)
         if self.mlperf is not None:
             self.mlperf.run_start(
                 train_samples=samples,
@@ -146,6 +154,7 @@ class Journal:
     def stride(self, run: Run, stride: Stride, losses: Tensor, rates: Sequence[float], timer: StepTimer) -> None:
         """Books a stride just launched, and writes the one before it."""
         self._write()
+        self._tell_checkpoints()
         self._booked += map(_Booked, stride, rates)
         self._losses.append(losses)
         self._steps_per_launch = max(self._steps_per_launch, len(stride))
@@ -167,6 +176,7 @@ class Journal:
     def flush(self) -> None:
         """Writes what is pending and looks at the loss of every step so far, also of those that get no line."""
         self._write()
+        self._tell_checkpoints()
         if self._booked and self.run is not None:
             booked, losses, own = self._take(self.run)
             self._check(booked, losses.tolist(), own)  # synchronises: what follows builds on these steps
@@ -217,19 +227,20 @@ class Journal:
             if not self._has_line(step):
                 continue
             epoch = (step.position + step.phase.global_batch) / len(self.run.train_set)
+            line: dict[str, Any] = {
+                "step": step.index + 1,
+                "epoch": epoch,
+                # Steps that were launched together share the time evenly.
+                "time_s": end_s - (len(booked) - 1 - place) / len(booked) * elapsed_s,
+                "loss": loss,
+                "lr": rate,
+                "global_batch": step.phase.global_batch,
+                "images_per_s": images_per_s,
+            }
             if self.writer is not None:
-                self.writer.step(
-                    step=step.index + 1,
-                    epoch=epoch,
-                    # Steps that were launched together share the time evenly.
-                    time_s=end_s - (len(booked) - 1 - place) / len(booked) * elapsed_s,
-                    loss=loss,
-                    lr=rate,
-                    global_batch=step.phase.global_batch,
-                    images_per_s=images_per_s,
-                    exposed_comm_s=timing.exposed_comm_s,
-                    data_wait_s=timing.data_wait_s,
-                )
+                self.writer.step(**line, exposed_comm_s=timing.exposed_comm_s, data_wait_s=timing.data_wait_s)
+            if self._hooks.wants("on_step"):
+                self._hooks.tell("on_step", StepEvent(**line))
             self.console.step(step.index + 1, epoch, loss, rate, images_per_s)
         if self.writer is not None:
             start_s = end_s - marks.steps * timing.step_s
@@ -247,6 +258,12 @@ class Journal:
 
     def _has_line(self, step: Step) -> bool:
         return step.index % self.config.run.log_every_steps == 0
+
+    def note(self, line: str) -> None:
+        """Says it and keeps it for the record."""
+        self.console.say(f"note: {line}")
+        if self.run is not None:
+            self.run.warnings.append(line)
 
     def warn(self, line: str) -> None:
         """Tells it now and keeps it for the record. Any thread may call it."""
@@ -277,7 +294,21 @@ class Journal:
             until = min(self.config.schedule.epochs, self._evals.next_epoch(epoch))
             if until > epoch and not (self.config.run.stop_at_target and run.reached):
                 self.mlperf.block_start(epoch, until)
+        if self._hooks.wants("on_eval"):
+            self._hooks.tell("on_eval", EvalEvent(step=step, epoch=epoch, time_s=now, scores=score.to_dict()))
         self.console.eval(step, epoch, score.top1, score.top1_plain, self.config.run.target_top1)
+
+    def checkpoint(self, saved: Checkpoint, path: Path) -> None:
+        """A checkpoint is on the disk. The thread that wrote it calls this; callbacks are told by the run's own."""
+        if self._hooks.wants("on_checkpoint"):
+            progress = saved.progress
+            best = progress.best_step == progress.step
+            epoch = progress.position / saved.train_samples
+            self._written.append(CheckpointEvent(step=progress.step, epoch=epoch, path=str(path), best=best))
+
+    def _tell_checkpoints(self) -> None:
+        while self._written:
+            self._hooks.tell("on_checkpoint", self._written.popleft())
 
     def unreadable(self, lines: list[str]) -> None:
         """Books validation images that this rank could not read."""

@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
+from hyperbatch.callbacks import NO_HOOKS, Hooks
 from hyperbatch.config import Config
 from hyperbatch.data.batch import Batch
 from hyperbatch.engine import snapshot
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.ending import Ending
-from hyperbatch.engine.folder import claim_folder, continues
+from hyperbatch.engine.folder import claim_folder, continues, keep_config
 from hyperbatch.engine.guard import Guard, LossGuard
 from hyperbatch.engine.journal import Journal
 from hyperbatch.engine.kernel_choice import training_kernels
@@ -23,7 +24,7 @@ from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.preempt import Preemption
 from hyperbatch.engine.ranks import Ranks, join
 from hyperbatch.engine.rollback import may_roll_back, roll_back
-from hyperbatch.engine.run import Run, build_run
+from hyperbatch.engine.run import Run, at_precision, build_run
 from hyperbatch.engine.runner import StepRunner
 from hyperbatch.engine.saver import Saver
 from hyperbatch.engine.step import MicroStep
@@ -53,12 +54,15 @@ def run(
     *,
     report: Callable[[dict[str, Any]], None] | None = None,
     parent_file: Path | None = None,
+    hooks: Hooks = NO_HOOKS,
+    keeps_config: bool = False,
 ) -> RunRecord:
     """Trains as one of `ranks`; every rank returns the record, rank 0 has written the folder. The record of a run that
     was preempted says so as its `error`.
 
     report: where a rank of several leaves its words when it fails (engine/ending.py). parent_file: where the command
-    that started this rank says that it was asked to make room (engine/preempt.py).
+    that started this rank says that it was asked to make room (engine/preempt.py). hooks: are told by rank 0.
+    keeps_config: rank 0 leaves the config in the folder, for --resume; else the command that started it has done so.
     """
     clock = Clock()
     preemption = Preemption(config.run.preempt_signals, ranks, timeout_s=config.run.timeout_s, parent_file=parent_file)
@@ -78,16 +82,19 @@ def run(
             record = RunRecord.load(out)
             if not record.error:
                 return record
+        if keeps_config and ranks.rank == 0:
+            keep_config(config, out)
+        config = at_precision(config, device, saved)
         resume_from = None if saved is None else saved.progress.step + 1
-        with Journal(config, ranks, out, clock, resume_from_step=resume_from) as journal, ending.told():
+        with Journal(config, ranks, out, clock, resume_from_step=resume_from, hooks=hooks) as journal, ending.told():
             ending.record, ending.step = journal.fail_with, lambda: journal.step
-            run = build_run(config, ranks, device, clock=clock, saved=saved)
+            run = build_run(config, ranks, device, clock=clock, saved=saved, stage=journal.console.stage)
             held.callback(run.close)
             if saved is not None:
                 snapshot.restore(run, saved)
             runner = StepRunner(run.learner, micro_step, config, ranks, run.warnings)
             held.callback(runner.close)  # NCCL waits for graphs that hold its collectives
-            saver = held.enter_context(Saver(run, out, warn=journal.warn))
+            saver = held.enter_context(Saver(run, out, warn=journal.warn, written=journal.checkpoint))
             ending.preemption, preemption.on_stop = preemption, ending.disarm
             with preemption.watched(ending.store):
                 return train(run, runner, journal, saver, preemption)
@@ -102,7 +109,10 @@ def train(
     evals = EpochGrid(config.run.eval_every_epochs, config.run.eval_offset_epochs, len(run.train_set))
     # The run's time starts with the first training sample: by then its kernels are there. Evaluation is captured first:
     # training, which needs more, then takes the same memory once more.
+    stage = journal.console.stage
+    stage("compiling kernels")
     runner.compile(shapes_ahead(run))
+    stage("preparing evaluation")
     reason = run.validation.prepare(capture=runner.captures)
     if reason is not None:
         run.warnings.append(f"evaluation runs without a CUDA graph: {reason}")
@@ -110,7 +120,7 @@ def train(
     def left() -> tuple[Iterator[Stride], Iterator[Batch]]:
         todo, ahead = itertools.tee(
             prepared_strides(
-                run, runner, lambda step: evals.crossed(step) or saver.planned(step) or averages(run, step)
+                run, runner, lambda step: evals.crossed(step) or saver.planned(step) or averages(run, step), stage
             )
         )
         return todo, run.loader.batches(ahead, passed_over=run.progress.passed_over)
@@ -170,12 +180,11 @@ def train_strides(
         journal.stride(run, stride, losses, rates, timer)
         guard.after(stride)
 
-        finished = progress.position >= end
-        if finished or evals.crossed(step):
+        stopped = progress.position >= end or progress.step == config.run.max_steps
+        if evals.crossed(step) or (stopped and config.run.final_eval):
             journal.flush()
             guard.check()
-            finished = (evaluate_run(run, journal) and config.run.stop_at_target) or finished
-        stopped = finished or progress.step == config.run.max_steps
+            stopped = evaluate_run(run, journal) or stopped
         if stopped or saver.due(step):
             save(run, journal, guard, saver)
         if stopped:
@@ -259,7 +268,7 @@ def micro_step(
 
 
 def evaluate_run(run: Run, journal: Journal) -> bool:
-    """Evaluates, books the result, and says whether the target is reached."""
+    """Evaluates, books the result, and says whether that ends the run: the target is reached, or patience is over."""
     journal.eval_start(run)
     with run.clock.booked("eval"):
         score = run.validation.evaluate()
@@ -270,8 +279,11 @@ def evaluate_run(run: Run, journal: Journal) -> bool:
     run.progress.top1, run.progress.top1_plain = score.top1, score.top1_plain
     if reached and run.progress.time_to_target_s is None:
         run.progress.time_to_target_s = run.progress.evaluated_s
+    run.progress.note_eval(score.top1)
     journal.eval(run, score)
-    return reached
+    if impatient := run.progress.is_stale(run.config.run.patience_evals):
+        journal.note(f"stopped early: the last {run.progress.stale_evals} evaluations brought no better accuracy")
+    return impatient or (reached and run.config.run.stop_at_target)
 
 
 def other_rates(config: Config, step: Step) -> tuple[float, float]:
@@ -281,8 +293,11 @@ def other_rates(config: Config, step: Step) -> tuple[float, float]:
     return decay, learning_rate(config.schedule, step.epoch, ends_epoch=config.optim.whiten_bias_epochs or None)
 
 
-def prepared_strides(run: Run, runner: StepRunner, ends: Callable[[Step], bool]) -> Iterator[Stride]:
+def prepared_strides(
+    run: Run, runner: StepRunner, ends: Callable[[Step], bool], stage: Callable[[str], None]
+) -> Iterator[Stride]:
     """What is left of the run, with the first strides warmed up and captured; `ends`: as for `schedule.strides`."""
+    stage("warming up")
     runner.warm_up(shapes_ahead(run))
     block = []  # the steps before the first break
     for step in itertools.islice(steps_left(run), STRIDES_AHEAD):
@@ -296,8 +311,9 @@ def prepared_strides(run: Run, runner: StepRunner, ends: Callable[[Step], bool])
         return strides(steps_left(run), length=runner.length, shape=runner.shape, ends=ends)
 
     near = list(itertools.islice(left(), STRIDES_AHEAD))
-    for stride in near + near[:1]:  # the first again: a later one may have needed its memory
+    for place, stride in enumerate(near + near[:1]):  # the first again: a later one may have needed its memory
         if not runner.is_ready(stride):
+            stage(f"preparing launch {place + 1} of {len(near)}")
             runner.prepare(stride)
     return left()
 

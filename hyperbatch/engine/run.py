@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,7 +19,7 @@ from hyperbatch.engine.learner import Learner, build_learner
 from hyperbatch.engine.ranks import Ranks, errors_shared, share
 from hyperbatch.engine.validation import Validation
 from hyperbatch.recipes import batch_note
-from hyperbatch.schedule import Phase, resolve_phases
+from hyperbatch.schedule import Phase, repeats_note, resolve_phases
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,18 +67,21 @@ def build_run(
     clock: Clock | None = None,
     saved: Checkpoint | None = None,
     data: tuple[Source, Source] | None = None,
+    stage: Callable[[str], None] = lambda text: None,
 ) -> Run:
     """A run before its first step; `saved` is the one that it is going to continue (`snapshot.restore`).
 
-    data: the training and validation set, where they are open already.
+    data: the training and validation set, where they are open already. stage: is told what it is about to do.
     """
-    warnings = notes(config, device)
+    stage("opening the data")
     with errors_shared(ranks):
         train_set, eval_set = data or open_data(config.data)
         if saved is not None:
             check_same_data(
                 saved.fixed.data, classes=saved.classes, samples=saved.train_samples, train=train_set, val=eval_set
             )
+    warnings = notes(config, device, len(train_set))
+    stage(f"building {config.model.model} and measuring the batch that fits")
     learner = build_learner(
         config,
         ranks,
@@ -90,6 +94,7 @@ def build_run(
     )
     warnings += learner.notes
     phases = phases_of(config, ranks, learner, train_set)
+    stage("starting the data loader")
     if saved is None:
         decoder = share(measured_decoder(train_set, config.data, device, ranks_per_host=ranks.local_size), ranks)
     else:
@@ -126,7 +131,7 @@ def next_run(before: Run, config: Config, clock: Clock) -> Run:
         clock=clock,
         loader=replace(before.loader, seed=config.run.seed),
         phases=phases_of(config, before.ranks, before.learner, before.train_set),
-        warnings=[*notes(config, before.learner.device), *before.learner.notes],
+        warnings=[*notes(config, before.learner.device, len(before.train_set)), *before.learner.notes],
         progress=Progress(),
         waited_before_s=0.0,
     )
@@ -143,9 +148,18 @@ def phases_of(config: Config, ranks: Ranks, learner: Learner, train_set: Source)
     )
 
 
-def notes(config: Config, device: torch.device) -> list[str]:
+def at_precision(config: Config, device: torch.device, saved: Checkpoint | None = None) -> Config:
+    """The config with a precision of `auto` chosen: that of the run it continues, or what suits the device."""
+    if saved is not None:
+        return config.with_precision(saved.config.optim.precision)
+    if device.type != "cuda":
+        return config.with_precision("fp32")
+    return config.with_precision("bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16")
+
+
+def notes(config: Config, device: torch.device, train_samples: int) -> list[str]:
     """What the user should know about this run before it starts."""
-    found = [batch_note(config)]
+    found = [batch_note(config), repeats_note(config.schedule.batch_phases, train_samples)]
     if device.type == "cpu" and config.optim.precision in ("fp16", "bf16"):
         found.append(f"{config.optim.precision} is many times slower than fp32 on a CPU; use --precision fp32 here")
     return [note for note in found if note]

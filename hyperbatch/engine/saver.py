@@ -35,11 +35,18 @@ class Saver:
     Leaving the context waits for the write that is under way, after an error, too.
     """
 
-    def __init__(self, run: Run, out: Path | None, *, warn: Callable[[str], None]) -> None:
-        """out: the run's folder; None, or a run that keeps no checkpoints: `save` does nothing. warn: is called by the
-        thread."""
+    def __init__(
+        self,
+        run: Run,
+        out: Path | None,
+        *,
+        warn: Callable[[str], None],
+        written: Callable[[Checkpoint, Path], None] | None = None,
+    ) -> None:
+        """out: the run's folder; None, or a run that keeps no checkpoints: `save` does nothing. warn, and written with
+        each checkpoint that is on the disk: are called by the thread."""
         config = run.config.run
-        self._run, self._warn = run, warn
+        self._run, self._warn, self._tell = run, warn, written
         self._folder = out / "checkpoints" if out is not None and config.keep_checkpoints else None
         every = config.checkpoint_every_epochs
         offset = config.eval_offset_epochs if every is None else 0.0
@@ -95,11 +102,13 @@ class Saver:
         """In the thread."""
         config = self._run.config.run
         try:
-            checkpoint.save(folder, owned(saved), keep=config.keep_checkpoints, keep_best=config.keep_best)
+            path = checkpoint.save(folder, owned(saved), keep=config.keep_checkpoints, keep_best=config.keep_best)
         except OSError as error:
             step, reason = saved.progress.step, error.strerror or error
             self._warn(f"the checkpoint of step {step} could not be written: {reason}; the run goes on without it")
             return False
+        if self._tell is not None:
+            self._tell(saved, path)
         return True
 
     def __enter__(self) -> Self:

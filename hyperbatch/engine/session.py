@@ -25,7 +25,7 @@ from hyperbatch.engine.kernel_choice import training_kernels
 from hyperbatch.engine.learner import Learner, frozen, initial_model
 from hyperbatch.engine.loop import micro_step, train
 from hyperbatch.engine.ranks import Ranks, join
-from hyperbatch.engine.run import Run, build_run, next_run
+from hyperbatch.engine.run import Run, at_precision, build_run, next_run
 from hyperbatch.engine.runner import StepRunner
 from hyperbatch.engine.saver import Saver
 from hyperbatch.engine.warmup import preserved_state
@@ -40,7 +40,7 @@ READ_ANEW = frozenset(
         *("decay_epochs", "decay_power", "end_lr", "milestones", "decay_factor", "weight_decay"),
         *("seed", "target_top1", "stop_at_target", "eval_every_epochs", "eval_offset_epochs", "max_steps"),
         *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes", "keep_checkpoints"),
-        *("keep_best", "log_every_steps", "timeout_s", "out", "resume"),
+        *("keep_best", "log_every_steps", "timeout_s", "out", "resume", "patience_evals", "final_eval", "tracker"),
         *("max_skipped_steps", "compare_every_steps", "max_rollbacks", "spike_factor"),
     )
 )
@@ -83,6 +83,7 @@ class Session:
             join(ranks, config.run.device, config.run.timeout_s) as device,
             Journal(config, ranks, out, clock, resume_from_step=None, quiet=True) as journal,
         ):
+            config = at_precision(config, device)
             try:
                 warm = self._warmed(config, ranks, device, clock)
                 run = warm.run

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hyperbatch import checkpoint
 from hyperbatch.arena import Arena
 from hyperbatch.checkpoint import Checkpoint, Fixed, per_rank
-from hyperbatch.config import Config
+from hyperbatch.config import Config, ScheduleConfig
 from hyperbatch.data.identity import sample_list
 from hyperbatch.data.source import ArraySource
 from hyperbatch.engine.learner import Learner, frozen
@@ -26,7 +26,7 @@ from hyperbatch.models.norm import merge_norm_statistics
 from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.optim.sharded import ShardedUpdate
 from hyperbatch.optim.tensors import write_setting
-from hyperbatch.schedule import position_of
+from hyperbatch.schedule import learning_rate, position_of
 
 
 class HostMemory:
@@ -137,6 +137,18 @@ def restore(run: Run, saved: Checkpoint) -> None:
     run.progress = replace(saved.progress)
     run.waited_before_s = saved.data_wait_s
     run.warnings += saved.skipped
+    if run.config.schedule.epochs != saved.config.schedule.epochs:
+        run.warnings.append(longer_run(saved.config.schedule, run.config.schedule, run.epoch))
+
+
+def longer_run(before: ScheduleConfig, now: ScheduleConfig, epoch: float) -> str:
+    """What more epochs mean for the schedule of a run that has come to `epoch`."""
+    old, new = learning_rate(before, epoch), learning_rate(now, epoch)
+    rate = f"stays {old:.4g}" if old == new else f"goes from {old:.4g} to {new:.4g}"
+    return (
+        f"--epochs {before.epochs:g} -> {now.epochs:g}: the schedule now runs to epoch {now.epochs:g}, and at epoch "
+        f"{epoch:.4g} the learning rate {rate}; a run of {now.epochs:g} epochs from the start would give another result"
+    )
 
 
 def put_back(run: Run, saved: Checkpoint) -> None:
@@ -184,7 +196,7 @@ def is_over(config: Config, saved: Checkpoint) -> bool:
     """Whether a resumed run has nothing left to do."""
     progress = saved.progress
     reached = progress.time_to_target_s is not None and config.run.stop_at_target
-    stopped = 0 < config.run.max_steps <= progress.step
+    stopped = 0 < config.run.max_steps <= progress.step or progress.is_stale(config.run.patience_evals)
     return reached or stopped or progress.position >= position_of(config.schedule.epochs, saved.train_samples)
 
 

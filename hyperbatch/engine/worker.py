@@ -34,14 +34,17 @@ def main(config_path: Path) -> int:
     parent_file = config_path.parent / PREEMPT_FILE
     if parent_file.exists():
         return 0  # the command is about to end
+    from hyperbatch.callbacks import EVENTS_FILE, NO_HOOKS, Forward
     from hyperbatch.engine.ending import words_of
     from hyperbatch.engine.loop import run
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    events = config_path.parent / EVENTS_FILE
+    hooks = Forward(events) if ranks.rank == 0 and events.exists() else NO_HOOKS
     try:
         # Rank 0 leaves a record when it is told to stop; the others may be waiting for it in code no signal reaches.
         with ended_by_sigterm() if ranks.rank == 0 else contextlib.nullcontext():
-            run(config, ranks, report=report, parent_file=parent_file)
+            run(config, ranks, report=report, parent_file=parent_file, hooks=hooks)
     except BaseException as error:
         words = words_of(error, ranks.rank)
         if not said.exists():  # else the run has told it, before it gave up what it held

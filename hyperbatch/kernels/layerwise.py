@@ -289,7 +289,7 @@ def _lars_trust(weight_norm, grad_norm, lr, decay, coefficient, eps, adapt, CLIP
 @triton.jit
 def _lamb_trust(weight_norm, direction_norm, adapt, CLIP: tl.constexpr):
     """`hyperbatch.optim.lamb.LambSettings.trust_ratio` for one layer."""
-    ratio = tl.div_rn(weight_norm, direction_norm)
+    ratio = tl.div_rn(weight_norm, tl.where(direction_norm > 0.0, direction_norm, 1.0))
     if CLIP:
         ratio = tl.minimum(ratio, 1.0)
     return tl.where((adapt != 0.0) & (weight_norm > 0.0) & (direction_norm > 0.0), ratio, 1.0)

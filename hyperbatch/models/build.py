@@ -151,20 +151,40 @@ def _own_model(path: str, classes: int, in_channels: int, zero_init_last_gamma: 
         raise InputError(f"model {path!r} is a {type(build).__name__}; give package.module:callable") from error
     parameters = signature.parameters.values()
     taken = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    passes_on = any(p.kind == p.VAR_KEYWORD for p in parameters)
     offered: dict[str, Any] = {"classes": classes, "num_classes": classes, "in_channels": in_channels}
-    if takes_all and "num_classes" not in taken:
-        del offered["num_classes"]
     if zero_init_last_gamma:
         if "zero_init_last_gamma" not in taken:
             raise InputError(f"--zero-init-last-gamma: {path} takes no such argument; leave it off")
         offered["zero_init_last_gamma"] = True
-    given = {name: value for name, value in offered.items() if takes_all or name in taken}
+    given = {name: value for name, value in offered.items() if name in taken}
     try:
         signature.bind(**given)
     except TypeError as error:
         raise InputError(f"model {path!r}: {error}; only {', '.join(given) or 'nothing'} can be given to it") from error
-    model = build(**given)
+    if passes_on:
+        model = _from_factory(build, path, given, offered)
+    else:
+        model = build(**given)
     if not isinstance(model, nn.Module):
         raise InputError(f"model {path!r} returned a {type(model).__name__}; it must return a torch.nn.Module")
     return model
+
+
+def _from_factory(build: Callable[..., Any], path: str, given: dict[str, Any], offered: dict[str, Any]) -> Any:
+    """The model of a factory that passes **kwargs on, as torchvision's do: nobody knows which names it takes.
+
+    given: what it names itself. The class count is offered under both of its names, one after the other, with the
+    images' channels and without: Python says which argument was one too many.
+    """
+    counts = [name for name in ("classes", "num_classes") if name in offered]
+    counts = [""] if any(name in given for name in counts) else counts  # it names one itself
+    for channels in ("in_channels", ""):
+        for count in counts:
+            more = {name: offered[name] for name in (count, channels) if name and name not in given}
+            try:
+                return build(**given, **more)
+            except TypeError as error:
+                if not any(f"unexpected keyword argument '{name}'" in str(error) for name in more):
+                    raise
+    raise InputError(f"model {path!r} takes the class count neither as classes nor as num_classes")

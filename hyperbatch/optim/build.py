@@ -40,7 +40,12 @@ def _lars(optim: OptimConfig) -> tuple[type[LARS | LAMB | Muon], dict[str, Any]]
 
 
 def _lamb(optim: OptimConfig) -> tuple[type[LARS | LAMB | Muon], dict[str, Any]]:
-    return LAMB, {"betas": (optim.momentum, 0.999), "trust_clip": optim.trust_clip}
+    return LAMB, {"betas": (optim.momentum, optim.beta2), "trust_clip": optim.trust_clip}
+
+
+def _adamw(optim: OptimConfig) -> tuple[type[LARS | LAMB | Muon], dict[str, Any]]:
+    """LAMB without trust ratios, with the eps of torch's AdamW."""
+    return LAMB, {"betas": (optim.momentum, optim.beta2), "eps": 1e-8, "adapt": False}
 
 
 def _muon(optim: OptimConfig) -> tuple[type[LARS | LAMB | Muon], dict[str, Any]]:
@@ -56,7 +61,7 @@ def _muon(optim: OptimConfig) -> tuple[type[LARS | LAMB | Muon], dict[str, Any]]
 
 
 # In order of increasing complexity: each name of `--optimizer` -> its class and settings. A new rule has a line here.
-OPTIMIZERS = {"sgd": _sgd, "lars": _lars, "lamb": _lamb, "muon": _muon}
+OPTIMIZERS = {"sgd": _sgd, "lars": _lars, "adamw": _adamw, "lamb": _lamb, "muon": _muon}
 
 
 def build_optimizer(

@@ -112,7 +112,6 @@ class FusedKernels:
             rows += made
         self._count = len(rows)
         self._fixed_aligned = all(address % 16 == 0 for row in rows for address in (*row[:3], row[9]))
-        self._has_direction = any(kind[0] == LAMB_CODE for kind in flags)
 
         self._chunks = torch.tensor(rows or [(0,) * CHUNK_COLUMNS.value], dtype=torch.int64).to(device)
         self._grad_partials = torch.zeros(max(1, self._count), device=device)
@@ -180,7 +179,9 @@ class FusedKernels:
             self.outcome if grad_scale is None else grad_scale,
         )
         scaled, told = grad_scale is not None, found_inf is not None
-        sizes = {"GROUPS": len(groups), "SCALED": scaled, "DIRECTION": self._has_direction}
+        # AdamW takes no norm of its direction: the first launch then reads gradients alone.
+        direction = any(self._form.flags(group)[0] == LAMB_CODE and group["adapt"] for group in groups)
+        sizes = {"GROUPS": len(groups), "SCALED": scaled, "DIRECTION": direction}
         norms_kernel[(self._count,)](*tables, **sizes, **common)
         for kind, first, count in self._launches:
             if count:

@@ -46,9 +46,9 @@ class StepMemory:
 def step_memory(specs: Sequence[TensorSpec], kept_bytes: int, optimizer: str = "lars") -> StepMemory:
     """kept_bytes: what autograd keeps for backward of the whole micro-step.
 
-    LAMB has two moments, Muon two buffers for products: as much again, since those have 16 bits.
+    LAMB and AdamW have two moments, Muon two buffers for products: as much again, since those have 16 bits.
     """
-    buffers = 2 if optimizer in ("lamb", "muon") else 1
+    buffers = 2 if optimizer in ("lamb", "adamw", "muon") else 1
     return StepMemory(
         weights=sum(spec.nbytes for spec in specs),
         masters=sum(spec.numel * 4 for spec in specs if spec.dtype in HALF_DTYPES),

@@ -15,7 +15,7 @@ from hyperbatch.plan.fit import StepMemory, fitting_batch
 from hyperbatch.plan.inventory import kept_bytes, model_names, tensors
 from hyperbatch.plan.machine import Cluster
 from hyperbatch.plan.types import TensorSpec
-from hyperbatch.recipes import get_recipe
+from hyperbatch.recipes import find_recipe
 from hyperbatch.schedule import Phase, resolve_phases
 from hyperbatch.vocabulary import PRECISION_DTYPE
 
@@ -44,7 +44,7 @@ def resolve(
     A recipe knows where its claim was made, so cluster and size may be left out. A batch that was asked for must
     divide; the recipe's own is moved to the nearest one that does.
     """
-    known = get_recipe(recipe) if isinstance(recipe, str) else None
+    known = find_recipe(recipe) if isinstance(recipe, str) else None
     if not isinstance(cluster, Cluster):
         cluster = load_cluster(cluster or (known.cluster if known else "local"))
     ranks = gpus if gpus is not None else (known.ranks if known else 1)
@@ -63,6 +63,7 @@ def resolve(
         config = original
     else:
         config = known.config(global_batch) if known else original.override(global_batch=global_batch)
+    config = config.with_precision("fp16")  # of `auto`: 16 bits, whichever
     written_for = max(phase.global_batch for phase in original.schedule.batch_phases)
     if known is not None and "global_batch" in inspect.signature(known.build).parameters:
         # MLPerf's table: its rate and epochs are those of the row it was taken from.

@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from hyperbatch.config import Config
 from hyperbatch.errors import InputError, nearest
@@ -139,7 +140,7 @@ def all_recipes() -> dict[str, Recipe]:
     return dict(sorted(_registry.items(), key=lambda item: order.get(item[1].build.__module__, len(order))))
 
 
-def get_recipe(name: str) -> Recipe:
+def find_recipe(name: str) -> Recipe:
     """A built-in recipe by name, or your own as package.module:function."""
     if ":" in name:
         from hyperbatch.errors import load_object
@@ -150,6 +151,14 @@ def get_recipe(name: str) -> Recipe:
     if name not in known:
         raise InputError(f"unknown recipe {name!r}{nearest(name, list(known))}")
     return known[name]
+
+
+def get_recipe(name: str, **values: Any) -> Config:
+    """The config of a recipe, with fields replaced by name: `get_recipe("digits", epochs=5, global_batch=128)`."""
+    global_batch = values.pop("global_batch", None)
+    if global_batch is not None and "batch_phases" in values:
+        raise InputError("batch_phases sets the batch of every phase; leave out global_batch")
+    return find_recipe(name).config(global_batch).override(**values)
 
 
 def batch_note(config: Config) -> str | None:

@@ -47,6 +47,17 @@ class Step:
 Stride = tuple[Step, ...]  # consecutive steps that are launched together
 
 
+def repeats_note(phases: tuple[BatchPhase, ...], train_samples: int) -> str | None:
+    """One line when a step has more samples than there are."""
+    largest = max(phase.global_batch for phase in phases)
+    if largest <= train_samples:
+        return None
+    return (
+        f"the global batch of {largest:,} is larger than the training set of {train_samples:,} images: every step "
+        f"takes some of them more than once; use a --global-batch of {train_samples:,} or less"
+    )
+
+
 def resolve_phases(
     phases: tuple[BatchPhase, ...],
     train_samples: int,

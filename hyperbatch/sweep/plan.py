@@ -33,7 +33,7 @@ from typing import Any
 
 from hyperbatch.config import Config, fields, format_value
 from hyperbatch.errors import InputError, nearest
-from hyperbatch.recipes import get_recipe
+from hyperbatch.recipes import find_recipe
 
 KEYS = ("name", "recipe", "seeds", "about", "fixed", "grid", "arms")
 NOT_HERE = {
@@ -136,7 +136,7 @@ def parse_plan(values: Mapping[str, Any], *, name: str = "sweep", text: str = ""
         raise InputError(f"name = {name!r}: give a name without blanks and slashes, since a folder may be called so")
     if "recipe" not in values:
         raise InputError('recipe is missing; write recipe = "NAME" (`hyperbatch recipes` lists them)')
-    recipe = get_recipe(_typed(values, "recipe", str, ""))
+    recipe = find_recipe(_typed(values, "recipe", str, ""))
     fixed = _overrides(_typed(values, "fixed", dict, {}), "[fixed]")
     grid = _grid(_typed(values, "grid", dict, {}), "[grid]")
     _disjoint(fixed, grid, "[fixed]", "[grid]")
@@ -288,18 +288,10 @@ def _value(name: str, value: Any, where: str, more: Sequence[str] = ()) -> Any:
         return value
     if name not in known:
         raise InputError(f"{where} has an unknown config field {name!r}{nearest(name, [*known, GLOBAL_BATCH, *more])}")
-    spec = known[name]
-    if isinstance(value, str):
-        try:
-            return spec.parse(value)
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from None
-    if isinstance(value, list):
-        value = _tuples(value)
-        pairs = value and all(isinstance(part, tuple) and len(part) == 2 for part in value)
-        return spec.coerce(value) if pairs else value
-    # A whole number is a number: 30 and 30.0 are the same run.
-    return float(value) if type(value) is int and "float" in str(spec.type) else value
+    try:
+        return known[name].read(value)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
 
 
 def _tuples(value: Any) -> Any:

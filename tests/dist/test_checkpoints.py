@@ -277,7 +277,7 @@ def test_the_best_of_a_run_is_kept_through_a_resume(tmp_path, monkeypatch):
         return False
 
     monkeypatch.setattr(loop, "evaluate_run", scored)
-    train(1, tmp_path, keep_checkpoints=1, max_steps=22)
+    train(1, tmp_path, keep_checkpoints=1, max_steps=22, final_eval=False)
     assert steps_kept(tmp_path) == [20, 22]
     train(1, tmp_path, keep_checkpoints=1, resume=True)
     assert steps_kept(tmp_path) == [20, 30]

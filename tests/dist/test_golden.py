@@ -12,7 +12,7 @@ import pytest
 from hyperbatch.config import BatchPhase
 from hyperbatch.engine.loop import run
 from hyperbatch.engine.ranks import Ranks
-from hyperbatch.recipes import get_recipe
+from hyperbatch.recipes import find_recipe
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "digits.json"
 STEPS = 30
@@ -20,7 +20,7 @@ STEPS = 30
 
 def losses(folder):
     """The first steps of the default recipe on one rank, in fp64: another CPU's rounding stays far below a change."""
-    config = get_recipe("digits").config().override(precision="fp64", max_steps=STEPS, device="cpu", out=str(folder))
+    config = find_recipe("digits").config().override(precision="fp64", max_steps=STEPS, device="cpu", out=str(folder))
     # The batch changes within these steps, and the rate passes its peak.
     config = config.override(batch_phases=(BatchPhase(0, 64), BatchPhase(0.5, 128)), warmup_epochs=0.5)
     run(config, Ranks())

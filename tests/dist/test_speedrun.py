@@ -23,7 +23,7 @@ from hyperbatch.engine.whiten import whiten
 from hyperbatch.errors import InputError
 from hyperbatch.models import create_from
 from hyperbatch.models.initial import whitening_filters
-from hyperbatch.recipes import get_recipe
+from hyperbatch.recipes import find_recipe
 
 WHITENED = {
     "model": "toy:whitened",
@@ -42,7 +42,7 @@ def recipe(**values):
     small = {"dataset": "toy:pictures", "precision": "fp32", "device": "cpu", "tta_share": 1.0}
     small |= {"whiten_samples": 90, "epochs": 3.0, "warmup_epochs": 0.5, "eval_every_epochs": 1.0}
     small |= {"size_phases": (SizePhase(0, 24), SizePhase(1, 32))}
-    return get_recipe("cifar10").config(24).override(**{**small, "whiten_bias_epochs": 1.0, **values})
+    return find_recipe("cifar10").config(24).override(**{**small, "whiten_bias_epochs": 1.0, **values})
 
 
 def run_recipe(rank, values):

@@ -113,8 +113,9 @@ def test_steps_that_draw_random_numbers_are_captured_one_by_one(tmp_path, way):
 
 def test_a_run_stops_and_goes_on_with_other_strides(tmp_path):
     _, whole, weights = train(0, tmp_path / "whole", "played", {})
-    train(0, tmp_path / "parts", "played", {"max_steps": 7, "steps_per_launch": 4})
-    train(0, tmp_path / "parts", "plain", {"max_steps": 18, "steps_per_launch": 3, "resume": True})
+    stops = {"max_steps": 7, "steps_per_launch": 4, "final_eval": False}
+    train(0, tmp_path / "parts", "played", stops)
+    train(0, tmp_path / "parts", "plain", {**stops, "max_steps": 18, "steps_per_launch": 3, "resume": True})
     _, parts, others = train(0, tmp_path / "parts", "played", {"steps_per_launch": 5, "resume": True})
     assert parts == whole
     assert same_bits(weights, others)

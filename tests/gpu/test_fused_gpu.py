@@ -478,10 +478,10 @@ def smoothed_losses(out: Path, seed: int, fused: str) -> list[float]:
     """Means of WINDOW steps each."""
     from hyperbatch.engine import loop
     from hyperbatch.engine.ranks import Ranks
-    from hyperbatch.recipes import get_recipe
+    from hyperbatch.recipes import find_recipe
 
     config = (
-        get_recipe("imagenette")
+        find_recipe("imagenette")
         .build()
         .override(
             data=str(Path(os.environ["HYPERBATCH_TEST_DATA"]) / "imagenette224_4k"),

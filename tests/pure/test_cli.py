@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hyperbatch.cli import main
-from hyperbatch.config import fields
+from hyperbatch.config import fields, section_titles
+from hyperbatch.flags import SYNONYMS, translated
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,6 +58,7 @@ def test_public_names_are_these():
         "Arena",
         "ArraySource",
         "BatchPhase",
+        "Callback",
         "Classifier",
         "Config",
         "EncodedSource",
@@ -89,12 +91,14 @@ def test_public_names_are_these():
         "get_recipe",
         "grid_hook",
         "load_cluster",
+        "load_config",
         "load_model",
         "make_plan",
         "param_groups",
         "param_specs",
         "plan_groups",
         "register_ddp_hook",
+        "save_config",
         "set_rate",
         "simulate",
         "train",
@@ -139,7 +143,7 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["train", "--lr", "inf"], "--lr inf: must be a finite number"),
         (["train", "--eval-size", "0"], "--eval-size 0: must be positive"),
         (["train", "digits", "cifar10"], "'cifar10' is one argument too many"),
-        (["train", "--recipe", "digits"], "unknown argument '--recipe'"),
+        (["train", "--recipe", "digits"], "give the recipe's name by itself"),
         (["train", "--resume", "--out", "nowhere"], "nowhere does not exist"),
         (["train", "--resume"], "--resume needs the folder of the run to continue: give it with --out"),
         (["train", "--data", "somewhere"], "--data somewhere: the digits data set takes no folder"),
@@ -156,7 +160,12 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["train", "os:getcwd", "--dry-run"], "recipe 'os:getcwd' returned a str; it must return a Config"),
         (["simulate", "os:getcwd", "--gpus", "8"], "recipe 'os:getcwd' returned a str; it must return a Config"),
         (["plan", "os:getcwd", "--gpus", "8"], "recipe 'os:getcwd' returned a str; it must return a Config"),
-        (["trian"], "invalid choice"),
+        (["trian"], "unknown verb 'trian'; did you mean 'train'?"),
+        (["digits"], "digits is a recipe; train it with `hyperbatch train digits`"),
+        (["train", "--batch-size", "64"], "--batch-size: give --global-batch N for the samples of a step over all"),
+        (["train", "--bs=64"], "--bs: give --global-batch N"),
+        (["train", "--amp=yes"], "--amp takes no value; it stands for --precision auto"),
+        (["train", "--learning-rate", "fast"], "--lr: 'fast' is not a number"),
         (["eval", "nowhere"], "nowhere does not exist"),
         (["report", "nowhere"], "nowhere is not a run folder"),
         (["watch", ".", "--once"], "has neither record.json nor metrics.jsonl"),
@@ -170,6 +179,7 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
 )
 def test_mistakes_get_one_line_and_exit_code_2(capsys, arguments, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hyperbatch.launch.OPENING_S", 1e6)  # else a slow machine says that it reads the data
     code, out, err = command(capsys, *arguments)
     assert code == 2, err
     assert out == ""
@@ -187,8 +197,9 @@ def test_mistakes_get_one_line_and_exit_code_2(capsys, arguments, words, tmp_pat
         (["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"], "only in train: b"),
     ],
 )
-def test_data_folders_that_cannot_be_trained_on(capsys, tmp_path, files, words):
+def test_data_folders_that_cannot_be_trained_on(capsys, tmp_path, monkeypatch, files, words):
     """Empty; a class without images; a class that validation lacks."""
+    monkeypatch.setattr("hyperbatch.launch.OPENING_S", 1e6)
     (tmp_path / "data").mkdir()
     for name in files:
         path = tmp_path / "data" / name
@@ -207,12 +218,56 @@ def test_unwritable_output_folder(capsys, tmp_path):
     assert "cannot be written" in err
 
 
-def test_help_names_every_field(capsys):
+def help_of(capsys, *arguments):
     with pytest.raises(SystemExit) as leaving:
-        main(["train", "--help"])
+        main(list(arguments))
     assert leaving.value.code == 0
-    text = capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+def test_the_whole_help_names_every_field_under_its_section(capsys):
+    text = help_of(capsys, "train", "--help-all")
     assert all(f"  {spec.flag}" in text for spec in fields())
+    assert all(f"\n{title}:\n" in text for title in section_titles().values())
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_shows_what_most_people_need_and_where_the_rest_is(capsys, flag):
+    text = help_of(capsys, "train", flag)
+    shown = [line.split()[0].rstrip(",") for line in text.splitlines() if line.startswith("  -")]
+    assert len(shown) <= 16
+    assert {"--data", "--epochs", "--lr", "--global-batch", "--nproc", "--out", "--resume", "--config"} <= set(shown)
+    assert "`hyperbatch train --help-all` lists them by section" in " ".join(text.split())
+
+
+def test_help_loads_next_to_nothing():
+    """It answers in a tenth of a second because of that."""
+    code = "from hyperbatch.cli import main\ntry:\n main(['--help'])\nexcept SystemExit: pass"
+    modules = loaded_by(code)
+    assert not {"torch", "numpy", "rich", "tensorboard", "sklearn", "PIL", "multiprocessing"} & modules
+    assert not {"hyperbatch.engine", "hyperbatch.recipes.everyday", "hyperbatch.plan"} & modules
+
+
+@pytest.mark.parametrize(("typed", "meant"), SYNONYMS.items())
+def test_names_of_other_trainers_find_the_flag(typed, meant):
+    """Each stands for a flag that there is, takes the value behind it, and is no flag of its own."""
+    flags = {spec.flag: spec for spec in fields()}
+    assert typed not in flags
+    assert meant[0] in flags
+    if len(meant) == 2:
+        assert translated(["train", typed, "x"]) == ["train", *meant, "x"]
+        flags[meant[0]].parse(meant[1])
+    else:
+        assert translated(["train", typed, "1", f"{typed}=2"]) == ["train", meant[0], "1", f"{meant[0]}=2"]
+
+
+def test_synonyms_reach_the_config(capsys):
+    words = ["--wd", "0.25", "--workers=3", "--learning-rate", "0.5", "--bf16"]
+    code, out, _ = command(capsys, "train", "digits", *words, "--dry-run", "--json")
+    assert code == 0
+    config = json.loads(out)["config"]
+    assert (config["optim"]["weight_decay"], config["data"]["data_threads"]) == (0.25, 3)
+    assert (config["schedule"]["lr"], config["optim"]["precision"]) == (0.5, "bf16")
 
 
 def test_every_recipe_passes_a_dry_run_alone_and_as_published(capsys):

@@ -10,7 +10,7 @@ import pytest
 
 from hyperbatch.config import Config
 from hyperbatch.errors import InputError
-from hyperbatch.recipes import DEFAULT, all_recipes, get_recipe
+from hyperbatch.recipes import DEFAULT, all_recipes, find_recipe
 from hyperbatch.recipes.listing import format_recipes, list_recipes
 from hyperbatch.recipes.mlperf import IMAGENET_SAMPLES, POINTS, nearest_point
 from hyperbatch.schedule import learning_rate, resolve_phases
@@ -63,7 +63,7 @@ def test_listing_order_is_everyday_first_then_by_year():
 
 @pytest.mark.parametrize("name", PUBLISHED + EVERYDAY)
 def test_recipe_is_complete(name):
-    recipe = get_recipe(name)
+    recipe = find_recipe(name)
     config = recipe.config()
     assert isinstance(config, Config)  # construction checks every value
     assert config.recipe == name
@@ -82,7 +82,7 @@ def test_recipe_is_complete(name):
 
 @pytest.mark.parametrize("name", PUBLISHED + EVERYDAY)
 def test_rate_starts_low_peaks_after_the_warm_up_and_ends_low(name):
-    config = get_recipe(name).config()
+    config = find_recipe(name).config()
     s = config.schedule
     top = learning_rate(s, s.warmup_epochs)
     rates = [learning_rate(s, s.epochs * k / 500) for k in range(500)]
@@ -119,13 +119,13 @@ PUBLISHED_RATES = [
 
 @pytest.mark.parametrize(("name", "epoch", "rate"), PUBLISHED_RATES)
 def test_published_rates(name, epoch, rate):
-    config = get_recipe(name).config()
+    config = find_recipe(name).config()
     assert learning_rate(config.schedule, epoch) == pytest.approx(rate, rel=1e-9, abs=1e-12)
 
 
 def test_fujitsus_other_figures():
-    config = get_recipe("fujitsu_resnet50").config()
-    assert get_recipe("fujitsu_resnet50").ranks * 42 == config.global_batch == 86_016
+    config = find_recipe("fujitsu_resnet50").config()
+    assert find_recipe("fujitsu_resnet50").ranks * 42 == config.global_batch == 86_016
     o = config.optim
     assert (o.momentum, o.weight_decay, o.trust_coefficient, o.lars_eps) == (0.96, 5e-5, 0.0025, 1e-9)
     assert (o.decoupled_weight_decay, o.label_smoothing, o.precision) == (True, 0.1, "fp16")
@@ -140,26 +140,26 @@ def test_fujitsus_other_figures():
 
 
 def test_sonys_batch_control():
-    config = get_recipe("sony_resnet50_2018").config()
+    config = find_recipe("sony_resnet50_2018").config()
     assert [phase.global_batch for phase in config.schedule.batch_phases] == [2_176 * 16, 2_176 * 32]
     before, after = (learning_rate(config.schedule, epoch) for epoch in (30 - 1e-9, 30))
     assert before == pytest.approx(after)  # the batch grows instead of the rate falling
-    assert get_recipe("sony_resnet50").config().global_batch == 3_456 * 16
+    assert find_recipe("sony_resnet50").config().global_batch == 3_456 * 16
     assert config.comm.algorithm == "torus"
 
 
 def test_google_shares_batch_norm_over_128_samples():
-    recipe = get_recipe("google_resnet50")
+    recipe = find_recipe("google_resnet50")
     config = recipe.config()
     assert config.model.bn_group_ranks * config.global_batch // recipe.ranks == 128
     assert config.comm.sharded_update
 
 
 def test_facebook_and_tencent_particulars():
-    facebook = get_recipe("facebook_resnet50").config()
+    facebook = find_recipe("facebook_resnet50").config()
     assert facebook.model.zero_init_last_gamma
     assert facebook.optim.optimizer == "sgd"
-    tencent = get_recipe("tencent_alexnet").config()
+    tencent = find_recipe("tencent_alexnet").config()
     assert tencent.model.model == "alexnet_bn_pool5"
     assert not tencent.optim.decay_norm_bias
     assert tencent.comm.algorithm == "hybrid"
@@ -167,7 +167,7 @@ def test_facebook_and_tencent_particulars():
 
 def test_the_speed_runs_rates_are_those_of_a_summed_loss():
     """A step of the summed loss with logits / 256 moves shifts and head as far as one of the mean with logits / 9."""
-    config = get_recipe("cifar10").config()
+    config = find_recipe("cifar10").config()
     optim, lr, batch = config.optim, learning_rate(config.schedule, 0), config.global_batch
     assert lr * optim.bias_lr_scale == pytest.approx(batch * 0.0573)
     assert lr * optim.head_lr_scale / 9**2 == pytest.approx(batch * 0.5415 / 256**2)
@@ -176,7 +176,7 @@ def test_the_speed_runs_rates_are_those_of_a_summed_loss():
 
 @pytest.mark.parametrize("point", POINTS.values(), ids=lambda point: str(point.global_batch))
 def test_mlperf_rows(point):
-    recipe = get_recipe("mlperf_resnet50")
+    recipe = find_recipe("mlperf_resnet50")
     config = recipe.config(point.global_batch)
     assert learning_rate(config.schedule, point.warmup_epochs) == pytest.approx(point.lr)
     assert learning_rate(config.schedule, config.schedule.epochs) == pytest.approx(1e-4)
@@ -187,7 +187,7 @@ def test_mlperf_rows(point):
 
 
 def test_mlperf_between_rows_takes_the_nearest_and_says_so():
-    recipe = get_recipe("mlperf_resnet50")
+    recipe = find_recipe("mlperf_resnet50")
     config = recipe.config(6_144)
     assert nearest_point(6_144).global_batch == 8_192
     assert learning_rate(config.schedule, 5) == pytest.approx(17 * (6_144 / 8_192) ** 0.5)
@@ -198,7 +198,7 @@ def test_mlperf_between_rows_takes_the_nearest_and_says_so():
 
 
 def test_another_batch_scales_a_published_rate_and_says_so():
-    recipe = get_recipe("facebook_resnet50")
+    recipe = find_recipe("facebook_resnet50")
     config = recipe.config(1_024)
     assert learning_rate(config.schedule, 5) == pytest.approx(0.4)
     assert learning_rate(config.schedule, 0) == pytest.approx(0.1)
@@ -207,7 +207,7 @@ def test_another_batch_scales_a_published_rate_and_says_so():
 
 
 def test_the_default_takes_the_same_path_as_the_large_ones():
-    config = get_recipe(DEFAULT).config()
+    config = find_recipe(DEFAULT).config()
     assert config.optim.optimizer == "lars"
     assert config.optim.label_smoothing == 0.1
     assert config.schedule.warmup_epochs > 0
@@ -253,7 +253,7 @@ def test_every_claim_says_what_it_rests_on():
 
 def test_unknown_recipe_names_the_nearest():
     with pytest.raises(InputError, match="did you mean 'fujitsu_resnet50'"):
-        get_recipe("fujitsu_resnet")
+        find_recipe("fujitsu_resnet")
 
 
 def test_imagenet_count_is_the_one_configs_assume():

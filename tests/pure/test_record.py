@@ -224,6 +224,7 @@ def make_record(**values) -> RunRecord:
 
 def test_record_survives_the_disk(tmp_path):
     record = make_record(result=Result(reached=True, top1=0.99), warnings=["w"], trust_ratios={"fc.weight": 0.01})
+    record.folder = str(tmp_path)
     record.save(tmp_path)
     assert RunRecord.load(tmp_path).to_dict() == json.loads(json.dumps(record.to_dict()))
 

@@ -20,7 +20,7 @@ from hyperbatch import cli
 from hyperbatch.config import BatchPhase, Config
 from hyperbatch.errors import InputError
 from hyperbatch.plan.types import GradGroup, GroupPlan, GroupTiming, StepTiming
-from hyperbatch.recipes import get_recipe
+from hyperbatch.recipes import find_recipe
 from hyperbatch.record import Result, RunRecord, RunWriter
 from hyperbatch.report import setup, units, write_report
 from hyperbatch.report.chart import ticks
@@ -53,7 +53,7 @@ def make_run(
     folder: Path, *, steps: int = 40, reached: bool = True, config: Config | None = None, **fields
 ) -> RunRecord:
     """A folder as a run leaves it: the batch doubles in the middle, accuracy rises to 99.4 %."""
-    config = config or get_recipe("digits").config()
+    config = config or find_recipe("digits").config()
     with RunWriter(folder, tensorboard=False) as writer:
         for step in range(1, steps + 1):
             writer.step(
@@ -173,7 +173,7 @@ def test_a_report_needs_nothing_from_outside(tmp_path):
 def test_texts_of_the_run_are_escaped(tmp_path):
     evil = '</script><script>alert("x")</script>&amp;'
     folder = tmp_path / "<u>run&"
-    config = get_recipe("digits").config().override(data=evil)
+    config = find_recipe("digits").config().override(data=evil)
     make_run(
         folder,
         config=config,
@@ -202,7 +202,7 @@ def test_the_points_of_the_page_are_json_whatever_the_run_is_called(tmp_path):
 
 
 def test_changed_fields_are_highlighted_and_in_the_command(tmp_path):
-    config = get_recipe("digits").config().override(lr=0.123, seed=7, out="somewhere", nproc=2)
+    config = find_recipe("digits").config().override(lr=0.123, seed=7, out="somewhere", nproc=2)
     make_run(tmp_path, config=config)
     page = report(tmp_path)
     assert "hyperbatch train digits --lr 0.123 --seed 7 --nproc 2" in page.text
@@ -211,9 +211,9 @@ def test_changed_fields_are_highlighted_and_in_the_command(tmp_path):
 
 
 def test_the_command_parses_back_to_the_same_config(tmp_path):
-    flip = get_recipe("digits").config().data.flip
+    flip = find_recipe("digits").config().data.flip
     config = (
-        get_recipe("digits")
+        find_recipe("digits")
         .config()
         .override(
             batch_phases=(BatchPhase(0, 16), BatchPhase(1.5, 48)),
@@ -339,7 +339,7 @@ def test_no_folder_and_an_unwritable_place(tmp_path):
 
 def test_several_runs_are_compared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    base = get_recipe("digits").config()
+    base = find_recipe("digits").config()
     make_run(tmp_path / "a", config=base.override(lr=0.5))
     make_run(tmp_path / "b", config=base.override(lr=0.25), reached=False)
     RunWriter(tmp_path / "dead", tensorboard=False).close()
@@ -453,7 +453,7 @@ def test_the_closing_summary(tmp_path):
 
 def test_test_time_augmentation_and_averages_are_said_everywhere(tmp_path, capsys):
     """Nobody must take an accuracy with them for one without."""
-    base = get_recipe("digits").config()
+    base = find_recipe("digits").config()
     result = Result(top1=0.9412, top1_plain=0.9333, steps=40)
     record = make_run(tmp_path / "with", config=base.override(tta="mirror", averaging="ema"), result=result)
     make_run(tmp_path / "without", config=base)

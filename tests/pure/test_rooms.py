@@ -12,19 +12,19 @@ import hyperbatch
 ROOT = Path(hyperbatch.__file__).parent
 PAGE = ROOT.parent / "docs" / "design.md"
 NO_TORCH = {
-    *("cli", "config", "durable", "errors", "memory", "mllog", "plan", "preview", "recipes", "record", "report"),
-    *("schedule", "sim", "sweep", "vocabulary"),
+    *("callbacks", "cli", "config", "durable", "errors", "flags", "memory", "mllog", "plan", "preview", "recipes"),
+    *("record", "report", "schedule", "sim", "sweep", "trackers", "vocabulary"),
 }
 
 # From the bottom up. A room is a folder or a module of the package; it imports from lower rows only.
 ROWS = (
     ("errors", "memory", "stopwatch", "vocabulary"),
     ("config", "durable", "kernels", "params"),
-    ("models", "recipes", "schedule"),
+    ("flags", "models", "recipes", "schedule"),
     ("data", "plan"),
     ("arena", "checkpoint", "record", "sim"),
-    ("comm", "export", "mllog", "report"),
-    ("optim", "predict"),
+    ("callbacks", "comm", "export", "mllog", "report"),
+    ("optim", "predict", "trackers"),
     ("engine",),
     ("launch",),
     ("bench", "preview", "sweep"),

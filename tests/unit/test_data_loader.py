@@ -23,7 +23,7 @@ from hyperbatch.data.source import ArraySource, DataError, EncodedSource, open_d
 from hyperbatch.engine.loop import run
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.errors import InputError, RunFailed
-from hyperbatch.recipes import get_recipe
+from hyperbatch.recipes import find_recipe
 from hyperbatch.schedule import resolve_phases, steps
 
 CPU = torch.device("cpu")
@@ -304,7 +304,7 @@ def test_a_run_tells_its_loaders_how_many_ranks_share_the_host(monkeypatch, tmp_
     seen = []
     monkeypatch.setattr(maker, "threads_per_rank", lambda config, ranks_per_host: seen.append(ranks_per_host) or 1)
     values = {"epochs": 1.0, "warmup_epochs": 0.0, "decay_epochs": 1.0, "out": str(tmp_path / "run"), "device": "cpu"}
-    run(get_recipe("digits").config().override(**values), Ranks(local_size=3))
+    run(find_recipe("digits").config().override(**values), Ranks(local_size=3))
     assert seen == [3, 3]  # training and evaluation
 
 

@@ -6,6 +6,7 @@ has it; there the tests below do the work.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -30,7 +31,7 @@ def test_kernels_by_the_interpreter():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
-@pytest.mark.parametrize("rule", ["lars", "lamb"])
+@pytest.mark.parametrize("rule", ["lars", "lamb", "adamw"])
 @pytest.mark.parametrize("half", [False, True])
 def test_kernels_compile_for_hopper_with_wide_accesses_and_no_shuffles(half, rule):
     """Without a GPU: 16-byte loads and stores, and no detour through shared memory between the two precisions."""
@@ -40,7 +41,7 @@ def test_kernels_compile_for_hopper_with_wide_accesses_and_no_shuffles(half, rul
 
     from hyperbatch.kernels import layerwise
 
-    code = layerwise.LAMB_CODE if rule == "lamb" else layerwise.LARS_CODES["lr_inside"]
+    code = layerwise.LARS_CODES["lr_inside"] if rule == "lars" else layerwise.LAMB_CODE
     common = {"HALF": triton.language.float16, "HAS_HALF": half, "ALIGNED": True, "BLOCK": 1024, "OVERLAP": True}
     types = {"first_chunk": "i32", "chunks": "*i64", "grads": "*i64", "rates": "*i64", "clock": "*i32"}
     for kernel, flags in (
@@ -119,6 +120,36 @@ def test_fused_agrees_with_the_reference(options):
     reference, *_ = run({"foreach": False}, torch.float32, **options)
     for a, b in zip(fused, reference, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+
+
+def trusts(optimizer):
+    """Without that of an empty parameter, which has none."""
+    return {trust for *_, trust in optimizer.layer_norms().values() if not math.isnan(trust)}
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_lamb_without_trust_is_torchs_adamw(dtype):
+    """No direction's norm is taken then; a group that adapts again brings it back."""
+    settings = {"lr": 0.01, "eps": 1e-8, "weight_decay": 0.1}
+    params = make_params(dtype)
+    optimizer = LAMB([{"params": params, "adapt": False}], fused=True, **settings)
+    plain = [nn.Parameter(param.detach().double()) for param in params]
+    adamw = torch.optim.AdamW(plain, **settings)
+    for step in range(4):
+        set_grads(params, step)
+        for ours, theirs in zip(params, plain, strict=True):
+            theirs.grad = None if ours.grad is None else ours.grad.double()
+        optimizer.step()
+        adamw.step()
+    for ours, theirs in zip(params, plain, strict=True):
+        full = optimizer.state[ours].get("master", ours)
+        torch.testing.assert_close(full.double(), theirs, rtol=2e-5, atol=2e-6)
+    assert trusts(optimizer) == {1.0}
+    optimizer.param_groups[0]["adapt"] = True
+    set_grads(params, 9)
+    optimizer.step()
+    assert len(trusts(optimizer)) > 1
 
 
 @inside

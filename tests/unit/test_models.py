@@ -171,6 +171,22 @@ def own_keywords(**options):
     return own_plain(**options)
 
 
+def own_factory(*, weights=None, progress=True, **kwargs):
+    """As torchvision's: another constructor knows the names, and this one calls the class count num_classes."""
+
+    def network(num_classes=1000, width=4):
+        return own_plain(num_classes, 1)
+
+    return network(**kwargs)
+
+
+def own_factory_of_nothing(**kwargs):
+    def network(width=4):
+        return own_plain()
+
+    return network(**kwargs)
+
+
 def own_num_classes(num_classes):
     return own_plain(num_classes, 1)
 
@@ -183,17 +199,23 @@ def own_not_a_module(classes):
     return classes
 
 
+OWN = (
+    *(own_plain, own_keywords, own_factory, own_factory_of_nothing, own_num_classes, own_needs_more),
+    own_not_a_module,
+)
+
+
 @pytest.fixture
 def own_module(monkeypatch):
     module = types.ModuleType("someones_models")
-    for function in (own_plain, own_keywords, own_num_classes, own_needs_more, own_not_a_module):
+    for function in OWN:
         setattr(module, function.__name__, function)
     module.number = 3  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "someones_models", module)
 
 
 @pytest.mark.usefixtures("own_module")
-@pytest.mark.parametrize("function", ["own_plain", "own_keywords", "own_num_classes"])
+@pytest.mark.parametrize("function", ["own_plain", "own_keywords", "own_factory", "own_num_classes"])
 def test_own_model_gets_what_its_signature_takes(function):
     model = create_model(f"someones_models:{function}", classes=6, in_channels=1, bn_momentum=0.3)
     assert model(torch.randn(2, 1, 8, 8)).shape == (2, 6)
@@ -209,6 +231,7 @@ def test_own_model_gets_what_its_signature_takes(function):
         ("resnet5", "did you mean 'resnet"),
         ("someones_models:own_not_a_module", "returned a int; it must return a torch.nn.Module"),
         ("someones_models:own_needs_more", "missing a required argument: 'depth'; only classes can be given"),
+        ("someones_models:own_factory_of_nothing", "takes the class count neither as classes nor as num_classes"),
         ("someones_models:number", "is a int"),
         ("someones_models:missing", "missing"),
         ("no_such_package.module:f", "no_such_package"),

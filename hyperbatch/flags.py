@@ -1,0 +1,110 @@
+"""The flags of `hyperbatch train` as people look for them: the dozen that most runs need, all of them by section, and
+the names that other trainers have for them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from hyperbatch.config import section_titles
+from hyperbatch.errors import InputError
+
+# What `train --help` shows, in this order; `--help-all` shows everything.
+COMMON = (
+    *("recipe", "data", "model", "init_from", "epochs", "global_batch", "lr", "precision", "target_top1"),
+    *("nproc", "out", "resume", "config", "dry_run", "json", "help", "help_all"),
+)
+
+# What people type -> what they mean. A flag keeps the value that follows it.
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    "--learning-rate": ("--lr",),
+    "--wd": ("--weight-decay",),
+    "--opt": ("--optimizer",),
+    "--smoothing": ("--label-smoothing",),
+    "--workers": ("--data-threads",),
+    "--num-workers": ("--data-threads",),
+    "--data-dir": ("--data",),
+    "--data-path": ("--data",),
+    "--input-size": ("--image-size",),
+    "--img-size": ("--image-size",),
+    "--arch": ("--model",),
+    "--max-epochs": ("--epochs",),
+    "--num-epochs": ("--epochs",),
+    "--gpus": ("--nproc",),
+    "--num-gpus": ("--nproc",),
+    "--output": ("--out",),
+    "--output-dir": ("--out",),
+    "--grad-accum": ("--accumulate",),
+    "--gradient-accumulation-steps": ("--accumulate",),
+    "--log-interval": ("--log-every-steps",),
+    "--amp": ("--precision", "auto"),
+    "--fp16": ("--precision", "fp16"),
+    "--bf16": ("--precision", "bf16"),
+    "--ema": ("--averaging", "ema"),
+    "--ema-decay": ("--averaging-decay",),
+}
+_BATCH = "give --global-batch N for the samples of a step over all ranks, or --batch-per-rank N for those of one"
+# What people type that could mean several things -> what to give instead.
+UNCLEAR = {
+    "--batch-size": _BATCH,
+    "--bs": _BATCH,
+    "--batch": _BATCH,
+    "-b": _BATCH,
+    "--pretrained": "give --init-from FILE with the weights to start from",
+    "--checkpoint": "give --init-from FILE to start from its weights, or --resume --out RUN to continue its run",
+    "--warmup-steps": "give --warmup-epochs; parts of an epoch are fine",
+    "--recipe": "give the recipe's name by itself, as in `hyperbatch train digits`",
+}
+
+
+def translated(arguments: Sequence[str]) -> list[str]:
+    """The arguments with the flags that this command has. InputError names the right ones where a word is unclear."""
+    words: list[str] = []
+    for word in arguments:
+        flag, equals, value = word.partition("=")
+        if flag in UNCLEAR:
+            raise InputError(f"{flag}: {UNCLEAR[flag]}")
+        meant = SYNONYMS.get(flag)
+        if meant is None:
+            words.append(word)
+        elif not equals:
+            words += meant
+        elif len(meant) == 1:
+            words.append(f"{meant[0]}={value}")
+        else:
+            raise InputError(f"{flag} takes no value; it stands for {' '.join(meant)}")
+    return words
+
+
+class ShortHelp(argparse.Action):
+    """-h, --help: prints the flags of COMMON and says where the rest are."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **more)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        shown = {action.dest: action for action in reversed(parser._actions) if action.help != argparse.SUPPRESS}
+        more = f"Every field of the config is a flag: `{parser.prog} --help-all` lists them by section"
+        short = argparse.ArgumentParser(
+            prog=parser.prog,
+            usage=parser.usage,
+            description=parser.description,
+            epilog=f"{more} ({', '.join(section_titles().values())}).",
+            add_help=False,
+        )
+        for name in COMMON:
+            short._add_action(shown[name])
+        short.print_help()
+        parser.exit()
+
+
+class FullHelp(argparse.Action):
+    """--help-all: prints every flag."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **more)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        parser.print_help()
+        parser.exit()
