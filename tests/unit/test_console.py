@@ -51,7 +51,7 @@ def terminal(width):
 def test_the_line_of_a_terminal_has_its_width(width, monkeypatch):
     out = terminal(width)
     voice = Console(out=out)
-    voice.stage("compiling kernels and warming up")
+    voice.stage("compiling kernels")
     time.sleep(0.2)
     voice.start(450)
     monkeypatch.setattr(module.time, "monotonic", lambda: voice._pace._start_s + 60)
