@@ -447,7 +447,9 @@ def _resumed(
     saved: Config, recipe: str | None, file: Mapping[str, Any], given: dict[str, Any], global_batch: int | None
 ) -> Config:
     """The saved config, and what the command line says anew; `train` refuses what may not change."""
-    if recipe not in (None, saved.recipe):
+    from hyperbatch.recipes import find_recipe
+
+    if recipe is not None and find_recipe(recipe).config().recipe != saved.recipe:  # a recipe of one's own has a label
         raise InputError(
             f"--resume: the run in {given['out']} is of recipe {saved.recipe}, not {recipe}; leave the recipe out"
         )

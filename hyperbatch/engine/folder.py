@@ -88,7 +88,7 @@ def _tidied(out: Path, *, existed: bool) -> Iterator[None]:
     try:
         yield
     except InputError:
-        if empty:
+        if empty and not has_checkpoint(out) and not (out / "record.json").exists():  # else training had begun
             shutil.rmtree(out, ignore_errors=True)
             if out.parent == DEFAULT_PARENT:  # `default_out` has made both
                 with contextlib.suppress(OSError):

@@ -15,6 +15,7 @@ from hyperbatch.config import Config
 from hyperbatch.data.batch import Batch
 from hyperbatch.engine import snapshot
 from hyperbatch.engine.clock import Clock
+from hyperbatch.engine.console import Console
 from hyperbatch.engine.ending import Ending
 from hyperbatch.engine.folder import claim_folder, continues, keep_config
 from hyperbatch.engine.guard import Guard, LossGuard
@@ -81,6 +82,8 @@ def run(
         if saved is not None and snapshot.is_over(config, saved) and (out / "record.json").exists():
             record = RunRecord.load(out)
             if not record.error:
+                how = snapshot.how_to_go_on(config, saved)
+                Console(enabled=ranks.rank == 0).say(f"nothing is left to do in {out}: {how}")
                 return record
         if keeps_config and ranks.rank == 0:
             keep_config(config, out)

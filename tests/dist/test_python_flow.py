@@ -162,6 +162,8 @@ def test_a_run_is_resumed_from_its_folder_alone_wherever_that_is(tmp_path):
 
     again = command("--resume", "--out", there / "moved", "--json", cwd=here)  # it is finished
     assert json.loads(again.stdout)["result"] == record["result"]
+    said = f"nothing is left to do in {there / 'moved'}: it has done its 2 epochs; a larger --epochs lets it go on"
+    assert said in again.stderr
     refused = command("cifar10", "--resume", "--out", there / "moved", cwd=here)
     assert refused.returncode == 2
     assert "is of recipe digits, not cifar10; leave the recipe out" in refused.stderr
@@ -203,3 +205,28 @@ def test_paths_are_kept_so_that_they_are_found_from_anywhere(tmp_path, monkeypat
     found = located(config(data="images", init_from="s3://bucket/weights.pt"))
     assert found.data.data == str(tmp_path / "images")
     assert found.model.init_from == "s3://bucket/weights.pt"
+
+
+def test_a_run_that_is_over_says_what_would_let_it_go_on(tmp_path, capfd):
+    def said(**values):
+        hyperbatch.train(config(out=str(tmp_path / "run"), nproc=1, resume=True, **values))
+        return next(line for line in capfd.readouterr().err.splitlines() if line.startswith("nothing is left"))
+
+    values = {"lr": 1e-12, "eval_every_epochs": 0.5, "target_top1": 0.01}
+    hyperbatch.train(config(out=str(tmp_path / "run"), nproc=1, **values))
+    assert said(**values).endswith("it has reached its target; --no-stop-at-target lets it go on")
+    on = {**values, "stop_at_target": False}
+    hyperbatch.train(config(out=str(tmp_path / "run"), nproc=1, resume=True, max_steps=12, **on))
+    assert said(max_steps=12, **on).endswith("stopped by --max-steps 12; a larger one, or 0 for none, lets it go on")
+    hyperbatch.train(config(out=str(tmp_path / "run"), nproc=1, resume=True, patience_evals=3, **on))
+    assert said(patience_evals=3, **on).endswith("early by --patience-evals 3; a larger one lets it go on")
+
+
+def test_a_recipe_of_ones_own_is_resumed_by_its_name(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import hyperbatch\n\ndef recipe():\n    return hyperbatch.get_recipe('digits', epochs=2.0, lr=0.3)\n"
+    )
+    words = ("mine:recipe", "--device", "cpu", "--nproc", "1", "--out", "run")
+    assert command(*words, "--max-steps", "3", cwd=tmp_path).returncode in (0, 3)
+    done = command(*words, "--resume", "--max-steps", "5", "--json", cwd=tmp_path)
+    assert json.loads(done.stdout)["result"]["steps"] == 5, done.stderr

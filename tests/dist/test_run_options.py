@@ -10,6 +10,7 @@ from toy import config
 import hyperbatch
 from hyperbatch import checkpoint, get_recipe
 from hyperbatch.checkpoint import Progress
+from hyperbatch.cli import main
 from hyperbatch.config import BatchPhase
 from hyperbatch.engine.loop import run
 from hyperbatch.engine.ranks import Ranks
@@ -129,6 +130,11 @@ def test_input_that_is_refused_leaves_nothing_behind(tmp_path, monkeypatch, npro
         assert (out / "mine").exists(), "what was there stays"
 
 
+def exported(folder, weights, output):
+    assert main(["export", str(folder), "--weights", weights, "--output", str(output)]) == 0
+    return load_file(output)
+
+
 def test_ema_is_fp32_evaluated_exported_and_exact_on_resume(tmp_path):
     values = {"precision": "bf16", "averaging": "ema", "averaging_decay": 0.8, "model": "toy:normed"}
     train(tmp_path / "whole", **values)
@@ -139,8 +145,7 @@ def test_ema_is_fp32_evaluated_exported_and_exact_on_resume(tmp_path):
     assert all(tensor.dtype == torch.float32 for tensor in whole.average.values())
     assert all(torch.equal(tensor, parts.average[name]) for name, tensor in whole.average.items())
     averaged, trained = (
-        load_file(checkpoint.export(tmp_path / "parts", tmp_path / f"{which}.safetensors", averaged=which))
-        for which in (True, False)
+        exported(tmp_path / "parts", which, tmp_path / f"{which}.safetensors") for which in ("averaged", "trained")
     )
     name = "0.weight"
     assert torch.equal(averaged[name], whole.average[name])

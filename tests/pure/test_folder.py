@@ -66,3 +66,21 @@ def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", refuse)
     with claimed(tmp_path / "run", resume="no"):
         assert os.environ[HELD] == str(tmp_path / "run")
+
+
+@pytest.mark.parametrize("left", ["record.json", "checkpoints/step-00000001.pt", None])
+def test_input_that_is_refused_later_removes_no_run(tmp_path, left):
+    """A folder in which training had begun stays; one that only holds what setting up left there goes."""
+    out = tmp_path / "run"
+
+    def begins():
+        with claimed(out, resume=False):
+            (out / "checkpoints").mkdir()
+            (out / "metrics.jsonl").touch()
+            if left:
+                (out / left).touch()
+            raise InputError("refused")
+
+    with pytest.raises(InputError, match="refused"):
+        begins()
+    assert out.exists() == (left is not None)
