@@ -43,6 +43,8 @@ class Progress:
     position: int = 0  # samples consumed
     top1: float | None = None
     top1_plain: float | None = None  # without test-time augmentation, where there is some
+    top5: float | None = None  # of more than five classes
+    val_loss: float | None = None
     time_to_target_s: float | None = None
     evaluated_s: float = 0.0  # the run's time when the last evaluation ended
     evaluated_step: int = 0  # steps done at the last evaluation

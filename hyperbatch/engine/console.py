@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from hyperbatch.engine.evaluate import Score
 
 
 class Console:
@@ -38,10 +42,12 @@ class Console:
             text = f"epoch {epoch:.1f}  loss {loss:.3f}  rate {rate:.3g}  {images_per_s:,.0f} img/s"
             self._bar.update(self._task, completed=step, description=text)
 
-    def eval(self, step: int, epoch: float, top1: float, top1_plain: float | None, target: float | None) -> None:
-        mark = "  reached" if target is not None and top1 >= target else ""
-        plain = "" if top1_plain is None else f" ({top1_plain:.2%} without test-time augmentation)"
-        self.say(f"epoch {epoch:6.2f}  step {step:6d}  top-1 {top1:7.2%}{plain}{mark}")
+    def eval(self, step: int, epoch: float, score: Score, target: float | None) -> None:
+        mark = "  reached" if target is not None and score.top1 >= target else ""
+        plain = "" if score.top1_plain is None else f" ({score.top1_plain:.2%} without test-time augmentation)"
+        top5 = "" if score.top5 is None else f"  top-5 {score.top5:7.2%}"
+        loss = "" if score.val_loss is None else f"  loss {score.val_loss:.4f}"
+        self.say(f"epoch {epoch:6.2f}  step {step:6d}  top-1 {score.top1:7.2%}{plain}{top5}{loss}{mark}")
 
     def close(self) -> None:
         self._bar.stop()
