@@ -152,7 +152,7 @@ class Evaluator:
         loss = averaged.logsumexp(1) - own[:, 0]
         hits = (answers == labels, plain.argmax(1) == labels, (~(averaged <= own)).sum(1) < 5)  # a nan is no hit
         counts = torch.stack([*((hit & real).sum() for hit in hits), real.sum()])
-        self._sums.add_(torch.cat([counts.double(), torch.where(real, loss, 0).double().sum(0, keepdim=True)]))
+        self._sums.add_(torch.cat([counts.double(), loss.masked_fill(~real, 0.0).double().sum(0, keepdim=True)]))
         self._outputs = averaged.shape[1]
         if self._answers is not None:
             places = labels * len(self._answers) + answers

@@ -29,11 +29,11 @@ def by_class(run: Run) -> Html | None:
         for label, answer, count in record.by_class.get("confusions") or []
     ]
     head = ["class", "", "right", "images"]
-    worst = table(head, rows[:SHOWN], numeric={2, 3}, cls="tight")
+    worst = table(head, rows[:SHOWN], numeric={2, 3})
     parts: list[Any] = [el("div", el("h3", "Recognised worst"), worst)]
     if confusions:
         columns = ["images of", "taken for", "images", "of the class"]
-        found = table(columns, confusions[:SHOWN], numeric={2, 3}, cls="tight")
+        found = table(columns, confusions[:SHOWN], numeric={2, 3})
         parts.append(el("div", el("h3", "Confused most often"), found))
     more = folded(f"all {len(rows)} classes", table(head, rows, numeric={2, 3})) if len(rows) > SHOWN else None
     lead = f"The last evaluation by class; {len(names):,} classes in all."
