@@ -43,6 +43,8 @@ class Progress:
     position: int = 0  # samples consumed
     top1: float | None = None
     top1_plain: float | None = None  # without test-time augmentation, where there is some
+    top5: float | None = None  # of more than five classes
+    val_loss: float | None = None
     time_to_target_s: float | None = None
     evaluated_s: float = 0.0  # the run's time when the last evaluation ended
     evaluated_step: int = 0  # steps done at the last evaluation
@@ -309,7 +311,10 @@ def load_weights(path: Path) -> Weights:
 
 
 def _class_names(about: Mapping[str, str]) -> tuple[str, ...] | None:
-    names = json.loads(about.get("classes", "null"))
+    try:
+        names = json.loads(about.get("classes", "null"))
+    except ValueError:  # a file of others may mean something else by it
+        return None
     return tuple(names) if isinstance(names, list) else None
 
 
@@ -365,7 +370,7 @@ def head_of_others(model: nn.Module, weights: Weights, classes: Sequence[str] | 
     other = {name for name, tensor in weights.tensors.items() if name in own and tensor.shape != own[name].shape}
     layers = {name.rpartition(".")[0] for name in other}
     rows_differ = all(weights.tensors[name].shape[1:] == own[name].shape[1:] for name in other)
-    if len(layers) == 1 and rows_differ:
+    if len(layers) == 1 and rows_differ and "" not in layers:
         return layers.pop()
     head = head_layer(model)
     if head is None or other:

@@ -173,6 +173,11 @@ def _eval(args: argparse.Namespace) -> int:
     lines = [f"top-1 {values['top1']:.2%} of {values['samples']:,} images (step {values['step']}{which})"]
     if values["tta"] != "none":
         lines.append(f"  without test-time augmentation ({values['tta']}) {values['top1_plain']:.2%}")
+    top5 = f"top-5 {values['top5']:.2%}, " if "top5" in values else ""
+    lines.append(f"  {top5}loss {values['val_loss']:.4f}")
+    names, by_class = values["classes"], values["by_class"]
+    for label, answer, count in by_class.get("confusions", ())[:3]:
+        lines.append(f"  {names[label]} taken for {names[answer]}: {count:,} of {by_class['samples'][label]:,}")
     if bad := values["warnings"]:
         lines.append(f"  warning  {len(bad):,} unreadable, shown black; the first: {bad[0]} (--json lists all)")
     _print(args, values, lambda: "\n".join(lines))

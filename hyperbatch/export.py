@@ -132,6 +132,8 @@ class TrainedModel:
         """The model with these weights, in evaluation mode, on the CPU."""
         self.check_trust(trust_code)
         model = create_from(self.config.model, classes=len(self.classes), in_channels=self.channels)
+        if self.config.optim.precision == "fp64":
+            model.double()  # before it is filled: the weights would be rounded
         checkpoint.fill_model(model, self.weights, where=self.path)
         return model.eval()
 

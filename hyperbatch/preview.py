@@ -131,7 +131,7 @@ def start_note(config: Config, channels: int) -> str | None:
     names = open_data(config.data)[0].classes if has_data(config) else None
     with torch.device("meta"):  # nothing is allocated
         model = create_from(config.model, classes=config.data.classes, in_channels=channels)
-        return fill_from(config, model, in_channels=channels, class_names=names, fetch=False)
+    return fill_from(config, model, in_channels=channels, class_names=names, fetch=False)
 
 
 def has_data(config: Config) -> bool:

@@ -41,6 +41,8 @@ class Result:
     target_top1: float | None = None
     top1: float | None = None
     top1_plain: float | None = None  # without test-time augmentation; None: there was none
+    top5: float | None = None  # None: there are no more than five classes
+    val_loss: float | None = None  # cross entropy on the validation set, without label smoothing
     time_to_target_s: float | None = None
     run_s: float = 0.0  # the run's time at the end of the last evaluation
     setup_s: float = 0.0
@@ -70,6 +72,7 @@ class RunRecord:
     clock: dict[str, float] = field(default_factory=dict)  # init_s, train_s, capture_s, eval_s, pause_s, data_wait_s
     skipped_steps: int = 0  # updates skipped because a gradient was inf or nan
     classes: list[str] = field(default_factory=list)  # names, in the order of the model's answers
+    by_class: dict[str, Any] = field(default_factory=dict)  # the last evaluation: samples, right, confusions
     data: dict[str, Any] = field(default_factory=dict)  # rank 0's loader: wait_fraction, bottleneck, busy seconds
     timing: dict[str, Any] = field(default_factory=dict)  # StepTiming.to_dict() of a typical step
     stragglers: list[dict[str, Any]] = field(default_factory=list)  # rank, host, phase, lost_s, share, message
@@ -225,7 +228,8 @@ class RunWriter:
         line = {"event": "eval", "step": step, "epoch": epoch, "time_s": time_s, "top1": top1, "samples": samples}
         self._metrics.write(strict_json({**line, **extra}) + "\n")
         if self._board:
-            self._board.add("eval", step, {"top1": top1}, always=True)
+            scalars = {name: extra[name] for name in ("top5", "val_loss") if name in extra}
+            self._board.add("eval", step, {"top1": top1, **scalars}, always=True)
 
     def mlperf(self, key: str, value: Any = None, *, kind: str = "POINT_IN_TIME", **metadata: Any) -> None:
         """One line of mllog.txt (MLPerf's key, value and metadata such as epoch_num)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task
@@ -16,6 +17,9 @@ from rich.text import Text
 LINE_S = 10.0  # between two lines about steps, where there is no terminal
 STAGE_S = 2.0  # what takes less is not worth a line there
 BAR_COLUMNS = 20
+
+if TYPE_CHECKING:
+    from hyperbatch.engine.evaluate import Score
 
 
 class Console:
@@ -75,10 +79,12 @@ class Console:
         elif self._pace.line_is_due(now_s):
             self.say("  ".join(self._pace.parts(step, epoch, loss, rate, images_per_s, now_s)))
 
-    def eval(self, step: int, epoch: float, top1: float, top1_plain: float | None, target: float | None) -> None:
-        mark = "  reached" if target is not None and top1 >= target else ""
-        plain = "" if top1_plain is None else f" ({top1_plain:.2%} without test-time augmentation)"
-        self.say(f"epoch {epoch:6.2f}  step {step:6d}  top-1 {top1:7.2%}{plain}{mark}")
+    def eval(self, step: int, epoch: float, score: Score, target: float | None) -> None:
+        mark = "  reached" if target is not None and score.top1 >= target else ""
+        plain = "" if score.top1_plain is None else f" ({score.top1_plain:.2%} without test-time augmentation)"
+        top5 = "" if score.top5 is None else f"  top-5 {score.top5:7.2%}"
+        loss = "" if score.val_loss is None else f"  loss {score.val_loss:.4f}"
+        self.say(f"epoch {epoch:6.2f}  step {step:6d}  top-1 {score.top1:7.2%}{plain}{top5}{loss}{mark}")
 
     def close(self) -> None:
         self._end_stage()

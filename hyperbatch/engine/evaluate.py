@@ -1,8 +1,8 @@
 """Exact distributed evaluation: every sample counts once, whatever the world size.
 
     merged batch-norm statistics (and averaged weights) -> stand-ins
-    batch -> graph's inputs -> forward with the stand-ins, once per view -> counts on the device        per batch
-    counts -> sum over ranks -> host                                                                    once
+    batch -> graph's inputs -> forward with the stand-ins, once per view -> sums on the device          per batch
+    sums -> sum over ranks -> host                                                                      once
 
 Training's own weights and statistics are only read. A batch is counted by plain code or, on a GPU, by a CUDA graph.
 """
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ from hyperbatch.models.tta import VIEWS, plain_and_averaged
 from hyperbatch.optim.averaging import WeightAverage
 
 PIXELS = 2500 * 32 * 32  # of a batch on a GPU, at least: smaller ones leave it idle
+MAX_CLASSES = 1024  # whose answers are counted one by one: the table has the square of them
+CONFUSIONS = 20  # of the most frequent ones that are told
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,11 +44,12 @@ class Score:
     top1: float
     samples: int
     top1_plain: float | None = None  # without test-time augmentation; None: there was none
+    top5: float | None = None  # the right class is among the five most probable; None: there are no more than five
+    val_loss: float | None = None  # cross entropy, without label smoothing; None: nothing was evaluated
 
     def to_dict(self) -> dict[str, Any]:
         """Without what there is not."""
-        plain = {} if self.top1_plain is None else {"top1_plain": self.top1_plain}
-        return {"top1": self.top1, **plain, "samples": self.samples}
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 class Evaluator:
@@ -61,12 +64,18 @@ class Evaluator:
         average: WeightAverage | None = None,
         tta: str = "none",
         tta_share: float = 1.0,
+        classes: int = 0,
     ) -> None:
         """group: the ranks that evaluate together; None: this one alone. average: evaluated in the place of the
-        model's own weights."""
+        model's own weights. classes: how many there are, where answers are to be counted by class."""
         self._model, self._group, self._average = model, group, average
         self._tta, self._tta_share = tta, tta_share
-        self._counts = torch.zeros(3, dtype=torch.int64, device=device)  # right, right without views, seen
+        # Right, right without views, right among five, seen, and the sum of losses: fp64 holds the counts exactly.
+        self._sums = torch.zeros(5, dtype=torch.float64, device=device)
+        self._answers: Tensor | None = None  # [label, answer] -> samples
+        if 0 < classes <= MAX_CLASSES:
+            self._answers = torch.zeros(classes, classes, dtype=torch.int64, device=device)
+        self._outputs = 0  # of the model
         own = dict(model.named_parameters()) | dict(model.named_buffers())
         self._stand_ins = {name: torch.zeros_like(own[name]) for name in self._sources()}
         self._inputs: tuple[Tensor, Tensor, Tensor] | None = None  # where the graph looks for a batch
@@ -98,7 +107,9 @@ class Evaluator:
         """Every rank of the group calls it."""
         with self._evaluating():
             self._take_over()
-            self._counts.zero_()
+            self._sums.zero_()
+            if self._answers is not None:
+                self._answers.zero_()
             for batch in batches:
                 if self._replay is None or self._inputs is None:
                     self._count(batch.images, batch.labels, _real(batch))
@@ -107,12 +118,28 @@ class Evaluator:
                     place.copy_(tensor, non_blocking=True)
                 self._replay()
             if self._group is not None:
-                dist.all_reduce(self._counts, group=self._group)  # integers: the sum is exact
-        right, right_plain, samples = self._counts.tolist()  # synchronises: the accuracy decides what the run does next
+                dist.all_reduce(self._sums, group=self._group)  # the counts in it are exact
+        # Synchronises: the accuracy decides what the run does next.
+        right, right_plain, right_of_five, samples, loss = self._sums.tolist()
         if not samples:
             return Score(top1=0.0, samples=0)
-        plain = None if self._tta == "none" else right_plain / samples
-        return Score(top1=right / samples, samples=samples, top1_plain=plain)
+        return Score(
+            top1=right / samples,
+            samples=int(samples),
+            top1_plain=None if self._tta == "none" else right_plain / samples,
+            top5=right_of_five / samples if self._outputs > 5 else None,
+            val_loss=loss / samples,
+        )
+
+    def answers(self) -> Tensor | None:
+        """[label, answer] -> samples of the last evaluation, on the host; None: they were not counted. Every rank of
+        the group calls it."""
+        if self._answers is None:
+            return None
+        answers = self._answers.clone()
+        if self._group is not None:
+            dist.all_reduce(answers, group=self._group)
+        return answers.cpu()
 
     def _count(self, images: Tensor, labels: Tensor, real: Tensor) -> None:
         """real: false on padding."""
@@ -121,8 +148,15 @@ class Evaluator:
             return torch.func.functional_call(self._model, self._stand_ins, (images,))
 
         plain, averaged = plain_and_averaged(network, images, VIEWS[self._tta], self._tta_share, real)
-        right = [((logits.argmax(1) == labels) & real).sum() for logits in (averaged, plain)]
-        self._counts.add_(torch.stack([*right, real.sum()]))
+        answers, own = averaged.argmax(1), averaged.gather(1, labels[:, None])
+        loss = averaged.logsumexp(1) - own[:, 0]
+        hits = (answers == labels, plain.argmax(1) == labels, (~(averaged <= own)).sum(1) < 5)  # a nan is no hit
+        counts = torch.stack([*((hit & real).sum() for hit in hits), real.sum()])
+        self._sums.add_(torch.cat([counts.double(), loss.masked_fill(~real, 0.0).double().sum(0, keepdim=True)]))
+        self._outputs = averaged.shape[1]
+        if self._answers is not None:
+            places = labels * len(self._answers) + answers
+            self._answers.view(-1).index_add_(0, places, real.to(torch.int64))
 
     def _sources(self) -> dict[str, Tensor]:
         """What the model is evaluated with in the place of its own: this rank's norm statistics, or all averages."""
@@ -147,6 +181,28 @@ class Evaluator:
                 yield
         finally:
             self._model.train(training)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClassScores:
+    """An evaluation by class, in the order of the classes."""
+
+    samples: tuple[int, ...]
+    right: tuple[int, ...]
+    confusions: tuple[tuple[int, int, int], ...]  # (label, answer, samples), the most frequent first
+    to_dict = asdict
+
+    @classmethod
+    def of(cls, answers: Tensor) -> Self:
+        """answers: [label, answer] -> samples."""
+        wrong = answers.clone().fill_diagonal_(0)
+        most = wrong.reshape(-1).sort(descending=True, stable=True)
+        pairs = zip(most.indices[:CONFUSIONS].tolist(), most.values[:CONFUSIONS].tolist(), strict=True)
+        return cls(
+            samples=tuple(answers.sum(1).tolist()),
+            right=tuple(answers.diagonal().tolist()),
+            confusions=tuple((*divmod(place, len(answers)), count) for place, count in pairs if count),
+        )
 
 
 def _real(batch: Batch) -> Tensor:
@@ -206,12 +262,17 @@ def evaluate_checkpoint(
             dtype=dtype,
             bad_samples=bad_samples,
         )
-        evaluator = Evaluator(model, place, tta=config.run.tta, tta_share=config.run.tta_share)
+        evaluator = Evaluator(
+            model, place, tta=config.run.tta, tta_share=config.run.tta_share, classes=len(trained.classes)
+        )
         score = evaluator.evaluate(batches)
+        answers = evaluator.answers()
     return {
         "checkpoint": str(path),
         "step": trained.step,
         **score.to_dict(),
+        "classes": list(trained.classes),
+        "by_class": {} if answers is None else ClassScores.of(answers).to_dict(),
         "tta": config.run.tta,
         "weights": trained.which,
         "warnings": list(dict.fromkeys(bad_samples)),

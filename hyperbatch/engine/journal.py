@@ -27,7 +27,7 @@ from hyperbatch.config import Config
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.console import Console
 from hyperbatch.engine.ending import words_of
-from hyperbatch.engine.evaluate import Score
+from hyperbatch.engine.evaluate import ClassScores, Score
 from hyperbatch.engine.guard import LossGuard
 from hyperbatch.engine.ranks import Ranks, gather
 from hyperbatch.engine.rollback import Rollback
@@ -296,7 +296,7 @@ class Journal:
                 self.mlperf.block_start(epoch, until)
         if self._hooks.wants("on_eval"):
             self._hooks.tell("on_eval", EvalEvent(step=step, epoch=epoch, time_s=now, scores=score.to_dict()))
-        self.console.eval(step, epoch, score.top1, score.top1_plain, self.config.run.target_top1)
+        self.console.eval(step, epoch, score, self.config.run.target_top1)
 
     def checkpoint(self, saved: Checkpoint, path: Path) -> None:
         """A checkpoint is on the disk. The thread that wrote it calls this; callbacks are told by the run's own."""
@@ -322,7 +322,9 @@ class Journal:
             self.mlperf.run_stop(run.reached)
         if self.writer is not None:
             self.writer.close()
-        record = self._record(run, bad_samples=of_all_ranks(self._bad_samples(run), run.ranks), error=error)
+        by_class = run.validation.by_class()
+        bad_samples = of_all_ranks(self._bad_samples(run), run.ranks)
+        record = self._record(run, bad_samples=bad_samples, by_class=by_class, error=error)
         if self.writer is not None:
             record.save(self.writer.folder)
         return record
@@ -330,7 +332,9 @@ class Journal:
     def _bad_samples(self, run: Run) -> list[str]:
         return [*run.loader.bad_samples, *self._unreadable]
 
-    def _record(self, run: Run, *, bad_samples: list[str], error: str = "") -> RunRecord:
+    def _record(
+        self, run: Run, *, bad_samples: list[str], by_class: ClassScores | None = None, error: str = ""
+    ) -> RunRecord:
         progress, clock, samples = run.progress, self.clock.state_dict(), len(run.train_set)
         firsts = [total_steps(run.phases[:i], samples, p.from_position / samples) for i, p in enumerate(run.phases)]
         return RunRecord(
@@ -344,6 +348,8 @@ class Journal:
                 target_top1=self.config.run.target_top1,
                 top1=progress.top1,
                 top1_plain=progress.top1_plain,
+                top5=progress.top5,
+                val_loss=progress.val_loss,
                 time_to_target_s=progress.time_to_target_s,
                 setup_s=clock["init_s"],
                 train_s=clock["train_s"],
@@ -365,6 +371,7 @@ class Journal:
             clock=clock | {"data_wait_s": run.data_wait_s},
             skipped_steps=0 if error else run.learner.scaler.state_dict()["skipped"],
             classes=list(run.train_set.classes),
+            by_class={} if by_class is None else by_class.to_dict(),
             data=run.loader.report().to_dict(),
             timing=typical(list(self._timings)).to_dict() if self._timings else {},
             stragglers=[slow.to_dict() for slow in self._stragglers.found()] if self._stragglers else [],

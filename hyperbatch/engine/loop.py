@@ -280,6 +280,7 @@ def evaluate_run(run: Run, journal: Journal) -> bool:
     target = run.config.run.target_top1
     reached = target is not None and score.top1 >= target
     run.progress.top1, run.progress.top1_plain = score.top1, score.top1_plain
+    run.progress.top5, run.progress.val_loss = score.top5, score.val_loss
     if reached and run.progress.time_to_target_s is None:
         run.progress.time_to_target_s = run.progress.evaluated_s
     run.progress.note_eval(score.top1)

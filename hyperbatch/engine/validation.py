@@ -11,7 +11,7 @@ from hyperbatch.data.batch import Batch
 from hyperbatch.data.loader import eval_batches
 from hyperbatch.data.source import ArraySource, Source
 from hyperbatch.engine.cuda_graphs import Backend, CudaGraphs
-from hyperbatch.engine.evaluate import Evaluator, Score, eval_limit, even_batch
+from hyperbatch.engine.evaluate import ClassScores, Evaluator, Score, eval_limit, even_batch
 from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.ranks import Ranks
 
@@ -39,7 +39,9 @@ class Validation:
             average=learner.average if config.optim.averaging == "ema" else None,
             tta=config.run.tta,
             tta_share=config.run.tta_share,
+            classes=len(source.classes),
         )
+        self._evaluated = False
 
     def prepare(self, *, capture: bool) -> str | None:
         """Makes the batches that are kept, chooses kernels, captures; returns why it could not capture, if so."""
@@ -60,8 +62,13 @@ class Validation:
 
     def evaluate(self) -> Score:
         """Every rank calls it."""
-        self.bad_samples = []
+        self.bad_samples, self._evaluated = [], True
         return self._evaluator.evaluate(self._batches() if self._kept is None else self._kept)
+
+    def by_class(self) -> ClassScores | None:
+        """The last evaluation by class; None: there was none, or there are too many classes. Every rank calls it."""
+        answers = self._evaluator.answers() if self._evaluated else None
+        return None if answers is None else ClassScores.of(answers)
 
     def close(self) -> None:
         """Lets the graph go."""

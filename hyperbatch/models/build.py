@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -126,7 +128,7 @@ def _timm_model(name: str, classes: int, in_channels: int, zero_init_last_gamma:
 
 def pretrained_weights(model: str, *, in_channels: int, fetch: bool = True) -> dict[str, Tensor]:
     """timm's for one of its models, or for one of our ResNets, which have its names; with the head they were trained
-    with. fetch=False: their shapes alone, on the device that torch makes tensors on."""
+    with. fetch=False: their shapes alone, on torch's meta device."""
     name = model.removeprefix("timm/")
     if not model.startswith("timm/") and name not in (f"resnet{depth}" for depth in IMAGENET_DEPTHS):
         raise InputError(f"--init-from timm: timm has no weights of {model}; use --model timm/NAME or resnet50")
@@ -137,7 +139,8 @@ def pretrained_weights(model: str, *, in_channels: int, fetch: bool = True) -> d
     if not timm.is_model_pretrained(name):
         raise InputError(f"--init-from timm: timm has no pretrained weights of {name!r}; see timm.list_pretrained()")
     try:
-        return timm.create_model(name, pretrained=fetch, in_chans=in_channels).state_dict()
+        with contextlib.nullcontext() if fetch else torch.device("meta"):
+            return timm.create_model(name, pretrained=fetch, in_chans=in_channels).state_dict()
     except Exception as error:  # what a hub, a proxy or a cache raises
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"--init-from timm: the weights of {name!r} cannot be fetched: {reason}") from error

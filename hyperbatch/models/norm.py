@@ -174,7 +174,6 @@ def _stay(self: nn.Module, mode: bool = True) -> nn.Module:
     return self
 
 
-@torch.no_grad()
 def freeze(model: nn.Module, names: Collection[str]) -> None:
     """These parameters are not trained. A batch norm without a parameter left to train keeps its statistics, which
     belong to the weights before it."""

@@ -17,11 +17,14 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str], Callable[[Any], Any] | None
     ("time to target", "time_to_target_s", units.duration, min),
     ("top-1", "top1", units.percent, max),
     ("without TTA", "top1_plain", units.percent, None),
+    ("top-5", "top5", units.percent, max),
+    ("validation loss", "val_loss", units.number, min),
     ("img/s", "images_per_s", units.count, max),
     ("training", "train_s", units.duration, None),
     ("epochs", "epochs", lambda v: units.number(round(v, 2)), None),
     ("steps", "steps", units.count, None),
 )
+SOME_HAVE = ("top1_plain", "top5", "val_loss")  # no column where no run has it
 
 
 def swatch(index: int) -> Html:
@@ -29,8 +32,10 @@ def swatch(index: int) -> Html:
 
 
 def comparison(runs: list[Run]) -> Html:
-    with_views = any(run.record and run.record.result.top1_plain is not None for run in runs)
-    columns = [column for column in COLUMNS if column[1] != "top1_plain" or with_views]
+    results = [run.record.result for run in runs if run.record]
+    known = {name for name in SOME_HAVE if any(getattr(result, name) is not None for result in results)}
+    with_views = "top1_plain" in known
+    columns = [column for column in COLUMNS if column[1] not in SOME_HAVE or column[1] in known]
     best = {}
     for _, name, _, choose in columns:
         values = [getattr(run.record.result, name) for run in runs if run.record]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 
 import hyperbatch
 from hyperbatch.report import chart as charts
-from hyperbatch.report import compare, sections, setup, timing, trust, units
+from hyperbatch.report import classes, compare, sections, setup, timing, trust, units
 from hyperbatch.report.chart import Chart, Line
 from hyperbatch.report.markup import Html, el, join
 from hyperbatch.report.runs import Run, axis_values, sample, smooth
@@ -52,10 +53,11 @@ def _title(runs: list[Run]) -> str:
 
 
 def curves(runs: list[Run]) -> list[Chart]:
-    accuracy, loss, rate, batch, speed = [], [], [], [], []
+    accuracy, loss, val_loss, rate, batch, speed = [], [], [], [], [], []
     points = POINTS // max(4, len(runs))
     for color, run in enumerate(runs):
         accuracy.append(_accuracy(run, color, points))
+        val_loss += _val_loss(run, color, points)
         keep = sample(run.steps, points, extremes=("loss", "images_per_s"), changes="global_batch")
         x = {axis: [values[i] for i in keep] for axis, values in axis_values(run.steps).items()}
 
@@ -88,6 +90,10 @@ def curves(runs: list[Run]) -> list[Chart]:
             from_zero=False,
             notes=notes if several else [],
         ),
+        *(
+            [Chart(key="val_loss", title="Validation loss", form="number", lines=val_loss, from_zero=False)]
+            * bool(val_loss)
+        ),
         Chart(key="rate", title="Learning rate", form="number", lines=rate),
         Chart(key="batch", title="Global batch", form="count", lines=batch),
         Chart(key="speed", title="Images per second", form="count", lines=speed),
@@ -101,6 +107,16 @@ def _accuracy(run: Run, color: int, points: int) -> Line:
     keep = sample(run.evals, points // 2, extremes=("top1",), changes="samples", also=also)
     x = {axis: [values[i] for i in keep] for axis, values in axis_values(run.evals).items()}
     return Line(label=run.name, color=color, x=x, y=[top1[i] for i in keep], dots=len(keep) <= 60)
+
+
+def _val_loss(run: Run, color: int, points: int) -> list[Line]:
+    """None for a run of an older version."""
+    values = run.evals["val_loss"]
+    if not any(map(math.isfinite, values)):
+        return []
+    keep = sample(run.evals, points // 2, extremes=("val_loss",), changes="samples")
+    x = {axis: [column[i] for i in keep] for axis, column in axis_values(run.evals).items()}
+    return [Line(label=run.name, color=color, x=x, y=[values[i] for i in keep], dots=len(keep) <= 60)]
 
 
 def _curves_card(title: str, drawn: list[Chart], runs: list[Run]) -> Html:
@@ -138,6 +154,7 @@ def _details(run: Run) -> Html:
     return join(
         timing.where_time_went(run),
         sections.groups(run),
+        classes.by_class(run),
         trust.trust_ratios(run),
         sections.phases(run),
         setup.config(run),

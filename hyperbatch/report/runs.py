@@ -16,7 +16,7 @@ from hyperbatch.record import RunRecord, read_metrics
 
 AXES = {"time": "s", "epoch": "epochs", "step": "steps"}  # x axis of a run's curves -> its unit
 _STEP_FIELDS = ("step", "epoch", "time_s", "loss", "lr", "global_batch", "images_per_s")
-_EVAL_FIELDS = ("step", "epoch", "time_s", "top1", "samples")
+_EVAL_FIELDS = ("step", "epoch", "time_s", "top1", "val_loss", "samples")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -70,6 +70,8 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
     around = ", ".join(f"{name} {units.duration(seconds)}" for name, seconds in beside.items() if seconds)
     notes = [
         f"best {units.percent(best)}" if better else "",
+        "" if result.top5 is None else f"{units.percent(result.top5)} top-5",
+        "" if result.val_loss is None else f"loss {units.number(result.val_loss)}",
         "averaged weights" if config_value(record, "optim", "averaging") == "ema" else "",
         "" if result.top1_plain is None else f"{units.percent(result.top1_plain)} without test-time augmentation",
     ]

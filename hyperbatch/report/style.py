@@ -129,6 +129,7 @@ th:last-child, td:last-child { padding-right: 0; }
 tr:last-child td { border-bottom: 0; }
 td.num, th.num { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 td { overflow-wrap: anywhere; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(340px, 100%), 1fr)); gap: 0 48px; }
 .tight { width: auto; }
 .tight th, .tight td { padding-right: 40px; }
 .compare td { white-space: nowrap; }

@@ -30,9 +30,11 @@ def accuracy(record: RunRecord) -> str:
         return "not evaluated"
     averaged = " with averaged weights" if sections.config_value(record, "optim", "averaging") == "ema" else ""
     text = f"{units.percent(result.top1)} top-1{averaged}"
-    if result.top1_plain is None:
-        return text
-    return f"{text} ({units.percent(result.top1_plain)} without test-time augmentation)"
+    if result.top1_plain is not None:
+        text += f" ({units.percent(result.top1_plain)} without test-time augmentation)"
+    if result.top5 is not None:
+        text += f", {units.percent(result.top5)} top-5"
+    return text if result.val_loss is None else f"{text}, loss {units.number(result.val_loss)}"
 
 
 def time_spent(record: RunRecord) -> str:

@@ -119,9 +119,10 @@ def view(folder: Path, follower: Follower) -> Group:
     for label, value, name in rows:
         table.add_row(label, value, spark([line.get(name) for line in steps]))
     if evals:
-        names = {"top1": "top-1", "top1_plain": "without TTA"}
+        names = {"top1": "top-1", "top1_plain": "without TTA", "top5": "top-5", "val_loss": "validation loss"}
         for name in [name for name in names if name in evals[-1]]:
-            table.add_row(names[name], units.percent(evals[-1][name]), spark([line.get(name) for line in evals]))
+            form = units.number if name == "val_loss" else units.percent
+            table.add_row(names[name], form(evals[-1][name]), spark([line.get(name) for line in evals]))
     epoch, time_s = last.get("epoch") or 0.0, last.get("time_s")
     head = Text.assemble(
         (folder.resolve().name, "bold"), f"  step {last['step']:,}  epoch {epoch:.2f}  {units.duration(time_s)}"

@@ -51,7 +51,7 @@ def make_run(folder: Path, steps: int = 40) -> Path:
             place = {"step": step, "epoch": step / 10, "time_s": step / 2}
             writer.step(**place, loss=5 - step / 10, lr=step / 100, global_batch=32 + step // 30 * 32, images_per_s=900)
             if step % 10 == 0:
-                writer.eval(**place, top1=step / steps * 0.995, samples=360)
+                writer.eval(**place, top1=step / steps * 0.995, top5=0.999, val_loss=20 / step, samples=360)
     RunRecord(
         recipe="digits",
         config={"run": {"seed": 0}},
@@ -59,6 +59,8 @@ def make_run(folder: Path, steps: int = 40) -> Path:
         world_size=2,
         grid="1x2",
         result=Result(reached=True, target_top1=0.99, top1=0.995, time_to_target_s=20, train_s=19, steps=steps),
+        classes=[f"Saint Bernard, kind {number}" for number in range(12)],
+        by_class={"samples": [30] * 12, "right": list(range(18, 30)), "confusions": [[0, 1, 9], [3, 2, 4]]},
         trust_ratios={"fc.weight": 0.1, "conv1.weight": 0.01},
         clock={"init_s": 1, "train_s": 19, "eval_s": 1, "pause_s": 0},
         folder=str(folder),
@@ -92,7 +94,7 @@ def test_one_run_answers_to_the_pointer(tmp_path):
     seen = read(write_report([make_run(tmp_path / "run")]), tmp_path, "--window-size=1200,900")
     assert seen["axis"] == ["time"]
     assert seen["tip"] == ["20.0 s", "1"]  # the last step: 5 - 40 / 10
-    assert seen["circles"] == 5
+    assert seen["circles"] == 6
     assert seen["axis_after"] == ["step"]
     assert seen["tip_after"][0] == "step 40"
     assert seen["hidden"]

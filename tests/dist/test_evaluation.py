@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from hyperbatch import checkpoint
 from hyperbatch.cli import main
 from hyperbatch.data.batch import Batch
 from hyperbatch.engine import loop, validation
-from hyperbatch.engine.evaluate import Evaluator, Score, eval_limit, evaluate_checkpoint, even_batch
+from hyperbatch.engine.evaluate import ClassScores, Evaluator, Score, eval_limit, evaluate_checkpoint, even_batch
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.engine.run import build_run
 from hyperbatch.export import export
@@ -43,7 +44,9 @@ def train(world_size, out, **values):
 def evals(out):
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [
-        {name: line.get(name) for name in ("step", "top1", "top1_plain")} for line in lines if line["event"] == "eval"
+        {name: line.get(name) for name in ("step", "top1", "top1_plain", "top5", "val_loss")}
+        for line in lines
+        if line["event"] == "eval"
     ]
 
 
@@ -90,8 +93,8 @@ def test_a_run_tells_its_accuracy_with_views_and_without(tmp_path, world_size, c
 def views_of_padded_batches(rank):
     """Rank 0 has 8 images, rank 1 has 3 and padding; a quarter of each batch is looked at again."""
     torch.manual_seed(2)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3)).double()
-    images, labels = torch.randn(16, 3, 2, 2).double(), torch.arange(16) % 3
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 8)).double()
+    images, labels = torch.randn(16, 3, 2, 2).double(), torch.arange(16) % 8
     mask = torch.arange(16) < 11
     mine = slice(8 * rank, 8 * rank + 8)
     score = Evaluator(model, CPU, group=dist.group.WORLD, tta="mirror", tta_share=0.25).evaluate(
@@ -106,7 +109,68 @@ def views_of_padded_batches(rank):
     mixed = first.clone()
     mixed[again] = both[again]
     right = [((answers.argmax(1) == labels) & mask).sum().item() / 11 for answers in (mixed, first)]
-    return score == Score(top1=right[0], top1_plain=right[1], samples=11)
+    mixed = mixed[mask]
+    five = (mixed.argsort(1, descending=True)[:, :5] == labels[mask, None]).any(1).sum().item() / 11
+    loss = nn.functional.cross_entropy(mixed, labels[mask]).item()
+    assert (score.top5, score.val_loss) == (five, pytest.approx(loss, rel=1e-12))
+    return replace(score, top5=None, val_loss=None) == Score(top1=right[0], top1_plain=right[1], samples=11)
+
+
+def counted_by_class(rank):
+    """Eight samples a rank, the last three padding, and answers that are written down."""
+    logits = torch.eye(7)[torch.tensor([0, 1, 1, 6, 2, 2, 0, 3, 4, 1, 1, 5, 6, 0, 0, 0])]
+    labels, mask = torch.tensor([0, 1, 2, 6, 2, 2, 3, 3, 4, 2, 2, 5, 6, 0, 0, 0]), torch.arange(16) < 13
+    logits[5] = torch.tensor([9.0, 1, -9, 2, 3, 4, 5])  # of class 2: it is the last of seven
+    logits[7] = torch.nan
+    mine = slice(8 * rank, 8 * rank + 8)
+    evaluator = Evaluator(nn.Identity(), CPU, group=dist.group.WORLD, classes=7)
+    for _ in range(2):  # an evaluation begins with nothing counted
+        score = evaluator.evaluate([Batch(logits[mine], labels[mine], mask[mine])])
+    return score.to_dict(), ClassScores.of(evaluator.answers()).to_dict()
+
+
+def test_answers_are_counted_by_class_and_the_most_frequent_confusions_named():
+    one, other = run_ranks(2, counted_by_class)
+    assert one[1] == other[1]
+    score, by_class = one
+    assert by_class["samples"] == (1, 1, 5, 2, 1, 1, 2)
+    assert sum(by_class["right"]) == round(13 * score["top1"])
+    assert by_class["confusions"][0] == (2, 1, 3)
+    assert (2, 0, 1) in by_class["confusions"]
+    assert (3, 0, 2) in by_class["confusions"]
+    # Wrong among five: the last of seven, and a nan. In all others at most one logit is larger than the label's.
+    assert score["top5"] == 11 / 13
+    assert np.isnan(score["val_loss"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_tells_loss_and_answers_by_class(tmp_path, world_size, capsys):
+    train(world_size, tmp_path, model="toy:normed", precision="fp64", lr=0.02, epochs=1.0)
+    record = json.loads((tmp_path / "record.json").read_text())
+    result, by_class = record["result"], record["by_class"]
+    assert result["top5"] is None, "of four classes"
+    source = data(None)[1]
+    images = torch.from_numpy(source.images).permute(0, 3, 1, 2).double() / 255
+    images = (images - source.mean[0]) / source.std[0]
+    model = normed(4, 1).double().eval()
+    checkpoint.fill_model(model, checkpoint.load(tmp_path).weights(), where="")
+    with torch.no_grad():
+        logits = model(images)
+    labels = torch.from_numpy(source.labels)
+    assert result["val_loss"] == pytest.approx(nn.functional.cross_entropy(logits, labels).item(), rel=1e-9)
+    answers = torch.zeros(4, 4, dtype=torch.int64)
+    for label, answer in zip(labels, logits.argmax(1), strict=True):
+        answers[label, answer] += 1
+    assert (by_class["samples"], by_class["right"]) == ([13, 13, 12, 12], answers.diagonal().tolist())
+    assert sum(count for *_, count in by_class["confusions"]) == 50 - sum(by_class["right"])
+    told = evaluate_checkpoint(tmp_path, trust_code=True)
+    assert told["val_loss"] == pytest.approx(result["val_loss"], rel=1e-9)
+    assert json.loads(json.dumps(told["by_class"])) == by_class
+    assert main(["eval", str(tmp_path), "--device", "cpu", "--trust-code"]) == 0
+    text = capsys.readouterr().out
+    assert f"  loss {told['val_loss']:.4f}" in text
+    label, answer, count = by_class["confusions"][0]
+    assert f"  {'abcd'[label]} taken for {'abcd'[answer]}: {count} of {by_class['samples'][label]}" in text
 
 
 def test_shares_are_taken_per_batch_and_padding_never_counts():

@@ -57,8 +57,8 @@ def test_a_graph_counts_what_plain_code_counts(tta, share, deterministic, monkey
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     torch.use_deterministic_algorithms(deterministic)
     try:
-        plain = Evaluator(model, CUDA, tta=tta, tta_share=share)
-        captured = Evaluator(model, CUDA, tta=tta, tta_share=share)
+        plain = Evaluator(model, CUDA, tta=tta, tta_share=share, classes=10)
+        captured = Evaluator(model, CUDA, tta=tta, tta_share=share, classes=10)
         backend = CudaGraphs(CUDA)
         assert captured.prepare(next(batches(2)), backend) is None
         assert captured.evaluate(batches(5)) == plain.evaluate(batches(5))
@@ -69,6 +69,9 @@ def test_a_graph_counts_what_plain_code_counts(tta, share, deterministic, monkey
         score = captured.evaluate(batches(5, seed=1))
         assert score == plain.evaluate(batches(5, seed=1))
         assert score.samples == 5 * 64 - 7
+        answers = captured.answers()
+        assert torch.equal(answers, plain.answers())
+        assert (answers.sum(), answers.trace()) == (score.samples, round(score.top1 * score.samples))
         backend.close()
     finally:
         torch.use_deterministic_algorithms(False)

@@ -477,6 +477,35 @@ def test_test_time_augmentation_and_averages_are_said_everywhere(tmp_path, capsy
     assert re.search(r"without TTA\s+93.33 %", capsys.readouterr().out)
 
 
+def test_top5_loss_and_classes_are_shown_where_the_run_has_them(tmp_path, capsys):
+    result = Result(top1=0.9, top5=0.975, val_loss=0.34567, steps=40)
+    by_class = {"samples": [10, 20, 0], "right": [9, 12, 0], "confusions": [[1, 0, 8], [0, 2, 1]]}
+    record = make_run(tmp_path / "new", result=result, classes=["cat", "<dog>", "unseen"], by_class=by_class)
+    make_run(tmp_path / "old")
+    assert "accuracy  90 % top-1, 97.5 % top-5, loss 0.3457" in summary(record)
+    page = report(tmp_path / "new")
+    assert "97.5 % top-5, loss 0.3457" in page.text
+    assert "Recognised worst" in page.text
+    assert re.search(r"<dog> 60 % 20 cat 90 % 10", page.text), "the worst first, and none without samples"
+    assert re.search(r"<dog> cat 8 40 % cat unseen 1 10 %", page.text)
+    assert "Classes" not in report(tmp_path / "old").texts
+    both = report(tmp_path / "new", tmp_path / "old", output=tmp_path / "both.html")
+    assert "validation loss" in both.text
+    neither = report(tmp_path / "old", tmp_path / "old", output=tmp_path / "neither.html")
+    assert "validation loss" not in neither.text
+    with RunWriter(tmp_path / "going", tensorboard=False) as writer:
+        for step in (1, 2):
+            shared = {"step": step, "epoch": 1.0, "time_s": 1.0}
+            writer.step(**shared, loss=1.0, lr=0.1, global_batch=8, images_per_s=10.0)
+            writer.eval(**shared, top1=0.9, top5=0.975, val_loss=1.0 / step, samples=360)
+    assert "Validation loss" in report(tmp_path / "going").text
+    assert "Validation loss" not in report(tmp_path / "old").text
+    watch(tmp_path / "going", once=True)
+    shown = capsys.readouterr().out
+    assert re.search(r"top-5\s+97.5 %", shown)
+    assert re.search(r"validation loss\s+0.5", shown)
+
+
 def test_watching_a_finished_run_prints_it_and_returns(tmp_path, capsys):
     make_run(tmp_path / "run")
     watch(tmp_path / "run")

@@ -11,6 +11,7 @@ from hyperbatch.config import Config
 from hyperbatch.data.source import DataCounts
 from hyperbatch.engine import console as module
 from hyperbatch.engine.console import Console, Pace, fitted, format_duration
+from hyperbatch.engine.evaluate import Score
 from hyperbatch.launch import _told_if_slow, opening
 
 PARTS = ("step 120/450", "1:20 left", "epoch 2.4", "loss 1.234", "12,345 images/s", "rate 0.5")
@@ -56,7 +57,7 @@ def test_the_line_of_a_terminal_has_its_width(width, monkeypatch):
     voice.start(450)
     monkeypatch.setattr(module.time, "monotonic", lambda: voice._pace._start_s + 60)
     voice.step(120, 2.4, 1.2345, 0.5, 12345.0)
-    voice.eval(120, 2.4, 0.5, None, None)
+    voice.eval(120, 2.4, Score(top1=0.5, samples=10), None)
     voice.close()
     assert isinstance(out.file, io.StringIO)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.file.getvalue()).replace("\r", "\n")

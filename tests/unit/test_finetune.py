@@ -306,6 +306,11 @@ def test_the_dry_run_says_what_happens_to_the_head_and_what_is_trained(tmp_path,
         assert (told["start_note"] is None) == (note is None)
         assert note is None or told["start_note"].endswith(note)
         assert told["parameters"] == 64 * 10 + 10
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "nested.pt")
+    save_file(model.state_dict(), tmp_path / "foreign.safetensors", metadata={"classes": "ten of them"})
+    for file in ("nested.pt", "foreign.safetensors"):
+        assert main(["train", "digits", "--init-from", str(tmp_path / file), "--dry-run", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["start_note"] is None
     save_file({"x": torch.ones(1)}, tmp_path / "wrong.safetensors")
     assert main(["train", "digits", "--init-from", str(tmp_path / "wrong.safetensors"), "--dry-run"]) == 2
     assert "do not fit the model" in capsys.readouterr().err
