@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import io
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,8 @@ _PPM_HEADER = re.compile(rb"P6\n(\d{1,6}) (\d{1,6})\n255\n")  # as `data pack --
 _SOI, _EOI = b"\xff\xd8", b"\xff\xd9"
 _PLAIN_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive: all Huffman coded
 _OTHER_FRAMES = (0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
+_SEQUENTIAL_FRAMES = (0xC0, 0xC1)
+_CONTEXT_ROWS = 16  # below a crop: interpolating colours looks at the rows of the next block
 _RGB_IDS = b"RGB"  # component names of files that are not YCbCr
 
 ViewOf = Callable[[int, int], View]  # of the full image's width and height
@@ -58,12 +61,12 @@ def choose_decoder(name: str) -> str:
     return name
 
 
-def image_size(data: bytes | bytearray, where: str) -> tuple[int, int]:
+def image_size(data: bytes | bytearray, where: object) -> tuple[int, int]:
     """(width, height), from the header alone. Raises BadSample."""
     return _guarded(lambda: _open(data, where).size, where)
 
 
-def decode_full(data: bytes | bytearray, where: str, *, decoder: str = "pillow") -> np.ndarray:
+def decode_full(data: bytes | bytearray, where: object, *, decoder: str = "pillow") -> np.ndarray:
     """uint8[height, width, 3] of the whole image, the same from every decoder. Raises BadSample."""
     if (raw := _raw_pixels(data)) is not None:
         return raw
@@ -76,7 +79,7 @@ def decode_full(data: bytes | bytearray, where: str, *, decoder: str = "pillow")
 
 
 def decode_view(
-    data: bytes | bytearray, where: str, view_of: ViewOf, size: int, *, decoder: str, exact: bool
+    data: bytes | bytearray, where: object, view_of: ViewOf, size: int, *, decoder: str, exact: bool
 ) -> np.ndarray:
     """uint8[size, size, 3]: the view of the image that `view_of` chooses. Raises BadSample.
 
@@ -178,17 +181,14 @@ def _fast_view(data: bytes | bytearray, view_of: ViewOf, size: int, decoder: str
     if decoder == "simplejpeg":
         height, width, _, _ = simplejpeg.decode_jpeg_header(data)
         view = view_of(width, height)
-        least = (0, 0) if exact else _least_size(view, width, height, size)
         if width * height > _MAX_PIXELS:
             raise ValueError("too large")
-        pixels = simplejpeg.decode_jpeg(
-            data,
-            "RGB",
-            min_width=least[0],
-            min_height=least[1],
-            min_factor=2,
-            buffer=scratch("decoded", 3 * width * height),
-        )
+        buffer = scratch("decoded", 3 * width * height)
+        if exact:
+            pixels = simplejpeg.decode_jpeg(data, "RGB", buffer=buffer)
+        else:
+            eighths = _least_eighths(_least_size(view, width, height, size), width, height)
+            pixels, height = _upper_rows(data, eighths, width, height, math.ceil(view.box[3]) + _CONTEXT_ROWS, buffer)
     else:
         pixels = _torchvision_pixels(data)
         height, width, _ = pixels.shape
@@ -196,6 +196,54 @@ def _fast_view(data: bytes | bytearray, view_of: ViewOf, size: int, decoder: str
     if exact:
         return render(Image.fromarray(pixels), view, size, full_size=(width, height))
     return resized_view(pixels, view, size, full_size=(width, height))
+
+
+def _upper_rows(
+    data: bytes | bytearray, eighths: int, width: int, height: int, rows: int, buffer: np.ndarray
+) -> tuple[np.ndarray, int]:
+    """(the image decoded at eighths / 8 of its size, how many of its rows that are): at least `rows`, if it has them.
+
+    Most of the work is reading the Huffman codes, which come from top to bottom. So a file is said to be as high as
+    it is needed, and what follows is passed over. libjpeg warns of that, and must not be strict then; a file that was
+    cut off, for which strictness is meant, does not end with the end mark.
+    """
+    place = _height_place(data) if rows < height and isinstance(data, bytearray) and data[-2:] == _EOI else None
+    if place is None or data[place : place + 2] != height.to_bytes(2, "big"):
+        rows, place = height, None
+    sides = (-(-side * eighths // 8) for side in (width, rows))
+    options = dict(zip(("min_width", "min_height"), sides, strict=True)) if eighths < 8 else {}
+    if place is None:
+        return simplejpeg.decode_jpeg(data, "RGB", min_factor=2, buffer=buffer, **options), rows
+    assert isinstance(data, bytearray)
+    data[place : place + 2] = rows.to_bytes(2, "big")
+    try:
+        return simplejpeg.decode_jpeg(data, "RGB", min_factor=2, buffer=buffer, strict=False, **options), rows
+    finally:
+        data[place : place + 2] = height.to_bytes(2, "big")
+
+
+def _height_place(data: bytearray) -> int | None:
+    """Where a JPEG whose rows come one after the other says how high it is; None: it is another kind of JPEG."""
+    place, end = 2, len(data) - 9
+    while place < end and data[place] == 0xFF:
+        marker = data[place + 1]
+        if marker in _SEQUENTIAL_FRAMES:
+            return place + 5
+        if marker == 0xFF:  # fill
+            place += 1
+        elif marker in (*_PLAIN_FRAMES, *_OTHER_FRAMES, 0xDA):
+            return None
+        else:
+            place += 2 + (data[place + 2] << 8 | data[place + 3])
+    return None
+
+
+def _least_eighths(least: tuple[int, int], width: int, height: int) -> int:
+    """The smallest scale at which both sides are long enough; sizes between a half and all take longer to decode."""
+    for eighths in (1, 2, 3, 4):
+        if -(-width * eighths // 8) >= least[0] and -(-height * eighths // 8) >= least[1]:
+            return eighths
+    return 8
 
 
 def resized_view(pixels: np.ndarray, view: View, size: int, *, full_size: tuple[int, int]) -> np.ndarray:
@@ -218,7 +266,7 @@ def _torchvision_pixels(data: bytes | bytearray) -> np.ndarray:
     return torchvision.decode_jpeg(file, mode=torchvision.ImageReadMode.RGB).permute(1, 2, 0).numpy()
 
 
-def _pillow_view(data: bytes | bytearray, where: str, view_of: ViewOf, size: int, exact: bool) -> np.ndarray:
+def _pillow_view(data: bytes | bytearray, where: object, view_of: ViewOf, size: int, exact: bool) -> np.ndarray:
     image = _open(data, where)
     full_size = image.size
     view = view_of(*full_size)
@@ -239,19 +287,19 @@ def _least_size(view: View, width: int, height: int, size: int) -> tuple[int, in
     """How large the whole image must be for the view's box to have `size` pixels a side."""
     left, top, right, bottom = view.box
     return (
-        min(width, int(np.ceil(width * size / (right - left)))),
-        min(height, int(np.ceil(height * size / (bottom - top)))),
+        min(width, math.ceil(width * size / (right - left))),
+        min(height, math.ceil(height * size / (bottom - top))),
     )
 
 
-def _open(data: bytes | bytearray, where: str) -> Image.Image:
+def _open(data: bytes | bytearray, where: object) -> Image.Image:
     image = Image.open(io.BytesIO(data))
     if image.width * image.height > _MAX_PIXELS:
         raise BadSample(f"{where}: {image.width}x{image.height} pixels is too large to be a photograph")
     return image
 
 
-def _guarded(decode: Callable[[], Any], where: str) -> Any:
+def _guarded(decode: Callable[[], Any], where: object) -> Any:
     try:
         return decode()
     except BadSample:

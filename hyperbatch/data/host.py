@@ -21,7 +21,7 @@ from hyperbatch.data.buffers import BatchBuffers
 from hyperbatch.data.cache import PixelCache
 from hyperbatch.data.decode import decode_full, decode_view, render_array, resized_view
 from hyperbatch.data.maker import Finish, Maker, load_or_replace, samples_per_task
-from hyperbatch.data.source import ArraySource, EncodedSource
+from hyperbatch.data.source import ArraySource, EncodedSource, Place
 
 
 @dataclass(eq=False)
@@ -97,27 +97,24 @@ class HostMaker(Maker):
         out, out_labels, bad = pixels.numpy(), labels.numpy(), []
         gains, offsets = self.colors(plan)
         black = np.zeros(out.shape[1:], dtype=np.uint8)
+        factors = None
         for row in range(start, min(stop, len(plan))):
             label, view = 0, None
             if row < plan.real:
                 load = partial(self._view, plan, row)
                 shown, view = load_or_replace(plan, int(plan.ids[row]), self.source, load, bad)
                 label = self.source.labels[shown]
-            out_labels[row] = label
-            self._put(out[row], black if view is None else view, gains[row], offsets[row])
+            out_labels[row], image = label, black if view is None else view
+            if out.dtype == np.uint8:
+                out[row] = image
+                continue
+            if factors is None or self.changes_colors:
+                # Of a whole row of pixels: an inner loop over 3 channels alone would not be vectorised.
+                factors = [
+                    np.tile(values.astype(out.dtype), plan.size) for values in (self.scale * gains[row], offsets[row])
+                ]
+            _normalise(out[row], image, *factors)
         return bad
-
-    def _put(self, out: np.ndarray, view: np.ndarray, gain: float, offset: np.ndarray) -> None:
-        """Bytes as they are; floats normalised, while they are still in the cache."""
-        if out.dtype == np.uint8:
-            out[:] = view
-            return
-        # As rows of width x channels: an inner loop over 3 channels alone would not be vectorised.
-        height, width, _ = out.shape
-        rows = out.reshape(height, -1)
-        rows[:] = view.reshape(height, -1)
-        rows *= np.tile((self.scale * gain).astype(out.dtype), width)
-        rows += np.tile(offset.astype(out.dtype), width)
 
     def _view(self, plan: Plan, row: int, index: int) -> np.ndarray:
         """uint8[size, size, c] of sample `index` (the plan's, or what replaces it) with the row's randomness."""
@@ -132,13 +129,13 @@ class HostMaker(Maker):
         if self.cache is None:
             data = self._read(index)
             with self.meter.busy("decode", self.threads):
-                where, exact = source.describe(index), not plan.training
+                where, exact = Place(source, index), not plan.training
                 return decode_view(data, where, view_of, plan.size, decoder=self.decoder, exact=exact)
         pixels = self.cache.get(index)
         if pixels is None:
             data = self._read(index)
             with self.meter.busy("decode", self.threads):
-                pixels = decode_full(data, source.describe(index), decoder=self.decoder)
+                pixels = decode_full(data, Place(source, index), decoder=self.decoder)
             self.cache.put(index, pixels)
         with self.meter.busy("resize", self.threads):
             size = (pixels.shape[1], pixels.shape[0])
@@ -172,6 +169,14 @@ class HostMaker(Maker):
         if self.device.type == "cuda":
             host = host.pin_memory()  # a copy from pageable memory would hold up the host
         return host.to(self.device, non_blocking=True)
+
+
+def _normalise(out: np.ndarray, image: np.ndarray, scales: np.ndarray, offsets: np.ndarray) -> None:
+    """While the image is still in the processor's cache."""
+    rows = out.reshape(len(out), -1)
+    rows[:] = image.reshape(len(out), -1)
+    rows *= scales
+    rows += offsets
 
 
 def write_array_views(out: np.ndarray, pixels: np.ndarray, config: DataConfig, uniforms: np.ndarray | None) -> None:

@@ -21,11 +21,12 @@ def resize_box(
     """uint8[size, size, c] of the box of uint8[h, w, c], widened to whole pixels; mirrored last."""
     left, top, right, bottom = math.floor(box[0]), math.floor(box[1]), math.ceil(box[2]), math.ceil(box[3])
     cut = pixels[top:bottom, left:right]
+    height, width, channels = cut.shape
     # Rows one after the other and the batch's stride as it should be: else torch gives planes back, not pixels.
-    rows = scratch("cut", cut.size)[: cut.size].reshape(cut.shape)
-    rows[:] = cut
-    part = torch.from_numpy(rows)[None].permute(0, 3, 1, 2)
+    rows = scratch("cut", cut.size)[: cut.size]
+    rows.reshape(cut.shape)[:] = cut
+    part = torch.from_numpy(rows).as_strided((1, channels, height, width), (cut.size, 1, width * channels, channels))
     resized = functional.interpolate(part, (size, size), mode="bilinear", antialias=True)
     if mirror:
         resized = resized.flip(3)  # 15 times as quick as numpy's view from right to left
-    return resized[0].permute(1, 2, 0).numpy()
+    return resized.permute(0, 2, 3, 1).numpy()[0]

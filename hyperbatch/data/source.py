@@ -35,6 +35,16 @@ class DataError(RunFailed):
     """The data cannot carry the run on: too many bad samples, or none readable."""
 
 
+class Place:
+    """Where a sample lies, in words that are only looked for when they are needed: they may stand in a file."""
+
+    def __init__(self, source: EncodedSource, index: int) -> None:
+        self._source, self._index = source, index
+
+    def __str__(self) -> str:
+        return self._source.describe(self._index)
+
+
 class Location(NamedTuple):
     """Where a sample's bytes lie. length -1: the whole file; crc32 -1: not checked."""
 

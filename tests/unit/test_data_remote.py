@@ -300,6 +300,14 @@ def test_damage_on_the_way_is_repaired_and_damage_at_the_source_is_a_bad_sample(
         ours.read(4)
 
 
+def test_an_index_that_arrives_damaged_is_not_kept(server, packed):
+    server.damage = lambda path: path.endswith("train-000001.index.npy")
+    with pytest.raises(InputError, match=r"train-000001.index.npy cannot be read: it does not match the manifest's"):
+        opened(f"{server.url}/packed")
+    server.damage = lambda path: False
+    assert contents(opened(f"{server.url}/packed")[0]) == contents(opened(packed)[0])
+
+
 def test_a_dead_server_ends_the_run_and_does_not_replace_samples(server):
     ours, _ = opened(f"{server.url}/packed", cache_gb=0.0)
     ours.read(0)

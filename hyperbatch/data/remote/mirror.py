@@ -19,13 +19,14 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 from hyperbatch.data import kept
-from hyperbatch.data.remote.store import RemoteError, Stat, Store, file_url, not_readable, persist, read_range
+from hyperbatch.data.remote.store import Refused, RemoteError, Stat, Store, file_url, not_readable, persist, read_range
 from hyperbatch.errors import InputError
 
 _IN_USE = ".in-use"
@@ -77,26 +78,29 @@ class Mirror:
     def path(self, name: str) -> Path:
         return self.folder / name
 
-    def fetch_small(self, names: Iterable[str]) -> None:
-        """Files that are needed whatever the cache may hold. InputError when that fails."""
-        names = [name for name in names if not self.path(name).exists()]
-        if not names:
+    def fetch_small(self, checksums: Mapping[str, int | None]) -> None:
+        """Files that are needed whatever the cache may hold, with their CRC-32. InputError when that fails."""
+        if all(self.path(name).exists() for name in checksums):
             return
         try:
             with open(self.folder / ".small", "ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # one process fetches, the others find them afterwards
-                names = [name for name in names if not self.path(name).exists()]
+                names = [name for name in checksums if not self.path(name).exists()]
                 with ThreadPoolExecutor(min(len(names) or 1, _SMALL_FILES_AT_ONCE)) as pool:
-                    list(pool.map(self._fetch_small, names))
+                    list(pool.map(lambda name: self._fetch_small(name, checksums[name]), names))
         except OSError as error:
             raise self._not_written(error) from error
 
-    def _fetch_small(self, name: str) -> None:
+    def _fetch_small(self, name: str, checksum: int | None) -> None:
         try:
             stat = persist(lambda: self.store.stat(name), patient=False)
             with kept.whole_file(self.path(name)) as file:
+                total = 0
                 for data in read_range(self.store, name, 0, stat.size_bytes, patient=False):
                     file.write(data)
+                    total = zlib.crc32(data, total)
+                if checksum not in (None, total):
+                    raise Refused("it does not match the manifest's checksum")
         except RemoteError as error:
             raise not_readable(file_url(self.store.url, name), error) from error
 

@@ -51,7 +51,8 @@ class RemoteShards:
     def open(self, split: str) -> ShardSource:
         mirror = Mirror(self._store, self._version, self._address.cache_bytes)
         shards = self.manifest.splits[split].shards
-        mirror.fetch_small(path(Path(shard.name)).name for shard in shards for path in (index_path, names_path))
+        checksums = {index_path(Path(shard.name)).name: shard.index_crc32 for shard in shards}
+        mirror.fetch_small(checksums | {names_path(Path(shard.name)).name: shard.names_crc32 for shard in shards})
         if all(mirror.path(shard.name).exists() for shard in shards):
             return ShardSource(mirror.folder, split, self.manifest)
         return RemoteShardSource(mirror, split, self.manifest)

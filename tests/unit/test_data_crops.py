@@ -1,0 +1,118 @@
+"""A JPEG is decoded down to the last row that a crop needs: the same pixels as from all of it."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hyperbatch.data import decode
+from hyperbatch.data.augment import View
+from hyperbatch.data.source import BadSample
+
+simplejpeg = pytest.importorskip("simplejpeg")
+
+
+def photograph(width, height):
+    rng = np.random.default_rng(width)
+    coarse = Image.fromarray(rng.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8))
+    return coarse.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def jpeg(image, **options):
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=90, **options)
+    return file.getvalue()
+
+
+def view(data, box, size=96):
+    return decode.decode_view(data, "here", lambda w, h: View(box), size, decoder="simplejpeg", exact=False)
+
+
+@pytest.fixture
+def decoded_rows(monkeypatch):
+    """The heights that were decoded."""
+    rows, original = [], simplejpeg.decode_jpeg
+
+    def watched(*values, **options):
+        pixels = original(*values, **options)
+        rows.append(pixels.shape[0])
+        return pixels
+
+    monkeypatch.setattr(decode.simplejpeg, "decode_jpeg", watched)
+    return rows
+
+
+KINDS = {
+    "4:2:0": {"subsampling": 2},
+    "4:2:2": {"subsampling": 1},
+    "4:4:4": {"subsampling": 0},
+    "restart markers": {"subsampling": 2, "restart_marker_blocks": 3},
+    "other tables": {"subsampling": 2, "optimize": True},
+    "with a comment": {"comment": b"\xff\xc0" * 40, "exif": b"Exif\0\0" + b"\xff\xda" * 30},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bottom", [40, 64, 113.5, 160, 190])
+def test_the_pixels_are_those_of_the_whole_image(kind, bottom, decoded_rows):
+    data = jpeg(photograph(240, 200), **KINDS[kind])
+    box = (17.0, 5.0, 181.0, bottom)
+    ours = view(bytearray(data), box)
+    np.testing.assert_array_equal(ours, view(data, box))  # what is not ours to change is decoded as it is
+    assert decoded_rows == [min(200, int(np.ceil(bottom)) + 16), 200]
+
+
+def test_grey_images(decoded_rows):
+    data = jpeg(photograph(240, 200).convert("L"))
+    np.testing.assert_array_equal(view(bytearray(data), (0, 0, 100, 90)), view(data, (0, 0, 100, 90)))
+    assert decoded_rows == [106, 200]
+
+
+@pytest.mark.parametrize("size", [32, 64, 100, 200])
+@pytest.mark.parametrize("shape", [(801, 1203), (1203, 801)])
+def test_large_images_are_decoded_at_the_same_scale(size, shape, decoded_rows):
+    data = jpeg(photograph(*shape))
+    box = (100, 50, 600, 560)
+    np.testing.assert_array_equal(view(bytearray(data), box, size), view(data, box, size))
+    upper, whole = decoded_rows
+    assert upper < whole
+    assert round(8 * upper / 576) == round(8 * whole / shape[1])
+
+
+def test_progressive_images_are_decoded_whole(decoded_rows):
+    data = jpeg(photograph(240, 200), progressive=True)
+    np.testing.assert_array_equal(view(bytearray(data), (0, 0, 100, 90)), view(data, (0, 0, 100, 90)))
+    assert decoded_rows == [200, 200]
+
+
+def test_the_file_is_left_as_it_was():
+    data = jpeg(photograph(240, 200))
+    ours = bytearray(data)
+    view(ours, (0, 0, 100, 90))
+    assert ours == data
+
+
+def outcome(data):
+    try:
+        return view(data, (0, 0, 100, 90)).tobytes()
+    except BadSample as error:
+        return str(error)
+
+
+def test_damaged_files_are_judged_as_before():
+    """Cut off, or with bytes that changed: the pixels, or the line that says why there are none, stay the same."""
+    data = jpeg(photograph(240, 200))
+    rng = np.random.default_rng(0)
+    for length in (len(data) - 1, len(data) - 2, len(data) // 2, 700, 30):
+        assert outcome(bytearray(data[:length])) == outcome(data[:length])
+    assert "truncated" in outcome(bytearray(data[: len(data) // 2]))
+    assert outcome(bytearray(data + b"\0\0")) == outcome(data + b"\0\0")
+    refused = 0
+    for _ in range(60):
+        changed = bytearray(data)
+        changed[int(rng.integers(2, 640))] = int(rng.integers(0, 256))  # in the headers and tables
+        ours, before = outcome(changed), outcome(bytes(changed))
+        assert isinstance(ours, str) == isinstance(before, str)
+        refused += isinstance(ours, str)
+    assert 0 < refused < 60
