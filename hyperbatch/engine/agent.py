@@ -121,7 +121,13 @@ def _explain(error: ChildFailedError, scratch: Path, hint: Callable[[], str]) ->
     said = {int(path.stem.removeprefix("rank-")): _read(path) for path in scratch.glob("rank-*.json")}
     exits = {rank: Exit(failure.pid, failure.exitcode) for rank, failure in error.failures.items()}
     words = first_cause(exits, {rank: words for rank, words in said.items() if words})
-    print(words.get("traceback", ""), file=sys.stderr, end="")
+    print(
+        words.get("traceback", ""),
+        *(f"{place}\n" for place in words.get("places", ())),
+        file=sys.stderr,
+        sep="",
+        end="",
+    )
     if words["kind"] == "InputError":
         return InputError(words["message"])
     failed = RunFailed("; ".join(part for part in (words["message"], hint()) if part))
