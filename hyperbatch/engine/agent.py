@@ -59,7 +59,7 @@ def start_ranks(
     hint: what to tell the user to do, asked for when the ranks have failed. preempt_signals: are passed on to the ranks
     as PREEMPT_FILE, and the ranks end by themselves.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -77,6 +77,7 @@ def start_ranks(
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=str(argument.parent / "logs")),  # else a folder stays in /tmp
         signals_to_handle=",".join(number.name for number in AGENT_SIGNALS if number not in preempt_signals),
     )
     asked = argument.parent / PREEMPT_FILE

@@ -44,7 +44,7 @@ class Preemption:
         self.on_stop: Callable[[], None] = lambda: None  # called when it is known that the run stops
         self.reason = ""  # the signal's name
         self._signals, self._ranks, self._timeout_s = signals_of(names), ranks, timeout_s
-        self._parent_file = parent_file
+        self._parent_file, self._parent = parent_file, os.getppid()
         self._term_s: float | None = None  # when SIGTERM came
         self._begun = 0  # the last step that was begun
         self._frozen = False  # no step may be begun without asking
@@ -67,6 +67,8 @@ class Preemption:
             return False
         if number == signal.SIGTERM and self._parent_file is not None:
             self._term_s = self._term_s or time.monotonic()
+            if os.getppid() != self._parent:  # nobody holds the run's folder any more
+                self._end_at_once()
             return False
         self.reason = self.reason or signal.Signals(number).name
         return number == signal.SIGTERM
