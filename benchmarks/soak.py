@@ -14,6 +14,7 @@ must end with the weights, statistics and optimizer state of an undisturbed run,
                 started again, as a scheduler would
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse
@@ -91,8 +92,10 @@ class Attempts:
 
     def _by_command(self) -> list[int]:
         words = self._words("--nproc", str(self.nproc), "--max-restarts", str(ATTEMPTS))
-        with open(self.folder / "command.log", "a") as log:
-            command = subprocess.Popen(words, env=self._environ(), stderr=subprocess.PIPE, stdout=log, text=True)
+        with (
+            open(self.folder / "command.log", "a") as log,
+            subprocess.Popen(words, env=self._environ(), stderr=subprocess.PIPE, stdout=log, text=True) as command,
+        ):
             assert command.stderr is not None
             for line in command.stderr:  # until the command and its ranks have gone
                 log.write(line)

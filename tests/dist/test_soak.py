@@ -14,8 +14,7 @@ FAULTS = [
     Fault("kill in set-up", 1, 0, 0.3),
     Fault("kill", 1, 15, 0.6),
     Fault("flipped checkpoint", 0, 34, 0.4),
-    Fault("flipped weight", 1, 44, 0.2),
-    Fault("preempt", 0, 50, 0.1),
+    Fault("preempt", 0, 42, 0.1),
 ]
 
 
