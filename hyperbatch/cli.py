@@ -138,7 +138,12 @@ def _eval(args: argparse.Namespace) -> int:
     from hyperbatch.engine.evaluate import evaluate_checkpoint
 
     values = evaluate_checkpoint(
-        Path(args.checkpoint), data=args.data, device=args.device, tta=args.tta, averaged=args.weights == "averaged"
+        Path(args.checkpoint),
+        data=args.data,
+        device=args.device,
+        tta=args.tta,
+        averaged=args.weights == "averaged",
+        trust_code=args.trust_code,
     )
     which = ", averaged weights" if values["weights"] == "averaged" else ""
     lines = [f"top-1 {values['top1']:.2%} of {values['samples']:,} images (step {values['step']}{which})"]
@@ -511,6 +516,8 @@ def _build_parser() -> _Parser:
     sub.add_argument("--data", metavar="DIR", help="folder of the data set [the run's]")
     sub.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     sub.add_argument("--tta", choices=TTA, help="test-time augmentation [as the run evaluated]")
+    help = "import the model and data set of your own that the checkpoint names (package.module:name)"
+    sub.add_argument("--trust-code", action="store_true", help=help)
     weights(sub)
 
     for name, function, help in (

@@ -360,6 +360,11 @@ class Config:
         """Whether a rank gets its shard of the gradients only. Muon needs whole ones: its ranks share the products."""
         return self.comm.sharded_update and self.optim.optimizer != "muon"
 
+    @property
+    def code_names(self) -> tuple[str, ...]:
+        """Code of the user's own, `package.module:name`, that building the run imports."""
+        return tuple(name for name in (self.model.model, self.data.dataset) if ":" in name)
+
     def override(self, **values: Any) -> Self:
         """A copy with fields replaced by their unique names. `global_batch=N` scales every batch phase."""
         global_batch = values.pop("global_batch", None)

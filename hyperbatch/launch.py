@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hyperbatch.config import Config
 from hyperbatch.data.source import DataCounts, check_data
-from hyperbatch.engine.agent import default_nproc, start_ranks
+from hyperbatch.engine.agent import check_nproc, default_nproc, start_ranks
 from hyperbatch.engine.folder import claimed, default_out, has_checkpoint, resume_hint
 from hyperbatch.engine.ranks import Ranks, ended_by_sigterm, find_ranks
 from hyperbatch.errors import InputError, Interrupted, Preempted, RunFailed
@@ -34,9 +34,11 @@ def train(config: Config) -> RunRecord:
     if ranks is None:
         counts = check_data(config.data)  # before torch is loaded: the commonest mistake is answered at once
         nproc = config.run.nproc or default_nproc(config.run.device)
+        check_nproc(nproc)
         check_input(config, nproc, counts)
+        made = config.run.out is None
         config = config.override(out=str(config.run.out or default_out(config)), nproc=nproc)
-        with claimed(Path(config.run.out or "."), resume=config.run.resume):
+        with claimed(Path(config.run.out or "."), resume=config.run.resume, made=made):
             check_resume(config)
             # A process that is killed cannot start itself again.
             apart = nproc > 1 or config.run.max_restarts > 0

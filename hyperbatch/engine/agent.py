@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from hyperbatch.engine.culprit import Exit, first_cause
 from hyperbatch.errors import InputError, Interrupted, Preempted, RunFailed
+from hyperbatch.memory import host_memory_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # what it ends the ranks for
+RANK_BYTES = 128 << 20  # of memory that a process with torch has for itself, at the very least
 PREEMPT_FILE = "preempt"  # beside the argument: ranks see there that the command was asked to make room
 
 
@@ -33,6 +35,16 @@ def default_nproc(device: str) -> int:
     """One process per GPU; on a CPU two, so that the path of a large run is the path of a small one."""
     gpus = 0 if device == "cpu" else count_gpus()
     return gpus or min(2, os.cpu_count() or 1)
+
+
+def check_nproc(nproc: int) -> None:
+    """InputError for more processes than this host's memory can hold."""
+    needed, there = nproc * RANK_BYTES, host_memory_bytes()
+    if needed > there:
+        raise InputError(
+            f"--nproc {nproc}: so many processes need at least {needed >> 30:,} GiB of memory, and this host has "
+            f"{there >> 30:,}; start fewer, at most one per GPU or core"
+        )
 
 
 def count_gpus() -> int:
@@ -59,6 +71,7 @@ def start_ranks(
     hint: what to tell the user to do, asked for when the ranks have failed. preempt_signals: are passed on to the ranks
     as PREEMPT_FILE, and the ranks end by themselves.
     """
+    check_nproc(nproc)
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

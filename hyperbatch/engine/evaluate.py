@@ -173,13 +173,20 @@ def evaluate_checkpoint(
     device: str = "auto",
     tta: str | None = None,
     averaged: bool = True,
+    trust_code: bool = False,
 ) -> dict[str, Any]:
     """Top-1 of a checkpoint (or a run's newest) on its validation set, in one process.
 
     tta: None: as the run evaluates. averaged: the averaged weights of a run that has some to be evaluated by.
+    trust_code: import the model and data set that the checkpoint's config names; else it is refused if it names some.
     """
     saved = checkpoint.load(path)
     config = saved.config
+    if (names := config.code_names) and not trust_code:
+        raise InputError(
+            f"{path} names code that evaluating it would run: {', '.join(names)}; give --trust-code if you trust "
+            f"whoever wrote it"
+        )
     if data is not None:
         config = config.override(data=data)
     if tta is not None:

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Iterator
@@ -40,8 +41,8 @@ def claim_folder(config: Config, ranks: Ranks, held: contextlib.ExitStack) -> Pa
     out = config.run.out
     with errors_shared(ranks):
         if ranks.rank == 0 and ranks.launcher != "none":
-            out = out or str(default_out(config))
-            held.enter_context(claimed(Path(out), resume=config.run.resume))
+            made, out = out is None, out or str(default_out(config))
+            held.enter_context(claimed(Path(out), resume=config.run.resume, made=made))
     return Path(share(out, ranks) or default_out(config))
 
 
@@ -51,17 +52,19 @@ def continues(config: Config, ranks: Ranks, out: Path) -> bool:
 
 
 @contextlib.contextmanager
-def claimed(out: Path, *, resume: str) -> Iterator[None]:
+def claimed(out: Path, *, resume: str, made: bool = False) -> Iterator[None]:
     """Makes the run's folder and holds it, or says why it cannot be this run's. A failed run without a checkpoint is
     replaced.
 
-    resume: as the config has it, "no", "yes" or "auto".
+    resume: as the config has it, "no", "yes" or "auto". made: the caller has just made the folder. Where the input is
+    refused inside, nothing is left of a folder that was not there before.
 
     Nobody else can write there meanwhile, be it a second command or a --resume of a run that is thought dead. The
     kernel lets go of the lock when the process ends, however it ends.
     """
     if resume == "yes" and not out.is_dir():
         raise InputError(f"--resume: {out} does not exist; give --out the folder of the run to continue")
+    made = made or not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
         probe = out / f".writable-{uuid.uuid4().hex}"
@@ -72,7 +75,12 @@ def claimed(out: Path, *, resume: str) -> Iterator[None]:
     with contextlib.nullcontext() if os.environ.get(HELD) == _name(out) else _lock(out):
         if resume == "no" if has_checkpoint(out) else resume != "yes" and _is_finished(out):
             raise InputError(f"--out {out} already holds a run; continue it with --resume or choose another folder")
-        yield
+        try:
+            yield
+        except InputError:
+            if made and not has_checkpoint(out):
+                shutil.rmtree(out, ignore_errors=True)
+            raise
 
 
 @contextlib.contextmanager

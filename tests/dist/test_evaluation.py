@@ -75,13 +75,13 @@ def test_a_run_tells_its_accuracy_with_views_and_without(tmp_path, world_size, c
     assert without["result"]["top1_plain"] is None
     assert "top1_plain" not in (tmp_path / "without" / "metrics.jsonl").read_text()
     assert same_bits(flat_weights(tmp_path / "with"), flat_weights(tmp_path / "without")), "evaluation leaves no trace"
-    told = evaluate_checkpoint(tmp_path / "with")
+    told = evaluate_checkpoint(tmp_path / "with", trust_code=True)
     assert (told["tta"], told["top1"], told["top1_plain"]) == (
         "mirror_shift",
         record["result"]["top1"],
         record["result"]["top1_plain"],
     )
-    plain = evaluate_checkpoint(tmp_path / "with", tta="none")
+    plain = evaluate_checkpoint(tmp_path / "with", tta="none", trust_code=True)
     assert plain["top1"] == record["result"]["top1_plain"]
     assert "top1_plain" not in plain
 
@@ -232,8 +232,12 @@ def test_the_average_is_what_is_evaluated_and_exported(tmp_path):
     record = train(1, tmp_path, averaging="ema", averaging_decay=0.9, **values)
     saved = checkpoint.load(tmp_path)
     assert not torch.equal(saved.average["0.weight"], saved.model["0.weight"])
-    assert record["result"]["top1"] == checked(tmp_path, "none")[0] == evaluate_checkpoint(tmp_path)["top1"]
-    trained = evaluate_checkpoint(tmp_path, averaged=False)
+    assert (
+        record["result"]["top1"]
+        == checked(tmp_path, "none")[0]
+        == evaluate_checkpoint(tmp_path, trust_code=True)["top1"]
+    )
+    trained = evaluate_checkpoint(tmp_path, averaged=False, trust_code=True)
     assert (trained["top1"], trained["weights"]) == (checked(tmp_path, "none", averaged=False)[0], "trained")
     for averaged in (True, False):
         file = checkpoint.export(tmp_path, tmp_path / "weights.safetensors", averaged=averaged)
@@ -246,11 +250,27 @@ def test_the_average_is_what_is_evaluated_and_exported(tmp_path):
 def test_the_commands_say_what_they_evaluate_and_export(tmp_path, capsys):
     train(1, tmp_path, averaging="ema", averaging_decay=0.9, epochs=1.0, tta="mirror")
     weights = tmp_path / "weights.safetensors"
-    assert main(["eval", str(tmp_path), "--device", "cpu"]) == 0
+    assert main(["eval", str(tmp_path), "--device", "cpu", "--trust-code"]) == 0
     told = capsys.readouterr().out
     assert "averaged weights)" in told
     assert "without test-time augmentation (mirror)" in told
-    assert main(["eval", str(tmp_path), "--device", "cpu", "--weights", "trained", "--tta", "none", "--json"]) == 0
+    assert (
+        main(
+            [
+                "eval",
+                str(tmp_path),
+                "--device",
+                "cpu",
+                "--weights",
+                "trained",
+                "--tta",
+                "none",
+                "--trust-code",
+                "--json",
+            ]
+        )
+        == 0
+    )
     told = json.loads(capsys.readouterr().out)
     assert (told["weights"], told["tta"]) == ("trained", "none")
     assert "top1_plain" not in told

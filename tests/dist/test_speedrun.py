@@ -59,7 +59,7 @@ def test_the_recipe_on_two_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(
         evaluation, "create_from", lambda *a, **options: (seen.append(create_from(*a, **options)), seen[-1])[1]
     )
-    judged = evaluation.evaluate_checkpoint(tmp_path, device="cpu")
+    judged = evaluation.evaluate_checkpoint(tmp_path, device="cpu", trust_code=True)
     assert (judged["top1"], judged["samples"]) == (record["result"]["top1"], 30)
     assert seen[0].get_submodule("group1.0.norm").eps == 1e-12, "the config's model, not the name's"
 

@@ -163,7 +163,7 @@ def test_a_checkpoint_of_an_older_version_can_be_used(tmp_path, capsys):
     record["config"] = values["config"]
     (run / "record.json").write_text(json.dumps(record))
 
-    assert main(["eval", str(run), "--device", "cpu"]) == 0
+    assert main(["eval", str(run), "--device", "cpu", "--trust-code"]) == 0
     assert main(["export", str(run)]) == 0
     assert main(["report", str(run)]) == 0
     weights = checkpoint.load_weights(run / "model.safetensors")
@@ -423,9 +423,9 @@ def test_unreadable_images_of_every_rank_are_reported_once(tmp_path, capsys, wor
     warnings = [line for line in record["warnings"] if "not a readable image" in line]
     assert sorted(warnings) == sorted(f"{name}: not a readable image" for name in train_set.bad + eval_set.bad)
 
-    assert main(["eval", str(tmp_path), "--device", "cpu"]) == 0
+    assert main(["eval", str(tmp_path), "--device", "cpu", "--trust-code"]) == 0
     assert "5 unreadable, shown black; the first: val[0]: not a readable image" in capsys.readouterr().out
-    assert main(["eval", str(tmp_path), "--device", "cpu", "--json"]) == 0
+    assert main(["eval", str(tmp_path), "--device", "cpu", "--trust-code", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["warnings"]
     assert told == [f"{name}: not a readable image" for name in eval_set.bad]
 
