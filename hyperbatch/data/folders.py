@@ -283,7 +283,7 @@ def _tar_content(path: Path) -> bytes | mmap.mmap:
         raise InputError(f"{path} cannot be read: {error}; fetch or write it again") from error
 
 
-def read_into_memory(file: IO[bytes], path: Path) -> bytes:
+def read_into_memory(file: IO[bytes] | gzip.GzipFile, path: Path) -> bytes:
     """All of a file that unpacks itself. InputError where it would take more than half of the free memory: a few
     megabytes can unpack to any number of gigabytes."""
     limit, parts, total = free_host_memory_bytes() // 2, [], 0
