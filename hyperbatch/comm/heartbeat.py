@@ -116,6 +116,15 @@ class Heartbeat:
             rank for rank, beat in after.items() if rank != self._rank and beat != b"done" and beat == before.get(rank)
         ]
 
+    def hang(self) -> str:
+        """Tells all which rank has not got on for `timeout_s`, and returns what was told first; empty: none has."""
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            places = self._places()
+            if any(place.must_go_on and seconds > self._timeout_s for place, seconds in places.values()):
+                announce(self._store, who_hangs(places))
+                return self.heard()
+        return ""
+
     def stay(self) -> None:
         """This rank has failed: the place to tell is the one where it did."""
         self._stays = True
@@ -158,12 +167,9 @@ class Heartbeat:
                     self._on_lost(f"the store has not answered for {now - answered_at:.1f} s: {error}")
                     return
                 continue
-            if hangs:
-                with contextlib.suppress(dist.DistError, RuntimeError):
-                    line = who_hangs(self._places())
-                    announce(self._store, line)
-                    self._on_lost(announced(self._store) or line)
-                    return
+            if hangs and (line := self.hang()):
+                self._on_lost(line)
+                return
             if theirs != seen or theirs == "done":
                 seen, seen_at = theirs, now
             elif now - seen_at > self._timeout_s and self._watched != self._rank:
@@ -184,7 +190,8 @@ class Heartbeat:
             place = self._place()
         if place != self._at[0]:
             self._at = place, now
-        return place.must_go_on and now - self._at[1] > self._timeout_s
+        # Silence counts first: a rank that waits for one that is stopped does not get on, either.
+        return place.must_go_on and now - self._at[1] > self._timeout_s + 2 * self._interval_s
 
     def _beat(self, beat: int, now: float) -> str:
         if self._place is None:

@@ -184,7 +184,8 @@ class Ending:
         lost = self._heart.silent()
         if lost and not self._heart.heard():
             self._lost(_who_is_lost(lost, error, self._ranks.rank), after="exchange")
-        return self._words_in(self._heart.heard())
+        # An exchange that timed out: the rank that others wait for is there, and does not get on.
+        return self._words_in(self._heart.heard() or self._heart.hang())
 
     def _words_in(self, text: str) -> dict[str, Any] | None:
         """What was announced: a rank's words, or the line of a heart that misses another or has not got on. To the
