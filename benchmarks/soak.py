@@ -52,7 +52,7 @@ RUN = [
     *("--target-top1", "none", "--checkpoint-every-steps", "10", "--max-rollbacks", "0", "--resume", "auto"),
     *("--timeout-s", str(TIMEOUT_S)),
 ]
-LAST_STEP = 125  # by which all faults of a run have been made; it has 134
+FIRST_STEP, LAST_STEP = 12, 125  # between which all faults of a run are made; it has 135
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class Attempts:
         events.sort(key=lambda event: event["time"])
         steps = [event for event in events if event["event"] == "step" and event["rank"] == 0]
         rows = []
-        for made in (event for event in events if event["event"] == "fault"):
+        for made in [event for event in events if event["event"] == "fault"]:
             fault, at = faults[made["number"]], made["time"]
             before = [step for step in steps if step["time"] <= at]
             pid = before[-1]["pid"] if before else None
@@ -224,7 +224,9 @@ def plans(count: int, per_run: int, nproc: int, kinds: list[str], draw: random.R
         count -= len(chosen)
         # It hits an attempt that begins, so it comes first or after a fault that ends one.
         chosen.sort(key=lambda kind: kind == "full disk")
-        steps = sorted(draw.sample(range(12, LAST_STEP - 25), len(chosen)))
+        # Far enough apart that each has been answered before the next one comes.
+        width = (LAST_STEP - 25 - FIRST_STEP) // len(chosen)
+        steps = [FIRST_STEP + i * width + draw.randrange(max(1, width - 8)) for i in range(len(chosen))]
         yield [
             Fault(
                 kind,

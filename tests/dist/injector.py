@@ -75,8 +75,8 @@ class Injector:
             file.write(json.dumps(line) + "\n")
 
     def made(self, number: int, step: int) -> None:
-        self.note("fault", number=number, step=step)
         (self.folder / f"made-{number}").touch()
+        self.note("fault", number=number, step=step)
 
     def strike(self, number: int, fault: Fault, step: int, learner: Any, out: Path) -> None:
         """Makes a fault at the beginning of a step."""
@@ -84,6 +84,8 @@ class Injector:
         if kind in SIGNALS or kind in TO_COMMAND:
             name = SIGNALS.get(kind) or TO_COMMAND[kind]
             target = os.getppid() if kind in TO_COMMAND else os.getpid()
+
+            (self.folder / f"made-{number}").touch()  # before the next step looks for it
 
             def send() -> None:
                 time.sleep(draw * 0.03)  # anywhere in the step, or in what follows it
