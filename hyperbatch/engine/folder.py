@@ -78,7 +78,7 @@ def claimed(out: Path, *, resume: str, made: bool = False) -> Iterator[None]:
         try:
             yield
         except InputError:
-            if made and not has_checkpoint(out):
+            if made and not has_checkpoint(out) and not (out / "record.json").exists():  # it had begun to train
                 shutil.rmtree(out, ignore_errors=True)
             raise
 
