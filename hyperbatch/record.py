@@ -101,9 +101,10 @@ class RunRecord:
             schema = values.get("schema") if isinstance(values, dict) else None
             raise InputError(f"{path}: schema {schema} is not {SCHEMA}; use the version that wrote it")
         try:
-            return cls(**{**_known(cls, values), "result": Result(**_known(Result, values["result"]))})
+            known = _checked(cls, values)
+            return cls(**{**known, "result": Result(**_checked(Result, values["result"]))})
         except (KeyError, TypeError) as error:
-            raise InputError(f"{path} lacks a field of a run's record ({error})") from None
+            raise InputError(f"{path} lacks a field of a run's record, or has a wrong one ({error})") from None
 
 
 def note_failure(folder: Path, words: Mapping[str, Any], config: Config, world_size: int) -> None:
@@ -129,6 +130,21 @@ def _known(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values this version knows: a newer one may have written more."""
     names = {f.name for f in dataclasses.fields(cls)}
     return {name: value for name, value in values.items() if name in names}
+
+
+def _checked(cls: Any, values: Any) -> dict[str, Any]:
+    """`_known` values. A TypeError names the first that is not what its field says: anybody may write a file."""
+    kinds = {"str": str, "int": int, "float": (int, float), "bool": bool, "dict": dict, "list": list, "Result": dict}
+    if not isinstance(values, dict):
+        raise TypeError(f"a {type(values).__name__} is no {cls.__name__}")
+    known = _known(cls, values)
+    for spec in dataclasses.fields(cls):
+        name = str(spec.type).removesuffix(" | None").partition("[")[0]
+        may_be_none = name == "float" or spec.type.endswith("| None")  # a number that is not finite is none in JSON
+        value = known.get(spec.name)
+        if spec.name in known and not isinstance(value, kinds[name]) and not (value is None and may_be_none):
+            raise TypeError(f"{spec.name} is a {type(value).__name__}")
+    return known
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -21,7 +21,15 @@ def write_report(folders: list[Path], output: Path | None = None) -> Path:
     runs = load_runs([Path(folder) for folder in folders])
     path = output or (runs[0].folder / "report.html" if len(runs) == 1 else Path("report.html"))
     try:
-        replace_text(path, render(runs))
+        text = render(runs)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, ZeroDivisionError) as error:
+        # Anybody may have written the files.
+        raise InputError(
+            f"{runs[0].folder}: its record or metrics cannot be drawn ({type(error).__name__}: {error}); they are not "
+            f"as a run writes them"
+        ) from error
+    try:
+        replace_text(path, text)
     except (OSError, ValueError, RuntimeError) as error:  # of a name with a null byte; of links in a circle
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"cannot write the report to {path}: {reason}; choose another place") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import os
 import struct
 import threading
@@ -11,6 +12,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+import torch
 
 from hyperbatch import checkpoint, memory
 from hyperbatch.cli import main
@@ -18,9 +20,12 @@ from hyperbatch.config import Config
 from hyperbatch.data import decode, folders
 from hyperbatch.data.source import BadSample
 from hyperbatch.durable import replace_text
-from hyperbatch.engine import evaluate
+from hyperbatch.engine import evaluate, loop
 from hyperbatch.engine.agent import check_nproc
+from hyperbatch.engine.ranks import Ranks
 from hyperbatch.errors import InputError
+from hyperbatch.recipes import get_recipe
+from hyperbatch.report import write_report
 
 # Code that a config names
 
@@ -37,6 +42,64 @@ def test_a_checkpoint_that_names_code_runs_none_of_it(tmp_path, monkeypatch, fie
     monkeypatch.setattr(checkpoint, "load", lambda path: Saved)
     with pytest.raises(InputError, match=r"names code that evaluating it would run: evil:(model|data); give --trust-"):
         evaluate.evaluate_checkpoint(tmp_path)
+
+
+# Files with other values than a run writes
+
+GARBAGE = (None, 5, "<script>alert(1)</script>", [], {"a": "b"}, [1, "x"], [{"a": 1}], {"a": None}, 10**30)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a short run."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+    values = {
+        "epochs": 1.0,
+        "warmup_epochs": 0.5,
+        "decay_epochs": 1.0,
+        "max_steps": 2,
+        "device": "cpu",
+        "out": str(out),
+    }
+    loop.run(get_recipe("digits").build().override(**values), Ranks())
+    return out
+
+
+def spoilt(values, depth):
+    """The values with one of them replaced by garbage, one after the other."""
+    for name in list(values):
+        for garbage in GARBAGE if depth > 1 else GARBAGE[::3]:
+            yield {**values, name: garbage}
+        if depth > 1 and isinstance(values[name], dict):
+            for inner in spoilt(dict(list(values[name].items())[:4]), depth - 1):
+                yield {**values, name: {**values[name], **inner}}
+
+
+def test_a_checkpoint_with_other_values_is_one_line_or_read(trained, tmp_path):
+    path = tmp_path / "step-1.pt"
+    good = torch.load(next((trained / "checkpoints").glob("step-*.pt")), weights_only=True)
+    del good["checksums"]  # whoever alters a file can leave them out
+    refused = 0
+    for values in spoilt(good, 2):
+        torch.save(values, path)
+        try:
+            checkpoint.export(path, tmp_path / "out.safetensors")
+        except InputError:
+            refused += 1
+    assert refused > 50
+
+
+def test_a_record_with_other_values_is_one_line_or_plain_text(trained, tmp_path):
+    run, refused = tmp_path / "run", 0
+    run.mkdir()
+    (run / "metrics.jsonl").write_bytes((trained / "metrics.jsonl").read_bytes())
+    for values in spoilt(json.loads((trained / "record.json").read_text()), 2):
+        (run / "record.json").write_text(json.dumps(values))
+        try:
+            assert "<script>alert" not in write_report([run], tmp_path / "report.html").read_text()
+        except InputError:
+            refused += 1
+    assert refused > 50
 
 
 # Where a report goes
