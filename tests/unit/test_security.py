@@ -99,7 +99,7 @@ def test_a_record_with_other_values_is_one_line_or_plain_text(trained, tmp_path)
             assert "<script>alert" not in write_report([run], tmp_path / "report.html").read_text()
         except InputError:
             refused += 1
-    assert refused > 50
+    assert refused > 10, "others are shown with what is wrong with them"
 
 
 # Where a report goes
