@@ -32,6 +32,8 @@ from hyperbatch.plan.types import GroupPlan
 
 FORMAT = 1
 TABLES = ("model", "norm", "optimizer", "average", "average_norm")  # fields that hold tensors
+# What reading values raises that have other types than those that were written
+NOT_OURS = (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError)
 BEST = "best.pt"  # a link to the checkpoint of the best evaluation
 
 
@@ -138,10 +140,13 @@ class Checkpoint:
 
         averaged: of a run that evaluates its averaged weights, those; False: the ones that were trained.
         """
-        trained = {**self.model, **merge_norm_statistics(per_rank(self.norm))}
-        if self.which(averaged=averaged) == "trained":
-            return trained
-        return {**trained, **self.average, **merge_norm_statistics(per_rank(self.average_norm))}
+        try:
+            trained = {**self.model, **merge_norm_statistics(per_rank(self.norm))}
+            if self.which(averaged=averaged) == "trained":
+                return trained
+            return {**trained, **self.average, **merge_norm_statistics(per_rank(self.average_norm))}
+        except NOT_OURS as error:
+            raise InputError(f"checkpoint {self.path}: its statistics do not fit each other: {error}") from error
 
     def which(self, *, averaged: bool = True) -> str:
         """What `weights` gives: "averaged" or "trained". Lookahead's average is what the weights are set to."""
@@ -201,9 +206,25 @@ def load(path: Path, *, before_step: int | None = None) -> Checkpoint:
     if not _is_checkpoint(values):
         raise InputError(f"{path} is not a hyperbatch checkpoint of format {FORMAT}")
     try:
+        _check_tables(values)
         return replace(Checkpoint.from_dict(values), path=str(path))
-    except (KeyError, TypeError) as error:
+    except InputError as error:
+        raise InputError(f"checkpoint {path}: {error}") from error
+    except NOT_OURS as error:
         raise InputError(f"checkpoint {path} is not complete: {error}") from error
+
+
+def _check_tables(values: Mapping[str, Any]) -> None:
+    """InputError where a table does not hold tensors by name; anybody may have written the file."""
+    for table in TABLES:
+        tensors = values.get(table, {})
+        if not isinstance(tensors, dict) or not all(
+            isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
+        ):
+            raise InputError(f"its {table!r} is no table of tensors")
+    for table in ("norm", "average_norm"):
+        if len({tensor.shape[:1] for tensor in values.get(table, {}).values()} | {torch.Size()}) > 2:
+            raise InputError(f"its {table!r} is of different numbers of ranks")
 
 
 def _read(path: Path) -> Any:

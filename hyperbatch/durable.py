@@ -40,6 +40,19 @@ def write(path: Path, put: Callable[[Any], None]) -> None:
     sync_folder(path.parent)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file that somebody has named: whole or not at all where it is a plain file. A link stays one, and a
+    device or a pipe is written to and not replaced."""
+    target = path.resolve() if path.is_symlink() else path
+    if target.exists() and not target.is_file():
+        with open(target, "w", encoding="utf-8") as file:
+            file.write(text)
+        return
+    partial = target.with_name(target.name + PARTIAL)
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, target)
+
+
 def check(path: Path) -> bool:
     """True: the bytes are those that were written. False: the file has no checksum. InputError: they have changed."""
     length = len(_last_line(0))

@@ -20,7 +20,7 @@ from typing import Any
 from hyperbatch.callbacks import Hooks, forwarded
 from hyperbatch.config import Config
 from hyperbatch.data.source import DataCounts, check_data
-from hyperbatch.engine.agent import count_gpus, default_nproc, start_ranks
+from hyperbatch.engine.agent import check_nproc, count_gpus, default_nproc, start_ranks
 from hyperbatch.engine.folder import claimed, default_out, has_checkpoint, keep_config, resume_hint
 from hyperbatch.engine.ranks import Ranks, ended_by_sigterm, find_ranks
 from hyperbatch.errors import InputError, Interrupted, Preempted, RunFailed
@@ -46,6 +46,7 @@ def train(config: Config, callbacks: Iterable[Any] = ()) -> RunRecord:
         raise InputError("--resume needs the folder of the run to continue: give it with --out")
     if ranks is None:
         nproc = config.run.nproc or default_nproc(config.run.device)
+        check_nproc(nproc)
         with _told_if_slow(opening(config, nproc)):
             counts = check_data(config.data)  # before torch is loaded: the commonest mistake is answered at once
             check_input(config, nproc, counts)

@@ -6,7 +6,9 @@ so that a run killed at any moment leaves files that can be read. No torch here:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -111,10 +113,10 @@ class RunRecord:
             schema = values.get("schema") if isinstance(values, dict) else None
             raise InputError(f"{path}: schema {schema} is not {SCHEMA}; use the version that wrote it")
         try:
-            result = Result(**_known(Result, values["result"]))
-            return cls(**{**_known(cls, values), "result": result, "folder": str(folder)})  # it may have been moved
+            result = Result(**_checked(Result, values["result"]))
+            return cls(**{**_checked(cls, values), "result": result, "folder": str(folder)})  # it may have been moved
         except (KeyError, TypeError) as error:
-            raise InputError(f"{path} lacks a field of a run's record ({error})") from None
+            raise InputError(f"{path} lacks a field of a run's record, or has a wrong one ({error})") from None
 
 
 def note_failure(folder: Path, words: Mapping[str, Any], config: Config, world_size: int) -> None:
@@ -140,6 +142,21 @@ def _known(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values this version knows: a newer one may have written more."""
     names = {f.name for f in dataclasses.fields(cls)}
     return {name: value for name, value in values.items() if name in names}
+
+
+def _checked(cls: Any, values: Any) -> dict[str, Any]:
+    """`_known` values. A TypeError names the first that is not what its field says: anybody may write a file."""
+    kinds = {"str": str, "int": int, "float": (int, float), "bool": bool, "dict": dict, "list": list, "Result": dict}
+    if not isinstance(values, dict):
+        raise TypeError(f"a {type(values).__name__} is no {cls.__name__}")
+    known = _known(cls, values)
+    for spec in dataclasses.fields(cls):
+        name = str(spec.type).removesuffix(" | None").partition("[")[0]
+        may_be_none = name == "float" or spec.type.endswith("| None")  # a number that is not finite is none in JSON
+        value = known.get(spec.name)
+        if spec.name in known and not isinstance(value, kinds[name]) and not (value is None and may_be_none):
+            raise TypeError(f"{spec.name} is a {type(value).__name__}")
+    return known
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -190,8 +207,8 @@ class RunWriter:
                 old.unlink(missing_ok=True)
         else:
             _drop_lines(folder, resume_from_step)
-        self._metrics = open(folder / "metrics.jsonl", "w" if fresh else "a", buffering=1)  # noqa: SIM115
-        self._mllog = open(folder / "mllog.txt", "w" if fresh else "a", buffering=1)  # noqa: SIM115
+        self._metrics = _Lines(folder / "metrics.jsonl", go_on=not fresh)
+        self._mllog = _Lines(folder / "mllog.txt", go_on=not fresh)
         self._trace = TraceFile(folder / "trace.json", go_on=not fresh)
         self._trace.process("rank 0" if fresh else f"rank 0, resumed at step {resume_from_step}")
         self._board = _Tensorboard(folder / "tensorboard", resume_from_step, self.warnings) if tensorboard else None
@@ -200,7 +217,7 @@ class RunWriter:
         """Drops metric lines of steps at or after this one, which the run will write again."""
         self._metrics.close()
         _drop_lines(self.folder, step)
-        self._metrics = open(self.folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
+        self._metrics = _Lines(self.folder / "metrics.jsonl", go_on=True)
         self._trace.process(f"rank 0, back at step {step}")
         if self._board:
             self._board.close()
@@ -220,13 +237,13 @@ class RunWriter:
     ) -> None:
         scalars = {"loss": loss, "lr": lr, "global_batch": global_batch, "images_per_s": images_per_s}
         line = {"event": "step", "step": step, "epoch": epoch, "time_s": time_s, **scalars, **extra}
-        self._metrics.write(strict_json(line) + "\n")
+        self._metrics.add(strict_json(line))
         if self._board:
             self._board.add("train", step, scalars)
 
     def eval(self, *, step: int, epoch: float, time_s: float, top1: float, samples: int, **extra: Any) -> None:
         line = {"event": "eval", "step": step, "epoch": epoch, "time_s": time_s, "top1": top1, "samples": samples}
-        self._metrics.write(strict_json({**line, **extra}) + "\n")
+        self._metrics.add(strict_json({**line, **extra}))
         if self._board:
             scalars = {name: extra[name] for name in ("top5", "val_loss") if name in extra}
             self._board.add("eval", step, {"top1": top1, **scalars}, always=True)
@@ -245,7 +262,7 @@ class RunWriter:
             "value": value,
             "metadata": {**place, **metadata},
         }
-        self._mllog.write(f":::MLLOG {strict_json(line)}\n")
+        self._mllog.add(f":::MLLOG {strict_json(line)}")
 
     def span(self, name: str, start_s: float, duration_s: float, *, track: str = "engine", **args: Any) -> None:
         """One span of trace.json; seconds since the run began. `warnings` says when there were too many to keep."""
@@ -262,9 +279,12 @@ class RunWriter:
         self._metrics.close()
         self._mllog.close()
         self._trace.close()
+        for lines in (self._metrics, self._mllog):
+            if lines.lost:
+                self.warnings.append(f"{lines.lost} lines could not be written to {lines.name}: {lines.reason}")
         if self._trace.dropped:
             self.warnings.append(
-                f"trace.json keeps the first {MAX_SPANS:,} spans; {self._trace.dropped:,} were left out"
+                f"trace.json keeps the first {MAX_SPANS:,} spans that fit; {self._trace.dropped:,} were left out"
             )
         if self._board:
             self._board.close()
@@ -274,6 +294,35 @@ class RunWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Lines:
+    """Lines that are appended to a file, one write each. One that cannot be written, for a full disk, say, is left out
+    whole: it is not worth a run."""
+
+    def __init__(self, path: Path, *, go_on: bool) -> None:
+        """go_on: keep what is there."""
+        self.name, self.lost, self.reason = path.name, 0, ""
+        self._file = open(path, "ab" if go_on else "wb", buffering=0)  # noqa: SIM115
+        self._end = self._file.seek(0, os.SEEK_END)
+
+    def add(self, line: str) -> None:
+        data = line.encode() + b"\n"
+        try:
+            if self._file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._end += len(data)
+        except OSError as error:
+            self.lost, self.reason = self.lost + 1, error.strerror or str(error)
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._end)
+
+    def close(self) -> None:
+        self._file.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
 
 
 class TraceFile:
@@ -336,7 +385,10 @@ class TraceFile:
 
     def flush(self) -> None:
         if self._pending:
-            self._put(b"".join(b",\n" + event for event in self._pending))
+            try:
+                self._put(b"".join(b",\n" + event for event in self._pending))
+            except OSError:  # a full disk is not worth a run
+                self.dropped += len(self._pending)
             self._pending.clear()
         self._flush_at = time.monotonic() + 1
 
@@ -352,7 +404,8 @@ class TraceFile:
 
     def _put(self, events: bytes) -> None:
         self._file.seek(self._end)
-        self._file.write(events + self.TAIL)
+        if self._file.write(events + self.TAIL) != len(events) + len(self.TAIL):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._end += len(events)
 
 

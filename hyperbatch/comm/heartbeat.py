@@ -5,12 +5,16 @@ notices.
 rank 0 -> watches 1 -> watches 2 -> watches 0        each rank beats, and looks at its neighbour's beat
                         "1 is silent" -> store       the first to miss one tells all; those on 1's host end its process
                2: "I failed, because" -> store       one that fails tells all by itself
+
+A rank that beats may hang all the same: its main thread waits for something that does not come. So a beat also says
+where the rank is (comm/place.py), and one that has not got on for as long tells all, with every rank's place.
 """
 
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -20,6 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
+
+from hyperbatch.comm.place import Place, told, who_hangs
 
 _LOST, _SILENT = "lost", "silent"
 _MAX_INTERVAL_S = 1.0  # between two looks at the store: so fast does a failure that was announced end the others
@@ -57,12 +63,18 @@ class Heartbeat:
         timeout_s: float = 30.0,
         interval_s: float | None = None,
         on_lost: Callable[[str], None] | None = None,
+        place: Callable[[], Place] | None = None,
     ) -> None:
-        """store: any that all ranks share, e.g. a TCPStore of your own; it must not be blocked by others' waits."""
+        """store: any that all ranks share, e.g. a TCPStore of your own; it must not be blocked by others' waits.
+
+        place: of this rank, asked by the thread at every beat.
+        """
         self._store = dist.PrefixStore("hyperbatch-heartbeat", store)
         self._rank, self._world_size, self._watched = rank, world_size, (rank + 1) % world_size
         self._timeout_s, self._interval_s = timeout_s, interval_s or min(timeout_s / 20, _MAX_INTERVAL_S)
         self._on_lost = on_lost or _end_process
+        self._stays = False
+        self._place, self._at = place, (Place(phase="start"), time.monotonic())  # where, and since when
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"hyperbatch-heartbeat-{rank}", daemon=True)
 
@@ -104,6 +116,25 @@ class Heartbeat:
             rank for rank, beat in after.items() if rank != self._rank and beat != b"done" and beat == before.get(rank)
         ]
 
+    def hang(self) -> str:
+        """Tells all which rank has not got on for `timeout_s`, and returns what was told first; empty: none has."""
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            places = self._places()
+            if any(place.must_go_on and seconds > self._timeout_s for place, seconds in places.values()):
+                announce(self._store, who_hangs(places))
+                return self.heard()
+        return ""
+
+    def stay(self) -> None:
+        """This rank has failed: the place to tell is the one where it did."""
+        self._stays = True
+
+    def places(self) -> list[str]:
+        """A line for each rank that has said where it is; nothing where the store does not answer."""
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            return told(self._places())
+        return []
+
     @property
     def heard_after_s(self) -> float:
         """Until then every rank has looked at the store: so long must it live after a failure."""
@@ -122,7 +153,8 @@ class Heartbeat:
             now = time.monotonic()
             try:
                 beat += 1
-                self._store.set(self._key(self._rank), str(beat))
+                hangs = self._look_at_place(now)
+                self._store.set(self._key(self._rank), self._beat(beat, now))
                 if self._store.check([_LOST]) and not self._stop.is_set():
                     if self._store.check([_SILENT]):
                         self._kill(self._store.get(_SILENT).decode())
@@ -135,6 +167,9 @@ class Heartbeat:
                     self._on_lost(f"the store has not answered for {now - answered_at:.1f} s: {error}")
                     return
                 continue
+            if hangs and (line := self.hang()):
+                self._on_lost(line)
+                return
             if theirs != seen or theirs == "done":
                 seen, seen_at = theirs, now
             elif now - seen_at > self._timeout_s and self._watched != self._rank:
@@ -145,6 +180,33 @@ class Heartbeat:
                     self._kill(str(self._watched))
                 self._on_lost(line)
                 return
+
+    def _look_at_place(self, now: float) -> bool:
+        """Whether this rank should have got on."""
+        if self._place is None or self._stays:
+            return False
+        place = self._at[0]
+        with contextlib.suppress(Exception):  # a device that has gone, say: the heart beats on
+            place = self._place()
+        if place != self._at[0]:
+            self._at = place, now
+        # Silence counts first: a rank that waits for one that is stopped does not get on, either.
+        return place.must_go_on and now - self._at[1] > self._timeout_s + 2 * self._interval_s
+
+    def _beat(self, beat: int, now: float) -> str:
+        if self._place is None:
+            return str(beat)
+        place, since = self._at
+        return f"{beat} {json.dumps([place.to_dict(), round(now - since, 1)])}"
+
+    def _places(self) -> dict[int, tuple[Place, float]]:
+        found = {}
+        for rank, beat in self._beats().items():
+            _, _, text = beat.decode().partition(" ")
+            if text:
+                place, seconds = json.loads(text)
+                found[rank] = Place.from_dict(place), seconds
+        return found
 
     def _kill(self, rank: str) -> None:
         """Ends the process of a silent rank, if it is one of this host and still the same."""

@@ -213,6 +213,13 @@ class GradSync:
         self.timings()
         return self._phases
 
+    def under_way(self) -> int | None:
+        """The first group that has left and has not arrived. Any thread may ask; the answer is as of a moment ago."""
+        step = self._open or self._last
+        flights = [] if step is None else step.flights[: step.launched]
+        waiting = (i for i, flight in enumerate(flights) if flight.handle is not None and not flight.handle.done())
+        return next(waiting, None)
+
     def forget(self) -> None:
         """As if no step had been run yet: nothing in flight, no timings, nothing left to check."""
         self._open = self._last = None

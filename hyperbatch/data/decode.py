@@ -29,6 +29,7 @@ except ImportError:  # an optional extra
     simplejpeg = None
 
 _MAX_PIXELS = 1 << 28  # a header may claim any size; no photograph is larger
+_MUCH_PIXELS, _PIXELS_PER_BYTE = 1 << 24, 400  # of a larger image, a file holds no more a byte unless it is made for it
 _JPEG_MAGIC = b"\xff\xd8\xff"
 _PPM_HEADER = re.compile(rb"P6\n(\d{1,6}) (\d{1,6})\n255\n")  # as `data pack --decoded` writes it
 _SOI, _EOI = b"\xff\xd8", b"\xff\xd9"
@@ -117,7 +118,7 @@ def gpu_can_decode(data: bytes | bytearray | memoryview) -> bool:
                 height = data[place + 5] << 8 | data[place + 6]
                 width = data[place + 7] << 8 | data[place + 8]
                 ids = bytes(data[place + 10 : place + 19 : 3])
-                return precision == 8 and components in (1, 3) and ids != _RGB_IDS and 0 < width * height <= _MAX_PIXELS
+                return precision == 8 and components in (1, 3) and ids != _RGB_IDS and fits(width, height, len(data))
             if marker in _OTHER_FRAMES or marker == 0xDA:  # a scan before any frame
                 return False
             if marker == 0xEE and data[place + 4 : place + 9] == b"Adobe" and data[place + 15] != 1:
@@ -126,6 +127,12 @@ def gpu_can_decode(data: bytes | bytearray | memoryview) -> bool:
     except IndexError:
         pass
     return False
+
+
+def fits(width: int, height: int, data_bytes: int) -> bool:
+    """Whether an image of this size may be decoded: a few kilobytes can claim, and fill, gigabytes of memory."""
+    pixels = width * height
+    return 0 < pixels <= _MAX_PIXELS and (pixels <= _MUCH_PIXELS or pixels <= _PIXELS_PER_BYTE * data_bytes)
 
 
 def raw_header_bytes(data: bytes | bytearray | memoryview) -> tuple[int, int, int] | None:
@@ -171,7 +178,7 @@ def _fast_full(data: bytes | bytearray, decoder: str) -> np.ndarray:
     if decoder == "torchvision":
         return _torchvision_pixels(data)
     height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-    if width * height > _MAX_PIXELS:
+    if not fits(width, height, len(data)):
         raise ValueError("too large")
     return simplejpeg.decode_jpeg(data, "RGB")
 
@@ -181,7 +188,7 @@ def _fast_view(data: bytes | bytearray, view_of: ViewOf, size: int, decoder: str
     if decoder == "simplejpeg":
         height, width, _, _ = simplejpeg.decode_jpeg_header(data)
         view = view_of(width, height)
-        if width * height > _MAX_PIXELS:
+        if not fits(width, height, len(data)):
             raise ValueError("too large")
         buffer = scratch("decoded", 3 * width * height)
         if exact:
@@ -294,8 +301,10 @@ def _least_size(view: View, width: int, height: int, size: int) -> tuple[int, in
 
 def _open(data: bytes | bytearray, where: object) -> Image.Image:
     image = Image.open(io.BytesIO(data))
-    if image.width * image.height > _MAX_PIXELS:
-        raise BadSample(f"{where}: {image.width}x{image.height} pixels is too large to be a photograph")
+    if not fits(image.width, image.height, len(data)):
+        raise BadSample(
+            f"{where}: {image.width}x{image.height} pixels in {len(data):,} bytes is too large to be a photograph"
+        )
     return image
 
 

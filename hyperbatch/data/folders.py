@@ -17,7 +17,9 @@ import numpy as np
 from hyperbatch.data.source import BadSample, EncodedSource, Location
 from hyperbatch.data.tars import check_end
 from hyperbatch.errors import InputError
+from hyperbatch.memory import free_host_memory_bytes
 
+_CHUNK_BYTES = 1 << 20
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".webp", ".tif", ".tiff")
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz")
 
@@ -270,15 +272,29 @@ def _tar_content(path: Path) -> bytes | mmap.mmap:
     try:
         if path.name.endswith(".xz"):
             with lzma.open(path) as file:
-                return file.read()
+                return read_into_memory(file, path)
         if path.name.endswith("gz"):
             with gzip.open(path) as file:
-                return file.read()
+                return read_into_memory(file, path)
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     # ValueError: an empty file cannot be mapped.
     except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
         raise InputError(f"{path} cannot be read: {error}; fetch or write it again") from error
+
+
+def read_into_memory(file: IO[bytes] | gzip.GzipFile, path: Path) -> bytes:
+    """All of a file that unpacks itself. InputError where it would take more than half of the free memory: a few
+    megabytes can unpack to any number of gigabytes."""
+    limit, parts, total = free_host_memory_bytes() // 2, [], 0
+    while chunk := file.read(_CHUNK_BYTES):
+        parts.append(chunk)
+        total += len(chunk)
+        if total > limit:
+            raise InputError(
+                f"{path} unpacks to more than {limit >> 20:,} MiB, half of the free memory; unpack it first"
+            )
+    return b"".join(parts)
 
 
 def _file_over(content: bytes | mmap.mmap) -> IO[bytes]:

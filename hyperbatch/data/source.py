@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import traceback
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -358,7 +359,17 @@ def check_same_classes(train: tuple[str, ...], val: tuple[str, ...], where: Path
 
 
 def _user_data(config: DataConfig) -> tuple[Source, Source]:
-    made: Any = load_object(config.dataset, "dataset")(config)
+    build = load_object(config.dataset, "dataset")
+    try:
+        made: Any = build(config)
+    except (InputError, RunFailed):
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise InputError(
+            f"dataset {config.dataset!r} raised {type(error).__name__}: {error} (in {frame.name}, "
+            f"{frame.filename}:{frame.lineno}); it must take a DataConfig and return (train, val)"
+        ) from error
     if not (isinstance(made, tuple) and len(made) == 2 and all(isinstance(part, Source) for part in made)):
         raise InputError(
             f"dataset {config.dataset!r} must return (train, val), each with name, classes, channels, mean, std, "

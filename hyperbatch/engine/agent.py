@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from hyperbatch.engine.culprit import Exit, first_cause
 from hyperbatch.errors import InputError, Interrupted, Preempted, RunFailed
+from hyperbatch.memory import host_memory_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # what it ends the ranks for
+RANK_BYTES = 128 << 20  # of memory that a process with torch has for itself, at the very least
 PREEMPT_FILE = "preempt"  # beside the argument: ranks see there that the command was asked to make room
 
 
@@ -34,6 +36,16 @@ def default_nproc(device: str) -> int:
     """One process per GPU; on a CPU two, so that the path of a large run is the path of a small one."""
     gpus = 0 if device == "cpu" else count_gpus()
     return gpus or min(2, os.cpu_count() or 1)
+
+
+def check_nproc(nproc: int) -> None:
+    """InputError for more processes than this host's memory can hold."""
+    needed, there = nproc * RANK_BYTES, host_memory_bytes()
+    if needed > there:
+        raise InputError(
+            f"--nproc {nproc}: so many processes need at least {needed >> 30:,} GiB of memory, and this host has "
+            f"{there >> 30:,}; start fewer, at most one per GPU or core"
+        )
 
 
 def count_gpus() -> int:
@@ -66,7 +78,8 @@ def start_ranks(
     hint: what to tell the user to do, asked for when the ranks have failed. preempt_signals: are passed on to the ranks
     as PREEMPT_FILE, and the ranks end by themselves.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    check_nproc(nproc)
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -84,6 +97,7 @@ def start_ranks(
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=str(argument.parent / "logs")),  # else a folder stays in /tmp
         signals_to_handle=",".join(number.name for number in AGENT_SIGNALS if number not in preempt_signals),
     )
     asked = argument.parent / PREEMPT_FILE
@@ -128,7 +142,13 @@ def _explain(error: ChildFailedError, scratch: Path, hint: Callable[[], str]) ->
     said = {int(path.stem.removeprefix("rank-")): _read(path) for path in scratch.glob("rank-*.json")}
     exits = {rank: Exit(failure.pid, failure.exitcode) for rank, failure in error.failures.items()}
     words = first_cause(exits, {rank: words for rank, words in said.items() if words})
-    print(words.get("traceback", ""), file=sys.stderr, end="")
+    print(
+        words.get("traceback", ""),
+        *(f"{place}\n" for place in words.get("places", ())),
+        file=sys.stderr,
+        sep="",
+        end="",
+    )
     if words["kind"] == "InputError":
         return InputError(words["message"])
     failed = RunFailed("; ".join(part for part in (words["message"], hint()) if part))

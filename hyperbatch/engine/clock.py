@@ -20,17 +20,17 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds = {"init": 0.0, "train": 0.0, "capture": 0.0, "eval": 0.0, "pause": 0.0}
-        self._account = "init"
+        self.account = "init"  # the one that time is booked to now
         self._since = time.perf_counter()
 
     def switch(self, account: str) -> None:
         now = time.perf_counter()
-        self.seconds[self._account] += now - self._since
-        self._account, self._since = account, now
+        self.seconds[self.account] += now - self._since
+        self.account, self._since = account, now
 
     @contextlib.contextmanager
     def booked(self, account: str) -> Iterator[None]:
-        before = self._account
+        before = self.account
         self.switch(account)
         try:
             yield
@@ -40,17 +40,17 @@ class Clock:
     @property
     def run_s(self) -> float:
         """Seconds since training began, evaluation and captures included, pauses and initialisation not."""
-        self.switch(self._account)
+        self.switch(self.account)
         return self.seconds["train"] + self.seconds["capture"] + self.seconds["eval"]
 
     @property
     def train_s(self) -> float:
         """Seconds of training alone: what images per second are counted in."""
-        self.switch(self._account)
+        self.switch(self.account)
         return self.seconds["train"]
 
     def state_dict(self) -> dict[str, float]:
-        self.switch(self._account)
+        self.switch(self.account)
         return {f"{name}_s": value for name, value in self.seconds.items()}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

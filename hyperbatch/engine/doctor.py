@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hyperbatch.engine.agent import default_nproc, start_ranks
+from hyperbatch.engine.agent import check_nproc, default_nproc, start_ranks
 from hyperbatch.engine.ranks import Ranks, find_ranks
 from hyperbatch.errors import InputError
 
@@ -53,6 +53,8 @@ def doctor(*, collectives: bool = False, nproc: int | None = None) -> Diagnosis:
     Under torchrun, srun or mpirun every process calls it: the ranks join, and all get the same `ok`. Elsewhere
     `collectives` starts `nproc` ranks on this host.
     """
+    if nproc is not None:
+        check_nproc(nproc)
     checks = [_python(), _torch(), *_packages(), _devices(), _network(), _disk()]
     rows: list[CollectiveCheck] = []
     ranks = find_ranks()

@@ -28,6 +28,7 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from hyperbatch.comm.heartbeat import Heartbeat, announce, announced
+from hyperbatch.comm.place import Place
 from hyperbatch.engine.preempt import Preemption
 from hyperbatch.engine.ranks import Ranks, interrupt
 from hyperbatch.errors import InputError, RunFailed
@@ -77,6 +78,7 @@ class Ending:
         """report: takes the words to the command that started this rank; without it they go to stderr."""
         self.record: Callable[[dict[str, Any]], None] = lambda words: None  # leaves them in the run's folder
         self.step: Callable[[], int | None] = lambda: None  # that the run is at
+        self.place: Callable[[], Place] = lambda: Place(phase="start")  # of this rank; a thread asks
         self.preemption: Preemption | None = None  # is told of signals, too
         self._ranks, self._report = ranks, report
         self._alone = ranks.world_size == 1
@@ -115,7 +117,12 @@ class Ending:
         self._grace_s = GRACE_S if raises else 0.0
         if self._store is not None:
             self._heart = Heartbeat(
-                self._store, self._ranks.rank, self._ranks.world_size, timeout_s=timeout_s, on_lost=self._lost
+                self._store,
+                self._ranks.rank,
+                self._ranks.world_size,
+                timeout_s=timeout_s,
+                on_lost=self._lost,
+                place=lambda: self.place(),
             ).start()
 
     @contextlib.contextmanager
@@ -144,6 +151,8 @@ class Ending:
         """Tells everybody. Returns the words of the rank whose failure this one follows from, if there is one."""
         words, rank = words_of(error, self._ranks.rank, self.step()), self._ranks.rank
         self._arm(words)
+        if self._heart is not None:
+            self._heart.stay()
         self._ignore_signals()
         cause = self._cause(error, store) if "after" in words else None
         if cause is not None:
@@ -169,13 +178,24 @@ class Ending:
         once: it knows no more than the other's name.
         """
         if self._heart is None:
-            return _words_in(announced(store))
+            return self._words_in(announced(store))
         if (text := self._heart.heard()) or isinstance(error, KeyboardInterrupt):
-            return _words_in(text)
+            return self._words_in(text)
         lost = self._heart.silent()
         if lost and not self._heart.heard():
             self._lost(_who_is_lost(lost, error, self._ranks.rank), after="exchange")
-        return _words_in(self._heart.heard())
+        # An exchange that timed out: the rank that others wait for is there, and does not get on.
+        return self._words_in(self._heart.heard() or self._heart.hang())
+
+    def _words_in(self, text: str) -> dict[str, Any] | None:
+        """What was announced: a rank's words, or the line of a heart that misses another or has not got on. To the
+        line belongs where everybody is."""
+        if text.startswith("{"):
+            return json.loads(text)
+        if not text:
+            return None
+        places = [] if self._heart is None else self._heart.places()
+        return {"kind": "RunFailed", "message": text, "time": time.time(), "places": places}
 
     def _ignore_signals(self) -> None:
         """Ctrl-C is followed by the agent's SIGTERM, which must not break off what the first one began."""
@@ -194,7 +214,7 @@ class Ending:
         if self._report is not None:
             self._report(words)
         elif aloud:
-            _print(words["message"])
+            _print(words["message"], "".join(f"{line}\n" for line in words.get("places", ())))
         else:
             self._kept_back = words
         return True
@@ -203,7 +223,7 @@ class Ending:
 
     def _lost(self, text: str, after: str = "") -> None:
         """Another rank has failed: this one ends, unless it is on its way out already. NCCL would hold it for long."""
-        words = _words_in(text)
+        words = self._words_in(text)
         assert words is not None
         if after:
             words |= {"after": after}
@@ -275,13 +295,6 @@ class Ending:
             thread.join()
             os.close(write)
             os.close(read)
-
-
-def _words_in(text: str) -> dict[str, Any] | None:
-    """What was announced: a rank's words, or the line of a heart that misses another."""
-    if text.startswith("{"):
-        return json.loads(text)
-    return {"kind": "RunFailed", "message": text, "time": time.time()} if text else None
 
 
 def _who_is_lost(lost: list[int], error: BaseException, rank: int) -> str:

@@ -59,7 +59,7 @@ def claimed(out: Path, *, resume: str) -> Iterator[None]:
     """Makes the run's folder and holds it, or says why it cannot be this run's. A failed run without a checkpoint is
     replaced.
 
-    resume: as the config has it, "no", "yes" or "auto".
+    resume: as the config has it, "no", "yes" or "auto". Where the input is refused inside, nothing is left behind.
 
     Nobody else can write there meanwhile, be it a second command or a --resume of a run that is thought dead. The
     kernel lets go of the lock when the process ends, however it ends.

@@ -22,6 +22,7 @@ from hyperbatch.engine.guard import Guard, LossGuard
 from hyperbatch.engine.journal import Journal
 from hyperbatch.engine.kernel_choice import training_kernels
 from hyperbatch.engine.learner import Learner
+from hyperbatch.engine.place import place_of
 from hyperbatch.engine.preempt import Preemption
 from hyperbatch.engine.ranks import Ranks, join
 from hyperbatch.engine.rollback import may_roll_back, roll_back
@@ -91,6 +92,7 @@ def run(
         resume_from = None if saved is None else saved.progress.step + 1
         with Journal(config, ranks, out, clock, resume_from_step=resume_from, hooks=hooks) as journal, ending.told():
             ending.record, ending.step = journal.fail_with, lambda: journal.step
+            ending.place = lambda: place_of(clock, journal.run)
             run = build_run(config, ranks, device, clock=clock, saved=saved, stage=journal.console.stage)
             held.callback(run.close)
             if saved is not None:
@@ -161,7 +163,7 @@ def train_strides(
     """Returns by what the run was preempted, and when; empty: it has come to its end."""
     config, clock, progress = run.config, run.clock, run.progress
     end = position_of(config.schedule.epochs, len(run.train_set))
-    timer, guard = StepTimer(run.learner.device), Guard(run)
+    timer, guard = run.timer, Guard(run)
     timer.alone = runner.alone
     for stride in todo:
         if preemption is not None and not preemption.may_begin(stride[-1].index + 1):

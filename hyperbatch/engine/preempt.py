@@ -44,11 +44,12 @@ class Preemption:
         self.on_stop: Callable[[], None] = lambda: None  # called when it is known that the run stops
         self.reason = ""  # the signal's name
         self._signals, self._ranks, self._timeout_s = signals_of(names), ranks, timeout_s
-        self._parent_file = parent_file
+        self._parent_file, self._parent = parent_file, os.getppid()
         self._term_s: float | None = None  # when SIGTERM came
         self._begun = 0  # the last step that was begun
         self._frozen = False  # no step may be begun without asking
         self._stop_after: int | None = None
+        self._problem = ""  # why the ranks have not agreed yet, as far as this one knows
         self._lock, self._decided, self._over = threading.Lock(), threading.Event(), threading.Event()
         self._undo = contextlib.ExitStack()
 
@@ -67,6 +68,8 @@ class Preemption:
             return False
         if number == signal.SIGTERM and self._parent_file is not None:
             self._term_s = self._term_s or time.monotonic()
+            if os.getppid() != self._parent:  # nobody holds the run's folder any more
+                self._end_at_once()
             return False
         self.reason = self.reason or signal.Signals(number).name
         return number == signal.SIGTERM
@@ -95,7 +98,7 @@ class Preemption:
                 self._begun = last_step
                 return True
         if not self._decided.wait(self._timeout_s):
-            raise RunFailed(f"{self.reason or 'a signal'}: the ranks did not agree on a last step; one of them hangs")
+            raise RunFailed(f"{self.reason or 'a signal'}: the ranks did not agree on a last step{self._problem}")
         assert self._stop_after is not None
         if last_step <= self._stop_after:
             return True
@@ -112,7 +115,8 @@ class Preemption:
                 if store is not None and self._spread(store):
                     self._agree(store)
                     return
-            except (dist.DistError, RuntimeError):
+            except (dist.DistError, RuntimeError) as error:
+                self._problem = f": {str(error).strip().partition(chr(10))[0]}"
                 continue  # a store that has gone with its rank: the run fails by itself
             if store is None and self.reason:
                 self._decide(self._freeze())
@@ -136,17 +140,21 @@ class Preemption:
         os.kill(os.getpid(), signal.SIGINT)
 
     def _spread(self, store: dist.Store) -> bool:
-        """Whether any rank was asked."""
+        """Whether any rank was asked, and all can know it: a signal that comes meanwhile is spread at the next look."""
         if self.reason:
             store.set("asked", self.reason)
-        elif store.check(["asked"]):
+            return True
+        if store.check(["asked"]):
             self.reason = store.get("asked").decode()
-        return bool(self.reason)
+            return True
+        return False
 
     def _agree(self, store: dist.Store) -> None:
         store.set(f"begun-{self._ranks.rank}", str(self._freeze()))
         keys = [f"begun-{rank}" for rank in range(self._ranks.world_size)]
         while not store.check(keys):
+            silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            self._problem = f"; no answer of rank {', '.join(map(str, silent[:8]))}" if silent else ""
             if self._over.wait(INTERVAL_S / 10):
                 return
         self._decide(max(map(int, store.multi_get(keys))))

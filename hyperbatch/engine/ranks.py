@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+RESOLVE_S = 60.0  # for the name of rank 0's host
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
@@ -75,8 +77,7 @@ def _slurm(env: Mapping[str, str]) -> Ranks | None:
     node = _int(env, "SLURM_NODEID", "0")
     per_node = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "1"))
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "127.0.0.1")
-    job, step = _int(env, "SLURM_JOB_ID", "0"), env["SLURM_STEP_ID"]
-    port = 20_000 + zlib.crc32(f"{job}.{step}".encode()) % 20_000
+    port = _port_of(f"{_int(env, 'SLURM_JOB_ID', '0')}.{env['SLURM_STEP_ID']}")
     return Ranks(
         rank=_int(env, "SLURM_PROCID"),
         world_size=_int(env, "SLURM_NTASKS"),
@@ -101,8 +102,19 @@ def _open_mpi(env: Mapping[str, str]) -> Ranks | None:
         local_size=local_size,
         launcher="openmpi",
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
-        master_port=_int(env, "MASTER_PORT", "29500"),
+        master_port=_int(env, "MASTER_PORT", str(_mpi_port(env))),
     )
+
+
+def _mpi_port(env: Mapping[str, str]) -> int:
+    """Two jobs on a host must not meet. Open MPI 5 names a job in PMIX_NAMESPACE, 4 in the other."""
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
+    return 29_500 if job is None else _port_of(job)
+
+
+def _port_of(job: str) -> int:
+    """The same on all ranks of a job, and mostly another for another job. Below what the kernel gives to others."""
+    return 20_000 + zlib.crc32(job.encode()) % 12_000
 
 
 def _int(env: Mapping[str, str], name: str, default: str | None = None) -> int:
@@ -158,6 +170,7 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
     _leave_processors_to_nccl(ranks)
     # torchrun's agent may run the store its workers meet at; else rank 0 opens one.
     init_method = "env://" if ranks.launcher == "torchrun" else f"tcp://{ranks.master_addr}:{ranks.master_port}"
+    resolve(ranks.master_addr, min(timeout_s, RESOLVE_S))
     with signals_kill():  # the others may not come, and no handler runs while this rank waits for them
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
@@ -173,6 +186,22 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
         leave_group(chosen)
         raise
     dist.destroy_process_group()
+
+
+def resolve(host: str, timeout_s: float) -> None:
+    """InputError where the name of rank 0's host has no address. It may take a while to appear, as that of a pod."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror as error:
+            if time.monotonic() > deadline:
+                raise InputError(
+                    f"the host of rank 0, {host!r}, cannot be found: {error.strerror}; set MASTER_ADDR to a name or "
+                    f"address that every host can reach"
+                ) from None
+        time.sleep(min(1.0, timeout_s / 10))
 
 
 def meet(ranks: Ranks, timeout_s: float) -> dist.Store:

@@ -17,6 +17,7 @@ from hyperbatch.data.source import Source, open_data
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.learner import Learner, build_learner
 from hyperbatch.engine.ranks import Ranks, errors_shared, share
+from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.validation import Validation
 from hyperbatch.recipes import batch_note
 from hyperbatch.schedule import Phase, repeats_note, resolve_phases
@@ -36,6 +37,7 @@ class Run:
     loader: TrainLoader
     phases: tuple[Phase, ...]
     warnings: list[str]
+    timer: StepTimer  # of the steps
     progress: Progress = field(default_factory=Progress)
     waited_before_s: float = 0.0  # for batches, in the runs this one continues
 
@@ -120,6 +122,7 @@ def build_run(
         loader=loader,
         phases=phases,
         warnings=warnings,
+        timer=StepTimer(device),
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from hyperbatch.durable import replace_text
 from hyperbatch.errors import InputError
 
 
@@ -20,10 +20,17 @@ def write_report(folders: list[Path], output: Path | None = None) -> Path:
         raise InputError("a report needs at least one run folder")
     runs = load_runs([Path(folder) for folder in folders])
     path = output or (runs[0].folder / "report.html" if len(runs) == 1 else Path("report.html"))
-    partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_text(render(runs), encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        raise InputError(f"cannot write the report to {path}: {error.strerror}; choose another place") from None
+        text = render(runs)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, ZeroDivisionError) as error:
+        # Anybody may have written the files.
+        raise InputError(
+            f"{runs[0].folder}: its record or metrics cannot be drawn ({type(error).__name__}: {error}); they are not "
+            f"as a run writes them"
+        ) from error
+    try:
+        replace_text(path, text)
+    except (OSError, ValueError, RuntimeError) as error:  # of a name with a null byte; of links in a circle
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"cannot write the report to {path}: {reason}; choose another place") from None
     return path

@@ -45,12 +45,18 @@ def stopped(module, images):
     return module.inner(images)
 
 
+def hanging(module, images):
+    """It beats on, and never comes to the exchange."""
+    time.sleep(600)
+    return module.inner(images)
+
+
 def sleeping(module, images):
     time.sleep(0.05)
     return module.inner(images)
 
 
-FAULTS = {"sleeping": sleeping, "raising": raising, "leaving": leaving, "terminated": terminated, "stopped": stopped}
+FAULTS = {fault.__name__: fault for fault in (raising, leaving, terminated, stopped, hanging, sleeping)}
 
 
 def model(classes, in_channels):

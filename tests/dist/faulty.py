@@ -37,7 +37,7 @@ class Faulty(nn.Module):
             return
         if marker != "never":
             Path(marker).touch()
-        self.slow_s = 0.05  # who is asked to stop must not have finished before
+        self.slow_s = 0.2  # who is asked to stop must not have finished before
         if name == "EXIT":
             os._exit(7)
         pid = os.getppid() if name.startswith("parent") else os.getpid()

@@ -353,9 +353,9 @@ def test_the_runs_time_counts_what_is_done_with_training_data_first(tmp_path, mo
         return built[-1]
 
     monkeypatch.setattr(loop, "build_run", build)
-    monkeypatch.setattr(loop, "begin", lambda run: accounts.append(("begin", run.clock._account)))
+    monkeypatch.setattr(loop, "begin", lambda run: accounts.append(("begin", run.clock.account)))
     monkeypatch.setattr(
-        validation.Validation, "prepare", lambda self, capture: accounts.append(("prepare", built[-1].clock._account))
+        validation.Validation, "prepare", lambda self, capture: accounts.append(("prepare", built[-1].clock.account))
     )
     train(1, tmp_path, max_steps=3)
     assert accounts == [("prepare", "init"), ("begin", "train")]

@@ -204,6 +204,26 @@ def test_all_ranks_stop_after_the_same_step(signalled):
     assert "hyperbatch-preempt" not in set().union(*threads)
 
 
+def test_a_signal_that_comes_during_a_look_at_the_store_is_spread():
+    """Ranks that have not heard of it would never answer."""
+    preemption = Preemption("USR1", Ranks(rank=0, world_size=2), timeout_s=30)
+
+    class Store:
+        asked = ""
+
+        def check(self, keys):
+            preemption.saw(signal.SIGUSR1)  # now
+            return False
+
+        def set(self, key, value):
+            self.asked = value
+
+    store = Store()
+    assert not preemption._spread(store), "nobody else knows of it yet"
+    assert preemption._spread(store)
+    assert store.asked == "SIGUSR1"
+
+
 def is_told_to_end(rank, folder):
     """By an agent, after a fault of the other rank: the command's file does not appear."""
     preemption = Preemption("TERM", Ranks(rank=rank, world_size=2), timeout_s=30, parent_file=folder / "preempt")

@@ -177,7 +177,7 @@ def test_filters_are_set_on_the_runs_clock(tmp_path, monkeypatch):
     accounts = []
 
     def watched(run):
-        accounts.append((run.clock._account, run.progress.step))
+        accounts.append((run.clock.account, run.progress.step))
         whiten(run)
 
     monkeypatch.setattr(loop, "whiten", watched)

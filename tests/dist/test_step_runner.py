@@ -449,7 +449,8 @@ def watched(rank, folder):
     events = []
 
     class Heart:
-        def __init__(self, store, rank, world_size, *, timeout_s, on_lost):
+        def __init__(self, store, rank, world_size, *, timeout_s, on_lost, place):
+            assert place().phase == "start", "a rank can be asked where it is before there is a run"
             events.append((rank, world_size, timeout_s))
             store.set(f"heart-{rank}", "there")
 

@@ -141,6 +141,18 @@ def test_a_stopped_rank_is_missed_within_the_timeout(tmp_path, world_size, graph
 
 
 @pytest.mark.parametrize("graph", ["off", "on"])
+def test_a_rank_that_hangs_is_named_with_the_place_of_each(tmp_path, graph):
+    """Its heart beats on. In a captured step nothing else would ever end the others."""
+    with ranks(tmp_path, 2, "--graph", graph, "--dataset", "test_nccl_commands:stuck", "--cache", "none") as run:
+        codes = run.wait(START_UP_S + TIMEOUT_S + LEAVE_S)
+        assert all(code not in (0, None) for code in codes), codes
+        said = run.said()
+        assert "rank 1 has not got on for" in said, said
+        assert "waiting for data" in said, said
+        assert "rank 0: step " in said, said
+
+
+@pytest.mark.parametrize("graph", ["off", "on"])
 def test_control_c_ends_a_run(tmp_path, graph):
     with ranks(tmp_path, 2, "--graph", graph) as run:
         run.trained(steps=20)
@@ -199,3 +211,17 @@ class Rotten(EncodedSource):
 
 def rotten(_) -> tuple[Rotten, Rotten]:
     return Rotten("train", 4096), Rotten("val", 64)
+
+
+class Stuck(Rotten):
+    """PNG files. On rank 1 the later ones are never read to their end."""
+
+    def read(self, index: int) -> bytes:
+        parent = os.getppid()
+        while os.environ["RANK"] == "1" and self.reads == 1500 and os.getppid() == parent:
+            time.sleep(0.1)
+        return super().read(index)
+
+
+def stuck(_) -> tuple[Stuck, Stuck]:
+    return Stuck("train", 4096), Stuck("val", 64)

@@ -3,7 +3,7 @@
 import pytest
 
 from hyperbatch import kernels
-from hyperbatch.engine.ranks import Ranks, _leave_processors_to_nccl, find_ranks, first_host
+from hyperbatch.engine.ranks import Ranks, _leave_processors_to_nccl, find_ranks, first_host, resolve
 from hyperbatch.errors import InputError
 
 
@@ -60,6 +60,34 @@ def test_open_mpi():
     assert one_host.master_addr == "127.0.0.1"
     with pytest.raises(InputError, match="MASTER_ADDR"):
         find_ranks(env | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+
+
+def test_a_slurm_step_with_more_tasks_on_one_host_than_on_the_other():
+    uneven = SLURM | {"SLURM_NTASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_TASKS_PER_NODE": "2(x2)"}
+    first = find_ranks(uneven | {"SLURM_PROCID": "2", "SLURM_LOCALID": "2", "SLURM_NODEID": "0"})
+    last = find_ranks(uneven | {"SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"})
+    assert first is not None
+    assert last is not None
+    assert (first.local_rank, first.local_size) == (2, 3)
+    assert (last.local_rank, last.local_size) == (0, 1)
+
+
+@pytest.mark.parametrize("variable", ["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"])
+def test_two_mpi_jobs_on_a_host_do_not_meet(variable):
+    env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    ports = {find_ranks(env | {variable: job}).master_port for job in ("host-1234@1", "host-1235@1")}
+    assert len(ports) == 2
+    assert all(20_000 <= port < 32_000 for port in ports)
+    assert find_ranks(env).master_port == 29_500
+    assert find_ranks(env | {variable: "host-1234@1", "MASTER_PORT": "77"}).master_port == 77
+
+
+def test_a_master_that_has_no_address_is_named():
+    resolve("127.0.0.1", 1.0)
+    with pytest.raises(
+        InputError, match=r"the host of rank 0, 'no-such-host\.invalid', cannot be found: .*MASTER_ADDR"
+    ):
+        resolve("no-such-host.invalid", 0.1)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple, cast
 import numpy as np
 
 from hyperbatch.data import kept
-from hyperbatch.data.folders import Listed, decoded, is_image
+from hyperbatch.data.folders import Listed, decoded, is_image, read_into_memory
 from hyperbatch.data.source import BadSample, EncodedSource, Location
 from hyperbatch.data.tars import check_end
 from hyperbatch.errors import InputError
@@ -243,7 +243,7 @@ def tar_content(path: Path) -> Content:
             if plain is not None:
                 return Content(path, plain)
         with unpacked() as archive:
-            return Content(path, archive.read())
+            return Content(path, read_into_memory(archive, path))
     except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
         raise InputError(f"{path} cannot be read: {error}; fetch or write it again") from error
 

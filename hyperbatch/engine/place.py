@@ -1,0 +1,38 @@
+"""Where a rank of a run is, for the others to know when it does not get on.
+
+A thread asks. Nothing is written for it in a step: the clock, the timer's marks and the exchange say it already.
+"""
+
+from __future__ import annotations
+
+from hyperbatch.comm.place import Place
+from hyperbatch.engine.clock import Clock
+from hyperbatch.engine.run import Run
+
+ACCOUNTS = {"init": "set-up", "capture": "capture of a step", "eval": "evaluation", "pause": "checkpoint"}
+# What a rank does once the timer has marked the end of that
+AFTER = {
+    "": "waiting for data",
+    "data_wait": "forward pass",
+    "forward": "backward pass",
+    "backward": "gradient exchange",
+    "exposed_comm": "update",
+}
+
+
+def place_of(clock: Clock, run: Run | None) -> Place:
+    """run: None where it is not built yet."""
+    if run is None:
+        return Place(phase=ACCOUNTS["init"])
+    account, done = clock.account, run.progress.step
+    if account != "train":
+        return Place(phase=ACCOUNTS[account], step=done)
+    ends = run.timer.ends
+    phase = AFTER.get(ends[-1][0] if ends else "")
+    # On a GPU the host is ahead of the device, and waits for it when it reads the losses.
+    group = run.learner.sync.under_way()
+    on_cpu = run.learner.device.type == "cpu"
+    if phase is None:
+        phase = "log" if on_cpu else "waiting for the device"
+    waits = phase in ("gradient exchange", "log", "waiting for the device") or group is not None
+    return Place(phase=phase, step=done + 1, group=group, waits=waits, marks=len(ends), must_go_on=True)

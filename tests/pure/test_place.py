@@ -1,0 +1,34 @@
+"""Whom the others wait for, from where each rank is."""
+
+from hyperbatch.comm.place import Place, told, who_hangs
+
+BUSY = Place(phase="forward pass", step=5, must_go_on=True)
+WAITS = Place(phase="gradient exchange", step=5, group=2, waits=True, must_go_on=True)
+
+
+def test_a_rank_that_waits_for_nobody_is_named():
+    assert who_hangs({0: (WAITS, 6.0), 1: (BUSY, 6.1), 2: (WAITS, 5.9)}) == (
+        "rank 1 has not got on for 6.1 s (step and phase: step 5, forward pass)"
+    )
+
+
+def test_a_rank_that_is_behind_is_named_although_it_waits():
+    """Others wait for it in a later step."""
+    behind = Place(phase="gradient exchange", step=4, group=0, waits=True)
+    assert who_hangs({0: (WAITS, 6.0), 3: (behind, 7.0)}).startswith(
+        "rank 3 has not got on for 7.0 s (step and phase: st"
+    )
+
+
+def test_ranks_that_wait_for_each_other_are_all_named():
+    line = who_hangs(dict.fromkeys(range(10), (WAITS, 6.0)))
+    assert line.startswith("ranks 0, 1, 2, 3, 4, 5, 6, 7, ...: the first of them has not got on for 6.0 s")
+    assert "gradient exchange, group 2" in line
+
+
+def test_a_place_survives_its_way_through_the_store():
+    assert Place.from_dict(WAITS.to_dict()) == WAITS
+    assert told({1: (BUSY, 1.0), 0: (Place(phase="set-up"), 2.0)}) == [
+        "rank 0: set-up, for 2.0 s",
+        "rank 1: step 5, forward pass, for 1.0 s",
+    ]
