@@ -215,7 +215,8 @@ def load(path: Path, *, before_step: int | None = None) -> Checkpoint:
 
 
 def _check_tables(values: Mapping[str, Any]) -> None:
-    """InputError where a table does not hold tensors by name; anybody may have written the file."""
+    """InputError where a table does not hold tensors by name, or what describes images and classes is something else;
+    anybody may have written the file."""
     for table in TABLES:
         tensors = values.get(table, {})
         if not isinstance(tensors, dict) or not all(
@@ -225,6 +226,12 @@ def _check_tables(values: Mapping[str, Any]) -> None:
     for table in ("norm", "average_norm"):
         if len({tensor.shape[:1] for tensor in values.get(table, {}).values()} | {torch.Size()}) > 2:
             raise InputError(f"its {table!r} is of different numbers of ranks")
+    for name, kind, what in (("classes", str, "names"), ("mean", float, "numbers"), ("std", float, "numbers")):
+        found = values.get(name, [])
+        if not isinstance(found, list) or not all(isinstance(item, kind) for item in found):
+            raise InputError(f"its {name!r} is no list of {what}")
+    if type(values["channels"]) is not int or values["channels"] < 1:
+        raise InputError("its 'channels' is no number of channels")
 
 
 def _read(path: Path) -> Any:

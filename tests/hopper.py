@@ -64,11 +64,13 @@ class _Compiler:
 
         names = self.kernel.arg_names
         values = dict(zip(names, args))
+        missing = {n: None for n, value in values.items() if value is None}  # a constant, as for Triton itself
+        values = {n: value for n, value in values.items() if value is not None}
         signature = {n: type_of(values[n]) if n in values else "constexpr" for n in names}
         paths = [path for i, n in enumerate(names) for path in paths_of_tensors(values.get(n), (i,))]
         paths += [(i,) for i, n in enumerate(names) if n == "C" and n in values]
         aligned = {path: [["tt.divisibility", 16]] for path in paths}
-        source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=aligned)
+        source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants | missing, attrs=aligned)
         options = {"num_warps": num_warps, "launch_pdl": launch_pdl}
         asm = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
         self.compiled[self.name] = asm["ptx"]

@@ -24,8 +24,16 @@ def make(n, c, h, w, *, dtype=torch.float16, device="cpu", seed=0):
     return z.to(device), norm.to(device)
 
 
-def reference(z: Tensor, norm: nn.BatchNorm2d, act, dy: Tensor | None = None, *, pooled: bool):
-    """In float64: p, its taps, y; with dy also dz, dweight, dbias; and the running statistics afterwards."""
+def reference(
+    z: Tensor,
+    norm: nn.BatchNorm2d,
+    act,
+    dy: Tensor | None = None,
+    *,
+    pooled: bool,
+    shortcut: Tensor | None = None,
+):
+    """In float64: p, its taps, y; with dy also dz, dweight, dbias, dshortcut; and the running statistics afterwards."""
     norm64 = nn.BatchNorm2d(norm.num_features, eps=norm.eps, momentum=norm.momentum).to(z.device).double()
     norm64.load_state_dict(norm.state_dict())
     z = z.double().requires_grad_()
@@ -33,12 +41,15 @@ def reference(z: Tensor, norm: nn.BatchNorm2d, act, dy: Tensor | None = None, *,
     if pooled:
         p, at = F.max_pool2d(z, 2, return_indices=True)
         tap = at // z.shape[3] % 2 * 2 + at % z.shape[3] % 2
-    y = act(norm64(p))
-    grads = () if dy is None else torch.autograd.grad(y, (z, norm64.weight, norm64.bias), dy.double())
+    s = torch.zeros_like(p) if shortcut is None else shortcut.double()
+    s.detach_().requires_grad_()
+    y = act(norm64(p) + s)
+    grads = () if dy is None else torch.autograd.grad(y, (z, norm64.weight, norm64.bias, s), dy.double())
     return p.detach(), tap, y.detach(), grads, norm64
 
 
-def check(z: Tensor, norm: nn.BatchNorm2d, name: str, *, pooled: bool) -> None:
+def check(z: Tensor, norm: nn.BatchNorm2d, name: str, *, pooled: bool, joined: bool = False) -> None:
+    """joined: with a shortcut."""
     from hyperbatch.kernels import norm as kernels
     from hyperbatch.kernels.norm import unit
 
@@ -47,8 +58,11 @@ def check(z: Tensor, norm: nn.BatchNorm2d, name: str, *, pooled: bool) -> None:
     counters = kernels.new_counters(z.device)
     size = z.shape if not pooled else (*z.shape[:2], z.shape[2] // 2, z.shape[3] // 2)
     dy = torch.randn(size, generator=random).to(z.dtype).to(memory_format=torch.channels_last).to(z.device)
-    expect_p, expect_tap, expect_y, (expect_dz, expect_dw, expect_db), norm64 = reference(
-        z, norm, act, dy, pooled=pooled
+    shortcut = None
+    if joined:
+        shortcut = torch.randn(size, generator=random).to(z.dtype).to(memory_format=torch.channels_last).to(z.device)
+    expect_p, expect_tap, expect_y, (expect_dz, expect_dw, expect_db, expect_ds), norm64 = reference(
+        z, norm, act, dy, pooled=pooled, shortcut=shortcut
     )
 
     if pooled:
@@ -61,7 +75,7 @@ def check(z: Tensor, norm: nn.BatchNorm2d, name: str, *, pooled: bool) -> None:
     torch.testing.assert_close(norm.running_var.double(), norm64.running_var, rtol=1e-5, atol=1e-5)
 
     unit_round, floor = ROUND_OFF[z.dtype], SMALLEST[z.dtype]
-    y = unit.activate(found.value, coef, number)
+    y = unit.activate(found.value, coef, number, shortcut)
     assert y.is_contiguous(memory_format=torch.channels_last)
     # Terms of the norm are a few times its result; their fp32 errors pass through a slope of at most 1.13.
     terms = norm.weight.abs().max().item() * 8 + norm.bias.abs().max().item()
@@ -70,7 +84,7 @@ def check(z: Tensor, norm: nn.BatchNorm2d, name: str, *, pooled: bool) -> None:
     grads = kernels.NormGradients(
         *(torch.full(s, torch.nan, device=z.device) for s in ((3, len(norm.bias)), *[(len(norm.bias),)] * 2))
     )
-    unit.reduce_gradient(dy, found.value, coef, grads, counters, number)
+    unit.reduce_gradient(dy, found.value, coef, grads, counters, number, shortcut)
     rows = dy.numel() // dy.shape[1]
     atol = 20 * FP32 * rows**0.5 * dy.abs().max().item()
     torch.testing.assert_close(grads.weight.double(), expect_dw, rtol=1e-4, atol=atol)
@@ -78,7 +92,11 @@ def check(z: Tensor, norm: nn.BatchNorm2d, name: str, *, pooled: bool) -> None:
     if pooled:
         dz = unit.apply_unpool_gradient(dy, found, coef, grads.back, number, pixels=z.shape[2:])
     else:
-        dz = unit.apply_gradient(dy, z, coef, grads.back, number)
+        dz, ds = unit.apply_gradient(dy, z, coef, grads.back, number, shortcut)
+        assert (ds is None) == (not joined)
+        if ds is not None:
+            worst = unit_round * expect_ds.abs() + floor + 4 * FP32 * terms * dy.abs().max().item()
+            assert ((ds.double() - expect_ds).abs() <= worst).all()
     scale = (norm64.weight.detach().abs() / (expect_p.var((0, 2, 3), correction=0) + norm.eps).sqrt()).view(1, -1, 1, 1)
     size_of_terms = scale * dy.abs().max().item() * 4
     assert ((dz.double() - expect_dz).abs() <= unit_round * expect_dz.abs() + floor + 20 * FP32 * size_of_terms).all()

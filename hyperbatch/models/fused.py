@@ -70,8 +70,8 @@ def _why_not(name: str, module: nn.Module, types: tuple[type[nn.Module], ...]) -
             return f"{name} has a bias, or a number of channels that the kernels cannot take"
         if module.padding_mode != "zeros" or isinstance(module.padding, str):
             return f"{name} pads in another way"
-    if isinstance(module, ConvGroup) and len(module) != 2:
-        return f"{name} has a shortcut, which the kernels for units do not add"
+    if isinstance(module, ConvGroup) and (len(module) < 2 or any(unit.pooled for unit in list(module)[1:])):
+        return f"{name} is no group of a unit that pools and others that do not"
     if isinstance(module, ConvUnit) and module.pooled:
         pool = module.pool
         if not isinstance(pool, nn.MaxPool2d) or (pool.kernel_size, pool.stride, pool.padding) != (2, 2, 0):

@@ -1,6 +1,7 @@
 """`models.whitenet` in fused 16-bit kernels: training and evaluation. Reference: the model's own layers.
 
     images ─ whiten, act ─ [conv ─ pool, statistics ─ norm, act] [conv ─ statistics ─ norm, act] ... ─ maximum ─ head
+                                                               └── shortcut, in groups of three or more ──┘
 
 One autograd function per unit, so that its gradients are there, and can travel, as soon as its backward is done. Kept
 for backward: a unit's input, what went into its norm, and one byte for each pooled element. A pooled unit whose input
@@ -10,6 +11,7 @@ the same kernels, so that nothing else has to be compiled; the statistics that s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from hyperbatch.models.whitenet import ConvUnit, WhiteNet
 
 
 class FusedUnit:
-    """A convolution, perhaps a max-pool, a norm and its activation."""
+    """A convolution, perhaps a max-pool, a norm, perhaps a shortcut that is added, and an activation."""
 
     def __init__(self, unit: ConvUnit, counters: Tensor) -> None:
         self.layer = ConvNorm(unit.conv, unit.norm, counters)
@@ -36,10 +38,10 @@ class FusedUnit:
         self.act = unit_kernels.ACTIVATIONS[type(unit.act)]
         self.wasted = nn.BatchNorm2d(unit.norm.num_features, device=unit.norm.weight.device)  # for statistics
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return Unit.apply(x, self, *self.layer.parameters)  # pyright: ignore[reportReturnType]
+    def __call__(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
+        return Unit.apply(x, shortcut, self, *self.layer.parameters)  # pyright: ignore[reportReturnType]
 
-    def evaluate(self, x: Tensor) -> Tensor:
+    def evaluate(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
         conv, norm, counters = self.layer.conv, self.layer.norm, self.layer.counters
         if self.pooled and conv_pool.can_take(x, conv):
             p = conv_pool.conv_pool_statistics(x, conv, self.wasted, counters)[0].value
@@ -53,14 +55,14 @@ class FusedUnit:
         rstd = torch.rsqrt(var + norm.eps)
         scale = norm.weight * rstd
         coef = torch.stack([mean, rstd, scale, norm.bias - mean * scale])
-        return unit_kernels.activate(p, coef, self.act)
+        return unit_kernels.activate(p, coef, self.act, shortcut)
 
 
 class Unit(torch.autograd.Function):
-    """act(norm(pool(conv(x))))."""
+    """act(norm(pool(conv(x))) + shortcut); of a unit that pools, without a shortcut."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, unit: FusedUnit, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shortcut: Tensor | None, unit: FusedUnit, *parameters: Tensor) -> Tensor:
         layer = unit.layer
         ctx.unit = unit
         ctx.without_z = unit.pooled and not ctx.needs_input_grad[0] and conv_pool.can_take(x, layer.conv)
@@ -75,31 +77,32 @@ class Unit(torch.autograd.Function):
                 pooled, coef = unit_kernels.Pooled(z, z), layer.statistics(z)
         if unit.pooled and layer.shared:
             coef = share_statistics(coef, kernels.matrix(pooled.value)[0], layer.norm)
-        ctx.save_for_backward(*parameters, x, *pooled, coef)
-        return unit_kernels.activate(pooled.value, coef, unit.act)
+        ctx.save_for_backward(*parameters, x, *pooled, coef, shortcut)
+        return unit_kernels.activate(pooled.value, coef, unit.act, shortcut)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         unit: FusedUnit = ctx.unit
-        (layer,), (x, p, tap, coef) = saved_by(ctx, [unit.layer])
+        (layer,), (x, p, tap, coef, shortcut) = saved_by(ctx, [unit.layer])
         dy, grads = convolution.channels_last(dy), layer.new_gradients()
-        unit_kernels.reduce_gradient(dy, p, coef, grads, layer.counters, unit.act)
+        unit_kernels.reduce_gradient(dy, p, coef, grads, layer.counters, unit.act, shortcut)
         if layer.shared:
             share_sums(grads, coef, layer.norm)
-        of_norm = grads.weight if ctx.needs_input_grad[3] else None, grads.bias
+        of_norm = grads.weight if ctx.needs_input_grad[4] else None, grads.bias
         pooled = unit_kernels.Pooled(p, tap)
         if ctx.without_z:
             dw = new_grad(layer.parameters[0])
             conv_pool.weight_gradient_from_pooled(dy, pooled, coef, grads.back, unit.act, x, dw)
-            return None, None, dw, *of_norm
+            return None, None, None, dw, *of_norm
+        dshortcut = None
         if unit.pooled:
             dz = unit_kernels.apply_unpool_gradient(dy, pooled, coef, grads.back, unit.act, pixels=ctx.pixels)
         else:
-            dz = unit_kernels.apply_gradient(dy, p, coef, grads.back, unit.act)
+            dz, dshortcut = unit_kernels.apply_gradient(dy, p, coef, grads.back, unit.act, shortcut)
         dw = layer.weight_gradient(dz, x)
         dx = layer.input_gradient(dz, x) if ctx.needs_input_grad[0] else None
-        return dx, None, dw, *of_norm
+        return dx, dshortcut, None, dw, *of_norm
 
 
 class FusedWhiteNet(FusedNetwork):
@@ -107,9 +110,8 @@ class FusedWhiteNet(FusedNetwork):
 
     def __init__(self, model: WhiteNet) -> None:
         super().__init__(model)
-        units = [unit for group in model.groups for unit in getattr(model, group)]
-        self.units = [FusedUnit(unit, self.counters) for unit in units]
-        self.norms = [unit.layer.norm for unit in self.units]
+        self.groups = [[FusedUnit(unit, self.counters) for unit in getattr(model, group)] for group in model.groups]
+        self.norms = [unit.layer.norm for group in self.groups for unit in group]
         self.act = unit_kernels.ACTIVATIONS[type(model.act)]
 
     def logits(self, images: Tensor) -> Tensor:
@@ -117,16 +119,18 @@ class FusedWhiteNet(FusedNetwork):
         x: Any = images.to(model.whiten.weight.dtype)
         frozen = not any(parameter.requires_grad for parameter in model.whiten.parameters())
         x = whiten(x, model.whiten, self.act) if frozen else convolution.channels_last(model.act(model.whiten(x)))
-        for unit in self.units:
-            x = unit(x)
-        return self._classify(x)
+        return self._classify(x, FusedUnit.__call__)
 
     def evaluate(self, images: Tensor) -> Tensor:
         with torch.cuda.device_of(images):
             x = whiten(images.to(self.model.whiten.weight.dtype), self.model.whiten, self.act)
-            for unit in self.units:
-                x = unit.evaluate(x)
-            return self._classify(x)
+            return self._classify(x, FusedUnit.evaluate)
 
-    def _classify(self, x: Tensor) -> Tensor:
+    def _classify(self, x: Tensor, run: Callable[..., Tensor]) -> Tensor:
+        """From the whitened images to the logits; `run` takes a unit, its input and its shortcut."""
+        for first, *between, last in self.groups:
+            x = shortcut = run(first, x)
+            for unit in between:
+                x = run(unit, x)
+            x = run(last, x, shortcut if between else None)
         return to_logits(self.model.head(unit_kernels.Peak.apply(x))) * self.model.logit_scale

@@ -25,6 +25,11 @@ def test_units_agree_with_float64(size, pooled, name):
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu"])
+def test_a_shortcut_is_added_before_the_activation(name):
+    check(*make(32, 384, 7, 7, device="cuda"), name, pooled=False, joined=True)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("size", "inputs", "outputs"),
@@ -70,11 +75,12 @@ def test_whitening_agrees_with_float64(act):
     torch.testing.assert_close(whiten(x, conv, number)[:, :24].double(), expect, rtol=2**-10, atol=2e-3)
 
 
-def test_the_fused_step_is_as_near_to_fp32_as_the_plain_one():
+@pytest.mark.parametrize("name", ["whitenet", "whitenet_deep"])
+def test_the_fused_step_is_as_near_to_fp32_as_the_plain_one(name):
     from hyperbatch.models.fused import fuse
 
     torch.manual_seed(0)
-    exact = create_model("whitenet", classes=10, activation="silu", init="dirac").cuda()
+    exact = create_model(name, classes=10, activation="silu", init="dirac").cuda()
     exact.to(memory_format=torch.channels_last)
     exact.whiten.bias.requires_grad_(False)
     plain = copy.deepcopy(exact)
@@ -88,18 +94,19 @@ def test_the_fused_step_is_as_near_to_fp32_as_the_plain_one():
         dtype = model.whiten.weight.dtype
         loss = F.cross_entropy(model(x.to(dtype).to(memory_format=torch.channels_last)), labels)
         (1024 * loss).backward()
-    for (name, e), p, f in zip(exact.named_parameters(), plain.parameters(), fused.parameters(), strict=True):
+    for (which, e), p, f in zip(exact.named_parameters(), plain.parameters(), fused.parameters(), strict=True):
         if e.grad is not None:
             error_plain = (p.grad.float() - e.grad).norm() / e.grad.norm()
             error_fused = (f.grad.float() - e.grad).norm() / e.grad.norm()
-            assert error_fused <= 1.2 * error_plain + 2e-3, (name, error_plain.item(), error_fused.item())
+            assert error_fused <= 1.2 * error_plain + 2e-3, (which, error_plain.item(), error_fused.item())
 
 
-def test_the_fused_evaluation_is_as_near_to_fp32_as_the_plain_one():
+@pytest.mark.parametrize("name", ["whitenet", "whitenet_deep"])
+def test_the_fused_evaluation_is_as_near_to_fp32_as_the_plain_one(name):
     from hyperbatch.models.fused import fuse
 
     torch.manual_seed(0)
-    exact = create_model("whitenet", classes=10, activation="silu", init="dirac").cuda().eval()
+    exact = create_model(name, classes=10, activation="silu", init="dirac").cuda().eval()
     exact.to(memory_format=torch.channels_last)
     for module in exact.modules():
         if isinstance(module, torch.nn.BatchNorm2d):

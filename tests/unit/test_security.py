@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hyperbatch import checkpoint, memory
+from hyperbatch import memory
 from hyperbatch.cli import main
 from hyperbatch.config import Config
 from hyperbatch.data import decode, folders
@@ -24,6 +24,7 @@ from hyperbatch.engine import evaluate, loop
 from hyperbatch.engine.agent import check_nproc
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.errors import InputError
+from hyperbatch.export import TrainedModel, export
 from hyperbatch.recipes import get_recipe
 from hyperbatch.report import write_report
 
@@ -35,12 +36,20 @@ def test_a_checkpoint_that_names_code_runs_none_of_it(tmp_path, monkeypatch, fie
     """Its config comes from whoever wrote it."""
     (tmp_path / "evil.py").write_text("raise SystemExit('code of a checkpoint was run')")
     monkeypatch.syspath_prepend(tmp_path)
-
-    class Saved:
-        config = Config().override(**field)
-
-    monkeypatch.setattr(checkpoint, "load", lambda path: Saved)
-    with pytest.raises(InputError, match=r"names code that evaluating it would run: evil:(model|data); give --trust-"):
+    saved = TrainedModel(
+        config=Config().override(**field),
+        classes=("a", "b"),
+        channels=1,
+        mean=(0.5,),
+        std=(0.5,),
+        whole=True,
+        step=1,
+        which="trained",
+        weights={},
+        path="x.pt",
+    )
+    monkeypatch.setattr(evaluate, "load_trained", lambda path, **_: saved)
+    with pytest.raises(InputError, match=r"names evil:(model|data) as its (model|data set): code .* give --trust-code"):
         evaluate.evaluate_checkpoint(tmp_path)
 
 
@@ -61,7 +70,7 @@ def trained(tmp_path_factory):
         "device": "cpu",
         "out": str(out),
     }
-    loop.run(get_recipe("digits").build().override(**values), Ranks())
+    loop.run(get_recipe("digits", **values), Ranks())
     return out
 
 
@@ -83,7 +92,7 @@ def test_a_checkpoint_with_other_values_is_one_line_or_read(trained, tmp_path):
     for values in spoilt(good, 2):
         torch.save(values, path)
         try:
-            checkpoint.export(path, tmp_path / "out.safetensors")
+            export(path, tmp_path / "out.safetensors")
         except InputError:
             refused += 1
     assert refused > 50

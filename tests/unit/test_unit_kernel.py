@@ -20,6 +20,7 @@ from unit_reference import check, check_conv, make, make_conv
 
 from hyperbatch.models import create_model
 from hyperbatch.models.fused import why_not_fused
+from hyperbatch.models.whitenet import ConvGroup
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
@@ -47,7 +48,7 @@ def test_kernels_compile_for_hopper_with_wide_accesses(monkeypatch):
     unit.activate(found.value, coef, 0)
     grads = kernels.NormGradients(torch.empty(3, 64), torch.empty(64), torch.empty(64))
     unit.reduce_gradient(found.value, found.value, coef, grads, counters, 0)
-    unit.apply_gradient(found.value, found.value, coef, grads.back, 0)
+    unit.apply_gradient(found.value, found.value, coef, grads.back, 0, found.value)
     unit.apply_unpool_gradient(found.value, found, coef, grads.back, 0, pixels=(31, 31))
     y = torch.empty(64, 256, 3, 3).half().to(memory_format=torch.channels_last).requires_grad_()
     unit.Peak.apply(y).sum().backward()
@@ -145,6 +146,12 @@ def test_agrees_with_float64(size, pooled, name):
 
 
 @inside
+@pytest.mark.parametrize("name", ["silu", "gelu"])
+def test_a_shortcut_is_added_before_the_activation(name):
+    check(*make(2, 16, 5, 5), name, pooled=False, joined=True)
+
+
+@inside
 def test_bf16():
     check(*make(2, 16, 5, 6, dtype=torch.bfloat16), "silu", pooled=True)
 
@@ -203,13 +210,13 @@ def test_whitening_agrees_with_float64_and_pads_with_zeros(act, channels):
 
 
 @inside
-@pytest.mark.parametrize("trained_bias", [False, True])
-def test_the_fused_network_trains_as_its_layers(trained_bias):
+@pytest.mark.parametrize(("trained_bias", "depth"), [(False, 2), (True, 2), (False, 3)])
+def test_the_fused_network_trains_as_its_layers(trained_bias, depth):
     """In fp32, where the interpreter allows it, so that nothing but the order of sums differs."""
     from hyperbatch.models.fused import fuse
 
     torch.manual_seed(0)
-    model = _narrow()  # the interpreter is slow
+    model = _narrow(depth)  # the interpreter is slow
     model.whiten.bias.requires_grad_(trained_bias)
     plain = copy.deepcopy(model)
     fuse(model)
@@ -228,11 +235,12 @@ def test_the_fused_network_trains_as_its_layers(trained_bias):
 
 
 @inside
-def test_the_fused_network_evaluates_as_its_layers_and_leaves_no_trace():
+@pytest.mark.parametrize("depth", [2, 3])
+def test_the_fused_network_evaluates_as_its_layers_and_leaves_no_trace(depth):
     from hyperbatch.models.fused import fuse
 
     torch.manual_seed(0)
-    model = _narrow().eval()
+    model = _narrow(depth).eval()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.normal_(module.running_mean, std=0.5)
@@ -256,10 +264,10 @@ def test_the_fused_network_evaluates_as_its_layers_and_leaves_no_trace():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def _narrow():
+def _narrow(depth=2):
     from hyperbatch.models.whitenet import WhiteNet
 
-    return WhiteNet((8, 16, 16), 2, classes=10, in_channels=3, activation="silu", bn_momentum=0.4, bn_eps=1e-5).to(
+    return WhiteNet((8, 16, 16), depth, classes=10, in_channels=3, activation="silu", bn_momentum=0.4, bn_eps=1e-5).to(
         memory_format=torch.channels_last
     )
 
@@ -313,7 +321,10 @@ def test_convolutions_that_the_kernels_with_a_pool_do_not_compute():
 def test_what_the_kernels_do_not_compute_is_refused():
     cpu = torch.device("cpu")
     assert why_not_fused(_narrow(), torch.float16, cpu) is None
-    assert "shortcut" in why_not_fused(create_model("whitenet_deep", classes=10), torch.float16, cpu)
+    assert why_not_fused(create_model("whitenet_deep", classes=10), torch.float16, cpu) is None
+    model = _narrow()
+    model.group1 = ConvGroup(model.group1[0], model.group1[0])
+    assert "group1 is no group" in why_not_fused(model, torch.float16, cpu)
     model = _narrow()
     model.group1[0].act = nn.GELU("tanh")
     assert "approximation" in why_not_fused(model, torch.float16, cpu)

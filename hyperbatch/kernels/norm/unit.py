@@ -1,19 +1,20 @@
 """Max-pool, batch norm and a smooth activation of 16-bit channels-last tensors, as `models.whitenet` has them (Triton).
 
-    y = act(norm(p))        p = the maximum of each 2x2 pixels of z, or z itself
+    y = act(norm(p) + s)    p = the maximum of each 2x2 pixels of z, or z itself; s: a shortcut, where there is one
 
 Reference: torch.max_pool2d, batch_norm, silu and gelu. What coef and back are: `kernels.norm`. Bytes, in passes over p:
 
     pool_statistics     z            -> p, tap; coef of p; running statistics            4 reads, 1 1/2 writes
     activate            p            -> y                                                1 read, 1 write
     reduce              dy, p        -> sums of g and g * (p - mean) -> back             2 reads
-    apply               dy, p        -> dp = a * g + b * p + d                           2 reads, 1 write
+    apply               dy, p        -> dp = a * g + b * p + d; ds = g                   2 reads, 1 write
     apply_unpool        dy, p, tap   -> dz = dp where the maximum stood, else 0          2 1/2 reads, 4 writes
     peak                y            -> the maximum over all pixels of an image, and where it stood
     peak_gradient       dy, tap      -> dy there, else 0
 
-g = dy * act'(norm(p)) is computed anew wherever it is needed: its two inputs are read there anyway. A tap is the place
-of the maximum among its four pixels, in row-major order; of equal ones the first, as in torch.
+A shortcut is one read more in each, and its gradient one more write. g = dy * act'(norm(p) + s) is computed anew
+wherever it is needed: its inputs are read there anyway. A tap is the place of the maximum among its four pixels, in
+row-major order; of equal ones the first, as in torch.
 """
 
 # Triton's decorator hides what a kernel takes from the type checker.
@@ -134,11 +135,15 @@ def _pool_statistics_kernel(
 
 
 @kernel(do_not_specialize=SIZES)
-def _activate_kernel(x, coef, y, M, C, ACT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+def _activate_kernel(
+    x, shortcut, coef, y, M, C, ACT: tl.constexpr, JOINED: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr
+):
     column, base, _, at, inside = own_tile(M, C, BM, BC)
     c = column * BC + tl.arange(0, BC)
     scale, shift = tl.load(coef + 2 * C + c)[None, :], tl.load(coef + 3 * C + c)[None, :]
     v = tl.load(x + base + at, mask=inside, other=0.0).to(tl.float32) * scale + shift
+    if JOINED:
+        v += tl.load(shortcut + base + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + base + at, activation(v, ACT).to(y.dtype.element_ty), mask=inside)
 
 
@@ -146,6 +151,7 @@ def _activate_kernel(x, coef, y, M, C, ACT: tl.constexpr, BM: tl.constexpr, BC: 
 def _reduce_kernel(
     dy,
     x,
+    shortcut,
     coef,
     grads,
     part,
@@ -154,6 +160,7 @@ def _reduce_kernel(
     C,
     ROWS,
     ACT: tl.constexpr,
+    JOINED: tl.constexpr,
     LOCAL: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
@@ -171,7 +178,10 @@ def _reduce_kernel(
         at = base + r[:, None] * C + c[None, :]
         g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        g *= slope(v * scale + shift, ACT)
+        u = v * scale + shift
+        if JOINED:
+            u += tl.load(shortcut + at, mask=inside, other=0.0).to(tl.float32)
+        g *= slope(u, ACT)
         first += g
         second += g * (v - mean)
     store_partials(part, p, programs, C, c, tl.sum(first, 0), tl.sum(second, 0))
@@ -180,13 +190,32 @@ def _reduce_kernel(
 
 
 @kernel(do_not_specialize=SIZES)
-def _apply_kernel(dy, x, coef, back, dx, M, C, ACT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+def _apply_kernel(
+    dy,
+    x,
+    shortcut,
+    coef,
+    back,
+    dx,
+    dshortcut,
+    M,
+    C,
+    ACT: tl.constexpr,
+    JOINED: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+):
     column, base, _, at, inside = own_tile(M, C, BM, BC)
     c = column * BC + tl.arange(0, BC)
     v = tl.load(x + base + at, mask=inside, other=0.0)
     g = tl.load(dy + base + at, mask=inside, other=0.0).to(tl.float32)
     scale, shift = tl.load(coef + 2 * C + c)[None, :], tl.load(coef + 3 * C + c)[None, :]
-    g *= slope(v.to(tl.float32) * scale + shift, ACT)
+    u = v.to(tl.float32) * scale + shift
+    if JOINED:
+        u += tl.load(shortcut + base + at, mask=inside, other=0.0).to(tl.float32)
+    g *= slope(u, ACT)
+    if JOINED:
+        tl.store(dshortcut + base + at, g.to(dshortcut.dtype.element_ty), mask=inside)
     a, b, d = tl.load(back + c), tl.load(back + C + c), tl.load(back + 2 * C + c)
     store_applied(g, v, a, b, d, dx + base, at, inside)
 
@@ -265,31 +294,58 @@ def pool_statistics(z: Tensor, norm: nn.BatchNorm2d, counters: Tensor, *, local:
     return Pooled(p, tap), coef
 
 
-def activate(x: Tensor, coef: Tensor, act: int) -> Tensor:
-    """act(norm(x))."""
+def activate(x: Tensor, coef: Tensor, act: int, shortcut: Tensor | None = None) -> Tensor:
+    """act(norm(x) + shortcut)."""
     m, c = matrix(x)
     y, tiling = torch.empty_like(x), streaming(m, c)
-    _activate_kernel[(tiling.blocks * tiling.programs,)](x, coef, y, m, c, ACT=act, **tiling.options)
+    _activate_kernel[(tiling.blocks * tiling.programs,)](
+        x, shortcut, coef, y, m, c, ACT=act, JOINED=shortcut is not None, **tiling.options
+    )
     return y
 
 
-def reduce_gradient(dy: Tensor, x: Tensor, coef: Tensor, grads: NormGradients, counters: Tensor, act: int) -> None:
-    """Fills `grads` of y = act(norm(x)) from dy."""
+def reduce_gradient(
+    dy: Tensor,
+    x: Tensor,
+    coef: Tensor,
+    grads: NormGradients,
+    counters: Tensor,
+    act: int,
+    shortcut: Tensor | None = None,
+) -> None:
+    """Fills `grads` of y = act(norm(x) + shortcut) from dy."""
     m, c = matrix(x)
     tiling = reducing(m, c)
     part = x.new_empty(2, tiling.programs, c, dtype=torch.float32)
     own = m, c, tiling.rows_per_program
+    joined = shortcut is not None
     _reduce_kernel[tiling.grid](
-        dy, x, coef, grads[:3], part, counters, *own, ACT=act, LOCAL=grads.local, **tiling.in_stages
+        dy,
+        x,
+        shortcut,
+        coef,
+        grads[:3],
+        part,
+        counters,
+        *own,
+        ACT=act,
+        JOINED=joined,
+        LOCAL=grads.local,
+        **tiling.in_stages,
     )
 
 
-def apply_gradient(dy: Tensor, x: Tensor, coef: Tensor, back: Tensor, act: int) -> Tensor:
-    """dx of y = act(norm(x))."""
+def apply_gradient(
+    dy: Tensor, x: Tensor, coef: Tensor, back: Tensor, act: int, shortcut: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """dx of y = act(norm(x) + shortcut), and the shortcut's gradient, where there is one."""
     m, c = matrix(x)
     dx, tiling = torch.empty_like(x), streaming(m, c)
-    _apply_kernel[(tiling.blocks * tiling.programs,)](dy, x, coef, back, dx, m, c, ACT=act, **tiling.options)
-    return dx
+    dshortcut = None if shortcut is None else torch.empty_like(shortcut)
+    _apply_kernel[(tiling.blocks * tiling.programs,)](
+        dy, x, shortcut, coef, back, dx, dshortcut, m, c, ACT=act, JOINED=shortcut is not None, **tiling.options
+    )
+    return dx, dshortcut
 
 
 def apply_unpool_gradient(
