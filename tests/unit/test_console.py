@@ -97,7 +97,7 @@ def test_other_ranks_are_silent(capsys):
     voice.stage("opening the data")
     voice.start(10)
     voice.step(1, 0.1, 2.0, 0.1, 100.0)
-    voice.eval(1, 0.1, 0.5, None, None)
+    voice.eval(1, 0.1, Score(top1=0.5, samples=10), None)
     voice.close()
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
