@@ -20,6 +20,7 @@ from hyperbatch.checkpoint import Checkpoint
 from hyperbatch.comm import GradSync, GridComm
 from hyperbatch.comm.weights import broadcast_weights
 from hyperbatch.config import Config
+from hyperbatch.data.mix import mixes
 from hyperbatch.engine.measure import choose_plan, fitting_batch, probe
 from hyperbatch.engine.ranks import Ranks, errors_shared, host_grid, share
 from hyperbatch.errors import InputError
@@ -64,6 +65,7 @@ class Learner:
     dtype: torch.dtype  # of activations and working weights
     in_channels: int  # of images
     label_smoothing: float
+    mixed_labels: bool  # batches have labels of mixed images (data/mix.py)
     model: nn.Module
     arena: Arena
     sync: GradSync
@@ -152,6 +154,7 @@ def build_learner(
         dtype=dtype,
         in_channels=in_channels,
         label_smoothing=config.optim.label_smoothing,
+        mixed_labels=mixes(config.data),
         model=model,
         arena=arena,
         sync=sync,
