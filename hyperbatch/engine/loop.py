@@ -116,7 +116,7 @@ def train(
     # training, which needs more, then takes the same memory once more.
     stage = journal.console.stage
     stage("compiling kernels")
-    runner.compile(shapes_ahead(run))
+    runner.compile(shapes_ahead(run), journal.console.count)
     stage("preparing evaluation")
     reason = run.validation.prepare(capture=runner.captures)
     if reason is not None:
