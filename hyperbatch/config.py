@@ -282,6 +282,11 @@ class CommConfig:
     group_base: int = option(
         GROUP_BASE, "tensors in the first group of the `cubic` strategy (boundaries at base * k^3)", POSITIVE
     )
+    plan: str | None = option(
+        None,
+        "take the gradient groups from this file, written by `hyperbatch plan --output`, not by --grouping",
+        free=True,
+    )
     sharded_update: bool = option(False, "each rank updates its shard of the weights (Google)")
 
 

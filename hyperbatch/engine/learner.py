@@ -34,6 +34,7 @@ from hyperbatch.optim.muon import Muon
 from hyperbatch.optim.precision import LossScaler, working_dtype
 from hyperbatch.optim.sharded import ShardedUpdate
 from hyperbatch.params import head_layer, owners
+from hyperbatch.plan.files import fitted_groups
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.schedule.layers import layer_factors
 from hyperbatch.vocabulary import TIMM
@@ -130,7 +131,11 @@ def build_learner(
         if ranks.world_size > 1:
             _broadcast_frozen(model)
         max_batch = fitting_batch(config.optim, model, arena, sample, sample_bytes, cache_bytes, ranks)
-        plan = share(choose_plan(config.comm, arena, model, sample, comm), ranks)
+        if config.comm.plan is None:
+            plan = share(choose_plan(config.comm, arena, model, sample, comm), ranks)
+        else:
+            with errors_shared(ranks):
+                plan = fitted_groups(Path(config.comm.plan), arena.specs, config.model.model)
     else:
         max_batch, plan = saved.fixed.max_batch_per_rank, saved.fixed.plan
 
