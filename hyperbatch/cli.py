@@ -227,7 +227,11 @@ def _plan(args: argparse.Namespace) -> int:
         from hyperbatch.report.picture import timeline_picture, write_picture
 
         write_picture(Path(args.plot), timeline_picture(steps))
-    _print(args, values, lambda: format_plan(plan))
+    if args.output:
+        from hyperbatch.plan.files import save_plan
+
+        save_plan(values, Path(args.output))
+    _print(args, values, lambda: format_plan(plan, args.output))
     return 0
 
 
@@ -662,6 +666,7 @@ def _build_parser() -> _Parser:
         sizes(sub)
         if name == "plan":
             sub.add_argument("--gpus", type=_positive, metavar="N", help="GPUs [the recipe's]")
+            sub.add_argument("--output", metavar="FILE", help="write the plan, for `hyperbatch train --plan FILE`")
             sub.add_argument("--trace", metavar="FILE", help="write the step's time line for Perfetto")
             sub.add_argument("--plot", metavar="FILE", help="draw the step's time line as an SVG picture")
             sub.add_argument("--strategy", choices=STRATEGIES, help="grouping")

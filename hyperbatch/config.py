@@ -160,6 +160,20 @@ class DataConfig:
         0.0, "contrast of each training view: a factor within 1 plus or minus this, around the set's mean", BELOW_ONE
     )
     color_noise: float = option(0.0, "standard deviation of PCA colour noise (AlexNet); 0: none", NOT_NEGATIVE)
+    auto_augment: str = option(
+        "none",
+        "trivial: one random operation of random strength on each training view (TrivialAugment)",
+        ("none", "trivial"),
+    )
+    mixup: float = option(
+        0.0, "mix training images and labels in pairs, with weights from Beta(ALPHA, ALPHA); 0: do not", NOT_NEGATIVE
+    )
+    cutmix: float = option(
+        0.0,
+        "paste a box of another training image into each, of an area from Beta(ALPHA, ALPHA); 0: do not; with --mixup "
+        "each step does one of the two",
+        NOT_NEGATIVE,
+    )
     decoder: str = option("auto", "JPEG decoder", ("auto", "pillow", "simplejpeg", "torchvision", "nvjpeg"))
     data_threads: int = option(0, "decoding threads per rank; 0: chosen from the cores", NOT_NEGATIVE, free=True)
     prefetch: int = option(3, "batches made ahead of the step that needs them", NOT_NEGATIVE, free=True)
@@ -267,6 +281,11 @@ class CommConfig:
     group_threshold_bytes: int = option(GROUP_THRESHOLD_BYTES, "fusion threshold of the `threshold` strategy", POSITIVE)
     group_base: int = option(
         GROUP_BASE, "tensors in the first group of the `cubic` strategy (boundaries at base * k^3)", POSITIVE
+    )
+    plan: str | None = option(
+        None,
+        "take the gradient groups from this file, written by `hyperbatch plan --output`, not by --grouping",
+        free=True,
     )
     sharded_update: bool = option(False, "each rank updates its shard of the weights (Google)")
 

@@ -41,6 +41,8 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "--amp": ("--precision", "auto"),
     "--fp16": ("--precision", "fp16"),
     "--bf16": ("--precision", "bf16"),
+    "--mixup-alpha": ("--mixup",),
+    "--cutmix-alpha": ("--cutmix",),
     "--ema": ("--averaging", "ema"),
     "--ema-decay": ("--averaging-decay",),
 }

@@ -25,6 +25,7 @@ from hyperbatch.engine.folder import claimed, default_out, has_checkpoint, keep_
 from hyperbatch.engine.ranks import Ranks, ended_by_sigterm, find_ranks
 from hyperbatch.errors import InputError, Interrupted, Preempted, RunFailed
 from hyperbatch.plan import inventory
+from hyperbatch.plan.files import check_names, load_groups
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.record import RunRecord, note_failure
 from hyperbatch.schedule import resolve_phases
@@ -152,6 +153,13 @@ def check_input(config: Config, world_size: int, counts: DataCounts) -> None:
     model = config.model.model
     if model in inventory.model_names():  # too small an image is refused
         inventory.layers(model, classes=counts.classes, image_size=config.data.image_size, in_channels=counts.channels)
+    if config.comm.plan is not None and config.run.resume == "no":
+        path = Path(config.comm.plan)
+        groups = load_groups(path)
+        if model in inventory.model_names() and not config.optim.layer_rates:  # others are compared once they are built
+            size, channels = config.data.image_size, counts.channels
+            table = inventory.tensors(model, classes=counts.classes, image_size=size, in_channels=channels)
+            check_names(groups, (spec.name for spec in table), path, model)
     start = config.model.init_from if config.run.resume == "no" else None
     if start not in (None, TIMM) and not Path(start).exists():
         raise InputError(f"--init-from {start}: no such file")

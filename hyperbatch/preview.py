@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hyperbatch.config import Config, fields, format_value
@@ -14,6 +15,7 @@ from hyperbatch.launch import check_input
 from hyperbatch.memory import host_memory_bytes
 from hyperbatch.plan import inventory
 from hyperbatch.plan.clusters import load_cluster
+from hyperbatch.plan.files import fitted_groups
 from hyperbatch.plan.fit import StepMemory
 from hyperbatch.plan.strategies import group_options, plan_groups
 from hyperbatch.plan.types import GroupPlan, RankGrid, TensorSpec
@@ -171,6 +173,8 @@ def tensor_table(config: Config, channels: int) -> tuple[TensorSpec, ...]:
 
 
 def preview_plan(config: Config, specs: tuple[TensorSpec, ...]) -> GroupPlan:
+    if config.comm.plan is not None:
+        return fitted_groups(Path(config.comm.plan), specs, config.model.model)
     options = group_options(config.comm)
     if config.comm.grouping == "optimal":
         # Measured when the run starts; here tensors are taken to be ready one after the other at an even pace.

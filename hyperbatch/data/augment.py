@@ -24,7 +24,8 @@ from hyperbatch.data import stream
 from hyperbatch.errors import InputError
 
 # Columns of a sample's uniforms: the mirror, the colour noise (two pairs of normals), geometry, then the jitter of
-# brightness and contrast. The first columns of a kind of view never move: runs of older versions are continued.
+# brightness and contrast, and TrivialAugment's operation. The first columns of a kind of view never move: runs of
+# older versions are continued.
 _FLIP, _NOISE, _GEOMETRY = 0, 1, 5
 _CROP_ATTEMPTS = 10
 _NEAR_FULL_AREA = 0.999  # of the image: the smallest near-full crop, as in Fujitsu's MLPerf v0.6 job parameters
@@ -80,10 +81,16 @@ def check_options(config: DataConfig, channels: int, *, whole: bool) -> None:
         raise InputError(
             f"--color-noise {config.color_noise:g}: needs RGB images, these have {channels} channels; use 0"
         )
+    if config.auto_augment != "none" and channels not in (1, 3):
+        raise InputError(
+            f"--auto-augment {config.auto_augment}: needs grey or RGB images, these have {channels} channels; use none"
+        )
 
 
 def uniforms_needed(config: DataConfig) -> int:
     """Columns of `stream.uniforms` that a training view may use."""
+    if config.auto_augment != "none":
+        return operation_column(config) + 3
     return jitter_column(config) + (2 if has_jitter(config) else 0)
 
 
@@ -212,6 +219,11 @@ def jitter_column(config: DataConfig) -> int:
     """Of brightness in the uniforms, that of contrast follows: after the geometry's."""
     geometry = {"none": 0, "shift": 2, "random_resized_crop": 4 * _CROP_ATTEMPTS, "scale_jitter": 3}
     return _GEOMETRY + geometry.get(config.augment, 2)
+
+
+def operation_column(config: DataConfig) -> int:
+    """Of TrivialAugment's operation in the uniforms; its strength and sign follow. Room is left for the jitter's."""
+    return jitter_column(config) + 2
 
 
 def _reflected(places: np.ndarray, size: int) -> np.ndarray:

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from hyperbatch.config import DataConfig
 from hyperbatch.data import augment, stream
+from hyperbatch.data.mix import Mix, mixes
+from hyperbatch.data.mix import draw as draw_mix
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-step: images [n, c, h, w] channels_last, normalised; labels [n]; mask [n] false on padding, or None."""
+    """One micro-step: images [n, c, h, w] channels_last, normalised; labels int64[n], or fp32[n, 3] of mixed images
+    (`mix.mix_labels`); mask [n] false on padding, or None."""
 
     images: Tensor
     labels: Tensor
@@ -30,6 +33,7 @@ class Plan:
     uniforms: np.ndarray | None
     size: int
     padding: int
+    mix: Mix | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -66,6 +70,8 @@ class BatchPlan(Plan):
 class StreamPlan(Plan):
     """Training samples of a part of the stream of `length` samples.
 
+    step_start: where the first step begins, on rank 0. micro_batches: samples of each micro-step of a step that the
+    plan holds; none: they are one.
     Drawn here when somebody asks for them; a GPU that holds the set draws them itself and does not ask.
     """
 
@@ -75,6 +81,8 @@ class StreamPlan(Plan):
     config: DataConfig
     size: int
     padding: int = 0
+    step_start: int = 0
+    micro_batches: tuple[int, ...] = ()
 
     @property
     def training(self) -> bool:
@@ -98,6 +106,20 @@ class StreamPlan(Plan):
     @cached_property
     def uniforms(self) -> np.ndarray:
         return augment.draw(self.config, self.seed, self.epochs, self.ids)
+
+    @cached_property
+    def mix(self) -> Mix | None:
+        if not mixes(self.config):
+            return None
+        return draw_mix(
+            self.config,
+            self.seed,
+            self.length,
+            self.places,
+            step_start=self.step_start,
+            micro_batches=self.micro_batches or (self.places.share,),
+            size=self.size,
+        )
 
 
 BadSamples = list[tuple[int, str]]  # unreadable samples: id, and a line that says where and why

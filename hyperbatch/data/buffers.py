@@ -50,3 +50,13 @@ class BatchBuffers:
         lent = memory[:]
         weakref.finalize(lent, self._free.append, memory).atexit = False
         return torch.from_numpy(lent).view(dtype).view(shape)
+
+
+def copy_to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy on the device that the host does not wait for."""
+    import torch
+
+    host = torch.from_numpy(np.ascontiguousarray(array))  # the kernel counts on rows one after the other
+    if device.type != "cuda":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)

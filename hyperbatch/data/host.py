@@ -51,7 +51,7 @@ class HostMaker(Maker):
         pool = ThreadPoolExecutor(self.threads, thread_name_prefix="hyperbatch-data")
 
         def start(plan: Plan) -> Finish:
-            _ = plan.ids, plan.uniforms  # drawn now, once, and not by every thread that asks
+            _ = plan.ids, plan.uniforms, plan.mix  # drawn now, once, and not by every thread that asks
             pixels, labels = self._host_buffers(plan)
             # A vectorised batch is one task, any other is spread over the threads.
             count = len(plan) if self._is_vectorised(plan) else samples_per_task(len(plan), self.threads)
@@ -75,7 +75,7 @@ class HostMaker(Maker):
         pin = self.device.type == "cuda"
         shape = (len(plan), plan.size, plan.size, self.source.channels)
         labels = torch.empty(len(plan), dtype=torch.int64, pin_memory=pin)
-        if pin or self._is_vectorised(plan):
+        if pin or self._is_vectorised(plan) or self.retouches(plan):
             return torch.empty(shape, dtype=torch.uint8, pin_memory=pin), labels
         return self._buffers.take(shape, self._math_dtype), labels
 
@@ -151,10 +151,13 @@ class HostMaker(Maker):
     def _finish(self, plan: Plan, pixels: Tensor, labels: Tensor) -> Batch:
         """Copies to the device and normalises there: bytes travel, not floats."""
         if pixels.dtype != torch.uint8:
-            return Batch(pixels.permute(0, 3, 1, 2).to(self.dtype), labels, self.mask(plan))
+            return self.mixed(plan, Batch(pixels.permute(0, 3, 1, 2).to(self.dtype), labels, self.mask(plan)))
+        pixels = pixels.to(self.device, non_blocking=True)
+        if self.retouches(plan):
+            pixels = self.retouched(plan, pixels)
         n, height, width, channels = pixels.shape
         # As rows of width x channels: an inner loop over 3 channels alone would not be vectorised.
-        rows = pixels.to(self.device, non_blocking=True).view(n * height, width * channels).to(self._math_dtype)
+        rows = pixels.view(n * height, width * channels).to(self._math_dtype)
         rows.mul_(self._scale.repeat(width)).add_(self._offset.repeat(width))
         images = rows.view(n, height, width, channels).permute(0, 3, 1, 2)
         if plan.training and self.changes_colors:
@@ -162,7 +165,7 @@ class HostMaker(Maker):
             gain = self._to_device(gains)[:, None, None, None]
             images.mul_(gain).add_(self._to_device(offsets - gains[:, None] * self.offset)[:, :, None, None])
         labels = labels.to(self.device, non_blocking=True)
-        return Batch(images.to(self.dtype), labels, self.mask(plan))
+        return self.mixed(plan, Batch(images.to(self.dtype), labels, self.mask(plan)))
 
     def _to_device(self, values: np.ndarray) -> Tensor:
         host = torch.from_numpy(values).to(self._math_dtype)

@@ -86,16 +86,17 @@ class TrainLoader:
             size, phase = augment.size_at(self.config, stride[0].epoch), stride[0].phase
             position = stride[0].position + passed_over
             start = stream.rank_share(position, phase.share_per_rank, self.world_size, self.rank)
-            share = phase.share_per_rank
+            share, parts = phase.share_per_rank, phase.micro_batches
             if len(stride) > 1:
-                yield self._plan(stream.Stretches(start, len(stride) * share, share, phase.global_batch), size)
+                places = stream.Stretches(start, len(stride) * share, share, phase.global_batch)
+                yield self._plan(places, size, step_start=position, micro_batches=parts)
                 continue
-            for count in phase.micro_batches:
-                yield self._plan(stream.Stretches.single(start, count), size)
+            for count in parts:
+                yield self._plan(stream.Stretches.single(start, count), size, step_start=position)
                 start += count
 
-    def _plan(self, places: stream.Stretches, size: int) -> StreamPlan:
-        return StreamPlan(places=places, length=len(self.source), seed=self.seed, config=self.config, size=size)
+    def _plan(self, places: stream.Stretches, size: int, **step: Any) -> StreamPlan:
+        return StreamPlan(places=places, length=len(self.source), seed=self.seed, config=self.config, size=size, **step)
 
     def plain(self, samples: int) -> Iterator[Batch]:
         """The first samples of the training set in the order of the set, without augmentation: what evaluation would

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from hyperbatch.config import DataConfig
-from hyperbatch.data import augment
+from hyperbatch.data import augment, trivial
 from hyperbatch.data.batch import BadSamples, Batch, Batches, Plan
 from hyperbatch.data.meter import Meter
+from hyperbatch.data.mix import mix_images, mix_labels
 from hyperbatch.data.source import BadSample, DataError, EncodedSource, Source
 
 _MAX_REPLACEMENTS = 100  # unreadable samples in a row before the set is given up
@@ -64,6 +65,22 @@ class Maker:
     def changes_colors(self) -> bool:
         """Whether training views differ in gain or offset."""
         return bool(self.config.color_noise) or augment.has_jitter(self.config)
+
+    def retouches(self, plan: Plan) -> bool:
+        """Whether the plan's views are changed by operations on their grey levels."""
+        return plan.training and self.config.auto_augment != "none"
+
+    def retouched(self, plan: Plan, levels: Tensor) -> Tensor:
+        """Views in grey levels uint8[n, h, w, c], each changed by the operation that was drawn for it."""
+        assert plan.uniforms is not None
+        column = augment.operation_column(self.config)
+        return trivial.apply(levels, trivial.draw(plan.uniforms[:, column:]))
+
+    def mixed(self, plan: Plan, batch: Batch) -> Batch:
+        """The batch with its images and labels mixed as the plan says."""
+        if plan.mix is None:
+            return batch
+        return replace(batch, images=mix_images(batch.images, plan.mix), labels=mix_labels(batch.labels, plan.mix))
 
     def mask(self, plan: Plan) -> Tensor | None:
         """Which samples count in evaluation; None in training, where all do."""

@@ -21,6 +21,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: steps of it never meet within a stream
 _ORDER_DOMAIN = 0x6F72646572  # separates the permutation's keys from augmentation's
 _UNIFORM_DOMAIN = 0x756E69666F
+MIX_DOMAIN = 0x6D69786573
 _FEISTEL_ROUNDS = 8  # 4 make a random-looking permutation; small sets have few values a turn, so twice that
 _CACHED_LENGTH = 1 << 16  # sets up to this many samples keep whole epochs of their order
 
@@ -39,6 +40,10 @@ class Stretches(NamedTuple):
     @classmethod
     def single(cls, start: int, count: int) -> Stretches:
         return cls(start, count, share=count, stride=count)
+
+    def positions(self) -> np.ndarray:
+        rows = np.arange(self.count)
+        return self.start + rows // self.share * self.stride + rows % self.share
 
     def samples(self, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """(epochs, sample ids)."""
@@ -98,9 +103,14 @@ def rank_share(position: int, share_per_rank: int, world_size: int, rank: int) -
     return position + rank * share_per_rank
 
 
-def uniforms(seed: int, epochs: np.ndarray, ids: np.ndarray, count: int) -> np.ndarray:
-    """float64[len(ids), count] in [0, 1), keyed by (seed, epoch, sample): the randomness of augmentation."""
-    key = _scalar_key(seed, _UNIFORM_DOMAIN)
+def uniforms(
+    seed: int, epochs: np.ndarray, ids: np.ndarray, count: int, *, domain: int = _UNIFORM_DOMAIN
+) -> np.ndarray:
+    """float64[len(ids), count] in [0, 1), keyed by (seed, epoch, sample): the randomness of augmentation.
+
+    domain: keeps draws for another purpose apart.
+    """
+    key = _scalar_key(seed, domain)
     key = _mix(key + np.asarray(epochs).astype(np.uint64) * np.uint64(_GOLDEN))
     key = _mix(key + np.asarray(ids).astype(np.uint64) * np.uint64(_GOLDEN))
     counters = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)

@@ -34,6 +34,8 @@ class Console:
         self._bar = Progress(_Line(self._out), *bar, console=self._out, refresh_per_second=8, disable=not self._live)
         self._setup: Progress | None = None  # shows the stage
         self._timer: threading.Timer | None = None
+        self._stage, self._counted = "", ""
+        self._stage_said_s: float | None = None  # when a line said how far the stage is; None: none has
         self._pace = Pace(0, 0)
 
     def stage(self, text: str) -> None:
@@ -41,14 +43,29 @@ class Console:
         self._end_stage()
         if not self._enabled:
             return
+        self._stage, self._counted, self._stage_said_s = text, "", None
         if self._live:
             self._setup = Progress(SpinnerColumn(), _Line(self._out), console=self._out, transient=True)
             self._setup.add_task("", parts=(f"{text} ...",))
             self._setup.start()
         else:
-            self._timer = threading.Timer(STAGE_S, self.say, (f"{text} ...",))
+            self._timer = threading.Timer(STAGE_S, self._say_stage)
             self._timer.daemon = True
             self._timer.start()
+
+    def count(self, done: int, known: int) -> None:
+        """How far the stage has come: "compiling kernels 12/40". Any thread may say so."""
+        if not self._enabled:
+            return
+        self._counted = f" {done}/{known}"
+        if self._setup is not None:
+            self._setup.update(self._setup.task_ids[0], parts=(f"{self._stage}{self._counted} ...",))
+        elif self._stage_said_s is not None and time.monotonic() >= self._stage_said_s + LINE_S:
+            self._say_stage()
+
+    def _say_stage(self) -> None:
+        self._stage_said_s = time.monotonic()
+        self.say(f"{self._stage}{self._counted} ...")
 
     def _end_stage(self) -> None:
         if self._setup is not None:

@@ -20,6 +20,7 @@ from hyperbatch.checkpoint import Checkpoint
 from hyperbatch.comm import GradSync, GridComm
 from hyperbatch.comm.weights import broadcast_weights
 from hyperbatch.config import Config
+from hyperbatch.data.mix import mixes
 from hyperbatch.engine.measure import choose_plan, fitting_batch, probe
 from hyperbatch.engine.ranks import Ranks, errors_shared, host_grid, share
 from hyperbatch.errors import InputError
@@ -33,6 +34,7 @@ from hyperbatch.optim.muon import Muon
 from hyperbatch.optim.precision import LossScaler, working_dtype
 from hyperbatch.optim.sharded import ShardedUpdate
 from hyperbatch.params import head_layer, owners
+from hyperbatch.plan.files import fitted_groups
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.schedule.layers import layer_factors
 from hyperbatch.vocabulary import TIMM
@@ -64,6 +66,7 @@ class Learner:
     dtype: torch.dtype  # of activations and working weights
     in_channels: int  # of images
     label_smoothing: float
+    mixed_labels: bool  # batches have labels of mixed images (data/mix.py)
     model: nn.Module
     arena: Arena
     sync: GradSync
@@ -128,7 +131,11 @@ def build_learner(
         if ranks.world_size > 1:
             _broadcast_frozen(model)
         max_batch = fitting_batch(config.optim, model, arena, sample, sample_bytes, cache_bytes, ranks)
-        plan = share(choose_plan(config.comm, arena, model, sample, comm), ranks)
+        if config.comm.plan is None:
+            plan = share(choose_plan(config.comm, arena, model, sample, comm), ranks)
+        else:
+            with errors_shared(ranks):
+                plan = fitted_groups(Path(config.comm.plan), arena.specs, config.model.model)
     else:
         max_batch, plan = saved.fixed.max_batch_per_rank, saved.fixed.plan
 
@@ -152,6 +159,7 @@ def build_learner(
         dtype=dtype,
         in_channels=in_channels,
         label_smoothing=config.optim.label_smoothing,
+        mixed_labels=mixes(config.data),
         model=model,
         arena=arena,
         sync=sync,

@@ -33,7 +33,7 @@ from hyperbatch.engine.step import MicroStep
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.whiten import rehearse, whiten
 from hyperbatch.errors import Diverged
-from hyperbatch.models import smoothed_cross_entropy
+from hyperbatch.models import mixed_cross_entropy, smoothed_cross_entropy
 from hyperbatch.optim.averaging import new_share_at
 from hyperbatch.record import RunRecord
 from hyperbatch.schedule import (
@@ -116,7 +116,7 @@ def train(
     # training, which needs more, then takes the same memory once more.
     stage = journal.console.stage
     stage("compiling kernels")
-    runner.compile(shapes_ahead(run))
+    runner.compile(shapes_ahead(run), journal.console.count)
     stage("preparing evaluation")
     reason = run.validation.prepare(capture=runner.captures)
     if reason is not None:
@@ -252,7 +252,8 @@ def micro_step(
     """
     if part.first:
         learner.arena.zero_grad()
-    loss = smoothed_cross_entropy(learner.model(images), labels, learner.label_smoothing)
+    cross_entropy = mixed_cross_entropy if labels.dim() == 2 else smoothed_cross_entropy
+    loss = cross_entropy(learner.model(images), labels, learner.label_smoothing)
     if part.samples < part.samples_per_step:
         # A mean over its samples becomes its part of the mean over the step's, of whatever size the others are.
         loss = loss / (part.samples_per_step / part.samples)

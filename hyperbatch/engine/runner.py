@@ -89,15 +89,18 @@ class StepRunner:
         """Whether the stride can run at once."""
         return self._captured is None or self._stride_shape(stride) in self._captured.shapes
 
-    def compile(self, steps: Iterable[Step]) -> None:
-        """Compiles the fused kernels of steps of these shapes side by side: evaluation launches some of them, too."""
+    def compile(self, steps: Iterable[Step], count: Callable[[int, int], None] | None = None) -> None:
+        """Compiles the fused kernels of steps of these shapes side by side: evaluation launches some of them, too.
+
+        count: is told how many are compiled, and how many of them are known so far.
+        """
         # Norms over ranks exchange sums in forward: a rank that fails to compile would leave the others waiting.
         if not self._learner.fused or self._config.model.bn_group_ranks > 1:
             return
         for shape in map(self.shape, steps):
             if self._warm and shape not in self._compiled:
                 self._compiled.add(shape)
-                self._compile(shape)
+                self._compile(shape, count)
 
     def warm_up(self, steps: Iterable[Step]) -> None:
         """Runs steps of these shapes without a trace: kernels are chosen and compiled, communicators opened."""
@@ -235,7 +238,7 @@ class StepRunner:
         elif failures:
             raise torch.OutOfMemoryError(failures[0][1])
 
-    def _compile(self, shape: StepShape) -> None:
+    def _compile(self, shape: StepShape, count: Callable[[int, int], None] | None) -> None:
         learner, (micro_batches, image_size) = self._learner, shape
         captured = self._captured
         stream = contextlib.nullcontext() if captured is None else captured.backend.on_capture_stream()
@@ -243,7 +246,13 @@ class StepRunner:
             for samples in dict.fromkeys(part.samples for part in _ends(micro_batches)):
                 images, labels = blank_batch(learner, samples, image_size)
                 reason = compile_kernels(
-                    learner, self._work, images, labels, self.losses[0], ranks_per_host=self._ranks.local_size
+                    learner,
+                    self._work,
+                    images,
+                    labels,
+                    self.losses[0],
+                    ranks_per_host=self._ranks.local_size,
+                    count=count,
                 )
                 if reason is not None:
                     self._warnings.append(f"kernels are compiled one after the other: {reason}")

@@ -89,7 +89,7 @@ def inputs_of(batch: Batch, launch: Launch) -> Inputs:
 
 
 def blank_batch(learner: Learner, samples: int, image_size: int) -> tuple[Tensor, Tensor]:
-    """Images and labels of zeros, laid out as the loader's: channels last.
+    """Images and labels of zeros, laid out as the loader's: channels last, mixed labels in three columns.
 
     Fused kernels want a fourth channel of zeros: it is there once, and a batch is copied into the other three.
     """
@@ -101,4 +101,6 @@ def blank_batch(learner: Learner, samples: int, image_size: int) -> tuple[Tensor
     images = stored[:, :channels]
     if pads:
         images.padded = stored  # type: ignore[attr-defined]  # what kernels.conv.padded looks for
+    if learner.mixed_labels:
+        return images, torch.zeros(samples, 3, device=learner.device)
     return images, torch.zeros(samples, dtype=torch.int64, device=learner.device)

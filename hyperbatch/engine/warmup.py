@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -54,15 +54,23 @@ def preserved_state(learner: Learner) -> Iterator[None]:
 
 
 def compile_kernels(
-    learner: Learner, work: Work, images: Tensor, labels: Tensor, total: Tensor, *, ranks_per_host: int
+    learner: Learner,
+    work: Work,
+    images: Tensor,
+    labels: Tensor,
+    total: Tensor,
+    *,
+    ranks_per_host: int,
+    count: Callable[[int, int], None] | None = None,
 ) -> str | None:
     """Compiles what the fused kernels of a step need side by side, while cuDNN makes its trials.
 
     For inside of `preserved_state`: our kernels are not launched, so what lay in memory goes through the rest of the
     model. It only speeds up what comes next: if it fails, the reason is returned, and the steps compile for themselves.
+    count: as for `compiling`.
     """
     try:
-        with compiling(ranks=ranks_per_host):
+        with compiling(ranks=ranks_per_host, count=count):
             # Not the last of its step: no exchange.
             part = MicroStep(len(labels), 2 * len(labels), first=True, last=False)
             work(learner, part, images, labels, total, StepTimer(learner.device))

@@ -44,7 +44,7 @@ _FLIP, _SHIFT = tl.constexpr(0), tl.constexpr(5)
 
 
 @triton.jit
-def _views(
+def views_kernel(
     out,
     samples,
     views,
@@ -132,7 +132,7 @@ def views(
     """
     n, size, _, channels = out.shape
     grid = (triton.cdiv(size * size * channels, _BLOCK) * n,)
-    _views[grid](
+    views_kernel[grid](
         out,
         samples,
         views,

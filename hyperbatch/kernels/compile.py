@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -68,17 +69,18 @@ def without_launches() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compiling(*, ranks: int = 1) -> Iterator[None]:
+def compiling(*, ranks: int = 1, count: Callable[[int, int], None] | None = None) -> Iterator[None]:
     """Kernels called inside, by any thread, are compiled and not launched. Waits for all, raises the first error.
 
-    ranks: processes of this host that do so at once.
+    ranks: processes of this host that do so at once. count: is told (variants compiled, variants known so far) when
+    either has changed, one call at a time, by the threads that compile.
     """
     import triton
 
     global _mode
     if _mode is not None:
         raise RuntimeError("compiling() inside of compiling()")
-    with _Pool(max_workers=_threads(ranks), thread_name_prefix="compile") as pool:
+    with _Pool(_threads(ranks), count) as pool:
         mode = triton.AsyncCompileMode(pool)  # all but the compilation itself happens in the thread that calls
         context = contextvars.copy_context()
         context.run(mode.__enter__)
@@ -96,14 +98,29 @@ def compiling(*, ranks: int = 1) -> Iterator[None]:
 class _Pool(ThreadPoolExecutor):
     """Makes the launcher in the same thread: Triton 3.6 runs a C compiler for it, and finds it in its cache later."""
 
+    def __init__(self, threads: int, count: Callable[[int, int], None] | None) -> None:
+        super().__init__(max_workers=threads, thread_name_prefix="compile")
+        self._count, self._counting = count, threading.Lock()
+        self._done = self._known = 0
+
+    def _note(self, *, done: int = 0, known: int = 0) -> None:
+        with self._counting:
+            self._done, self._known = self._done + done, self._known + known
+            if self._count is not None:
+                self._count(self._done, self._known)
+
     def submit(self, compile: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
         from triton.runtime import driver
 
         def work() -> Any:
-            compiled = compile()
-            driver.active.launcher_cls(compiled.src, compiled.metadata)  # type: ignore[attr-defined]
+            try:
+                compiled = compile()
+                driver.active.launcher_cls(compiled.src, compiled.metadata)  # type: ignore[attr-defined]
+            finally:
+                self._note(done=1)
             return compiled
 
+        self._note(known=1)
         return super().submit(work)
 
 

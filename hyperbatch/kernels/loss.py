@@ -1,7 +1,9 @@
-"""Label-smoothed cross entropy, the gradient of the logits in the same pass (Triton). Reference: F.cross_entropy.
+"""Label-smoothed cross entropy, the gradient of the logits in the same pass (Triton). References: F.cross_entropy,
+and for mixed labels `hyperbatch.models.loss.mixed_cross_entropy` on a CPU.
 
     one program a row:  z = logits - max
                         loss = log(sum(e^z)) - (1 - s) * z[label] - s * mean(z);  gradient = p - q
+                        mixed: w * z[label] + (1 - w) * z[second label] in the place of z[label]
     then:               torch sums the rows' losses; backward is the kept gradient times what comes in
 
 The gradient is kept in fp32 and rounded once multiplied: a loss scale is there to lift what 16 bits would lose.
@@ -34,6 +36,7 @@ def _loss_kernel(
     ROWS,
     CLASSES,
     smoothing,
+    MIXED: tl.constexpr,
     SMOOTHED: tl.constexpr,
     WITH_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -42,23 +45,34 @@ def _loss_kernel(
     k = tl.arange(0, BLOCK)
     inside = k < CLASSES
     v = tl.load(logits + row * ROW_STRIDE + k, mask=inside, other=float("-inf")).to(tl.float32)
-    label = tl.load(labels + row)
-    is_label = k == label
+    if MIXED:
+        label, second = tl.load(labels + row * 3).to(tl.int64), tl.load(labels + row * 3 + 1).to(tl.int64)
+        share = tl.load(labels + row * 3 + 2)
+        known = (label >= 0) & (label < CLASSES) & (second >= 0) & (second < CLASSES)
+        hot = tl.where(k == label, share, 0.0) + tl.where(k == second, 1.0 - share, 0.0)
+    else:
+        label = tl.load(labels + row)
+        known = (label >= 0) & (label < CLASSES)
+        hot = tl.where(k == label, 1.0, 0.0)
     z = v - tl.max(v, 0)
     e = tl.exp(z)
     # A label that names no class is never an address, and makes nan of loss and gradient: seen, not trained on.
-    total = tl.where((label >= 0) & (label < CLASSES), tl.sum(e, 0), float("nan"))
-    loss = tl.log(total) - (1.0 - smoothing) * tl.sum(tl.where(is_label, z, 0.0), 0)
+    total = tl.where(known, tl.sum(e, 0), float("nan"))
+    # Where a class has no part in the label, a logit of -inf costs nothing, and 0 * -inf would be nan.
+    loss = tl.log(total) - (1.0 - smoothing) * tl.sum(hot * tl.where(hot > 0, z, 0.0), 0)
     if SMOOTHED:  # without it a logit of -inf costs nothing, and 0 * -inf would be nan
         loss -= smoothing / CLASSES * tl.sum(tl.where(inside, z, 0.0), 0)
     tl.store(losses + row, loss / ROWS)
     if WITH_GRADIENT:
-        q = tl.where(is_label, 1.0 - smoothing, 0.0) + smoothing / CLASSES
+        q = hot * (1.0 - smoothing) + smoothing / CLASSES
         tl.store(grad + row * CLASSES + k, (e / total - q) / ROWS, mask=inside)
 
 
 class SmoothedCrossEntropy(torch.autograd.Function):
-    """(logits [rows, classes] in fp32 or 16 bit, labels int64 [rows], smoothing) -> mean loss in fp32."""
+    """(logits [rows, classes] in fp32 or 16 bit, labels int64 [rows], smoothing) -> mean loss in fp32.
+
+    Mixed labels are fp32 [rows, 3]: a label, a second one, and the share of the first.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
@@ -78,6 +92,7 @@ class SmoothedCrossEntropy(torch.autograd.Function):
                 rows,
                 classes,
                 float(smoothing),
+                MIXED=labels.dim() == 2,
                 SMOOTHED=smoothing != 0,
                 WITH_GRADIENT=with_gradient,
                 BLOCK=block,

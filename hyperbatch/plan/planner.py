@@ -18,6 +18,7 @@ from hyperbatch.plan.strategies import group_options, plan_groups
 from hyperbatch.plan.timeline import parameter_ready_s, step_timing
 from hyperbatch.plan.types import GradGroup, GroupPlan, RankGrid, StepTiming, TensorSpec
 from hyperbatch.plan.workload import main_phase, model_tensors, model_times, resolve, resolve_all
+from hyperbatch.recipes import find_recipe
 from hyperbatch.schedule import Phase
 from hyperbatch.vocabulary import ALGORITHMS, DTYPE_BYTES, PRECISION_DTYPE, STRATEGIES
 
@@ -50,8 +51,11 @@ class Plan:
     """What `hyperbatch plan` answers: the step with the choices made, and with each other grouping and all-reduce."""
 
     recipe: str
+    model: str
+    precision: str
     cluster: str
     gpus: int
+    global_batch: int | None  # of the first step, where it is not the recipe's own
     phase: Phase
     wire_dtype: str | None
     step: StepPlan
@@ -63,10 +67,20 @@ class Plan:
     def images_per_s(self) -> float:
         return self.phase.global_batch / self.step.timing.step_s
 
+    def train_flags(self, file: str | None = None) -> list[str]:
+        """What makes `hyperbatch train RECIPE` use the plan; file: where it was written."""
+        groups = (
+            ["--plan", file] if file else ["--grouping", self.step.plan.strategy, "--algorithm", self.step.algorithm]
+        )
+        batch = [] if self.global_batch is None else ["--global-batch", str(self.global_batch)]
+        return [*groups, "--grid", str(self.step.grid), *batch]
+
     def to_dict(self) -> dict[str, Any]:
         step, timing = self.step, self.step.timing
         return {
             "recipe": self.recipe,
+            "model": self.model,
+            "precision": self.precision,
             "cluster": self.cluster,
             "gpus": self.gpus,
             "global_batch": self.phase.global_batch,
@@ -87,6 +101,7 @@ class Plan:
             "images_per_s": self.images_per_s,
             "strategies": {name: step.summary() for name, step in self.strategies.items()},
             "algorithms": {name: step.summary() for name, step in self.algorithms.items()},
+            "train_flags": self.train_flags(),
             "notes": list(self.notes),
         }
 
@@ -122,8 +137,12 @@ def make_plan(
         saved = 1 - half.timing.step_s / chosen.timing.step_s
         if saved > 0.01:
             notes.append(f"--wire-dtype fp16 would shorten the step by {saved:.0%}")
+    original = find_recipe(recipe).config() if isinstance(recipe, str) else recipe
     return Plan(
         recipe=config.recipe,
+        model=config.model.model,
+        precision=config.optim.precision,
+        global_batch=None if config.global_batch == original.global_batch else config.global_batch,
         cluster=machine.name,
         gpus=ranks,
         phase=phase,
@@ -274,8 +293,8 @@ def _stated_grid(config: Config, ranks: int, asked: str | None) -> RankGrid | No
     return grid if grid is not None and grid.size == ranks else None
 
 
-def format_plan(plan: Plan) -> str:
-    """`make_plan`'s answer as text."""
+def format_plan(plan: Plan, file: str | None = None) -> str:
+    """`make_plan`'s answer as text; file: where it was written."""
     ms = 1e3
     phase, timing = plan.phase, plan.step.timing
     lines = [
@@ -300,4 +319,8 @@ def format_plan(plan: Plan) -> str:
                 f"{name:>13} {len(step.plan.groups):>7} {step.grid!s:>9} {step.timing.exposed_comm_s * ms:>11.2f} "
                 f"{step.timing.step_s * ms:>9.2f}"
             )
-    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
+    lines += [f"note: {note}" for note in plan.notes]
+    lines += ["", f"train with it: hyperbatch train {plan.recipe} {' '.join(plan.train_flags(file))}"]
+    if file is None:
+        lines.append("  (--output FILE writes these groups, with the all-reduce of each, for `train --plan FILE`)")
+    return "\n".join(lines)

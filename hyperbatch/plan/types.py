@@ -146,8 +146,12 @@ class GroupPlan:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        groups = tuple(GradGroup(**{**g, "parameters": tuple(g["parameters"])}) for g in values["groups"])
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """From `to_dict`'s answer, or from any that has at least its fields: a whole plan's."""
+        names = [field.name for field in fields(GradGroup) if field.name != "parameters"]
+        groups = tuple(
+            GradGroup(parameters=tuple(g["parameters"]), **{name: g[name] for name in names}) for g in values["groups"]
+        )
         return cls(strategy=values["strategy"], groups=groups)
 
 

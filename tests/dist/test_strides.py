@@ -67,6 +67,7 @@ CASES = {
     "unequal micro-steps": {"accumulate": 5},
     "fp16": {"precision": "fp16"},
     "resizing": {"model": "toy:pooled", "size_phases": (SizePhase(0, 8), SizePhase(1, 6), SizePhase(3, 8))},
+    "mixed images": {"mixup": 0.2, "cutmix": 1.0, "auto_augment": "trivial", "accumulate": 5},
     "few lines": {"log_every_steps": 3},
     "many checkpoints": {"checkpoint_every_epochs": 0.7, "max_steps": 27},
 }

@@ -12,10 +12,11 @@ from PIL import Image
 
 from hyperbatch.config import BatchPhase, DataConfig
 from hyperbatch.data import augment, stream
+from hyperbatch.data.buffers import copy_to_device
 from hyperbatch.data.decode import decode_full, decode_view, gpu_can_decode
 from hyperbatch.data.decoders import brightness_difference, measured_decoder
 from hyperbatch.data.gpu import nvjpeg
-from hyperbatch.data.gpu.render import copy_to_device, render_reference, render_views, view_table
+from hyperbatch.data.gpu.render import render_reference, render_views, view_table
 from hyperbatch.data.host import write_array_views
 from hyperbatch.data.loader import TrainLoader, eval_batches
 from hyperbatch.data.source import ArraySource, EncodedSource

@@ -127,6 +127,7 @@ CASES = {
     "bf16 resnet50": {"model": "resnet50", "precision": "bf16", "image_size": 64, "eval_size": 64, "max_steps": 10},
     "accumulation": {"accumulate": 4},
     "unequal micro-steps": {"accumulate": 5},
+    "mixed images": {"mixup": 0.2, "cutmix": 1.0, "auto_augment": "trivial"},
     "a batch change": {"batch_phases": (BatchPhase(0, 64), BatchPhase(0.5, 128))},
     "resizing": {"size_phases": (SizePhase(0, 16), SizePhase(0.5, 24), SizePhase(1, 16))},
     "dropout": {"model": "test_graph_gpu:dropped"},

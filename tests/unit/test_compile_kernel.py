@@ -7,6 +7,7 @@ Both are chosen when Triton is loaded, so this file runs itself once more in a p
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -118,8 +119,8 @@ def tables():
 
 @played
 def test_each_variant_is_compiled_once_and_not_launched(gpu, compiled):
-    x, y = torch.zeros(64), torch.zeros(64)
-    with compiling():
+    x, y, counts = torch.zeros(64), torch.zeros(64), []
+    with compiling(count=lambda *numbers: counts.append(numbers)):
         assert is_compiling()
         for _ in range(2):
             double[(1,)](x, y, 5, BLOCK=64)
@@ -132,6 +133,9 @@ def test_each_variant_is_compiled_once_and_not_launched(gpu, compiled):
             halve[(1,)](x, y, n, BLOCK=64)
     assert not is_compiling()
     assert sorted(name for name, _ in compiled) == ["double"] * 5 + ["halve"]
+    assert counts[0] == (0, 1)
+    assert counts[-1] == (6, 6)
+    assert all(sum(after) == sum(before) + 1 for before, after in itertools.pairwise(counts))
     assert all(thread.startswith("compile") for _, thread in compiled)
     assert not gpu.launched
     assert gpu.launchers == 6

@@ -53,6 +53,7 @@ def test_the_line_of_a_terminal_has_its_width(width, monkeypatch):
     out = terminal(width)
     voice = Console(out=out)
     voice.stage("compiling kernels")
+    voice.count(12, 40)
     time.sleep(0.2)
     voice.start(450)
     monkeypatch.setattr(module.time, "monotonic", lambda: voice._pace._start_s + 60)
@@ -61,7 +62,7 @@ def test_the_line_of_a_terminal_has_its_width(width, monkeypatch):
     voice.close()
     assert isinstance(out.file, io.StringIO)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.file.getvalue()).replace("\r", "\n")
-    assert "compiling kernels"[: width - 8] in text
+    assert "compiling kernels 12/40 ..."[: width - 8] in text
     assert "step 120/450  2:45 left" in text
     assert ("loss" in text) == (width > 30)
     assert "top-1  50.00%" in text
@@ -92,9 +93,28 @@ def test_a_log_gets_lines_of_steps_now_and_then_and_of_stages_that_last(monkeypa
     assert lines[3].endswith("two lines")
 
 
+def test_a_log_says_now_and_then_how_far_a_stage_has_come(monkeypatch, capsys):
+    monkeypatch.setattr(module, "STAGE_S", 1e6)
+    voice = Console()
+    voice.stage("compiling kernels")
+    start_s = time.monotonic()
+    voice.count(1, 30)  # nothing before the stage has taken long
+    voice._say_stage()
+    for second in range(0, 25, 4):
+        monkeypatch.setattr(module.time, "monotonic", lambda s=second: start_s + 1 + s)
+        voice.count(second, 40)
+    voice.stage("warming up")
+    voice._say_stage()
+    voice.close()
+    lines = capsys.readouterr().err.splitlines()
+    counted = [f"compiling kernels {count} ..." for count in ("1/30", "12/40", "24/40")]
+    assert lines == [*counted, "warming up ..."]
+
+
 def test_other_ranks_are_silent(capsys):
     voice = Console(enabled=False)
     voice.stage("opening the data")
+    voice.count(1, 2)
     voice.start(10)
     voice.step(1, 0.1, 2.0, 0.1, 100.0)
     voice.eval(1, 0.1, Score(top1=0.5, samples=10), None)

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from hyperbatch.data import augment
-from hyperbatch.data.batch import BadSamples, Batch, Batches, Plan
+from hyperbatch.data.batch import BadSamples, Batch, Batches, Plan, StreamPlan
+from hyperbatch.data.buffers import copy_to_device
 from hyperbatch.data.cache import DeviceCache, PixelCache
 from hyperbatch.data.decode import choose_decoder, decode_full
 from hyperbatch.data.gpu import nvjpeg
 from hyperbatch.data.gpu.reader_pool import can_use_processes
 from hyperbatch.data.gpu.reading import PixelBlock, ProcessReaders, Promise, SampleReader, ThreadReaders
-from hyperbatch.data.gpu.render import copy_to_device, render_views, view_table
+from hyperbatch.data.gpu.render import render_views, view_table
 from hyperbatch.data.gpu.resident import ResidentSet
 from hyperbatch.data.maker import Finish, Maker, load_or_replace
 from hyperbatch.data.source import ArraySource, EncodedSource
@@ -122,7 +123,7 @@ class DeviceMaker(Maker):
         def make() -> None:
             with self._on_stream():
                 for plan in plans:
-                    resident.make(plan)
+                    self._resident_batch(resident, plan)
 
         thread = ThreadPoolExecutor(1, thread_name_prefix="hyperbatch-data-warm-up")
         self._warm_up = thread.submit(make)
@@ -145,10 +146,16 @@ class DeviceMaker(Maker):
         assert self._resident is not None
         start_s = time.perf_counter()
         with self._on_stream():
-            batch = dataclasses.replace(self._resident.make(plan), mask=self.mask(plan))
+            batch = self._resident_batch(self._resident, plan)
             ready = self._record()
         self.meter.add("device", time.perf_counter() - start_s)
         return batch, [], ready
+
+    def _resident_batch(self, resident: ResidentSet, plan: Plan) -> Batch:
+        if isinstance(plan, StreamPlan) and self.retouches(plan):
+            levels, labels = resident.levels(plan)
+            return self.mixed(plan, Batch(self._retouched(plan, levels), labels))
+        return self.mixed(plan, dataclasses.replace(resident.make(plan), mask=self.mask(plan)))
 
     def _record(self) -> torch.cuda.Event | None:
         """Of the batch that was queued last."""
@@ -291,19 +298,38 @@ class DeviceMaker(Maker):
         views = augment.batch_views(self.config, images[:, 1], images[:, 2], plan.epochs, plan.uniforms, whole=whole)
         shape = (len(images), plan.size, plan.size, self.source.channels)
         # The kernel counts in 32 bits; a 64-bit run gets that, widened.
-        dtype = torch.float32 if self.dtype == torch.float64 else self.dtype
+        dtype, scale, colors = (
+            torch.float32 if self.dtype == torch.float64 else self.dtype,
+            self._scale,
+            self.colors(plan),
+        )
+        if self.retouches(plan):  # grey levels: rounded down after adding a half
+            dtype, scale, colors = (
+                torch.uint8,
+                torch.ones_like(scale),
+                (np.ones(len(plan)), np.full_like(colors[1], 0.5)),
+            )
         out = torch.empty(shape, dtype=dtype, device=self.device)
         render_views(
             out,
             copy_to_device(images, self.device),
             copy_to_device(view_table(views), self.device),
-            self._scale,
-            *(copy_to_device(part.astype(np.float32), self.device) for part in self.colors(plan)),
+            scale,
+            *(copy_to_device(part.astype(np.float32), self.device) for part in colors),
             reflect=self.config.shift_padding == "reflect",
         )
+        pixels = self._retouched(plan, out) if self.retouches(plan) else out.permute(0, 3, 1, 2).to(self.dtype)
         labels = self.source.labels[draft.shown]
         labels[plan.real :] = 0  # padding repeats the last sample's id
-        return Batch(out.permute(0, 3, 1, 2).to(self.dtype), copy_to_device(labels, self.device), self.mask(plan))
+        return self.mixed(plan, Batch(pixels, copy_to_device(labels, self.device), self.mask(plan)))
+
+    def _retouched(self, plan: Plan, levels: Tensor) -> Tensor:
+        """Normalised images from training views in grey levels, each changed by its operation."""
+        gains, offsets = self.colors(plan)
+        factors = (gains[:, None] * self.scale, offsets)
+        scale, offset = (copy_to_device(part.astype(np.float32), self.device)[:, None, None] for part in factors)
+        images = self.retouched(plan, levels).float().mul_(scale).add_(offset)
+        return images.permute(0, 3, 1, 2).to(self.dtype)
 
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
         if self._stream is None:

@@ -7,7 +7,6 @@ image's edge (not the box's) and normalised. Pillow rounds to whole grey levels 
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hyperbatch.data import augment
@@ -44,11 +43,3 @@ def render_views(
     from hyperbatch.kernels.augment import views as launch  # here, because it loads Triton
 
     launch(out, samples, views, scales, gains, offsets, reflect=reflect)
-
-
-def copy_to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy on the device that the host does not wait for."""
-    host = torch.from_numpy(np.ascontiguousarray(array))  # the kernel counts on rows one after the other
-    if device.type != "cuda":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from hyperbatch.config import DataConfig
 from hyperbatch.data import augment, stream
 from hyperbatch.data.batch import Batch, Plan, StreamPlan
-from hyperbatch.data.gpu.render import copy_to_device
+from hyperbatch.data.buffers import copy_to_device
 from hyperbatch.data.source import ArraySource
 
 
@@ -60,9 +60,23 @@ class ResidentSet:
         return whole and isinstance(plan, StreamPlan)
 
     def make(self, plan: Plan) -> Batch:
-        return self._train_batch(plan) if isinstance(plan, StreamPlan) else self._eval_batch(plan)
+        if not isinstance(plan, StreamPlan):
+            return self._eval_batch(plan)
+        # The kernel counts in 32 bits; a 64-bit run gets that, widened.
+        dtype = torch.float32 if self._dtype == torch.float64 else self._dtype
+        scale, offset = self._scale.float(), self._offset.float()
+        jitter_column = augment.jitter_column(self._config) if augment.has_jitter(self._config) else 0
+        out, labels = self._views(plan, dtype, scale, offset, jitter_column)
+        return Batch(out.permute(0, 3, 1, 2).to(self._dtype), labels)
 
-    def _train_batch(self, plan: StreamPlan) -> Batch:
+    def levels(self, plan: StreamPlan) -> tuple[Tensor, Tensor]:
+        """(training views in grey levels uint8[n, h, w, c], labels)."""
+        one = torch.ones_like(self._scale, dtype=torch.float32)
+        return self._views(plan, torch.uint8, one, 0.5 * one, 0)  # rounded down: to the nearest level
+
+    def _views(
+        self, plan: StreamPlan, dtype: torch.dtype, scale: Tensor, offset: Tensor, jitter_column: int
+    ) -> tuple[Tensor, Tensor]:
         from hyperbatch.kernels import augment as kernels  # here, because it loads Triton
 
         config = self._config
@@ -78,20 +92,18 @@ class ResidentSet:
             images=len(self._images),
             shift=config.shift_pixels if config.augment == "shift" else 0,
             flip=("alternating" if config.flip_alternates else "random") if config.flip else "none",
-            jitter_column=augment.jitter_column(config) if augment.has_jitter(config) else 0,
+            jitter_column=jitter_column,
         )
-        # The kernel counts in 32 bits; a 64-bit run gets that, widened.
-        dtype = torch.float32 if self._dtype == torch.float64 else self._dtype
         shape = (len(plan), plan.size, plan.size, self._images.shape[3])
         out = torch.empty(shape, dtype=dtype, device=self._images.device)
-        scale, offset, reflect = self._scale.float(), self._offset.float(), config.shift_padding == "reflect"
+        reflect = config.shift_padding == "reflect"
         if self._has_size(plan):
             kernels.cut(out, self._images, draws, scale, offset, reflect=reflect)
         else:
             contrast, brightness = draws.colors[:, 0], draws.colors[:, 1:]
             offsets = offset * contrast[:, None] + brightness
             kernels.views(out, *self._tables(draws.picks), scale, contrast.contiguous(), offsets, reflect=reflect)
-        return Batch(out.permute(0, 3, 1, 2).to(self._dtype), draws.labels)
+        return out, draws.labels
 
     def _tables(self, picks: Tensor) -> tuple[Tensor, Tensor]:
         """The samples and views of `kernels.augment.views`: whole images, shifted and mirrored."""
