@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hyperbatch.cli import main
+from hyperbatch.cli.flags import SYNONYMS, translated
 from hyperbatch.config import fields, section_titles
-from hyperbatch.flags import SYNONYMS, translated
 
 ROOT = Path(__file__).parents[2]
 
