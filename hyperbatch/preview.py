@@ -234,9 +234,8 @@ def format_preview(preview: Preview) -> str:
             console.print(f"note      {note}")
         if memory := preview.memory:
             parts = ", ".join(f"{name} {size(n)}" for name, n in asdict(memory).items())
-            console.print(
-                f"memory    about {size(memory.total)} a rank of {size(preview.memory_bytes_available)} ({parts})"
-            )
+            available = size(preview.memory_bytes_available)
+            console.print(f"memory    each rank needs about {size(memory.total)} of {available} available ({parts})")
         table = Table("from epoch", "global batch", "per rank", "micro-steps", "steps/epoch", title="batch", box=None)
         for p in preview.phases:
             table.add_row(

@@ -78,7 +78,7 @@ def _predict(args: argparse.Namespace) -> int:
     from hyperbatch.predict import find_images, load_model
 
     if args.json and args.csv:
-        raise InputError("--json and --csv exclude each other; give one")
+        raise InputError("--json and --csv cannot be combined; give only one of them")
     images = find_images(args.images)
     averaged = args.weights == "averaged"
     classifier = load_model(args.model, device=args.device, averaged=averaged, trust_code=args.trust_code)

@@ -23,7 +23,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         flag = unknown[0].split("=")[0]
         if not flag.startswith("-"):
             raise InputError(
-                f"{flag!r} is one argument too many; see `hyperbatch {args.verb or ''} --help`".replace("  ", " ")
+                f"{flag!r} is an unexpected argument; see `hyperbatch {args.verb or ''} --help`".replace("  ", " ")
             )
         subparser = parser.verbs.get(args.verb, parser)
         flags = [option for action in subparser._actions for option in action.option_strings]

@@ -12,25 +12,25 @@ from hyperbatch.vocabulary import ALGORITHMS, STRATEGIES
 
 def add(verb: AddVerb) -> None:
     parser = verb("plan", _plan, "Choose the grid, the gradient groups and the all-reduce for a cluster.")
-    _add_workload(parser)
+    _add_workload(parser, grid="the fastest")
     parser.add_argument("--gpus", type=positive, metavar="N", help="Number of GPUs. [default: the recipe's]")
     parser.add_argument("--trace", metavar="FILE", help="Write the timeline of a step for Perfetto.")
     parser.add_argument("--plot", metavar="FILE", help="Draw the timeline of a step as an SVG picture.")
     parser.add_argument("--strategy", choices=STRATEGIES, help="How to group the gradients. [default: optimal]")
 
     parser = verb("simulate", _simulate, "Predict the time and the cost of a run on a cluster.")
-    _add_workload(parser)
+    _add_workload(parser, grid="nodes x GPUs per node")
     help = "Numbers of GPUs to predict for, such as 512,1024,2048."
     parser.add_argument("--gpus", required=True, metavar="N,N,...", help=help)
     parser.add_argument("--plot", metavar="FILE", help="Draw time, speed, efficiency and cost as an SVG picture.")
 
 
-def _add_workload(parser: Parser) -> None:
+def _add_workload(parser: Parser, *, grid: str) -> None:
     help = "The recipe. [default: fujitsu_resnet50]"
     parser.add_argument("recipe", nargs="?", default="fujitsu_resnet50", metavar="RECIPE", help=help)
     help = "Name of a cluster, or a machine file. [default: the recipe's cluster]"
     parser.add_argument("--cluster", default=None, metavar="NAME|FILE", help=help)
-    help = "Grid of the ranks; a row is one node. [default: nodes x GPUs per node]"
+    help = f"Grid of the ranks; a row is one node. [default: the recipe's, or {grid}]"
     parser.add_argument("--grid", metavar="ROWSxCOLUMNS", help=help)
     parser.add_argument("--algorithm", choices=ALGORITHMS, help="The all-reduce. [default: the fastest for each group]")
     add_sizes(parser)

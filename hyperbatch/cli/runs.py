@@ -13,11 +13,8 @@ from hyperbatch.record import strict_json
 def add(verb: AddVerb) -> None:
     parser = verb("report", _report, "Write the HTML report of a run, or compare several runs.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="Folder of a run.")
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        help="HTML file to write. [default: report.html in the run's folder; for several runs, in this one]",
-    )
+    help = "HTML file to write. [default: report.html in the run's folder, or in the current folder for several runs]"
+    parser.add_argument("--output", metavar="FILE", help=help)
 
     parser = verb("watch", _watch, "Follow a run in the terminal.")
     parser.add_argument("run", metavar="RUN", help="Folder of the run.")

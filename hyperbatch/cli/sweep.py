@@ -22,7 +22,7 @@ def add(verb: AddVerb) -> None:
     parser.add_argument("--data", metavar="DIR", help="Folder of the data set.")
     help = "Start no new run after this many seconds."
     parser.add_argument("--until", type=_seconds, metavar="SECONDS", help=help)
-    help = "Do the K-th of N parts of the plan, where N such commands run side by side."
+    help = "Train only the K-th of N parts of the plan; N such commands can run at the same time."
     parser.add_argument("--part", type=_part, default=(1, 1), metavar="K/N", help=help)
     help = "Start N processes that share the runs. [default: 1]"
     parser.add_argument("--side-by-side", type=positive, default=1, metavar="N", help=help)

@@ -55,7 +55,7 @@ def add(verb: AddVerb) -> None:
 
 def _help(spec: FieldSpec) -> str:
     choices = f" One of {', '.join(spec.choices)}." if spec.choices else ""
-    default = "" if spec.default in (None, ()) else f" [default: {format_value(spec.default)}]"
+    default = "" if spec.default in (None, (), False) else f" [default: {format_value(spec.default)}]"
     return f"{spec.help}{choices}{default}".replace("%", "%%")
 
 
@@ -113,7 +113,7 @@ def config_of(args: argparse.Namespace) -> Config:
     global_batch = args.global_batch
     if args.batch_per_rank is not None:
         if global_batch is not None:
-            raise InputError("--batch-per-rank and --global-batch exclude each other; give one")
+            raise InputError("--batch-per-rank and --global-batch cannot be combined; give only one of them")
         global_batch = args.batch_per_rank * _world_size(args, given.get("nproc", 0), given.get("device", "auto"))
     if global_batch is not None and "batch_phases" in given:
         raise InputError("--batch-phases sets the batch of every phase; leave out --global-batch and --batch-per-rank")

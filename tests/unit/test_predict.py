@@ -185,7 +185,7 @@ def test_mistakes_are_one_line(flowers, tmp_path, capsys):
     for arguments, code, told in (
         ([run, "nowhere.jpg"], 2, "nowhere.jpg does not exist; give image files or folders of them"),
         ([run, str(empty)], 2, "holds no images"),
-        ([run, image, "--json", "--csv"], 2, "--json and --csv exclude each other; give one"),
+        ([run, image, "--json", "--csv"], 2, "--json and --csv cannot be combined"),
         (["nowhere", image], 2, "checkpoint nowhere does not exist"),
         ([str(foreign), image], 2, "holds weights, but does not say of which model and classes"),
         ([str(tmp_path / "broken.safetensors"), image], 2, "cannot be read"),
