@@ -14,7 +14,7 @@ from hyperbatch.errors import InputError, nearest
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = _build_parser()
+    parser = build_parser()
     _check_verb(arguments, parser.verbs)
     if arguments[:1] == ["train"]:
         arguments = translated(arguments)
@@ -46,7 +46,7 @@ def _check_verb(arguments: list[str], verbs: Mapping[str, Any]) -> None:
     raise InputError(f"unknown verb {verb!r}{nearest(verb, list(verbs))}")
 
 
-def _build_parser() -> Parser:
+def build_parser() -> Parser:
     parser = Parser(prog="hyperbatch", description="Train image classifiers to a target accuracy in the shortest time.")
     help = "Show the version and exit."
     parser.add_argument("--version", action="version", version=f"hyperbatch {__version__}", help=help)

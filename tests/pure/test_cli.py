@@ -1,6 +1,8 @@
 """The command as a user types it: what it prints, what it loads, and one line with exit code 2 for every mistake."""
 
+import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 
 from hyperbatch.cli import main
 from hyperbatch.cli.flags import SYNONYMS, translated
+from hyperbatch.cli.parser import build_parser
 from hyperbatch.config import fields, section_titles
 
 ROOT = Path(__file__).parents[2]
@@ -284,3 +287,30 @@ def test_every_recipe_passes_a_dry_run_alone_and_as_published(capsys):
             for phase in values["phases"]:
                 assert phase["global_batch"] == phase["share_per_rank"] * ranks
                 assert phase["batch_per_rank"] == -(-phase["share_per_rank"] // phase["accumulation"])
+
+
+def helps():
+    """(verb and flag, help) of everything that any verb's help shows."""
+
+    def walk(parser):
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for choice in action._choices_actions:
+                    yield f"{parser.prog} {choice.dest}", choice.help
+                for sub in action.choices.values():
+                    yield from walk(sub)
+            elif action.help != argparse.SUPPRESS:
+                yield f"{parser.prog} {'/'.join(action.option_strings) or action.dest}", action.help
+
+    return dict(walk(build_parser()))
+
+
+def test_every_help_text_is_a_sentence():
+    """It begins with a capital or a name of the interface and ends with a full stop; the default comes after it."""
+    names = {"images", "safetensors"}
+    odd = {
+        flag: text
+        for flag, text in helps().items()
+        if not (text and (text[0].isupper() or text.split()[0] in names) and re.search(r"[.?](?: \[[^]]+\])?$", text))
+    }
+    assert odd == {}
