@@ -1,7 +1,8 @@
 # make train   set up .venv and train the embedded default to its target
 # make test    the whole CPU suite
 # make lint    ruff and pyright
-.PHONY: train test lint format clean
+# make docs    the documentation as one site, build/site/index.html; warnings are errors
+.PHONY: train test lint docs format clean
 PYTHON ?= python3
 BIN := .venv/bin
 # The pin must hold for build isolation too, hence the variable and not only the flag.
@@ -19,6 +20,9 @@ lint: .venv/linted
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+docs: .venv/documented
+	$(BIN)/mkdocs build
+
 format: .venv/linted
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -30,12 +34,16 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
-.venv/installed: pyproject.toml constraints.txt | $(BIN)/python
+.venv/installed: pyproject.toml setup.py constraints.txt | $(BIN)/python
 	$(BIN)/pip install --quiet --editable .
 	touch $@
 
 .venv/tested: .venv/installed
-	$(BIN)/pip install --quiet --editable '.[test]'
+	$(BIN)/pip install --quiet --editable '.[test,docs]'
+	touch $@
+
+.venv/documented: .venv/installed
+	$(BIN)/pip install --quiet --editable '.[docs]'
 	touch $@
 
 .venv/linted: .venv/installed

@@ -243,7 +243,7 @@ class OptimConfig:
     layer_rates: tuple[LayerRate, ...] = option(
         (),
         "Factors on the learning rate of layers, as LAYER:FACTOR,LAYER:FACTOR; 0 freezes a layer. `*` matches "
-        "all layers, `head` is the last linear layer, and the last match counts: *:0,head:1 trains only the head.",
+        "all layers, `head` is the last linear layer, and the last match counts: `*:0,head:1` trains only the head.",
     )
     whiten_bias_epochs: float | None = option(
         None,
@@ -442,7 +442,7 @@ class RunConfig:
     timeout_s: float = option(
         300.0, "Seconds after which a rank that does not respond fails the run.", POSITIVE, free=True
     )
-    out: str | None = option(None, "Folder of the run. By default, runs/<recipe>-<time>.", free=True, repeated=False)
+    out: str | None = option(None, "Folder of the run. By default, `runs/<recipe>-<time>`.", free=True, repeated=False)
     resume: str = option(
         "no",
         "Continue the run in --out from its newest checkpoint; without a value, the same as yes. auto starts a "
