@@ -85,7 +85,7 @@ class Heartbeat:
         return self
 
     def stop(self) -> None:
-        """A rank that ends in peace is not missed."""
+        """A rank that ends normally is not missed."""
         self._stop.set()
         self._thread.join()
         with contextlib.suppress(dist.DistError):  # the store may have gone first
@@ -101,7 +101,7 @@ class Heartbeat:
         return announced(self._store)
 
     def silent(self) -> list[int]:
-        """Ranks that do not beat while this waits for three intervals (3 s at most), and have not ended in peace.
+        """Ranks that do not beat while this waits for three intervals (3 s at most), and have not ended normally.
 
         For a rank whose exchange with others has failed, long before `timeout_s`. Nobody is named when the store does
         not answer.

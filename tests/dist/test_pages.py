@@ -39,7 +39,7 @@ def test_the_commands_of_the_readme(tmp_path):
     assert "model.safetensors" in exported
     recipes, preview, simulation, plan, doctor = others
     assert "fujitsu_resnet50" in recipes
-    assert "2,048 as 512x4" in preview
+    assert "2,048 in a grid of 512x4" in preview
     assert "2,048" in simulation
     assert "h200x8" in plan
     assert "torus" in doctor
