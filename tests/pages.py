@@ -16,8 +16,9 @@ NEXT = "--- the next command"
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The fenced code of one language, in the order of the page."""
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    """The fenced code of one language ("" for plain text), in the order of the page."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [code for name, code in found if name == language]
 
 
 def commands(page: Path) -> list[str]:

@@ -62,10 +62,12 @@ def test_the_python_page(tmp_path, monkeypatch, capsys):
     # Without wandb; the tests of the trackers run it where it is installed.
     leave_out = [command for command in pages.commands(PYTHON) if "--tracker wandb" in command]
     answers = pages.run(PYTHON, tmp_path, leave_out=leave_out)
-    assert [answer.split()[0] for answer in answers] == ["config:", *["digits"] * 4]
-    resumed, (smoother,) = RunRecord.load(tmp_path / "runs" / "five"), (tmp_path / "runs").glob("digits-*")
-    assert resumed.config["schedule"]["epochs"] == 8
-    assert RunRecord.load(smoother).config["optim"]["label_smoothing"] == 0.2
+    saved, trained, preview, finished, longer = answers
+    assert "digits.toml" in saved
+    assert re.search(r"label_smoothing +0\.2 ", preview)
+    assert finished.splitlines()[0] == trained.splitlines()[0], "a finished run returns its record"
+    assert re.search(r"trained +8\.\d+ epochs", longer)
+    assert RunRecord.load(tmp_path / "runs" / "five").config["schedule"]["epochs"] == 8
     monkeypatch.chdir(tmp_path)
     (toml,) = pages.blocks(PYTHON, "toml")
     (tmp_path / "mine.toml").write_text(toml)
