@@ -1,8 +1,7 @@
 # make train   set up .venv and train the embedded default to its target
 # make test    the whole CPU suite
 # make lint    ruff and pyright
-# make docs    the documentation as one site, build/site/index.html; warnings are errors
-.PHONY: train test lint docs format clean
+.PHONY: train test lint format clean
 PYTHON ?= python3
 BIN := .venv/bin
 # The pin must hold for build isolation too, hence the variable and not only the flag.
@@ -20,6 +19,8 @@ lint: .venv/linted
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# make docs: the documentation as one site, build/site/index.html; warnings are errors
+.PHONY: docs
 docs: .venv/documented
 	$(BIN)/mkdocs build
 
