@@ -30,6 +30,11 @@ lint: .venv/linted
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# make docs: the documentation as one site, build/site/index.html; warnings are errors
+.PHONY: docs
+docs: .venv/documented
+	$(BIN)/mkdocs build
+
 format: .venv/linted
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -41,12 +46,16 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
-.venv/installed: pyproject.toml constraints.txt | $(BIN)/python
+.venv/installed: pyproject.toml setup.py constraints.txt | $(BIN)/python
 	$(BIN)/pip install --quiet --editable .
 	touch $@
 
 .venv/tested: .venv/installed
-	$(BIN)/pip install --quiet --editable '.[test]'
+	$(BIN)/pip install --quiet --editable '.[test,docs]'
+	touch $@
+
+.venv/documented: .venv/installed
+	$(BIN)/pip install --quiet --editable '.[docs]'
 	touch $@
 
 .venv/linted: .venv/installed

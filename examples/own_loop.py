@@ -1,4 +1,7 @@
-"""Your own loop with LARS and its schedule, on one device: `python examples/own_loop.py`. Only three lines are ours."""
+"""Your own loop with LARS and its schedule, on one device: `python examples/own_loop.py`. Only three lines are ours.
+
+The data comes from scikit-learn: `pip install scikit-learn`.
+"""
 
 import torch
 from sklearn.datasets import load_digits

@@ -326,7 +326,9 @@ def load_weights(path: Path) -> Weights:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"{path} is no weights file: neither .safetensors nor what torch.save writes") from error
+        raise InputError(
+            f"{path} is not a weights file: it is neither .safetensors nor written by torch.save"
+        ) from error
     if _is_checkpoint(state):
         saved = Checkpoint.from_dict(state)
         return Weights(saved.weights(), tuple(saved.classes))

@@ -80,32 +80,44 @@ def option(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    model: str = option("resnet50", "a built-in name, timm/NAME, or package.module:callable (given the class count)")
-    zero_init_last_gamma: bool = option(False, "start the last norm scale of each residual block at 0 (Goyal et al.)")
-    bn_momentum: float = option(0.1, "weight of the new batch in the running batch-norm statistics", SHARE)
-    bn_eps: float = option(1e-5, "added to the variance in batch norm", POSITIVE)
-    bn_group_ranks: int = option(1, "ranks that share batch-norm statistics; 1: each rank its own", POSITIVE)
+    model: str = option(
+        "resnet50",
+        "A built-in model, timm/NAME, or package.module:callable, which is called with the number of classes.",
+    )
+    zero_init_last_gamma: bool = option(
+        False, "Initialise the last norm scale of each residual block to 0 (Goyal et al.)."
+    )
+    bn_momentum: float = option(0.1, "Weight of the new batch in the running batch-norm statistics.", SHARE)
+    bn_eps: float = option(1e-5, "Constant added to the variance in batch norm.", POSITIVE)
+    bn_group_ranks: int = option(
+        1, "Number of ranks that share batch-norm statistics. With 1, each rank uses its own.", POSITIVE
+    )
     activation: str | None = option(
-        None, "activation of models that offer a choice (whitenet); none: the model's own", ACTIVATIONS
+        None,
+        "Activation function of models that offer a choice (whitenet). By default, the one that the model was "
+        "designed with.",
+        ACTIVATIONS,
     )
     init: str = option(
         "default",
-        "initial weights; dirac: 3x3 convolutions start as the identity on their first outputs",
+        "Initial weights. dirac initialises 3x3 convolutions as the identity on their first outputs.",
         ("default", "dirac"),
     )
     whiten_samples: int = option(
-        0, "training images that the filters of whitenet's first layer are computed from; 0: none", NOT_NEGATIVE
+        0,
+        "Number of training images from which the filters of whitenet's first layer are computed. 0 uses none.",
+        NOT_NEGATIVE,
     )
     fused: str = option(
         "auto",
-        "forward and backward by our kernels (GPU, 16 bit); auto: where they can run",
+        "Run forward and backward with fused kernels (GPU, 16 bits). auto uses them wherever they can run.",
         ("auto", "on", "off"),
         free=True,
     )
     init_from: str | None = option(
         None,
-        "start from the weights of this run, checkpoint, .safetensors or .pt file; timm: from its pretrained ones. "
-        "A head for other classes starts anew",
+        "Start from the weights of a run, a checkpoint, or a .safetensors or .pt file; `timm` downloads timm's "
+        "pretrained weights. The head is initialised anew if the classes differ.",
         free=True,
     )
 
@@ -115,76 +127,99 @@ class DataConfig:
     dataset: str = option(
         "images",
         "images (any layout of docs/data.md under --data), digits, cifar10, cifar100, synthetic, or "
-        "package.module:callable",
+        "package.module:callable.",
     )
     data: str | None = option(
-        None, "folder, archive or table of the data set, or an address: s3://, gs://, https://", free=True
+        None, "Folder, archive or table of the data set, or its address (s3://, gs:// or https://).", free=True
     )
     data_cache_gb: float = option(
-        100.0, "disk space for data from an address, in GB, for all runs of this host", NOT_NEGATIVE, free=True
+        100.0, "Disk space in GB for data from an address, shared by all runs on this host.", NOT_NEGATIVE, free=True
     )
     train_samples: int = option(
-        1_281_167, "training samples the recipe was written for; the data's own count wins", POSITIVE
+        1_281_167,
+        "Number of training samples the recipe was written for. The data set determines the actual number.",
+        POSITIVE,
     )
     eval_samples: int = option(
-        50_000, "validation samples the recipe was written for; the data's own count wins", POSITIVE
+        50_000,
+        "Number of validation samples the recipe was written for. The data set determines the actual number.",
+        POSITIVE,
     )
-    classes: int = option(1000, "classes the recipe was written for; the data's own count wins", POSITIVE)
-    image_size: int = option(224, "training image side in pixels", POSITIVE)
-    size_phases: tuple[SizePhase, ...] = option((), "progressive resizing, as EPOCH:PIXELS,EPOCH:PIXELS")
-    eval_size: int = option(224, "evaluation crop side in pixels", POSITIVE)
-    eval_resize: int = option(256, "shorter side before the evaluation crop, in pixels", POSITIVE)
+    classes: int = option(
+        1000, "Number of classes the recipe was written for. The data set determines the actual number.", POSITIVE
+    )
+    image_size: int = option(224, "Side of the training images in pixels.", POSITIVE)
+    size_phases: tuple[SizePhase, ...] = option((), "Progressive resizing, as EPOCH:PIXELS,EPOCH:PIXELS.")
+    eval_size: int = option(224, "Side of the evaluation crop in pixels.", POSITIVE)
+    eval_resize: int = option(
+        256, "Length in pixels to which the shorter side is resized before the evaluation crop.", POSITIVE
+    )
     augment: str = option(
         "random_resized_crop",
-        "how a training view is cut from an image",
+        "How a training crop is taken from an image.",
         ("none", "shift", "random_resized_crop", "scale_jitter", "fixed_resize_crop"),
     )
-    crop_area: tuple[float, float] = option((0.08, 1.0), "area range of random_resized_crop, as LOW,HIGH")
-    crop_aspect: tuple[float, float] = option((3 / 4, 4 / 3), "aspect range of random_resized_crop, as LOW,HIGH")
+    crop_area: tuple[float, float] = option(
+        (0.08, 1.0), "Range of the crop's share of the image area for random_resized_crop, as LOW,HIGH."
+    )
+    crop_aspect: tuple[float, float] = option(
+        (3 / 4, 4 / 3), "Range of aspect ratios for random_resized_crop, as LOW,HIGH."
+    )
     full_crop_from_epoch: float | None = option(
-        None, "near-full crops from this epoch on (Fujitsu); none: never", NOT_NEGATIVE
+        None, "Use crops of nearly the full image from this epoch on (Fujitsu). By default, never.", NOT_NEGATIVE
     )
-    jitter_sides: tuple[int, int] = option((256, 480), "range of the shorter side for scale_jitter, as LOW,HIGH")
-    shift_pixels: int = option(0, "largest shift of the `shift` augmentation, in pixels", NOT_NEGATIVE)
+    jitter_sides: tuple[int, int] = option(
+        (256, 480), "Range of the shorter side in pixels for scale_jitter, as LOW,HIGH."
+    )
+    shift_pixels: int = option(0, "Largest shift in pixels for --augment shift.", NOT_NEGATIVE)
     shift_padding: str = option(
-        "zero", "what a shift brings in at the edge: black, or the image reflected", ("zero", "reflect")
+        "zero", "What fills the edge that a shift uncovers: black, or the reflected image.", ("zero", "reflect")
     )
-    flip: bool = option(True, "mirror half of the training views")
+    flip: bool = option(True, "Mirror half of the training images, chosen at random.")
     flip_alternates: bool = option(
-        False, "draw once for each image whether it is mirrored, then mirror it in every other epoch"
+        False, "Choose once for each image whether it is mirrored in the first epoch, then alternate."
     )
     brightness_jitter: float = option(
-        0.0, "each training view is made brighter by up to this many standard deviations, or darker", NOT_NEGATIVE
+        0.0, "Largest random change of brightness, in standard deviations of the data set.", NOT_NEGATIVE
     )
     contrast_jitter: float = option(
-        0.0, "contrast of each training view: a factor within 1 plus or minus this, around the set's mean", BELOW_ONE
+        0.0, "Largest random change of contrast: the factor lies within 1 plus or minus this value.", BELOW_ONE
     )
-    color_noise: float = option(0.0, "standard deviation of PCA colour noise (AlexNet); 0: none", NOT_NEGATIVE)
+    color_noise: float = option(0.0, "Standard deviation of PCA colour noise (AlexNet). 0 adds none.", NOT_NEGATIVE)
     auto_augment: str = option(
         "none",
-        "trivial: one random operation of random strength on each training view (TrivialAugment)",
+        "Automatic augmentation; trivial applies one random operation of random strength to each training image "
+        "(TrivialAugment).",
         ("none", "trivial"),
     )
     mixup: float = option(
-        0.0, "mix training images and labels in pairs, with weights from Beta(ALPHA, ALPHA); 0: do not", NOT_NEGATIVE
+        0.0,
+        "Mix training images and labels in pairs, with weights drawn from Beta(ALPHA, ALPHA). 0 turns it off.",
+        NOT_NEGATIVE,
     )
     cutmix: float = option(
         0.0,
-        "paste a box of another training image into each, of an area from Beta(ALPHA, ALPHA); 0: do not; with --mixup "
-        "each step does one of the two",
+        "Paste a box of another training image into each one, of an area drawn from Beta(ALPHA, ALPHA). 0 turns it "
+        "off. Together with --mixup, each step does one of the two.",
         NOT_NEGATIVE,
     )
-    decoder: str = option("auto", "JPEG decoder", ("auto", "pillow", "simplejpeg", "torchvision", "nvjpeg"))
-    data_threads: int = option(0, "decoding threads per rank; 0: chosen from the cores", NOT_NEGATIVE, free=True)
-    prefetch: int = option(3, "batches made ahead of the step that needs them", NOT_NEGATIVE, free=True)
+    decoder: str = option("auto", "JPEG decoder.", ("auto", "pillow", "simplejpeg", "torchvision", "nvjpeg"))
+    data_threads: int = option(
+        0, "Decoding threads per rank. 0 chooses the number from the CPU cores.", NOT_NEGATIVE, free=True
+    )
+    prefetch: int = option(3, "Number of batches to prepare ahead of time.", NOT_NEGATIVE, free=True)
     cache: str = option(
-        "auto", "where to keep decoded images if the set fits", ("auto", "none", "host", "gpu"), free=True
+        "auto", "Where to keep decoded images if the data set fits.", ("auto", "none", "host", "gpu"), free=True
     )
     cache_bytes: int = option(
-        0, "most memory for decoded images, per rank; 0: a quarter of the GPU's or the host's", NOT_NEGATIVE, free=True
+        0,
+        "Largest amount of memory for decoded images per rank. 0 allows a quarter of the memory of the GPU or "
+        "the host.",
+        NOT_NEGATIVE,
+        free=True,
     )
     max_bad_samples: int = option(
-        100, "unreadable training samples to replace before the run is stopped", NOT_NEGATIVE, free=True
+        100, "Number of unreadable training samples that are replaced before the run stops.", NOT_NEGATIVE, free=True
     )
 
     @property
@@ -195,192 +230,257 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimConfig:
-    optimizer: str = option("lars", "update rule", OPTIMIZERS)
-    momentum: float = option(0.9, "momentum, in [0, 1); the first beta of LAMB and AdamW", BELOW_ONE)
-    beta2: float = option(0.999, "LAMB and AdamW: decay of the average of squared gradients, in [0, 1)", BELOW_ONE)
-    weight_decay: float = option(5e-5, "weight decay", NOT_NEGATIVE)
-    trust_coefficient: float = option(0.001, "LARS trust coefficient", POSITIVE)
-    lars_eps: float = option(0.0, "added to the denominator of the trust ratio", NOT_NEGATIVE)
-    nesterov: bool = option(False, "Nesterov momentum")
-    trust_clip: bool = option(False, "LARC: never exceed the plain learning rate")
-    momentum_rule: str = option("lr_inside", "where the rate enters", MOMENTUM_RULES)
-    decoupled_weight_decay: bool = option(False, "decay apart from the gradient, with its own schedule (Fujitsu)")
-    decay_norm_bias: bool = option(False, "apply weight decay to norm parameters and biases too")
-    adapt_norm_bias: bool = option(False, "apply the trust ratio to norm parameters and biases too")
+    optimizer: str = option("lars", "Optimizer.", OPTIMIZERS)
+    momentum: float = option(0.9, "Momentum, in [0, 1). For LAMB and AdamW, the first beta.", BELOW_ONE)
+    beta2: float = option(
+        0.999, "Second beta of LAMB and AdamW, in [0, 1): the decay of the average of squared gradients.", BELOW_ONE
+    )
+    weight_decay: float = option(5e-5, "Weight decay.", NOT_NEGATIVE)
+    trust_coefficient: float = option(0.001, "Trust coefficient of LARS.", POSITIVE)
+    lars_eps: float = option(0.0, "Constant added to the denominator of the trust ratio.", NOT_NEGATIVE)
+    nesterov: bool = option(False, "Use Nesterov momentum.")
+    trust_clip: bool = option(False, "Never exceed the plain learning rate (LARC).")
+    momentum_rule: str = option("lr_inside", "How the learning rate enters the momentum update.", MOMENTUM_RULES)
+    decoupled_weight_decay: bool = option(
+        False, "Apply weight decay separately from the gradient, with its own schedule (Fujitsu)."
+    )
+    decay_norm_bias: bool = option(False, "Apply weight decay to norm parameters and biases, too.")
+    adapt_norm_bias: bool = option(False, "Apply the trust ratio to norm parameters and biases, too.")
     bias_lr_scale: float = option(
-        1.0, "factor on the rate of norm parameters and biases; their decay per step stays as it is", POSITIVE
+        1.0,
+        "Factor on the learning rate of norm parameters and biases. Their weight decay per step does not change.",
+        POSITIVE,
     )
     head_lr_scale: float = option(
-        1.0, "factor on the rate of the last linear layer's weight; its decay per step stays as it is", POSITIVE
+        1.0,
+        "Factor on the learning rate of the weight of the last linear layer. Its weight decay per step does not "
+        "change.",
+        POSITIVE,
     )
     layer_rates: tuple[LayerRate, ...] = option(
         (),
-        "factors on the rate of layers, as LAYER:FACTOR,LAYER:FACTOR, 0 freezes; `*` is all, `head` the last linear "
-        "layer, and later ones win: *:0,head:1 trains the head alone",
+        "Factors on the learning rate of layers, as LAYER:FACTOR,LAYER:FACTOR; 0 freezes a layer. `*` matches "
+        "all layers, `head` is the last linear layer, and the last match counts: `*:0,head:1` trains only the head.",
     )
     whiten_bias_epochs: float | None = option(
         None,
-        "epochs in which the bias of the whitening layer goes through the whole schedule; none: all, 0: it is frozen",
+        "Number of epochs over which the bias of the whitening layer follows the whole schedule; 0 freezes it. "
+        "By default, all epochs.",
         NOT_NEGATIVE,
     )
-    muon_steps: int = option(5, "Muon: iterations that orthogonalise", POSITIVE)
-    muon_coefficients: str = option("original", "Muon: polynomials of the iterations", MUON_COEFFICIENTS)
-    muon_adjust_lr: str = option("original", "Muon: how the rate follows the shape of a matrix", MUON_ADJUSTMENTS)
-    muon_normalize_weights: bool = option(False, "Muon: scale a matrix to the norm sqrt(rows) before each update")
-    rest_momentum: float | None = option(
-        None, "Muon: momentum of biases, norm parameters and the head; none: as momentum", BELOW_ONE
+    muon_steps: int = option(5, "Number of orthogonalisation iterations of Muon.", POSITIVE)
+    muon_coefficients: str = option("original", "Polynomials of Muon's iterations.", MUON_COEFFICIENTS)
+    muon_adjust_lr: str = option(
+        "original", "How Muon's learning rate depends on the shape of a matrix.", MUON_ADJUSTMENTS
     )
-    label_smoothing: float = option(0.1, "label smoothing, in [0, 1)", BELOW_ONE)
+    muon_normalize_weights: bool = option(False, "Scale each matrix to the norm sqrt(rows) before Muon's update.")
+    rest_momentum: float | None = option(
+        None, "Momentum of biases, norm parameters and the head with Muon. By default, --momentum.", BELOW_ONE
+    )
+    label_smoothing: float = option(0.1, "Label smoothing, in [0, 1).", BELOW_ONE)
     precision: str = option(
         "fp32",
-        "forward and backward precision; auto: fp32 on a CPU, 16 bit on a GPU (bf16 where it has it, else fp16)",
+        "Precision of forward and backward. auto is fp32 on a CPU, and bf16 on a GPU that supports it, else fp16.",
         PRECISIONS,
     )
     averaging: str = option(
         "none",
-        "average of the weights over steps; ema: it is evaluated and exported, lookahead: the weights are set to it",
+        "Averaging of the weights over steps. ema evaluates and exports the average; lookahead resets the "
+        "weights to it.",
         AVERAGING,
     )
-    averaging_every_steps: int = option(1, "steps between two updates of the average", POSITIVE)
-    averaging_decay: float = option(0.999, "what is left of the average at an update, in [0, 1)", BELOW_ONE)
+    averaging_every_steps: int = option(1, "Steps between two updates of the average.", POSITIVE)
+    averaging_decay: float = option(0.999, "Share of the old average that an update keeps, in [0, 1).", BELOW_ONE)
     averaging_power: float = option(
-        0.0, "the decay grows with the share of the run that is done to this power; 0: it is constant", NOT_NEGATIVE
+        0.0, "The decay grows as the completed share of the run to this power. 0 keeps it constant.", NOT_NEGATIVE
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    epochs: float = option(90.0, "passes over the training set", POSITIVE)
+    epochs: float = option(90.0, "Number of passes over the training set.", POSITIVE)
     batch_phases: tuple[BatchPhase, ...] = option(
-        (BatchPhase(0, 256),), "global batch over time, as EPOCH:SAMPLES,EPOCH:SAMPLES"
+        (BatchPhase(0, 256),), "Global batch over time, as EPOCH:SAMPLES,EPOCH:SAMPLES."
     )
-    lr: float = option(0.1, "peak learning rate at a global batch of lr_batch", POSITIVE)
-    lr_batch: int = option(0, "global batch the learning rate is given for; 0: the first phase's", NOT_NEGATIVE)
-    lr_scaling: str = option("linear", "how the rate follows another global batch", ("none", "linear", "sqrt"))
-    warmup: str = option("linear", "shape of the warm-up", ("linear", "goyal", "slow_start"))
-    warmup_epochs: float = option(5.0, "length of the warm-up", NOT_NEGATIVE)
-    warmup_lr: float = option(0.0, "learning rate at the first step", NOT_NEGATIVE)
-    decay: str = option("polynomial", "shape after the warm-up", ("constant", "polynomial", "step", "cosine"))
-    decay_epochs: float | None = option(None, "length of the decay after warm-up; none: to the last epoch", POSITIVE)
-    decay_power: float = option(2.0, "power of the polynomial", POSITIVE)
-    end_lr: float = option(1e-4, "learning rate at the end of a polynomial or cosine decay", NOT_NEGATIVE)
-    milestones: tuple[float, ...] = option((30.0, 60.0, 80.0), "epochs at which `step` decays")
-    decay_factor: float = option(0.1, "factor of each `step` decay", NOT_NEGATIVE)
+    lr: float = option(0.1, "Peak learning rate, at a global batch of --lr-batch.", POSITIVE)
+    lr_batch: int = option(
+        0, "Global batch that --lr is given for. 0 stands for the batch of the first phase.", NOT_NEGATIVE
+    )
+    lr_scaling: str = option(
+        "linear", "How the learning rate scales with the global batch.", ("none", "linear", "sqrt")
+    )
+    warmup: str = option("linear", "Shape of the warm-up.", ("linear", "goyal", "slow_start"))
+    warmup_epochs: float = option(5.0, "Length of the warm-up in epochs.", NOT_NEGATIVE)
+    warmup_lr: float = option(0.0, "Learning rate of the first step.", NOT_NEGATIVE)
+    decay: str = option(
+        "polynomial",
+        "Shape of the learning-rate decay after the warm-up.",
+        ("constant", "polynomial", "step", "cosine"),
+    )
+    decay_epochs: float | None = option(
+        None, "Length of the decay in epochs. By default, it lasts until the end of the run.", POSITIVE
+    )
+    decay_power: float = option(2.0, "Power of the polynomial decay.", POSITIVE)
+    end_lr: float = option(1e-4, "Learning rate at the end of a polynomial or cosine decay.", NOT_NEGATIVE)
+    milestones: tuple[float, ...] = option(
+        (30.0, 60.0, 80.0), "Epochs at which `--decay step` reduces the learning rate."
+    )
+    decay_factor: float = option(0.1, "Factor of each reduction with `--decay step`.", NOT_NEGATIVE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommConfig:
-    grid: str | None = option(None, "ranks as ROWSxCOLUMNS; a row is one node. none: hosts x ranks per host", free=True)
-    algorithm: str = option("flat", "all-reduce", ALGORITHMS)
-    hybrid_switch_bytes: int = option(
-        HYBRID_SWITCH_BYTES, "hybrid: hierarchical up to this message size, flat above", NOT_NEGATIVE
+    grid: str | None = option(
+        None, "Grid of the ranks, as ROWSxCOLUMNS; a row is one node. By default, hosts x ranks per host.", free=True
     )
-    wire_dtype: str | None = option(None, "precision on the wire; none: the gradient's own", ("fp16", "bf16", "fp32"))
-    grouping: str = option("cubic", "how gradients are grouped", STRATEGIES)
-    group_count: int = option(GROUP_COUNT, "groups of the `equal` strategy", POSITIVE)
-    group_threshold_bytes: int = option(GROUP_THRESHOLD_BYTES, "fusion threshold of the `threshold` strategy", POSITIVE)
+    algorithm: str = option("flat", "Algorithm of the all-reduce.", ALGORITHMS)
+    hybrid_switch_bytes: int = option(
+        HYBRID_SWITCH_BYTES,
+        "Largest message that the hybrid all-reduce sends hierarchically; larger ones are sent flat.",
+        NOT_NEGATIVE,
+    )
+    wire_dtype: str | None = option(
+        None,
+        "Precision in which gradients are sent. By default, the precision they are computed in.",
+        ("fp16", "bf16", "fp32"),
+    )
+    grouping: str = option("cubic", "Strategy that groups gradients for the all-reduce.", STRATEGIES)
+    group_count: int = option(GROUP_COUNT, "Number of groups with `--grouping equal`.", POSITIVE)
+    group_threshold_bytes: int = option(
+        GROUP_THRESHOLD_BYTES, "Fusion threshold in bytes with `--grouping threshold`.", POSITIVE
+    )
     group_base: int = option(
-        GROUP_BASE, "tensors in the first group of the `cubic` strategy (boundaries at base * k^3)", POSITIVE
+        GROUP_BASE,
+        "Number of tensors in the first group with `--grouping cubic`, whose boundaries are at base * k^3.",
+        POSITIVE,
     )
     plan: str | None = option(
         None,
-        "take the gradient groups from this file, written by `hyperbatch plan --output`, not by --grouping",
+        "Take the gradient groups from this file, written by `hyperbatch plan --output`, instead of --grouping.",
         free=True,
     )
-    sharded_update: bool = option(False, "each rank updates its shard of the weights (Google)")
+    sharded_update: bool = option(False, "Let each rank update its shard of the weights (Google).")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    target_top1: float | None = option(None, "accuracy the run is timed to, in [0, 1]; none: just train")
-    stop_at_target: bool = option(True, "stop at the first evaluation that reaches the target", free=True)
+    target_top1: float | None = option(None, "Accuracy to train to, in (0, 1]. By default, the run trains all epochs.")
+    stop_at_target: bool = option(True, "Stop at the first evaluation that reaches the target.", free=True)
     patience_evals: int = option(
         0,
-        "stop early after this many evaluations in a row without a better accuracy; 0: never",
+        "Stop after this many evaluations in a row without a better accuracy. 0 never stops early.",
         NOT_NEGATIVE,
         free=True,
     )
-    eval_every_epochs: float = option(4.0, "epochs between evaluations", POSITIVE)
-    final_eval: bool = option(True, "evaluate after the last step, also where --max-steps ends the run", free=True)
-    eval_offset_epochs: float = option(0.0, "shift of the evaluation grid, in epochs (MLPerf: 0 to 3)", NOT_NEGATIVE)
+    eval_every_epochs: float = option(4.0, "Epochs between evaluations.", POSITIVE)
+    final_eval: bool = option(True, "Evaluate after the last step, also if --max-steps ends the run.", free=True)
+    eval_offset_epochs: float = option(0.0, "Shift of the evaluations in epochs (MLPerf: 0 to 3).", NOT_NEGATIVE)
     eval_batch_per_rank: int = option(
         0,
-        "samples per rank and evaluation step; 0: at most as in training, or on a GPU 2,500 images of 32 px",
+        "Samples per rank in each evaluation step. 0 uses at most the training batch, or on a GPU as many pixels "
+        "as 2,500 images of 32 px if that is more.",
         NOT_NEGATIVE,
         free=True,
     )
-    tta: str = option("none", "test-time augmentation: views of each image that evaluation averages over", TTA)
-    tta_share: float = option(1.0, "share of each batch, the least certain images, that gets more than one view", SHARE)
-    seed: int = option(0, "seed of weights, sample order and augmentation", NOT_NEGATIVE)
-    deterministic: bool = option(False, "bit-exact kernels on GPUs too (CPU runs always are)")
-    device: str = option("auto", "where to run", ("auto", "cpu", "cuda"), free=True)
+    tta: str = option("none", "Test-time augmentation: the views of each image that evaluation averages over.", TTA)
+    tta_share: float = option(
+        1.0, "Share of each batch, the least certain images, that gets more than one view.", SHARE
+    )
+    seed: int = option(0, "Seed of the initial weights, the sample order and the augmentation.", NOT_NEGATIVE)
+    deterministic: bool = option(False, "Use bit-exact kernels on GPUs. CPU runs are always bit-exact.")
+    device: str = option("auto", "Where to run.", ("auto", "cpu", "cuda"), free=True)
     graph: str = option(
         "auto",
-        "capture whole steps in CUDA graphs; auto: on a GPU, unless a step cannot be",
+        "Capture whole steps in CUDA graphs. auto does so on a GPU if the step can be captured.",
         ("auto", "on", "off"),
         free=True,
     )
     steps_per_launch: int = option(
-        0, "steps per launch of a CUDA graph; 0: several where steps are short, else 1", NOT_NEGATIVE, free=True
+        0,
+        "Steps per launch of a CUDA graph. 0 chooses several where steps are short, otherwise 1.",
+        NOT_NEGATIVE,
+        free=True,
     )
-    nproc: int = option(0, "processes on this host; 0: one per GPU, or two on a CPU", NOT_NEGATIVE, free=True)
-    accumulate: int = option(0, "micro-steps per step; 0: as many as the memory needs", NOT_NEGATIVE, free=True)
-    max_steps: int = option(0, "stop after this many steps; 0: run all epochs", NOT_NEGATIVE, free=True)
+    nproc: int = option(
+        0, "Number of processes on this host. 0 starts one per GPU, or two on a CPU.", NOT_NEGATIVE, free=True
+    )
+    accumulate: int = option(
+        0, "Number of micro-steps per step. 0 uses as few as fit into memory.", NOT_NEGATIVE, free=True
+    )
+    max_steps: int = option(0, "Stop after this many steps. 0 runs all epochs.", NOT_NEGATIVE, free=True)
     checkpoint_every_epochs: float | None = option(
-        None, "epochs between checkpoints; none: with each evaluation, 0: only at the end", NOT_NEGATIVE, free=True
+        None,
+        "Epochs between checkpoints; 0 saves only at the end. By default, one is saved with each evaluation.",
+        NOT_NEGATIVE,
+        free=True,
     )
     checkpoint_every_steps: int = option(
-        0, "steps between checkpoints, in addition to those by epochs; 0: none", NOT_NEGATIVE, free=True
+        0, "Steps between additional checkpoints. 0 saves none.", NOT_NEGATIVE, free=True
     )
     checkpoint_every_minutes: float = option(
-        0.0, "most minutes between two checkpoints, in addition to the others; 0: any number", NOT_NEGATIVE, free=True
+        0.0,
+        "Save an additional checkpoint when this many minutes have passed since the last one. 0 saves none.",
+        NOT_NEGATIVE,
+        free=True,
     )
-    keep_checkpoints: int = option(2, "newest checkpoints to keep; 0: save none", NOT_NEGATIVE, free=True)
-    keep_best: bool = option(True, "keep the checkpoint of the best evaluation, too, whatever its age", free=True)
-    log_every_steps: int = option(1, "steps between metric lines", POSITIVE, free=True)
+    keep_checkpoints: int = option(
+        2, "Number of newest checkpoints to keep. 0 saves none at all.", NOT_NEGATIVE, free=True
+    )
+    keep_best: bool = option(True, "Also keep the checkpoint of the best evaluation.", free=True)
+    log_every_steps: int = option(1, "Steps between two lines of metrics.", POSITIVE, free=True)
     tracker: str | None = option(
-        None, "send curves and config to this service, too; none: only to files in --out", TRACKERS, free=True
+        None,
+        "Also send the config and the curves to this service. By default, they are only written to --out.",
+        TRACKERS,
+        free=True,
     )
     max_skipped_steps: int = option(
-        50, "steps in a row that may be skipped for inf or nan gradients; 0: any number", NOT_NEGATIVE, free=True
+        50,
+        "Number of consecutive steps that may be skipped for inf or nan gradients. 0 sets no limit.",
+        NOT_NEGATIVE,
+        free=True,
     )
     max_rollbacks: int = option(
         3,
-        "times that the run goes back to its newest checkpoint, and on with other samples, when its loss becomes nan "
-        "or jumps (see --spike-factor); 0: nan ends it",
+        "How many times the run may return to its newest checkpoint and continue with other samples when the "
+        "loss becomes nan or jumps (see --spike-factor). With 0, nan ends the run.",
         NOT_NEGATIVE,
         free=True,
     )
     spike_factor: float = option(
         4.0,
-        "a loss that is so many times the median of the last steps, and worse than a guess, has jumped; 0: none has",
+        "A loss has jumped if it is this many times the median of the last steps and worse than guessing. 0 "
+        "turns the check off.",
         NOT_NEGATIVE,
         free=True,
     )
     compare_every_steps: int | None = option(
         None,
-        "steps between comparisons of the ranks' weights and optimizer state, besides those before evaluations and "
-        "checkpoints; none: only those, 0: never",
+        "Steps between comparisons of the weights and the optimizer state across ranks; 0 never compares. By "
+        "default, they are compared before evaluations and checkpoints.",
         NOT_NEGATIVE,
         free=True,
     )
-    timeout_s: float = option(300.0, "seconds after which a silent rank fails the run", POSITIVE, free=True)
-    out: str | None = option(None, "folder of the run; none: runs/<recipe>-<time>", free=True, repeated=False)
+    timeout_s: float = option(
+        300.0, "Seconds after which a rank that does not respond fails the run.", POSITIVE, free=True
+    )
+    out: str | None = option(None, "Folder of the run. By default, `runs/<recipe>-<time>`.", free=True, repeated=False)
     resume: str = option(
         "no",
-        "continue the run in --out from its newest checkpoint (alone: yes); auto: if there is one, else begin",
+        "Continue the run in --out from its newest checkpoint; without a value, the same as yes. auto starts a "
+        "new run if there is no checkpoint.",
         ("no", "yes", "auto"),
         free=True,
         repeated=False,
     )
     max_restarts: int = option(
         0,
-        "times that ranks are started again after a fault; they continue from --out's checkpoint",
+        "How many times the ranks are restarted after a fault. They continue from the newest checkpoint in --out.",
         NOT_NEGATIVE,
         free=True,
     )
     preempt_signals: str | None = option(
-        "TERM,USR1", "signals that end the run with a checkpoint, after the step under way; none: no signal", free=True
+        "TERM,USR1", "Signals that end the run with a checkpoint after the current step, or none.", free=True
     )
 
     def __post_init__(self) -> None:
@@ -670,5 +770,5 @@ def check(config: Config) -> None:
     known = all(hasattr(signal, f"SIG{name}") and name not in NEVER_SEEN for name in signals)
     need(known, "preempt_signals", "must be names of signals that a process may handle, e.g. TERM,USR1")
     sharded = config.comm.sharded_update
-    need(not sharded or o.optimizer != "adamw", "sharded_update", "knows lars, sgd and muon, not adamw")
+    need(not sharded or o.optimizer != "adamw", "sharded_update", "supports lars, sgd and muon, not adamw")
     need(r.target_top1 is None or 0 < r.target_top1 <= 1, "target_top1", "must be in (0, 1], e.g. 0.759")

@@ -144,7 +144,9 @@ def load_trained(path: Path, *, averaged: bool = True) -> TrainedModel:
     averaged: as for `Checkpoint.weights`.
     """
     if path.suffix == ".onnx":
-        raise InputError(f"{path} is for other programs; give the run, a checkpoint, or a .safetensors file of it")
+        raise InputError(
+            f"{path} is meant for other programs; give the run, a checkpoint, or a .safetensors file of it"
+        )
     if path.suffix != ".safetensors" or path.is_dir():
         return TrainedModel.of_checkpoint(checkpoint.load(path), averaged=averaged)
     weights = checkpoint.load_weights(path).tensors
@@ -233,7 +235,7 @@ def _check_onnx(path: Path, images: Tensor, expected: Tensor) -> None:
         (answer,) = session.run(None, {"images": images[:count].numpy()})
         worst = (torch.from_numpy(answer) - expected[:count]).abs().max().item()
         if not worst <= CHECKED_SHARE * expected.abs().max().item():
-            raise InputError(f"onnxruntime computes other logits than torch (by up to {worst:.2g}): nothing is written")
+            raise InputError(f"onnxruntime's logits differ from torch's by up to {worst:.2g}; no file was written")
 
 
 def export_dcp(run: Path, output: Path | None = None, *, averaged: bool = True) -> Path:

@@ -229,18 +229,17 @@ def format_preview(preview: Preview) -> str:
             f"data      {samples:,} training and {counts.eval_samples:,} validation images, {counts.classes:,} classes"
         )
         console.print(
-            f"ranks     {preview.world_size:,} as {preview.grid} (rows x columns), "
-            f"{config.comm.algorithm} all-reduce, wire {config.comm.wire_dtype or 'as gradients'}, "
-            f"{config.optim.precision}"
+            f"ranks     {preview.world_size:,} in a grid of {preview.grid} (rows x columns), "
+            f"{config.comm.algorithm} all-reduce in {config.comm.wire_dtype or 'the precision of the gradients'}, "
+            f"training in {config.optim.precision}"
         )
         console.print(f"length    {config.schedule.epochs:g} epochs, {preview.steps:,} steps")
         for note in filter(None, (preview.note, preview.start_note)):
             console.print(f"note      {note}")
         if memory := preview.memory:
             parts = ", ".join(f"{name} {size(n)}" for name, n in asdict(memory).items())
-            console.print(
-                f"memory    about {size(memory.total)} a rank of {size(preview.memory_bytes_available)} ({parts})"
-            )
+            available = size(preview.memory_bytes_available)
+            console.print(f"memory    each rank needs about {size(memory.total)} of {available} available ({parts})")
         table = Table("from epoch", "global batch", "per rank", "micro-steps", "steps/epoch", title="batch", box=None)
         for p in preview.phases:
             table.add_row(
@@ -251,11 +250,11 @@ def format_preview(preview: Preview) -> str:
                 f"{samples / p.global_batch:.1f}",
             )
         console.print(table)
-        table = Table("epoch", "learning rate", "global batch", title="over time", box=None)
+        table = Table("epoch", "learning rate", "global batch", title="learning rate over time", box=None)
         for row in preview.schedule:
             table.add_row(f"{row.epoch:g}", f"{row.lr:.5g}", f"{row.global_batch:,}")
         console.print(table)
-        title = f"gradient groups ({config.comm.grouping}, {size(preview.plan.bytes)} a step)"
+        title = f"gradient groups ({config.comm.grouping}, {size(preview.plan.bytes)} per step)"
         table = Table("group", "tensors", "bytes", "dtype", title=title, box=None)
         for group in preview.plan.groups:
             table.add_row(str(group.index), str(len(group.parameters)), size(group.bytes), group.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import importlib.util
 import json
 import math
 import os
@@ -188,7 +189,8 @@ class RunWriter:
 
     metrics.jsonl, mllog.txt    one write per line: a killed run loses nothing but a line being written
     trace.json                  valid JSON after every flush, at most a second behind
-    tensorboard/                flushed every two seconds; `warnings` says so when it cannot be written
+    tensorboard/                where the package is installed; flushed every two seconds; `warnings` says so when it
+                                cannot be written
     """
 
     def __init__(self, folder: Path, *, resume_from_step: int | None = None, tensorboard: bool = True) -> None:
@@ -211,7 +213,8 @@ class RunWriter:
         self._mllog = _Lines(folder / "mllog.txt", go_on=not fresh)
         self._trace = TraceFile(folder / "trace.json", go_on=not fresh)
         self._trace.process("rank 0" if fresh else f"rank 0, resumed at step {resume_from_step}")
-        self._board = _Tensorboard(folder / "tensorboard", resume_from_step, self.warnings) if tensorboard else None
+        wanted = tensorboard and importlib.util.find_spec("tensorboard") is not None  # an extra of the package
+        self._board = _Tensorboard(folder / "tensorboard", resume_from_step, self.warnings) if wanted else None
 
     def go_back(self, step: int) -> None:
         """Drops metric lines of steps at or after this one, which the run will write again."""

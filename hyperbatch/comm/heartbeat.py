@@ -7,7 +7,7 @@ rank 0 -> watches 1 -> watches 2 -> watches 0        each rank beats, and looks 
                2: "I failed, because" -> store       one that fails tells all by itself
 
 A rank that beats may hang all the same: its main thread waits for something that does not come. So a beat also says
-where the rank is (comm/place.py), and one that has not got on for as long tells all, with every rank's place.
+where the rank is (comm/place.py), and one that has made no progress for as long tells all, with every rank's place.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -85,7 +85,7 @@ class Heartbeat:
         return self
 
     def stop(self) -> None:
-        """A rank that ends in peace is not missed."""
+        """A rank that ends normally is not missed."""
         self._stop.set()
         self._thread.join()
         with contextlib.suppress(dist.DistError):  # the store may have gone first
@@ -101,7 +101,7 @@ class Heartbeat:
         return announced(self._store)
 
     def silent(self) -> list[int]:
-        """Ranks that do not beat while this waits for three intervals (3 s at most), and have not ended in peace.
+        """Ranks that do not beat while this waits for three intervals (3 s at most), and have not ended normally.
 
         For a rank whose exchange with others has failed, long before `timeout_s`. Nobody is named when the store does
         not answer.
@@ -117,7 +117,7 @@ class Heartbeat:
         ]
 
     def hang(self) -> str:
-        """Tells all which rank has not got on for `timeout_s`, and returns what was told first; empty: none has."""
+        """Tells all which rank has made no progress for `timeout_s`, and returns what was told first, or nothing."""
         with contextlib.suppress(dist.DistError, RuntimeError):
             places = self._places()
             if any(place.must_go_on and seconds > self._timeout_s for place, seconds in places.values()):
@@ -173,7 +173,7 @@ class Heartbeat:
             if theirs != seen or theirs == "done":
                 seen, seen_at = theirs, now
             elif now - seen_at > self._timeout_s and self._watched != self._rank:
-                line = f"rank {self._watched} has given no sign of life for {now - seen_at:.1f} s"
+                line = f"rank {self._watched} has not responded for {now - seen_at:.1f} s"
                 with contextlib.suppress(dist.DistError, RuntimeError):
                     self._store.set(_SILENT, str(self._watched))
                     announce(self._store, line)

@@ -15,7 +15,7 @@ MAX_NAMED = 8  # ranks in a message
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """What a rank is doing. Two that are equal: it has not got on."""
+    """What a rank is doing. Two that are equal: it has made no progress."""
 
     phase: str
     step: int | None = None  # from 1; none before training
@@ -50,7 +50,7 @@ def who_hangs(places: Mapping[int, tuple[Place, float]]) -> str:
     # Where the slowest all wait, it is for a message that does not come.
     named = busy or behind
     place, seconds = places[named[0]]
-    line = f"has not got on for {seconds:.1f} s (step and phase: {place})"
+    line = f"has made no progress for {seconds:.1f} s (step and phase: {place})"
     if len(named) == 1:
         return f"rank {named[0]} {line}"
     ranks = ", ".join(map(str, named[:MAX_NAMED])) + (", ..." if len(named) > MAX_NAMED else "")

@@ -43,7 +43,7 @@ def check_nproc(nproc: int) -> None:
     needed, there = nproc * RANK_BYTES, host_memory_bytes()
     if needed > there:
         raise InputError(
-            f"--nproc {nproc}: so many processes need at least {needed >> 30:,} GiB of memory, and this host has "
+            f"--nproc {nproc}: this many processes need at least {needed >> 30:,} GiB of memory, and this host has "
             f"{there >> 30:,}; start fewer, at most one per GPU or core"
         )
 

@@ -188,8 +188,8 @@ class Ending:
         return self._words_in(self._heart.heard() or self._heart.hang())
 
     def _words_in(self, text: str) -> dict[str, Any] | None:
-        """What was announced: a rank's words, or the line of a heart that misses another or has not got on. To the
-        line belongs where everybody is."""
+        """What was announced: a rank's words, or the line of a heart that misses another or has made no progress. To
+        the line belongs where everybody is."""
         if text.startswith("{"):
             return json.loads(text)
         if not text:

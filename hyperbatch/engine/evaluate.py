@@ -245,7 +245,9 @@ def evaluate_checkpoint(
     with join(Ranks(), device, config.run.timeout_s) as place:
         eval_set = open_eval(config.data)
         if tuple(eval_set.classes) != trained.classes:
-            raise InputError(f"the data has {len(eval_set.classes)} other classes than the checkpoint; check --data")
+            raise InputError(
+                f"the {len(eval_set.classes)} classes of the data are not those of the checkpoint; check --data"
+            )
         model = trained.build(trust_code=trust_code)
         dtype = torch.float64 if config.optim.precision == "fp64" else torch.float32
         model.to(place, dtype).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]

@@ -34,7 +34,7 @@ def default_out(config: Config) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise InputError(f"{name} cannot be made: {error.strerror}; choose a folder with --out") from None
+            raise InputError(f"{name} cannot be created: {error.strerror}; choose a folder with --out") from None
         return name
     raise AssertionError("names are endless")
 
@@ -104,7 +104,7 @@ def _lock(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(f"--out {out} is another run's, which is still going; choose another folder") from None
+            raise InputError(f"--out {out} is in use by another run; choose another folder") from None
         except OSError:
             pass  # a file system without locks
         before = os.environ.get(HELD)

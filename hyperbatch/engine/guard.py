@@ -188,8 +188,8 @@ class LossGuard:
             usual = self._spikes.usual(loss)
             if usual is not None and self._may_go_back():
                 raise _failed(
-                    f"the loss jumped to {loss:.4g} at step {step} (epoch {epoch:.2f}, rate {rate:.4g}); the median of "
-                    f"the steps before it was {usual:.4g}",
+                    f"the loss jumped to {loss:.4g} at step {step} (epoch {epoch:.2f}, learning rate {rate:.4g}); "
+                    f"the median of the steps before it was {usual:.4g}",
                     0,
                     socket.gethostname(),
                     step,
@@ -203,7 +203,7 @@ class LossGuard:
         if 0 < len(bad) < len(found):
             where = f" on rank {bad[0][0]} (host {bad[0][1]})" if len(bad) == 1 else f" on {len(bad)} ranks"
         line = (
-            f"the loss became {loss} at step {step} (epoch {epoch:.2f}, rate {rate:.4g}){where}; "
+            f"the loss became {loss} at step {step} (epoch {epoch:.2f}, learning rate {rate:.4g}){where}; "
             f"lower --lr, lengthen --warmup-epochs or use --precision bf16"
         )
         raise _failed(line, *(bad or [(0, found[0][0])])[0], step, Diverged)

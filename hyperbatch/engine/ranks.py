@@ -223,7 +223,9 @@ def meet(ranks: Ranks, timeout_s: float) -> dist.Store:
     def waits_until(happened: Callable[[], bool]) -> None:
         while not happened():
             if time.monotonic() > deadline:
-                raise RunFailed(f"the ranks did not meet within {timeout_s:g} s; are all {ranks.world_size} started?")
+                raise RunFailed(
+                    f"the ranks could not connect within {timeout_s:g} s; are all {ranks.world_size} running?"
+                )
             time.sleep(0.01)
 
     if ranks.rank != 0:

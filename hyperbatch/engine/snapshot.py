@@ -204,12 +204,12 @@ def how_to_go_on(config: Config, saved: Checkpoint) -> str:
     """Why a resumed run has nothing left to do, and what would change that."""
     progress = saved.progress
     if progress.position >= position_of(config.schedule.epochs, saved.train_samples):
-        return f"it has done its {config.schedule.epochs:g} epochs; a larger --epochs lets it go on"
+        return f"it has completed its {config.schedule.epochs:g} epochs; use a larger --epochs to continue"
     if progress.time_to_target_s is not None and config.run.stop_at_target:
-        return "it has reached its target; --no-stop-at-target lets it go on"
+        return "it has reached its target; use --no-stop-at-target to continue"
     if progress.is_stale(config.run.patience_evals):
-        return f"it was stopped early by --patience-evals {config.run.patience_evals}; a larger one lets it go on"
-    return f"it was stopped by --max-steps {config.run.max_steps}; a larger one, or 0 for none, lets it go on"
+        return f"it was stopped early by --patience-evals {config.run.patience_evals}; use a larger one to continue"
+    return f"it was stopped by --max-steps {config.run.max_steps}; use a larger one, or 0 for none, to continue"
 
 
 # Weights and optimizer state

@@ -108,7 +108,7 @@ def _timm() -> Any:
         import timm  # pyright: ignore[reportMissingImports]
     except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision that does not fit this torch
         reason = str(error).splitlines()[0]
-        raise InputError(f"timm does not import here ({reason}); run pip install 'hyperbatch[timm]'") from error
+        raise InputError(f"timm cannot be imported ({reason}); run pip install 'hyperbatch[timm]'") from error
     return timm
 
 
@@ -190,4 +190,4 @@ def _from_factory(build: Callable[..., Any], path: str, given: dict[str, Any], o
             except TypeError as error:
                 if not any(f"unexpected keyword argument '{name}'" in str(error) for name in more):
                     raise
-    raise InputError(f"model {path!r} takes the class count neither as classes nor as num_classes")
+    raise InputError(f"model {path!r} accepts the number of classes neither as classes nor as num_classes")

@@ -44,7 +44,7 @@ class ShardedUpdate:
     def __init__(self, optimizer: LayerwiseOptimizer, arena: Arena, sync: GradSync) -> None:
         if not optimizer.rule.trust_from_gradient:
             advice = "call optimizer.share(comm)" if optimizer.rule.name == "muon" else "leave --sharded-update out"
-            raise InputError(f"the sharded update knows lars and sgd, not {optimizer.rule.name}; {advice}")
+            raise InputError(f"the sharded update supports lars and sgd, not {optimizer.rule.name}; {advice}")
         if optimizer.foreach is False:
             raise InputError("the sharded update has no reference path (foreach=False): it takes norms of whole layers")
         if not sync.sharded:

@@ -85,15 +85,15 @@ class Recipe:
         return config
 
     def batch_note(self, config: Config) -> str | None:
-        """One line when a config leaves the batches the recipe's figures hold for."""
+        """One line when a config leaves the batches that the recipe's figures were measured at."""
         known = self.batches or (self.build().global_batch,)
         if config.global_batch in known:
             return None
         near = min(known, key=lambda batch: abs(math.log(batch / config.global_batch)))
         how = {"none": "is kept", "linear": "is scaled linearly", "sqrt": "is scaled by the square root"}
         return (
-            f"{self.name} holds for a global batch of {near:,}: at {config.global_batch:,} its rate "
-            f"{how[config.schedule.lr_scaling]} and its accuracy is not known"
+            f"{self.name} was tuned for a global batch of {near:,}. At {config.global_batch:,}, its learning rate "
+            f"{how[config.schedule.lr_scaling]}, and the accuracy that it reaches is not known"
         )
 
 

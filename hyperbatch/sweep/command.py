@@ -96,7 +96,7 @@ def sweep(
         try:
             for run in plan.runs[part[0] - 1 :: part[1]]:
                 if until_s is not None and time.perf_counter() - begin_s > until_s:
-                    say(f"{until_s:g} s are over; the same command goes on")
+                    say(f"{until_s:g} s have passed; run the same command again to continue")
                     break
                 if is_done(folder, run, retry_failed=retry_failed):
                     continue
@@ -109,7 +109,8 @@ def sweep(
         except KeyboardInterrupt:
             done = result_of(plan, folder)
             raise RunFailed(
-                f"interrupted; {len(done.rows)} of {done.planned} rows are in {folder}, and the same command goes on"
+                f"interrupted; {len(done.rows)} of {done.planned} rows are in {folder}; "
+                "run the same command again to continue"
             ) from None
         finally:
             trainer.close()
@@ -165,7 +166,7 @@ def side_by_side(
         codes = [child.wait() for child in children]
     if worst := max(abs(code) for code in codes):
         raise (InputError if worst == 2 else RunFailed)(
-            "a part of the sweep ended early, see above; the same command goes on"
+            "a part of the sweep ended early, see above; run the same command again to continue"
         )
     return result_of(plan, folder)
 

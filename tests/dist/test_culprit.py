@@ -66,9 +66,9 @@ def test_a_rank_that_is_stopped_ends_the_run_and_its_process_goes_with_it(tmp_pa
     assert plain.returncode == 1
     done, seconds = train(tmp_path / "run", "stopped", "--timeout-s", "6")
     assert done.returncode == 1
-    assert "rank 1 has given no sign of life for" in last_line(done)
+    assert "rank 1 has not responded for" in last_line(done)
     assert "continues from the newest checkpoint" in last_line(done)
-    assert RunRecord.load(tmp_path / "run").error.startswith("rank 1 has given no sign of life")
+    assert RunRecord.load(tmp_path / "run").error.startswith("rank 1 has not responded")
     check_places(tmp_path / "run", done, "rank 1: ")  # as of its last beat
     print(f"from the stop to the end: {seconds - start_s:.1f} s")  # for a person: 6 s, and less than 5 s more
 
@@ -77,7 +77,7 @@ def test_a_hang_shows_where_each_rank_is(tmp_path):
     """Its heart beats on, and it never comes to the exchange."""
     done, _ = train(tmp_path / "run", "hanging", "--timeout-s", "6")
     assert done.returncode == 1
-    assert last_line(done).startswith("hyperbatch: rank 1 has not got on for ")
+    assert last_line(done).startswith("hyperbatch: rank 1 has made no progress for ")
     assert "(step and phase: step 5, forward pass)" in last_line(done)
     check_places(tmp_path / "run", done, "rank 1: step 5, forward pass, for ")
 

@@ -213,7 +213,7 @@ def is_silent(rank, folder, port):
 
 def test_a_rank_that_is_silent_is_named(tmp_path):
     run_ranks(2, is_silent, tmp_path, free_port(), may_die=[0, 1])
-    assert message(tmp_path, 0).startswith("rank 1 has given no sign of life for")
+    assert message(tmp_path, 0).startswith("rank 1 has not responded for")
     assert RunRecord.load(tmp_path / "run").error == message(tmp_path, 0)
 
 

@@ -5,25 +5,19 @@ from __future__ import annotations
 import csv
 import os
 import re
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
+import pages
 import pytest
 
 from hyperbatch.export import load_trained
 from hyperbatch.record import RunRecord
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "finetune.md"
+PAGE = pages.ROOT / "docs" / "finetune.md"
 DATA = Path(os.environ.get("HYPERBATCH_TEST_DATA", ""))
 PHOTOS = 3  # classes of ours; the others are imagenette's remaining ones
 NAMES = {"n03000684": "chain saw", "n03028079": "church", "n03417042": "truck"}
-
-
-def commands() -> str:
-    return "\n".join(re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL))
 
 
 def unpack(folder: Path) -> None:
@@ -48,19 +42,11 @@ def unpack(folder: Path) -> None:
 @pytest.mark.skipif("HYPERBATCH_TEST_DATA" not in os.environ, reason="HYPERBATCH_TEST_DATA names no folder")
 def test_the_commands_of_the_page(tmp_path):
     unpack(tmp_path)
-    tool = tmp_path / "bin" / "hyperbatch"
-    tool.parent.mkdir()
-    tool.write_text(f'#!/bin/sh\nexec {sys.executable} -m hyperbatch "$@"\n')
-    tool.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        ["bash", "-ec", commands()], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    printed = "".join(pages.run(PAGE, tmp_path))
 
     line = re.search(r"`note      (the head .*?)`", PAGE.read_text().replace("\n", " "))
     assert line is not None
-    assert f"note      {line[1]}" in done.stdout, "the dry run says what the page says"
+    assert f"note      {line[1]}" in printed, "the dry run says what the page says"
     head, photos = (RunRecord.load(tmp_path / "runs" / name) for name in ("head", "photos"))
     assert head.warnings == [line[1]]
     assert photos.warnings == []

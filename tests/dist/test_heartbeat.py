@@ -43,7 +43,7 @@ def test_a_lost_rank_is_known_to_all_and_one_that_left_is_not_missed(end: str) -
     for told, seconds in (results[0], results[2]):
         if end == "killed":
             assert len(told) == 1
-            assert told[0].startswith("rank 1 has given no sign of life")
+            assert told[0].startswith("rank 1 has not responded")
             assert seconds < 12, "1.5 s of life, 1 s of silence, and room for a busy machine"
         else:
             assert told == []
@@ -63,7 +63,7 @@ def test_by_default_the_process_ends_with_one_line() -> None:
     words = [sys.executable, "-c", SCRIPT.format(port=store.port)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1].startswith("hyperbatch: rank 1 has given no sign of life")
+    assert done.stderr.strip().splitlines()[-1].startswith("hyperbatch: rank 1 has not responded")
 
 
 def end_without_a_word(heart: Heartbeat) -> None:

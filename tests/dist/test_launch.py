@@ -101,7 +101,7 @@ def test_stopped_run_says_so_and_can_go_on(tmp_path):
         finally:
             process.kill()
     assert meanwhile.returncode == 2
-    said = f"hyperbatch: --out {run} is another run's, which is still going; choose another folder"
+    said = f"hyperbatch: --out {run} is in use by another run; choose another folder"
     assert meanwhile.stderr.splitlines()[-1] == said
     assert process.returncode == 1
     assert "Traceback" not in err

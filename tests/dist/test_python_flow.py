@@ -162,7 +162,9 @@ def test_a_run_is_resumed_from_its_folder_alone_wherever_that_is(tmp_path):
 
     again = command("--resume", "--out", there / "moved", "--json", cwd=here)  # it is finished
     assert json.loads(again.stdout)["result"] == record["result"]
-    said = f"nothing is left to do in {there / 'moved'}: it has done its 2 epochs; a larger --epochs lets it go on"
+    said = (
+        f"nothing is left to do in {there / 'moved'}: it has completed its 2 epochs; use a larger --epochs to continue"
+    )
     assert said in again.stderr
     refused = command("cifar10", "--resume", "--out", there / "moved", cwd=here)
     assert refused.returncode == 2
@@ -214,12 +216,12 @@ def test_a_run_that_is_over_says_what_would_let_it_go_on(tmp_path, capfd):
 
     values = {"lr": 1e-12, "eval_every_epochs": 0.5, "target_top1": 0.01}
     hyperbatch.train(config(out=str(tmp_path / "run"), nproc=1, **values))
-    assert said(**values).endswith("it has reached its target; --no-stop-at-target lets it go on")
+    assert said(**values).endswith("it has reached its target; use --no-stop-at-target to continue")
     on = {**values, "stop_at_target": False}
     hyperbatch.train(config(out=str(tmp_path / "run"), nproc=1, resume=True, max_steps=12, **on))
-    assert said(max_steps=12, **on).endswith("stopped by --max-steps 12; a larger one, or 0 for none, lets it go on")
+    assert said(max_steps=12, **on).endswith("stopped by --max-steps 12; use a larger one, or 0 for none, to continue")
     hyperbatch.train(config(out=str(tmp_path / "run"), nproc=1, resume=True, patience_evals=3, **on))
-    assert said(patience_evals=3, **on).endswith("early by --patience-evals 3; a larger one lets it go on")
+    assert said(patience_evals=3, **on).endswith("early by --patience-evals 3; use a larger one to continue")
 
 
 def test_a_recipe_of_ones_own_is_resumed_by_its_name(tmp_path):

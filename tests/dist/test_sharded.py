@@ -260,7 +260,7 @@ def refuse(rank: int) -> None:
     arena = Arena(model, [name for name, _ in model.named_parameters()])
     plan = plan_groups(arena.specs, "single")
     lamb = LAMB(model.parameters(), arena=arena)
-    with pytest.raises(InputError, match="knows lars and sgd, not lamb"):
+    with pytest.raises(InputError, match="supports lars and sgd, not lamb"):
         ShardedUpdate(lamb, arena, GradSync(arena, plan, comm, sharded=True))
     lars = LARS(model.parameters(), lr=0.1, arena=arena)
     with pytest.raises(InputError, match="sharded=True"):

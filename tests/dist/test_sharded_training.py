@@ -62,5 +62,5 @@ def test_muon_shares_out_its_matrices_and_resumes(tmp_path):
 
 
 def test_lamb_is_refused_in_one_line(tmp_path):
-    with pytest.raises(RankFailed, match="InputError: the sharded update knows lars and sgd, not lamb"):
+    with pytest.raises(RankFailed, match="InputError: the sharded update supports lars and sgd, not lamb"):
         train(tmp_path, world_size=2, optimizer="lamb", sharded_update=True)

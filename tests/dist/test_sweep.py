@@ -79,7 +79,7 @@ def test_a_sweep_is_interrupted_goes_on_and_gives_what_runs_alone_give(plan, tmp
     before = len(read_rows(folder))
     assert "Traceback" not in said
     assert process.returncode == 1, said
-    assert f"{before} of 8 rows are in {folder}, and the same command goes on" in said.splitlines()[-1]
+    assert f"{before} of 8 rows are in {folder}; run the same command again to continue" in said.splitlines()[-1]
     assert 0 < before <= 4
     assert (folder / "report.html").exists()
 
@@ -112,7 +112,7 @@ def test_an_interrupted_run_of_several_ranks_is_no_row(tmp_path, number):
         finally:
             process.kill()
     assert process.returncode == 1
-    assert f"interrupted; 0 of 2 rows are in {folder}, and the same command goes on" in said.splitlines()[-1]
+    assert f"interrupted; 0 of 2 rows are in {folder}; run the same command again to continue" in said.splitlines()[-1]
     assert read_rows(folder) == []
 
 

@@ -171,7 +171,7 @@ def test_memory_is_flat_over_epochs(source):
 
 
 def test_a_step_is_captured_while_the_loader_runs(source):
-    """With capture_error_mode="thread_local", so that the loader's own calls are its own affair."""
+    """With capture_error_mode="thread_local", so that calls of the loader do not disturb the capture."""
     static = torch.zeros(16, 3, 224, 224, device=CUDA).to(memory_format=torch.channels_last)
     graph, total = None, torch.zeros((), device=CUDA, dtype=torch.float64)
     with TrainLoader(source, CONFIG, seed=3, rank=0, world_size=1, device=CUDA, dtype=torch.float32) as loader:

@@ -137,7 +137,7 @@ def test_a_stopped_rank_is_missed_within_the_timeout(tmp_path, world_size, graph
         run.processes[1].send_signal(signal.SIGSTOP)
         codes = run.wait(TIMEOUT_S + LEAVE_S, besides=1)
         assert all(code not in (0, None) for rank, code in enumerate(codes) if rank != 1), codes
-        assert "rank 1 has given no sign of life" in run.said(0), run.said()
+        assert "rank 1 has not responded" in run.said(0), run.said()
 
 
 @pytest.mark.parametrize("graph", ["off", "on"])
@@ -147,7 +147,7 @@ def test_a_rank_that_hangs_is_named_with_the_place_of_each(tmp_path, graph):
         codes = run.wait(START_UP_S + TIMEOUT_S + LEAVE_S)
         assert all(code not in (0, None) for code in codes), codes
         said = run.said()
-        assert "rank 1 has not got on for" in said, said
+        assert "rank 1 has made no progress for" in said, said
         assert "waiting for data" in said, said
         assert "rank 0: step " in said, said
 

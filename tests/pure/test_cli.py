@@ -1,6 +1,8 @@
 """The command as a user types it: what it prints, what it loads, and one line with exit code 2 for every mistake."""
 
+import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from hyperbatch.cli import main
+from hyperbatch.cli.flags import SYNONYMS, translated
+from hyperbatch.cli.parser import build_parser
 from hyperbatch.config import fields, section_titles
-from hyperbatch.flags import SYNONYMS, translated
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,7 +135,7 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["train", "--epochs", "ten"], "--epochs: 'ten' is not a number"),
         (["train", "--algorithm", "tree"], "--algorithm: 'tree' is not one of"),
         (["train", "--global-batch", "0"], "is not a positive whole number"),
-        (["train", "--global-batch", "64", "--batch-per-rank", "8"], "exclude each other"),
+        (["train", "--global-batch", "64", "--batch-per-rank", "8"], "cannot be combined; give only one"),
         (["train", "--global-batch", "33", "--nproc", "2"], "cannot be divided by 2 ranks; use a multiple of 2"),
         (["train", "--nproc", "2", "--grid", "3x2"], "grid 3x2 holds 6 ranks, but there are 2"),
         (["train", "--nproc", "2", "--accumulate", "48"], "--accumulate 48 is more than the 32 samples of a rank"),
@@ -142,7 +145,7 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["train", "--world-size", "4"], "--world-size belongs to --dry-run"),
         (["train", "--lr", "inf"], "--lr inf: must be a finite number"),
         (["train", "--eval-size", "0"], "--eval-size 0: must be positive"),
-        (["train", "digits", "cifar10"], "'cifar10' is one argument too many"),
+        (["train", "digits", "cifar10"], "'cifar10' is an unexpected argument"),
         (["train", "--recipe", "digits"], "give the recipe's name by itself"),
         (["train", "--resume", "--out", "nowhere"], "nowhere does not exist"),
         (["train", "--resume"], "--resume needs the folder of the run to continue: give it with --out"),
@@ -284,3 +287,30 @@ def test_every_recipe_passes_a_dry_run_alone_and_as_published(capsys):
             for phase in values["phases"]:
                 assert phase["global_batch"] == phase["share_per_rank"] * ranks
                 assert phase["batch_per_rank"] == -(-phase["share_per_rank"] // phase["accumulation"])
+
+
+def helps():
+    """(verb and flag, help) of everything that any verb's help shows."""
+
+    def walk(parser):
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for choice in action._choices_actions:
+                    yield f"{parser.prog} {choice.dest}", choice.help
+                for sub in action.choices.values():
+                    yield from walk(sub)
+            elif action.help != argparse.SUPPRESS:
+                yield f"{parser.prog} {'/'.join(action.option_strings) or action.dest}", action.help
+
+    return dict(walk(build_parser()))
+
+
+def test_every_help_text_is_a_sentence():
+    """It begins with a capital or a name of the interface and ends with a full stop; the default comes after it."""
+    names = {"images", "safetensors"}
+    odd = {
+        flag: text
+        for flag, text in helps().items()
+        if not (text and (text[0].isupper() or text.split()[0] in names) and re.search(r"[.?](?: \[[^]]+\])?$", text))
+    }
+    assert odd == {}

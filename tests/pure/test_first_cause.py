@@ -46,8 +46,8 @@ def test_sigterm_is_the_agents_unless_it_came_first():
 
 
 def test_a_silent_rank_is_told_by_those_who_miss_it():
-    said = {0: words("rank 1 has given no sign of life for 6.1 s", 1.0)}
-    assert cause({0: 1, 1: KILL}, said)["message"] == "rank 1 has given no sign of life for 6.1 s"
+    said = {0: words("rank 1 has not responded for 6.1 s", 1.0)}
+    assert cause({0: 1, 1: KILL}, said)["message"] == "rank 1 has not responded for 6.1 s"
 
 
 def test_a_rank_that_hangs_after_another_failed_is_mentioned():

@@ -28,7 +28,7 @@ def test_a_folder_that_another_process_holds_is_refused_until_that_is_gone(tmp_p
         try:
             assert other.stdout is not None
             assert other.stdout.readline() == "held\n"
-            with pytest.raises(InputError, match="is another run's, which is still going"), claimed(out, resume="yes"):
+            with pytest.raises(InputError, match="is in use by another run"), claimed(out, resume="yes"):
                 pass
         finally:
             os.kill(other.pid, signal.SIGKILL)

@@ -17,6 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperbatch import cli
+from hyperbatch.cli.parser import parse
+from hyperbatch.cli.train import config_of
 from hyperbatch.config import BatchPhase, Config
 from hyperbatch.errors import InputError
 from hyperbatch.plan.types import GradGroup, GroupPlan, GroupTiming, StepTiming
@@ -227,7 +229,7 @@ def test_the_command_parses_back_to_the_same_config(tmp_path):
     command = setup.command(record)
     assert command is not None
     assert ("--no-flip" if flip else "--flip") in command
-    again = cli._config(cli._parse(shlex.split(command)[1:]))
+    again = config_of(parse(shlex.split(command)[1:]))
     assert again == config.override(nproc=1)
 
 

@@ -12,7 +12,7 @@ import hyperbatch
 ROOT = Path(hyperbatch.__file__).parent
 PAGE = ROOT.parent / "docs" / "design.md"
 NO_TORCH = {
-    *("callbacks", "cli", "config", "durable", "errors", "flags", "memory", "mllog", "plan", "preview", "recipes"),
+    *("callbacks", "cli", "config", "durable", "errors", "memory", "mllog", "plan", "preview", "recipes"),
     *("record", "report", "schedule", "sim", "sweep", "trackers", "vocabulary"),
 }
 
@@ -20,7 +20,7 @@ NO_TORCH = {
 ROWS = (
     ("errors", "memory", "stopwatch", "vocabulary"),
     ("config", "durable", "kernels", "params"),
-    ("flags", "models", "recipes", "schedule"),
+    ("models", "recipes", "schedule"),
     ("data", "plan"),
     ("arena", "checkpoint", "record", "sim"),
     ("callbacks", "comm", "export", "mllog", "report"),

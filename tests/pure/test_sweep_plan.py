@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from hyperbatch import cli
+from hyperbatch.cli.parser import parse
+from hyperbatch.cli.train import config_of
 from hyperbatch.config import BatchPhase
 from hyperbatch.errors import InputError
 from hyperbatch.sweep.plan import load_plan, parse_plan, title
@@ -111,7 +113,7 @@ def test_the_command_of_a_run_gives_its_config(data):
         if data is not None:
             assert words[-2:] == ["--data", "DIR"], "a row says nothing of the machine's folders"
             words[-1] = data
-        assert cli._config(cli._parse(words)) == run.config
+        assert config_of(parse(words)) == run.config
 
 
 def test_a_run_is_known_by_what_it_computes():

@@ -13,7 +13,8 @@ from layout_files import Files, folder_set
 from PIL import Image
 from test_data_pack import as_first_schema, contents, opened, rewrite_index, rewrite_manifest
 
-from hyperbatch.cli import _ProgressLines, main
+from hyperbatch.cli import main
+from hyperbatch.cli.data import _ProgressLines
 from hyperbatch.config import DataConfig
 from hyperbatch.data import shard_writer
 from hyperbatch.data.identity import sample_list
@@ -355,7 +356,7 @@ def test_the_checksum_of_the_index_is_that_of_its_file(packed):
 
 def test_a_log_gets_a_line_every_ten_seconds(monkeypatch, capsys):
     now_s = 100.0
-    monkeypatch.setattr("hyperbatch.cli.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("hyperbatch.cli.data.time.monotonic", lambda: now_s)
     show = _ProgressLines("pack", now_s)
     for done, at_s in ((400, 101.0), (500, 105.0), (1400, 110.0), (1500, 111.0), (2400, 120.0)):
         now_s = at_s

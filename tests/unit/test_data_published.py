@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import sys
 import zipfile
 
 import numpy as np
@@ -170,6 +171,12 @@ def test_imagenets_tars(tmp_path, monkeypatch, devkit_unpacked, kept_bytes):
     opened = is_read(tmp_path / "set", tmp_path, **known)
     assert opened[0].locations([0]) is not None
     assert (tmp_path / "set" / "ILSVRC2012_img_train.tar.index.npz").exists() == (kept_bytes == 0)
+
+
+def test_the_devkit_needs_an_extra(tmp_path, monkeypatch):
+    official(tmp_path)
+    monkeypatch.setitem(sys.modules, "scipy.io", None)
+    assert "run pip install 'hyperbatch[imagenet]'" in message(tmp_path)
 
 
 def test_imagenets_tars_are_indexed_in_the_cache_where_nothing_can_be_written_beside_them(tmp_path, cache, monkeypatch):

@@ -281,7 +281,7 @@ def test_what_timm_cannot_give_is_one_line(monkeypatch):
         with pytest.raises(InputError, match=told):
             pretrained_weights(model, in_channels=3)
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(InputError, match=r"--init-from timm: timm does not import here .*hyperbatch\[timm\]"):
+    with pytest.raises(InputError, match=r"--init-from timm: timm cannot be imported .*hyperbatch\[timm\]"):
         pretrained_weights("resnet18", in_channels=3)
 
 

@@ -231,7 +231,10 @@ def test_own_model_gets_what_its_signature_takes(function):
         ("resnet5", "did you mean 'resnet"),
         ("someones_models:own_not_a_module", "returned a int; it must return a torch.nn.Module"),
         ("someones_models:own_needs_more", "missing a required argument: 'depth'; only classes can be given"),
-        ("someones_models:own_factory_of_nothing", "takes the class count neither as classes nor as num_classes"),
+        (
+            "someones_models:own_factory_of_nothing",
+            "accepts the number of classes neither as classes nor as num_classes",
+        ),
         ("someones_models:number", "is a int"),
         ("someones_models:missing", "missing"),
         ("no_such_package.module:f", "no_such_package"),

@@ -185,11 +185,11 @@ def test_mistakes_are_one_line(flowers, tmp_path, capsys):
     for arguments, code, told in (
         ([run, "nowhere.jpg"], 2, "nowhere.jpg does not exist; give image files or folders of them"),
         ([run, str(empty)], 2, "holds no images"),
-        ([run, image, "--json", "--csv"], 2, "--json and --csv exclude each other; give one"),
+        ([run, image, "--json", "--csv"], 2, "--json and --csv cannot be combined"),
         (["nowhere", image], 2, "checkpoint nowhere does not exist"),
         ([str(foreign), image], 2, "holds weights, but does not say of which model and classes"),
         ([str(tmp_path / "broken.safetensors"), image], 2, "cannot be read"),
-        (["model.onnx", image], 2, "model.onnx is for other programs"),
+        (["model.onnx", image], 2, "model.onnx is meant for other programs"),
         ([run, image, tmp_path / "text.jpg"], 1, "text.jpg: not a readable image"),
     ):
         assert main(["predict", *map(str, arguments), "--device", "cpu"]) == code
@@ -377,7 +377,7 @@ def test_an_onnx_file_that_computes_something_else_is_not_written(flowers, onnx_
     assert main(command) == 0
     (tmp_path / "x.onnx").unlink()
     assert main([*command, "--weights", "trained"]) == 2
-    assert "onnxruntime computes other logits than torch" in capsys.readouterr().err
+    assert "onnxruntime's logits differ from torch's" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

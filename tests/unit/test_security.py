@@ -179,7 +179,7 @@ def test_more_processes_than_memory_are_refused(capsys):
     check_nproc(2)
     for words in (["doctor", "--collectives", "--nproc", "100000"], ["train", "digits", "--nproc", "100000"]):
         assert main(words) == 2
-        assert "--nproc 100000: so many processes need at least" in capsys.readouterr().err
+        assert "--nproc 100000: this many processes need at least" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

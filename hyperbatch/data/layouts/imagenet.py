@@ -139,8 +139,10 @@ def _devkit(tree: Tree) -> Labels | None:
 
 
 def _devkit_labels(data: Tree | None, where: str) -> dict[str, str]:
-    from scipy.io import loadmat  # scikit-learn needs it, so it is there
-
+    try:
+        from scipy.io import loadmat
+    except ImportError:
+        raise InputError(f"{where} needs scipy to be read; run pip install 'hyperbatch[imagenet]'") from None
     if data is None or not {"meta.mat", _GROUND_TRUTH} <= set(data.files()):
         raise InputError(f"{where} lacks data/meta.mat or data/{_GROUND_TRUTH}; fetch the devkit again")
     try:

@@ -1,0 +1,65 @@
+"""The hyperbatch command: one module per group of verbs, and one function per verb, which calls one function that a
+library user can call, too.
+
+    parser.py    all verbs as one parser; mistyped words get one line
+    shared.py    what the verbs share: types of values, groups of flags, output
+    flags.py     what `train --help` shows, and the names that other trainers have for our flags
+    train.py     train, recipes          sweep.py    sweep            models.py    eval, predict, export
+    runs.py      report, watch           data.py     data             plan.py      plan, simulate
+    machine.py   profile, bench, doctor
+
+Whatever a verb needs is imported when it runs, so that `hyperbatch --help` answers at once.
+
+Exit codes: 0 done, 1 the run failed, 2 the input was wrong, 3 trained but missed its target, 75 preempted: run it again
+with --resume auto.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from typing import NoReturn
+
+from hyperbatch.cli.parser import parse
+from hyperbatch.cli.shared import is_first_rank
+from hyperbatch.errors import InputError, Preempted, RunFailed
+
+PREEMPTED = 75  # sysexits.h: EX_TEMPFAIL, "try again later"
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        args = parse(arguments)
+        return args.function(args)
+    except InputError as error:
+        return _fail(error, 2)
+    except Preempted as error:
+        return _fail(error, PREEMPTED)
+    except RunFailed as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 1)
+    except BrokenPipeError:  # the reader of our output has left, as `| head` does
+        sys.stderr.close()
+        return 0
+
+
+def command() -> NoReturn:
+    """What the shell starts: `main`, then out."""
+    code = main()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        # Everything is written and closed by now. Taking a CUDA context apart piece by piece would take a second more.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code)
+
+
+def _fail(message: object, code: int) -> int:
+    if is_first_rank():  # what one rank finds wrong is told on all of them, see engine.ranks.together
+        print(f"hyperbatch: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,123 @@
+"""`hyperbatch data pack`, `verify` and `info`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hyperbatch.cli.shared import AddVerb, Parser, positive, show
+from hyperbatch.errors import InputError
+
+
+def add(verb: AddVerb) -> None:
+    parser = verb("data", _data, "Pack, verify or describe a data set.")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=Parser)
+
+    def action(name: str, help: str) -> Parser:
+        return actions.add_parser(name, help=help, description=help)
+
+    pack = action("pack", "Write a data set as tar shards with an index.")
+    pack.add_argument("source", metavar="SRC", help="Folder, archive or table of the data set (see docs/data.md).")
+    pack.add_argument("target", metavar="DST", help="Folder to write the shards to.")
+    pack.add_argument("--workers", type=positive, default=None, metavar="N", help="Threads. [default: one per core]")
+    pack.add_argument("--shard-mb", type=positive, default=512, metavar="N", help="Shard size in MiB. [default: 512]")
+    pack.add_argument("--split", choices=("train", "val"), help="Pack only this split. [default: both]")
+    pack.add_argument("--append", action="store_true", help="Add new classes after those that DST already holds.")
+    help = "Leave out images that cannot be decoded and list them in skipped.txt."
+    pack.add_argument("--skip-bad", action="store_true", help=help)
+    pack.add_argument(
+        "--max-side", type=positive, metavar="PIXELS", help="Shrink images whose longer side exceeds this."
+    )
+    pack.add_argument("--quality", type=positive, metavar="1-100", help="Re-encode images as JPEG of this quality.")
+    help = "Store decoded pixels, which take more space and no decoding."
+    pack.add_argument("--decoded", action="store_true", help=help)
+    verify = action("verify", "Check every sample, label and checksum of a packed data set.")
+    verify.add_argument("folder", metavar="DIR", help="Folder of the packed data set.")
+    verify.add_argument("--decode", action="store_true", help="Decode every image as well.")
+    help = "Folder, archive, table or address of the data set."
+    action("info", "Describe a data set.").add_argument("folder", metavar="DIR", help=help)
+    for sub in actions.choices.values():  # the flag may stand after the action, too
+        sub.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
+def _data(args: argparse.Namespace) -> int:
+    from hyperbatch.data.pack import info, pack
+    from hyperbatch.data.remote.store import is_address
+    from hyperbatch.data.verify import verify
+
+    given = args.source if args.action == "pack" else args.folder
+    folder, remote = Path(given), is_address(given)
+    if remote and args.action == "verify":
+        raise InputError(f"{given}: data verify reads a folder; copy the set to this host first")
+    if not remote and (not folder.exists() or (args.action == "verify" and not folder.is_dir())):
+        raise InputError(f"{folder} is not a folder" if folder.exists() else f"{folder} does not exist")
+    if args.action == "info":
+        values = info(args.folder).to_dict()
+        show(args, values, lambda: json.dumps(values, indent=1))
+        return 0
+    with _progress(args.action) as progress:
+        if args.action == "pack":
+            report = pack(
+                args.source,
+                args.target,
+                shard_bytes=args.shard_mb << 20,
+                split=args.split,
+                append=args.append,
+                skip_bad=args.skip_bad,
+                max_side=args.max_side,
+                quality=args.quality,
+                decoded=args.decoded,
+                workers=args.workers or 0,
+                progress=progress,
+            )
+        else:
+            report = verify(args.folder, decode=args.decode, progress=progress)
+    values = report.to_dict()
+    show(args, values, lambda: _lines(values))
+    return 0 if values.get("ok", True) else 1
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A function that is told (samples done, samples in all) and shows the rate and the time left, on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:  # a log: a line now and then
+        yield _ProgressLines(what, time.monotonic())
+        return
+    rate = TextColumn("{task.fields[rate]:,.0f} images/s")
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), rate, TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, rate=0.0)
+        yield lambda done, total: bar.update(task, completed=done, total=total, rate=bar.tasks[0].speed or 0.0)
+
+
+class _ProgressLines:
+    """A line on stderr every ten seconds. What was done before the first call is not counted into the rate."""
+
+    def __init__(self, what: str, now_s: float) -> None:
+        self._what, self._start_s, self._said_s = what, now_s, now_s
+        self._before: int | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        self._before = done if self._before is None else self._before
+        if now_s < self._said_s + 10 or done == self._before:
+            return
+        self._said_s, rate = now_s, (done - self._before) / (now_s - self._start_s)
+        left_s = (total - done) / rate
+        print(
+            f"{self._what}: {done:,} of {total:,} images, {rate:,.0f} images/s, {left_s:,.0f} s left", file=sys.stderr
+        )
+
+
+def _lines(values: dict[str, Any]) -> str:
+    return "\n".join(f"{name:20} {value}" for name, value in values.items())

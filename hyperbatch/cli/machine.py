@@ -1,0 +1,112 @@
+"""`hyperbatch profile`, `bench` and `doctor`: what this machine can do, and whether it does it right."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hyperbatch.cli.shared import AddVerb, add_device, is_first_rank, numbers, positive, show
+from hyperbatch.errors import InputError
+
+# What each bench takes beside --json
+BENCH_OPTIONS = {
+    "comm": ("size_mb", "grid", "nproc", "rounds"),
+    "step": ("model", "batch", "peers", "max_autotune", "rounds", "data", "steps"),
+}
+
+
+def add(verb: AddVerb) -> None:
+    parser = verb("profile", _profile, "Measure this machine and write a machine file for `simulate` and `plan`.")
+    parser.add_argument("--model", default="resnet50", help="Built-in model to measure. [default: resnet50]")
+    add_device(parser)
+    help = "Machine file to write. [default: machine.toml]"
+    parser.add_argument("--output", default="machine.toml", metavar="FILE", help=help)
+    help = "Samples per step to measure. [default: 32,128,256; on a CPU 2,8]"
+    parser.add_argument("--batches", metavar="N,N,...", help=help)
+    help = "Image side in pixels. [default: the usual one of the model]"
+    parser.add_argument("--image-size", type=positive, metavar="N", help=help)
+
+    parser = verb("bench", _bench, "Compare the speed of one part with its alternatives.")
+    parser.add_argument("what", choices=("lars", "muon", "step", "comm", "data"), help="The part to measure.")
+    help = "Interleaved rounds of `comm` and `step`. [default: 5 for comm; 10 for step, 3 on a CPU]"
+    parser.add_argument("--rounds", type=positive, metavar="N", help=help)
+    step = parser.add_argument_group(
+        "step",
+        "Compares the whole training step with torch's, on synthetic data on the device. On a CPU it only shows that "
+        "everything runs.",
+    )
+    step.add_argument("--model", metavar="NAME", help="Built-in model. [default: resnet50; on a CPU resnet20]")
+    help = "Samples per step, measured one after the other. [default: 16,42,256,400; on a CPU 32]"
+    step.add_argument("--batch", metavar="N,N,...", help=help)
+    help = (
+        "Ways to run torch's step: eager, graph, masters and compile. compile takes about a minute per batch size. "
+        "[default: all]"
+    )
+    step.add_argument("--peers", metavar="NAME,...", help=help)
+    help = "Also measure torch.compile in its max-autotune mode, which takes minutes."
+    step.add_argument("--max-autotune", action="store_true", default=None, help=help)
+    help = 'Train on these images through the whole engine instead; "generated" makes JPEG files for it.'
+    step.add_argument("--data", metavar="DIR", help=help)
+    step.add_argument("--steps", type=positive, metavar="N", help="Steps with --data. [default: 200; on a CPU 20]")
+    comm = parser.add_argument_group(
+        "comm",
+        "Compares every all-reduce with the backend's own, under torchrun, srun or mpirun, or on this host alone.",
+    )
+    comm.add_argument("--size-mb", type=positive, metavar="N", help="Megabytes to all-reduce. [default: 25]")
+    help = "Grid of the ranks. [default: hosts x ranks per host]"
+    comm.add_argument("--grid", metavar="ROWSxCOLUMNS", help=help)
+    help = "Ranks to start on this host. [default: one per GPU, or two on a CPU]"
+    comm.add_argument("--nproc", type=positive, metavar="N", help=help)
+
+    parser = verb("doctor", _doctor, "Check this machine and, with --collectives, every all-reduce on its GPUs.")
+    help = "Verify every all-reduce on this host, or on all hosts under torchrun, srun or mpirun."
+    parser.add_argument("--collectives", action="store_true", help=help)
+    help = "Processes for --collectives. [default: one per GPU, or two on a CPU]"
+    parser.add_argument("--nproc", type=positive, default=None, metavar="N", help=help)
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from hyperbatch.engine.profile import format_profile, profile
+
+    answer = profile(
+        args.model,
+        device=args.device,
+        output=Path(args.output),
+        batches=numbers(args.batches, "--batches") if args.batches else None,
+        image_size=args.image_size,
+    )
+    if is_first_rank():
+        show(args, answer.to_dict(), lambda: format_profile(answer))
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    import importlib
+
+    names = dict.fromkeys(name for takes in BENCH_OPTIONS.values() for name in takes)
+    options = {name: value for name in names if (value := getattr(args, name)) is not None}
+    for name in options:
+        homes = [f"`bench {what}`" for what, takes in BENCH_OPTIONS.items() if name in takes]
+        if f"`bench {args.what}`" not in homes:
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"{flag} belongs to {' and '.join(homes)}, not to `bench {args.what}`")
+    if "batch" in options:
+        options["batch"] = numbers(options["batch"], "--batch")
+    if "peers" in options:
+        options["peers"] = [name for name in options["peers"].split(",") if name]
+    module = importlib.import_module(f"hyperbatch.bench.{args.what}")
+    values = getattr(module, f"bench_{args.what}")(**options)
+    from hyperbatch.bench.harness import format_table
+
+    if is_first_rank():
+        show(args, values, lambda: getattr(module, "format_result", format_table)(values))
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from hyperbatch.engine.doctor import doctor, format_doctor
+
+    diagnosis = doctor(collectives=args.collectives, nproc=args.nproc)
+    if is_first_rank():
+        show(args, diagnosis.to_dict(), lambda: format_doctor(diagnosis))
+    return 0 if diagnosis.ok else 1

@@ -1,0 +1,78 @@
+"""`hyperbatch plan` and `simulate`: a run on a cluster, before it is rented."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from hyperbatch.cli.shared import AddVerb, Parser, add_sizes, numbers, positive, show
+from hyperbatch.vocabulary import ALGORITHMS, STRATEGIES
+
+
+def add(verb: AddVerb) -> None:
+    parser = verb("plan", _plan, "Choose the grid, the gradient groups and the all-reduce for a cluster.")
+    _add_workload(parser, grid="the fastest")
+    parser.add_argument("--gpus", type=positive, metavar="N", help="Number of GPUs. [default: the recipe's]")
+    parser.add_argument("--output", metavar="FILE", help="Write the plan, for `hyperbatch train --plan FILE`.")
+    parser.add_argument("--trace", metavar="FILE", help="Write the timeline of a step for Perfetto.")
+    parser.add_argument("--plot", metavar="FILE", help="Draw the timeline of a step as an SVG picture.")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="How to group the gradients. [default: optimal]")
+
+    parser = verb("simulate", _simulate, "Predict the time and the cost of a run on a cluster.")
+    _add_workload(parser, grid="nodes x GPUs per node")
+    help = "Numbers of GPUs to predict for, such as 512,1024,2048."
+    parser.add_argument("--gpus", required=True, metavar="N,N,...", help=help)
+    parser.add_argument("--plot", metavar="FILE", help="Draw time, speed, efficiency and cost as an SVG picture.")
+
+
+def _add_workload(parser: Parser, *, grid: str) -> None:
+    help = "The recipe. [default: fujitsu_resnet50]"
+    parser.add_argument("recipe", nargs="?", default="fujitsu_resnet50", metavar="RECIPE", help=help)
+    help = "Name of a cluster, or a machine file. [default: the recipe's cluster]"
+    parser.add_argument("--cluster", default=None, metavar="NAME|FILE", help=help)
+    help = f"Grid of the ranks; a row is one node. [default: the recipe's, or {grid}]"
+    parser.add_argument("--grid", metavar="ROWSxCOLUMNS", help=help)
+    parser.add_argument("--algorithm", choices=ALGORITHMS, help="The all-reduce. [default: the fastest for each group]")
+    add_sizes(parser)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from hyperbatch.plan.planner import format_plan, make_plan
+
+    plan = make_plan(args.recipe, gpus=args.gpus, strategy=args.strategy, **_workload(args))
+    values = plan.to_dict()
+    steps = {f"{values['recipe']} on {values['gpus']} x {values['cluster']}, {values['strategy']}": plan.step.timing}
+    if args.trace:
+        from hyperbatch.record import write_trace
+
+        write_trace(Path(args.trace), steps)
+    if args.plot:
+        from hyperbatch.report.picture import timeline_picture, write_picture
+
+        write_picture(Path(args.plot), timeline_picture(steps))
+    if args.output:
+        from hyperbatch.plan.files import save_plan
+
+        save_plan(values, Path(args.output))
+    show(args, values, lambda: format_plan(plan, args.output))
+    return 0
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from hyperbatch.sim.sweep import format_simulation, simulate
+
+    simulation = simulate(args.recipe, gpus=numbers(args.gpus, "--gpus"), **_workload(args))
+    values = simulation.to_dict()
+    if args.plot:
+        from hyperbatch.report.picture import charts_picture, sweep_charts, write_picture
+
+        write_picture(Path(args.plot), charts_picture(*sweep_charts(values)))
+    show(args, values, lambda: format_simulation(simulation))
+    return 0
+
+
+def _workload(args: argparse.Namespace) -> dict[str, Any]:
+    """What `plan` and `simulate` both ask for."""
+    names = ("cluster", "grid", "algorithm", "global_batch", "batch_per_rank")
+    return {name: getattr(args, name) for name in names}
