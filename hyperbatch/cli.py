@@ -10,7 +10,6 @@ import argparse
 import atexit
 import contextlib
 import csv
-import json
 import os
 import sys
 import time
@@ -257,6 +256,7 @@ def _workload(args: argparse.Namespace) -> dict[str, Any]:
 def _data(args: argparse.Namespace) -> int:
     from hyperbatch.data.pack import info, pack
     from hyperbatch.data.remote.store import is_address
+    from hyperbatch.data.texts import format_info, format_pack, format_verify
     from hyperbatch.data.verify import verify
 
     given = args.source if args.action == "pack" else args.folder
@@ -266,29 +266,30 @@ def _data(args: argparse.Namespace) -> int:
     if not remote and (not folder.exists() or (args.action == "verify" and not folder.is_dir())):
         raise InputError(f"{folder} is not a folder" if folder.exists() else f"{folder} does not exist")
     if args.action == "info":
-        values = info(args.folder).to_dict()
-        _print(args, values, lambda: json.dumps(values, indent=1))
+        described = info(args.folder)
+        _print(args, described.to_dict(), lambda: format_info(described))
         return 0
+    if args.action == "verify":
+        with _progress(args.action) as show:
+            found = verify(args.folder, decode=args.decode, progress=show)
+        _print(args, found.to_dict(), lambda: format_verify(found))
+        return 0 if found.ok else 1
     with _progress(args.action) as show:
-        if args.action == "pack":
-            report = pack(
-                args.source,
-                args.target,
-                shard_bytes=args.shard_mb << 20,
-                split=args.split,
-                append=args.append,
-                skip_bad=args.skip_bad,
-                max_side=args.max_side,
-                quality=args.quality,
-                decoded=args.decoded,
-                workers=args.workers or 0,
-                progress=show,
-            )
-        else:
-            report = verify(args.folder, decode=args.decode, progress=show)
-    values = report.to_dict()
-    _print(args, values, lambda: _lines(values))
-    return 0 if values.get("ok", True) else 1
+        packed = pack(
+            args.source,
+            args.target,
+            shard_bytes=args.shard_mb << 20,
+            split=args.split,
+            append=args.append,
+            skip_bad=args.skip_bad,
+            max_side=args.max_side,
+            quality=args.quality,
+            decoded=args.decoded,
+            workers=args.workers or 0,
+            progress=show,
+        )
+    _print(args, packed.to_dict(), lambda: format_pack(packed))
+    return 0
 
 
 @contextlib.contextmanager
@@ -402,10 +403,6 @@ def _doctor(args: argparse.Namespace) -> int:
     if _is_first_rank():
         _print(args, diagnosis.to_dict(), lambda: format_doctor(diagnosis))
     return 0 if diagnosis.ok else 1
-
-
-def _lines(values: dict[str, Any]) -> str:
-    return "\n".join(f"{name:20} {value}" for name, value in values.items())
 
 
 def _numbers(text: str, flag: str) -> list[int]:
