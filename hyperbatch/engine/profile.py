@@ -159,10 +159,11 @@ def format_profile(measured: DeviceProfile) -> str:
     links = [
         (
             place.replace("_", " "),
+            measured.links[link],
             f"{getattr(measured, f'{place}_gbyte_per_s'):.2f}",
             f"{getattr(measured, f'{place}_latency_us'):.1f}",
         )
-        for place in ("inside_host", "between_hosts")
+        for place, link in (("inside_host", "intra"), ("between_hosts", "inter"))
     ]
     return "\n".join(
         [
@@ -173,8 +174,7 @@ def format_profile(measured: DeviceProfile) -> str:
             "",
             *text_table(("slowest layers", "forward ms", "backward ms"), layers),
             "",
-            *text_table(("link", "GB/s", "latency us"), links),
-            *(f"  {link}: {source}" for link, source in measured.links.items()),
+            *text_table(("link", "source", "GB/s", "latency us"), links, left=2),
             "",
             f"machine file: {measured.machine_file} (`hyperbatch simulate --cluster {measured.machine_file}` uses it)",
         ]

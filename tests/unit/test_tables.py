@@ -70,7 +70,7 @@ def test_packing_is_told_in_sentences():
 
 def test_doctor_is_a_table():
     checks = (Check("python", True, "3.12"), Check("network", False, "no route"))
-    lines = format_doctor(Diagnosis(checks=checks)).splitlines()
+    lines = format_doctor(Diagnosis(checks=checks, collectives=())).splitlines()
     assert [line.split() for line in lines] == [
         ["check", "found"],
         ["ok", "python", "3.12"],
@@ -80,7 +80,7 @@ def test_doctor_is_a_table():
 
 @pytest.mark.parametrize(("higher", "word"), [(True, "higher"), (False, "lower")])
 def test_a_bench_says_which_direction_is_better(higher, word):
-    candidates = [Candidate("ours", lambda: None, peer=False), Candidate("theirs", lambda: None, peer=True)]
+    candidates = [Candidate(name=name, run=lambda: None, peer=name == "theirs") for name in ("ours", "theirs")]
     samples = {"ours": [2.0, 2.0], "theirs": [1.0, 1.0]}
     table = rows(candidates, samples, unit="images/s", higher_is_better=higher)
     assert [row["better"] for row in table] == [word, word]
