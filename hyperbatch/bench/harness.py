@@ -19,6 +19,7 @@ import torch
 
 import hyperbatch
 from hyperbatch.record import commit
+from hyperbatch.tables import text_table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +80,7 @@ def rows(
                 "p20": quantile(values, 0.2),
                 "p80": quantile(values, 0.8),
                 "unit": unit,
+                "better": "higher" if higher_is_better else "lower",
                 "ratio_to_best_peer": None if best is None else medians[candidate.name] / best,
                 "peer": candidate.peer,
                 "samples": len(values),
@@ -136,9 +138,16 @@ def versions() -> dict[str, str | None]:
 def format_table(report: dict[str, Any]) -> str:
     """The result for people."""
     lines = [f"{report['bench']} on {report['device']} (commit {report['commit'] or 'unknown'})"]
-    width = max((len(row["name"]) for row in report["rows"]), default=0)
-    for row in report["rows"]:
-        ratio = "" if row["ratio_to_best_peer"] is None else f"  {row['ratio_to_best_peer']:8.3f} x best peer"
-        spread = f"{row['p20']:.4g} .. {row['p80']:.4g}"
-        lines.append(f"  {row['name']:<{width}}  {row['median']:10.4g} {row['unit']:<8} {spread:>22}{ratio}")
+    for unit, better in dict.fromkeys((row["unit"], row["better"]) for row in report["rows"]):
+        rows = [
+            (
+                row["name"],
+                *(f"{row[part]:.4g}" for part in ("median", "p20", "p80")),
+                None if row["ratio_to_best_peer"] is None else f"{row['ratio_to_best_peer']:.3f}",
+            )
+            for row in report["rows"]
+            if (row["unit"], row["better"]) == (unit, better)
+        ]
+        titles = (f"{unit}, {better} is better", f"median {unit}", f"p20 {unit}", f"p80 {unit}", "ratio to best peer")
+        lines += ["", *text_table(titles, rows)]
     return "\n".join(lines)

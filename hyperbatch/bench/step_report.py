@@ -13,6 +13,7 @@ def format_step(report: dict[str, Any]) -> str:
     if rows and "data" in rows[0]:
         return "\n".join(lines + [_run_line(row) for row in rows])
     width = max(len(row["name"]) for row in rows)
+    lines.append("images a second and ratios: higher is better; times, memory, set-up and kernels: lower is better")
     lines.append(
         f"  {'':<{width}} {'img/s':>9} {'p20 .. p80':>19} {'x best peer':>11} {'ms':>8} {'GiB':>6}"
         f" {'set-up s':>8} {'kernels':>8}"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from hyperbatch.cli.shared import AddVerb, Parser, positive, show
 from hyperbatch.errors import InputError
@@ -49,6 +47,7 @@ def add(verb: AddVerb) -> None:
 def _data(args: argparse.Namespace) -> int:
     from hyperbatch.data.pack import info, pack
     from hyperbatch.data.remote.store import is_address
+    from hyperbatch.data.texts import format_info, format_pack, format_verify
     from hyperbatch.data.verify import verify
 
     given = args.source if args.action == "pack" else args.folder
@@ -58,29 +57,30 @@ def _data(args: argparse.Namespace) -> int:
     if not remote and (not folder.exists() or (args.action == "verify" and not folder.is_dir())):
         raise InputError(f"{folder} is not a folder" if folder.exists() else f"{folder} does not exist")
     if args.action == "info":
-        values = info(args.folder).to_dict()
-        show(args, values, lambda: json.dumps(values, indent=1))
+        described = info(args.folder)
+        show(args, described.to_dict(), lambda: format_info(described))
         return 0
+    if args.action == "verify":
+        with _progress(args.action) as progress:
+            found = verify(args.folder, decode=args.decode, progress=progress)
+        show(args, found.to_dict(), lambda: format_verify(found))
+        return 0 if found.ok else 1
     with _progress(args.action) as progress:
-        if args.action == "pack":
-            report = pack(
-                args.source,
-                args.target,
-                shard_bytes=args.shard_mb << 20,
-                split=args.split,
-                append=args.append,
-                skip_bad=args.skip_bad,
-                max_side=args.max_side,
-                quality=args.quality,
-                decoded=args.decoded,
-                workers=args.workers or 0,
-                progress=progress,
-            )
-        else:
-            report = verify(args.folder, decode=args.decode, progress=progress)
-    values = report.to_dict()
-    show(args, values, lambda: _lines(values))
-    return 0 if values.get("ok", True) else 1
+        packed = pack(
+            args.source,
+            args.target,
+            shard_bytes=args.shard_mb << 20,
+            split=args.split,
+            append=args.append,
+            skip_bad=args.skip_bad,
+            max_side=args.max_side,
+            quality=args.quality,
+            decoded=args.decoded,
+            workers=args.workers or 0,
+            progress=progress,
+        )
+    show(args, packed.to_dict(), lambda: format_pack(packed))
+    return 0
 
 
 @contextlib.contextmanager
@@ -117,7 +117,3 @@ class _ProgressLines:
         print(
             f"{self._what}: {done:,} of {total:,} images, {rate:,.0f} images/s, {left_s:,.0f} s left", file=sys.stderr
         )
-
-
-def _lines(values: dict[str, Any]) -> str:
-    return "\n".join(f"{name:20} {value}" for name, value in values.items())

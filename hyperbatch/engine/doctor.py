@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hyperbatch.engine.agent import check_nproc, default_nproc, start_ranks
 from hyperbatch.engine.ranks import Ranks, find_ranks
 from hyperbatch.errors import InputError
+from hyperbatch.tables import text_table
 
 if TYPE_CHECKING:
     from hyperbatch.comm.doctor import CollectiveCheck
@@ -178,10 +179,15 @@ def _check_grids(ranks: Ranks, device: Any) -> list[CollectiveCheck]:
 
 
 def format_doctor(diagnosis: Diagnosis) -> str:
-    lines = [f"{'ok ' if check.ok else 'NO '} {check.name:12} {check.detail}" for check in diagnosis.checks]
-    for row in diagnosis.collectives:
-        verdict = "right" if row.correct else "WRONG"
-        lines.append(f"    {row.name:42} {verdict}  {row.median * 1e3:8.2f} ms  {row.gb_per_s:6.2f} GB/s")
+    rows = [("ok" if check.ok else "NO", check.name, check.detail) for check in diagnosis.checks]
+    lines = text_table(("", "check", "found"), rows, left=3)
+    if diagnosis.collectives:
+        verdicts = ("WRONG", "right")
+        timed = [
+            (row.name, verdicts[row.correct], f"{row.median * 1e3:.2f}", f"{row.gb_per_s:.2f}")
+            for row in diagnosis.collectives
+        ]
+        lines += ["", *text_table(("collective", "result", "ms", "GB/s"), timed, left=2)]
     return "\n".join(lines)
 
 

@@ -32,6 +32,7 @@ from hyperbatch.plan.clusters import fitted_overhead, format_machine_file
 from hyperbatch.plan.inventory import layers, usual_data
 from hyperbatch.plan.machine import Cluster, Device, Measured, Profile
 from hyperbatch.stopwatch import Mark, copy_bytes_per_s, gradient_marks, mark, seconds_between, wait, wall_s
+from hyperbatch.tables import text_table
 
 BATCHES = {"cuda": (32, 128, 256), "cpu": (2, 8)}
 CEILING_ROUNDS = 7  # the best of them counts: a ceiling is looked for
@@ -152,11 +153,32 @@ def profile(
 
 def format_profile(measured: DeviceProfile) -> str:
     """`profile`'s answer as text."""
-    rows = sorted(measured.layers, key=lambda row: -(row.forward_s + row.backward_s))
-    lines = [f"{'slowest layers':32} {'forward ms':>10} {'backward ms':>11}"]
-    lines += [f"{row.layer:32} {row.forward_s * 1e3:>10.3f} {row.backward_s * 1e3:>11.3f}" for row in rows[:8]]
-    lines += [f"{name:26} {value}" for name, value in measured.to_dict().items() if name != "layers"]
-    return "\n".join(lines)
+    slowest = sorted(measured.layers, key=lambda row: -(row.forward_s + row.backward_s))[:8]
+    layers = [(row.layer, f"{row.forward_s * 1e3:.3f}", f"{row.backward_s * 1e3:.3f}") for row in slowest]
+    speeds = [(batch, f"{speed:,.1f}") for batch, speed in measured.images_per_s.items()]
+    links = [
+        (
+            place.replace("_", " "),
+            measured.links[link],
+            f"{getattr(measured, f'{place}_gbyte_per_s'):.2f}",
+            f"{getattr(measured, f'{place}_latency_us'):.1f}",
+        )
+        for place, link in (("inside_host", "intra"), ("between_hosts", "inter"))
+    ]
+    return "\n".join(
+        [
+            f"{measured.device}: memory {measured.memory_gbyte_per_s:,.1f} GB/s, "
+            f"matrix products {measured.matmul_tflop_per_s:,.2f} TFLOP/s",
+            "",
+            *text_table(("images a step", "images/s"), speeds, left=0),
+            "",
+            *text_table(("slowest layers", "forward ms", "backward ms"), layers),
+            "",
+            *text_table(("link", "source", "GB/s", "latency us"), links, left=2),
+            "",
+            f"machine file: {measured.machine_file} (`hyperbatch simulate --cluster {measured.machine_file}` uses it)",
+        ]
+    )
 
 
 def step_profile(

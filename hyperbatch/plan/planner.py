@@ -20,6 +20,7 @@ from hyperbatch.plan.types import GradGroup, GroupPlan, RankGrid, StepTiming, Te
 from hyperbatch.plan.workload import main_phase, model_tensors, model_times, resolve, resolve_all
 from hyperbatch.recipes import find_recipe
 from hyperbatch.schedule import Phase
+from hyperbatch.tables import text_table
 from hyperbatch.vocabulary import ALGORITHMS, DTYPE_BYTES, PRECISION_DTYPE, STRATEGIES
 
 # What a group may travel by when the planner chooses; hybrid is a choice among them by size.
@@ -305,20 +306,31 @@ def format_plan(plan: Plan, file: str | None = None) -> str:
         f"{timing.backward_s * ms:.2f} + exposed communication {timing.exposed_comm_s * ms:.2f} + update "
         f"{timing.update_s * ms:.2f}; {plan.images_per_s:,.0f} images/s",
         "",
-        f"{'group':>5} {'tensors':>8} {'MB':>9} {'algorithm':>13} {'ready ms':>9} {'start ms':>9} {'end ms':>9}",
     ]
-    for group, times in zip(plan.step.plan.groups, timing.groups, strict=True):
-        lines.append(
-            f"{group.index:>5} {len(group.parameters):>8} {group.bytes / 1e6:>9.3f} {times.algorithm:>13} "
-            f"{times.ready_s * ms:>9.2f} {times.start_s * ms:>9.2f} {times.end_s * ms:>9.2f}"
+    groups = [
+        (
+            group.index,
+            len(group.parameters),
+            f"{group.bytes / 1e6:.3f}",
+            times.algorithm,
+            *(f"{seconds * ms:.2f}" for seconds in (times.ready_s, times.start_s, times.end_s)),
         )
+        for group, times in zip(plan.step.plan.groups, timing.groups, strict=True)
+    ]
+    titles = ("group", "tensors", "MB", "all-reduce", "ready ms", "start ms", "end ms")
+    lines += text_table(titles, groups, left=0)
     for title, table in (("grouping", plan.strategies), ("all-reduce", plan.algorithms)):
-        lines += ["", f"{title:>13} {'groups':>7} {'grid':>9} {'exposed ms':>11} {'step ms':>9}"]
-        for name, step in sorted(table.items(), key=lambda item: item[1].timing.step_s):
-            lines.append(
-                f"{name:>13} {len(step.plan.groups):>7} {step.grid!s:>9} {step.timing.exposed_comm_s * ms:>11.2f} "
-                f"{step.timing.step_s * ms:>9.2f}"
+        rows = [
+            (
+                name,
+                len(step.plan.groups),
+                step.grid,
+                f"{step.timing.exposed_comm_s * ms:.2f}",
+                f"{step.timing.step_s * ms:.2f}",
             )
+            for name, step in sorted(table.items(), key=lambda item: item[1].timing.step_s)
+        ]
+        lines += ["", *text_table((title, "groups", "grid", "exposed ms", "step ms"), rows)]
     lines += [f"note: {note}" for note in plan.notes]
     lines += ["", f"train with it: hyperbatch train {plan.recipe} {' '.join(plan.train_flags(file))}"]
     if file is None:

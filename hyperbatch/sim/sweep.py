@@ -23,6 +23,7 @@ from hyperbatch.plan.workload import (
 )
 from hyperbatch.schedule import Phase
 from hyperbatch.sim.convergence import Interval, epochs_to_target, evaluations, failure_overhead
+from hyperbatch.tables import text_table
 
 STEP_ERROR = 0.15  # nine in ten published runs are predicted within it, see docs/simulator_validation.md
 YEAR_S = 365 * 24 * 3600
@@ -229,8 +230,22 @@ def format_simulation(simulation: Simulation) -> str:
     """`simulate`'s answer as text."""
     points = simulation.points
     priced = all(point.cost_usd is not None for point in points)
-    titles = ["GPUs", "grid", "all-reduce", "batch", "/GPU", "step ms", "exposed", "images/s", "eff.", "epochs"]
-    titles += ["time to target", "bound", "kWh", *(["USD"] if priced else [])]
+    unit, unit_s = _time_unit(max(point.time_to_target_s.mid for point in points))
+    goal = "to the end" if simulation.target_top1 is None else "to target"
+    accumulates = any(point.phase.accumulation > 1 for point in points)
+    titles = ["GPUs", "grid", "all-reduce", "batch", "per GPU", *(["micro-steps"] if accumulates else []), "step ms"]
+    titles += [
+        "exposed ms",
+        "images/s",
+        "efficiency %",
+        "epochs",
+        f"{goal} {unit}",
+        f"low {unit}",
+        f"high {unit}",
+        f"at best {unit}",
+        "kWh",
+    ]
+    titles += ["USD"] if priced else []
     rows = []
     for point in points:
         time, phase, timing = point.time_to_target_s, point.phase, point.step.timing
@@ -239,28 +254,28 @@ def format_simulation(simulation: Simulation) -> str:
             str(point.step.grid),
             point.algorithm,
             f"{phase.global_batch:,}",
-            str(phase.batch_per_rank) + (f"x{phase.accumulation}" if phase.accumulation > 1 else ""),
+            f"{phase.batch_per_rank:,}",
+            *([f"{phase.accumulation:,}"] if accumulates else []),
             f"{timing.step_s * 1e3:.2f}",
             f"{timing.exposed_comm_s * 1e3:.2f}",
             f"{point.images_per_s:,.0f}",
-            f"{point.efficiency:.1%}",
+            f"{100 * point.efficiency:.1f}",
             f"{point.epochs.mid:.1f}",
-            f"{_clock(time.mid)} ({_clock(time.low)}-{_clock(time.high)})",
-            _clock(point.lower_bound_s),
+            *(_in_unit(seconds, unit_s) for seconds in (time.mid, time.low, time.high, point.lower_bound_s)),
             f"{point.energy_kwh:,.1f}",
         ]
         rows.append([*row, f"{point.cost_usd:,.0f}"] if priced else row)
-    widths = [max(len(row[i]) for row in [titles, *rows]) for i in range(len(titles))]
     target = "" if simulation.target_top1 is None else f", to {simulation.target_top1:.1%}"
     lines = [f"{simulation.recipe} ({simulation.model}, {simulation.precision}{target}) on {simulation.cluster}", ""]
-    lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [titles, *rows]]
+    lines += text_table(titles, rows, left=0)
     notes = [f"note ({point.gpus:,} GPUs): {note}" for point in points for note in point.notes]
     return "\n".join([*lines, *notes])
 
 
-def _clock(seconds: float) -> str:
-    if seconds < 300:
-        return f"{seconds:.1f}s"
-    if seconds >= YEAR_S:  # the interval of a batch nobody has tried
-        return "years"
-    return f"{seconds / 60:.1f}m" if seconds < 3 * 3600 else f"{seconds / 3600:.1f}h"
+def _time_unit(longest_s: float) -> tuple[str, float]:
+    """One for the whole column."""
+    return ("s", 1.0) if longest_s < 300 else ("min", 60.0) if longest_s < 3 * 3600 else ("h", 3600.0)
+
+
+def _in_unit(seconds: float, unit_s: float) -> str:
+    return "years" if seconds >= YEAR_S else f"{seconds / unit_s:,.1f}"  # the interval of a batch nobody has tried

@@ -265,7 +265,7 @@ def test_our_kernels_are_found_by_name():
     pytest.importorskip("triton")
     found = our_kernels()
     assert found["update_kernel"] == "layerwise"
-    assert found["_views"] == "augment"
+    assert found["views_kernel"] == "augment"
     assert found["_statistics_kernel"] == "norm.two_pass"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import tarfile
 import zipfile
@@ -71,9 +72,13 @@ def test_two_validation_sets_are_one_too_many(tmp_path):
 def test_the_command_line_takes_files_and_folders(tmp_path, capsys):
     path = folder_set()[0].zip(tmp_path / "set.zip")
     assert main(["data", "info", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("folder in a zip, 2 classes: a, b\n\nsplit  images ")
+    assert main(["data", "info", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kind"] == "folder in a zip"
     assert main(["data", "pack", str(path), str(tmp_path / "packed")]) == 0
+    assert re.match(r"packed \d+ samples, 0.0 MB, in 2 shards\n", capsys.readouterr().out)
     assert main(["data", "verify", str(tmp_path / "packed")]) == 0
+    assert capsys.readouterr().out.startswith("ok: ")
     assert main(["data", "verify", str(path)]) == 2
     os.mkfifo(tmp_path / "pipe.zip")
     assert "is not a folder" in message(tmp_path / "pipe.zip")

@@ -1,0 +1,62 @@
+"""What `hyperbatch data` says to people about a set: described, packed or verified."""
+
+from __future__ import annotations
+
+from hyperbatch.data.pack import DataInfo, PackReport
+from hyperbatch.data.verify import VerifyReport
+from hyperbatch.tables import text_table
+
+_NAMES_SHOWN = 10
+_MB = 1e6
+
+
+def format_info(info: DataInfo) -> str:
+    names = ", ".join(info.class_names[:_NAMES_SHOWN]) + (", ..." if info.classes > _NAMES_SHOWN else "")
+    titles = ("split", "images", "MB", "kB an image", "smallest class", "largest class")
+    titles += ("median width px", "median height px", "unreadable")
+    rows = [
+        (
+            name,
+            f"{split.samples:,}",
+            f"{split.bytes / _MB:,.1f}",
+            f"{split.mean_bytes / 1e3:,.1f}",
+            *(f"{count:,}" for count in split.samples_per_class),
+            split.median_width,
+            split.median_height,
+            None if split.unreadable is None else f"{split.unreadable:,}",
+        )
+        for name, split in info.splits.items()
+    ]
+    return "\n".join([f"{info.kind}, {info.classes:,} classes: {names}", "", *text_table(titles, rows)])
+
+
+def format_verify(report: VerifyReport) -> str:
+    read = f"{_counted(report.samples, 'sample')}, {report.bytes / _MB:,.1f} MB"
+    if report.ok:
+        lines = [f"ok: {read}, no problem found"]
+    else:
+        lines = [f"NOT ok: {_counted(report.problem_count, 'problem')} in {read}"]
+        lines += [f"  {problem}" for problem in report.problems]
+        if report.problem_count > len(report.problems):
+            lines.append(f"  and {report.problem_count - len(report.problems):,} more")
+    return "\n".join([*lines, *(f"note: {note}" for note in report.notes)])
+
+
+def format_pack(report: PackReport) -> str:
+    lines = [
+        f"packed {_counted(report.samples, 'sample')}, {report.bytes / _MB:,.1f} MB, "
+        f"in {_counted(report.shards, 'shard')}"
+    ]
+    if report.resumed_shards:
+        lines.append(f"  {_counted(report.resumed_shards, 'shard')} of them had been written before")
+    if report.unreadable:
+        lines.append(
+            f"warning: the header of {_counted(report.unreadable, 'image')} cannot be read; packed all the same"
+        )
+    if report.skipped:
+        lines.append(f"warning: {_counted(report.skipped, 'sample')} left out, listed in {report.skipped_list}")
+    return "\n".join(lines)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}" + ("" if count == 1 else "s")

@@ -1,0 +1,113 @@
+"""What verbs print for people: tables with one unit in each column, and benches that say which direction is better."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from hyperbatch.bench.harness import Candidate, format_table, rows
+from hyperbatch.cli import main
+from hyperbatch.data.pack import DataInfo, PackReport, SplitInfo
+from hyperbatch.data.texts import format_info, format_pack, format_verify
+from hyperbatch.data.verify import VerifyReport
+from hyperbatch.engine.doctor import Check, Diagnosis, format_doctor
+from hyperbatch.tables import text_table
+
+
+def cells(line):
+    return re.split(r"\s{2,}", line.strip())
+
+
+def test_words_start_and_numbers_end_below_each_other():
+    assert text_table(("name", "MB", "s"), [("a", "1.5", 10), ("longer", "20.25", None)]) == [
+        "name       MB   s",
+        "a         1.5  10",
+        "longer  20.25   -",
+    ]
+    assert text_table(("a", "b"), []) == ["a  b"]
+
+
+def test_a_data_set_is_a_row_for_each_split():
+    train = SplitInfo(samples=12_000, bytes=1_500_000_000, mean_bytes=125_000.0, samples_per_class=(900, 1300))
+    val = SplitInfo(
+        samples=500,
+        bytes=62_000_000,
+        mean_bytes=124_000.0,
+        samples_per_class=(50, 50),
+        median_width=500,
+        median_height=375,
+        unreadable=2,
+    )
+    names = [f"class{i}" for i in range(12)]
+    lines = format_info(
+        DataInfo(kind="folder", classes=12, class_names=names, splits={"train": train, "val": val})
+    ).splitlines()
+    assert lines[0] == f"folder, 12 classes: {', '.join(names[:10])}, ..."
+    assert cells(lines[2])[:4] == ["split", "images", "MB", "kB an image"]
+    assert cells(lines[3]) == ["train", "12,000", "1,500.0", "125.0", "900", "1,300", "-", "-", "-"]
+    assert cells(lines[4]) == ["val", "500", "62.0", "124.0", "50", "50", "500", "375", "2"]
+
+
+def test_verification_says_ok_or_what_is_wrong():
+    good = VerifyReport(ok=True, samples=1, bytes=2_000_000, problem_count=0, problems=[], notes=["an old set"])
+    assert format_verify(good) == "ok: 1 sample, 2.0 MB, no problem found\nnote: an old set"
+    bad = VerifyReport(ok=False, samples=9, bytes=500_000, problem_count=3, problems=["a", "b"], notes=[])
+    assert format_verify(bad).splitlines() == ["NOT ok: 3 problems in 9 samples, 0.5 MB", "  a", "  b", "  and 1 more"]
+
+
+def test_packing_is_told_in_sentences():
+    plain = PackReport(resumed_shards=0, samples=10, bytes=1_000_000, shards=1, unreadable=0, skipped=0)
+    assert format_pack(plain) == "packed 10 samples, 1.0 MB, in 1 shard"
+    full = PackReport(
+        resumed_shards=1, samples=10, bytes=1, shards=2, unreadable=1, skipped=3, skipped_list="/x/skipped.txt"
+    )
+    lines = format_pack(full).splitlines()
+    assert lines[1] == "  1 shard of them had been written before"
+    assert lines[3] == "warning: 3 samples left out, listed in /x/skipped.txt"
+
+
+def test_doctor_is_a_table():
+    checks = (Check("python", True, "3.12"), Check("network", False, "no route"))
+    lines = format_doctor(Diagnosis(checks=checks, collectives=())).splitlines()
+    assert [line.split() for line in lines] == [
+        ["check", "found"],
+        ["ok", "python", "3.12"],
+        ["NO", "network", "no", "route"],
+    ]
+
+
+@pytest.mark.parametrize(("higher", "word"), [(True, "higher"), (False, "lower")])
+def test_a_bench_says_which_direction_is_better(higher, word):
+    candidates = [Candidate(name=name, run=lambda: None, peer=name == "theirs") for name in ("ours", "theirs")]
+    samples = {"ours": [2.0, 2.0], "theirs": [1.0, 1.0]}
+    table = rows(candidates, samples, unit="images/s", higher_is_better=higher)
+    assert [row["better"] for row in table] == [word, word]
+    other = rows(candidates[:1], samples, unit="ms")
+    text = format_table({"bench": "x", "device": "CPU", "commit": None, "rows": table + other})
+    lines = text.splitlines()
+    assert cells(lines[2]) == [
+        f"images/s, {word} is better",
+        "median images/s",
+        "p20 images/s",
+        "p80 images/s",
+        "ratio to best peer",
+    ]
+    assert cells(lines[3]) == ["ours", "2", "2", "2", "2.000"]
+    assert lines[6].startswith("ms, lower is better")
+    assert cells(lines[7]) == ["ours", "2", "2", "2", "-"]
+
+
+def test_simulated_times_have_one_unit(capsys):
+    assert main(["simulate", "resnet50", "--cluster", "h200x8", "--gpus", "1,2,64"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    titles, body = cells(lines[2]), [cells(line) for line in lines[3:6]]
+    assert titles[-5:] == ["to target min", "low min", "high min", "at best min", "kWh"]
+    assert all(len(row) == len(titles) for row in body)
+    assert all(re.fullmatch(r"[\d.,]+|\d+x\d+|[a-z]+", cell) for row in body for cell in row)
+    assert main(["simulate", "resnet50", "--cluster", "h200x8", "--gpus", "1,2,64", "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    place = titles.index("to target min")
+    minutes = [f"{point['time_to_target_s']['mid'] / 60:,.1f}" for point in points]
+    assert [row[place] for row in body] == minutes
