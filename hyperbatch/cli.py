@@ -224,9 +224,9 @@ def _plan(args: argparse.Namespace) -> int:
 
         write_trace(Path(args.trace), steps)
     if args.plot:
-        from hyperbatch.report.picture import timeline_picture, write_picture
+        from hyperbatch.report.picture import plan_picture, write_picture
 
-        write_picture(Path(args.plot), timeline_picture(steps))
+        write_picture(Path(args.plot), plan_picture(plan))
     _print(args, values, lambda: format_plan(plan))
     return 0
 

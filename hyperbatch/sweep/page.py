@@ -90,8 +90,8 @@ def _drawn(points: Sequence[PointResult]) -> Html | None:
         figures.append(el("div", charts.draw(chart), key if len(named) > 1 else None))
     if not figures:
         return None
-    faint = any(line.faint for chart in shown for line in chart.lines)
-    note = "Faint lines bound the confidence interval of a mean." if faint else ""
+    bands = any(chart.bands for chart in shown)
+    note = "A band is the confidence interval of a mean." if bands else ""
     return card("Curves", note, el("div", figures, cls="charts"))
 
 
