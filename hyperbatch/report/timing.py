@@ -30,7 +30,7 @@ STEP = {
     "update": ("update", 2),
 }
 GROUP_COLOR = 1
-WIDTH, NARROW, LEFT, RIGHT = 860, 420, 92, 8  # of a time line, and of one for a telephone
+WIDTH, NARROW, LEFT, RIGHT = 860, 350, 92, 8  # of a time line, and of one for a telephone
 
 
 def stacked_bar(parts: list[tuple[str, float, int]], longest_s: float | None = None) -> Html:

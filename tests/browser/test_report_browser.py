@@ -1,5 +1,6 @@
 """The report in a real browser, from a file: the script runs, the charts answer to the pointer, nothing is logged."""
 
+import html
 import json
 import os
 import re
@@ -61,11 +62,12 @@ seen.small = [...document.querySelectorAll('svg text')].filter(text => {
   const pixels = text.getScreenCTM().a * parseFloat(getComputedStyle(text).fontSize);
   return text.getBoundingClientRect().width && pixels < 9;
 }).map(text => text.textContent);
+seen.width = innerWidth;
 seen.requests = performance.getEntriesByType('resource').length;
 const out = document.createElement('pre');
 out.id = 'seen';
 out.textContent = JSON.stringify(seen);
-document.body.append(out);
+parent.document.body.append(out);
 </script>
 """
 
@@ -127,10 +129,13 @@ def browse(page: Path, tmp_path: Path, *options: str) -> subprocess.CompletedPro
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def read(page: Path, tmp_path: Path, *options: str) -> dict:
+def read(page: Path, tmp_path: Path, width: int = 1200) -> dict:
+    """What a reader sees in a frame of that width: Chromium makes no window of less than 500 pixels."""
+    text = page.read_text(encoding="utf-8").replace("</body>", READER + "</body>")
     copy = tmp_path / "copy.html"
-    copy.write_text(page.read_text(encoding="utf-8").replace("</body>", READER + "</body>"), encoding="utf-8")
-    result = browse(copy, tmp_path, "--dump-dom", *options)
+    frame = f'<iframe srcdoc="{html.escape(text)}" width="{width}" height="900" style="border:0"></iframe>'
+    copy.write_text(f'<!doctype html><meta charset="utf-8"><body>{frame}</body>', encoding="utf-8")
+    result = browse(copy, tmp_path, "--dump-dom", "--window-size=1500,1000")
     assert "CONSOLE" not in result.stderr, result.stderr
     found = re.search(r'<pre id="seen">(.*?)</pre>', result.stdout)
     assert found, result.stderr
@@ -138,7 +143,7 @@ def read(page: Path, tmp_path: Path, *options: str) -> dict:
 
 
 def test_one_run_answers_to_the_pointer(tmp_path):
-    seen = read(write_report([make_run(tmp_path / "run")]), tmp_path, "--window-size=1200,900")
+    seen = read(write_report([make_run(tmp_path / "run")]), tmp_path)
     assert seen["axis"] == ["time"]
     assert seen["tip"] == ["20.0 s", "1"]  # the last step: 5 - 40 / 10
     assert seen["circles"] == 6
@@ -156,7 +161,7 @@ def test_one_run_answers_to_the_pointer(tmp_path):
 
 def test_several_runs_have_a_row_each(tmp_path):
     folders = [make_run(tmp_path / name, steps) for name, steps in (("a", 40), ("b", 20))]
-    seen = read(write_report(folders, tmp_path / "both.html"), tmp_path, "--window-size=1200,900")
+    seen = read(write_report(folders, tmp_path / "both.html"), tmp_path)
     assert [text.split()[0] for text in seen["tip"][1:]] == ["a", "b"]
 
 
@@ -164,14 +169,15 @@ def test_several_runs_have_a_row_each(tmp_path):
 def test_nothing_is_cut_and_everything_is_readable_in_any_window(tmp_path, width):
     for number, folders in enumerate(([make_run(tmp_path / "a")], [tmp_path / "a", make_run(tmp_path / "b")])):
         page = write_report(folders, tmp_path / f"{number}.html")
-        seen = read(page, tmp_path, f"--window-size={width},900")
+        seen = read(page, tmp_path, width)
+        assert seen["width"] == width
         assert not seen["sideways"]
         assert seen["cut"] == []
         assert seen["small"] == [], "text of less than 9 pixels"
 
 
 def test_every_layer_has_a_line_of_the_heat_map_that_can_be_read(tmp_path):
-    seen = read(write_report([make_run(tmp_path / "a")]), tmp_path, "--window-size=1400,900")
+    seen = read(write_report([make_run(tmp_path / "a")]), tmp_path, 1400)
     assert [name for name, _, _ in seen["names"]] == ["fc.weight", "layer4.2.conv3.weight"]
     assert all(height >= size > 10 for _, height, size in seen["names"])
     assert seen["cell_height"] == pytest.approx(sum(height for _, height, _ in seen["names"]))
