@@ -663,7 +663,7 @@ def _build_parser() -> _Parser:
         if name == "plan":
             sub.add_argument("--gpus", type=_positive, metavar="N", help="GPUs [the recipe's]")
             sub.add_argument("--trace", metavar="FILE", help="write the step's time line for Perfetto")
-            sub.add_argument("--plot", metavar="FILE", help="draw the step's time line as an SVG picture")
+            sub.add_argument("--plot", metavar="FILE", help="draw the step and its alternatives as an SVG picture")
             sub.add_argument("--strategy", choices=STRATEGIES, help="grouping")
         else:
             sub.add_argument(

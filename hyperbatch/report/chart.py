@@ -250,7 +250,7 @@ def _axis(chart: Chart, axis: str, y_of: Scale) -> list[Html]:
     curves += [_curve(line, axis, x_of, y_of) for line in chart.lines]
     if chart.target is not None:
         curves += [_ring(line, axis, chart.target, x_of, y_of) for line in chart.lines]
-    texts = [_texts(line, axis, x_of, y_of) for line in chart.lines]
+    texts = _texts(chart.lines, axis, x_of, y_of)
     return [*drawn, el("g", curves, clip_path=f"url(#clip-{chart.key})"), *texts]
 
 
@@ -261,14 +261,21 @@ def _area(band: Band, axis: str, x_of: Scale, y_of: Scale) -> Html:
     return el("path", d=f"M{points}Z" if points else "", cls="band", fill=color(band.color))
 
 
-def _texts(line: Line, axis: str, x_of: Scale, y_of: Scale) -> list[Html]:
-    """Beside the points, on the side where there is room."""
-    out = []
-    for text, x_value, y_value in zip(line.texts, line.x[axis], line.y, strict=False):
-        x, y = x_of(x_value), y_of(y_value)
-        at_end = x + 8 + 7 * len(text) > WIDTH  # a letter is about 7 wide
-        place = {"x": f"{x + (-8 if at_end else 8):.1f}", "y": f"{max(TOP + 2, y - 6):.1f}"}
-        out.append(el("text", text, text_anchor="end" if at_end else "start", cls="ink", **place))
+def _texts(lines: list[Line], axis: str, x_of: Scale, y_of: Scale) -> list[Html]:
+    """Beside the points: above or below, to the right or the left, or not at all where others stand already."""
+    out: list[Html] = []
+    taken: list[tuple[float, float, float]] = []  # left and right end, and base line
+    for line in lines:
+        for text, x_value, y_value in zip(line.texts, line.x[axis], line.y, strict=False):
+            wide = 7 * len(text)  # about
+            for side, below in ((1, False), (1, True), (-1, True), (-1, False)):
+                left = x_of(x_value) + (8 if side > 0 else -8 - wide)
+                base = y_of(y_value) + (16 if below else -6)
+                clear = all(left + wide < a or b < left or abs(base - y) > 13 for a, b, y in taken)
+                if clear and left >= LEFT and left + wide <= WIDTH and TOP - 8 <= base <= HEIGHT - BOTTOM:
+                    taken.append((left, left + wide, base))
+                    out.append(el("text", text, x=f"{left:.1f}", y=f"{base:.1f}", cls="ink"))
+                    break
     return out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import hyperbatch
 from hyperbatch.report import chart as charts
@@ -62,7 +63,7 @@ def curves(runs: list[Run]) -> list[Chart]:
         keep = sample(run.steps, points, extremes=("loss", "images_per_s"), changes="global_batch")
         x = {axis: [values[i] for i in keep] for axis, values in axis_values(run.steps).items()}
 
-        def line(values: list[float], *, color=color, run=run, keep=keep, x=x, **options: bool) -> Line:
+        def line(values: list[float], *, color=color, run=run, keep=keep, x=x, **options: Any) -> Line:
             return Line(label=run.name, color=color, x=x, y=[values[i] for i in keep], **options)
 
         loss += [line(run.steps["loss"], faint=True), line(smooth(run.steps["loss"], 0.02))]

@@ -97,7 +97,7 @@ def cost_chart(name: str, sweeps: Mapping[str, Sequence[Mapping[str, Any]]], wha
         ordered = sorted(points, key=lambda point: point["time_to_target_s"]["mid"])
         x = {unit: [point["time_to_target_s"]["mid"] / scale for point in ordered]}
         gpus = [units.count(point["gpus"]) for point in ordered]
-        gpus[0] += " GPUs"
+        gpus[0] += "" if index else " GPUs"
         y = [point[what] for point in ordered]
         lines.append(Line(label=label, color=index, x=x, y=y, dots=True, texts=gpus if len(gpus) <= 12 else []))
     return Chart(

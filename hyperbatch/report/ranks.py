@@ -33,7 +33,7 @@ def _timing(row: dict[str, Any]) -> StepTiming:
     """What is left of a step beside a rank's own work is communication, or waiting for a slower rank."""
     own = {name: float(row.get(name) or 0.0) for name in OWN}
     step_s = float(row["step_s"])
-    return StepTiming(step_s=step_s, exposed_comm_s=max(0.0, step_s - sum(own.values())), **own)
+    return StepTiming.from_dict(own | {"step_s": step_s, "exposed_comm_s": max(0.0, step_s - sum(own.values()))})
 
 
 def own_s(timing: StepTiming) -> float:
