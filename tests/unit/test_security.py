@@ -61,7 +61,7 @@ def trained(tmp_path_factory):
         "device": "cpu",
         "out": str(out),
     }
-    loop.run(get_recipe("digits").build().override(**values), Ranks())
+    loop.run(get_recipe("digits").override(**values), Ranks())
     return out
 
 
