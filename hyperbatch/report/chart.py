@@ -120,17 +120,16 @@ def draw(chart: Chart) -> Html:
             data_right=",".join(f"{_longest(chart, axis):.6g}" for axis in chart.axes),
             data_y=",".join(f"{tick:.6g}" for tick in (_y_ticks(chart)[0], _y_ticks(chart)[-1])),
         )
-    notes = [el("p", note, cls="note") for note in (*chart.notes, *sentences(chart))]
+    notes = [el("p", note, cls="note") for note in filter(None, [*chart.notes, said(chart)])]
     caption = el("figcaption", el("span", chart.title), el("span", cls="read"))
     return el("figure", caption, el("div", body), notes)
 
 
-def sentences(chart: Chart) -> list[str]:
+def said(chart: Chart) -> str:
     """What is said about the panel: its own sentence, and which axes are logarithmic."""
     bent = [name for name, log in (("x", chart.log_x), ("y", chart.log_y)) if log]
     scale = f"Logarithmic {' and '.join(bent)} {'axes' if len(bent) > 1 else 'axis'}." if bent else ""
-    text = " ".join(filter(None, [chart.about, scale]))
-    return [text] if text else []
+    return " ".join(filter(None, [chart.about, scale]))
 
 
 def marks(chart: Chart) -> list[Html]:

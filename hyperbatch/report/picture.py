@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,15 @@ from hyperbatch.plan.planner import Plan
 from hyperbatch.plan.types import StepTiming
 from hyperbatch.report import chart as charts
 from hyperbatch.report import units
-from hyperbatch.report.chart import HEIGHT, Band, Chart, Line, color, in_words, marks, sentences, time_unit
+from hyperbatch.report.chart import HEIGHT, Band, Chart, Line, color, in_words, marks, said, time_unit
 from hyperbatch.report.markup import Html, el
 from hyperbatch.report.style import CHART_CSS
-from hyperbatch.report.timing import GROUP_COLOR, LEFT, STEP, WIDTH, step_bars, timeline
+from hyperbatch.report.timing import GROUP_COLOR, LEFT, WIDTH, part_names, step_bars, timeline
 
 MARGIN, TITLE = 12, 26  # around a chart; its title
 LINE = 16  # a line of what is said about it, or of its key
 LETTERS = 88  # of a line that is as wide as a chart
+LONG = {"s": "seconds", "min": "minutes", "h": "hours"}
 
 Series = Mapping[str, Sequence[tuple[float, float]]]
 
@@ -85,9 +86,6 @@ def time_chart(name: str, points: Sequence[Mapping[str, Any]]) -> Chart:
     )
 
 
-LONG = {"s": "seconds", "min": "minutes", "h": "hours"}
-
-
 def cost_chart(name: str, sweeps: Mapping[str, Sequence[Mapping[str, Any]]], what: str = "energy_kwh") -> Chart:
     """Cost or energy against time to target as the cluster grows: the points of a sweep, or of several."""
     unit, scale = time_unit(max(point["time_to_target_s"]["mid"] for points in sweeps.values() for point in points))
@@ -133,7 +131,7 @@ def _head(chart: Chart) -> tuple[list[Html], int]:
     """What stands above a chart, and its height."""
     drawn = [_title(chart.title)]
     y = TITLE
-    for text in (line for sentence in sentences(chart) for line in textwrap.wrap(sentence, LETTERS)):
+    for text in textwrap.wrap(said(chart), LETTERS):
         drawn.append(el("text", text, x=0, y=y + 8))
         y += LINE
     named = [(line.label, line.color) for line in chart.lines if not line.faint]
@@ -168,13 +166,8 @@ def timeline_picture(steps: Mapping[str, StepTiming]) -> str:
 
 def _timeline(steps: Mapping[str, StepTiming]) -> tuple[list[Html], float]:
     drawn, height = timeline(steps)
-    key, _ = _key([*_parts(steps.values()), ("a group's all-reduce", GROUP_COLOR)], width=WIDTH)
+    key, _ = _key([*part_names(steps.values()), ("a group's all-reduce", GROUP_COLOR)], width=WIDTH)
     return [_at(LEFT, -12, *key), _at(0, 40, *drawn)], height + 40
-
-
-def _parts(steps: Iterable[StepTiming]) -> list[tuple[str, int]]:
-    shown = {name for timing in steps for name, _, _ in timing.parts()}
-    return [names for part, names in STEP.items() if part in shown]
 
 
 def plan_picture(plan: Plan) -> str:

@@ -147,11 +147,15 @@ def step_bars(
     return marks, len(steps) * 22
 
 
-def part_key(steps: Iterable[StepTiming]) -> Html:
-    """The colours of a step's parts."""
+def part_names(steps: Iterable[StepTiming]) -> list[tuple[str, int]]:
+    """(label, colour) of the parts that the steps have."""
     shown = {name for timing in steps for name, _, _ in timing.parts()}
-    named = [names for part, names in STEP.items() if part in shown]
-    return el("div", [el("span", el("i", style=f"background:var(--c{c})"), label) for label, c in named], cls="key")
+    return [names for part, names in STEP.items() if part in shown]
+
+
+def part_key(steps: Iterable[StepTiming]) -> Html:
+    colors = [(el("i", style=f"background:var(--c{color})"), label) for label, color in part_names(steps)]
+    return el("div", [el("span", *entry) for entry in colors], cls="key")
 
 
 def timeline(steps: Mapping[str, StepTiming], width: int = WIDTH) -> tuple[list[Html], float]:
