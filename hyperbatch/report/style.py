@@ -104,10 +104,9 @@ button:focus-visible, summary:focus-visible { outline: 2px solid var(--c0); outl
 .split > * { min-width: 0; }
 figure { margin: 0; min-width: 0; }
 figcaption { font-size: 14px; font-weight: 600; margin: 0 0 4px; display: flex; gap: 12px; }
-figcaption span { white-space: nowrap; }
 .read {
-  flex: 1; min-width: 0; overflow: hidden; text-align: right; font-weight: 500; color: var(--soft);
-  font-variant-numeric: tabular-nums;
+  flex: 1; min-width: 0; overflow: hidden; white-space: nowrap; text-align: right; font-weight: 500;
+  color: var(--soft); font-variant-numeric: tabular-nums;
 }
 .read i { display: inline-block; width: 8px; height: 8px; border-radius: 3px; margin: 0 5px 0 10px; }
 .for-narrow { display: none; }
