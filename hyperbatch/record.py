@@ -1,4 +1,4 @@
-"""What a run writes while it runs: record.json, metrics.jsonl, mllog.txt, trace.json, tensorboard/.
+"""What a run writes while it runs: record.json, metrics.jsonl, layers.jsonl, mllog.txt, trace.json, tensorboard/.
 
 `RunRecord` is the run's summary and the contract with the report; `RunWriter` appends to the folder as the run goes,
 so that a run killed at any moment leaves files that can be read. No torch here: a report can be drawn on any machine.
@@ -17,10 +17,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from hyperbatch.errors import InputError
 
@@ -76,9 +76,12 @@ class RunRecord:
     skipped_steps: int = 0  # updates skipped because a gradient was inf or nan
     classes: list[str] = field(default_factory=list)  # names, in the order of the model's answers
     by_class: dict[str, Any] = field(default_factory=dict)  # the last evaluation: samples, right, confusions
-    data: dict[str, Any] = field(default_factory=dict)  # rank 0's loader: wait_fraction, bottleneck, busy seconds
+    # rank 0's loader (wait_fraction, bottleneck, busy seconds), and the data's own train_samples, eval_samples, classes
+    data: dict[str, Any] = field(default_factory=dict)
     timing: dict[str, Any] = field(default_factory=dict)  # StepTiming.to_dict() of a typical step
     stragglers: list[dict[str, Any]] = field(default_factory=list)  # rank, host, phase, lost_s, share, message
+    # of each rank: rank, host, device, memory, clock and utilisation as far as known, and the means of its steps
+    ranks: list[dict[str, Any]] = field(default_factory=list)
     rollbacks: list[dict[str, Any]] = field(default_factory=list)  # step, to_step, passed_over, reason, message
     folder: str = ""
     error: str = ""  # why the run ended early, in one line; empty when it did not
@@ -160,23 +163,24 @@ def _checked(cls: Any, values: Any) -> dict[str, Any]:
     return known
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
+def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """The lines of metrics.jsonl that are whole; a torn last line and foreign lines are left out."""
     try:
-        text = (folder / "metrics.jsonl").read_text(errors="replace")
+        text = (folder / name).read_text(errors="replace")
     except FileNotFoundError:
         return []
     return [line for line in map(parse_metric_line, text.splitlines()) if line is not None]
 
 
 def _drop_lines(folder: Path, step: int) -> None:
-    """Of metrics.jsonl, those at or after the step."""
-    kept = [line for line in read_metrics(folder) if line["step"] < step]
-    _replace(folder / "metrics.jsonl", "".join(strict_json(line) + "\n" for line in kept))
+    """Of metrics.jsonl and layers.jsonl, those at or after the step."""
+    for name in ("metrics.jsonl", "layers.jsonl"):
+        kept = [line for line in read_metrics(folder, name) if line["step"] < step]
+        _replace(folder / name, "".join(strict_json(line) + "\n" for line in kept))
 
 
 def parse_metric_line(text: str) -> dict[str, Any] | None:
-    """One line of metrics.jsonl, or None when it is not whole."""
+    """One line of metrics.jsonl or layers.jsonl, or None when it is not whole."""
     try:
         line = json.loads(text)
     except ValueError:
@@ -184,17 +188,35 @@ def parse_metric_line(text: str) -> dict[str, Any] | None:
     return line if isinstance(line, dict) and isinstance(line.get("step"), int) and "event" in line else None
 
 
+class Span(NamedTuple):
+    """A stretch of time in trace.json; seconds since training began, pauses included."""
+
+    name: str
+    start_s: float
+    duration_s: float
+    track: str
+    args: Mapping[str, Any]
+
+
+def spans_per_rank(world_size: int) -> int:
+    return MAX_SPANS // world_size
+
+
 class RunWriter:
     """Appends to a run's folder. Made on rank 0 only; the others have none.
 
     metrics.jsonl, mllog.txt    one write per line: a killed run loses nothing but a line being written
+    layers.jsonl                the same, of some steps: the trust ratio of each layer
     trace.json                  valid JSON after every flush, at most a second behind
     tensorboard/                where the package is installed; flushed every two seconds; `warnings` says so when it
                                 cannot be written
     """
 
-    def __init__(self, folder: Path, *, resume_from_step: int | None = None, tensorboard: bool = True) -> None:
+    def __init__(
+        self, folder: Path, *, resume_from_step: int | None = None, tensorboard: bool = True, world_size: int = 1
+    ) -> None:
         """resume_from_step: drop metric lines of steps at or after it, which the resumed run will write again.
+        world_size: ranks that share the room in trace.json.
 
         It is in the numbers that `step` and `eval` are given: a run that counts its steps from 1 and goes on after N
         of them passes N + 1.
@@ -210,8 +232,9 @@ class RunWriter:
         else:
             _drop_lines(folder, resume_from_step)
         self._metrics = _Lines(folder / "metrics.jsonl", go_on=not fresh)
+        self._layers = _Lines(folder / "layers.jsonl", go_on=not fresh)
         self._mllog = _Lines(folder / "mllog.txt", go_on=not fresh)
-        self._trace = TraceFile(folder / "trace.json", go_on=not fresh)
+        self._trace = TraceFile(folder / "trace.json", go_on=not fresh, limit=spans_per_rank(world_size))
         self._trace.process("rank 0" if fresh else f"rank 0, resumed at step {resume_from_step}")
         wanted = tensorboard and importlib.util.find_spec("tensorboard") is not None  # an extra of the package
         self._board = _Tensorboard(folder / "tensorboard", resume_from_step, self.warnings) if wanted else None
@@ -219,8 +242,10 @@ class RunWriter:
     def go_back(self, step: int) -> None:
         """Drops metric lines of steps at or after this one, which the run will write again."""
         self._metrics.close()
+        self._layers.close()
         _drop_lines(self.folder, step)
         self._metrics = _Lines(self.folder / "metrics.jsonl", go_on=True)
+        self._layers = _Lines(self.folder / "layers.jsonl", go_on=True)
         self._trace.process(f"rank 0, back at step {step}")
         if self._board:
             self._board.close()
@@ -251,6 +276,12 @@ class RunWriter:
             scalars = {name: extra[name] for name in ("top5", "val_loss") if name in extra}
             self._board.add("eval", step, {"top1": top1, **scalars}, always=True)
 
+    def layers(self, *, step: int, epoch: float, time_s: float, trust_ratios: Mapping[str, float]) -> None:
+        """One line of layers.jsonl."""
+        ratios = {name: float(f"{ratio:.4g}") for name, ratio in trust_ratios.items()}
+        line = {"event": "layers", "step": step, "epoch": epoch, "time_s": time_s, "trust_ratios": ratios}
+        self._layers.add(strict_json(line))
+
     def mlperf(self, key: str, value: Any = None, *, kind: str = "POINT_IN_TIME", **metadata: Any) -> None:
         """One line of mllog.txt (MLPerf's key, value and metadata such as epoch_num)."""
         frame = sys._getframe(1)
@@ -268,27 +299,29 @@ class RunWriter:
         self._mllog.add(f":::MLLOG {strict_json(line)}")
 
     def span(self, name: str, start_s: float, duration_s: float, *, track: str = "engine", **args: Any) -> None:
-        """One span of trace.json; seconds since the run began. `warnings` says when there were too many to keep."""
-        self._trace.span(name, start_s, duration_s, track, args)
+        """One span of rank 0 in trace.json. `warnings` says when there were too many to keep."""
+        self._trace.span(Span(name, start_s, duration_s, track, args))
 
-    def groups(self, groups: Sequence[GroupTiming], start_s: float) -> None:
-        """The exchange of a step that began at `start_s`, in trace.json."""
-        self._trace.groups(groups, start_s)
+    def spans(self, spans: Iterable[Span], rank: int = 0) -> None:
+        """Spans of a rank in trace.json. Other ranks come last: what follows is drawn below them."""
+        if rank:
+            self._trace.process(f"rank {rank}")
+            self._trace.limit = MAX_SPANS
+        for span in spans:
+            self._trace.span(span)
 
     def close(self) -> None:
         """Writes what is pending; `warnings` is complete after it. Closing twice does nothing."""
         if self._metrics.closed:
             return
-        self._metrics.close()
-        self._mllog.close()
         self._trace.close()
-        for lines in (self._metrics, self._mllog):
+        for lines in (self._metrics, self._layers, self._mllog):
+            lines.close()
             if lines.lost:
                 self.warnings.append(f"{lines.lost} lines could not be written to {lines.name}: {lines.reason}")
         if self._trace.dropped:
-            self.warnings.append(
-                f"trace.json keeps the first {MAX_SPANS:,} spans that fit; {self._trace.dropped:,} were left out"
-            )
+            kept, dropped = self._trace.limit, self._trace.dropped
+            self.warnings.append(f"trace.json keeps the first {kept:,} spans that fit; {dropped:,} were left out")
         if self._board:
             self._board.close()
 
@@ -332,14 +365,14 @@ class TraceFile:
     """A trace that opens in Perfetto: spans on tracks, tracks in processes. Chrome's trace format.
 
     It grows at its end: each flush writes over the closing brackets, so the file is JSON all the time. The first
-    MAX_SPANS spans are kept; `dropped` counts the rest.
+    `limit` spans are kept; `dropped` counts the rest.
     """
 
     TAIL = b"\n]}\n"
 
-    def __init__(self, path: Path, *, go_on: bool = False) -> None:
+    def __init__(self, path: Path, *, go_on: bool = False, limit: int = MAX_SPANS) -> None:
         """go_on: keep what an earlier attempt wrote there. Call `process` before the first span."""
-        self.dropped = 0
+        self.limit, self.dropped = limit, 0
         self._pending: list[bytes] = []
         self._spans = self._process = 0
         old = path.read_bytes() if go_on and path.exists() else b""
@@ -359,11 +392,12 @@ class TraceFile:
         self._process += 1
         self._put((b",\n" if self._process > 1 else b"") + self._meta("process_name", name))
 
-    def span(self, name: str, start_s: float, duration_s: float, track: str, args: Mapping[str, Any]) -> None:
-        if self._spans >= MAX_SPANS:
+    def span(self, span: Span) -> None:
+        if self._spans >= self.limit:
             self.dropped += 1
             return
         self._spans += 1
+        name, start_s, duration_s, track, args = span
         if track not in self._tracks:
             self._tracks[track] = len(self._tracks)
             self._pending.append(self._meta("thread_name", track, self._tracks[track]))
@@ -378,13 +412,6 @@ class TraceFile:
         self._pending.append(strict_json({**event, "args": args} if args else event).encode())
         if len(self._pending) >= 512 or time.monotonic() >= self._flush_at:
             self.flush()
-
-    def groups(self, groups: Sequence[GroupTiming], start_s: float = 0.0) -> None:
-        """The exchange of a step that began at `start_s`: a span for each group."""
-        for group in groups:
-            args = {"algorithm": group.algorithm, "bytes": group.bytes}
-            seconds = group.end_s - group.start_s
-            self.span(f"group {group.index}", start_s + group.start_s, seconds, "exchange", args)
 
     def flush(self) -> None:
         if self._pending:
@@ -412,6 +439,20 @@ class TraceFile:
         self._end += len(events)
 
 
+def group_spans(groups: Sequence[GroupTiming], start_s: float = 0.0) -> list[Span]:
+    """The exchange of a step that began at `start_s`."""
+    return [
+        Span(
+            f"group {group.index}",
+            start_s + group.start_s,
+            group.end_s - group.start_s,
+            "exchange",
+            {"algorithm": group.algorithm, "bytes": group.bytes},
+        )
+        for group in groups
+    ]
+
+
 def write_trace(path: str | Path, steps: Mapping[str, StepTiming]) -> None:
     """Predicted or measured steps below each other in one trace; the keys are their titles."""
     try:
@@ -419,8 +460,9 @@ def write_trace(path: str | Path, steps: Mapping[str, StepTiming]) -> None:
         for title, timing in steps.items():
             trace.process(title)
             for part, start_s, end_s in timing.parts():
-                trace.span(part.replace("_", " "), start_s, end_s - start_s, "compute", {})
-            trace.groups(timing.groups)
+                trace.span(Span(part.replace("_", " "), start_s, end_s - start_s, "compute", {}))
+            for span in group_spans(timing.groups):
+                trace.span(span)
         trace.close()
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from None
@@ -501,7 +543,10 @@ class _Tensorboard:
 
 def commit() -> str | None:
     """Of the checkout this runs from, "-dirty" when tracked files differ from it; null outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():  # an installed package may lie inside a checkout of something else
+        return None
+    git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
     except (OSError, subprocess.SubprocessError):

@@ -16,7 +16,7 @@ def add(verb: AddVerb) -> None:
     parser.add_argument("--gpus", type=positive, metavar="N", help="Number of GPUs. [default: the recipe's]")
     parser.add_argument("--output", metavar="FILE", help="Write the plan, for `hyperbatch train --plan FILE`.")
     parser.add_argument("--trace", metavar="FILE", help="Write the timeline of a step for Perfetto.")
-    parser.add_argument("--plot", metavar="FILE", help="Draw the timeline of a step as an SVG picture.")
+    parser.add_argument("--plot", metavar="FILE", help="Draw the step and its alternatives as an SVG picture.")
     parser.add_argument("--strategy", choices=STRATEGIES, help="How to group the gradients. [default: optimal]")
 
     parser = verb("simulate", _simulate, "Predict the time and the cost of a run on a cluster.")
@@ -48,9 +48,9 @@ def _plan(args: argparse.Namespace) -> int:
 
         write_trace(Path(args.trace), steps)
     if args.plot:
-        from hyperbatch.report.picture import timeline_picture, write_picture
+        from hyperbatch.report.picture import plan_picture, write_picture
 
-        write_picture(Path(args.plot), timeline_picture(steps))
+        write_picture(Path(args.plot), plan_picture(plan))
     if args.output:
         from hyperbatch.plan.files import save_plan
 

@@ -5,13 +5,13 @@ Steps are logged one stride late: their losses travel to the host behind them, a
 
 from __future__ import annotations
 
-import os
+import itertools
 import platform
-import socket
 import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import hyperbatch
 from hyperbatch.callbacks import NO_HOOKS, CheckpointEvent, EvalEvent, Hooks, StartEvent, StepEvent
 from hyperbatch.checkpoint import Checkpoint
 from hyperbatch.comm.sync import PhaseTiming
@@ -29,17 +28,20 @@ from hyperbatch.engine.console import Console
 from hyperbatch.engine.ending import words_of
 from hyperbatch.engine.evaluate import ClassScores, Score
 from hyperbatch.engine.guard import LossGuard
+from hyperbatch.engine.hardware import Gauges, environment
 from hyperbatch.engine.ranks import Ranks, gather
 from hyperbatch.engine.rollback import Rollback
 from hyperbatch.engine.run import Run
 from hyperbatch.engine.steptimer import Marks, StepTimer
 from hyperbatch.engine.stragglers import Stragglers
+from hyperbatch.engine.tracing import Tracer
 from hyperbatch.mllog import MlperfEvents
 from hyperbatch.plan.types import GroupTiming, StepTiming
-from hyperbatch.record import Result, RunRecord, RunWriter
+from hyperbatch.record import Result, RunRecord, RunWriter, Span, commit
 from hyperbatch.schedule import EpochGrid, Step, Stride, total_steps
 
 LOOK_STEPS = 100  # without a line, after which losses are looked at nevertheless
+LAYER_LINES = 48  # of a whole run, about: the columns of the report's heat map
 
 
 class _Booked(NamedTuple):
@@ -54,9 +56,11 @@ class _Pending(NamedTuple):
     arrived: torch.cuda.Event | None  # when the values are there
     end_s: float  # run time when the last was launched
     trained_s: float  # of that, training alone
+    traced_s: float  # the trace's time then
     marks: Marks
     groups: tuple[GroupTiming, ...]
     phases: tuple[PhaseTiming, ...]
+    layers: tuple[list[str], Tensor] | None  # names and trust ratios after the last, on the host
 
 
 class Journal:
@@ -80,10 +84,16 @@ class Journal:
         self.config, self.out, self.clock = config, out, clock
         self._rank = ranks.rank
         self._hooks = hooks if ranks.rank == 0 else NO_HOOKS
-        self._written: deque[CheckpointEvent] = deque()  # that nobody has been told of
+        self._written: deque[tuple[CheckpointEvent, Span]] = deque()  # that nobody has been told of
         self._words: dict[str, Any] = {}  # of the rank whose failure ended the run
         chief = ranks.rank == 0
-        self.writer = RunWriter(out, resume_from_step=resume_from_step) if chief and out is not None else None
+        self.writer = None
+        if chief and out is not None:
+            self.writer = RunWriter(out, resume_from_step=resume_from_step, world_size=ranks.world_size)
+        self._code = {
+            "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "commit": None if self.writer is None else commit(),
+        }
         self.mlperf = MlperfEvents(self.writer, config, platform=platform.node()) if self.writer is not None else None
         if self.mlperf is not None:
             self.mlperf.init_start()
@@ -97,6 +107,10 @@ class Journal:
         self._stragglers: Stragglers | None = None
         self._timings: deque[StepTiming] = deque(maxlen=256)
         self._steps_per_launch = 1  # of the longest stride
+        self._gauges: Gauges | None = None
+        self._adapted: set[str] = set()  # layers whose trust ratios are written
+        self._layers_every_steps = 1
+        self.tracer = Tracer(self.writer, ranks, enabled=out is not None)
 
     def __enter__(self) -> Self:
         return self
@@ -133,7 +147,11 @@ class Journal:
     def start(self, run: Run, evals: EpochGrid, guard: LossGuard) -> None:
         """The run's time begins right after it. guard: looks at all losses."""
         self.run, self._evals, self._guard, self._stragglers = run, evals, guard, Stragglers(run.ranks)
+        self._gauges = Gauges(run.learner.device) if self.out is not None else None
+        self._adapted = run.learner.optimizer.adapted_names() if self.writer is not None else set()
         samples, epochs = len(run.train_set), self.config.schedule.epochs
+        limit = self.config.run.max_steps or total_steps(run.phases, samples, epochs)
+        self._layers_every_steps = max(1, min(limit, total_steps(run.phases, samples, epochs)) // LAYER_LINES)
         self._last_s, self._last_position = self.clock.train_s, run.progress.position
         for note in run.warnings:
             self.console.say(f"note: {note}")
@@ -150,6 +168,9 @@ class Journal:
                 accumulation=run.phases[0].accumulation,
             )
             self.mlperf.block_start(run.epoch, min(epochs, evals.next_epoch(run.epoch)))
+        # A run that goes on has its pauses behind it, too.
+        before_s = sum(seconds for account, seconds in self.clock.seconds.items() if account != "init")
+        self.tracer.start(before_s)
 
     def stride(self, run: Run, stride: Stride, losses: Tensor, rates: Sequence[float], timer: StepTimer) -> None:
         """Books a stride just launched, and writes the one before it."""
@@ -164,14 +185,22 @@ class Journal:
         # On a GPU reading group times waits for the device, so a few steps must do.
         sampled = run.learner.device.type == "cpu" or any(step.index % 100 == 50 for step in stride)
         groups, phases = (run.learner.sync.timings(), run.learner.sync.phases()) if sampled else ((), ())
-        arrived = None
-        if losses.is_cuda:
-            on_host = torch.empty(losses.shape, dtype=losses.dtype, pin_memory=True)
-            on_host.copy_(losses, non_blocking=True)
-            losses, arrived = on_host, torch.cuda.Event()
+        layers, arrived = None, None
+        if self._adapted and any((step.index + 1) % self._layers_every_steps == 0 for step in stride):
+            stats = run.learner.optimizer.layer_stats()  # of no layer, where every step so far was skipped
+            names = [name for part in stats for name in part.names]
+            layers = (names, to_host(torch.cat([part.trust for part in stats]))) if names else None
+        losses = to_host(losses)
+        if run.learner.device.type == "cuda":
+            arrived = torch.cuda.Event()
             arrived.record()
-        end_s, trained_s = self.clock.run_s, self.clock.train_s
-        self._pending = _Pending(booked, losses, own, arrived, end_s, trained_s, timer.marks(), groups, phases)
+        if self._gauges is not None:
+            self._gauges.look()
+        end_s, trained_s, traced_s = self.clock.run_s, self.clock.train_s, self.tracer.now_s
+        marks = timer.marks()
+        self._pending = _Pending(
+            booked, losses, own, arrived, end_s, trained_s, traced_s, marks, groups, phases, layers
+        )
 
     def flush(self) -> None:
         """Writes what is pending and looks at the loss of every step so far, also of those that get no line."""
@@ -207,7 +236,7 @@ class Journal:
     def _write(self) -> None:
         if self._pending is None or self.run is None or self._stragglers is None:
             return
-        booked, losses, own, arrived, end_s, trained_s, marks, groups, phases = self._pending
+        booked, losses, own, arrived, end_s, trained_s, traced_s, marks, groups, phases, layers = self._pending
         self._pending = None
         if arrived is not None:
             arrived.synchronize()  # with that stride only: the one queued behind it goes on
@@ -242,19 +271,12 @@ class Journal:
             if self._hooks.wants("on_step"):
                 self._hooks.tell("on_step", StepEvent(**line))
             self.console.step(step.index + 1, epoch, loss, rate, images_per_s)
-        if self.writer is not None:
-            start_s = end_s - marks.steps * timing.step_s
-            for name, begin, end in marks.spans():
-                self.writer.span(name, start_s + begin, end - begin, track="engine", step=last.index + 1)
-            self.writer.groups(groups, start_s)
-            for phase in phases:  # a track each, since chunks of a pipelined torus overlap
-                self.writer.span(
-                    f"group {phase.index}",
-                    start_s + forward_end + phase.start_s,
-                    phase.end_s - phase.start_s,
-                    track=phase.phase,
-                    bytes=phase.bytes,
-                )
+        if layers is not None and self.writer is not None:
+            known = zip(layers[0], layers[1].tolist(), strict=True)
+            trust_ratios = {name: ratio for name, ratio in known if name in self._adapted}
+            epoch = position / len(self.run.train_set)
+            self.writer.layers(step=last.index + 1, epoch=epoch, time_s=end_s, trust_ratios=trust_ratios)
+        self.tracer.step(marks, groups, phases, end_s=traced_s, step=last.index + 1)
 
     def _has_line(self, step: Step) -> bool:
         return step.index % self.config.run.log_every_steps == 0
@@ -298,17 +320,22 @@ class Journal:
             self._hooks.tell("on_eval", EvalEvent(step=step, epoch=epoch, time_s=now, scores=score.to_dict()))
         self.console.eval(step, epoch, score, self.config.run.target_top1)
 
-    def checkpoint(self, saved: Checkpoint, path: Path) -> None:
-        """A checkpoint is on the disk. The thread that wrote it calls this; callbacks are told by the run's own."""
-        if self._hooks.wants("on_checkpoint"):
-            progress = saved.progress
-            best = progress.best_step == progress.step
-            epoch = progress.position / saved.train_samples
-            self._written.append(CheckpointEvent(step=progress.step, epoch=epoch, path=str(path), best=best))
+    def checkpoint(self, saved: Checkpoint, path: Path, seconds: float) -> None:
+        """A checkpoint is on the disk, and writing it took so long. The thread that wrote it calls this; callbacks and
+        the trace are told by the run's own."""
+        progress = saved.progress
+        best = progress.best_step == progress.step
+        epoch = progress.position / saved.train_samples
+        event = CheckpointEvent(step=progress.step, epoch=epoch, path=str(path), best=best)
+        span = Span("write", self.tracer.now_s - seconds, seconds, "checkpoint file", {"step": progress.step})
+        self._written.append((event, span))
 
     def _tell_checkpoints(self) -> None:
         while self._written:
-            self._hooks.tell("on_checkpoint", self._written.popleft())
+            event, span = self._written.popleft()
+            self.tracer.add(span)
+            if self._hooks.wants("on_checkpoint"):
+                self._hooks.tell("on_checkpoint", event)
 
     def unreadable(self, lines: list[str]) -> None:
         """Books validation images that this rank could not read."""
@@ -320,27 +347,43 @@ class Journal:
         self.clock.switch("pause")
         if self.mlperf is not None:
             self.mlperf.run_stop(run.reached)
+        self.tracer.finish()
         if self.writer is not None:
             self.writer.close()
         by_class = run.validation.by_class()
         bad_samples = of_all_ranks(self._bad_samples(run), run.ranks)
-        record = self._record(run, bad_samples=bad_samples, by_class=by_class, error=error)
+        ranks = gather(self._gauges.to_dict() if self._gauges is not None else {}, run.ranks)
+        record = self._record(run, bad_samples=bad_samples, by_class=by_class, ranks=ranks, error=error)
         if self.writer is not None:
             record.save(self.writer.folder)
         return record
+
+    def _about_ranks(self, ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What each rank has told at the end, and the means of its steps."""
+        means = self._stragglers.means() if self._stragglers else []
+        return [
+            {"rank": rank, **about, **seconds}
+            for rank, (about, seconds) in enumerate(itertools.zip_longest(ranks, means, fillvalue={}))
+        ]
 
     def _bad_samples(self, run: Run) -> list[str]:
         return [*run.loader.bad_samples, *self._unreadable]
 
     def _record(
-        self, run: Run, *, bad_samples: list[str], by_class: ClassScores | None = None, error: str = ""
+        self,
+        run: Run,
+        *,
+        bad_samples: list[str],
+        by_class: ClassScores | None = None,
+        ranks: Sequence[dict[str, Any]] = (),
+        error: str = "",
     ) -> RunRecord:
         progress, clock, samples = run.progress, self.clock.state_dict(), len(run.train_set)
         firsts = [total_steps(run.phases[:i], samples, p.from_position / samples) for i, p in enumerate(run.phases)]
         return RunRecord(
             recipe=self.config.recipe,
             config=self.config.to_dict(),
-            environment=environment(run) | {"steps_per_launch": self._steps_per_launch},
+            environment=self._code | environment(run) | {"steps_per_launch": self._steps_per_launch},
             world_size=run.ranks.world_size,
             grid=str(run.learner.comm.grid),
             result=Result(
@@ -372,13 +415,23 @@ class Journal:
             skipped_steps=0 if error else run.learner.scaler.state_dict()["skipped"],
             classes=list(run.train_set.classes),
             by_class={} if by_class is None else by_class.to_dict(),
-            data=run.loader.report().to_dict(),
+            data=run.loader.report().to_dict()
+            | {"train_samples": samples, "eval_samples": len(run.eval_set), "classes": len(run.train_set.classes)},
             timing=typical(list(self._timings)).to_dict() if self._timings else {},
             stragglers=[slow.to_dict() for slow in self._stragglers.found()] if self._stragglers else [],
+            ranks=self._about_ranks(ranks),
             rollbacks=progress.rollbacks,
             folder=str(self.out or ""),
             error=error,
         )
+
+
+def to_host(values: Tensor) -> Tensor:
+    """The values, or a copy on the host that will be there once the device has come so far."""
+    if not values.is_cuda:
+        return values
+    on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return on_host.copy_(values, non_blocking=True)
 
 
 def of_all_ranks(lines: list[str], ranks: Ranks) -> list[str]:
@@ -395,26 +448,3 @@ def typical(timings: list[StepTiming]) -> StepTiming:
     late = timings[len(timings) // 2 :]
     middle = statistics.median_low([t.step_s for t in late])
     return next(t for t in late if t.step_s == middle)
-
-
-def environment(run: Run) -> dict[str, Any]:
-    """What the result was obtained with."""
-    device = (
-        torch.cuda.get_device_name(run.learner.device)
-        if run.learner.device.type == "cuda"
-        else platform.processor() or "cpu"
-    )
-    return {
-        "hyperbatch": hyperbatch.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cuda": torch.version.cuda,
-        "device": device,
-        "device_type": run.learner.device.type,
-        "host": socket.gethostname(),
-        "cores": os.cpu_count(),
-        "threads_per_rank": torch.get_num_threads(),
-        "launcher": run.ranks.launcher,
-        "fused_kernels": run.learner.fused,
-        "cuda_graph": run.learner.arena.pinned,
-    }

@@ -203,7 +203,7 @@ def save(run: Run, journal: Journal, guard: Guard, saver: Saver) -> None:
     journal.flush()
     run.learner.sync.check()
     guard.check()
-    with run.clock.booked("pause"):
+    with run.clock.booked("pause"), journal.tracer.span("checkpoint", step=run.progress.step):
         saver.save()
 
 
@@ -276,7 +276,7 @@ def micro_step(
 def evaluate_run(run: Run, journal: Journal) -> bool:
     """Evaluates, books the result, and says whether that ends the run: the target is reached, or patience is over."""
     journal.eval_start(run)
-    with run.clock.booked("eval"):
+    with run.clock.booked("eval"), journal.tracer.span("evaluation", step=run.progress.step):
         score = run.validation.evaluate()
     run.progress.evaluated_s, run.progress.evaluated_step = run.clock.run_s, run.progress.step
     journal.unreadable(run.validation.bad_samples)

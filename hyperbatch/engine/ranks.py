@@ -366,6 +366,17 @@ def gather(value: Any, ranks: Ranks) -> list[Any]:
     return values
 
 
+def gather_on_first(value: Any, ranks: Ranks) -> list[Any]:
+    """The value of every rank on rank 0, for what is too large to go everywhere; nothing on the others."""
+    if ranks.world_size == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values = [None] * ranks.world_size if ranks.rank == 0 else None
+    dist.gather_object(value, values, dst=0, group=host_group())
+    return values or []
+
+
 def share(value: Any, ranks: Ranks) -> Any:
     """Rank 0's value on every rank."""
     if ranks.world_size == 1:

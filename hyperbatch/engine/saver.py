@@ -41,10 +41,10 @@ class Saver:
         out: Path | None,
         *,
         warn: Callable[[str], None],
-        written: Callable[[Checkpoint, Path], None] | None = None,
+        written: Callable[[Checkpoint, Path, float], None] | None = None,
     ) -> None:
         """out: the run's folder; None, or a run that keeps no checkpoints: `save` does nothing. warn, and written with
-        each checkpoint that is on the disk: are called by the thread."""
+        each checkpoint that is on the disk, and the seconds that it took: are called by the thread."""
         config = run.config.run
         self._run, self._warn, self._tell = run, warn, written
         self._folder = out / "checkpoints" if out is not None and config.keep_checkpoints else None
@@ -100,7 +100,7 @@ class Saver:
 
     def _written(self, folder: Path, saved: Checkpoint) -> bool:
         """In the thread."""
-        config = self._run.config.run
+        config, start_s = self._run.config.run, time.perf_counter()
         try:
             path = checkpoint.save(folder, owned(saved), keep=config.keep_checkpoints, keep_best=config.keep_best)
         except OSError as error:
@@ -108,7 +108,7 @@ class Saver:
             self._warn(f"the checkpoint of step {step} could not be written: {reason}; the run goes on without it")
             return False
         if self._tell is not None:
-            self._tell(saved, path)
+            self._tell(saved, path, time.perf_counter() - start_s)
         return True
 
     def __enter__(self) -> Self:

@@ -98,7 +98,12 @@ class Stragglers:
 
     def found(self) -> list[Straggler]:
         """Over the run so far."""
-        if not self._windows:
-            return []
-        means = torch.tensor(self._windows, dtype=torch.float64).mean(0)
-        return slow_ranks(means.tolist(), self._hosts)
+        return slow_ranks(self._means(), self._hosts) if self._windows else []
+
+    def means(self) -> list[dict[str, float]]:
+        """Of each rank, the mean seconds of each phase and of a whole step (`forward_s`, `step_s`); empty for one rank,
+        and before the first comparison."""
+        return [dict(zip((f"{phase}_s" for phase in (*OWN, "step")), row, strict=True)) for row in self._means()]
+
+    def _means(self) -> list[list[float]]:
+        return torch.tensor(self._windows, dtype=torch.float64).mean(0).tolist() if self._windows else []

@@ -379,8 +379,12 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     def trust_ratios(self) -> dict[str, float]:
         """Last step's trust ratio of each adapted parameter, by name where param groups carry names. Synchronises."""
-        adapted = {name for group, names in self.group_names() if group.get("adapt", True) for name in names}
+        adapted = self.adapted_names()
         return {name: trust for name, (_, _, trust) in self.layer_norms().items() if name in adapted}
+
+    def adapted_names(self) -> set[str]:
+        """Parameters that get a trust ratio."""
+        return {name for group, names in self.group_names() if group.get("adapt", True) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but fp32 state stays fp32 beside 16-bit weights (torch casts it), and stays in the arena."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -128,6 +129,18 @@ def load_cluster(name_or_file: str | Path) -> Cluster:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"machine file {path}: not valid TOML ({error})") from None
     return parse_cluster(values, name=path.stem, where=str(path))
+
+
+def cluster_of_device(device: str) -> Cluster | None:
+    """A built-in cluster of the GPU that calls itself so ("NVIDIA H200"), the smallest that is not rented by the hour
+    where there are several; `local` for "", which is a CPU."""
+    if not device:
+        return load_cluster("local")
+    words = set(re.findall(r"[A-Za-z]+[0-9]+", device.upper()))
+    built_in = [load_cluster(name) for name in cluster_names()]
+    same = [cluster for cluster in built_in if words & set(re.findall(r"\b[A-Z]+[0-9]{2,}\b", cluster.device.name))]
+    rented = {cluster.name: cluster.price_usd_per_device_hour is not None for cluster in same}
+    return min(same, key=lambda cluster: (rented[cluster.name], cluster.devices), default=None)
 
 
 def parse_cluster(values: Mapping[str, Any], *, name: str, where: str) -> Cluster:

@@ -18,13 +18,14 @@ from hyperbatch.report.runs import AXES
 WIDTH, HEIGHT = 540, 250
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 14, 30
 COLORS = 8
+MOST_LABELS = 8  # of a logarithmic axis
 
 Scale = Callable[[float], float]
 
 
 @dataclass(kw_only=True, slots=True)
 class Line:
-    """One curve of one run. `faint` is the raw data behind a smoothed curve."""
+    """One curve of one run. `faint` is the raw data behind a smoothed curve. `texts` stand beside its points."""
 
     label: str
     color: int
@@ -33,6 +34,17 @@ class Line:
     faint: bool = False
     stairs: bool = False
     dots: bool = False
+    texts: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, slots=True)
+class Band:
+    """The range in which a curve may lie, in its colour."""
+
+    color: int
+    x: dict[str, list[float]]
+    low: list[float]
+    high: list[float]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,13 +53,14 @@ class Chart:
     title: str
     form: str  # how values are written: percent, number or count
     lines: list[Line]
+    bands: list[Band] = field(default_factory=list)
+    about: str = ""  # what the panel shows, in a sentence
     from_zero: bool = True
     ceiling: float | None = None
     target: float | None = None
     axes: tuple[str, ...] = tuple(AXES)
     log_x: bool = False
     log_y: bool = False
-    width: int = WIDTH
     notes: list[str] = field(default_factory=list)
 
 
@@ -78,7 +91,8 @@ def time_unit(longest_s: float) -> tuple[str, float]:
 
 def y_range(chart: Chart) -> tuple[float, float]:
     """The middle 99 % of what is drawn: one wild first step must not flatten the rest."""
-    values = sorted(v for line in chart.lines for v in line.y if math.isfinite(v))
+    drawn = [*(line.y for line in chart.lines), *(y for band in chart.bands for y in (band.low, band.high))]
+    values = sorted(v for y in drawn for v in y if math.isfinite(v))
     if not values:
         return 0.0, chart.ceiling or 1.0
     trim = len(values) // 200
@@ -99,27 +113,35 @@ def draw(chart: Chart) -> Html:
             "svg",
             marks(chart),
             el("g", cls="hover"),
-            viewBox=f"0 0 {chart.width} {HEIGHT}",
+            viewBox=f"0 0 {WIDTH} {HEIGHT}",
             role="img",
             aria_label=f"{chart.title}: {in_words(chart)}",
             data_key=chart.key,
             data_right=",".join(f"{_longest(chart, axis):.6g}" for axis in chart.axes),
             data_y=",".join(f"{tick:.6g}" for tick in (_y_ticks(chart)[0], _y_ticks(chart)[-1])),
         )
-    notes = [el("p", note, cls="note") for note in chart.notes]
-    cls = "wide" if chart.width > WIDTH else None
-    return el("figure", el("figcaption", chart.title), el("div", body, cls="scroll" if cls else None), notes, cls=cls)
+    notes = [el("p", note, cls="note") for note in filter(None, [*chart.notes, said(chart)])]
+    caption = el("figcaption", el("span", chart.title), el("span", cls="read"))
+    return el("figure", caption, el("div", body), notes)
+
+
+def said(chart: Chart) -> str:
+    """What is said about the panel: its own sentence, and which axes are logarithmic."""
+    bent = [name for name, log in (("x", chart.log_x), ("y", chart.log_y)) if log]
+    scale = f"Logarithmic {' and '.join(bent)} {'axes' if len(bent) > 1 else 'axis'}." if bent else ""
+    return " ".join(filter(None, [chart.about, scale]))
 
 
 def marks(chart: Chart) -> list[Html]:
-    """What is inside the chart's picture, chart.width by HEIGHT: grid, axes and curves."""
+    """What is inside the chart's picture, WIDTH by HEIGHT: grid, axes and curves."""
     y_ticks = _y_ticks(chart)
+    named = labelled(y_ticks) if chart.log_y else y_ticks
     y_of = _scale(y_ticks[0], y_ticks[-1], HEIGHT - BOTTOM, TOP, log=chart.log_y)
     form = {"percent": lambda v: units.percent(v, 1), "number": units.number, "count": units.count}[chart.form]
     grid = [
         [
-            el("line", x1=LEFT, x2=chart.width - RIGHT, y1=f"{y_of(tick):.1f}", y2=f"{y_of(tick):.1f}", cls="grid"),
-            el("text", form(tick), x=LEFT - 8, y=f"{y_of(tick) + 4:.1f}", text_anchor="end"),
+            el("line", x1=LEFT, x2=WIDTH - RIGHT, y1=f"{y_of(tick):.1f}", y2=f"{y_of(tick):.1f}", cls="grid"),
+            el("text", form(tick), x=LEFT - 8, y=f"{y_of(tick) + 4:.1f}", text_anchor="end") if tick in named else None,
         ]
         for tick in y_ticks
     ]
@@ -127,13 +149,13 @@ def marks(chart: Chart) -> list[Html]:
         y = y_of(chart.target)
         grid.append(
             [
-                el("line", x1=LEFT, x2=chart.width - RIGHT, y1=f"{y:.1f}", y2=f"{y:.1f}", cls="target"),
+                el("line", x1=LEFT, x2=WIDTH - RIGHT, y1=f"{y:.1f}", y2=f"{y:.1f}", cls="target"),
                 el("text", f"target {units.percent(chart.target)}", x=LEFT + 6, y=f"{y + 15:.1f}", cls="target"),
             ]
         )
     clip = el(
         "clipPath",
-        el("rect", x=LEFT, y=0, width=chart.width - LEFT, height=HEIGHT - BOTTOM + 4),
+        el("rect", x=LEFT - 5, y=0, width=WIDTH - LEFT + 5, height=HEIGHT - BOTTOM + 4),
         id=f"clip-{chart.key}",
     )
     several = len(chart.axes) > 1  # the page shows one of them
@@ -169,6 +191,12 @@ def log_ticks(low: float, high: float) -> list[float]:
     return steps[first : max(last, first + 1) + 1]
 
 
+def labelled(log: list[float]) -> list[float]:
+    """Of logarithmic ticks, those that have room for their number: all, or the powers of ten."""
+    tens = [tick for tick in log if abs(math.log10(tick) - round(math.log10(tick))) < 1e-9]
+    return log if len(log) <= MOST_LABELS or len(tens) < 2 else tens
+
+
 def _longest(chart: Chart, axis: str) -> float:
     return max((v for line in chart.lines for v in line.x[axis] if math.isfinite(v)), default=1.0) or 1.0
 
@@ -185,36 +213,69 @@ def in_words(chart: Chart) -> str:
 
 
 def _axis(chart: Chart, axis: str, y_of: Scale) -> list[Html]:
-    """The x ticks and the curves against one axis. A logarithmic one has its ticks at the values that occur."""
+    """The x ticks and the curves against one axis. A logarithmic one of counts (GPUs, images) has its ticks at those
+    that occur, any other at round numbers."""
     longest = _longest(chart, axis)
     unit, scale = time_unit(longest) if axis == "time" else ("", 1.0)
+    every, least = [], 0.0
     if chart.log_x:
-        least = min(v for line in chart.lines for v in line.x[axis])
         known = sorted({v for line in chart.lines for v in line.x[axis]})
-        inside = known if len(known) <= 8 else [tick for tick in log_ticks(least, longest) if least <= tick <= longest]
+        counts = all(float(v).is_integer() for v in known)
+        every = known if counts else log_ticks(known[0], known[-1])
+        least, longest = every[0], every[-1]
+        inside = every[:: -(-len(every) // MOST_LABELS)] if counts else labelled(every)
     else:
-        least = 0.0
         inside = [tick for tick in ticks(0, longest / scale, 6) if tick * scale <= longest * 1.0001]
-    x_of = _scale(least, longest, LEFT, chart.width - RIGHT, log=chart.log_x)
+    x_of = _scale(least, longest, LEFT, WIDTH - RIGHT, log=chart.log_x)
     drawn = []
+    for tick in every:
+        place = f"{x_of(tick):.1f}"
+        drawn.append(el("line", x1=place, x2=place, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM + 4, cls="base"))
     for tick in inside:
         # The unit stands at the last tick, as one reads it.
         suffix = f" {unit or AXES.get(axis, axis)}" if tick == inside[-1] else ""
-        near_edge = x_of(tick * scale) > chart.width - RIGHT - 40 and suffix
+        near_edge = x_of(tick * scale) > WIDTH - RIGHT - 40 and suffix
         drawn.append(
             el(
                 "text",
                 f"{tick:,g}{suffix}",
-                x=f"{chart.width - 2 if near_edge else x_of(tick * scale):.1f}",
+                x=f"{WIDTH - 2 if near_edge else x_of(tick * scale):.1f}",
                 y=HEIGHT - 10,
                 text_anchor="end" if near_edge else "middle",
             )
         )
-    drawn.append(el("line", x1=LEFT, x2=chart.width - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM, cls="base"))
-    curves = [_curve(line, axis, x_of, y_of) for line in chart.lines]
+    drawn.append(el("line", x1=LEFT, x2=WIDTH - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM, cls="base"))
+    curves = [_area(band, axis, x_of, y_of) for band in chart.bands]
+    curves += [_curve(line, axis, x_of, y_of) for line in chart.lines]
     if chart.target is not None:
         curves += [_ring(line, axis, chart.target, x_of, y_of) for line in chart.lines]
-    return [*drawn, el("g", curves, clip_path=f"url(#clip-{chart.key})")]
+    texts = _texts(chart.lines, axis, x_of, y_of)
+    return [*drawn, el("g", curves, clip_path=f"url(#clip-{chart.key})"), *texts]
+
+
+def _area(band: Band, axis: str, x_of: Scale, y_of: Scale) -> Html:
+    there = [(x, y) for x, y in zip(band.x[axis], band.high, strict=True) if math.isfinite(y)]
+    back = [(x, y) for x, y in zip(band.x[axis], band.low, strict=True) if math.isfinite(y)][::-1]
+    points = "L".join(f"{x_of(x):.1f} {y_of(y):.1f}" for x, y in (*there, *back))
+    return el("path", d=f"M{points}Z" if points else "", cls="band", fill=color(band.color))
+
+
+def _texts(lines: list[Line], axis: str, x_of: Scale, y_of: Scale) -> list[Html]:
+    """Beside the points: above or below, to the right or the left, or not at all where others stand already."""
+    out: list[Html] = []
+    taken: list[tuple[float, float, float]] = []  # left and right end, and base line
+    for line in lines:
+        for text, x_value, y_value in zip(line.texts, line.x[axis], line.y, strict=False):
+            wide = 7 * len(text)  # about
+            for side, below in ((1, False), (1, True), (-1, True), (-1, False)):
+                left = x_of(x_value) + (8 if side > 0 else -8 - wide)
+                base = y_of(y_value) + (16 if below else -6)
+                clear = all(left + wide < a or b < left or abs(base - y) > 13 for a, b, y in taken)
+                if clear and left >= LEFT and left + wide <= WIDTH and TOP - 8 <= base <= HEIGHT - BOTTOM:
+                    taken.append((left, left + wide, base))
+                    out.append(el("text", text, x=f"{left:.1f}", y=f"{base:.1f}", cls="ink"))
+                    break
+    return out
 
 
 def _curve(line: Line, axis: str, x_of: Scale, y_of: Scale) -> list[Html]:

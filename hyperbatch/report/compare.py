@@ -60,7 +60,7 @@ def comparison(runs: list[Run]) -> Html:
             "Times count training and evaluation, from the first training sample.",
             " TTA is test-time augmentation: the mean answer to several views of each image." if with_views else "",
         ),
-        table(head, rows, numeric=set(range(2, 3 + len(columns))), cls="compare"),
+        table(head, rows, numeric=set(range(2, 3 + len(columns))), cls="compare stack"),
     )
 
 
@@ -82,7 +82,9 @@ def differences(runs: list[Run]) -> Html | None:
     if not rows:
         return sections.card("What differs", "The runs have the same configuration.")
     head = ["field", *(join(swatch(runs.index(run)), run.name) for run in known)]
-    return sections.card("What differs", "Every other field is the same in all of them.", table(head, rows))
+    return sections.card(
+        "What differs", "Every other field is the same in all of them.", table(head, rows, cls="stack")
+    )
 
 
 def _value(run: Run, section: str, name: str) -> str:

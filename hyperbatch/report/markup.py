@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from typing import Any
 
 VOID = {"br", "meta", "path", "line", "rect", "circle", "input"}
@@ -40,11 +41,14 @@ def join(*children: Any) -> Html:
 
 
 def table(head: list[Any], rows: list[list[Any]], *, numeric: set[int] | None = None, cls: str | None = None) -> Html:
-    """A table whose columns in `numeric` are set right; it scrolls sideways where the page is narrow."""
+    """A table whose columns in `numeric` are set right. Where the page is narrow it scrolls sideways; with "stack" in
+    `cls` its rows become blocks of a line for each column instead."""
     numeric = numeric or set()
+    stacked = "stack" in (cls or "").split()
 
     def cell(tag: str, column: int, value: Any) -> Html:
-        return el(tag, value, cls="num" if column in numeric else None)
+        label = html.unescape(re.sub("<[^>]*>", "", str(head[column]))) if stacked and tag == "td" and head else None
+        return el(tag, value, cls="num" if column in numeric else None, data_label=label)
 
     return el(
         "div",

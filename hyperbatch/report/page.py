@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import hyperbatch
 from hyperbatch.report import chart as charts
-from hyperbatch.report import classes, compare, sections, setup, timing, trust, units
+from hyperbatch.report import classes, compare, ranks, sections, setup, timing, trust, units
 from hyperbatch.report.chart import Chart, Line
 from hyperbatch.report.markup import Html, el, join
 from hyperbatch.report.runs import Run, axis_values, sample, smooth
@@ -21,7 +22,8 @@ def render(runs: list[Run]) -> str:
     accuracy, others = drawn[0], drawn[1:]
     body = _single(runs[0], accuracy, others) if len(runs) == 1 else _several(runs, accuracy, others)
     box = [charts.HEIGHT, charts.LEFT, charts.RIGHT, charts.TOP, charts.BOTTOM]
-    points = json.dumps({"box": box, "charts": charts.hover_data(drawn)}, separators=(",", ":"))
+    hover = {"box": box, "charts": charts.hover_data(drawn), "heat": [trust.heat_data(run) for run in runs]}
+    points = json.dumps(hover, separators=(",", ":"))
     # "</" inside the data would end the script element.
     data = el("script", Html(points.replace("</", "<\\/")), type="application/json", id="points")
     footer = f"Drawn by hyperbatch {hyperbatch.__version__} from the run's own files."
@@ -61,7 +63,7 @@ def curves(runs: list[Run]) -> list[Chart]:
         keep = sample(run.steps, points, extremes=("loss", "images_per_s"), changes="global_batch")
         x = {axis: [values[i] for i in keep] for axis, values in axis_values(run.steps).items()}
 
-        def line(values: list[float], *, color=color, run=run, keep=keep, x=x, **options: bool) -> Line:
+        def line(values: list[float], *, color=color, run=run, keep=keep, x=x, **options: Any) -> Line:
             return Line(label=run.name, color=color, x=x, y=[values[i] for i in keep], **options)
 
         loss += [line(run.steps["loss"], faint=True), line(smooth(run.steps["loss"], 0.02))]
@@ -80,7 +82,6 @@ def curves(runs: list[Run]) -> list[Chart]:
             ceiling=1.0,
             from_zero=False,
             target=targets.pop() if len(targets) == 1 else None,
-            width=2 * charts.WIDTH if several else charts.WIDTH,
         ),
         Chart(
             key="loss",
@@ -124,7 +125,14 @@ def _curves_card(title: str, drawn: list[Chart], runs: list[Run]) -> Html:
         el("button", text, type="button", data_set_axis=axis, aria_pressed="true" if axis == "time" else "false")
         for axis, text in (("time", "time"), ("epoch", "epochs"), ("step", "steps"))
     ]
-    key = [el("span", compare.swatch(i), run.name) for i, run in enumerate(runs)] if len(runs) > 1 else None
+    key = [el("span", compare.swatch(i), run.name) for i, run in enumerate(runs)] if len(runs) > 1 else []
+    if any(line.faint for chart in drawn for line in chart.lines):
+        key += [
+            el("span", el("i", cls="stroke faint"), "faint: every step"),
+            el("span", el("i", cls="stroke"), "bold: moving average"),
+        ]
+    if any(chart.target is not None for chart in drawn):
+        key.append(el("span", el("i", cls="ring"), "ring: the target is reached"))
     return el(
         "section",
         el("div", el("h2", title), el("div", buttons, cls="switch", role="group", aria_label="x axis"), cls="head"),
@@ -138,24 +146,34 @@ def top(title: str, where: str) -> Html:
     return el("header", el("h1", title), el("span", where, cls="where"), cls="top")
 
 
-def _single(run: Run, accuracy: Chart, others: list[Chart]) -> Html:
+def _origin(run: Run) -> str:
+    """When and from what the run was made."""
+    env = run.record.environment if run.record else {}
     seed = sections.config_value(run.record, "run", "seed") if run.record else None
-    about = f"seed {seed}" if seed is not None else ""
+    parts = [f"seed {seed}" if seed is not None else "", str(env.get("date") or "").replace("T", " ")]
+    parts.append(f"commit {env['commit']}" if env.get("commit") else "")
+    return " · ".join(filter(None, [*parts, str(run.folder)]))
+
+
+def _single(run: Run, accuracy: Chart, others: list[Chart]) -> Html:
+    device = ranks.device_tile(run)
+    headline = sections.headline(run, *([device] if device else []))
     return join(
-        top(f"{run.record.recipe if run.record else run.name}", " · ".join(filter(None, [about, str(run.folder)]))),
+        top(f"{run.record.recipe if run.record else run.name}", _origin(run)),
         sections.alerts(run),
-        el("section", el("div", sections.headline(run)), charts.draw(accuracy), cls="card hero"),
+        el("section", el("div", headline), charts.draw(accuracy), cls="card hero"),
         _curves_card("Training", others, [run]),
         _details(run),
     )
 
 
-def _details(run: Run) -> Html:
+def _details(run: Run, number: int = 0) -> Html:
     return join(
         timing.where_time_went(run),
+        ranks.ranks(run),
         sections.groups(run),
         classes.by_class(run),
-        trust.trust_ratios(run),
+        trust.trust_ratios(run, number),
         sections.phases(run),
         setup.config(run),
         setup.reproduce(run),
@@ -168,7 +186,7 @@ def _several(runs: list[Run], accuracy: Chart, others: list[Chart]) -> Html:
             "details",
             el("summary", compare.swatch(index), f"{run.name}: {sections.verdict(run)[2]}"),
             sections.alerts(run),
-            _details(run),
+            _details(run, index),
             cls="card",
         )
         for index, run in enumerate(runs)

@@ -2,80 +2,148 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hyperbatch.errors import InputError
+from hyperbatch.plan.planner import Plan
 from hyperbatch.plan.types import StepTiming
 from hyperbatch.report import chart as charts
-from hyperbatch.report.chart import HEIGHT, Chart, Line, color, in_words, marks
+from hyperbatch.report import units
+from hyperbatch.report.chart import HEIGHT, Band, Chart, Line, color, in_words, marks, said, time_unit
 from hyperbatch.report.markup import Html, el
 from hyperbatch.report.style import CHART_CSS
-from hyperbatch.report.timing import GROUP_COLOR, LEFT, STEP, WIDTH, timeline
+from hyperbatch.report.timing import GROUP_COLOR, LEFT, WIDTH, part_names, step_bars, timeline
 
-MARGIN, HEAD = 12, 40  # around a chart; for its title and a line of its key
-KEY_LINE = 16  # for each further line of the key
+MARGIN, TITLE = 12, 26  # around a chart; its title
+LINE = 16  # a line of what is said about it, or of its key
+LETTERS = 88  # of a line that is as wide as a chart
+LONG = {"s": "seconds", "min": "minutes", "h": "hours"}
 
 Series = Mapping[str, Sequence[tuple[float, float]]]
 
 
-def line_chart(title: str, x_name: str, series: Series, *, form: str = "number", log_y: bool = False) -> Chart:
+def line_chart(
+    title: str, x_name: str, series: Series, *, about: str = "", form: str = "number", log_y: bool = False
+) -> Chart:
     """Lines over a logarithmic x axis; x_name is its unit."""
     lines = [
         Line(label=name, color=i, x={x_name: [x for x, _ in points]}, y=[y for _, y in points], dots=len(points) <= 12)
         for i, (name, points) in enumerate(series.items())
     ]
-    return Chart(key="", title=title, form=form, lines=lines, axes=(x_name,), log_x=True, log_y=log_y)
+    return Chart(key="", title=title, about=about, form=form, lines=lines, axes=(x_name,), log_x=True, log_y=log_y)
 
 
 def sweep_charts(values: Mapping[str, Any]) -> list[Chart]:
     """`simulate`'s answer: time to target, speed, efficiency, and cost (or energy) against time."""
     points, name = values["points"], f"{values['recipe']} on {values['cluster']}"
 
-    def against_gpus(title: str, of: Mapping[str, Callable[[Any], float]], **options: Any) -> Chart:
+    def against_gpus(title: str, about: str, of: Mapping[str, Callable[[Any], float]], **options: Any) -> Chart:
         series = {label: [(point["gpus"], get(point)) for point in points] for label, get in of.items()}
-        return line_chart(f"{name}: {title}", "GPUs", series, **options)
+        return line_chart(title, "GPUs", series, about=f"{name}. {about}", **options)
 
-    times = {key: lambda point, key=key: point["time_to_target_s"][key] for key in ("high", "mid", "low")}
     first = points[0]["images_per_s"] / points[0]["gpus"]
     speed = {"predicted": lambda point: point["images_per_s"], "perfect": lambda point: first * point["gpus"]}
     what = "energy_kwh" if any(point["cost_usd"] is None for point in points) else "cost_usd"
     return [
-        against_gpus("seconds to target", times, log_y=True),
-        against_gpus("images per second", speed, form="count", log_y=True),
-        against_gpus("efficiency", {"predicted": lambda point: point["efficiency"]}, form="percent"),
+        time_chart(name, points),
+        against_gpus(
+            "Images per second",
+            "Perfect scaling is the first point's speed per GPU, times the GPUs.",
+            speed,
+            form="count",
+            log_y=True,
+        ),
+        against_gpus(
+            "Efficiency",
+            "The part of a single GPU's speed that each GPU keeps.",
+            {"predicted": lambda point: point["efficiency"]},
+            form="percent",
+        ),
         cost_chart(name, {"predicted": points}, what),
     ]
 
 
-def cost_chart(title: str, sweeps: Mapping[str, Sequence[Mapping[str, Any]]], what: str = "energy_kwh") -> Chart:
+def time_chart(name: str, points: Sequence[Mapping[str, Any]]) -> Chart:
+    """Time to target against GPUs, in a unit that suits it."""
+    times = [point["time_to_target_s"] for point in points]
+    unit, scale = time_unit(max(time["high"] for time in times))
+    x = {"GPUs": [float(point["gpus"]) for point in points]}
+    low, mid, high = ([time[key] / scale for time in times] for key in ("low", "mid", "high"))
+    return Chart(
+        key="",
+        title=f"Time to target, in {LONG[unit]}",
+        about=f"{name}. The band spans the epochs that it may take and the error of a predicted step.",
+        form="number",
+        lines=[Line(label="expected", color=0, x=x, y=mid, dots=len(points) <= 12)],
+        bands=[Band(color=0, x=x, low=low, high=high)],
+        axes=("GPUs",),
+        log_x=True,
+        log_y=True,
+    )
+
+
+def cost_chart(name: str, sweeps: Mapping[str, Sequence[Mapping[str, Any]]], what: str = "energy_kwh") -> Chart:
     """Cost or energy against time to target as the cluster grows: the points of a sweep, or of several."""
-    series = {
-        name: sorted((point["time_to_target_s"]["mid"], point[what]) for point in points)
-        for name, points in sweeps.items()
-    }
-    unit = {"energy_kwh": "kWh", "cost_usd": "US dollars"}[what]
-    return line_chart(f"{title}: {unit} against seconds to target", "s", series, log_y=True)
+    unit, scale = time_unit(max(point["time_to_target_s"]["mid"] for points in sweeps.values() for point in points))
+    title, amount = {"energy_kwh": ("Energy", "kWh"), "cost_usd": ("Cost", "US dollars")}[what]
+    lines = []
+    for index, (label, points) in enumerate(sweeps.items()):
+        ordered = sorted(points, key=lambda point: point["time_to_target_s"]["mid"])
+        x = {unit: [point["time_to_target_s"]["mid"] / scale for point in ordered]}
+        gpus = [units.count(point["gpus"]) for point in ordered]
+        gpus[0] += "" if index else " GPUs"
+        y = [point[what] for point in ordered]
+        lines.append(Line(label=label, color=index, x=x, y=y, dots=True, texts=gpus if len(gpus) <= 12 else []))
+    return Chart(
+        key="",
+        title=f"{title} against time to target",
+        about=f"{name}. {amount} against {LONG[unit]}; a point is marked with its number of GPUs.",
+        form="number",
+        lines=lines,
+        axes=(unit,),
+        log_x=True,
+        log_y=True,
+    )
 
 
 def charts_picture(*shown: Chart) -> str:
-    """Charts in one picture, two in a row."""
+    """Charts in one picture, two in a row, each with its title, what it shows, and its key."""
     columns = min(2, len(shown))
-    keys = [_key([(line.label, line.color) for line in chart.lines if not line.faint]) for chart in shown]
-    head = HEAD + KEY_LINE * max(0, *(lines - 1 for _, lines in keys))
-    width, height = charts.WIDTH + 2 * MARGIN, HEIGHT + head + MARGIN
-    places = [(i % columns * width + MARGIN, i // columns * height) for i in range(len(shown))]
-    panels = []
-    for i, (chart, (x, y)) in enumerate(zip(shown, places, strict=True)):
-        title = el("text", chart.title, x=0, y=18, cls="ink", font_size=13, font_weight=600)
-        body = el("g", marks(replace(chart, key=f"chart{i}")), transform=f"translate(0 {head})")
-        entries = keys[i][0]
-        key = entries if len(entries) > 2 else None  # of more than one name
-        panels.append(el("g", title, key, body, transform=f"translate({x} {y})"))
+    heads = [_head(chart) for chart in shown]
+    rows = [max(height for _, height in heads[i : i + columns]) for i in range(0, len(heads), columns)]
+    width = charts.WIDTH + 2 * MARGIN
+    panels, top = [], 0
+    for row, head_height in enumerate(rows):
+        for i in range(row * columns, min(len(shown), (row + 1) * columns)):
+            body = el("g", marks(replace(shown[i], key=f"chart{i}")), transform=f"translate(0 {head_height})")
+            place = f"translate({i % columns * width + MARGIN} {top})"
+            panels.append(el("g", heads[i][0], body, transform=place))
+        top += head_height + HEIGHT + MARGIN
     words = "; ".join(f"{chart.title}: {in_words(chart)}" for chart in shown)
-    return _file(panels, columns * width, -(-len(shown) // columns) * height, words)
+    return _file(panels, columns * width, top, words)
+
+
+def _head(chart: Chart) -> tuple[list[Html], int]:
+    """What stands above a chart, and its height."""
+    drawn = [_title(chart.title)]
+    y = TITLE
+    for text in textwrap.wrap(said(chart), LETTERS):
+        drawn.append(el("text", text, x=0, y=y + 8))
+        y += LINE
+    named = [(line.label, line.color) for line in chart.lines if not line.faint]
+    if len(named) > 1:
+        entries, lines = _key(named)
+        drawn.append(el("g", entries, transform=f"translate(0 {y - TITLE})"))
+        y += LINE * lines
+    return drawn, y
+
+
+def _title(text: str) -> Html:
+    return el("text", text, x=0, y=18, cls="ink", font_size=13, font_weight=600)
 
 
 def _key(names: Sequence[tuple[str, int]], width: float = charts.WIDTH) -> tuple[list[Html], int]:
@@ -84,21 +152,51 @@ def _key(names: Sequence[tuple[str, int]], width: float = charts.WIDTH) -> tuple
     for name, index in names:
         if x and x + 14 + 7 * len(name) > width:
             x, line = 0, line + 1
-        entries.append(el("rect", x=x, y=26 + KEY_LINE * line, width=9, height=9, rx=3, fill=color(index)))
-        entries.append(el("text", name, x=x + 14, y=34 + KEY_LINE * line))
+        entries.append(el("rect", x=x, y=26 + LINE * line, width=9, height=9, rx=3, fill=color(index)))
+        entries.append(el("text", name, x=x + 14, y=34 + LINE * line))
         x += 30 + 7 * len(name)
     return entries, line + 1
 
 
 def timeline_picture(steps: Mapping[str, StepTiming]) -> str:
     """Steps as time lines to one scale, each under its title."""
+    drawn, height = _timeline(steps)
+    return _file([_at(MARGIN, 0, *drawn)], WIDTH + 2 * MARGIN, height, f"time lines of {', '.join(steps)}")
+
+
+def _timeline(steps: Mapping[str, StepTiming]) -> tuple[list[Html], float]:
     drawn, height = timeline(steps)
-    shown = {name for timing in steps.values() for name, _, _ in timing.parts()}
-    named = [names for part, names in STEP.items() if part in shown] + [("a group's all-reduce", GROUP_COLOR)]
-    key, _ = _key(named, width=WIDTH)
-    body = el("g", drawn, transform=f"translate(0 {HEAD})")
-    panel = el("g", el("g", key, transform=f"translate({LEFT} -12)"), body, transform=f"translate({MARGIN} 0)")
-    return _file([panel], WIDTH + 2 * MARGIN, height + HEAD, f"time lines of {', '.join(steps)}")
+    key, _ = _key([*part_names(steps.values()), ("a group's all-reduce", GROUP_COLOR)], width=WIDTH)
+    return [_at(LEFT, -12, *key), _at(0, 40, *drawn)], height + 40
+
+
+def plan_picture(plan: Plan) -> str:
+    """`plan`'s answer: the step as a time line, and the steps of every other grouping and all-reduce beside it."""
+    timing, phase = plan.step.timing, plan.phase
+    name = f"{plan.recipe} on {plan.gpus:,} x {plan.cluster}"
+    title = f"One step of {name}: {units.duration(timing.step_s)}"
+    about = (
+        f"Global batch {phase.global_batch:,}, grid {plan.step.grid}, {plan.step.plan.strategy} groups. Compute above, "
+        f"the all-reduce of each group below; a thin line is a group that waits for the one before it."
+    )
+    lines = textwrap.wrap(about, LETTERS * WIDTH // charts.WIDTH)
+    head = [_title(title), *(el("text", text, x=0, y=TITLE + 8 + LINE * i) for i, text in enumerate(lines))]
+    drawn, height = _timeline({"": timing})
+    top = TITLE + LINE * len(lines)
+    panels = [_at(MARGIN, 0, *head), _at(MARGIN, top, *drawn)]
+    top += height + MARGIN
+    longest_s = max(choice.timing.step_s for table in (plan.strategies, plan.algorithms) for choice in table.values())
+    for what, choices in (("grouping", plan.strategies), ("all-reduce", plan.algorithms)):
+        ordered = sorted(choices.items(), key=lambda choice: choice[1].timing.step_s)
+        bars, tall = step_bars({name: choice.timing for name, choice in ordered}, longest_s=longest_s)
+        panels.append(_at(MARGIN, top, _title(f"The step by {what}, shortest first"), _at(0, TITLE + 4, *bars)))
+        top += TITLE + tall + 2 * MARGIN
+    words = f"{title}; {', '.join(f'{name} {units.duration(s.timing.step_s)}' for name, s in plan.strategies.items())}"
+    return _file(panels, WIDTH + 2 * MARGIN, top, words)
+
+
+def _at(x: float, y: float, *drawn: Html) -> Html:
+    return el("g", drawn, transform=f"translate({x} {y:.0f})")
 
 
 def _file(drawn: list[Html], width: float, height: float, words: str) -> str:

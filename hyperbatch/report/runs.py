@@ -29,6 +29,7 @@ class Run:
     problem: str = ""  # why there is no record
     steps: dict[str, list[float]] = field(default_factory=dict)
     evals: dict[str, list[float]] = field(default_factory=dict)
+    layers: list[dict[str, Any]] = field(default_factory=list)  # lines of layers.jsonl, in order of steps
 
     @property
     def target(self) -> float | None:
@@ -79,6 +80,7 @@ def load_run(folder: Path) -> Run:
         problem=problem,
         steps=_columns(lines, "step", _STEP_FIELDS),
         evals=_columns(lines, "eval", _EVAL_FIELDS),
+        layers=_rows(read_metrics(folder, "layers.jsonl"), "layers"),
     )
 
 
@@ -92,10 +94,14 @@ def load_runs(folders: list[Path]) -> list[Run]:
 
 
 def _columns(lines: list[dict[str, Any]], event: str, fields: tuple[str, ...]) -> dict[str, list[float]]:
-    """Of a step written twice (a run resumed by hand) the later line counts."""
-    by_step = {line["step"]: line for line in lines if line["event"] == event}
-    rows = [by_step[step] for step in sorted(by_step)]
+    rows = _rows(lines, event)
     return {name: [_number(row.get(name)) for row in rows] for name in fields}
+
+
+def _rows(lines: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
+    """In order of steps; of a step written twice (a run resumed by hand) the later line counts."""
+    by_step = {line["step"]: line for line in lines if line["event"] == event}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def _number(value: Any) -> float:

@@ -38,13 +38,14 @@ def verdict(run: Run) -> tuple[str, str, str]:
     return "warn", f"missed {units.percent(result.target_top1)}", f"{units.percent(result.top1)} top-1"
 
 
-def headline(run: Run) -> Html:
+def headline(run: Run, *more: tuple[str, str, str]) -> Html:
+    """more: tiles of other modules."""
     kind, pill, big = verdict(run)
     return join(
         el("span", pill, cls=f"pill {kind}"),
         el("p", big, cls="big"),
         el("p", "on ", ", ".join(filter(None, hardware(run.record))), cls="lead") if run.record else None,
-        el("div", [_tile(*tile) for tile in _tiles(run)], cls="tiles"),
+        el("div", [_tile(*tile) for tile in (*_tiles(run), *more)], cls="tiles"),
     )
 
 
@@ -82,7 +83,17 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
         ("trained for", f"{units.number(round(result.epochs or 0.0, 2))} epochs", units.plural(result.steps, "step")),
         ("ranks", units.count(record.world_size), exchange if record.world_size > 1 else "no exchange"),
         ("global batch", " → ".join(units.count(b) for b in batches) or units.NONE, ""),
+        *_data_tile(record),
     ]
+
+
+def _data_tile(record: RunRecord) -> list[tuple[str, str, str]]:
+    """The data's own counts; an older record has none."""
+    images, held_back, classes = (record.data.get(name) for name in ("train_samples", "eval_samples", "classes"))
+    if not images:
+        return []
+    more = f"{units.count(held_back)} for validation, {units.plural(classes or 0, 'class')}"
+    return [("training data", units.plural(images, "image"), more)]
 
 
 def hardware(record: RunRecord) -> tuple[str, str]:
@@ -141,7 +152,8 @@ def groups(run: Run) -> Html | None:
         f"{units.plural(tensors, 'tensor')}, {units.size(total)}, in {units.plural(len(items), 'group')} by the "
         f"{plan.get('strategy', 'unknown')} strategy, in the order in which backward finishes them."
     )
-    body = table(["group", "tensors", "count", "bytes", "precision", "all-reduce"], rows, numeric={2, 3})
+    head = ["group", "tensors", "count", "bytes", "precision", "all-reduce"]
+    body = table(head, rows, numeric={2, 3}, cls="stack")
     return card("Gradient groups", lead, body if len(rows) <= 24 else folded(f"all {len(rows)} groups", body))
 
 
@@ -167,4 +179,4 @@ def phases(run: Run) -> Html | None:
         )
     lead = "Batch-size control as it was carried out. Global batch = batch per rank × micro-steps × ranks."
     head = ["after step", "epoch", "global batch", "batch per rank", "micro-steps"]
-    return card("Batch phases", lead, table(head, rows, numeric=set(range(5)), cls="tight"))
+    return card("Batch phases", lead, table(head, rows, numeric=set(range(5)), cls="tight stack"))

@@ -12,6 +12,8 @@ from hyperbatch.report.markup import Html, el, table
 from hyperbatch.report.runs import Run
 from hyperbatch.report.sections import card
 
+OWN_COUNTS = ("train_samples", "eval_samples", "classes")  # of the data, whatever the recipe was written for
+
 
 def changed_fields(record: RunRecord) -> dict[str, tuple[Any, Any]] | None:
     """Field -> (recipe's value, this run's) where they differ; None when the recipe is not one of ours.
@@ -46,6 +48,11 @@ def config(run: Run) -> Html | None:
         rows = []
         for name, value in values.items():
             label = el("span", name.replace("_", " "), title=help_of.get(name))
+            own = run.record.data.get(name) if section == "data" and name in OWN_COUNTS else None
+            if own is not None and own != value:
+                stated = el("small", f" (the recipe was written for {field_text(value)})")
+                rows.append(el("div", label, el("b", field_text(own), stated)))
+                continue
             if changed and name in changed:
                 usual = el("small", f" (recipe {field_text(changed[name][0])})")
                 rows.append(el("div", label, el("b", field_text(value), usual), cls="changed"))

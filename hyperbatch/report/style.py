@@ -34,11 +34,16 @@ text.target { fill: var(--good); font-weight: 600; }
 .curve { fill: none; stroke-width: 2.2; stroke-linejoin: round; stroke-linecap: round; }
 .reached { fill: none; stroke: var(--good); stroke-width: 2; }
 .curve.faint { stroke-width: 1; opacity: .28; }
+.band { opacity: .16; stroke: none; }
 """
 
 CSS = (
     CHART_CSS
     + """
+:root {
+  --h0: #440154; --h1: #482173; --h2: #433e85; --h3: #38598c; --h4: #2d708e; --h5: #25858e; --h6: #1e9b8a;
+  --h7: #2ab07f; --h8: #52c569; --h9: #86d549; --h10: #c2df23; --h11: #fde725;
+}
 * { box-sizing: border-box; }
 body {
   margin: 0; background: var(--page); color: var(--ink); -webkit-text-size-adjust: 100%;
@@ -98,9 +103,26 @@ button:focus-visible, summary:focus-visible { outline: 2px solid var(--c0); outl
 }
 .split > * { min-width: 0; }
 figure { margin: 0; min-width: 0; }
-.wide { grid-column: 1 / -1; }
-.wide svg { min-width: 640px; }
-figcaption { font-size: 14px; font-weight: 600; margin: 0 0 4px; }
+figcaption { font-size: 14px; font-weight: 600; margin: 0 0 4px; display: flex; gap: 12px; }
+.read {
+  flex: 1; min-width: 0; overflow: hidden; white-space: nowrap; text-align: right; font-weight: 500;
+  color: var(--soft); font-variant-numeric: tabular-nums;
+}
+.read i { display: inline-block; width: 8px; height: 8px; border-radius: 3px; margin: 0 5px 0 10px; }
+.for-narrow { display: none; }
+.heat { display: grid; grid-template-columns: minmax(0, max-content) minmax(90px, 1fr) auto; gap: 0 10px; }
+.heat .names, .heat .values { display: grid; grid-auto-rows: 15px; font-size: 11.5px; line-height: 15px; }
+.heat .names span { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; direction: rtl; text-align: left; }
+.heat .values span { text-align: right; color: var(--soft); font-variant-numeric: tabular-nums; }
+.cells { position: relative; }
+.cells svg { height: calc(15px * var(--rows)); shape-rendering: crispEdges; touch-action: pan-y; }
+.cursor { position: absolute; top: 0; bottom: 0; width: 0; border-left: 1.5px dashed #fff; mix-blend-mode: difference; }
+.ends { grid-column: 2; font-size: 11.5px; color: var(--soft); line-height: 20px; }
+.ends .axis > span:last-child { float: right; }
+.scale { grid-column: 1 / -1; display: flex; flex-wrap: wrap; align-items: center; gap: 2px 8px; font-size: 12px; }
+.scale .note { margin: 0; }
+.ramp { display: inline-flex; width: 132px; height: 11px; border-radius: 4px; overflow: hidden; }
+.ramp i { flex: 1; }
 .axis { display: none; }
 [data-axis=time] .axis.time, [data-axis=epoch] .axis.epoch, [data-axis=step] .axis.step { display: inline; }
 .hover line { stroke: var(--soft); stroke-dasharray: 2 3; }
@@ -113,6 +135,9 @@ figcaption { font-size: 14px; font-weight: 600; margin: 0 0 4px; }
 }
 .tip i, .key i { display: inline-block; width: 9px; height: 9px; border-radius: 3px; margin-right: 7px; }
 .key { display: flex; flex-wrap: wrap; gap: 4px 18px; font-size: 13px; margin: 8px 0 0; color: var(--soft); }
+.key .stroke { height: 0; width: 18px; border-radius: 0; border-top: 2.5px solid var(--c0); vertical-align: 3px; }
+.key .stroke.faint { border-top-width: 1px; opacity: .5; }
+.key .ring { background: none; border: 2px solid var(--good); border-radius: 50%; }
 .key b { color: var(--ink); font-weight: 600; font-variant-numeric: tabular-nums; }
 .bar { display: flex; height: 22px; border-radius: 7px; overflow: hidden; background: var(--grid); gap: 1px; }
 .bar span { min-width: 1px; }
@@ -156,6 +181,22 @@ summary { cursor: pointer; color: var(--soft); font-size: 13.5px; margin-top: 10
 details[open] > summary { margin-bottom: 6px; }
 details.card > summary { margin: 0; color: var(--ink); font-weight: 600; font-size: 15px; }
 footer { color: var(--soft); font-size: 12.5px; margin: 22px 2px 0; }
+@media (max-width: 600px) {
+  .for-wide { display: none; }
+  .for-narrow { display: block; }
+  .charts svg text, .hero svg text { font-size: 16px; }
+  table.stack, .stack tbody, .stack tr, .stack td { display: block; width: auto; white-space: normal; }
+  .stack thead { display: none; }
+  .stack tr { padding: 8px 0; border-bottom: 1px solid var(--line); }
+  .stack tr:last-child { border-bottom: 0; }
+  .stack th, .stack td { padding: 2px 0; }
+  .stack td { display: flex; justify-content: space-between; gap: 16px; border-bottom: 0; text-align: right; }
+  .stack td::before { content: attr(data-label); color: var(--soft); white-space: nowrap; text-align: left; }
+  th, td { padding-right: 10px; }
+  .mini { width: 48px; }
+  .config { columns: 1; }
+  .config span { white-space: normal; }
+}
 @media (max-width: 860px) {
   .hero { grid-template-columns: minmax(0, 1fr); }
   main { padding: 18px 12px 40px; }
@@ -210,15 +251,27 @@ SCRIPT = """
     }
     return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
   }
+  const heats = [...document.querySelectorAll("svg[data-heat]")].filter(svg => data.heat[svg.dataset.heat]);
+  const read = svg => svg.closest("figure").querySelector(".read");
   function clear() {
     tip.hidden = true;
-    for (const svg of svgs) svg.querySelector(".hover").replaceChildren();
+    for (const svg of svgs) {
+      svg.querySelector(".hover").replaceChildren();
+      read(svg).replaceChildren();
+    }
+    for (const svg of heats) svg.nextElementSibling.hidden = true;
+  }
+  function dot(fill) {
+    const made = document.createElement("i");
+    made.style.background = fill;
+    return made;
   }
   function mark(svg, axis, x) {
     const layer = svg.querySelector(".hover"), chart = data.charts[svg.dataset.key], rows = [];
     const right = +svg.dataset.right.split(",")[axis], [low, high] = svg.dataset.y.split(",").map(Number);
     const left = v => L + v / right * (svg.viewBox.baseVal.width - L - R);
     layer.replaceChildren();
+    read(svg).replaceChildren();
     if (x > right * 1.001) return rows;
     layer.append(node("line", { x1: left(x), x2: left(x), y1: T, y2: H - B }));
     for (const line of chart.lines) {
@@ -228,19 +281,40 @@ SCRIPT = """
       if (y === null || y < low || y > high) continue;
       const cy = H - B - (y - low) / (high - low) * (H - T - B);
       layer.append(node("circle", { r: 4.5, fill: line.color, cx: left(line.x[axis][i]), cy }));
+      read(svg).append(dot(line.color), form[chart.form](y));
     }
     return rows;
+  }
+  // Every chart and heat map at the same moment.
+  function markAll(axis, x) {
+    for (const svg of heats) {
+      const xs = data.heat[svg.dataset.heat].x[axis], cursor = svg.nextElementSibling;
+      cursor.style.left = (nearest(xs, x) + .5) / xs.length * 100 + "%";
+      cursor.hidden = false;
+    }
+    return new Map(svgs.map(svg => [svg, mark(svg, axis, x)]));
   }
   function show(svg, event) {
     const box = svg.getBoundingClientRect(), axis = AXES.indexOf(root.dataset.axis);
     const width = svg.viewBox.baseVal.width, at = (event.clientX - box.left) / box.width * width;
     const x = Math.max(0, Math.min(1, (at - L) / (width - L - R))) * svg.dataset.right.split(",")[axis];
-    for (const other of svgs) if (other !== svg) mark(other, axis, x);
-    tip.replaceChildren(place[AXES[axis]](x));
-    for (const [fill, text] of mark(svg, axis, x)) {
-      const row = document.createElement("div"), dot = document.createElement("i");
-      dot.style.background = fill;
-      row.append(dot, text);
+    say(event, place[AXES[axis]](x), markAll(axis, x).get(svg));
+  }
+  function showHeat(svg, event) {
+    const box = svg.getBoundingClientRect(), axis = AXES.indexOf(root.dataset.axis);
+    const heat = data.heat[svg.dataset.heat], xs = heat.x[axis], names = Object.keys(heat.rows);
+    const [, , columns, rows] = svg.getAttribute("viewBox").split(" ").map(Number);
+    const inside = (part, count) => Math.max(0, Math.min(count - 1, Math.floor(part * count)));
+    const column = inside((event.clientX - box.left) / box.width, columns);
+    const name = names[inside((event.clientY - box.top) / box.height, rows)];
+    markAll(axis, xs[column]);
+    say(event, place[AXES[axis]](xs[column]), [["transparent", name + "  " + short(heat.rows[name][column])]]);
+  }
+  function say(event, title, rows) {
+    tip.replaceChildren(title);
+    for (const [fill, text] of rows) {
+      const row = document.createElement("div");
+      row.append(dot(fill), text);
       tip.append(row);
     }
     tip.hidden = false;
@@ -250,6 +324,10 @@ SCRIPT = """
   }
   for (const svg of svgs) {
     svg.addEventListener("pointermove", event => show(svg, event));
+    svg.addEventListener("pointerleave", clear);
+  }
+  for (const svg of heats) {
+    svg.addEventListener("pointermove", event => showHeat(svg, event));
     svg.addEventListener("pointerleave", clear);
   }
   const buttons = document.querySelectorAll("[data-set-axis]");

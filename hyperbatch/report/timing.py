@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from hyperbatch.plan.types import StepTiming
 from hyperbatch.record import RunRecord
 from hyperbatch.report import units
 from hyperbatch.report.chart import Scale, ticks, time_unit
 from hyperbatch.report.markup import Html, el, join
+from hyperbatch.report.predicted import predicted_step
 from hyperbatch.report.runs import Run
 from hyperbatch.report.sections import card
 
@@ -29,7 +30,7 @@ STEP = {
     "update": ("update", 2),
 }
 GROUP_COLOR = 1
-WIDTH, LEFT, RIGHT = 1060, 92, 8  # of a time line
+WIDTH, NARROW, LEFT, RIGHT = 860, 350, 92, 8  # of a time line, and of one for a telephone
 
 
 def stacked_bar(parts: list[tuple[str, float, int]], longest_s: float | None = None) -> Html:
@@ -75,58 +76,117 @@ def where_time_went(run: Run) -> Html | None:
         )
     picture = None
     if record.timing.get("step_s"):
-        timing = StepTiming.from_dict(record.timing)
-        parts = [(STEP[name][0], end_s - start_s, STEP[name][1]) for name, start_s, end_s in timing.parts()]
-        title = f"A typical step on rank 0: {units.duration(timing.step_s)}"
-        blocks.append(el("div", el("h3", title), stacked_bar(parts)))
-        picture = step_picture(timing)
+        measured = StepTiming.from_dict(record.timing)
+        steps = {"measured on rank 0": measured}
+        if found := predicted_step(record):
+            steps = {f"predicted for {found[0]}": found[1], **steps}
+        longest_s = max(timing.step_s for timing in steps.values())
+        titles = [f"A typical step, {name}: {units.duration(timing.step_s)}" for name, timing in steps.items()]
+        bars = [stacked_bar(step_parts(timing), longest_s) for timing in steps.values()]
+        note = el("p", _compared(found[0], found[1], measured), cls="note") if found else None
+        heads = [el("h3", title) for title in titles]
+        blocks.append(el("div", [part for pair in zip(heads, bars, strict=True) for part in pair], note))
+        picture = step_picture(steps)
     lead = "Exposed communication is what backward did not hide. The run's time counts training and evaluation."
     return card("Where the time went", lead, el("div", blocks, cls="split"), picture)
 
 
-def step_picture(timing: StepTiming) -> Html | None:
-    """The step as a time line."""
-    if not timing.groups:
+def step_parts(timing: StepTiming) -> list[tuple[str, float, int]]:
+    return [(STEP[name][0], end_s - start_s, STEP[name][1]) for name, start_s, end_s in timing.parts()]
+
+
+def _compared(cluster: str, predicted: StepTiming, measured: StepTiming) -> str:
+    ratio = measured.step_s / predicted.step_s
+    return (
+        f"The measured step takes {ratio:.2f} times as long as the planner predicts from the machine file {cluster} "
+        f"for this model, batch and exchange. The command hyperbatch profile measures a machine file of your own."
+    )
+
+
+def step_picture(steps: Mapping[str, StepTiming]) -> Html | None:
+    """Steps as time lines to one scale; None where nothing is exchanged."""
+    if not any(timing.groups for timing in steps.values()):
         return None
-    marks, height = timeline({"": timing})
-    box = f"0 0 {WIDTH} {height:.0f}"
-    svg = el("svg", marks, viewBox=box, role="img", aria_label="time line of one step", style="min-width:640px")
+    titled = steps if len(steps) > 1 else {"": next(iter(steps.values()))}
     return el(
         "figure",
-        el("figcaption", "Each group's all-reduce within that step"),
-        el("div", svg, cls="scroll"),
+        el("figcaption", "Each group's all-reduce within a step"),
+        fitting(lambda width: timeline(titled, width), f"time lines of a step: {', '.join(steps)}"),
         el("p", "A thin line is a group that was ready and had to wait for the one before it.", cls="note"),
         style="margin-top:22px",
     )
 
 
-def timeline(steps: Mapping[str, StepTiming]) -> tuple[list[Html], float]:
-    """Steps below each other to one scale, WIDTH wide, and the height: compute above, each group's all-reduce below.
+def fitting(draw: Callable[[int], tuple[list[Html], float]], words: str) -> Html:
+    """A drawing twice, for a wide window and for a narrow one: the style sheet shows the one that fits."""
+    drawn = []
+    for width, cls in ((WIDTH, "for-wide"), (NARROW, "for-narrow")):
+        marks, height = draw(width)
+        drawn.append(el("svg", marks, viewBox=f"0 0 {width} {height:.0f}", role="img", aria_label=words, cls=cls))
+    return join(*drawn)
+
+
+def step_bars(
+    steps: Mapping[str, StepTiming], width: int = WIDTH, longest_s: float | None = None
+) -> tuple[list[Html], float]:
+    """Steps as stacked bars below each other to one scale, and the height. The keys stand on the left; `longest_s` is
+    what the full width stands for."""
+    longest_s = longest_s or max(timing.step_s for timing in steps.values())
+    left, right = LEFT, 64  # for the names, and for the seconds
+    marks = []
+    for row, (name, timing) in enumerate(steps.items()):
+        y, x = row * 22, float(left)
+        marks.append(el("text", name, x=left - 10, y=y + 13, text_anchor="end"))
+        for part, start_s, end_s in timing.parts():
+            label, color = STEP[part]
+            part_width = (end_s - start_s) / longest_s * (width - left - right)
+            bar = el("rect", x=f"{x:.1f}", y=y, width=f"{part_width:.1f}", height=16, fill=f"var(--c{color})")
+            marks.append(el("g", el("title", f"{name}, {label}: {units.duration(end_s - start_s)}"), bar))
+            x += part_width
+        marks.append(el("text", units.duration(timing.step_s), x=f"{x + 6:.1f}", y=y + 13, cls="ink"))
+    return marks, len(steps) * 22
+
+
+def part_names(steps: Iterable[StepTiming]) -> list[tuple[str, int]]:
+    """(label, colour) of the parts that the steps have."""
+    shown = {name for timing in steps for name, _, _ in timing.parts()}
+    return [names for part, names in STEP.items() if part in shown]
+
+
+def part_key(steps: Iterable[StepTiming]) -> Html:
+    colors = [(el("i", style=f"background:var(--c{color})"), label) for label, color in part_names(steps)]
+    return el("div", [el("span", *entry) for entry in colors], cls="key")
+
+
+def timeline(steps: Mapping[str, StepTiming], width: int = WIDTH) -> tuple[list[Html], float]:
+    """Steps below each other to one scale, and the height: compute above, each group's all-reduce below.
 
     The keys are titles; one step may do without.
     """
     longest_s = max(end for timing in steps.values() for end in (timing.step_s, *(g.end_s for g in timing.groups)))
 
     def x_of(seconds: float) -> float:
-        return LEFT + max(0.0, seconds) / longest_s * (WIDTH - LEFT - RIGHT)
+        return LEFT + max(0.0, seconds) / longest_s * (width - LEFT - RIGHT)
 
     marks, top = [], 0.0
     for title, timing in steps.items():
         if title:
             exposed = f"{title}: exposed communication {units.duration(timing.exposed_comm_s)}"
-            marks.append(el("text", exposed, x=LEFT, y=f"{top + 12:.1f}", cls="ink"))
+            marks.append(el("text", exposed, x=LEFT if width == WIDTH else 0, y=f"{top + 12:.1f}", cls="ink"))
             top += 18
         marks += _compute(timing, top, x_of)
-        drawn, top = _groups(timing, top + 26, x_of)
+        drawn, top = _groups(timing, top + 26, x_of, width)
         marks += drawn
         top += 8
-    marks.append(el("line", x1=LEFT, x2=WIDTH - RIGHT, y1=f"{top:.1f}", y2=f"{top:.1f}", cls="base"))
+    marks.append(el("line", x1=LEFT, x2=width - RIGHT, y1=f"{top:.1f}", y2=f"{top:.1f}", cls="base"))
     unit, scale = ("ms", 1e-3) if longest_s < 2 else time_unit(longest_s)
-    inside = [tick for tick in ticks(0, longest_s / scale, 8) if tick * scale <= longest_s]
+    inside = [tick for tick in ticks(0, longest_s / scale, 8 if width == WIDTH else 4) if tick * scale <= longest_s]
     for tick in inside:
         suffix = f" {unit}" if tick == inside[-1] else ""
         place = f"{x_of(tick * scale):.1f}"
-        marks.append(el("text", f"{tick:g}{suffix}", x=place, y=f"{top + 16:.1f}", text_anchor="middle"))
+        near_edge = x_of(tick * scale) > width - RIGHT - 20
+        anchor = {"x": width, "text_anchor": "end"} if near_edge else {"x": place, "text_anchor": "middle"}
+        marks.append(el("text", f"{tick:g}{suffix}", y=f"{top + 16:.1f}", **anchor))
     return marks, top + 22
 
 
@@ -140,7 +200,7 @@ def _compute(timing: StepTiming, top: float, x_of: Scale) -> list[Html]:
     return marks
 
 
-def _groups(timing: StepTiming, top: float, x_of: Scale) -> tuple[list[Html], float]:
+def _groups(timing: StepTiming, top: float, x_of: Scale, width: int) -> tuple[list[Html], float]:
     """A row for each group, and where the last one ends; rows of many groups are thin and have no labels."""
     row = max(4.0, min(18.0, 240 / max(1, len(timing.groups))))
     gap = 5 if row > 8 else 1
@@ -159,6 +219,6 @@ def _groups(timing: StepTiming, top: float, x_of: Scale) -> tuple[list[Html], fl
         if row > 10:
             base = f"{y + row - 5:.1f}"
             marks.append(el("text", f"group {group.index}", x=LEFT - 10, y=base, text_anchor="end"))
-            if end + 60 < WIDTH:
+            if end + 60 < width:
                 marks.append(el("text", units.size(group.bytes), x=f"{end + 6:.1f}", y=base))
     return marks, bottom

@@ -1,63 +1,163 @@
-"""The trust ratio LARS gave each layer, on a logarithmic scale in the order of the network."""
+"""The trust ratio of each layer over the run, as a heat map: a row for each layer in the order of the network."""
 
 from __future__ import annotations
 
 import math
+from itertools import groupby
+from typing import Any
 
 from hyperbatch.report import units
 from hyperbatch.report.markup import Html, el, table
 from hyperbatch.report.runs import Run
 from hyperbatch.report.sections import card, folded
 
+COLUMNS = 64  # at most
+LEVELS = 12  # colours, --h0 to --h11
 
-def trust_ratios(run: Run) -> Html | None:
-    ratios = {
-        name: value
-        for name, value in (run.record.trust_ratios if run.record else {}).items()
-        if isinstance(value, (int, float)) and math.isfinite(value) and value > 0
-    }
+
+def trust_ratios(run: Run, number: int = 0) -> Html | None:
+    """number: of the run on its page."""
+    history = moments(run)
+    ratios = last_ratios(run, history)
     if not ratios:
         return None
-    adapted = {name: value for name, value in ratios.items() if value != 1.0}
-    shown = adapted or ratios
-    low = math.floor(math.log10(min(shown.values())) - 1e-9)
-    high = max(low + 1, math.ceil(math.log10(max(shown.values())) + 1e-9))
-    width, height, left, top, bottom = 1060, 210, 64, 10, 26
-
-    def y_of(value: float) -> float:
-        return height - bottom - (math.log10(value) - low) / (high - low) * (height - top - bottom)
-
-    marks = []
-    for power in range(low, high + 1):
-        y = f"{y_of(10.0**power):.1f}"
-        marks.append(el("line", x1=left, x2=width, y1=y, y2=y, cls="grid"))
-        marks.append(el("text", f"{10.0**power:g}", x=left - 8, y=f"{float(y) + 4:.1f}", text_anchor="end"))
-    stride = (width - left) / len(shown)
-    for position, (name, value) in enumerate(shown.items()):
-        x = f"{left + (position + 0.5) * stride:.1f}"
-        marks.append(
-            el(
-                "g",
-                el("title", f"{name}: {value:.4g}"),
-                el("line", x1=x, x2=x, y1=height - bottom, y2=f"{y_of(value):.1f}", stroke="var(--c0)", opacity=0.35),
-                el(
-                    "circle", cx=x, cy=f"{y_of(value):.1f}", r=f"{max(2.0, min(4.5, stride / 3)):.1f}", fill="var(--c0)"
-                ),
-            )
-        )
-    names = list(shown)
-    marks.append(el("text", names[0], x=left, y=height - 8))
-    if len(names) > 1:
-        marks.append(el("text", names[-1], x=width, y=height - 8, text_anchor="end"))
+    adapted, shown = _adapted(ratios), _adapted(ratios) or ratios
+    rows = {name: [_ratio(moment, name) for moment in history] or [shown[name]] for name in shown}
     lead = (
-        f"How much of the learning rate each layer was given at the last step: from {min(shown.values()):.3g} to "
-        f"{max(shown.values()):.3g} over {units.plural(len(shown), 'layer')}"
+        f"How much of the learning rate each layer was given: from {min(shown.values()):.3g} to "
+        f"{max(shown.values()):.3g} over {units.plural(len(shown), 'layer')} at the last step"
         + (
             f"; {units.plural(len(ratios) - len(adapted), 'tensor')} of norms and biases take it whole."
             if adapted and len(adapted) < len(ratios)
             else "."
         )
     )
-    svg = el("svg", marks, viewBox=f"0 0 {width} {height}", role="img", aria_label=lead, style="min-width:640px")
     values = table(["parameter", "ratio"], [[name, f"{value:.5g}"] for name, value in ratios.items()], numeric={1})
-    return card("Trust ratios", lead, el("div", svg, cls="scroll"), folded("all values", values))
+    return card("Trust ratios", lead, _heat_map(rows, shown, history, number, lead), folded("all values", values))
+
+
+def last_ratios(run: Run, history: list[dict[str, Any]]) -> dict[str, float]:
+    last = _known(run.record.trust_ratios if run.record else {})
+    return last or (_known(history[-1]["trust_ratios"]) if history else {})
+
+
+def _adapted(ratios: dict[str, float]) -> dict[str, float]:
+    """Norms and biases take the learning rate whole."""
+    return {name: value for name, value in ratios.items() if value != 1.0}
+
+
+def moments(run: Run) -> list[dict[str, Any]]:
+    """The lines of layers.jsonl that are drawn, evenly spread over the run; the last one is among them."""
+    lines = [line for line in run.layers if isinstance(line.get("trust_ratios"), dict)]
+    stride = -(-len(lines) // COLUMNS) or 1
+    return lines[::-stride][::-1]
+
+
+def heat_data(run: Run) -> dict[str, Any] | None:
+    """What the pointer reads: where the columns are on each x axis, and every value."""
+    history = moments(run)
+    if not history:
+        return None
+    ratios = last_ratios(run, history)
+    return {
+        "x": [[_number(moment.get(key)) for moment in history] for key in ("time_s", "epoch", "step")],
+        "rows": {name: [_number(_ratio(moment, name)) for moment in history] for name in _adapted(ratios) or ratios},
+    }
+
+
+def _known(ratios: dict[str, Any]) -> dict[str, float]:
+    return {
+        name: value
+        for name, value in ratios.items()
+        if isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+    }
+
+
+def _ratio(moment: dict[str, Any], name: str) -> float:
+    return _known(moment["trust_ratios"]).get(name, math.nan)
+
+
+def _number(value: Any) -> float | None:
+    return float(f"{value:.4g}") if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _heat_map(
+    rows: dict[str, list[float]], last: dict[str, float], history: list[dict[str, Any]], number: int, words: str
+) -> Html:
+    drawn = [value for values in rows.values() for value in values if math.isfinite(value)]
+    low, high = min(drawn), max(drawn)
+    columns = max(1, len(history))
+    marks = _cells(rows, low, high)
+    picture = el(
+        "div",
+        el(
+            "svg",
+            marks,
+            viewBox=f"0 0 {columns} {len(rows)}",
+            preserveAspectRatio="none",
+            role="img",
+            aria_label=words,
+            data_heat=number,
+        ),
+        el("div", cls="cursor", hidden=""),
+        cls="cells",
+    )
+    return el(
+        "div",
+        el("div", [el("span", name, title=name) for name in rows], cls="names"),
+        picture,
+        el("div", [el("span", f"{value:.3g}") for value in last.values()], cls="values"),
+        _ends(history),
+        _scale_key(low, high),
+        cls="heat",
+        style=f"--rows:{len(rows)}",
+    )
+
+
+def _cells(rows: dict[str, list[float]], low: float, high: float) -> list[Html]:
+    """One path for each colour; neighbours of one colour are one rectangle."""
+    span = math.log(high / low) or 1.0
+    paths: dict[int, list[str]] = {}
+    for y, values in enumerate(rows.values()):
+        levels = [
+            min(LEVELS - 1, int(math.log(value / low) / span * LEVELS)) if math.isfinite(value) else -1
+            for value in values
+        ]
+        x = 0
+        for level, same in groupby(levels):
+            width = len(list(same))
+            if level >= 0:
+                paths.setdefault(level, []).append(f"M{x} {y}h{width}v1h-{width}z")
+            x += width
+    return [el("path", d="".join(parts), fill=f"var(--h{level})") for level, parts in sorted(paths.items())]
+
+
+def _ends(history: list[dict[str, Any]]) -> Html:
+    """Under the map: where it begins and ends, on the x axis that is shown."""
+    if not history:
+        return el("div", el("span", "at the last step"), cls="ends")
+    forms = {
+        "time": lambda moment: units.duration(moment.get("time_s")),
+        "epoch": lambda moment: f"epoch {units.number(round(moment.get('epoch') or 0.0, 2))}",
+        "step": lambda moment: f"step {units.count(moment['step'])}",
+    }
+    return el(
+        "div",
+        [
+            el("span", el("span", form(history[0])), el("span", form(history[-1])), cls=f"axis {axis}")
+            for axis, form in forms.items()
+        ],
+        cls="ends",
+    )
+
+
+def _scale_key(low: float, high: float) -> Html:
+    middle = math.sqrt(low * high)
+    return el(
+        "div",
+        el("span", f"{low:.2g}"),
+        el("span", [el("i", style=f"background:var(--h{level})") for level in range(LEVELS)], cls="ramp"),
+        el("span", f"{high:.2g}"),
+        el("span", f"logarithmic scale, {middle:.2g} in the middle; the last value stands on the right", cls="note"),
+        cls="scale",
+    )

@@ -56,4 +56,4 @@ def size(nbytes: float) -> str:
 
 
 def plural(n: float, noun: str) -> str:
-    return f"{count(n)} {noun}{'' if n == 1 else 's'}"
+    return f"{count(n)} {noun}{'' if n == 1 else 'es' if noun.endswith('s') else 's'}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hyperbatch.report.chart import Chart, Line
+from hyperbatch.report.chart import Band, Chart, Line
 from hyperbatch.sweep.plan import setting
 from hyperbatch.sweep.table import PointResult, best_points, key_of
 
@@ -82,8 +82,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _chart(key: str, title: str, series: dict[str, list[Place]]) -> Chart | None:
-    """Means over seeds; faint lines bound their confidence intervals."""
+    """Means over seeds; bands are their confidence intervals."""
     lines: list[Line] = []
+    bands: list[Band] = []
     every: list[float] = []
     for color, (label, places) in enumerate(series.items()):
         known = sorted(((x, p.top1) for x, p in places if p.top1.mean is not None), key=lambda place: place[0])
@@ -94,11 +95,20 @@ def _chart(key: str, title: str, series: dict[str, list[Place]]) -> Chart | None
         means = [values.mean or 0.0 for _, values in known]
         halves = [values.half_width or 0.0 for _, values in known]
         if any(halves):
-            for sign in (-1, 1):
-                y = [mean + sign * half for mean, half in zip(means, halves, strict=True)]
-                lines.append(Line(label=label, color=color, x=x, y=y, faint=True))
+            low, high = ([m + sign * h for m, h in zip(means, halves, strict=True)] for sign in (-1, 1))
+            bands.append(Band(color=color, x=x, low=low, high=high))
         lines.append(Line(label=label, color=color, x=x, y=means, dots=True))
     if not lines:
         return None
     log = min(every) > 0 and max(every) / min(every) >= 4
-    return Chart(key=key, title=title, form="percent", lines=lines, axes=(X,), from_zero=False, ceiling=1.0, log_x=log)
+    return Chart(
+        key=key,
+        title=title,
+        form="percent",
+        lines=lines,
+        bands=bands,
+        axes=(X,),
+        from_zero=False,
+        ceiling=1.0,
+        log_x=log,
+    )

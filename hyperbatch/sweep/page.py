@@ -72,7 +72,7 @@ def _arms(points: Sequence[PointResult]) -> Html | None:
     searched = any(point.search for point in points)
     lead = "Mean top-1 of each arm" + (f", at the best point of its own search. {SEARCH_NOTE} " if searched else ". ")
     head = [*(name.replace("_", " ") for name in names), *(join(swatch(i), arm) for i, arm in enumerate(arms))]
-    return card("Arms compared", lead + interval_note(), table(head, rows, cls="compare"))
+    return card("Arms compared", lead + interval_note(), table(head, rows, cls="compare stack"))
 
 
 def _cell(point: PointResult, *, best: bool) -> Html:
@@ -90,8 +90,8 @@ def _drawn(points: Sequence[PointResult]) -> Html | None:
         figures.append(el("div", charts.draw(chart), key if len(named) > 1 else None))
     if not figures:
         return None
-    faint = any(line.faint for chart in shown for line in chart.lines)
-    note = "Faint lines bound the confidence interval of a mean." if faint else ""
+    bands = any(chart.bands for chart in shown)
+    note = "A band is the confidence interval of a mean." if bands else ""
     return card("Curves", note, el("div", figures, cls="charts"))
 
 
@@ -101,7 +101,7 @@ def _points(points: Sequence[PointResult]) -> Html | None:
     head, rows = columns(points)
     numeric = set(range(1 + len(setting_names(points)), len(head)))
     return card(
-        "Every point", interval_note(), table([*head], [[*row] for row in rows], numeric=numeric, cls="compare")
+        "Every point", interval_note(), table([*head], [[*row] for row in rows], numeric=numeric, cls="compare stack")
     )
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+from itertools import pairwise
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from hyperbatch.engine.ranks import Ranks, errors_shared, join, share
 from hyperbatch.engine.snapshot import gather_rows
 from hyperbatch.errors import InputError, RunFailed
 from hyperbatch.plan.types import RankGrid
-from hyperbatch.record import RunRecord
+from hyperbatch.record import RunRecord, read_metrics
 
 
 def ranks_here():
@@ -396,6 +397,46 @@ def test_record_proves_groups_batch_change_and_trust_ratios(tmp_path):
         if '"event":"step"' in line.replace(" ", "")
     ]
     assert sorted(set(batches)) == [24, 48]
+
+
+def test_the_trace_holds_every_rank_its_evaluations_and_checkpoints(tmp_path):
+    record, _ = train(3, tmp_path / "run", max_steps=12, eval_every_epochs=0.5, batch_phases=(BatchPhase(0, 48),))
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert sorted(names.values()) == ["rank 0", "rank 1", "rank 2"]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [line["step"] for line in lines if line["event"] == "eval"]
+    assert evaluated
+    for pid in names:
+        spans = [event for event in events if event["ph"] == "X" and event["pid"] == pid]
+        steps = [span["args"]["step"] for span in spans if span["name"] == "forward"]
+        assert steps == list(range(1, 13))
+        assert [span["args"]["step"] for span in spans if span["name"] == "evaluation"] == evaluated
+        saved = [span["args"]["step"] for span in spans if span["name"] == "checkpoint"]
+        assert 12 in saved
+        written = [span["args"]["step"] for span in spans if span["name"] == "write"]
+        assert written == (saved if names[pid] == "rank 0" else []), "one rank writes the file"
+        engine = sorted((span["ts"], span["dur"]) for span in spans if span["name"] in ("forward", "evaluation"))
+        assert all(start + length <= after + 1 for (start, length), (after, _) in pairwise(engine))
+    assert [row["rank"] for row in record["ranks"]] == [0, 1, 2]
+    for row in record["ranks"]:
+        assert row["memory_peak_bytes"] > 1e7
+        own = row["data_wait_s"] + row["forward_s"] + row["backward_s"] + row["update_s"]
+        assert 0 < own <= row["step_s"] * 1.001
+    assert record["data"]["train_samples"] > 0
+    assert record["data"]["eval_samples"] == 50
+    assert record["environment"]["date"]
+
+
+def test_trust_ratios_are_written_over_time(tmp_path):
+    record, _ = train(2, tmp_path / "run", max_steps=10)
+    lines = read_metrics(tmp_path / "run", "layers.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    last = {name: float(f"{ratio:.4g}") for name, ratio in record["trust_ratios"].items()}
+    assert lines[-1]["trust_ratios"] == last != {}
+    assert lines[0]["trust_ratios"] != last
+    train(2, tmp_path / "none", max_steps=4, optimizer="sgd")
+    assert read_metrics(tmp_path / "none", "layers.jsonl") == []
 
 
 def test_training_learns(tmp_path):

@@ -16,8 +16,15 @@ from hyperbatch.errors import InputError
 from hyperbatch.plan.planner import make_plan
 from hyperbatch.plan.types import StepTiming
 from hyperbatch.record import write_trace
-from hyperbatch.report.chart import HEIGHT, WIDTH, log_ticks
-from hyperbatch.report.picture import charts_picture, line_chart, sweep_charts, timeline_picture, write_picture
+from hyperbatch.report.chart import HEIGHT, WIDTH, Band, log_ticks
+from hyperbatch.report.picture import (
+    charts_picture,
+    line_chart,
+    plan_picture,
+    sweep_charts,
+    timeline_picture,
+    write_picture,
+)
 from hyperbatch.sim.sweep import simulate
 
 CONFIG = Config(
@@ -87,6 +94,46 @@ def test_logarithmic_ticks_cover_the_range(low: float, high: float) -> None:
     assert found == sorted(set(found))
 
 
+def test_a_logarithmic_axis_is_said_and_has_round_numbers() -> None:
+    series = {"a": [(0.31, 3.0), (17.2, 40_000.0)]}
+    picture = charts_picture(line_chart("t", "s", series, log_y=True))
+    words = [element.text or "" for element in elements(picture, "text")]
+    assert "Logarithmic x and y axes." in words
+    assert [word for word in words if word[0].isdigit()] == [
+        *("10", "100", "1000", "1e+04"),
+        *("0.2", "0.5", "1", "2", "5", "10", "20 s"),
+    ]
+
+
+def test_an_axis_of_counts_has_those_that_occur() -> None:
+    series = {"a": [(8.0, 1.0), (96.0, 2.0), (384.0, 3.0)]}
+    words = [element.text or "" for element in elements(charts_picture(line_chart("t", "GPUs", series)), "text")]
+    assert words[-3:] == ["8", "96", "384 GPUs"]
+
+
+def test_a_band_lies_around_its_curve() -> None:
+    chart = line_chart("t", "x", {"a": [(1.0, 2.0), (10.0, 3.0)]})
+    chart.bands.append(Band(color=0, x=chart.lines[0].x, low=[1.0, 2.5], high=[4.0, 5.0]))
+    [band] = [path for path in elements(charts_picture(chart), "path") if path.attrib["class"] == "band"]
+    corners = [tuple(map(float, corner.split())) for corner in band.attrib["d"][1:-1].split("L")]
+    dots = [(float(dot.attrib["cx"]), float(dot.attrib["cy"])) for dot in elements(charts_picture(chart), "circle")]
+    (left, right), (above, above_right, below_right, below) = dots, corners
+    assert above[0] == below[0] == left[0]
+    assert above[1] < left[1] < below[1]
+    assert above_right[1] < right[1] < below_right[1]
+
+
+def test_a_plan_is_drawn_beside_its_alternatives() -> None:
+    plan = make_plan(CONFIG, cluster="abci", gpus=2048)
+    picture = plan_picture(plan)
+    words = [element.text or "" for element in elements(picture, "text")]
+    assert words[0].startswith("One step of test on 2,048 x abci: ")
+    assert {"The step by grouping, shortest first", "The step by all-reduce, shortest first"} <= set(words)
+    assert set(plan.strategies) | set(plan.algorithms) <= set(words)
+    titles = [element.text or "" for element in elements(picture, "title")]
+    assert any(title.startswith("single, exposed communication: ") for title in titles)
+
+
 @pytest.mark.parametrize("sizes", [[8], [8, 64, 512]])
 def test_a_sweep_is_four_charts(sizes: list[int], tmp_path: Path) -> None:
     values = simulate(CONFIG, cluster="cloud_h200_efa", gpus=sizes, batch_per_rank=32).to_dict()
@@ -94,7 +141,16 @@ def test_a_sweep_is_four_charts(sizes: list[int], tmp_path: Path) -> None:
     assert len(charts) == 4
     picture = charts_picture(*charts)
     assert len(elements(picture, "clipPath")) == 4
-    assert len(elements(picture, "path")) == 7
+    drawn = [path.attrib["class"] for path in elements(picture, "path")]
+    assert drawn.count("curve") == 5
+    assert drawn.count("band") == 1
+    words = [element.text or "" for element in elements(picture, "text")]
+    assert any(word.startswith("Time to target, in ") for word in words)
+    assert "Cost against time to target" in words
+    assert sum("test on cloud_h200_efa." in word for word in words) == 4, "each panel says what it shows"
+    assert words[-len(sizes) :] == [f"{sizes[-1]} GPUs", *map(str, sizes[-2::-1])], (
+        "on the cost curve, the fastest first"
+    )
     with pytest.raises(InputError, match="cannot be written"):
         write_picture(tmp_path / "nowhere" / "sweep.svg", picture)
 

@@ -16,7 +16,7 @@ import hyperbatch.record as record_module
 from hyperbatch.config import BatchPhase, Config
 from hyperbatch.errors import InputError
 from hyperbatch.mllog import MlperfEvents
-from hyperbatch.record import Result, RunRecord, RunWriter, read_metrics
+from hyperbatch.record import Result, RunRecord, RunWriter, Span, read_metrics
 
 
 def write_step(writer: RunWriter, step: int, **values) -> None:
@@ -149,6 +149,32 @@ def test_trace_is_json_after_every_flush_and_goes_on_after_a_resume(tmp_path):
     assert len(after) == before + 3
     assert {event["pid"] for event in after[before:]} == {2}
     assert "step 7" in after[before]["args"]["name"]
+
+
+def test_layers_have_lines_of_their_own_that_follow_a_resume(tmp_path):
+    with RunWriter(tmp_path, tensorboard=False) as writer:
+        for step in (1, 5, 9):
+            writer.layers(step=step, epoch=0.5, time_s=1.0, trust_ratios={"fc.weight": 0.0123456, "odd": math.nan})
+    with RunWriter(tmp_path, resume_from_step=6, tensorboard=False) as writer:
+        writer.layers(step=8, epoch=0.5, time_s=1.0, trust_ratios={})
+        writer.go_back(7)
+    lines = read_metrics(tmp_path, "layers.jsonl")
+    assert [line["step"] for line in lines] == [1, 5]
+    assert lines[0]["trust_ratios"] == {"fc.weight": 0.01235, "odd": None}
+    assert read_metrics(tmp_path) == []
+
+
+def test_ranks_share_the_room_in_the_trace(tmp_path, monkeypatch):
+    monkeypatch.setattr(record_module, "MAX_SPANS", 10)
+    with RunWriter(tmp_path, tensorboard=False, world_size=2) as writer:
+        for step in range(7):
+            writer.span("step", step, 1)
+        writer.spans([Span("step", step, 1.0, "engine", {}) for step in range(4)], rank=1)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {1: "rank 0", 2: "rank 1"}
+    spans = [event["pid"] for event in events if event["ph"] == "X"]
+    assert (spans.count(1), spans.count(2)) == (5, 4)
 
 
 def test_trace_is_bounded_and_says_so(tmp_path, monkeypatch):

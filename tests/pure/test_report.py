@@ -21,12 +21,14 @@ from hyperbatch.cli.parser import parse
 from hyperbatch.cli.train import config_of
 from hyperbatch.config import BatchPhase, Config
 from hyperbatch.errors import InputError
+from hyperbatch.plan.clusters import cluster_of_device
 from hyperbatch.plan.types import GradGroup, GroupPlan, GroupTiming, StepTiming
 from hyperbatch.recipes import find_recipe
 from hyperbatch.record import Result, RunRecord, RunWriter
 from hyperbatch.report import setup, units, write_report
 from hyperbatch.report.chart import ticks
 from hyperbatch.report.markup import el
+from hyperbatch.report.predicted import predicted_step
 from hyperbatch.report.runs import load_run, sample, smooth
 from hyperbatch.report.summary import summary
 from hyperbatch.report.watch import Follower, finished, spark, state, watch
@@ -201,6 +203,134 @@ def test_the_points_of_the_page_are_json_whatever_the_run_is_called(tmp_path):
     points = json.loads(match[1])
     assert set(points["charts"]) == {"accuracy", "loss", "rate", "batch", "speed"}
     assert points["charts"]["accuracy"]["lines"][0]["y"][-1] == 0.994
+
+
+def write_layers(folder: Path, lines: int = 100) -> None:
+    with RunWriter(folder, resume_from_step=10**6, tensorboard=False) as writer:
+        for step in range(1, lines + 1):
+            ratios = {"fc.weight": 0.01 * step, "conv1.weight": 0.3, "fc.bias": 1.0, "bad": math.nan}
+            writer.layers(step=step, epoch=step / 10, time_s=step / 5, trust_ratios=ratios)
+
+
+def test_trust_ratios_over_time_are_a_heat_map_with_every_layer(tmp_path):
+    make_run(tmp_path)
+    assert "at the last step" in report(tmp_path).texts, "an older record knows the last step alone"
+    write_layers(tmp_path)
+    page = report(tmp_path)
+    assert {"fc.weight", "conv1.weight"} <= set(page.texts)
+    [heat] = [attributes for tag, attributes in page.tags if tag == "svg" and "data-heat" in attributes]
+    assert heat["viewbox"] == "0 0 50 2", "every second of 100 lines, and the layers that are adapted"
+    assert {"step 2", "step 100", "epoch 10", "400 ms", "20.0 s"} <= set(page.texts)
+    match = re.search(r'id="points">(.*?)</script>', (tmp_path / "report.html").read_text())
+    assert match
+    [data] = json.loads(match[1])["heat"]
+    assert data["rows"]["fc.weight"][-1] == 1.0
+    assert data["x"][2] == list(range(2, 101, 2))
+    assert list(data["rows"]) == ["fc.weight", "conv1.weight"], "as they are drawn, from top to bottom"
+
+
+def test_a_heat_map_has_each_value_in_its_colour(tmp_path):
+    make_run(tmp_path, trust_ratios={"a": 0.1, "b": 0.001})
+    with RunWriter(tmp_path, resume_from_step=10**6, tensorboard=False) as writer:
+        for step, a, b in ((1, 0.001, 0.001), (2, 0.1, math.nan), (3, 0.1, 0.001)):
+            writer.layers(step=step, epoch=1, time_s=1, trust_ratios={"a": a, "b": b})
+    paths = {a["fill"]: a["d"] for tag, a in report(tmp_path).tags if tag == "path" and "--h" in (a.get("fill") or "")}
+    assert paths == {"var(--h0)": "M0 0h1v1h-1zM0 1h1v1h-1zM2 1h1v1h-1z", "var(--h11)": "M1 0h2v1h-2z"}
+
+
+RANKS = [
+    {"rank": 0, "host": "a", "device": "H", "memory_peak_bytes": 8e9, "memory_bytes": 16e9, "step_s": 0.010},
+    {"rank": 1, "host": "b", "device": "H", "memory_peak_bytes": 9e9, "memory_bytes": 16e9, "step_s": 0.010},
+]
+TIMES = [
+    {"data_wait_s": 0.0, "forward_s": 0.002, "backward_s": 0.003, "update_s": 0.001},
+    {"data_wait_s": 0.0, "forward_s": 0.004, "backward_s": 0.003, "update_s": 0.001},
+]
+GAUGES = {"utilisation": 0.97, "clock_mhz": 1755.4, "clock_least_mhz": 1200}
+
+
+def test_every_rank_is_drawn_and_the_slowest_named(tmp_path):
+    ranks = [{**about, **times, **GAUGES} for about, times in zip(RANKS, TIMES, strict=True)]
+    make_run(tmp_path, ranks=ranks)
+    page = report(tmp_path)
+    assert (
+        "Rank 1 (host b) is the slowest: it works 8 ms of each step by itself, 2 ms longer than the median" in page.text
+    )
+    assert "rank 1, forward: 4 ms" in page.texts
+    assert "rank 0, exposed communication: 4 ms" in page.texts, "it waits for rank 1"
+    assert "peak memory 9 GB of 16 GB, 97 % utilisation, 1,755 MHz, per rank at most" in page.text
+    assert "1,755 MHz (least 1,200)" in page.texts
+    make_run(tmp_path, ranks=RANKS[:1], world_size=1)
+    page = report(tmp_path)
+    assert "peak memory 8 GB of 16 GB" in page.text
+    assert "Ranks" not in page.texts
+
+
+def test_of_many_ranks_the_slowest_are_drawn(tmp_path):
+    ranks = [{**RANKS[0], **TIMES[0], "rank": rank, "step_s": 0.1, "forward_s": 0.001 * rank} for rank in range(40)]
+    make_run(tmp_path, ranks=ranks, world_size=40, grid="1x40")
+    page = report(tmp_path)
+    assert "all 40 ranks" in page.texts
+    named = {text for text in page.texts if re.fullmatch(r"rank \d+", text)}
+    assert named == {f"rank {rank}" for rank in range(24, 40)}
+
+
+def test_the_planned_step_stands_beside_the_measured_one(tmp_path):
+    make_run(tmp_path)
+    page = report(tmp_path)
+    assert re.search(r"A typical step, predicted for local: [\d.]+ ms", page.text)
+    assert "A typical step, measured on rank 0: 10 ms" in page.text
+    found = predicted_step(load_run(tmp_path).record)
+    assert found is not None
+    assert f"takes {0.010 / found[1].step_s:.2f} times as long" in page.text
+    titles = [text for text in page.texts if ": exposed communication " in text]
+    assert [title.partition(":")[0] for title in titles] == 2 * ["predicted for local", "measured on rank 0"]
+
+
+@pytest.mark.parametrize(
+    ("device", "cluster"),
+    [
+        ("NVIDIA H200", "h200x8"),
+        ("NVIDIA H100 80GB HBM3", "dgx_h100"),
+        ("NVIDIA A100-SXM4-80GB", "dgx_a100"),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("", "local"),
+    ],
+)
+def test_a_device_has_the_machine_file_of_its_kind(device, cluster):
+    found = cluster_of_device(device)
+    assert (found and found.name) == cluster
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"phases": []},
+        {"phases": [{}]},
+        {"config": find_recipe("digits").config().override(model="mine:model")},
+        {"environment": {"device": "TPU", "device_type": "tpu"}},
+        {"grid": "3x3"},
+    ],
+)
+def test_what_cannot_be_planned_has_no_prediction(tmp_path, fields):
+    make_run(tmp_path, **fields)
+    assert "predicted for" not in report(tmp_path).text
+
+
+def test_date_commit_and_the_datas_own_counts_are_shown(tmp_path):
+    environment = {"date": "2026-01-02T03:04:05+00:00", "commit": "abc123", "device_type": "cpu", "device": "Zen 9"}
+    data = {"train_samples": 1433, "eval_samples": 1, "classes": 3}
+    make_run(tmp_path, environment=environment | {"cores": 2}, data=data)
+    page = report(tmp_path)
+    assert "2026-01-02 03:04:05+00:00 · commit abc123" in page.text
+    assert "CPU, 2 cores (Zen 9)" in page.text
+    assert "training data 1,433 images 1 for validation, 3 classes" in page.text
+    assert re.search(r"classes 3 \(the recipe was written for 10\)", page.text)
+
+
+def test_faint_and_bold_lines_have_a_legend(tmp_path):
+    make_run(tmp_path)
+    assert {"faint: every step", "bold: moving average"} <= set(report(tmp_path).texts)
 
 
 def test_changed_fields_are_highlighted_and_in_the_command(tmp_path):
