@@ -89,9 +89,10 @@ def differences(runs: list[Run]) -> Html | None:
 
 def _value(run: Run, section: str, name: str) -> str:
     part = run.record.config.get(section) if run.record else None
-    if not isinstance(part, dict) or name not in part:
+    if run.record is None or not isinstance(part, dict) or name not in part:
         return units.NONE
-    return setup.field_text(part[name])
+    own = setup.own_count(run.record, section, name)
+    return setup.field_text(part[name] if own is None else own)
 
 
 def clocks(runs: list[Run]) -> Html | None:

@@ -15,6 +15,11 @@ from hyperbatch.report.sections import card
 OWN_COUNTS = ("train_samples", "eval_samples", "classes")  # of the data, whatever the recipe was written for
 
 
+def own_count(record: RunRecord, section: str, name: str) -> int | None:
+    """What the data has of it; None where the field is no count, or the record of an older version."""
+    return record.data.get(name) if section == "data" and name in OWN_COUNTS else None
+
+
 def changed_fields(record: RunRecord) -> dict[str, tuple[Any, Any]] | None:
     """Field -> (recipe's value, this run's) where they differ; None when the recipe is not one of ours.
 
@@ -48,7 +53,7 @@ def config(run: Run) -> Html | None:
         rows = []
         for name, value in values.items():
             label = el("span", name.replace("_", " "), title=help_of.get(name))
-            own = run.record.data.get(name) if section == "data" and name in OWN_COUNTS else None
+            own = own_count(run.record, section, name)
             if own is not None and own != value:
                 stated = el("small", f" (the recipe was written for {field_text(value)})")
                 rows.append(el("div", label, el("b", field_text(own), stated)))

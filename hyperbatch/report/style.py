@@ -158,6 +158,8 @@ td { overflow-wrap: anywhere; }
 .tight { width: auto; }
 .tight th, .tight td { padding-right: 40px; }
 .compare td { white-space: nowrap; }
+.compare th, .compare td { padding-right: 14px; }
+.compare td:last-child { white-space: normal; overflow-wrap: normal; }
 .best { font-weight: 700; color: var(--good); }
 .swatch { display: inline-block; width: 10px; height: 10px; border-radius: 3px; margin-right: 8px; }
 .config { columns: 3 270px; column-gap: 36px; margin-top: 10px; }
@@ -190,8 +192,8 @@ footer { color: var(--soft); font-size: 12.5px; margin: 22px 2px 0; }
   .stack tr { padding: 8px 0; border-bottom: 1px solid var(--line); }
   .stack tr:last-child { border-bottom: 0; }
   .stack th, .stack td { padding: 2px 0; }
-  .stack td { display: flex; justify-content: space-between; gap: 16px; border-bottom: 0; text-align: right; }
-  .stack td::before { content: attr(data-label); color: var(--soft); white-space: nowrap; text-align: left; }
+  .stack td { display: flow-root; border-bottom: 0; text-align: right; }
+  .stack td::before { content: attr(data-label); color: var(--soft); float: left; margin-right: 16px; }
   th, td { padding-right: 10px; }
   .mini { width: 48px; }
   .config { columns: 1; }

@@ -326,6 +326,8 @@ def test_date_commit_and_the_datas_own_counts_are_shown(tmp_path):
     assert "CPU, 2 cores (Zen 9)" in page.text
     assert "training data 1,433 images 1 for validation, 3 classes" in page.text
     assert re.search(r"classes 3 \(the recipe was written for 10\)", page.text)
+    make_run(tmp_path / "other", data=data | {"classes": 4})
+    assert "classes 3 4" in report(tmp_path, tmp_path / "other", output=tmp_path / "both.html").text
 
 
 def test_faint_and_bold_lines_have_a_legend(tmp_path):
