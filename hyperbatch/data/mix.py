@@ -128,7 +128,8 @@ def mix_reference(images: Tensor, partners: Tensor, boxes: Tensor, weights: Tens
     inside = (x >= left) & (x < right) & (y >= top) & (y < bottom)
     wide = images.to(torch.promote_types(images.dtype, torch.float32))
     own = torch.where(inside, 0.0, weights[:, None, None])[:, None].to(wide.dtype)
-    return (own * wide + (1 - own) * wide[partners]).to(images.dtype)
+    mixed = own * wide + (1 - own) * wide[partners]
+    return mixed.to(images.dtype).contiguous(memory_format=torch.channels_last)
 
 
 def mix_labels(labels: Tensor, mix: Mix) -> Tensor:

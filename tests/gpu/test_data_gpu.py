@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from hyperbatch.config import BatchPhase, DataConfig
-from hyperbatch.data import augment, stream
+from hyperbatch.data import augment, stream, trivial
 from hyperbatch.data.buffers import copy_to_device
 from hyperbatch.data.decode import decode_full, decode_view, gpu_can_decode
 from hyperbatch.data.decoders import brightness_difference, measured_decoder
@@ -233,6 +233,39 @@ def test_a_set_in_device_memory_gives_the_hosts_batches(dtype, size):
         difference = (ours.images.cpu().float() - theirs.images.float()).abs()
         # At its own size one rounding; resized, the host rounds to whole grey levels twice.
         assert difference.max() < (0.05 if size == 24 else 4e-3 if dtype == torch.float16 else 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("policy", ["none", "trivial"])
+def test_mixed_and_retouched_batches_are_the_hosts(dtype, policy):
+    array = resident(3000)
+    config = dataclasses.replace(RECORD, mixup=0.2, cutmix=1.0, auto_augment=policy)
+    made = []
+    for device in (CUDA, torch.device("cpu")):
+        with TrainLoader(array, config, seed=3, rank=0, world_size=1, device=device, dtype=dtype) as loader:
+            made.append([*loader.batches(plan(array, 3.0, 1024))])
+    for ours, theirs in zip(*made, strict=True):
+        assert ours.images.is_contiguous(memory_format=torch.channels_last)
+        assert ours.labels.shape == (1024, 3)
+        assert torch.equal(ours.labels.cpu(), theirs.labels)
+        difference = (ours.images.cpu().float() - theirs.images.float()).abs()
+        assert difference.max() < (8e-3 if dtype == torch.float16 else 4e-6)  # two roundings
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_every_operation_gives_the_cpus_pixels():
+    levels = torch.from_numpy(resident(len(trivial.OPERATIONS) * 62).images)
+    rows = np.arange(len(levels))
+    uniforms = np.stack([rows // 62 / 14 + 1e-9, rows % 31 / 31 + 1e-9, rows % 62 // 31 * 0.6], axis=1)
+    drawn = trivial.draw(uniforms)
+    assert (np.bincount(drawn.operations) == 62).all()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.set_sync_debug_mode("error")  # the loader's stream goes on while the host works ahead
+        try:
+            ours = trivial.apply(copy_to_device(levels.numpy(), CUDA), drawn)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(ours.cpu(), trivial.apply(levels, drawn))
 
 
 def test_fifty_thousand_samples_are_drawn_as_on_the_host():

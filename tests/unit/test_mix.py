@@ -143,6 +143,7 @@ def test_images_are_mixed_in_pairs(config, dtype, n, size, channels):
     found = drawn(config, Stretches.single(3, n), size=size)
     mixed = mix.mix_images(images, found)
     assert mixed.dtype == dtype
+    assert mixed.is_contiguous(memory_format=torch.channels_last)
     expected = plainly_mixed(images.double(), found).to(dtype)
     torch.testing.assert_close(
         mixed, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6 if dtype != torch.float16 else 1e-3

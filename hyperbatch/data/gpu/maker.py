@@ -298,27 +298,22 @@ class DeviceMaker(Maker):
         views = augment.batch_views(self.config, images[:, 1], images[:, 2], plan.epochs, plan.uniforms, whole=whole)
         shape = (len(images), plan.size, plan.size, self.source.channels)
         # The kernel counts in 32 bits; a 64-bit run gets that, widened.
-        dtype, scale, colors = (
-            torch.float32 if self.dtype == torch.float64 else self.dtype,
-            self._scale,
-            self.colors(plan),
-        )
-        if self.retouches(plan):  # grey levels: rounded down after adding a half
-            dtype, scale, colors = (
-                torch.uint8,
-                torch.ones_like(scale),
-                (np.ones(len(plan)), np.full_like(colors[1], 0.5)),
-            )
+        dtype, scale = torch.float32 if self.dtype == torch.float64 else self.dtype, self._scale
+        gains, offsets = self.colors(plan)
+        retouches = self.retouches(plan)
+        if retouches:  # grey levels, rounded down after a half is added
+            dtype, scale = torch.uint8, torch.ones_like(scale)
+            gains, offsets = np.ones_like(gains), np.full_like(offsets, 0.5)
         out = torch.empty(shape, dtype=dtype, device=self.device)
         render_views(
             out,
             copy_to_device(images, self.device),
             copy_to_device(view_table(views), self.device),
             scale,
-            *(copy_to_device(part.astype(np.float32), self.device) for part in colors),
+            *(copy_to_device(part.astype(np.float32), self.device) for part in (gains, offsets)),
             reflect=self.config.shift_padding == "reflect",
         )
-        pixels = self._retouched(plan, out) if self.retouches(plan) else out.permute(0, 3, 1, 2).to(self.dtype)
+        pixels = self._retouched(plan, out) if retouches else out.permute(0, 3, 1, 2).to(self.dtype)
         labels = self.source.labels[draft.shown]
         labels[plan.real :] = 0  # padding repeats the last sample's id
         return self.mixed(plan, Batch(pixels, copy_to_device(labels, self.device), self.mask(plan)))
