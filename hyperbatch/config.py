@@ -80,6 +80,8 @@ def option(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
+    """The network, its normalisation and its initial weights."""
+
     model: str = option(
         "resnet50",
         "A built-in model, timm/NAME, or package.module:callable, which is called with the number of classes.",
@@ -124,6 +126,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
+    """The data set, and how training and evaluation images are made from it."""
+
     dataset: str = option(
         "images",
         "images (any layout of docs/data.md under --data), digits, cifar10, cifar100, synthetic, or "
@@ -230,6 +234,8 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimConfig:
+    """The optimizer, the loss, the precision and the averaging of the weights."""
+
     optimizer: str = option("lars", "Optimizer.", OPTIMIZERS)
     momentum: float = option(0.9, "Momentum, in [0, 1). For LAMB and AdamW, the first beta.", BELOW_ONE)
     beta2: float = option(
@@ -298,6 +304,8 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
+    """The length of the run, and the global batch and the learning rate over time."""
+
     epochs: float = option(90.0, "Number of passes over the training set.", POSITIVE)
     batch_phases: tuple[BatchPhase, ...] = option(
         (BatchPhase(0, 256),), "Global batch over time, as EPOCH:SAMPLES,EPOCH:SAMPLES."
@@ -330,6 +338,8 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommConfig:
+    """How gradients are grouped and exchanged between ranks."""
+
     grid: str | None = option(
         None, "Grid of the ranks, as ROWSxCOLUMNS; a row is one node. By default, hosts x ranks per host.", free=True
     )
@@ -364,6 +374,8 @@ class CommConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
+    """The target, evaluations, checkpoints, processes and everything else about one run."""
+
     target_top1: float | None = option(None, "Accuracy to train to, in (0, 1]. By default, the run trains all epochs.")
     stop_at_target: bool = option(True, "Stop at the first evaluation that reaches the target.", free=True)
     patience_evals: int = option(

@@ -36,10 +36,13 @@ OPENING_S = 0.5  # the first line comes by then, whatever the data takes
 
 
 def train(config: Config, callbacks: Iterable[Any] = ()) -> RunRecord:
-    """Trains and returns the record. InputError for wrong input, RunFailed when a run that began could not end;
-    Preempted, which is one, when it was asked to make room and can go on.
+    """Trains and returns the record of the run.
 
-    callbacks: are told what happens (hyperbatch/callbacks.py), in this process; under somebody's launcher, on rank 0.
+    Raises InputError if the config or the data is wrong, and RunFailed if the run could not finish; its subclass
+    Preempted says that the run was asked to make room and can be resumed.
+
+    callbacks: objects that are told what happens (see `Callback`). They are called in this process, or on rank 0 under
+    a launcher such as torchrun.
     """
     ranks = find_ranks()
     hooks = Hooks([*callbacks, *trackers_of(config)] if ranks is None or ranks.rank == 0 else ())

@@ -92,7 +92,7 @@ class ShortHelp(argparse.Action):
             prog=parser.prog,
             usage=parser.usage,
             description=parser.description,
-            epilog=f"{more} ({', '.join(section_titles().values())}).",
+            epilog=f"{more}: {'; '.join(section_titles().values())}.",
             add_help=False,
         )
         for name in COMMON:

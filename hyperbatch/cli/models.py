@@ -69,7 +69,8 @@ def _eval(args: argparse.Namespace) -> int:
     for label, answer, count in by_class.get("confusions", ())[:3]:
         lines.append(f"  {names[label]} taken for {names[answer]}: {count:,} of {by_class['samples'][label]:,}")
     if bad := values["warnings"]:
-        lines.append(f"  warning  {len(bad):,} unreadable, shown black; the first: {bad[0]} (--json lists all)")
+        what = "1 image was unreadable" if len(bad) == 1 else f"{len(bad):,} images were unreadable"
+        lines.append(f"  warning  {what} and counted as black, the first: {bad[0]} (--json lists all)")
     show(args, values, lambda: "\n".join(lines))
     return 0
 

@@ -47,7 +47,8 @@ def add(verb: AddVerb) -> None:
             off = spec.flag.replace("--", "--no-", 1)
             group.add_argument(off, dest=spec.name, action="store_const", const="false", help=argparse.SUPPRESS)
         else:
-            group.add_argument(spec.flag, dest=spec.name, metavar="VALUE", help=_help(spec))
+            metavar = {int: "N", float: "X"}.get(spec.type, "VALUE")
+            group.add_argument(spec.flag, dest=spec.name, metavar=metavar, help=_help(spec))
     parser.add_argument("--no-resume", dest="resume", action="store_const", const="no", help=argparse.SUPPRESS)
 
     verb("recipes", _recipes, "List the recipes with their claims and sources.")
@@ -55,7 +56,8 @@ def add(verb: AddVerb) -> None:
 
 def _help(spec: FieldSpec) -> str:
     choices = f" One of {', '.join(spec.choices)}." if spec.choices else ""
-    default = "" if spec.default in (None, (), False) else f" [default: {format_value(spec.default)}]"
+    is_said = spec.default is not None and spec.default is not False and spec.default != ()
+    default = f" [default: {format_value(spec.default)}]" if is_said else ""
     return f"{spec.help}{choices}{default}".replace("%", "%%")
 
 

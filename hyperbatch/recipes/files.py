@@ -147,7 +147,10 @@ def format_config(config: Config, *, recipe: str | None = None) -> str:
 
 
 def save_config(config: Config, path: str | Path, *, recipe: str | None = None) -> None:
-    """As `format_config`; InputError where the file cannot be written."""
+    """Writes the config to a TOML file, which `load_config` and `--config` read. Raises InputError if it cannot.
+
+    recipe: the name by which the recipe is found, if that is not the config's label.
+    """
     try:
         Path(path).write_text(format_config(config, recipe=recipe))
     except OSError as error:

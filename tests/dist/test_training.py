@@ -466,7 +466,10 @@ def test_unreadable_images_of_every_rank_are_reported_once(tmp_path, capsys, wor
     assert sorted(warnings) == sorted(f"{name}: not a readable image" for name in train_set.bad + eval_set.bad)
 
     assert main(["eval", str(tmp_path), "--device", "cpu", "--trust-code"]) == 0
-    assert "5 unreadable, shown black; the first: val[0]: not a readable image" in capsys.readouterr().out
+    assert (
+        "5 images were unreadable and counted as black, the first: val[0]: not a readable image"
+        in capsys.readouterr().out
+    )
     assert main(["eval", str(tmp_path), "--device", "cpu", "--trust-code", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["warnings"]
     assert told == [f"{name}: not a readable image" for name in eval_set.bad]

@@ -23,6 +23,7 @@ WITHOUT = ("tensorboard", "sklearn", "scipy", "simplejpeg", "timm", "torchvision
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """Built by setuptools from a copy of what belongs to it, since a build leaves files beside the sources."""
+    pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     shutil.copytree(ROOT / "hyperbatch", source / "hyperbatch", ignore=shutil.ignore_patterns("__pycache__"))
