@@ -7,6 +7,8 @@ import gc
 import os
 import sys
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -59,6 +61,18 @@ def kernel_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def settled(state: Callable[[], dict[str, int]]) -> dict[str, int]:
+    """The least of ten looks: gloo's own threads let go of a message a moment after its wait has returned.
+
+    Seen on a machine under load: one or two tensors more right after a step, gone 20 ms later. What leaks stays.
+    """
+    looks: list[dict[str, int]] = []
+    for _ in range(10):
+        looks.append(state())
+        time.sleep(0.05)
+    return {key: min(look[key] for look in looks) for key in looks[0]}
+
+
 def many_steps(rank: int, count: int, sharded: bool) -> dict[str, int]:
     """What grew over so many steps."""
     torch.manual_seed(0)
@@ -99,9 +113,9 @@ def many_steps(rank: int, count: int, sharded: bool) -> dict[str, int]:
         sync.begin()
         sync.finish()  # groups leave without a backward, as zeros
     steps(400 if sharded else 100)  # a sharded update sends messages of its own, which the recorder keeps too
-    before = state()
+    before = settled(state)
     steps(count)
-    after = state()
+    after = settled(state)
     return {key: after[key] - before[key] for key in before}
 
 
