@@ -267,7 +267,8 @@ def format_machine_file(cluster: Cluster) -> str:
 
 def _toml_block(title: str, values: Mapping[str, Any]) -> str:
     # A JSON text, number, list or boolean is the same in TOML, and so is a key, which needs its quotes around dots.
-    lines = [f"{json.dumps(key) if '.' in key else key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
+    known = [(key, value) for key, value in values.items() if value is not None]
+    lines = [f"{json.dumps(key) if '.' in key else key} = {json.dumps(value)}" for key, value in known]
     return "\n".join([*([title] if title else []), *lines, ""])
 
 

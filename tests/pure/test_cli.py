@@ -335,3 +335,19 @@ def test_the_dry_run_s_tables_are_as_wide_as_their_columns(capsys):
     start = lines.index("gradient groups (cubic, 51.2 MB per step)")  # in one line, however narrow the table is
     assert lines[start + 1].split() == ["group", "tensors", "kB", "dtype"]
     assert len(set(map(len, lines[start + 1 : start + 7]))) == 1, "numbers end below each other"
+
+
+def test_the_opening_line_comes_before_torch_is_loaded(tmp_path):
+    """What makes it come within a second of Enter, on any machine."""
+    script = (
+        "import os, sys, hyperbatch.launch\n"
+        "def say(line):\n"
+        "    print('torch' in sys.modules, line, flush=True)\n"
+        "    os._exit(0)\n"
+        "hyperbatch.launch._say = say\n"
+        "from hyperbatch.cli import main\n"
+        "main(['train', '--nproc', '1', '--device', 'cpu', '--out', sys.argv[1]])\n"
+    )
+    words = [sys.executable, "-c", script, str(tmp_path / "run")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.startswith("False digits: resnet8 on digits"), done.stderr
