@@ -58,10 +58,13 @@ def create_model(
     bn_eps: float = DEFAULT_BN_EPS,
     activation: str | None = None,
     init: str = "default",
+    blurpool: bool = False,
 ) -> nn.Module:
     """A built-in name, `timm/NAME`, or `package.module:callable`, with freshly drawn weights on the CPU."""
     if activation is not None and name not in _WHITENETS:
         raise InputError(f"--activation {activation}: {name} offers no choice; leave it out")
+    if blurpool and name not in _RESNETS:
+        raise InputError(f"--blurpool: only the built-in ResNets have it, not {name}; leave it off")
     if zero_init_last_gamma and name in (*_ALEXNETS, *_WHITENETS, *_VITS):
         what = "no residual blocks" if name in _ALEXNETS else "no trained norm scales"
         what = "no norms that end its blocks" if name in _VITS else what
@@ -72,6 +75,7 @@ def create_model(
             in_channels=in_channels,
             zero_init_last_gamma=zero_init_last_gamma,
             bn_momentum=bn_momentum,
+            blurpool=blurpool,
         )
     elif name in _ALEXNETS:
         model = _ALEXNETS[name](classes=classes, in_channels=in_channels, bn_momentum=bn_momentum)
@@ -108,6 +112,7 @@ def create_from(config: ModelConfig, *, classes: int, in_channels: int) -> nn.Mo
         bn_eps=config.bn_eps,
         activation=config.activation,
         init=config.init,
+        blurpool=config.blurpool,
     )
 
 
