@@ -204,8 +204,12 @@ class OptimConfig:
     decoupled_weight_decay: bool = option(
         False, "Apply weight decay separately from the gradient, with its own schedule (Fujitsu)."
     )
-    decay_norm_bias: bool = option(False, "Apply weight decay to norm parameters and biases, too.")
-    adapt_norm_bias: bool = option(False, "Apply the trust ratio to norm parameters and biases, too.")
+    decay_norm_bias: bool = option(
+        False, "Apply weight decay to norm parameters, biases, position embeddings and class tokens, too."
+    )
+    adapt_norm_bias: bool = option(
+        False, "Apply the trust ratio to norm parameters, biases, position embeddings and class tokens, too."
+    )
     bias_lr_scale: float = option(
         1.0,
         "Factor on the learning rate of norm parameters and biases. Their weight decay per step does not change.",
@@ -221,6 +225,12 @@ class OptimConfig:
         (),
         "Factors on the learning rate of layers, as LAYER:FACTOR,LAYER:FACTOR; 0 freezes a layer. `*` matches "
         "all layers, `head` is the last linear layer, and the last match counts: `*:0,head:1` trains only the head.",
+    )
+    layer_decay: float = option(
+        1.0,
+        "Layer-wise rate decay: each block of the model has this factor of the next one's learning rate, and the head "
+        "the whole rate. 1 turns it off; 0.65 to 0.8 is usual for fine-tuning.",
+        SHARE,
     )
     whiten_bias_epochs: float | None = option(
         None,
