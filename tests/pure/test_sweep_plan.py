@@ -141,7 +141,8 @@ def test_a_run_is_known_by_what_it_computes():
 WRONG = {
     "recipe is missing": "seeds = 3",
     "unknown recipe 'digit'; did you mean 'digits'?": 'recipe = "digit"',
-    "the plan has no 'seed'; did you mean 'seeds'?": "seed = 3",
+    "the plan must not have 'seed'; did you mean 'seeds'?": "seed = 3",
+    "epochs is a field of the config; write it below [fixed], [grid] or [[arms]]": "epochs = 3",
     "[fixed] has an unknown config field 'epoch'; did you mean 'epochs'?": "[fixed]\nepoch = 3",
     "[fixed]: seeds does not belong there": "[fixed]\nseeds = 3",
     "[fixed]: --epochs: 'long' is not a number": '[fixed]\nepochs = "long"',
