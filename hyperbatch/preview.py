@@ -20,7 +20,7 @@ from hyperbatch.plan.fit import StepMemory
 from hyperbatch.plan.strategies import group_options, plan_groups
 from hyperbatch.plan.types import GroupPlan, RankGrid, TensorSpec
 from hyperbatch.plan.workload import model_tensors, resolve_all, step_memory
-from hyperbatch.recipes import all_recipes, batch_note
+from hyperbatch.recipes import all_recipes, batch_note, size_note
 from hyperbatch.schedule import Phase, learning_rate, repeats_note, total_steps
 from hyperbatch.schedule.layers import GroupSummary, ParamRow
 from hyperbatch.vocabulary import HALF_DTYPES, PRECISION_DTYPE
@@ -52,7 +52,7 @@ class Preview:
     @property
     def note(self) -> str | None:
         repeats = repeats_note(self.config.schedule.batch_phases, self.counts.train_samples)
-        return "; ".join(note for note in (batch_note(self.config), repeats) if note) or None
+        return "; ".join(note for note in (batch_note(self.config), size_note(self.config), repeats) if note) or None
 
     @property
     def parameters(self) -> int:

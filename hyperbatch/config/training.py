@@ -61,6 +61,9 @@ class ModelConfig:
         "Initial weights. dirac initialises 3x3 convolutions as the identity on their first outputs.",
         ("default", "dirac"),
     )
+    blurpool: bool = option(
+        False, "Blur before strides of the built-in ResNets, but for the first one (anti-aliased down-sampling)."
+    )
     whiten_samples: int = option(
         0,
         "Number of training images from which the filters of whitenet's first layer are computed. 0 uses none.",
@@ -109,7 +112,11 @@ class DataConfig:
         1000, "Number of classes the recipe was written for. The data set determines the actual number.", POSITIVE
     )
     image_size: int = option(224, "Side of the training images in pixels.", POSITIVE)
-    size_phases: tuple[SizePhase, ...] = option((), "Progressive resizing, as EPOCH:PIXELS,EPOCH:PIXELS.")
+    size_phases: tuple[SizePhase, ...] = option(
+        (),
+        "Progressive resizing, as EPOCH:PIXELS,EPOCH:PIXELS. Where only --epochs is given, a recipe's phases begin "
+        "at the same shares of the run.",
+    )
     eval_size: int = option(224, "Side of the evaluation crop in pixels.", POSITIVE)
     eval_resize: int = option(
         256, "Length in pixels to which the shorter side is resized before the evaluation crop.", POSITIVE

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Self
 
-from hyperbatch.config.option import RULES, BatchPhase
+from hyperbatch.config.option import RULES, BatchPhase, SizePhase
 from hyperbatch.config.running import CommConfig, RunConfig
 from hyperbatch.config.training import DataConfig, ModelConfig, OptimConfig, ScheduleConfig
 from hyperbatch.config.values import describe, finite, fits, format_value, parse_text, plain, tuple_item, tuples
@@ -51,7 +51,8 @@ class Config:
         return self.comm.sharded_update and self.optim.optimizer != "muon"
 
     def override(self, **values: Any) -> Self:
-        """A copy with fields replaced by their unique names. `global_batch=N` scales every batch phase."""
+        """A copy with fields replaced by their unique names. `global_batch=N` scales every batch phase, and other
+        `epochs` move the size phases along, unless they are given, too."""
         global_batch = values.pop("global_batch", None)
         by_section: dict[str, dict[str, Any]] = {}
         known = {spec.name: spec for spec in fields()}
@@ -63,6 +64,10 @@ class Config:
             self,
             **{name: dataclasses.replace(getattr(self, name), **part) for name, part in by_section.items()},
         )
+        if "epochs" in values and "size_phases" not in values and self.data.size_phases:
+            stretch = config.schedule.epochs / self.schedule.epochs
+            data = dataclasses.replace(config.data, size_phases=stretched(self.data.size_phases, stretch))
+            config = dataclasses.replace(config, data=data)
         if global_batch is None:
             return config
         if not isinstance(global_batch, int):
@@ -97,6 +102,13 @@ class Config:
         saved = ((spec, values.get(spec.section, {})) for spec in fields())
         known = {spec.name: spec.coerce(part[spec.name]) for spec, part in saved if spec.name in part}
         return cls(recipe=values.get("recipe", "custom")).override(**known)
+
+
+def stretched(phases: tuple[SizePhase, ...], factor: float) -> tuple[SizePhase, ...]:
+    """Size phases that begin at the same shares of a run whose epochs are multiplied by this factor."""
+    if factor == 1:
+        return phases
+    return tuple(SizePhase(round(phase.from_epoch * factor, 6), phase.image_size) for phase in phases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +202,8 @@ def check(config: Config) -> None:
     starts = [p.from_epoch for p in s.batch_phases]
     need(starts == sorted(set(starts)), "batch_phases", "epochs must increase")
     need(all(p.image_size > 0 for p in d.size_phases), "size_phases", "every image size must be positive")
+    starts = [p.from_epoch for p in d.size_phases]
+    need(starts == sorted(set(starts)), "size_phases", "epochs must increase")
     need(all(epoch >= 0 for epoch in s.milestones), "milestones", "must not be negative")
     need(r.seed < 1 << 63, "seed", "must be below 2^63")
     need(0 < d.crop_area[0] <= d.crop_area[1] <= 1, "crop_area", "must be LOW,HIGH with 0 < LOW <= HIGH <= 1")

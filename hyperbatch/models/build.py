@@ -66,6 +66,7 @@ def create_model(
     dropout: float | None = None,
     drop_path: float | None = None,
     init: str = "default",
+    blurpool: bool = False,
 ) -> nn.Module:
     """A built-in name, `timm/NAME`, or `package.module:callable`, with freshly drawn weights on the CPU.
 
@@ -73,6 +74,8 @@ def create_model(
     """
     if activation is not None and name not in _WHITENETS:
         raise InputError(f"--activation {activation}: {name} offers no choice; leave it out")
+    if blurpool and name not in _RESNETS:
+        raise InputError(f"--blurpool: only the built-in ResNets have it, not {name}; leave it off")
     if zero_init_last_gamma and name in (*_ALEXNETS, *_WHITENETS, *_VITS):
         what = "no residual blocks" if name in _ALEXNETS else "no trained norm scales"
         what = "no norms that end its blocks" if name in _VITS else what
@@ -87,6 +90,7 @@ def create_model(
             in_channels=in_channels,
             zero_init_last_gamma=zero_init_last_gamma,
             bn_momentum=bn_momentum,
+            blurpool=blurpool,
         )
     elif name in _ALEXNETS:
         model = _ALEXNETS[name](classes=classes, in_channels=in_channels, bn_momentum=bn_momentum, **drops)
@@ -125,6 +129,7 @@ def create_from(config: ModelConfig, *, classes: int, in_channels: int) -> nn.Mo
         dropout=config.dropout,
         drop_path=config.drop_path,
         init=config.init,
+        blurpool=config.blurpool,
     )
 
 

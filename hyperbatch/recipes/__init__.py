@@ -1,6 +1,7 @@
 """What to run. A recipe is a function that returns a full config and states its claim, source and command.
 
-One file per published system; `everyday.py` and `mlperf.py` for the rest. `recipe` registers a function under its name.
+One file per published system; `everyday.py`, `speedrun.py`, `fast.py` and `mlperf.py` for the rest.
+`recipe` registers a function under its name.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hyperbatch.config import Config
+from hyperbatch.config import Config, format_value, stretched
 from hyperbatch.errors import InputError, nearest
 
 DEFAULT = "digits"
@@ -21,6 +22,7 @@ DEFAULT = "digits"
 MODULES = (
     "everyday",
     "speedrun",
+    "fast",
     "mlperf",
     "krizhevsky",
     "amazon",
@@ -96,6 +98,18 @@ class Recipe:
             f"{how[config.schedule.lr_scaling]}, and the accuracy that it reaches is not known"
         )
 
+    def size_note(self, config: Config) -> str | None:
+        """One line when the size phases of a config follow other epochs than the recipe's."""
+        own = self.config()
+        before, now = own.schedule.epochs, config.schedule.epochs
+        phases = config.data.size_phases
+        if now == before or not phases or phases != stretched(own.data.size_phases, now / before):
+            return None
+        return (
+            f"image sizes change at the same shares of the run as in {self.name}, which has {before:g} epochs: "
+            f"--size-phases {format_value(phases)}"
+        )
+
 
 _registry: dict[str, Recipe] = {}
 
@@ -165,3 +179,9 @@ def batch_note(config: Config) -> str | None:
     """`Recipe.batch_note` of the built-in recipe a config came from."""
     recipe = all_recipes().get(config.recipe)
     return None if recipe is None else recipe.batch_note(config)
+
+
+def size_note(config: Config) -> str | None:
+    """`Recipe.size_note` of the built-in recipe a config came from."""
+    recipe = all_recipes().get(config.recipe)
+    return None if recipe is None else recipe.size_note(config)

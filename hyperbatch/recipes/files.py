@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hyperbatch.config import Config, FieldSpec, fields, section_titles
+from hyperbatch.config import Config, FieldSpec, fields, section_titles, stretched
 from hyperbatch.errors import InputError, nearest
 from hyperbatch.recipes import DEFAULT, find_recipe
 
@@ -100,6 +100,9 @@ def layered(
     # A file with a batch of its own for every phase is scaled; else the recipe is told the batch, and may have a table.
     scaled = {GLOBAL_BATCH: wanted} if "batch_phases" in values and wanted is not None else {}
     config = _base(recipe or (file.recipe if file is not None else None) or DEFAULT, None if scaled else wanted)
+    before = values.get("epochs", config.schedule.epochs)
+    if "size_phases" in values and "epochs" in flags and before > 0:  # the file's phases are of the file's epochs
+        values["size_phases"] = stretched(values["size_phases"], flags["epochs"] / before)
     return config.override(**{**values, **flags, **scaled})
 
 
