@@ -47,6 +47,15 @@ class ModelConfig:
         "designed with.",
         ACTIVATIONS,
     )
+    dropout: float | None = option(
+        None, "Dropout rate of models that have dropout, in [0, 1). By default, the model's own.", BELOW_ONE
+    )
+    drop_path: float | None = option(
+        None,
+        "Stochastic depth of models that have it, in [0, 1): the rate at which samples skip the last block. By "
+        "default, the model's own.",
+        BELOW_ONE,
+    )
     init: str = option(
         "default",
         "Initial weights. dirac initialises 3x3 convolutions as the identity on their first outputs.",
