@@ -18,6 +18,7 @@ from hyperbatch.models.alexnet import AlexNetBN
 from hyperbatch.models.initial import dirac_
 from hyperbatch.models.layers import adopt
 from hyperbatch.models.resnet import IMAGENET_DEPTHS, SMALL_DEPTHS, imagenet_resnet, small_resnet
+from hyperbatch.models.vit import VisionTransformer
 from hyperbatch.models.whitenet import WhiteNet
 
 DEFAULT_BN_MOMENTUM = 0.1  # torch's
@@ -36,11 +37,15 @@ _WHITENETS: dict[str, Callable[..., nn.Module]] = {
     "whitenet": partial(WhiteNet, (64, 256, 256), 2),
     "whitenet_deep": partial(WhiteNet, (128, 384, 512), 3),
 }
+_VITS: dict[str, Callable[..., nn.Module]] = {
+    "vit_s16": partial(VisionTransformer, patch=16, width=384, depth=12, heads=6),
+    "vit_cifar": partial(VisionTransformer, patch=4, width=384, depth=7, heads=6),
+}
 
 
 def model_names() -> list[str]:
     """The built-in names, sorted."""
-    return sorted([*_RESNETS, *_ALEXNETS, *_WHITENETS])
+    return sorted([*_RESNETS, *_ALEXNETS, *_WHITENETS, *_VITS])
 
 
 def create_model(
@@ -57,8 +62,9 @@ def create_model(
     """A built-in name, `timm/NAME`, or `package.module:callable`, with freshly drawn weights on the CPU."""
     if activation is not None and name not in _WHITENETS:
         raise InputError(f"--activation {activation}: {name} offers no choice; leave it out")
-    if zero_init_last_gamma and name in (*_ALEXNETS, *_WHITENETS):
+    if zero_init_last_gamma and name in (*_ALEXNETS, *_WHITENETS, *_VITS):
         what = "no residual blocks" if name in _ALEXNETS else "no trained norm scales"
+        what = "no norms that end its blocks" if name in _VITS else what
         raise InputError(f"--zero-init-last-gamma: {name} has {what}; leave it off")
     if name in _RESNETS:
         model = _RESNETS[name](
@@ -74,6 +80,8 @@ def create_model(
         model = _WHITENETS[name](
             classes=classes, in_channels=in_channels, bn_momentum=bn_momentum, bn_eps=bn_eps, **options
         )
+    elif name in _VITS:
+        model = _VITS[name](classes=classes, in_channels=in_channels)
     elif name.startswith("timm/"):
         model = adopt(_timm_model(name.removeprefix("timm/"), classes, in_channels, zero_init_last_gamma))
     elif ":" in name:

@@ -45,7 +45,14 @@ def test_names_shapes_and_kinds(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "image_size"),
-    [("resnet50", 64), ("resnet8", 16), ("alexnet_bn_pool5", 64), ("whitenet", 32), ("whitenet_deep", 16)],
+    [
+        ("resnet50", 64),
+        ("resnet8", 16),
+        ("alexnet_bn_pool5", 64),
+        ("whitenet", 32),
+        ("whitenet_deep", 16),
+        ("vit_cifar", 16),
+    ],
 )
 def test_order_and_activations(name: str, image_size: int) -> None:
     """The probe's order, and each table layer's output size, by watching one real step."""
