@@ -315,7 +315,7 @@ class DeviceMaker(Maker):
             copy_to_device(view_table(views), self.device),
             scale,
             *(copy_to_device(part.astype(np.float32), self.device) for part in (gains, offsets)),
-            corners,
+            corners=corners,
             reflect=self.config.shift_padding == "reflect",
             cutout=cutout,
         )
