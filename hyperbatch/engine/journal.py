@@ -36,6 +36,7 @@ from hyperbatch.engine.steptimer import Marks, StepTimer
 from hyperbatch.engine.stragglers import Stragglers
 from hyperbatch.engine.tracing import Tracer
 from hyperbatch.mllog import MlperfEvents
+from hyperbatch.optim.build import group_summary
 from hyperbatch.plan.types import GroupTiming, StepTiming
 from hyperbatch.record import Result, RunRecord, RunWriter, Span, commit
 from hyperbatch.schedule import EpochGrid, Step, Stride, total_steps
@@ -405,6 +406,7 @@ class Journal:
             ),
             warnings=[*run.warnings, *bad_samples, *(self.writer.warnings if self.writer else [])],
             plan=run.learner.sync.plan.to_dict(),
+            optimizer_groups=group_summary(self.config.optim, run.learner.model).to_dict(),
             phases=[
                 asdict(phase) | {"first_step": first}
                 for phase, first in zip(run.phases, firsts, strict=True)

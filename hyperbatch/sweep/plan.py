@@ -33,7 +33,7 @@ from typing import Any
 
 from hyperbatch.config import Config, fields, format_value
 from hyperbatch.errors import InputError, nearest
-from hyperbatch.recipes import find_recipe
+from hyperbatch.recipes import adapted, find_recipe
 
 KEYS = ("name", "recipe", "seeds", "about", "fixed", "grid", "arms")
 NOT_HERE = {
@@ -315,7 +315,7 @@ def _configured(build: Any, overrides: Values) -> Config:
     if GLOBAL_BATCH in overrides and "batch_phases" in overrides:
         raise InputError("batch_phases sets the batch of every phase; leave out global_batch")
     rest = {name: value for name, value in overrides.items() if name != GLOBAL_BATCH}
-    return build(overrides.get(GLOBAL_BATCH)).override(**rest)
+    return adapted(build(overrides.get(GLOBAL_BATCH)), rest)
 
 
 def _check_distinct(runs: Sequence[PlannedRun]) -> None:
