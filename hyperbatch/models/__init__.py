@@ -1,4 +1,4 @@
-"""resnet, alexnet, whitenet, loss; nothing here knows of ranks, but a norm layer may be handed a process group."""
+"""resnet, alexnet, whitenet, vit, loss; nothing here knows of ranks, but a norm layer may be handed a process group."""
 
 from hyperbatch.models.build import create_from, create_model, model_names, pretrained_weights
 from hyperbatch.models.loss import mixed_cross_entropy, smoothed_cross_entropy

@@ -137,6 +137,15 @@ CASES = {
     "decoupled decay": {"decoupled_weight_decay": True, "weight_decay": 1e-2},
     "lamb": {"optimizer": "lamb", "lr": 0.01},
     "sgd": {"optimizer": "sgd", "lr": 0.05},
+    "vit": {
+        "model": "vit_cifar",
+        "precision": "bf16",
+        "optimizer": "adamw",
+        "lr": 1e-3,
+        "image_size": 32,
+        "eval_size": 32,
+        "max_steps": 10,
+    },
     "whitening and rates per group": {
         "model": "whitenet",
         "init": "dirac",
