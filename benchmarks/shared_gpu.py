@@ -1,6 +1,6 @@
 """A sweep over numbers of ranks that share one GPU, which `hyperbatch sweep` cannot start: NCCL refuses it on one host.
 
-    python -m benchmarks.shared_gpu records/plans/nccl_ranks.toml --out records/DATE_nccl_ranks [--until SECONDS]
+    python -m benchmarks.shared_gpu benchmarks/plans/nccl_ranks.toml --out records/DATE_nccl_ranks [--until SECONDS]
 
 Each rank is a host of its own to NCCL and talks over sockets on loopback, so that speeds mean nothing and everything
 else is what several GPUs would do. Ranks are started once for each `nproc` of the plan and train its runs in turn, in

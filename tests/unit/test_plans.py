@@ -11,9 +11,11 @@ from hyperbatch.config import BatchPhase, SizePhase
 from hyperbatch.engine.session import Session
 from hyperbatch.sweep.plan import load_plan
 
-RECORDS = Path(__file__).parents[2] / "records"
-WAITING = sorted((RECORDS / "plans").glob("*.toml"))
-ALL = [*WAITING, *sorted(RECORDS.glob("*/plan.toml"))]
+ROOT = Path(__file__).parents[2]
+WAITING = sorted((ROOT / "benchmarks" / "plans").glob("*.toml"))
+ALL = [*WAITING, *sorted((ROOT / "records").glob("*/plan.toml"))]
+# A whitening network cannot be exchanged for a small one; tests/dist/test_speedrun.py trains those.
+EXCHANGEABLE = [path for path in WAITING if not load_plan(path).runs[0].config.model.whiten_samples]
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -29,11 +31,10 @@ def test_a_plan_states_its_runs_and_its_cost(path):
     stated = re.match(r"(\d+) runs\. One H200", comment)
     assert stated is not None
     assert int(stated[1]) == len(load_plan(path).runs)
-    assert re.search(r"[\d,]+ s( in all| and|,|\.| with set-up)", comment), "seconds of a GPU"
-    assert f"records/plans/{path.name}" in comment, "its command"
+    assert re.search(r"[\d,]+ s( in all| and|,|\.|;| with )", comment), "seconds of a GPU"
 
 
-@pytest.mark.parametrize("path", WAITING, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", EXCHANGEABLE, ids=lambda path: path.stem)
 def test_every_arm_takes_a_step_of_a_small_network(path):
     """In fp32 on one CPU rank, on four small images; the rest of the config is the arm's own."""
     arms = {run.point.arm: run.config for run in load_plan(path).runs}
