@@ -213,6 +213,12 @@ class OptimConfig:
     weight_decay: float = option(5e-5, "Weight decay.", NOT_NEGATIVE)
     trust_coefficient: float = option(0.001, "Trust coefficient of LARS.", POSITIVE)
     lars_eps: float = option(0.0, "Constant added to the denominator of the trust ratio.", NOT_NEGATIVE)
+    lars_precision: str = option(
+        "fp32",
+        "Precision in which LARS and SGD compute their update. fp16 is for comparison: rates and small updates get "
+        "lost in it.",
+        ("fp32", "fp16"),
+    )
     nesterov: bool = option(False, "Use Nesterov momentum.")
     trust_clip: bool = option(False, "Never exceed the plain learning rate (LARC).")
     momentum_rule: str = option("lr_inside", "How the learning rate enters the momentum update.", MOMENTUM_RULES)
