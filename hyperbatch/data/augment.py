@@ -24,9 +24,11 @@ from hyperbatch.data import stream
 from hyperbatch.errors import InputError
 
 # Columns of a sample's uniforms: the mirror, the colour noise (two pairs of normals), geometry, then the jitter of
-# brightness and contrast, and TrivialAugment's operation. The first columns of a kind of view never move: runs of
-# older versions are continued.
+# brightness and contrast, and the operations of TrivialAugment or RandAugment. The first columns of a kind of view
+# never move: runs of older versions are continued.
 _FLIP, _NOISE, _GEOMETRY = 0, 1, 5
+TRIVIAL_COLUMNS = 3  # of TrivialAugment: operation, strength, sign
+RAND_COLUMNS = 2  # of each operation of RandAugment: which one, and its sign
 _CROP_ATTEMPTS = 10
 _NEAR_FULL_AREA = 0.999  # of the image: the smallest near-full crop, as in Fujitsu's MLPerf v0.6 job parameters
 
@@ -90,7 +92,8 @@ def check_options(config: DataConfig, channels: int, *, whole: bool) -> None:
 def uniforms_needed(config: DataConfig) -> int:
     """Columns of `stream.uniforms` that a training view may use."""
     if config.auto_augment != "none":
-        return operation_column(config) + 3
+        drawn = TRIVIAL_COLUMNS if config.auto_augment == "trivial" else RAND_COLUMNS * config.rand_ops
+        return operation_column(config) + drawn
     return jitter_column(config) + (2 if has_jitter(config) else 0)
 
 
@@ -222,7 +225,7 @@ def jitter_column(config: DataConfig) -> int:
 
 
 def operation_column(config: DataConfig) -> int:
-    """Of TrivialAugment's operation in the uniforms; its strength and sign follow. Room is left for the jitter's."""
+    """Of the first operation in the uniforms; what else is drawn of it follows. Room is left for the jitter's."""
     return jitter_column(config) + 2
 
 

@@ -24,7 +24,7 @@ from hyperbatch.data.mix import mixes
 from hyperbatch.engine.measure import choose_plan, fitting_batch, probe
 from hyperbatch.engine.ranks import Ranks, errors_shared, host_grid, share
 from hyperbatch.errors import InputError
-from hyperbatch.models import create_from, pretrained_weights
+from hyperbatch.models import Loss, create_from, pretrained_weights
 from hyperbatch.models.initial import whitening_layer
 from hyperbatch.models.norm import freeze, set_norm_group
 from hyperbatch.optim.averaging import WeightAverage
@@ -65,7 +65,7 @@ class Learner:
     device: torch.device
     dtype: torch.dtype  # of activations and working weights
     in_channels: int  # of images
-    label_smoothing: float
+    loss: Loss
     mixed_labels: bool  # batches have labels of mixed images (data/mix.py)
     model: nn.Module
     arena: Arena
@@ -158,7 +158,7 @@ def build_learner(
         device=device,
         dtype=dtype,
         in_channels=in_channels,
-        label_smoothing=config.optim.label_smoothing,
+        loss=Loss(name=config.optim.loss, smoothing=config.optim.label_smoothing, threshold=config.optim.bce_threshold),
         mixed_labels=mixes(config.data),
         model=model,
         arena=arena,
