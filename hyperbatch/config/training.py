@@ -197,6 +197,12 @@ class OptimConfig:
         0.999, "Second beta of LAMB and AdamW, in [0, 1): the decay of the average of squared gradients.", BELOW_ONE
     )
     weight_decay: float = option(5e-5, "Weight decay.", NOT_NEGATIVE)
+    clip_norm: float = option(
+        0.0,
+        "Largest norm of the gradient of all parameters together; a longer gradient is scaled down to it. 0 does not "
+        "clip.",
+        NOT_NEGATIVE,
+    )
     trust_coefficient: float = option(0.001, "Trust coefficient of LARS.", POSITIVE)
     lars_eps: float = option(0.0, "Constant added to the denominator of the trust ratio.", NOT_NEGATIVE)
     nesterov: bool = option(False, "Use Nesterov momentum.")

@@ -30,6 +30,7 @@ from hyperbatch.models.norm import freeze, set_norm_group
 from hyperbatch.optim.averaging import WeightAverage
 from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.optim.build import build_optimizer
+from hyperbatch.optim.clip import GradientClip
 from hyperbatch.optim.muon import Muon
 from hyperbatch.optim.precision import LossScaler, working_dtype
 from hyperbatch.optim.sharded import ShardedUpdate
@@ -73,6 +74,7 @@ class Learner:
     optimizer: LayerwiseOptimizer
     update: LayerwiseOptimizer | ShardedUpdate  # what steps: the optimizer itself, or its sharded form
     scaler: LossScaler
+    clip: GradientClip | None
     average: WeightAverage | None  # of the weights over steps
     max_batch_per_rank: int  # samples of a micro-step that fit into memory
     fused: bool  # forward and backward run through our kernels
@@ -154,6 +156,8 @@ def build_learner(
     optimizer = build_optimizer(config.optim, model, arena, lr=config.schedule.lr, capturable=capturable or on_gpu)
     if config.comm.sharded_update and isinstance(optimizer, Muon):
         optimizer.share(comm)
+    scaler = LossScaler(config.optim.precision, optimizer, device=device)
+    limit = config.optim.clip_norm
     return Learner(
         device=device,
         dtype=dtype,
@@ -165,7 +169,8 @@ def build_learner(
         sync=sync,
         optimizer=optimizer,
         update=ShardedUpdate(optimizer, arena, sync) if sync.sharded else optimizer,
-        scaler=LossScaler(config.optim.precision, optimizer, device=device),
+        scaler=scaler,
+        clip=GradientClip(limit, arena, sync, optimizer) if limit else None,
         average=None if config.optim.averaging == "none" else WeightAverage(config.optim, model, arena, optimizer),
         max_batch_per_rank=max_batch,
         fused=fused,

@@ -265,6 +265,8 @@ def micro_step(
         return
     learner.sync.finish()
     timer.mark("exposed_comm")
+    if learner.clip is not None:
+        learner.clip.measure()
     learner.update.step()
     learner.scaler.update()
     # What else happens after every update belongs here, so that it is a part of every step of a stride.
