@@ -48,10 +48,22 @@ class ModelConfig:
         "designed with.",
         ACTIVATIONS,
     )
+    dropout: float | None = option(
+        None, "Dropout rate of models that have dropout, in [0, 1). By default, the model's own.", BELOW_ONE
+    )
+    drop_path: float | None = option(
+        None,
+        "Stochastic depth of models that have it, in [0, 1): the rate at which samples skip the last block. By "
+        "default, the model's own.",
+        BELOW_ONE,
+    )
     init: str = option(
         "default",
         "Initial weights. dirac initialises 3x3 convolutions as the identity on their first outputs.",
         ("default", "dirac"),
+    )
+    blurpool: bool = option(
+        False, "Blur before strides of the built-in ResNets, but for the first one (anti-aliased down-sampling)."
     )
     whiten_samples: int = option(
         0,
@@ -101,7 +113,11 @@ class DataConfig:
         1000, "Number of classes the recipe was written for. The data set determines the actual number.", POSITIVE
     )
     image_size: int = option(224, "Side of the training images in pixels.", POSITIVE)
-    size_phases: tuple[SizePhase, ...] = option((), "Progressive resizing, as EPOCH:PIXELS,EPOCH:PIXELS.")
+    size_phases: tuple[SizePhase, ...] = option(
+        (),
+        "Progressive resizing, as EPOCH:PIXELS,EPOCH:PIXELS. Where only --epochs is given, a recipe's phases begin "
+        "at the same shares of the run.",
+    )
     eval_size: int = option(224, "Side of the evaluation crop in pixels.", POSITIVE)
     eval_resize: int = option(
         256, "Length in pixels to which the shorter side is resized before the evaluation crop.", POSITIVE
@@ -136,6 +152,12 @@ class DataConfig:
     )
     contrast_jitter: float = option(
         0.0, "Largest random change of contrast: the factor lies within 1 plus or minus this value.", BELOW_ONE
+    )
+    cutout: int = option(
+        0,
+        "Side in pixels of a square at a random place of each training image that is set to the mean colour. 0 cuts "
+        "out none. With --size-phases, smaller images lose as large a share.",
+        NOT_NEGATIVE,
     )
     color_noise: float = option(0.0, "Standard deviation of PCA colour noise (AlexNet). 0 adds none.", NOT_NEGATIVE)
     auto_augment: str = option(
@@ -211,8 +233,12 @@ class OptimConfig:
     decoupled_weight_decay: bool = option(
         False, "Apply weight decay separately from the gradient, with its own schedule (Fujitsu)."
     )
-    decay_norm_bias: bool = option(False, "Apply weight decay to norm parameters and biases, too.")
-    adapt_norm_bias: bool = option(False, "Apply the trust ratio to norm parameters and biases, too.")
+    decay_norm_bias: bool = option(
+        False, "Apply weight decay to norm parameters, biases, position embeddings and class tokens, too."
+    )
+    adapt_norm_bias: bool = option(
+        False, "Apply the trust ratio to norm parameters, biases, position embeddings and class tokens, too."
+    )
     bias_lr_scale: float = option(
         1.0,
         "Factor on the learning rate of norm parameters and biases. Their weight decay per step does not change.",
@@ -228,6 +254,12 @@ class OptimConfig:
         (),
         "Factors on the learning rate of layers, as LAYER:FACTOR,LAYER:FACTOR; 0 freezes a layer. `*` matches "
         "all layers, `head` is the last linear layer, and the last match counts: `*:0,head:1` trains only the head.",
+    )
+    layer_decay: float = option(
+        1.0,
+        "Layer-wise rate decay: each block of the model has this factor of the next one's learning rate, and the head "
+        "the whole rate. 1 turns it off; 0.65 to 0.8 is usual for fine-tuning.",
+        SHARE,
     )
     whiten_bias_epochs: float | None = option(
         None,

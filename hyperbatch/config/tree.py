@@ -190,6 +190,8 @@ def check(config: Config) -> None:
     starts = [p.from_epoch for p in s.batch_phases]
     need(starts == sorted(set(starts)), "batch_phases", "epochs must increase")
     need(all(p.image_size > 0 for p in d.size_phases), "size_phases", "every image size must be positive")
+    starts = [p.from_epoch for p in d.size_phases]
+    need(starts == sorted(set(starts)), "size_phases", "epochs must increase")
     need(all(epoch >= 0 for epoch in s.milestones), "milestones", "must not be negative")
     need(r.seed < 1 << 63, "seed", "must be below 2^63")
     need(0 < d.crop_area[0] <= d.crop_area[1] <= 1, "crop_area", "must be LOW,HIGH with 0 < LOW <= HIGH <= 1")

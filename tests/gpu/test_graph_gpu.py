@@ -132,6 +132,7 @@ CASES = {
     "clipped gradients": {"optimizer": "adamw", "lr": 1e-3, "clip_norm": 0.1},
     "a batch change": {"batch_phases": (BatchPhase(0, 64), BatchPhase(0.5, 128))},
     "resizing": {"size_phases": (SizePhase(0, 16), SizePhase(0.5, 24), SizePhase(1, 16))},
+    "blurred strides": {"model": "resnet18", "blurpool": True, "image_size": 64, "eval_size": 64, "max_steps": 10},
     "dropout": {"model": "test_graph_gpu:dropped"},
     "skipped steps": {"model": "test_graph_gpu:Loud", "lr": 0.05},
     "rescaled momentum": {"momentum_rule": "rescaled"},
