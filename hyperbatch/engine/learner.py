@@ -21,6 +21,7 @@ from hyperbatch.comm import GradSync, GridComm
 from hyperbatch.comm.weights import broadcast_weights
 from hyperbatch.config import Config
 from hyperbatch.data.mix import mixes
+from hyperbatch.engine.compiled import Compilation, CompiledRegions, choose_regions
 from hyperbatch.engine.measure import choose_plan, fitting_batch, probe
 from hyperbatch.engine.ranks import Ranks, errors_shared, host_grid, share
 from hyperbatch.errors import InputError
@@ -76,6 +77,7 @@ class Learner:
     average: WeightAverage | None  # of the weights over steps
     max_batch_per_rank: int  # samples of a micro-step that fit into memory
     fused: bool  # forward and backward run through our kernels
+    compiled: CompiledRegions | Compilation  # the second: nothing of it is going to be compiled, and why
     capturable: bool  # built so that steps can be captured in CUDA graphs
     graph_memory: GraphMemory | None = None  # for all of its graphs, on a GPU
     notes: tuple[str, ...] = ()  # what the user should know of how it was built
@@ -83,6 +85,10 @@ class Learner:
     @property
     def comm(self) -> GridComm:
         return self.sync.comm
+
+    @property
+    def compilation(self) -> Compilation:
+        return self.compiled.about if isinstance(self.compiled, CompiledRegions) else self.compiled
 
 
 def build_learner(
@@ -154,6 +160,9 @@ def build_learner(
     optimizer = build_optimizer(config.optim, model, arena, lr=config.schedule.lr, capturable=capturable or on_gpu)
     if config.comm.sharded_update and isinstance(optimizer, Muon):
         optimizer.share(comm)
+    compiled = choose_regions(config, model, dtype, device, fused=fused)
+    if config.model.compile == "on" and isinstance(compiled, Compilation):
+        notes.append(f"--compile on has no effect: {compiled.reason}")
     return Learner(
         device=device,
         dtype=dtype,
@@ -169,6 +178,7 @@ def build_learner(
         average=None if config.optim.averaging == "none" else WeightAverage(config.optim, model, arena, optimizer),
         max_batch_per_rank=max_batch,
         fused=fused,
+        compiled=compiled,
         capturable=capturable,
         graph_memory=GraphMemory(device) if capturable and on_gpu else None,
         notes=tuple(notes),
