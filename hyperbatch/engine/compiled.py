@@ -4,8 +4,8 @@
     model(images), evaluation    stem -> block    -> block    -> head        the model's own code
 
 A region stays the module that it was: names, parameters, hooks and the state dict do not change, and a copy of the
-model is not compiled. Its gradients arrive together, where the exchange waits for them, and are moved to the arena group
-by group, as those of any other layer. Inductor makes no CUDA graphs of its own: the step's graph holds all.
+model is not compiled. Its gradients arrive together, where the exchange waits for them, and are moved to the arena
+group by group, as those of any other layer. Inductor makes no CUDA graphs of its own: the step's graph holds all.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class CompiledRegions:
     @property
     def stage(self) -> str:
         """What is said while they are compiled."""
-        return f"compiling {self.about.kinds} kinds of the model's {len(self._regions)} blocks"
+        return "compiling the model" if len(self._regions) == 1 else "compiling the model's blocks"
 
     @contextlib.contextmanager
     def compiling(self, count: Count | None = None) -> Iterator[None]:
@@ -77,7 +77,6 @@ class CompiledRegions:
         passes through. count: is told of each kind that has come through forward."""
         import torch._dynamo.config as dynamo_config
 
-        keep_cache()
         start_s, before = time.monotonic(), _counters()
         self._attach()
         self._called.clear()
@@ -105,7 +104,7 @@ class CompiledRegions:
         if self.about.regions:
             return
         compiled = {
-            kind: torch.compile(function, fullgraph=True, dynamic=False, options=self._options)
+            kind: compile_function(function, self._options)
             for kind, function in self._functions.items()
         }
         self.about.regions = len(self._regions)
@@ -147,8 +146,15 @@ def _function(name: str) -> Callable[..., Any]:
     return FunctionType(_call_module.__code__.replace(co_name=name), globals(), name)
 
 
+def compile_function(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """Whole, or not at all: a graph that breaks would be compiled in parts that nobody has counted or measured. And for
+    each shape by itself: a function for any shape is slower, and a run has few shapes."""
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+
+
 def keep_cache() -> None:
-    """What is compiled is kept on the disk, in the user's cache folder and not in /tmp, unless torch was told where."""
+    """What is compiled is kept on the disk, in the user's cache folder and not in /tmp, unless torch was told where.
+    Torch asks when it loads its compiler, as optimizers make it do."""
     folder = cache_folder()
     if folder.is_absolute():
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))

@@ -11,7 +11,7 @@ which changes the shape.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -35,11 +35,13 @@ def find_regions(model: nn.Module) -> tuple[Region, ...]:
     alike = Counter(made[module] for module in blocks.values())
     repeated = {_family(module, made) for module in blocks.values() if alike[made[module]] > 1}
     repeated -= _inner(model, made, alike, repeated)
-    found = list(_outermost(model, made, repeated))
-    if not found or _layers(module for _, module in found) < LEAST_SHARE * _layers([model]):
-        found = [("", model)]
+    found: dict[nn.Module, str] = {}
+    for name, module in _outermost(model, made, repeated):
+        found.setdefault(module, name)  # a module may stand in several places
+    if not found or _layers(found) < LEAST_SHARE * _layers([model]):
+        found = {model: ""}
     kinds: dict[Hashable, int] = {}
-    return tuple(Region(name, module, kinds.setdefault(made[module], len(kinds))) for name, module in found)
+    return tuple(Region(name, module, kinds.setdefault(made[module], len(kinds))) for module, name in found.items())
 
 
 def _make(model: nn.Module) -> dict[nn.Module, Hashable]:
@@ -106,7 +108,7 @@ def _outermost(
             yield from _outermost(child, made, families, f"{prefix}{name}.")
 
 
-def _layers(modules: Iterator[nn.Module] | list[nn.Module]) -> int:
+def _layers(modules: Iterable[nn.Module]) -> int:
     """Modules in these that hold parameters of their own."""
     inside = {layer for module in modules for layer in module.modules()}
     return sum(any(True for _ in layer.parameters(recurse=False)) for layer in inside)
