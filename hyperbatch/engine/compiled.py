@@ -103,10 +103,7 @@ class CompiledRegions:
     def _attach(self) -> None:
         if self.about.regions:
             return
-        compiled = {
-            kind: compile_function(function, self._options)
-            for kind, function in self._functions.items()
-        }
+        compiled = {kind: compile_function(function, self._options) for kind, function in self._functions.items()}
         self.about.regions = len(self._regions)
         for region in self._regions:
             # What `Module.compile` sets, and copies and pickles leave out: here for training alone.

@@ -1,6 +1,10 @@
 """Which parts of a model are compiled by themselves, found by looking at its modules."""
 
+import runpy
+from pathlib import Path
+
 import pytest
+import torch
 from torch import nn
 
 from hyperbatch.models import create_model
@@ -92,6 +96,13 @@ def test_a_shared_block_is_one_region():
     block = Block(4)
     model = nn.Sequential(block, Block(4), nn.Sequential(block, nn.ReLU()), head(4))
     assert [region.name for region in find_regions(model)] == ["0", "1"]
+
+
+def test_the_example_of_an_own_model_has_blocks_of_one_kind():
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "own_blocks.py"))
+    model = example["network"](classes=10, in_channels=3, width=8, depth=4)
+    assert [(region.name, region.kind) for region in find_regions(model)] == [(str(i), 0) for i in range(1, 5)]
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
 @pytest.mark.parametrize(("model", "regions", "kinds"), [("resnet50", 16, 8), ("resnet20", 9, 5), ("alexnet_bn", 1, 1)])
