@@ -76,6 +76,13 @@ class ModelConfig:
         ("auto", "on", "off"),
         free=True,
     )
+    compile: str = option(
+        "auto",
+        "Compile the repeated blocks of the model with torch.compile. auto does so on a GPU in 16 bits, for models "
+        "without fused kernels, and not with --deterministic.",
+        ("auto", "on", "off"),
+        free=True,
+    )
     init_from: str | None = option(
         None,
         "Start from the weights of a run, a checkpoint, or a .safetensors or .pt file; `timm` downloads timm's "
