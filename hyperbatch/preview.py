@@ -23,6 +23,7 @@ from hyperbatch.plan.workload import model_tensors, resolve_all, step_memory
 from hyperbatch.recipes import all_recipes, batch_note, size_note
 from hyperbatch.schedule import Phase, learning_rate, repeats_note, total_steps
 from hyperbatch.schedule.layers import GroupSummary, ParamRow
+from hyperbatch.tables import text_table
 from hyperbatch.vocabulary import HALF_DTYPES, PRECISION_DTYPE
 
 
@@ -227,7 +228,6 @@ def device_memory_bytes() -> int:
 def format_preview(preview: Preview) -> str:
     """The same for a terminal."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(width=min(120, shutil.get_terminal_size((110, 40)).columns), highlight=False)
     config, counts = preview.config, preview.counts
@@ -255,35 +255,39 @@ def format_preview(preview: Preview) -> str:
             parts = ", ".join(f"{name} {size(n)}" for name, n in asdict(memory).items())
             available = size(preview.memory_bytes_available)
             console.print(f"memory    each rank needs about {size(memory.total)} of {available} available ({parts})")
-        table = Table("from epoch", "global batch", "per rank", "micro-steps", "steps/epoch", title="batch", box=None)
-        for p in preview.phases:
-            table.add_row(
-                f"{p.from_position / samples:g}",
-                f"{p.global_batch:,}",
-                f"{p.share_per_rank:,}",
-                _micro_steps(p.share_per_rank, p.accumulation),
-                f"{samples / p.global_batch:.1f}",
-            )
-        console.print(table)
-        table = Table("epoch", "learning rate", "global batch", title="learning rate over time", box=None)
-        for row in preview.schedule:
-            table.add_row(f"{row.epoch:g}", f"{row.lr:.5g}", f"{row.global_batch:,}")
-        console.print(table)
-        if preview.optimizer_groups.factors:
-            table = Table("factor", "tensors", "parameters", "from", title="learning rate by layer", box=None)
-            for row in preview.optimizer_groups.factors:
-                table.add_row(f"{row.factor:.4g}", f"{row.count.tensors:,}", f"{row.count.parameters:,}", row.first)
-            console.print(table)
-        title = f"gradient groups ({config.comm.grouping}, {size(preview.plan.bytes)} per step)"
-        table = Table("group", "tensors", "bytes", "dtype", title=title, box=None)
-        for group in preview.plan.groups:
-            table.add_row(str(group.index), str(len(group.parameters)), size(group.bytes), group.dtype)
-        console.print(table)
-        table = Table("field", "value", title="config", box=None)
-        for spec in fields():
-            table.add_row(spec.name, format_value(spec.of(config)))
-        console.print(table)
-    return text.get().rstrip()
+    batches = [
+        (
+            f"{p.from_position / samples:g}",
+            f"{p.global_batch:,}",
+            f"{p.share_per_rank:,}",
+            _micro_steps(p.share_per_rank, p.accumulation),
+            f"{samples / p.global_batch:.1f}",
+        )
+        for p in preview.phases
+    ]
+    groups = [(g.index, len(g.parameters), f"{g.bytes / 1e3:,.1f}", g.dtype) for g in preview.plan.groups]
+    rates = [(f"{row.epoch:g}", f"{row.lr:.5g}", f"{row.global_batch:,}") for row in preview.schedule]
+    factors = [
+        (f"{row.factor:.4g}", f"{row.count.tensors:,}", f"{row.count.parameters:,}", row.first)
+        for row in preview.optimizer_groups.factors
+    ]
+    by_layer = text_table(("factor", "tensors", "parameters", "from"), factors, left=0) if factors else []
+    values = [(spec.name, format_value(spec.of(config))) for spec in fields()]
+    exchanged = f"gradient groups ({config.comm.grouping}, {size(preview.plan.bytes)} per step)"
+    return "\n".join(
+        [
+            text.get().rstrip(),
+            *(
+                "",
+                "batch",
+                *text_table(("from epoch", "global", "per rank", "micro-steps", "steps/epoch"), batches, left=0),
+            ),
+            *("", "learning rate", *text_table(("epoch", "rate", "global batch"), rates, left=0)),
+            *(["", "learning rate by layer", *by_layer] if by_layer else []),
+            *("", exchanged, *text_table(("group", "tensors", "kB", "dtype"), groups, left=0)),
+            *("", "config", *text_table(("field", "value"), values, left=2)),
+        ]
+    )
 
 
 def _micro_steps(share: int, accumulation: int) -> str:

@@ -152,6 +152,12 @@ class DataConfig:
     contrast_jitter: float = option(
         0.0, "Largest random change of contrast: the factor lies within 1 plus or minus this value.", BELOW_ONE
     )
+    cutout: int = option(
+        0,
+        "Side in pixels of a square at a random place of each training image that is set to the mean colour. 0 cuts "
+        "out none. With --size-phases, smaller images lose as large a share.",
+        NOT_NEGATIVE,
+    )
     color_noise: float = option(0.0, "Standard deviation of PCA colour noise (AlexNet). 0 adds none.", NOT_NEGATIVE)
     auto_augment: str = option(
         "none",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Self
 
-from hyperbatch.config.option import RULES, BatchPhase, SizePhase
+from hyperbatch.config.option import RULES, BatchPhase
 from hyperbatch.config.running import CommConfig, RunConfig
 from hyperbatch.config.training import DataConfig, ModelConfig, OptimConfig, ScheduleConfig
 from hyperbatch.config.values import describe, finite, fits, format_value, parse_text, plain, tuple_item, tuples
@@ -51,8 +51,7 @@ class Config:
         return self.comm.sharded_update and self.optim.optimizer != "muon"
 
     def override(self, **values: Any) -> Self:
-        """A copy with fields replaced by their unique names. `global_batch=N` scales every batch phase, and other
-        `epochs` move the size phases along, unless they are given, too."""
+        """A copy with fields replaced by their unique names. `global_batch=N` scales every batch phase."""
         global_batch = values.pop("global_batch", None)
         by_section: dict[str, dict[str, Any]] = {}
         known = {spec.name: spec for spec in fields()}
@@ -64,10 +63,6 @@ class Config:
             self,
             **{name: dataclasses.replace(getattr(self, name), **part) for name, part in by_section.items()},
         )
-        if "epochs" in values and "size_phases" not in values and self.data.size_phases:
-            stretch = config.schedule.epochs / self.schedule.epochs
-            data = dataclasses.replace(config.data, size_phases=stretched(self.data.size_phases, stretch))
-            config = dataclasses.replace(config, data=data)
         if global_batch is None:
             return config
         if not isinstance(global_batch, int):
@@ -102,13 +97,6 @@ class Config:
         saved = ((spec, values.get(spec.section, {})) for spec in fields())
         known = {spec.name: spec.coerce(part[spec.name]) for spec, part in saved if spec.name in part}
         return cls(recipe=values.get("recipe", "custom")).override(**known)
-
-
-def stretched(phases: tuple[SizePhase, ...], factor: float) -> tuple[SizePhase, ...]:
-    """Size phases that begin at the same shares of a run whose epochs are multiplied by this factor."""
-    if factor == 1:
-        return phases
-    return tuple(SizePhase(round(phase.from_epoch * factor, 6), phase.image_size) for phase in phases)
 
 
 @dataclass(frozen=True, slots=True)

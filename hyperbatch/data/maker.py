@@ -18,6 +18,7 @@ from torch import Tensor
 from hyperbatch.config import DataConfig
 from hyperbatch.data import augment, trivial
 from hyperbatch.data.batch import BadSamples, Batch, Batches, Plan
+from hyperbatch.data.buffers import copy_to_device
 from hyperbatch.data.meter import Meter
 from hyperbatch.data.mix import mix_images, mix_labels
 from hyperbatch.data.source import BadSample, DataError, EncodedSource, Source
@@ -75,6 +76,15 @@ class Maker:
         assert plan.uniforms is not None
         column = augment.operation_column(self.config)
         return trivial.apply(levels, trivial.draw(plan.uniforms[:, column:]))
+
+    def cut_out(self, plan: Plan, images: Tensor) -> Tensor:
+        """Normalised images [n, c, h, w], where a square of each training view becomes 0, the set's mean colour."""
+        if not self.config.cutout or plan.uniforms is None:
+            return images
+        corners = copy_to_device(augment.cutout_corners(self.config, plan.uniforms, plan.size), images.device)
+        places = torch.arange(plan.size, device=images.device) - corners[:, :, None]  # of columns and lines
+        columns, lines = ((places >= 0) & (places < augment.cutout_side(self.config, plan.size))).unbind(1)
+        return images.masked_fill_((lines[:, :, None] & columns[:, None, :])[:, None], 0.0)
 
     def mixed(self, plan: Plan, batch: Batch) -> Batch:
         """The batch with its images and labels mixed as the plan says."""

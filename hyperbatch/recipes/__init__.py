@@ -9,11 +9,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hyperbatch.config import Config, format_value, stretched
+from hyperbatch.config import Config, SizePhase, format_value
 from hyperbatch.errors import InputError, nearest
 
 DEFAULT = "digits"
@@ -172,7 +172,23 @@ def get_recipe(name: str, **values: Any) -> Config:
     global_batch = values.pop("global_batch", None)
     if global_batch is not None and "batch_phases" in values:
         raise InputError("batch_phases sets the batch of every phase; leave out global_batch")
-    return find_recipe(name).config(global_batch).override(**values)
+    return adapted(find_recipe(name).config(global_batch), values)
+
+
+def adapted(config: Config, values: Mapping[str, Any]) -> Config:
+    """A recipe's config with fields replaced. Other epochs move its size phases along, unless those are given, too."""
+    epochs, phases = values.get("epochs"), config.data.size_phases
+    moved = {}
+    if phases and isinstance(epochs, int | float) and "size_phases" not in values:
+        moved["size_phases"] = stretched(phases, epochs / config.schedule.epochs)
+    return config.override(**moved, **values)
+
+
+def stretched(phases: tuple[SizePhase, ...], factor: float) -> tuple[SizePhase, ...]:
+    """Size phases that begin at the same shares of a run whose epochs are multiplied by this factor."""
+    if factor == 1:
+        return phases
+    return tuple(SizePhase(round(phase.from_epoch * factor, 6), phase.image_size) for phase in phases)
 
 
 def batch_note(config: Config) -> str | None:

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hyperbatch.config import Config, FieldSpec, fields, section_titles, stretched
+from hyperbatch.config import Config, FieldSpec, fields, section_titles
 from hyperbatch.errors import InputError, nearest
-from hyperbatch.recipes import DEFAULT, find_recipe
+from hyperbatch.recipes import DEFAULT, adapted, find_recipe, stretched
 
 CUSTOM = Config().recipe  # the label of a config that comes from no recipe
 RUN_CONFIG = "config.toml"  # in a run's folder: what it was started with
@@ -103,7 +103,7 @@ def layered(
     before = values.get("epochs", config.schedule.epochs)
     if "size_phases" in values and "epochs" in flags and before > 0:  # the file's phases are of the file's epochs
         values["size_phases"] = stretched(values["size_phases"], flags["epochs"] / before)
-    return config.override(**{**values, **flags, **scaled})
+    return adapted(config, {**values, **flags, **scaled})
 
 
 def _base(recipe: str, global_batch: int | None) -> Config:

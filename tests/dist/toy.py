@@ -12,6 +12,7 @@ from hyperbatch import checkpoint
 from hyperbatch.config import BatchPhase, Config
 from hyperbatch.data.source import ArraySource, EncodedSource
 from hyperbatch.errors import InputError
+from hyperbatch.models.whitenet import WhiteNet
 
 
 def data(config):
@@ -181,6 +182,11 @@ def apart(classes, in_channels):
         if not param.requires_grad:
             param.data.add_(torch.distributed.get_rank())
     return model
+
+
+def narrow_deep(classes, in_channels):
+    """`whitenet_deep`, narrow."""
+    return WhiteNet((8, 16, 24), 3, classes=classes, in_channels=in_channels, bn_momentum=0.1, bn_eps=1e-5)
 
 
 def pictures(config):

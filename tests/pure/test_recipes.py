@@ -31,7 +31,16 @@ PUBLISHED = [
     "amazon_resnet152",
     "krizhevsky_alexnet",
 ]
-EVERYDAY = ["resnet50", "mlperf_resnet50", "cifar10", "cifar10_resnet", "imagenette", "tinyimagenet", "digits"]
+EVERYDAY = [
+    "resnet50",
+    "mlperf_resnet50",
+    "cifar10",
+    "cifar10_96",
+    "cifar10_resnet",
+    "imagenette",
+    "tinyimagenet",
+    "digits",
+]
 EVERYDAY += ["finetune", "resnet50_fast"]
 CLUSTERS = [
     "abci",
@@ -172,6 +181,18 @@ def test_the_speed_runs_rates_are_those_of_a_summed_loss():
     assert lr * optim.bias_lr_scale == pytest.approx(batch * 0.0573)
     assert lr * optim.head_lr_scale / 9**2 == pytest.approx(batch * 0.5415 / 256**2)
     assert lr * optim.weight_decay == pytest.approx(1.0418e-6 * batch, rel=1e-3)
+
+
+def test_the_longer_speed_run_takes_its_share_of_the_rates_and_evaluates_once():
+    short, config = find_recipe("cifar10").config(), find_recipe("cifar10_96").config()
+    rates = [
+        (c.schedule.lr * c.optim.bias_lr_scale / c.global_batch, c.schedule.lr * c.optim.head_lr_scale / c.global_batch)
+        for c in (short, config)
+    ]
+    assert rates[1] == pytest.approx([rate * 9 / 11.5 for rate in rates[0]])
+    assert config.schedule.lr * config.optim.weight_decay == pytest.approx(0.0016)
+    assert (config.model.model, config.data.cutout, config.data.shift_pixels) == ("whitenet_deep", 12, 4)
+    assert config.run.eval_every_epochs > config.schedule.epochs
 
 
 @pytest.mark.parametrize("point", POINTS.values(), ids=lambda point: str(point.global_batch))

@@ -29,7 +29,7 @@ def test_shape() -> None:
     for point in values["points"]:
         assert {"grid", "algorithm", "step_s", "exposed_comm_s", "images_per_s", "efficiency", "epochs"} <= set(point)
         assert list(point["time_to_target_s"]) == ["low", "mid", "high"]
-    assert format_simulation(simulation).count("\n") == 5
+    assert format_simulation(simulation).count("\n") == 8
 
 
 def test_bounds_that_no_prediction_may_break() -> None:
