@@ -33,6 +33,7 @@ from hyperbatch.engine.step import MicroStep
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.whiten import rehearse, whiten
 from hyperbatch.errors import Diverged
+from hyperbatch.kernels import workers
 from hyperbatch.models import mixed_cross_entropy, smoothed_cross_entropy
 from hyperbatch.optim.averaging import new_share_at
 from hyperbatch.record import RunRecord
@@ -117,6 +118,7 @@ def train(
     stage = journal.console.stage
     stage("compiling kernels")
     runner.compile(shapes_ahead(run), journal.console.count)
+    workers.stop()
     stage("preparing evaluation")
     reason = run.validation.prepare(capture=runner.captures)
     if reason is not None:
