@@ -73,6 +73,7 @@ class RunRecord:
     phases: list[dict[str, Any]] = field(default_factory=list)  # resolved batch phases, with the step each began at
     optimizer_groups: dict[str, Any] = field(default_factory=dict)  # GroupSummary.to_dict(): decay and rate factors
     trust_ratios: dict[str, float] = field(default_factory=dict)  # parameter -> ratio at the last logged step
+    compiled: dict[str, Any] = field(default_factory=dict)  # what became of --compile: engine.compiled.Compilation
     clock: dict[str, float] = field(default_factory=dict)  # init_s, train_s, capture_s, eval_s, pause_s, data_wait_s
     skipped_steps: int = 0  # updates skipped because a gradient was inf or nan
     classes: list[str] = field(default_factory=list)  # names, in the order of the model's answers

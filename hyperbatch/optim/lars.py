@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hyperbatch.optim.base import LayerwiseOptimizer
-from hyperbatch.optim.rule import Entry, Rule, Update, full_grads, norms_of_layers
+from hyperbatch.optim.rule import Entry, Rule, Update, full_grads, weight_norms_of
 from hyperbatch.optim.tensors import Scalar, norms_of, scaled, unless
 from hyperbatch.vocabulary import MOMENTUM_RULES
 
@@ -183,8 +183,7 @@ def _layer_norms(entries: list[Entry], h: LarsSettings, grad_norms: Tensor) -> t
     """(|w|, trust) of each layer."""
     if not h.adapt:  # |w| is not needed, and not worth a pass over the weights
         return torch.full_like(grad_norms, torch.nan), torch.ones_like(grad_norms)
-    known = [entry.weight_norm for entry in entries if entry.weight_norm is not None]
-    weight_norms = torch.stack(known) if known else norms_of_layers([entry.weight for entry in entries], entries)
+    weight_norms = weight_norms_of(entries)
     return weight_norms, h.trust_ratio(weight_norms, grad_norms)
 
 
@@ -197,7 +196,7 @@ LARS_RULE = Rule(
     update=lars_update,
     foreach=lars_foreach,
     in_place=lars_in_place,
-    trust_from_gradient=True,
+    shardable=True,
 )
 
 
