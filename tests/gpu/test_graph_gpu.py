@@ -137,6 +137,7 @@ CASES = {
     "skipped steps": {"model": "test_graph_gpu:Loud", "lr": 0.05},
     "rescaled momentum": {"momentum_rule": "rescaled"},
     "decoupled decay": {"decoupled_weight_decay": True, "weight_decay": 1e-2},
+    "lars in fp16": {"lars_precision": "fp16"},
     "lamb": {"optimizer": "lamb", "lr": 0.01},
     "sgd": {"optimizer": "sgd", "lr": 0.05},
     "vit": {
