@@ -76,6 +76,13 @@ class ModelConfig:
         ("auto", "on", "off"),
         free=True,
     )
+    compile: str = option(
+        "auto",
+        "Compile the repeated blocks of the model with torch.compile. auto does so on a GPU in 16 bits, for models "
+        "without fused kernels, and not with --deterministic.",
+        ("auto", "on", "off"),
+        free=True,
+    )
     init_from: str | None = option(
         None,
         "Start from the weights of a run, a checkpoint, or a .safetensors or .pt file; `timm` downloads timm's "
@@ -227,6 +234,12 @@ class OptimConfig:
     )
     trust_coefficient: float = option(0.001, "Trust coefficient of LARS.", POSITIVE)
     lars_eps: float = option(0.0, "Constant added to the denominator of the trust ratio.", NOT_NEGATIVE)
+    lars_precision: str = option(
+        "fp32",
+        "Precision in which LARS and SGD compute their update. fp16 is for comparison: rates and small updates get "
+        "lost in it.",
+        ("fp32", "fp16"),
+    )
     nesterov: bool = option(False, "Use Nesterov momentum.")
     trust_clip: bool = option(False, "Never exceed the plain learning rate (LARC).")
     momentum_rule: str = option("lr_inside", "How the learning rate enters the momentum update.", MOMENTUM_RULES)

@@ -211,6 +211,6 @@ def check(config: Config) -> None:
     signals = () if r.preempt_signals is None else r.preempt_signals.split(",")
     known = all(hasattr(signal, f"SIG{name}") and name not in NEVER_SEEN for name in signals)
     need(known, "preempt_signals", "must be names of signals that a process may handle, e.g. TERM,USR1")
-    sharded = config.comm.sharded_update
-    need(not sharded or o.optimizer != "adamw", "sharded_update", "supports lars, sgd and muon, not adamw")
+    unsharded = o.optimizer in ("lars", "sgd") and not config.comm.sharded_update
+    need(o.lars_precision != "fp16" or unsharded, "lars_precision", "needs lars or sgd, unsharded")
     need(r.target_top1 is None or 0 < r.target_top1 <= 1, "target_top1", "must be in (0, 1], e.g. 0.759")

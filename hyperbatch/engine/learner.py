@@ -21,6 +21,7 @@ from hyperbatch.comm import GradSync, GridComm
 from hyperbatch.comm.weights import broadcast_weights
 from hyperbatch.config import Config
 from hyperbatch.data.mix import mixes
+from hyperbatch.engine.compiled import Compilation, CompiledRegions, choose_regions, keep_cache
 from hyperbatch.engine.measure import choose_plan, fitting_batch, probe
 from hyperbatch.engine.ranks import Ranks, errors_shared, host_grid, share
 from hyperbatch.errors import InputError
@@ -78,6 +79,7 @@ class Learner:
     average: WeightAverage | None  # of the weights over steps
     max_batch_per_rank: int  # samples of a micro-step that fit into memory
     fused: bool  # forward and backward run through our kernels
+    compiled: CompiledRegions | Compilation  # the second: nothing of it is going to be compiled, and why
     capturable: bool  # built so that steps can be captured in CUDA graphs
     graph_memory: GraphMemory | None = None  # for all of its graphs, on a GPU
     notes: tuple[str, ...] = ()  # what the user should know of how it was built
@@ -85,6 +87,10 @@ class Learner:
     @property
     def comm(self) -> GridComm:
         return self.sync.comm
+
+    @property
+    def compilation(self) -> Compilation:
+        return self.compiled.about if isinstance(self.compiled, CompiledRegions) else self.compiled
 
 
 def build_learner(
@@ -105,6 +111,8 @@ def build_learner(
     saved: the run that is continued. Its weights and what it measured are taken over here; `snapshot.restore` does the
     rest.
     """
+    if config.model.compile == "on" or (config.model.compile == "auto" and device.type == "cuda"):
+        keep_cache()
     capturable = wants_graph(config, device)
     dtype = working_dtype(config.optim.precision)
     notes: list[str] = []
@@ -158,6 +166,9 @@ def build_learner(
         optimizer.share(comm)
     scaler = LossScaler(config.optim.precision, optimizer, device=device)
     limit = config.optim.clip_norm
+    compiled = choose_regions(config, model, dtype, device, fused=fused)
+    if config.model.compile == "on" and isinstance(compiled, Compilation):
+        notes.append(f"--compile on has no effect: {compiled.reason}")
     return Learner(
         device=device,
         dtype=dtype,
@@ -174,6 +185,7 @@ def build_learner(
         average=None if config.optim.averaging == "none" else WeightAverage(config.optim, model, arena, optimizer),
         max_batch_per_rank=max_batch,
         fused=fused,
+        compiled=compiled,
         capturable=capturable,
         graph_memory=GraphMemory(device) if capturable and on_gpu else None,
         notes=tuple(notes),

@@ -15,6 +15,7 @@ from hyperbatch.config import Config
 from hyperbatch.data.batch import Batch
 from hyperbatch.engine import snapshot
 from hyperbatch.engine.clock import Clock
+from hyperbatch.engine.compiled import CompiledRegions
 from hyperbatch.engine.console import Console
 from hyperbatch.engine.ending import Ending
 from hyperbatch.engine.folder import claim_folder, continues, keep_config
@@ -114,7 +115,8 @@ def train(
     # The run's time starts with the first training sample: by then its kernels are there. Evaluation is captured first:
     # training, which needs more, then takes the same memory once more.
     stage = journal.console.stage
-    stage("compiling kernels")
+    compiled = run.learner.compiled
+    stage(compiled.stage if isinstance(compiled, CompiledRegions) else "compiling kernels")
     runner.compile(shapes_ahead(run), journal.console.count)
     stage("preparing evaluation")
     reason = run.validation.prepare(capture=runner.captures)
