@@ -256,6 +256,8 @@ NETWORKS = [
     ("resnet50", 16, 64, BF16),
     ("resnet50", 16, 32, FP16),
     ("resnet50", 1, 224, FP16),
+    ("resnet50d", 16, 224, FP16),
+    ("resnet50d", 7, 104, BF16),
     ("resnet18", 7, 224, FP16),
     ("resnet18", 1, 64, FP16),
     ("resnet18", 16, 32, BF16),

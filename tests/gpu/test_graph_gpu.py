@@ -125,6 +125,7 @@ CASES = {
     "fp16": {},
     "fp32 resnet20": {"model": "resnet20", "precision": "fp32", "image_size": 32, "eval_size": 32},
     "bf16 resnet50": {"model": "resnet50", "precision": "bf16", "image_size": 64, "eval_size": 64, "max_steps": 10},
+    "bf16 resnet50d": {"model": "resnet50d", "precision": "bf16", "image_size": 64, "eval_size": 64, "max_steps": 10},
     "accumulation": {"accumulate": 4},
     "unequal micro-steps": {"accumulate": 5},
     "mixed images": {"mixup": 0.2, "cutmix": 1.0, "auto_augment": "trivial"},
