@@ -42,7 +42,9 @@ def _plan(args: argparse.Namespace) -> int:
 
     plan = make_plan(args.recipe, gpus=args.gpus, strategy=args.strategy, **_workload(args))
     values = plan.to_dict()
-    steps = {f"{values['recipe']} on {values['gpus']} x {values['cluster']}, {values['strategy']}": plan.step.timing}
+    steps = {
+        f"{values['recipe']} on {values['gpus']} GPUs of {values['cluster']}, {values['strategy']}": plan.step.timing
+    }
     if args.trace:
         from hyperbatch.record import write_trace
 

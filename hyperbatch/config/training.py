@@ -17,6 +17,7 @@ from hyperbatch.config.option import (
 from hyperbatch.vocabulary import (
     ACTIVATIONS,
     AVERAGING,
+    LOSSES,
     MOMENTUM_RULES,
     MUON_ADJUSTMENTS,
     MUON_COEFFICIENTS,
@@ -72,6 +73,13 @@ class ModelConfig:
     fused: str = option(
         "auto",
         "Run forward and backward with fused kernels (GPU, 16 bits). auto uses them wherever they can run.",
+        ("auto", "on", "off"),
+        free=True,
+    )
+    compile: str = option(
+        "auto",
+        "Compile the repeated blocks of the model with torch.compile. auto does so on a GPU in 16 bits, for models "
+        "without fused kernels, and not with --deterministic.",
         ("auto", "on", "off"),
         free=True,
     )
@@ -162,8 +170,15 @@ class DataConfig:
     auto_augment: str = option(
         "none",
         "Automatic augmentation; trivial applies one random operation of random strength to each training image "
-        "(TrivialAugment).",
-        ("none", "trivial"),
+        "(TrivialAugment), rand applies --rand-ops of them of one strength (RandAugment).",
+        ("none", "trivial", "rand"),
+    )
+    rand_ops: int = option(2, "Number of operations of `--auto-augment rand`.", POSITIVE)
+    rand_magnitude: int = option(
+        9,
+        "Strength of the operations of `--auto-augment rand`, from 0 to 30 as in torchvision. Level 10 of the "
+        "RandAugment paper's code and of timm is 30.",
+        NOT_NEGATIVE,
     )
     mixup: float = option(
         0.0,
@@ -211,8 +226,20 @@ class OptimConfig:
         0.999, "Second beta of LAMB and AdamW, in [0, 1): the decay of the average of squared gradients.", BELOW_ONE
     )
     weight_decay: float = option(5e-5, "Weight decay.", NOT_NEGATIVE)
+    clip_norm: float = option(
+        0.0,
+        "Largest norm of the gradient of all parameters together; a longer gradient is scaled down to it. 0 does not "
+        "clip.",
+        NOT_NEGATIVE,
+    )
     trust_coefficient: float = option(0.001, "Trust coefficient of LARS.", POSITIVE)
     lars_eps: float = option(0.0, "Constant added to the denominator of the trust ratio.", NOT_NEGATIVE)
+    lars_precision: str = option(
+        "fp32",
+        "Precision in which LARS and SGD compute their update. fp16 is for comparison: rates and small updates get "
+        "lost in it.",
+        ("fp32", "fp16"),
+    )
     nesterov: bool = option(False, "Use Nesterov momentum.")
     trust_clip: bool = option(False, "Never exceed the plain learning rate (LARC).")
     momentum_rule: str = option("lr_inside", "How the learning rate enters the momentum update.", MOMENTUM_RULES)
@@ -263,6 +290,18 @@ class OptimConfig:
     muon_normalize_weights: bool = option(False, "Scale each matrix to the norm sqrt(rows) before Muon's update.")
     rest_momentum: float | None = option(
         None, "Momentum of biases, norm parameters and the head with Muon. By default, --momentum.", BELOW_ONE
+    )
+    loss: str = option(
+        "cross_entropy",
+        "What training minimises: the cross entropy of the classes, or the binary cross entropy of each class (bce). "
+        "Evaluation always reports the cross entropy.",
+        LOSSES,
+    )
+    bce_threshold: float = option(
+        0.0,
+        "With --loss bce and mixed images, the share of an image above which a class counts as fully present. 0 uses "
+        "the shares as they are.",
+        BELOW_ONE,
     )
     label_smoothing: float = option(0.1, "Label smoothing, in [0, 1).", BELOW_ONE)
     precision: str = option(

@@ -414,6 +414,7 @@ class Journal:
             ],
             # After a failure the device may be gone: what would have to be read from it is left out.
             trust_ratios={} if error else run.learner.optimizer.trust_ratios(),
+            compiled=run.learner.compilation.to_dict(),
             clock=clock | {"data_wait_s": run.data_wait_s},
             skipped_steps=0 if error else run.learner.scaler.state_dict()["skipped"],
             classes=list(run.train_set.classes),

@@ -13,6 +13,7 @@ from hyperbatch.config import OptimConfig
 from hyperbatch.errors import InputError
 from hyperbatch.models.initial import whitening_layer
 from hyperbatch.optim.base import LayerwiseOptimizer
+from hyperbatch.optim.half_lars import HalfLARS
 from hyperbatch.optim.lamb import LAMB
 from hyperbatch.optim.lars import LARS
 from hyperbatch.optim.muon import Muon
@@ -28,7 +29,7 @@ def _sgd(optim: OptimConfig) -> tuple[type[LARS | LAMB | Muon], dict[str, Any]]:
 
 
 def _lars(optim: OptimConfig) -> tuple[type[LARS | LAMB | Muon], dict[str, Any]]:
-    return LARS, {
+    return HalfLARS if optim.lars_precision == "fp16" else LARS, {
         "momentum": optim.momentum,
         "trust_coefficient": optim.trust_coefficient,
         "eps": optim.lars_eps,

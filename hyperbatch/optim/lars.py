@@ -14,6 +14,7 @@ Everything is computed in fp32 (fp64 for fp64 weights) on unscaled gradients; 16
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -96,10 +97,16 @@ class LarsSettings:
         return {"last_lr": self.lr} if self.momentum_rule == "rescaled" else {}
 
 
-def lars_update(weight: Tensor, grad: Tensor, momentum_buffer: Tensor, h: LarsSettings) -> Update:
+def lars_update(
+    weight: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor,
+    h: LarsSettings,
+    norms: Callable[[list[Tensor]], Tensor] = norms_of,
+) -> Update:
     """The reference: one layer's step in full precision, as new tensors."""
     g = -grad if h.maximize else grad
-    weight_norm, grad_norm = norms_of([weight, g])
+    weight_norm, grad_norm = norms([weight, g])
     trust = h.trust_ratio(weight_norm, grad_norm) if h.adapt else torch.ones_like(weight_norm)
 
     d = g if h.decoupled_weight_decay else _plus(g, weight, h.weight_decay)

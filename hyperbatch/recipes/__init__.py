@@ -34,6 +34,9 @@ MODULES = (
     "nvidia",
     "google",
     "fujitsu",
+    "wightman",
+    "liu",
+    "beyer",
 )
 
 

@@ -128,6 +128,8 @@ CASES = {
     "accumulation": {"accumulate": 4},
     "unequal micro-steps": {"accumulate": 5},
     "mixed images": {"mixup": 0.2, "cutmix": 1.0, "auto_augment": "trivial"},
+    "binary cross entropy": {"mixup": 0.1, "cutmix": 1.0, "loss": "bce", "bce_threshold": 0.2, "label_smoothing": 0.05},
+    "clipped gradients": {"optimizer": "adamw", "lr": 1e-3, "clip_norm": 0.1},
     "a batch change": {"batch_phases": (BatchPhase(0, 64), BatchPhase(0.5, 128))},
     "resizing": {"size_phases": (SizePhase(0, 16), SizePhase(0.5, 24), SizePhase(1, 16))},
     "blurred strides": {"model": "resnet18", "blurpool": True, "image_size": 64, "eval_size": 64, "max_steps": 10},

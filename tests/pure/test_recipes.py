@@ -30,6 +30,9 @@ PUBLISHED = [
     "fujitsu_resnet50",
     "amazon_resnet152",
     "krizhevsky_alexnet",
+    "resnet50_a3",
+    "convnext_t",
+    "vit_s16",
 ]
 EVERYDAY = [
     "resnet50",
@@ -41,7 +44,7 @@ EVERYDAY = [
     "tinyimagenet",
     "digits",
 ]
-EVERYDAY += ["finetune", "resnet50_fast"]
+EVERYDAY += ["finetune", "resnet50_fast", "vit_cifar10"]
 CLUSTERS = [
     "abci",
     "tencent_p40",
@@ -67,7 +70,7 @@ def test_listing_order_is_everyday_first_then_by_year():
     names = list(all_recipes())
     assert names[0] == DEFAULT
     assert set(names[: len(EVERYDAY)]) == set(EVERYDAY)
-    assert names[-1] == "fujitsu_resnet50"
+    assert names[-1] == "vit_s16"
 
 
 @pytest.mark.parametrize("name", PUBLISHED + EVERYDAY)
@@ -123,6 +126,13 @@ PUBLISHED_RATES = [
     ("fujitsu_resnet50", 36 + 780 * 86_016 / 1_281_167, 13.0 * 0.0025),
     ("amazon_resnet152", 5, 2.0),
     ("krizhevsky_alexnet", 1, 0.08),
+    ("resnet50_a3", 5, 8e-3),
+    ("resnet50_a3", 100, 1e-6),
+    ("convnext_t", 20, 4e-3),
+    ("convnext_t", 160, 4e-3 / 2 + 1e-6 / 2),  # half of the way down a cosine
+    ("vit_s16", 5_000 * 1_024 / 1_281_167, 5e-4),
+    ("vit_s16", 10_000 * 1_024 / 1_281_167, 1e-3),
+    ("vit_s16", 90, 0.0),
 ]
 
 
@@ -130,6 +140,23 @@ PUBLISHED_RATES = [
 def test_published_rates(name, epoch, rate):
     config = find_recipe(name).config()
     assert learning_rate(config.schedule, epoch) == pytest.approx(rate, rel=1e-9, abs=1e-12)
+
+
+def test_the_other_figures_of_the_modern_recipes():
+    vit, convnext, a3 = (find_recipe(name).config() for name in ("vit_s16", "convnext_t", "resnet50_a3"))
+    assert [c.global_batch for c in (vit, convnext, a3)] == [1_024, 4_096, 2_048]
+    assert [c.schedule.epochs for c in (vit, convnext, a3)] == [90, 300, 100]
+    assert [c.optim.optimizer for c in (vit, convnext, a3)] == ["adamw", "adamw", "lamb"]
+    # big_vision's decay of 1e-4 a step at the peak, where the rate multiplies it
+    assert vit.optim.weight_decay * vit.schedule.lr == pytest.approx(1e-4)
+    assert (convnext.optim.weight_decay, a3.optim.weight_decay) == (0.05, 0.02)
+    assert [c.optim.clip_norm for c in (vit, convnext, a3)] == [1.0, 0.0, 1.0]
+    assert [(c.data.mixup, c.data.cutmix) for c in (vit, convnext, a3)] == [(0.2, 0.0), (0.8, 1.0), (0.1, 1.0)]
+    # levels 10, 9 and 6 of 10
+    assert [(c.data.rand_ops, c.data.rand_magnitude / 3) for c in (vit, convnext, a3)] == [(2, 10), (2, 9), (2, 6)]
+    assert [c.optim.label_smoothing for c in (vit, convnext, a3)] == [0.0, 0.1, 0.0]
+    assert (a3.optim.loss, a3.data.image_size, a3.data.eval_size) == ("bce", 160, 224)
+    assert (convnext.model.drop_path, convnext.optim.averaging_decay) == (0.1, 0.9999)
 
 
 def test_fujitsus_other_figures():
