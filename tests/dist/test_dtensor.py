@@ -88,8 +88,9 @@ def close(a: Tensor, b: Tensor, name: str, *, rtol: float = 1e-10, atol: float =
     torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=lambda text: f"{name}: {text}")
 
 
-def fsdp(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
+def fsdp(rank: int, world_size: int, kind: str = "cpu") -> None:
+    mesh = init_device_mesh(kind, (world_size,))
+    torch.set_default_device(kind)
     for name in OPTIMIZERS:
         plain, model = Net(), Net()
         fully_shard(model.up, mesh=mesh)
