@@ -36,7 +36,7 @@ class Pending(NamedTuple):
 
 
 def over_ranks(run: Run, own: Tensor) -> Tensor:
-    """The mean of each of this rank's losses over all ranks, and behind them the number of steps just skipped in a row."""
+    """The mean of each of a rank's losses over all ranks, and behind them the number of steps just skipped in a row."""
     losses = own
     if run.learner.comm.world is not None:
         losses = own.clone()
