@@ -74,10 +74,9 @@ def create_model(
         model = _WHITENETS[name](
             classes=classes, in_channels=in_channels, bn_momentum=bn_momentum, bn_eps=bn_eps, **options
         )
-    elif name.startswith("timm/"):
-        model = adopt(_timm_model(name.removeprefix("timm/"), classes, in_channels, zero_init_last_gamma))
-    elif ":" in name:
-        model = adopt(_own_model(name, classes, in_channels, zero_init_last_gamma))
+    elif is_foreign(name):
+        options = {"zero_init_last_gamma": zero_init_last_gamma}
+        model = adopt(foreign_model(name, classes=classes, in_channels=in_channels, **options))
     else:
         raise InputError(f"unknown model {name!r}{nearest(name, model_names())}")
     for module in model.modules():
@@ -87,6 +86,18 @@ def create_model(
     if init == "dirac":
         dirac_(model)
     return model
+
+
+def is_foreign(name: str) -> bool:
+    """Whether the name is one of timm's, or of the user's own: `timm/NAME`, `package.module:callable`."""
+    return name.startswith("timm/") or ":" in name
+
+
+def foreign_model(name: str, *, classes: int, in_channels: int = 3, zero_init_last_gamma: bool = False) -> nn.Module:
+    """The model as its maker has it, with layers of torch's own."""
+    if name.startswith("timm/"):
+        return _timm_model(name.removeprefix("timm/"), classes, in_channels, zero_init_last_gamma)
+    return _own_model(name, classes, in_channels, zero_init_last_gamma)
 
 
 def create_from(config: ModelConfig, *, classes: int, in_channels: int) -> nn.Module:
