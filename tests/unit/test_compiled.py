@@ -119,7 +119,8 @@ def test_a_warm_start_compiles_nothing(steps):
     counted = []
     with regions.compiling(lambda *count: counted.append(count)):
         step(model, arena, 0)
-    assert (regions.about.cache_hits, regions.about.cache_misses) == (2, 0)
+    assert regions.about.cache_misses == 0
+    assert regions.about.cache_hits > 0
     assert counted == [(1, 1)]
 
 
