@@ -71,6 +71,7 @@ class RunRecord:
 
     plan: dict[str, Any] = field(default_factory=dict)  # GroupPlan.to_dict()
     phases: list[dict[str, Any]] = field(default_factory=list)  # resolved batch phases, with the step each began at
+    optimizer_groups: dict[str, Any] = field(default_factory=dict)  # GroupSummary.to_dict(): decay and rate factors
     trust_ratios: dict[str, float] = field(default_factory=dict)  # parameter -> ratio at the last logged step
     compiled: dict[str, Any] = field(default_factory=dict)  # what became of --compile: engine.compiled.Compilation
     clock: dict[str, float] = field(default_factory=dict)  # init_s, train_s, capture_s, eval_s, pause_s, data_wait_s

@@ -303,7 +303,7 @@ def peer_network(task: Task) -> nn.Module:
     name, classes = task.setting.model, task.setting.classes
     build = torchvision_model(name)
     if is_foreign(name):
-        network = foreign_model(name, classes=classes)
+        network = foreign_model(name, classes)
     else:
         network = create_model(name, classes=classes) if build is None else build(num_classes=classes)
     return network.to(task.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]

@@ -8,7 +8,7 @@
     │   └─────┘    │            └────┘
     └──────────────┘
 
-and its colours: grey level / 255, + colour noise; (. - mean) / std; * contrast + brightness.
+and its colours: grey level / 255, + colour noise; (. - mean) / std; * contrast + brightness; 0 in a square (cutout).
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from hyperbatch.data import stream
 from hyperbatch.errors import InputError
 
 # Columns of a sample's uniforms: the mirror, the colour noise (two pairs of normals), geometry, then the jitter of
-# brightness and contrast, and TrivialAugment's operation. The first columns of a kind of view never move: runs of
-# older versions are continued.
+# brightness and contrast, the operations of TrivialAugment or RandAugment, and the cutout's corner. The first columns
+# of a kind of view never move: runs of older versions are continued.
 _FLIP, _NOISE, _GEOMETRY = 0, 1, 5
+_TRIVIAL_COLUMNS = 3  # of TrivialAugment: operation, strength, sign
+RAND_COLUMNS = 2  # of each operation of RandAugment: which one, and its sign
 _CROP_ATTEMPTS = 10
 _NEAR_FULL_AREA = 0.999  # of the image: the smallest near-full crop, as in Fujitsu's MLPerf v0.6 job parameters
 
@@ -77,6 +79,8 @@ def check_options(config: DataConfig, channels: int, *, whole: bool) -> None:
     side = min([config.image_size, *(phase.image_size for phase in config.size_phases)])
     if config.augment == "shift" and not 0 <= config.shift_pixels < side:
         raise InputError(f"--shift-pixels {config.shift_pixels}: must be in [0, {side}), the image side")
+    if config.cutout >= config.image_size:
+        raise InputError(f"--cutout {config.cutout}: must be in [0, {config.image_size}), the image side")
     if config.color_noise and channels != 3:
         raise InputError(
             f"--color-noise {config.color_noise:g}: needs RGB images, these have {channels} channels; use 0"
@@ -89,8 +93,10 @@ def check_options(config: DataConfig, channels: int, *, whole: bool) -> None:
 
 def uniforms_needed(config: DataConfig) -> int:
     """Columns of `stream.uniforms` that a training view may use."""
+    if config.cutout:
+        return cutout_column(config) + 2
     if config.auto_augment != "none":
-        return operation_column(config) + 3
+        return cutout_column(config)
     return jitter_column(config) + (2 if has_jitter(config) else 0)
 
 
@@ -222,8 +228,25 @@ def jitter_column(config: DataConfig) -> int:
 
 
 def operation_column(config: DataConfig) -> int:
-    """Of TrivialAugment's operation in the uniforms; its strength and sign follow. Room is left for the jitter's."""
+    """Of the first operation in the uniforms; what else is drawn of it follows. Room is left for the jitter's."""
     return jitter_column(config) + 2
+
+
+def cutout_side(config: DataConfig, size: int) -> int:
+    """Of the square that is cut out of views of this size: as large a share of them as of full-sized ones."""
+    return round(config.cutout * size / config.image_size)
+
+
+def cutout_corners(config: DataConfig, uniforms: np.ndarray, size: int) -> np.ndarray:
+    """int64[n, 2]: left and top of each view's square, which lies inside of the view."""
+    column = cutout_column(config)
+    return (uniforms[:, column : column + 2] * (size - cutout_side(config, size) + 1)).astype(np.int64)
+
+
+def cutout_column(config: DataConfig) -> int:
+    """Of the corner's left in the uniforms, its top follows: after room for the operations'."""
+    operations = RAND_COLUMNS * config.rand_ops if config.auto_augment == "rand" else _TRIVIAL_COLUMNS
+    return operation_column(config) + operations
 
 
 def _reflected(places: np.ndarray, size: int) -> np.ndarray:

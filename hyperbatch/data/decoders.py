@@ -1,6 +1,7 @@
 """Which decoder a run uses: what was asked for, or what a short measurement on the set's own files shows.
 
-Decoders differ by grey levels, so the choice belongs to a run: measured once, shared by all ranks, kept on resume.
+Decoders differ by grey levels, so the choice belongs to a run: shared by all ranks, kept on resume. It is measured once
+for a set on a machine, and kept on disk (`hyperbatch.choices`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from functools import partial
 import numpy as np
 import torch
 
+from hyperbatch.choices import choices_of
 from hyperbatch.config import DataConfig
 from hyperbatch.data.decode import choose_decoder, decode_full, gpu_can_decode, load_torchvision
 from hyperbatch.data.gpu import nvjpeg
+from hyperbatch.data.identity import sample_list
 from hyperbatch.data.maker import threads_per_rank
 from hyperbatch.data.source import BadSample, EncodedSource, Source, spread_ids
 from hyperbatch.errors import InputError
@@ -57,6 +60,16 @@ def measured_decoder(source: Source, config: DataConfig, device: torch.device, *
     fallback = choose_decoder("auto")  # of the processes that read for a GPU: they do not load torch
     if decoder != "nvjpeg":
         return fallback
+    threads = threads_per_rank(config, ranks_per_host)
+    kept, key = choices_of(device), f"decoder of {sample_list(source).order}, {cpu_decoder} on {threads} threads"
+    choice = kept.find(key)
+    if choice not in (decoder, fallback):
+        choice = _faster_decoder(source, device, cpu_decoder, fallback, threads)
+        kept.keep(key, choice)
+    return choice
+
+
+def _faster_decoder(source: EncodedSource, device: torch.device, cpu_decoder: str, fallback: str, threads: int) -> str:
     files = []
     for index in spread_ids(source, _PROBED_SAMPLES):
         with contextlib.suppress(BadSample):
@@ -72,7 +85,7 @@ def measured_decoder(source: Source, config: DataConfig, device: torch.device, *
         gpu_s = wall_s(lambda: on_gpu.extend(nvjpeg.decode_batch(encoded, device)), device=device)
     except RuntimeError:
         return fallback
-    with ThreadPoolExecutor(threads_per_rank(config, ranks_per_host)) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         decoded = partial(pool.map, lambda data: decode_full(data, "", decoder=cpu_decoder), files)
         cpu_s = wall_s(lambda: on_cpu.extend(decoded()), device=torch.device("cpu"))
     for ours, theirs in zip(on_gpu, on_cpu, strict=True):

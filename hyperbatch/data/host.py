@@ -151,7 +151,8 @@ class HostMaker(Maker):
     def _finish(self, plan: Plan, pixels: Tensor, labels: Tensor) -> Batch:
         """Copies to the device and normalises there: bytes travel, not floats."""
         if pixels.dtype != torch.uint8:
-            return self.mixed(plan, Batch(pixels.permute(0, 3, 1, 2).to(self.dtype), labels, self.mask(plan)))
+            images = self.cut_out(plan, pixels.permute(0, 3, 1, 2).to(self.dtype))
+            return self.mixed(plan, Batch(images, labels, self.mask(plan)))
         pixels = pixels.to(self.device, non_blocking=True)
         if self.retouches(plan):
             pixels = self.retouched(plan, pixels)
@@ -165,7 +166,8 @@ class HostMaker(Maker):
             gain = self._to_device(gains)[:, None, None, None]
             images.mul_(gain).add_(self._to_device(offsets - gains[:, None] * self.offset)[:, :, None, None])
         labels = labels.to(self.device, non_blocking=True)
-        return self.mixed(plan, Batch(images.to(self.dtype), labels, self.mask(plan)))
+        images = self.cut_out(plan, images.to(self.dtype))
+        return self.mixed(plan, Batch(images, labels, self.mask(plan)))
 
     def _to_device(self, values: np.ndarray) -> Tensor:
         host = torch.from_numpy(values).to(self._math_dtype)

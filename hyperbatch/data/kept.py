@@ -19,16 +19,12 @@ from typing import IO
 
 import numpy as np
 
+from hyperbatch.choices import cache_folder
+
 WORTH_KEEPING_BYTES = 16 << 20  # smaller files are read again as quickly
 _CHECKSUM_BYTES = 4
 
 Arrays = dict[str, np.ndarray]
-
-
-def cache_folder() -> Path:
-    """The user's own; not absolute where there is no home."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache) / "hyperbatch"
 
 
 def state_of(files: list[Path]) -> str:

@@ -25,12 +25,13 @@ from hyperbatch.engine.compiled import Compilation, CompiledRegions, choose_regi
 from hyperbatch.engine.measure import choose_plan, fitting_batch, probe
 from hyperbatch.engine.ranks import Ranks, errors_shared, host_grid, share
 from hyperbatch.errors import InputError
-from hyperbatch.models import create_from, pretrained_weights
+from hyperbatch.models import Loss, create_from, pretrained_weights
 from hyperbatch.models.initial import whitening_layer
 from hyperbatch.models.norm import freeze, set_norm_group
 from hyperbatch.optim.averaging import WeightAverage
 from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.optim.build import build_optimizer
+from hyperbatch.optim.clip import GradientClip
 from hyperbatch.optim.muon import Muon
 from hyperbatch.optim.precision import LossScaler, working_dtype
 from hyperbatch.optim.sharded import ShardedUpdate
@@ -66,7 +67,7 @@ class Learner:
     device: torch.device
     dtype: torch.dtype  # of activations and working weights
     in_channels: int  # of images
-    label_smoothing: float
+    loss: Loss
     mixed_labels: bool  # batches have labels of mixed images (data/mix.py)
     model: nn.Module
     arena: Arena
@@ -74,6 +75,7 @@ class Learner:
     optimizer: LayerwiseOptimizer
     update: LayerwiseOptimizer | ShardedUpdate  # what steps: the optimizer itself, or its sharded form
     scaler: LossScaler
+    clip: GradientClip | None
     average: WeightAverage | None  # of the weights over steps
     max_batch_per_rank: int  # samples of a micro-step that fit into memory
     fused: bool  # forward and backward run through our kernels
@@ -162,6 +164,8 @@ def build_learner(
     optimizer = build_optimizer(config.optim, model, arena, lr=config.schedule.lr, capturable=capturable or on_gpu)
     if config.comm.sharded_update and isinstance(optimizer, Muon):
         optimizer.share(comm)
+    scaler = LossScaler(config.optim.precision, optimizer, device=device)
+    limit = config.optim.clip_norm
     compiled = choose_regions(config, model, dtype, device, fused=fused)
     if config.model.compile == "on" and isinstance(compiled, Compilation):
         notes.append(f"--compile on has no effect: {compiled.reason}")
@@ -169,14 +173,15 @@ def build_learner(
         device=device,
         dtype=dtype,
         in_channels=in_channels,
-        label_smoothing=config.optim.label_smoothing,
+        loss=Loss(name=config.optim.loss, smoothing=config.optim.label_smoothing, threshold=config.optim.bce_threshold),
         mixed_labels=mixes(config.data),
         model=model,
         arena=arena,
         sync=sync,
         optimizer=optimizer,
         update=ShardedUpdate(optimizer, arena, sync) if sync.sharded else optimizer,
-        scaler=LossScaler(config.optim.precision, optimizer, device=device),
+        scaler=scaler,
+        clip=GradientClip(limit, arena, sync, optimizer) if limit else None,
         average=None if config.optim.averaging == "none" else WeightAverage(config.optim, model, arena, optimizer),
         max_batch_per_rank=max_batch,
         fused=fused,

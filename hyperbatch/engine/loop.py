@@ -34,7 +34,6 @@ from hyperbatch.engine.step import MicroStep
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.whiten import rehearse, whiten
 from hyperbatch.errors import Diverged
-from hyperbatch.models import mixed_cross_entropy, smoothed_cross_entropy
 from hyperbatch.optim.averaging import new_share_at
 from hyperbatch.record import RunRecord
 from hyperbatch.schedule import (
@@ -254,8 +253,7 @@ def micro_step(
     """
     if part.first:
         learner.arena.zero_grad()
-    cross_entropy = mixed_cross_entropy if labels.dim() == 2 else smoothed_cross_entropy
-    loss = cross_entropy(learner.model(images), labels, learner.label_smoothing)
+    loss = learner.loss(learner.model(images), labels)
     if part.samples < part.samples_per_step:
         # A mean over its samples becomes its part of the mean over the step's, of whatever size the others are.
         loss = loss / (part.samples_per_step / part.samples)
@@ -269,6 +267,8 @@ def micro_step(
         return
     learner.sync.finish()
     timer.mark("exposed_comm")
+    if learner.clip is not None:
+        learner.clip.measure()
     learner.update.step()
     learner.scaler.update()
     # What else happens after every update belongs here, so that it is a part of every step of a stride.

@@ -298,7 +298,10 @@ class StepRunner:
         with preserved_state(learner):
             before = _random_state(learner.device)
             step()
-            self._draws |= _random_state(learner.device) != before
+            after = _random_state(learner.device)
+            self._draws |= after != before
+            if self._captured is not None and len(after) > 1 and after[0] != before[0]:
+                raise NotCaptured(RuntimeError("it draws random numbers on the host, and a graph would repeat them"))
             # Once: other shapes run the same code, and later the loader's threads wait for the device as they may.
             if self._captured is not None and not self._warmed:
                 try:
@@ -330,7 +333,8 @@ def _ends(micro_batches: tuple[int, ...]) -> Sequence[MicroStep]:
 
 
 def _random_state(device: torch.device) -> list[bytes]:
-    """Of the generators that a model draws from; the host knows it, so nothing is waited for."""
+    """Of the generators that a model draws from: the host's, and the GPU's. The host knows both, so nothing is waited
+    for."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))

@@ -12,7 +12,7 @@ would halve the taps and add a round trip through memory; for photographs the ta
 A set that lies in device memory as one array, whose images are shown at their own size, needs no host:
 
     draw_kernel   a thread per sample: which image (the stream's permutation), how far shifted, mirrored, which jitter,
-                  and its label
+                  where a square is cut out, and its label
     cut_kernel    one load for each element that is written
 
 Their traffic is 1 + 2 bytes for each element in 16 bits: 50,000 images of 32x32x3 are 0.46 GB.
@@ -51,9 +51,11 @@ def views_kernel(
     scales,
     gains,
     offsets,
+    corners,
     SIZE: tl.constexpr,
     C: tl.constexpr,
     REFLECT: tl.constexpr,
+    CUTOUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # One axis: a grid's others end at 65,535.
@@ -113,6 +115,8 @@ def views_kernel(
         total += y_weight * line_sum
     value = tl.where(inside_view, total / tl.where(inside_view, x_total * y_total, 1.0), 0.0)
     value = value * (tl.load(scales + c) * tl.load(gains + image)) + tl.load(offsets + image * C + c)
+    if CUTOUT > 0:
+        value = tl.where(_cut_out(corners + image * 2, element, SIZE, C, CUTOUT), 0.0, value)
     tl.store(out + image * (SIZE * SIZE * C) + element, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -123,12 +127,29 @@ def _reflected(place, SIZE: tl.constexpr):
     return tl.where(place < SIZE, place, 2 * (SIZE - 1) - place)
 
 
+@triton.jit
+def _cut_out(corner, element, SIZE: tl.constexpr, C: tl.constexpr, CUTOUT: tl.constexpr):
+    """Which elements of a view lie in the square with this corner."""
+    x, y = element // C % SIZE - tl.load(corner), element // (SIZE * C) - tl.load(corner + 1)
+    return (x >= 0) & (x < CUTOUT) & (y >= 0) & (y < CUTOUT)
+
+
 def views(
-    out: Tensor, samples: Tensor, views: Tensor, scales: Tensor, gains: Tensor, offsets: Tensor, *, reflect: bool
+    out: Tensor,
+    samples: Tensor,
+    views: Tensor,
+    scales: Tensor,
+    gains: Tensor,
+    offsets: Tensor,
+    corners: Tensor | None = None,
+    *,
+    reflect: bool,
+    cutout: int = 0,
 ) -> None:
     """Fills out [n, size, size, c] from the samples' addresses and views: value * scales[c] * gains[n] + offsets[n, c].
 
-    reflect: what a shift brings in is the view's own reflection; else 0.
+    reflect: what a shift brings in is the view's own reflection; else 0. cutout: side of the square that is set to 0,
+    with its left and top in corners int32[n, 2].
     """
     n, size, _, channels = out.shape
     grid = (triton.cdiv(size * size * channels, _BLOCK) * n,)
@@ -139,9 +160,11 @@ def views(
         scales,
         gains,
         offsets,
+        corners,
         SIZE=size,
         C=channels,
         REFLECT=reflect,
+        CUTOUT=cutout,
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )
@@ -153,6 +176,7 @@ class Draws(NamedTuple):
     picks: Tensor  # int32[n, 4]: image, shift x, shift y, mirrored
     colors: Tensor  # fp32[n, 2]: contrast, brightness
     labels: Tensor  # int64[n]
+    corners: Tensor | None  # int32[n, 2]: left and top of the square that is cut out; None: nothing is
 
 
 @triton.jit
@@ -186,6 +210,7 @@ def draw_kernel(
     picks,
     colors,
     drawn_labels,
+    corners,
     labels,
     keys,
     jitter,
@@ -200,6 +225,8 @@ def draw_kernel(
     SHIFT: tl.constexpr,
     FLIP: tl.constexpr,
     JITTER_COLUMN: tl.constexpr,
+    CORNER_COLUMN: tl.constexpr,
+    CORNERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -230,6 +257,11 @@ def draw_kernel(
     if JITTER_COLUMN > 0:
         brightness = (tl.load(jitter) * (2 * _uniform(key, JITTER_COLUMN) - 1)).to(tl.float32)
         contrast = (1 + tl.load(jitter + 1) * (2 * _uniform(key, JITTER_COLUMN + 1) - 1)).to(tl.float32)
+    if CORNERS > 0:
+        left = (_uniform(key, CORNER_COLUMN) * CORNERS).to(tl.int32)
+        top = (_uniform(key, CORNER_COLUMN + 1) * CORNERS).to(tl.int32)
+        tl.store(corners + i * 2, left, mask=inside)
+        tl.store(corners + i * 2 + 1, top, mask=inside)
 
     sample = sample.to(tl.int64)
     tl.store(picks + i * 4, (sample % images).to(tl.int32), mask=inside)
@@ -247,11 +279,13 @@ def cut_kernel(
     images,
     picks,
     colors,
+    corners,
     scales,
     offsets,
     SIZE: tl.constexpr,
     C: tl.constexpr,
     REFLECT: tl.constexpr,
+    CUTOUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     elements: tl.constexpr = SIZE * SIZE * C
@@ -275,6 +309,8 @@ def cut_kernel(
     level = tl.load(images + image * elements + (y * SIZE + x) * C + c, mask=inside_view, other=0).to(tl.float32)
     value = level * tl.load(scales + c) + tl.load(offsets + c)
     value = value * contrast + brightness
+    if CUTOUT > 0:
+        value = tl.where(_cut_out(corners + sample * 2, element, SIZE, C, CUTOUT), 0.0, value)
     tl.store(out + sample * elements + element, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -289,18 +325,22 @@ def draw(
     shift: int,
     flip: str,
     jitter_column: int,
+    corner_column: int = 0,
+    corners: int = 0,
 ) -> Draws:
     """The samples at `places` (start, count, share, stride) of the stream over labels int64[length].
 
     keys: int64[2], of the order and the uniforms. jitter: fp64[2], ranges of brightness and contrast, drawn if
     `jitter_column` is not 0. grid: rows and columns of the permutation. images: how many there are; they repeat.
-    shift: the largest, in pixels. flip: "none", "random" or "alternating".
+    shift: the largest, in pixels. flip: "none", "random" or "alternating". corners: how many places the left of a
+    square that is cut out can take, and its top; 0: nothing is cut out.
     """
     count, device = places[1], labels.device
     draws = Draws(
         torch.empty(count, 4, dtype=torch.int32, device=device),
         torch.empty(count, 2, dtype=torch.float32, device=device),
         torch.empty(count, dtype=torch.int64, device=device),
+        torch.empty(count, 2, dtype=torch.int32, device=device) if corners else None,
     )
     draw_kernel[(triton.cdiv(count, _DRAW_BLOCK),)](
         *draws,
@@ -314,15 +354,19 @@ def draw(
         SHIFT=shift,
         FLIP=flip,
         JITTER_COLUMN=jitter_column,
+        CORNER_COLUMN=corner_column,
+        CORNERS=corners,
         BLOCK=_DRAW_BLOCK,
         num_warps=_DRAW_BLOCK // 32,
     )
     return draws
 
 
-def cut(out: Tensor, images: Tensor, draws: Draws, scales: Tensor, offsets: Tensor, *, reflect: bool) -> None:
+def cut(
+    out: Tensor, images: Tensor, draws: Draws, scales: Tensor, offsets: Tensor, *, reflect: bool, cutout: int = 0
+) -> None:
     """Fills out [n, size, size, c] from images uint8[m, size, size, c]: (level * scales[c] + offsets[c]) * contrast +
-    brightness."""
+    brightness; 0 in the square of side `cutout`."""
     n, size, _, channels = out.shape
     grid = (triton.cdiv(size * size * channels, _CUT_BLOCK) * n,)
     cut_kernel[grid](
@@ -330,11 +374,13 @@ def cut(out: Tensor, images: Tensor, draws: Draws, scales: Tensor, offsets: Tens
         images,
         draws.picks,
         draws.colors,
+        draws.corners,
         scales,
         offsets,
         SIZE=size,
         C=channels,
         REFLECT=reflect,
+        CUTOUT=cutout,
         BLOCK=_CUT_BLOCK,
         num_warps=_WARPS,
     )

@@ -4,6 +4,7 @@
 
 Which of the two is faster depends on the shape (cuDNN in the wide layers of ResNet-50, cuBLAS in the deep ones), so it
 is measured once per shape, under the same switch as cuDNN's own choice of algorithms: torch.backends.cudnn.benchmark.
+The choice is kept on disk (`hyperbatch.choices`).
 Reference: torch.nn.functional.conv2d.
 """
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hyperbatch.choices import choices_of
 from hyperbatch.kernels.compile import is_compiling
 from hyperbatch.kernels.memsets import replace_memsets
 from hyperbatch.stopwatch import device_s
@@ -134,6 +136,11 @@ def _faster(what: str, x: Tensor, conv: nn.Conv2d, *ways: Callable[[], Tensor]) 
     if key not in _chosen:
         if not (x.is_cuda and torch.backends.cudnn.benchmark) or torch.cuda.is_current_stream_capturing():
             return ways[-1]()
+        kept, name = choices_of(x.device), f"{what} {tuple(x.shape)} {tuple(conv.weight.shape)} {x.dtype}"
+        before = kept.find(name)
+        if isinstance(before, int) and 0 <= before < len(ways):
+            _chosen[key] = before
+            return ways[before]()
         if is_compiling():
             # The threads that compile would come between the two marks of a measurement. Each way once, so that cuDNN
             # makes its own trials meanwhile: it chooses by shape, and what lies in the tensors is no matter.
@@ -144,6 +151,7 @@ def _faster(what: str, x: Tensor, conv: nn.Conv2d, *ways: Callable[[], Tensor]) 
         small = pixels * max(conv.in_channels, conv.out_channels) * x.element_size() <= SMALL_BYTES
         seconds = [_seconds(way, in_graph=small) for way in ways]
         _chosen[key] = seconds.index(min(seconds))
+        kept.keep(name, _chosen[key])
     return ways[_chosen[key]]()
 
 

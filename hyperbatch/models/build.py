@@ -18,6 +18,7 @@ from hyperbatch.models.alexnet import AlexNetBN
 from hyperbatch.models.initial import dirac_
 from hyperbatch.models.layers import adopt
 from hyperbatch.models.resnet import IMAGENET_DEPTHS, SMALL_DEPTHS, imagenet_resnet, small_resnet
+from hyperbatch.models.vit import VisionTransformer
 from hyperbatch.models.whitenet import WhiteNet
 
 DEFAULT_BN_MOMENTUM = 0.1  # torch's
@@ -36,11 +37,21 @@ _WHITENETS: dict[str, Callable[..., nn.Module]] = {
     "whitenet": partial(WhiteNet, (64, 256, 256), 2),
     "whitenet_deep": partial(WhiteNet, (128, 384, 512), 3),
 }
+_VITS: dict[str, Callable[..., nn.Module]] = {
+    "vit_s16": partial(VisionTransformer, patch=16, width=384, depth=12, heads=6),
+    "vit_cifar": partial(VisionTransformer, patch=4, width=384, depth=7, heads=6),
+}
+
+
+# Which of the two rates a built-in model takes
+_DROPS = {**dict.fromkeys(_ALEXNETS, ("dropout",)), **dict.fromkeys(_VITS, ("dropout", "drop_path"))}
+# What models of others call them
+_DROP_NAMES = {"dropout": ("dropout", "drop_rate"), "drop_path": ("drop_path", "drop_path_rate")}
 
 
 def model_names() -> list[str]:
     """The built-in names, sorted."""
-    return sorted([*_RESNETS, *_ALEXNETS, *_WHITENETS])
+    return sorted([*_RESNETS, *_ALEXNETS, *_WHITENETS, *_VITS])
 
 
 def create_model(
@@ -52,31 +63,46 @@ def create_model(
     bn_momentum: float = DEFAULT_BN_MOMENTUM,
     bn_eps: float = DEFAULT_BN_EPS,
     activation: str | None = None,
+    dropout: float | None = None,
+    drop_path: float | None = None,
     init: str = "default",
+    blurpool: bool = False,
 ) -> nn.Module:
-    """A built-in name, `timm/NAME`, or `package.module:callable`, with freshly drawn weights on the CPU."""
+    """A built-in name, `timm/NAME`, or `package.module:callable`, with freshly drawn weights on the CPU.
+
+    dropout, drop_path: for models that take them; None leaves the model its own.
+    """
     if activation is not None and name not in _WHITENETS:
         raise InputError(f"--activation {activation}: {name} offers no choice; leave it out")
-    if zero_init_last_gamma and name in (*_ALEXNETS, *_WHITENETS):
+    if blurpool and name not in _RESNETS:
+        raise InputError(f"--blurpool: only the built-in ResNets have it, not {name}; leave it off")
+    if zero_init_last_gamma and name in (*_ALEXNETS, *_WHITENETS, *_VITS):
         what = "no residual blocks" if name in _ALEXNETS else "no trained norm scales"
+        what = "no norms that end its blocks" if name in _VITS else what
         raise InputError(f"--zero-init-last-gamma: {name} has {what}; leave it off")
+    drops = {key: rate for key, rate in (("dropout", dropout), ("drop_path", drop_path)) if rate is not None}
+    for key, rate in drops.items():
+        if name in model_names() and key not in _DROPS.get(name, ()):
+            raise _no_drop(key, rate, name)
     if name in _RESNETS:
         model = _RESNETS[name](
             classes=classes,
             in_channels=in_channels,
             zero_init_last_gamma=zero_init_last_gamma,
             bn_momentum=bn_momentum,
+            blurpool=blurpool,
         )
     elif name in _ALEXNETS:
-        model = _ALEXNETS[name](classes=classes, in_channels=in_channels, bn_momentum=bn_momentum)
+        model = _ALEXNETS[name](classes=classes, in_channels=in_channels, bn_momentum=bn_momentum, **drops)
     elif name in _WHITENETS:
         options = {} if activation is None else {"activation": activation}
         model = _WHITENETS[name](
             classes=classes, in_channels=in_channels, bn_momentum=bn_momentum, bn_eps=bn_eps, **options
         )
+    elif name in _VITS:
+        model = _VITS[name](classes=classes, in_channels=in_channels, **drops)
     elif is_foreign(name):
-        options = {"zero_init_last_gamma": zero_init_last_gamma}
-        model = adopt(foreign_model(name, classes=classes, in_channels=in_channels, **options))
+        model = adopt(foreign_model(name, classes, in_channels, zero_init_last_gamma, drops))
     else:
         raise InputError(f"unknown model {name!r}{nearest(name, model_names())}")
     for module in model.modules():
@@ -93,11 +119,17 @@ def is_foreign(name: str) -> bool:
     return name.startswith("timm/") or ":" in name
 
 
-def foreign_model(name: str, *, classes: int, in_channels: int = 3, zero_init_last_gamma: bool = False) -> nn.Module:
-    """The model as its maker has it, with layers of torch's own."""
+def foreign_model(
+    name: str,
+    classes: int,
+    in_channels: int = 3,
+    zero_init_last_gamma: bool = False,
+    drops: dict[str, float] | None = None,
+) -> nn.Module:
+    """The model as its maker has it, with layers of torch's own. drops: rates of "dropout" and "drop_path"."""
     if name.startswith("timm/"):
-        return _timm_model(name.removeprefix("timm/"), classes, in_channels, zero_init_last_gamma)
-    return _own_model(name, classes, in_channels, zero_init_last_gamma)
+        return _timm_model(name.removeprefix("timm/"), classes, in_channels, zero_init_last_gamma, drops or {})
+    return _own_model(name, classes, in_channels, zero_init_last_gamma, drops or {})
 
 
 def create_from(config: ModelConfig, *, classes: int, in_channels: int) -> nn.Module:
@@ -110,8 +142,16 @@ def create_from(config: ModelConfig, *, classes: int, in_channels: int) -> nn.Mo
         bn_momentum=config.bn_momentum,
         bn_eps=config.bn_eps,
         activation=config.activation,
+        dropout=config.dropout,
+        drop_path=config.drop_path,
         init=config.init,
+        blurpool=config.blurpool,
     )
+
+
+def _no_drop(key: str, rate: float, name: str, why: str = "") -> InputError:
+    what = {"dropout": "dropout", "drop_path": "stochastic depth"}[key]
+    return InputError(f"--{key.replace('_', '-')} {rate:g}: {name} has no {what}{why}; leave it out")
 
 
 def _timm() -> Any:
@@ -123,17 +163,23 @@ def _timm() -> Any:
     return timm
 
 
-def _timm_model(name: str, classes: int, in_channels: int, zero_init_last_gamma: bool) -> nn.Module:
+def _timm_model(
+    name: str, classes: int, in_channels: int, zero_init_last_gamma: bool, drops: dict[str, float]
+) -> nn.Module:
     try:
         timm = _timm()
     except InputError as error:
         raise InputError(f"model 'timm/{name}' needs timm: {error}") from error
     if not timm.is_model(name):
         raise InputError(f"timm has no model {name!r}{nearest(name, timm.list_models())}")
-    options = {"zero_init_last": True} if zero_init_last_gamma else {}
+    options: dict[str, Any] = {"zero_init_last": True} if zero_init_last_gamma else {}
+    options |= {_DROP_NAMES[key][1]: rate for key, rate in drops.items()}
     try:
         return timm.create_model(name, num_classes=classes, in_chans=in_channels, **options)
     except TypeError as error:
+        for key, rate in drops.items():
+            if f"'{_DROP_NAMES[key][1]}'" in str(error):
+                raise _no_drop(key, rate, f"timm/{name}") from error
         raise InputError(f"model 'timm/{name}': {error}") from error
 
 
@@ -157,7 +203,9 @@ def pretrained_weights(model: str, *, in_channels: int, fetch: bool = True) -> d
         raise InputError(f"--init-from timm: the weights of {name!r} cannot be fetched: {reason}") from error
 
 
-def _own_model(path: str, classes: int, in_channels: int, zero_init_last_gamma: bool) -> nn.Module:
+def _own_model(
+    path: str, classes: int, in_channels: int, zero_init_last_gamma: bool, drops: dict[str, float]
+) -> nn.Module:
     build = load_object(path, "model")
     try:
         signature = inspect.signature(build)
@@ -171,6 +219,11 @@ def _own_model(path: str, classes: int, in_channels: int, zero_init_last_gamma: 
         if "zero_init_last_gamma" not in taken:
             raise InputError(f"--zero-init-last-gamma: {path} takes no such argument; leave it off")
         offered["zero_init_last_gamma"] = True
+    for key, rate in drops.items():
+        names = [name for name in _DROP_NAMES[key] if name in taken]
+        if not names:
+            raise _no_drop(key, rate, path, f" (it takes no argument {' or '.join(_DROP_NAMES[key])})")
+        offered[names[0]] = rate
     given = {name: value for name, value in offered.items() if name in taken}
     try:
         signature.bind(**given)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from hyperbatch.models.blur import BlurConv2d, BlurMaxPool2d
 from hyperbatch.models.layers import Linear, to_logits
 from hyperbatch.models.norm import BatchNorm2d
 
@@ -19,21 +20,23 @@ if TYPE_CHECKING:
     from hyperbatch.models.fused_network import FusedNetwork
 
 
-def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
+def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1, *, blurpool: bool = False) -> nn.Conv2d:
+    """blurpool: a stride is taken after a blur."""
+    kind = BlurConv2d if blurpool and stride > 1 else nn.Conv2d
+    return kind(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
 
 
 class BasicBlock(nn.Module):
     expansion = 1
 
-    def __init__(self, inputs: int, width: int, stride: int, bn_momentum: float) -> None:
+    def __init__(self, inputs: int, width: int, stride: int, bn_momentum: float, blurpool: bool = False) -> None:
         super().__init__()
-        self.conv1 = _conv(inputs, width, 3, stride)
+        self.conv1 = _conv(inputs, width, 3, stride, blurpool=blurpool)
         self.bn1 = BatchNorm2d(width, momentum=bn_momentum)
         self.relu = nn.ReLU(inplace=True)
         self.conv2 = _conv(width, width, 3)
         self.bn2 = BatchNorm2d(width, momentum=bn_momentum)
-        self.downsample = _shortcut(inputs, width, stride, bn_momentum)
+        self.downsample = _shortcut(inputs, width, stride, bn_momentum, blurpool)
 
     @property
     def last_norm(self) -> BatchNorm2d:
@@ -50,17 +53,17 @@ class Bottleneck(nn.Module):
 
     expansion = 4
 
-    def __init__(self, inputs: int, width: int, stride: int, bn_momentum: float) -> None:
+    def __init__(self, inputs: int, width: int, stride: int, bn_momentum: float, blurpool: bool = False) -> None:
         super().__init__()
         outputs = width * self.expansion
         self.conv1 = _conv(inputs, width, 1)
         self.bn1 = BatchNorm2d(width, momentum=bn_momentum)
-        self.conv2 = _conv(width, width, 3, stride)
+        self.conv2 = _conv(width, width, 3, stride, blurpool=blurpool)
         self.bn2 = BatchNorm2d(width, momentum=bn_momentum)
         self.conv3 = _conv(width, outputs, 1)
         self.bn3 = BatchNorm2d(outputs, momentum=bn_momentum)
         self.relu = nn.ReLU(inplace=True)
-        self.downsample = _shortcut(inputs, outputs, stride, bn_momentum)
+        self.downsample = _shortcut(inputs, outputs, stride, bn_momentum, blurpool)
 
     @property
     def last_norm(self) -> BatchNorm2d:
@@ -73,10 +76,11 @@ class Bottleneck(nn.Module):
         return self.relu(out + (x if self.downsample is None else self.downsample(x)))
 
 
-def _shortcut(inputs: int, outputs: int, stride: int, bn_momentum: float) -> nn.Sequential | None:
+def _shortcut(inputs: int, outputs: int, stride: int, bn_momentum: float, blurpool: bool) -> nn.Sequential | None:
     if stride == 1 and inputs == outputs:
         return None
-    return nn.Sequential(_conv(inputs, outputs, 1, stride), BatchNorm2d(outputs, momentum=bn_momentum))
+    conv = _conv(inputs, outputs, 1, stride, blurpool=blurpool)
+    return nn.Sequential(conv, BatchNorm2d(outputs, momentum=bn_momentum))
 
 
 class ResNet(nn.Module):
@@ -91,19 +95,22 @@ class ResNet(nn.Module):
         small_stem: bool,
         zero_init_last_gamma: bool,
         bn_momentum: float,
+        blurpool: bool = False,
     ) -> None:
+        """blurpool: strides are taken after a blur (models.blur), except the first one, of the image itself."""
         super().__init__()
         channels = widths[0]
         self.conv1 = _conv(in_channels, channels, 3) if small_stem else _conv(in_channels, channels, 7, 2)
         self.bn1 = BatchNorm2d(channels, momentum=bn_momentum)
         self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.Identity() if small_stem else nn.MaxPool2d(3, stride=2, padding=1)
+        pool = BlurMaxPool2d if blurpool else nn.MaxPool2d
+        self.maxpool = nn.Identity() if small_stem else pool(3, stride=2, padding=1)
         self.stages = tuple(f"layer{stage}" for stage in range(1, len(widths) + 1))
         for stage, count, width in zip(self.stages, blocks_per_stage, widths, strict=True):
             blocks = []
             for index in range(count):
                 stride = 2 if index == 0 and stage != "layer1" else 1
-                blocks.append(block(channels, width, stride, bn_momentum))
+                blocks.append(block(channels, width, stride, bn_momentum, blurpool))
                 channels = width * block.expansion
             self.add_module(stage, nn.Sequential(*blocks))
         self.fc = Linear(channels, classes)

@@ -152,7 +152,7 @@ def _roofline(device: Device, layer: LayerSpec, batch: int, precision: str) -> t
     """Least seconds of forward and backward of one layer: arithmetic or bytes, whichever takes longer."""
     item = DTYPE_BYTES[PRECISION_DTYPE[precision]]
     bandwidth = device.memory_bandwidth_bytes_per_s * MEMORY_EFFICIENCY
-    if layer.kind in ("conv", "linear"):
+    if layer.kind in ("conv", "linear", "attention"):
         weights = sum(spec.numel for spec in layer.tensors)
         one_pass = max(
             2 * layer.macs * batch / peak_flops(device, precision),

@@ -24,7 +24,7 @@ class LayerSpec:
     """One layer as the timeline sees it: its parameters, forward multiply-adds and output elements per image."""
 
     name: str
-    kind: str  # "conv", "norm", "pool" or "linear"; a ReLU, add or dropout counts with the layer before it
+    kind: str  # "conv", "norm", "pool", "linear" or "attention"; a ReLU, add or dropout counts with the layer before it
     tensors: tuple[TensorSpec, ...]
     macs: int
     activations: int
@@ -148,6 +148,29 @@ class _Builder:
         self.channels, self.side = out, 1
         self._append(name, "linear", tuple(specs), inputs * out, inputs, 1)
 
+    def patches(self, name: str, out: int, patch: int) -> None:
+        """A convolution with bias that cuts the image into tokens. What follows is a sum, which needs no input kept."""
+        inputs, fan_in = self.elements, self.channels * patch * patch
+        weight = TensorSpec(name=f"{name}.weight", shape=(out, self.channels, patch, patch))
+        bias = TensorSpec(name=f"{name}.bias", shape=(out,), kind="bias")
+        self.side = _out_side(name, self.side, patch, patch, 0)
+        self.channels = out
+        self._append(name, "conv", (weight, bias), fan_in * self.elements, inputs, 0)
+
+    def token_linear(self, name: str, out: int, *, keep: int) -> None:
+        """A linear layer over the channels of each token."""
+        inputs, fan_in = self.elements, self.channels
+        weight = TensorSpec(name=f"{name}.weight", shape=(out, fan_in))
+        bias = TensorSpec(name=f"{name}.bias", shape=(out,), kind="bias")
+        self.channels = out
+        self._append(name, "linear", (weight, bias), fan_in * self.elements, inputs, keep)
+
+    def attention(self, name: str) -> None:
+        """From queries, keys and values to their mixture: each token's products with all keys, then with all values."""
+        inputs, tokens = self.elements, self.side * self.side
+        self.channels //= 3
+        self._append(name, "attention", (), 2 * tokens * self.elements, inputs, 1)
+
 
 def _out_side(name: str, side: int, kernel: int, stride: int, padding: int) -> int:
     out = (side + 2 * padding - kernel) // stride + 1
@@ -245,6 +268,24 @@ def _whitenet(
     return b.layers
 
 
+def _vit(classes: int, image_size: int, in_channels: int, *, patch: int, width: int, depth: int) -> list[LayerSpec]:
+    b = _Builder(image_size, in_channels)
+    b.patches("patch_embed.proj", width, patch)
+    for index in range(depth):
+        block = f"blocks.{index}"
+        b.norm(f"{block}.norm1", keep=2)  # its input is a sum that nobody else keeps
+        b.token_linear(f"{block}.attn.qkv", 3 * width, keep=1)
+        b.attention(f"{block}.attn.mixed")
+        b.token_linear(f"{block}.attn.proj", width, keep=0)
+        b.norm(f"{block}.norm2", keep=2)
+        b.token_linear(f"{block}.mlp.fc1", 4 * width, keep=2)  # before and after the activation
+        b.token_linear(f"{block}.mlp.fc2", width, keep=0)
+    b.norm("norm")
+    b.global_pool("avgpool")
+    b.linear("head", classes)
+    return b.layers
+
+
 def _families() -> dict[str, partial[list[LayerSpec]]]:
     known: dict[str, partial[list[LayerSpec]]] = {}
     for depth, blocks, bottleneck in (
@@ -265,12 +306,16 @@ def _families() -> dict[str, partial[list[LayerSpec]]]:
     known["alexnet_bn_pool5"] = partial(_alexnet, norm_after_pool5=True)
     known["whitenet"] = partial(_whitenet, widths=(64, 256, 256), depth=2)
     known["whitenet_deep"] = partial(_whitenet, widths=(128, 384, 512), depth=3)
+    known["vit_s16"] = partial(_vit, patch=16, width=384, depth=12)
+    known["vit_cifar"] = partial(_vit, patch=4, width=384, depth=7)
     return known
 
 
 _MODELS = _families()
 _FOR_SMALL_IMAGES = {
-    name for name, build in _MODELS.items() if build.func is _whitenet or build.keywords.get("small_images")
+    name
+    for name, build in _MODELS.items()
+    if build.func is _whitenet or build.keywords.get("small_images") or name == "vit_cifar"
 }
 
 

@@ -7,12 +7,57 @@ from hyperbatch.recipes import recipe
 
 # The speed runs sum the loss over a batch and divide logits by 256; ours is a mean, and logits are divided by 9. Rates
 # of what is not orthogonalised follow: batch x rate for shifts, batch x rate x (9 / 256)^2 for the head. Each step
-# takes rate x decay = 0.0016 off every one of them, whatever its rate.
+# takes rate x decay off every one of them, whatever its rate.
+_SHIFT_LR_PER_SAMPLE = 0.0573
+_HEAD_LR_PER_SAMPLE = 0.5415 * (9 / 256) ** 2
+_DECAY_PER_STEP = 0.0016
+
 _BATCH = 1_536
 _LR = 0.205
-_SHIFT_LR = _BATCH * 0.0573
-_HEAD_LR = _BATCH * 0.5415 * (9 / 256) ** 2
+_SHIFT_LR = _BATCH * _SHIFT_LR_PER_SAMPLE
+_HEAD_LR = _BATCH * _HEAD_LR_PER_SAMPLE
 _STEPS = 310
+
+# airbench96 takes 9 / 11.5 of airbench94's rate for its wider network and longer run. An orthogonal update turns a
+# matrix by as much whatever its width; for five times the steps its rate is about 0.6 times as large.
+_BATCH_96 = 1_024
+_LR_96 = 0.12
+_SHIFT_LR_96 = _BATCH_96 * _SHIFT_LR_PER_SAMPLE * 9 / 11.5
+_HEAD_LR_96 = _BATCH_96 * _HEAD_LR_PER_SAMPLE * 9 / 11.5
+_STEPS_96 = 1_465
+
+# What both share: data, whitening, Muon, a rate that falls linearly to 0, and how the test images are looked at.
+_SHARED = {
+    "activation": "silu",
+    "bn_eps": 1e-12,
+    "init": "dirac",
+    "whiten_samples": 5_000,
+    "whiten_bias_epochs": 0.0,
+    "dataset": "cifar10",
+    "train_samples": 50_000,
+    "eval_samples": 10_000,
+    "classes": 10,
+    "image_size": 32,
+    "eval_size": 32,
+    "eval_resize": 32,
+    "augment": "shift",
+    "shift_padding": "reflect",
+    "flip_alternates": True,
+    "optimizer": "muon",
+    "momentum": 0.655,
+    "nesterov": True,
+    "muon_steps": 3,
+    "muon_adjust_lr": "none",
+    "muon_normalize_weights": True,
+    "rest_momentum": 0.825,
+    "decay_norm_bias": True,
+    "precision": "fp16",
+    "warmup_epochs": 0.0,
+    "decay_power": 1.0,
+    "end_lr": 0.0,
+    "tta": "mirror_shift",
+    "tta_share": 0.25,
+}
 
 
 @recipe(
@@ -34,48 +79,57 @@ def cifar10() -> Config:
     hyperbatch train cifar10 --data DIR
     """
     return Config(recipe="cifar10").override(
+        **_SHARED,
         model="whitenet",
-        activation="silu",
         bn_momentum=0.4434,
-        bn_eps=1e-12,
-        init="dirac",
-        whiten_samples=5_000,
-        whiten_bias_epochs=0.0,
-        dataset="cifar10",
-        train_samples=50_000,
-        eval_samples=10_000,
-        classes=10,
-        image_size=32,
         size_phases=(SizePhase(0, 24), SizePhase(4, 32)),
-        eval_size=32,
-        eval_resize=32,
-        augment="shift",
         shift_pixels=2,
-        shift_padding="reflect",
-        flip_alternates=True,
         brightness_jitter=0.14,
         contrast_jitter=0.13,
-        optimizer="muon",
-        momentum=0.655,
-        nesterov=True,
-        muon_steps=3,
-        muon_adjust_lr="none",
-        muon_normalize_weights=True,
-        rest_momentum=0.825,
         bias_lr_scale=_SHIFT_LR / _LR,
         head_lr_scale=_HEAD_LR / _LR,
-        weight_decay=0.0016 / _LR,
-        decay_norm_bias=True,
+        weight_decay=_DECAY_PER_STEP / _LR,
         label_smoothing=0.25,
-        precision="fp16",
         epochs=_STEPS * _BATCH / 50_000,
         batch_phases=(BatchPhase(0, _BATCH),),
         lr=_LR,
-        warmup_epochs=0.0,
-        decay_power=1.0,
-        end_lr=0.0,
         target_top1=0.94,
         eval_every_epochs=10,
-        tta="mirror_shift",
-        tta_share=0.25,
+    )
+
+
+@recipe(
+    claim="96 % test accuracy after 30 epochs, mean of 50 seeds, in 0.75 times the time of airbench96 on one H200: "
+    "aimed at, not measured yet",
+    source="CIFAR-10 (Krizhevsky, 2009); network, cutout and shifts of airbench96 (Keller Jordan, arXiv 2404.00498)",
+    chosen=(
+        "Muon instead of SGD with lookahead, and 30 epochs (airbench96: 37, or 45 of half the images)",
+        "the first twelve epochs see images of 24 pixels",
+        "rates, momentum and SiLU of `cifar10`, its rates scaled for a longer run",
+        "the bias of the whitening layer is not trained",
+        "six views of the least certain quarter of the test images (airbench96: of all)",
+    ),
+    published=False,
+)
+def cifar10_96() -> Config:
+    """The speed run to 96 %: a wider network of ten convolutions with shortcuts, squares of 12 pixels cut out, shifts
+    by up to 4; else as `cifar10`.
+
+    hyperbatch train cifar10_96 --data DIR
+    """
+    return Config(recipe="cifar10_96").override(
+        **_SHARED,
+        model="whitenet_deep",
+        size_phases=(SizePhase(0, 24), SizePhase(12, 32)),
+        shift_pixels=4,
+        cutout=12,
+        bias_lr_scale=_SHIFT_LR_96 / _LR_96,
+        head_lr_scale=_HEAD_LR_96 / _LR_96,
+        weight_decay=_DECAY_PER_STEP / _LR_96,
+        label_smoothing=0.2,
+        epochs=_STEPS_96 * _BATCH_96 / 50_000,
+        batch_phases=(BatchPhase(0, _BATCH_96),),
+        lr=_LR_96,
+        target_top1=0.96,
+        eval_every_epochs=40,  # at the end alone
     )

@@ -24,6 +24,7 @@ from hyperbatch.errors import InputError
 from hyperbatch.models import create_from
 from hyperbatch.models.initial import whitening_filters
 from hyperbatch.recipes import find_recipe
+from hyperbatch.schedule import steps
 
 WHITENED = {
     "model": "toy:whitened",
@@ -84,6 +85,41 @@ def test_the_recipe_on_two_ranks(tmp_path, monkeypatch):
     exported = load_file(exporting.export(tmp_path))
     assert all(torch.equal(tensor, end[name]) for name, tensor in exported.items() if name in end)
     create_from(recipe().model, classes=10, in_channels=3).load_state_dict(exported)
+
+
+def deep_recipe(**values):
+    """`cifar10_96`, small, with a narrower network."""
+    small = {"dataset": "toy:pictures", "precision": "fp32", "device": "cpu", "tta_share": 1.0, "whiten_samples": 90}
+    small |= {
+        "model": "toy:narrow_deep",
+        "activation": None,
+        "bn_momentum": 0.4,
+        "epochs": 4.0,
+        "lr": 4.0,
+    }  # a small batch's
+    small |= {"size_phases": (SizePhase(0, 24), SizePhase(2, 32)), "eval_every_epochs": 2.0}
+    return find_recipe("cifar10_96").config(24).override(**{**small, **values})
+
+
+def run_deep_recipe(rank, values):
+    return loop.run(deep_recipe(**values), ranks_here()).to_dict()
+
+
+def test_the_deep_recipe_on_two_ranks_is_the_same_continued(tmp_path):
+    """Squares are cut out of the same images at the same places, whoever loads them and when."""
+    values = {"out": str(tmp_path / "whole"), "keep_checkpoints": 9}
+    record = run_ranks(2, run_deep_recipe, values, timeout_s=120)[0]
+    assert record["result"]["steps"] == 20
+    assert record["result"]["top1"] > 0.3  # ten classes
+    assert record["config"]["data"]["cutout"] == 12
+    run_ranks(2, run_deep_recipe, {"out": str(tmp_path / "parts"), "max_steps": 10}, timeout_s=120)
+    run_ranks(2, run_deep_recipe, {"out": str(tmp_path / "parts"), "resume": True}, timeout_s=120)
+    assert same_bits(flat_weights(tmp_path / "whole"), flat_weights(tmp_path / "parts"))
+    run = build_run(deep_recipe(), Ranks(), torch.device("cpu"))
+    (batch,) = run.loader.batches([next(steps(run.phases, len(run.train_set), 4.0))])
+    run.close()
+    assert batch.images.shape[2:] == (24, 24)
+    assert ((batch.images == 0).all(1).flatten(1).sum(1) == 9 * 9).all(), "as large a share of smaller images"
 
 
 def build_and_whiten(rank, values):

@@ -211,6 +211,7 @@ RECORD = DataConfig(
     brightness_jitter=0.1,
     contrast_jitter=0.2,
 )
+CUT = dataclasses.replace(RECORD, cutout=12)
 
 
 def resident(n):
@@ -221,8 +222,9 @@ def resident(n):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("size", [32, 24])
-def test_a_set_in_device_memory_gives_the_hosts_batches(dtype, size):
-    array, config = resident(3000), dataclasses.replace(RECORD, image_size=size)
+@pytest.mark.parametrize("config", [RECORD, CUT], ids=["whole", "cut out"])
+def test_a_set_in_device_memory_gives_the_hosts_batches(dtype, size, config):
+    array, config = resident(3000), dataclasses.replace(config, image_size=size)
     made = []
     for device in (CUDA, torch.device("cpu")):
         with TrainLoader(array, config, seed=3, rank=0, world_size=1, device=device, dtype=dtype) as loader:
@@ -236,10 +238,10 @@ def test_a_set_in_device_memory_gives_the_hosts_batches(dtype, size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("policy", ["none", "trivial"])
+@pytest.mark.parametrize("policy", ["none", "trivial", "rand"])
 def test_mixed_and_retouched_batches_are_the_hosts(dtype, policy):
     array = resident(3000)
-    config = dataclasses.replace(RECORD, mixup=0.2, cutmix=1.0, auto_augment=policy)
+    config = dataclasses.replace(CUT, mixup=0.2, cutmix=1.0, auto_augment=policy)
     made = []
     for device in (CUDA, torch.device("cpu")):
         with TrainLoader(array, config, seed=3, rank=0, world_size=1, device=device, dtype=dtype) as loader:

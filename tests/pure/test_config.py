@@ -80,6 +80,7 @@ def test_text_that_cannot_be_read(field, text, words):
         ({"cache_bytes": -1}, "--cache-bytes -1: must not be negative"),
         ({"size_phases": (SizePhase(0, 0),)}, "--size-phases 0:0: every image size must be positive"),
         ({"size_phases": (SizePhase(0, -8),)}, "--size-phases 0:-8: every"),
+        ({"size_phases": (SizePhase(4, 64), SizePhase(2, 32))}, "--size-phases 4:64,2:32: epochs must increase"),
         ({"milestones": (-1.0, 3.0)}, "--milestones -1,3: must not be negative"),
         ({"milestones": (float("nan"),)}, "--milestones nan: must be a finite number"),
         ({"flip": False, "flip_alternates": True}, "--flip-alternates true: needs --flip"),

@@ -78,6 +78,19 @@ def test_whitenet_costs_what_its_layers_do() -> None:
     assert not any(name.endswith("norm.weight") for name in names)
 
 
+def test_a_vision_transformer_costs_what_its_layers_do() -> None:
+    """Counted by hand: each of 196 tokens meets twelve matrices of a block's size, and all other tokens twice."""
+    tokens, width, blocks = 14 * 14, 384, 12
+    matrices = tokens * width * width * (3 + 1 + 4 + 4)
+    macs = tokens * width * 3 * 16 * 16 + blocks * (matrices + 2 * tokens * tokens * width) + width * 1000
+    assert sum(layer.macs for layer in layers("vit_s16")) == macs
+    assert macs == pytest.approx(4.6e9, rel=0.01)  # what others give for ViT-S/16
+    assert training_flops("vit_s16") == 2 * (3 * macs - tokens * width * 3 * 16 * 16)
+    names = [spec.name for spec in tensors("vit_s16")]
+    assert names[:3] == ["head.bias", "head.weight", "norm.weight"]
+    assert names[-2:] == ["patch_embed.proj.weight", "patch_embed.proj.bias"]
+
+
 def test_classes_channels_and_image_size_shape_the_tables() -> None:
     assert {s.name: s.shape for s in tensors("resnet20", classes=10, in_channels=1)}["fc.weight"] == (10, 64)
     assert {s.name: s.shape for s in tensors("resnet20", in_channels=1)}["conv1.weight"] == (16, 1, 3, 3)

@@ -12,16 +12,16 @@ import hyperbatch
 ROOT = Path(hyperbatch.__file__).parent
 PAGE = ROOT.parent / "docs" / "design.md"
 NO_TORCH = {
-    *("callbacks", "cli", "config", "durable", "errors", "memory", "mllog", "plan", "preview", "recipes"),
+    *("callbacks", "choices", "cli", "config", "durable", "errors", "memory", "mllog", "plan", "preview", "recipes"),
     *("record", "report", "schedule", "sim", "sweep", "tables", "trackers", "vocabulary"),
 }
 
 # From the bottom up. A room is a folder or a module of the package; it imports from lower rows only.
 ROWS = (
-    ("errors", "memory", "stopwatch", "tables", "vocabulary"),
-    ("config", "durable", "kernels", "params"),
+    ("choices", "errors", "memory", "stopwatch", "tables", "vocabulary"),
+    ("config", "durable", "kernels"),
     ("models", "recipes", "schedule"),
-    ("data", "plan"),
+    ("data", "params", "plan"),
     ("arena", "checkpoint", "record", "sim"),
     ("callbacks", "comm", "export", "mllog", "report"),
     ("optim", "predict", "trackers"),

@@ -111,9 +111,12 @@ def test_a_padded_channel_changes_nothing():
 class Chooser:
     """Plays a device whose ways take these seconds."""
 
-    def __init__(self, monkeypatch, seconds, *, benchmark=True, capturing=False):
+    def __init__(self, monkeypatch, seconds, *, benchmark=True, capturing=False, kept=None):
         self.measured = 0
         self.seconds = seconds
+        kept = {} if kept is None else kept
+        on_disk = SimpleNamespace(find=kept.get, keep=kept.__setitem__)
+        monkeypatch.setattr(convolution, "choices_of", lambda device: on_disk)
         monkeypatch.setattr(convolution, "_chosen", {})
         monkeypatch.setattr(convolution, "_seconds", self.time)
         monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
@@ -147,6 +150,33 @@ def test_the_faster_way_is_measured_once_per_shape(monkeypatch):
     assert chooser.choose(what="input") == 1
     assert chooser.choose() == 0
     assert chooser.measured == 6
+
+
+def test_a_choice_of_another_run_is_not_measured_again(monkeypatch):
+    kept = {}
+    first = Chooser(monkeypatch, [1.0, 2.0], kept=kept)
+    assert (first.choose(), first.choose(what="input")) == (0, 0)
+    assert list(kept.values()) == [0, 0]
+    later = Chooser(monkeypatch, [2.0, 1.0], kept=kept)
+    monkeypatch.setattr(convolution, "is_compiling", lambda: True)
+    assert (later.choose(), later.choose(what="input")) == (0, 0)
+    assert later.measured == 0
+    monkeypatch.setattr(convolution, "is_compiling", lambda: False)
+    assert later.choose(rows=9) == 1
+    assert later.measured == 2
+    still = Chooser(monkeypatch, [2.0, 1.0], kept=kept, benchmark=False)
+    assert still.choose() == 1, "nothing that was measured where the same bits are wanted each time"
+
+
+@pytest.mark.parametrize("value", [2, -1, 1.0, "0", [0], None])
+def test_a_kept_choice_that_is_none_of_the_ways_is_measured_again(monkeypatch, value):
+    kept = {}
+    Chooser(monkeypatch, [1.0, 2.0], kept=kept).choose()
+    kept.update(dict.fromkeys(kept, value))
+    chooser = Chooser(monkeypatch, [1.0, 2.0], kept=kept)
+    assert chooser.choose() == 0
+    assert chooser.measured == 2
+    assert list(kept.values()) == [0]
 
 
 @pytest.mark.parametrize("state", [{"benchmark": False}, {"capturing": True}], ids=str)

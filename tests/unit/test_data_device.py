@@ -240,7 +240,7 @@ def test_arrays_go_through_the_same_kernel(augmentation):
     config = dataclasses.replace(CONFIG, augment=augmentation, shift_pixels=2, jitter_sides=(9, 12), color_noise=0.1)
     if augmentation == "reflect":
         config = dataclasses.replace(config, augment="shift", shift_padding="reflect", flip_alternates=True)
-    config = dataclasses.replace(config, brightness_jitter=0.3, contrast_jitter=0.4)
+    config = dataclasses.replace(config, brightness_jitter=0.3, contrast_jitter=0.4, cutout=3)
     cache = DeviceCache(6, images.nbytes)
     cache.put_array(source, CPU)
     plan = planned(source, config)

@@ -179,6 +179,26 @@ def test_jitter_is_one_factor_and_one_addend_of_each_normalised_image(make, size
     assert contrast.std() > 0.1
 
 
+@pytest.mark.parametrize("more", [{}, {"brightness_jitter": 0.3}, {"auto_augment": "trivial"}])
+@pytest.mark.parametrize(("make", "size"), [(lambda: numbered(24, channels=3), 8), (Encoded, 16)])
+def test_a_cutout_is_a_square_of_the_mean_colour_and_changes_nothing_else(make, size, more):
+    source = make()
+    plain = DataConfig(image_size=size, eval_size=size, eval_resize=size, augment="none", **more)
+    config = dataclasses.replace(plain, cutout=3)
+    images = {}
+    for each in (plain, config):
+        with loader(source, each, dtype=torch.float64) as made:
+            images[each] = next(iter(made.batches(walk(source, 1)))).images
+            assert torch.equal(
+                next(made.plain(24)).images, next(loader(source, plain, dtype=torch.float64).plain(24)).images
+            )
+    ids = stream.stretch(0, 24, 24, 5)[1]
+    corners = augment.cutout_corners(config, augment.draw(config, 5, np.zeros(24, dtype=int), ids), size)
+    for image, expected, (left, top) in zip(images[config], images[plain], corners, strict=True):
+        expected[:, top : top + 3, left : left + 3] = 0
+        assert torch.equal(image, expected)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_alternating_mirrors_continue_on_resume_and_on_every_rank(world_size):
     """An image seen in all epochs: it is mirrored in every other one, though batches straddle epochs."""

@@ -39,8 +39,11 @@ RECORD = DataConfig(  # all at once
     flip_alternates=True,
     brightness_jitter=0.1,
     contrast_jitter=0.2,
+    cutout=3,
 )
-PLAIN = dataclasses.replace(RECORD, shift_padding="zero", flip_alternates=False, brightness_jitter=0, contrast_jitter=0)
+PLAIN = dataclasses.replace(
+    RECORD, shift_padding="zero", flip_alternates=False, brightness_jitter=0, contrast_jitter=0, cutout=0
+)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts the other process")
@@ -103,6 +106,8 @@ def test_the_device_draws_what_the_stream_says(length, seed):
             shift=2,
             flip="alternating",
             jitter_column=augment.jitter_column(RECORD),
+            corner_column=augment.cutout_column(RECORD),
+            corners=6,
         )
         epochs, ids = places.samples(length, seed)
         uniforms = augment.draw(RECORD, seed, epochs, ids)
@@ -110,6 +115,7 @@ def test_the_device_draws_what_the_stream_says(length, seed):
         assert (drawn.picks.numpy() == np.stack(expected, axis=1)).all()
         assert (drawn.colors.numpy() == np.stack(augment.jitter(RECORD, uniforms), axis=1).astype(np.float32)).all()
         assert (drawn.labels.numpy() == labels[ids]).all()
+        assert (drawn.corners.numpy() == augment.cutout_corners(RECORD, uniforms, 8)).all()
 
 
 @inside
@@ -134,6 +140,7 @@ def test_the_device_draws_what_is_asked_for(flip):
     mirrored = augment.flips(config, augment.draw(config, 3, epochs, ids))
     assert (drawn.picks.numpy() == np.stack([ids, 0 * ids, 0 * ids, mirrored], axis=1)).all()
     assert drawn.colors.tolist() == [[1, 0]] * 100
+    assert drawn.corners is None
 
 
 def test_stretches_are_one_ranks_samples_of_several_steps():
@@ -163,6 +170,7 @@ def test_batches_are_the_hosts(config, size, channels, distinct):
     for ours, theirs in zip(made(maker, *plans), made(on_host(source, config), *plans), strict=True):
         assert ours.images.is_contiguous(memory_format=torch.channels_last)
         assert torch.allclose(ours.images, theirs.images, rtol=0, atol=1e-6)  # brightness is rounded once more there
+        assert torch.equal(ours.images == 0, theirs.images == 0)  # the squares
         assert torch.equal(ours.labels, theirs.labels)
         assert ours.mask is None
 

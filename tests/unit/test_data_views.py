@@ -162,6 +162,27 @@ def test_jitter_is_uniform_in_its_range_and_changes_no_other_draw():
     assert [values.tolist() for values in augment.jitter(plain, u[:3])] == [[1, 1, 1], [0, 0, 0]]
 
 
+def test_a_cutout_lies_anywhere_inside_and_changes_no_other_draw():
+    plain = DataConfig(augment="shift", shift_pixels=2, image_size=10, brightness_jitter=0.2, auto_augment="trivial")
+    config = dataclasses.replace(plain, cutout=4)
+    u = rows(config, 4000)
+    assert (u[:, : augment.uniforms_needed(plain)] == rows(plain, 4000)).all()
+    corners = augment.cutout_corners(config, u, 10)
+    places = corners[:, 0] * 7 + corners[:, 1]
+    assert abs(np.bincount(places, minlength=49) / 4000 - 1 / 49).max() < 0.01
+    assert places.max() == 48
+    for without in (dataclasses.replace(config, auto_augment="none"), dataclasses.replace(config, brightness_jitter=0)):
+        assert (augment.cutout_corners(without, rows(without, 50), 10) == corners[:50]).all()
+    assert augment.cutout_side(config, 5) == 2
+    assert augment.cutout_corners(config, u, 5).max() == 3
+
+
+def test_a_cutout_leaves_something_of_the_image():
+    with pytest.raises(InputError, match=r"--cutout 32: must be in \[0, 32\), the image side"):
+        augment.check_options(DataConfig(image_size=32, cutout=32), 3, whole=True)
+    augment.check_options(DataConfig(image_size=32, cutout=31), 3, whole=True)
+
+
 def test_color_noise_has_the_covariance_of_imagenets_colours():
     config = DataConfig(augment="scale_jitter", color_noise=0.1)
     noise = augment.color_noise(config, rows(config, 20_000))

@@ -102,6 +102,19 @@ NETWORKS = {
 
 
 @inside
+@pytest.mark.parametrize("block", [BasicBlock, Bottleneck])
+def test_blocks_that_blur_run_beside_fused_ones(block):
+    model, data = shuffled(residual(block, blurpool=True)), batch(2, (35, 32))
+    want = exact_step(model, *data)
+    check(step(fused(model), *data), want, FP32)
+    as_they_are = [name for name, module in model.named_modules() if module in model.fused.blocks]
+    assert as_they_are == ["layer2.0"]
+    assert model.fused.stem is not None, "the pool alone is not fused"
+    alone = exact_step(shuffled(residual(block)), *data)
+    assert error(want.logits, alone.logits) > 0.01, "the blur makes a difference"
+
+
+@inside
 @pytest.mark.parametrize("network", NETWORKS)
 def test_networks_agree_with_float64(network):
     build, n, size = NETWORKS[network]

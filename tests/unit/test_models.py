@@ -7,8 +7,16 @@ import pytest
 import torch
 from torch import nn
 
+from hyperbatch.config import ModelConfig
 from hyperbatch.errors import InputError
-from hyperbatch.models import create_model, merge_norm_statistics, merged_buffers, model_names, set_norm_group
+from hyperbatch.models import (
+    create_from,
+    create_model,
+    merge_norm_statistics,
+    merged_buffers,
+    model_names,
+    set_norm_group,
+)
 from hyperbatch.models.layers import Conv2d, GroupNorm, LayerNorm, Linear, adopt
 from hyperbatch.models.norm import BatchNorm2d
 
@@ -250,6 +258,53 @@ def test_wrong_names_get_one_line(name, message):
 def test_zero_gamma_of_an_own_model_that_takes_none():
     with pytest.raises(InputError, match="leave it off"):
         create_model("someones_models:own_plain", zero_init_last_gamma=True)
+
+
+def rates(model):
+    return {module.p for module in model.modules() if isinstance(module, nn.Dropout)}
+
+
+def test_drop_rates_reach_the_models_that_take_them(monkeypatch):
+    with torch.device("meta"):
+        assert rates(create_model("alexnet_bn")) == {0.5}
+        assert rates(create_model("alexnet_bn", dropout=0.25)) == {0.25}
+        vit = create_model("vit_cifar", dropout=0.1, drop_path=0.3)
+    assert rates(vit) == {0.1}
+    assert vit.get_submodule("blocks.6.drop_path").rate == 0.3
+    given = {}
+
+    def build(classes, drop_rate=0.0, drop_path_rate=0.0):
+        given.update(drop_rate=drop_rate, drop_path_rate=drop_path_rate)
+        return own_plain(classes)
+
+    module, fake = types.ModuleType("someones_models"), types.ModuleType("timm")
+    module.build = build  # type: ignore[attr-defined]
+    fake.is_model = lambda name: True  # type: ignore[attr-defined]
+    fake.create_model = lambda name, num_classes, in_chans, **options: build(num_classes, **options)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "someones_models", module)
+    monkeypatch.setitem(sys.modules, "timm", fake)
+    for name in ("someones_models:build", "timm/any"):
+        create_from(ModelConfig(model=name, dropout=0.1, drop_path=0.2), classes=3, in_channels=3)
+        assert given == {"drop_rate": 0.1, "drop_path_rate": 0.2}
+        create_model(name)
+        assert given == {"drop_rate": 0.0, "drop_path_rate": 0.0}
+
+
+@pytest.mark.usefixtures("own_module")
+def test_models_without_drop_rates_refuse_them_in_one_line(monkeypatch):
+    fake = types.ModuleType("timm")
+    fake.is_model = lambda name: True  # type: ignore[attr-defined]
+    fake.create_model = lambda name, num_classes, in_chans: own_plain(num_classes)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "timm", fake)
+    for name, options, message in (
+        ("resnet50", {"dropout": 0.1}, r"--dropout 0\.1: resnet50 has no dropout; leave it out"),
+        ("alexnet_bn", {"drop_path": 0.1}, r"--drop-path 0\.1: alexnet_bn has no stochastic depth; leave it out"),
+        ("timm/any", {"drop_path": 0.1}, r"--drop-path 0\.1: timm/any has no stochastic depth; leave it out"),
+        ("someones_models:own_plain", {"dropout": 0.1}, r"takes no argument dropout or drop_rate\); leave it out"),
+    ):
+        with pytest.raises(InputError, match=message) as caught:
+            create_model(name, **options)
+        assert "\n" not in str(caught.value)
 
 
 def test_timm_missing_gets_one_line(monkeypatch):

@@ -304,6 +304,10 @@ class DeviceMaker(Maker):
         if retouches:  # grey levels, rounded down after a half is added
             dtype, scale = torch.uint8, torch.ones_like(scale)
             gains, offsets = np.ones_like(gains), np.full_like(offsets, 0.5)
+        corners, cutout = None, 0
+        if self.config.cutout and plan.uniforms is not None and not retouches:
+            corners = augment.cutout_corners(self.config, plan.uniforms, plan.size).astype(np.int32)
+            corners, cutout = copy_to_device(corners, self.device), augment.cutout_side(self.config, plan.size)
         out = torch.empty(shape, dtype=dtype, device=self.device)
         render_views(
             out,
@@ -311,7 +315,9 @@ class DeviceMaker(Maker):
             copy_to_device(view_table(views), self.device),
             scale,
             *(copy_to_device(part.astype(np.float32), self.device) for part in (gains, offsets)),
+            corners=corners,
             reflect=self.config.shift_padding == "reflect",
+            cutout=cutout,
         )
         pixels = self._retouched(plan, out) if retouches else out.permute(0, 3, 1, 2).to(self.dtype)
         labels = self.source.labels[draft.shown]
@@ -324,7 +330,7 @@ class DeviceMaker(Maker):
         factors = (gains[:, None] * self.scale, offsets)
         scale, offset = (copy_to_device(part.astype(np.float32), self.device)[:, None, None] for part in factors)
         images = self.retouched(plan, levels).float().mul_(scale).add_(offset)
-        return images.permute(0, 3, 1, 2).to(self.dtype)
+        return self.cut_out(plan, images.permute(0, 3, 1, 2).to(self.dtype))
 
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
         if self._stream is None:

@@ -37,9 +37,18 @@ def view_table(views: np.ndarray) -> np.ndarray:
 
 
 def render_views(
-    out: Tensor, samples: Tensor, views: Tensor, scales: Tensor, gains: Tensor, offsets: Tensor, *, reflect: bool
+    out: Tensor,
+    samples: Tensor,
+    views: Tensor,
+    scales: Tensor,
+    gains: Tensor,
+    offsets: Tensor,
+    *,
+    corners: Tensor | None = None,
+    reflect: bool,
+    cutout: int = 0,
 ) -> None:
     """The fused kernel, on the device's current stream. out: [n, size, size, c], every element is written."""
     from hyperbatch.kernels.augment import views as launch  # here, because it loads Triton
 
-    launch(out, samples, views, scales, gains, offsets, reflect=reflect)
+    launch(out, samples, views, scales, gains, offsets, corners, reflect=reflect, cutout=cutout)

@@ -1,6 +1,6 @@
 """A set of small images that lies in device memory as one array: its batches are drawn and cut there.
 
-    StreamPlan(positions, seed) ── draw ──> image, shift, mirror, jitter and label of each sample ── cut ──> batch
+    StreamPlan(positions, seed) ── draw ──> image, shift, mirror, jitter, cutout, label of each sample ── cut ──> batch
 
 A few launches and no copy from the host, however large the batch is: 50,000 samples cost the host what one costs.
 """
@@ -66,16 +66,17 @@ class ResidentSet:
         dtype = torch.float32 if self._dtype == torch.float64 else self._dtype
         scale, offset = self._scale.float(), self._offset.float()
         jitter_column = augment.jitter_column(self._config) if augment.has_jitter(self._config) else 0
-        out, labels = self._views(plan, dtype, scale, offset, jitter_column)
+        cutout = augment.cutout_side(self._config, plan.size)
+        out, labels = self._views(plan, dtype, scale, offset, jitter_column, cutout)
         return Batch(out.permute(0, 3, 1, 2).to(self._dtype), labels)
 
     def levels(self, plan: StreamPlan) -> tuple[Tensor, Tensor]:
         """(training views in grey levels uint8[n, h, w, c], labels)."""
         one = torch.ones_like(self._scale, dtype=torch.float32)
-        return self._views(plan, torch.uint8, one, 0.5 * one, 0)  # rounded down: to the nearest level
+        return self._views(plan, torch.uint8, one, 0.5 * one, 0, 0)  # rounded down: to the nearest level
 
     def _views(
-        self, plan: StreamPlan, dtype: torch.dtype, scale: Tensor, offset: Tensor, jitter_column: int
+        self, plan: StreamPlan, dtype: torch.dtype, scale: Tensor, offset: Tensor, jitter_column: int, cutout: int
     ) -> tuple[Tensor, Tensor]:
         from hyperbatch.kernels import augment as kernels  # here, because it loads Triton
 
@@ -93,16 +94,19 @@ class ResidentSet:
             shift=config.shift_pixels if config.augment == "shift" else 0,
             flip=("alternating" if config.flip_alternates else "random") if config.flip else "none",
             jitter_column=jitter_column,
+            corner_column=augment.cutout_column(config) if cutout else 0,
+            corners=plan.size - cutout + 1 if cutout else 0,
         )
         shape = (len(plan), plan.size, plan.size, self._images.shape[3])
         out = torch.empty(shape, dtype=dtype, device=self._images.device)
-        reflect = config.shift_padding == "reflect"
+        finish = {"reflect": config.shift_padding == "reflect", "cutout": cutout}
         if self._has_size(plan):
-            kernels.cut(out, self._images, draws, scale, offset, reflect=reflect)
+            kernels.cut(out, self._images, draws, scale, offset, **finish)
         else:
             contrast, brightness = draws.colors[:, 0], draws.colors[:, 1:]
             offsets = offset * contrast[:, None] + brightness
-            kernels.views(out, *self._tables(draws.picks), scale, contrast.contiguous(), offsets, reflect=reflect)
+            tables = self._tables(draws.picks)
+            kernels.views(out, *tables, scale, contrast.contiguous(), offsets, draws.corners, **finish)
         return out, draws.labels
 
     def _tables(self, picks: Tensor) -> tuple[Tensor, Tensor]:

@@ -46,6 +46,7 @@ from hyperbatch.kernels.norm.unit import Pooled, first_pixel, slope
 
 SIZES = ("M", "ROWS", "H", "W", "PROGRAMS")
 FILTER_TAPS = tl.constexpr(9)
+WIDEST = 64  # channels of a program: 128 would take a processor's registers for one, with nothing beside it
 SUM_COLUMNS = 64  # elements of the weight that a program adds up
 
 
@@ -54,17 +55,18 @@ class Tile:
     """How a kernel goes through the pooled pixels."""
 
     rows: int  # pooled pixels at once
-    warps: int  # for up to 64 channels; twice as many for more
+    warps: int
     stages: int  # 1: nothing is asked for ahead, and programs side by side hide each other's waits
     per_processor: int  # programs
 
     def of(self, m: int, c: int) -> Tiling:
+        columns = min(c, WIDEST)
         return Tiling.of(
             m,
             c,
-            elements=self.rows * c,
-            warps=self.warps if c <= 64 else 2 * self.warps,
-            widest=c,
+            elements=self.rows * columns,
+            warps=self.warps,
+            widest=columns,
             programs=self.per_processor * processors(),
             stages=self.stages,
         )

@@ -1,0 +1,96 @@
+"""What was measured on this machine, kept on disk for the next run: nothing is timed twice.
+
+    ~/.cache/hyperbatch/choices/1f0c....json     {"machine": {GPU, driver, versions}, "choices": {"convolve ...": 1}}
+
+HYPERBATCH_CACHE names another folder than ~/.cache/hyperbatch, XDG_CACHE_HOME another than ~/.cache; to measure anew,
+delete the folder. A file that is damaged, was made elsewhere or cannot be written does no harm: measuring again takes
+seconds. This module imports nothing of hyperbatch, so that any room may use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+def cache_folder() -> Path:
+    """Where what can be made again is kept for this user; not absolute where there is no home."""
+    if own := os.environ.get("HYPERBATCH_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "hyperbatch"
+
+
+class Choices:
+    """The choices that hold for one machine. Values are what JSON can hold; whoever reads one checks that it fits."""
+
+    def __init__(self, folder: Path, machine: dict[str, str]) -> None:
+        self._machine = machine
+        digest = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()
+        self._path = folder / f"{digest[:16]}.json"
+        self._lock = threading.Lock()
+        self._known = self._read()
+
+    def find(self, key: str) -> Any:
+        """What was kept under this key; None: nothing was."""
+        return self._known.get(key)
+
+    def keep(self, key: str, value: Any) -> None:
+        """For this process and those to come. What others have kept meanwhile stays."""
+        with self._lock:
+            self._known = {**self._read(), **self._known, key: value}
+            content = json.dumps({"machine": self._machine, "choices": self._known}, indent=1, sort_keys=True)
+            partial = self._path.with_suffix(f".{os.getpid()}.partial")
+            with contextlib.suppress(OSError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                partial.write_text(content)
+                os.replace(partial, self._path)
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            content = json.loads(self._path.read_text())
+            fits = content["machine"] == self._machine and isinstance(content["choices"], dict)
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+        return content["choices"] if fits else {}
+
+
+def choices_of(device: Any) -> Choices:
+    """Those for a device of torch, as this process began to know them."""
+    return _opened(cache_folder() / "choices", tuple(machine_of(device).items()))
+
+
+@functools.cache
+def _opened(folder: Path, machine: tuple[tuple[str, str], ...]) -> Choices:
+    return Choices(folder, dict(machine))
+
+
+@functools.cache
+def machine_of(device: Any) -> dict[str, str]:
+    """All that a measurement depends on: the device, its driver, and the libraries with the kernels."""
+    import torch
+
+    machine = {"torch": torch.__version__, "device": device.type, "cores": str(os.cpu_count())}
+    if device.type == "cuda":
+        machine |= {
+            "device": torch.cuda.get_device_name(device),
+            "processors": str(torch.cuda.get_device_properties(device).multi_processor_count),
+            "driver": _driver(),
+            "cuda": str(torch.version.cuda),
+            "cudnn": str(torch.backends.cudnn.version()),
+        }
+    return machine
+
+
+def _driver() -> str:
+    try:
+        return DRIVER_FILE.read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return "unknown"
