@@ -42,6 +42,8 @@ def sliced(config: Config, samples: int, batch: int, steps: int) -> Config:
         batch_phases=(BatchPhase(0, batch),),
         epochs=len(spans) * slice_epochs,
         size_phases=phases,
+        lr=1e-3,  # far from divergence, without a warm-up
+        lr_scaling="none",
         warmup_epochs=0.0,
         decay_epochs=None,
         target_top1=None,

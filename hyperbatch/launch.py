@@ -24,6 +24,7 @@ from hyperbatch.engine.agent import check_nproc, count_gpus, default_nproc, star
 from hyperbatch.engine.folder import claimed, default_out, has_checkpoint, keep_config, resume_hint
 from hyperbatch.engine.ranks import Ranks, ended_by_sigterm, find_ranks
 from hyperbatch.errors import InputError, Interrupted, Preempted, RunFailed
+from hyperbatch.kernels import workers
 from hyperbatch.plan import inventory
 from hyperbatch.plan.files import check_names, load_groups
 from hyperbatch.plan.types import RankGrid
@@ -119,6 +120,14 @@ def _end_told(hooks: Hooks, out: Path) -> Iterator[None]:
 
 
 def _train_here(config: Config, ranks: Ranks, hooks: Hooks, *, keeps_config: bool = False) -> RunRecord:
+    with contextlib.ExitStack() as held:
+        if ranks.world_size == 1 and config.run.device != "cpu" and count_gpus():
+            workers.start()  # they load torch beside this process, which needs them a second later
+            held.callback(workers.stop)
+        return _train_as(config, ranks, hooks, keeps_config)
+
+
+def _train_as(config: Config, ranks: Ranks, hooks: Hooks, keeps_config: bool) -> RunRecord:
     from hyperbatch.engine.loop import run
 
     with ended_by_sigterm():

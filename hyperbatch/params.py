@@ -80,7 +80,7 @@ def param_groups(
     """
     if layer_decay != 1.0 and lr is None:
         raise ValueError("layer_decay gives every group a rate of its own: give param_groups the lr of the head, too")
-    depths, plain = layer_depths(model), undecayed(model)
+    plain, depths = undecayed(model), {} if layer_decay == 1.0 else layer_depths(model)
     head = max(depths.values(), default=0)
     groups: dict[tuple[bool, int], dict[str, Any]] = {}
     for is_plain in (False, True):
@@ -88,7 +88,7 @@ def param_groups(
             param = module.get_parameter(name)
             if not param.requires_grad or (full_name in plain) is not is_plain:
                 continue
-            distance = head - depths[full_name] if layer_decay != 1.0 else 0
+            distance = head - depths.get(full_name, head)
             if (is_plain, distance) not in groups:
                 group: dict[str, Any] = {"params": [], "weight_decay": weight_decay, "adapt": True}
                 if is_plain:
@@ -118,12 +118,10 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
     here = 0
     if blocks:
         last = len(blocks) + 1
-        inside = {block: depth for depth, block in enumerate(blocks, start=1)}
         for name in own:
-            block = next((block for block in inside if name.startswith(f"{block}.")), None)
-            here = here if block is None else inside[block]
-            between = last if here == len(blocks) else here + 1
-            depths[name] = inside[block] if block is not None else between if here else 0
+            inside = next((depth for depth, block in enumerate(blocks, start=1) if name.startswith(f"{block}.")), None)
+            here = here if inside is None else inside
+            depths[name] = here + 1 if inside is None and here else here
         head = None if any(f"{head}.".startswith(f"{block}.") for block in blocks) else head
     else:
         plain = undecayed(model)

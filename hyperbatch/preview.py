@@ -21,7 +21,7 @@ from hyperbatch.plan.strategies import group_options, plan_groups
 from hyperbatch.plan.types import GroupPlan, RankGrid, TensorSpec
 from hyperbatch.plan.workload import model_tensors, resolve_all, step_memory
 from hyperbatch.recipes import all_recipes, batch_note, size_note
-from hyperbatch.schedule import Phase, learning_rate, repeats_note, total_steps
+from hyperbatch.schedule import FULL_SIZE, Phase, full_size_epochs, learning_rate, repeats_note, size_spans, total_steps
 from hyperbatch.schedule.layers import GroupSummary, ParamRow
 from hyperbatch.tables import text_table
 from hyperbatch.vocabulary import HALF_DTYPES, PRECISION_DTYPE
@@ -244,6 +244,11 @@ def format_preview(preview: Preview) -> str:
             f"training in {config.optim.precision}"
         )
         console.print(f"length    {config.schedule.epochs:g} epochs, {preview.steps:,} steps")
+        first, *later = size_spans(config)
+        if later:
+            sizes = [f"{first.image_size} px", *(f"{s.image_size} from epoch {s.from_epoch:g}" for s in later)]
+            cost = f"as many pixels as {full_size_epochs(config):.3g} epochs at {FULL_SIZE} px"
+            console.print(f"images    {', '.join(sizes)}: {cost}")
         decayed, rest = preview.optimizer_groups.decayed, preview.optimizer_groups.undecayed
         console.print(
             f"decay     weight decay on {decayed.parameters:,} parameters ({decayed.tensors:,} tensors), none on "

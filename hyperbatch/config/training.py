@@ -244,7 +244,9 @@ class OptimConfig:
     trust_clip: bool = option(False, "Never exceed the plain learning rate (LARC).")
     momentum_rule: str = option("lr_inside", "How the learning rate enters the momentum update.", MOMENTUM_RULES)
     decoupled_weight_decay: bool = option(
-        False, "Apply weight decay separately from the gradient, with its own schedule (Fujitsu)."
+        False,
+        "Apply weight decay separately from the gradient, with its own schedule (Fujitsu). For SGD, LARS and Muon; "
+        "LAMB and AdamW apply it separately in any case.",
     )
     decay_norm_bias: bool = option(
         False, "Apply weight decay to norm parameters, biases, position embeddings and class tokens, too."

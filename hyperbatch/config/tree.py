@@ -203,6 +203,11 @@ def check(config: Config) -> None:
     need(not o.nesterov or o.momentum > 0, "nesterov", "needs a momentum above 0")
     need(o.loss == "bce" or not o.bce_threshold, "bce_threshold", "needs --loss bce")
     need(
+        not o.decoupled_weight_decay or o.optimizer not in ("lamb", "adamw"),
+        "decoupled_weight_decay",
+        f"{o.optimizer} always decays beside the gradient, by the learning rate; use --no-decoupled-weight-decay",
+    )
+    need(
         o.averaging == "none" or not config.comm.sharded_update or o.precision in ("fp32", "fp64"),
         "averaging",
         "with --sharded-update no rank has all fp32 weights of a 16-bit run; leave one of the two out",

@@ -34,6 +34,7 @@ from hyperbatch.engine.step import MicroStep
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.whiten import rehearse, whiten
 from hyperbatch.errors import Diverged
+from hyperbatch.kernels import workers
 from hyperbatch.optim.averaging import new_share_at
 from hyperbatch.record import RunRecord
 from hyperbatch.schedule import (
@@ -118,6 +119,7 @@ def train(
     compiled = run.learner.compiled
     stage(compiled.stage if isinstance(compiled, CompiledRegions) else "compiling kernels")
     runner.compile(shapes_ahead(run), journal.console.count)
+    workers.stop()
     stage("preparing evaluation")
     reason = run.validation.prepare(capture=runner.captures)
     if reason is not None:

@@ -5,7 +5,8 @@
     add[grid](x, y, n)          step()                                now they are there
 
 Triton compiles a variant (types, constants, alignment of pointers) when it is first launched: half a second each, one
-after the other, most of it in LLVM and ptxas, outside Python's lock.
+after the other. Where processes stand by for it (`kernels.workers`), each thread has one of them do the work: much of
+it is Python.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from hyperbatch.kernels import interpreted
+from hyperbatch.kernels import interpreted, workers
 
 MAX_THREADS = 16
 _kernels: list[Kernel] = []
@@ -80,7 +81,8 @@ def compiling(*, ranks: int = 1, count: Callable[[int, int], None] | None = None
     global _mode
     if _mode is not None:
         raise RuntimeError("compiling() inside of compiling()")
-    with _Pool(_threads(ranks), count) as pool:
+    helpers = workers.running()
+    with _Pool(_threads(ranks) if helpers is None else helpers.count, count, helpers) as pool:
         mode = triton.AsyncCompileMode(pool)  # all but the compilation itself happens in the thread that calls
         context = contextvars.copy_context()
         context.run(mode.__enter__)
@@ -98,8 +100,9 @@ def compiling(*, ranks: int = 1, count: Callable[[int, int], None] | None = None
 class _Pool(ThreadPoolExecutor):
     """Makes the launcher in the same thread: Triton 3.6 runs a C compiler for it, and finds it in its cache later."""
 
-    def __init__(self, threads: int, count: Callable[[int, int], None] | None) -> None:
+    def __init__(self, threads: int, count: Callable[[int, int], None] | None, helpers: workers.Workers | None) -> None:
         super().__init__(max_workers=threads, thread_name_prefix="compile")
+        self._helpers = helpers
         self._count, self._counting = count, threading.Lock()
         self._done = self._known = 0
 
@@ -114,6 +117,8 @@ class _Pool(ThreadPoolExecutor):
 
         def work() -> Any:
             try:
+                if self._helpers is not None:
+                    self._helpers.compile(compile)  # into Triton's cache, where the next line finds it
                 compiled = compile()
                 driver.active.launcher_cls(compiled.src, compiled.metadata)  # type: ignore[attr-defined]
             finally:

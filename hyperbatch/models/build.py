@@ -17,7 +17,7 @@ from hyperbatch.errors import InputError, load_object, nearest
 from hyperbatch.models.alexnet import AlexNetBN
 from hyperbatch.models.initial import dirac_
 from hyperbatch.models.layers import adopt
-from hyperbatch.models.resnet import IMAGENET_DEPTHS, SMALL_DEPTHS, imagenet_resnet, small_resnet
+from hyperbatch.models.resnet import IMAGENET_DEPTHS, SMALL_DEPTHS, imagenet_resnet, resnet_d, small_resnet
 from hyperbatch.models.vit import VisionTransformer
 from hyperbatch.models.whitenet import WhiteNet
 
@@ -26,6 +26,7 @@ DEFAULT_BN_EPS = 1e-5  # torch's
 
 _RESNETS: dict[str, Callable[..., nn.Module]] = {
     **{f"resnet{depth}": partial(imagenet_resnet, depth) for depth in IMAGENET_DEPTHS},
+    "resnet50d": partial(resnet_d, 50),
     **{f"resnet{depth}": partial(small_resnet, depth) for depth in SMALL_DEPTHS},
     "resnet20x4": partial(small_resnet, 20, 4),
 }
@@ -187,7 +188,7 @@ def pretrained_weights(model: str, *, in_channels: int, fetch: bool = True) -> d
     """timm's for one of its models, or for one of our ResNets, which have its names; with the head they were trained
     with. fetch=False: their shapes alone, on torch's meta device."""
     name = model.removeprefix("timm/")
-    if not model.startswith("timm/") and name not in (f"resnet{depth}" for depth in IMAGENET_DEPTHS):
+    if not model.startswith("timm/") and name not in ("resnet50d", *(f"resnet{depth}" for depth in IMAGENET_DEPTHS)):
         raise InputError(f"--init-from timm: timm has no weights of {model}; use --model timm/NAME or resnet50")
     try:
         timm = _timm()

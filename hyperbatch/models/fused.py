@@ -25,7 +25,7 @@ from hyperbatch.models.whitenet import ConvGroup, ConvUnit, WhiteNet
 HALF_DTYPES = tuple(getattr(torch, name) for name in vocabulary.HALF_DTYPES)
 # What the kernels take the place of. A subclass may compute something else. Identity: where there is no max-pool.
 TYPES = (nn.Conv2d, Conv2d, BatchNorm2d, nn.ReLU, nn.MaxPool2d, nn.Identity, nn.Sequential, BasicBlock, Bottleneck)
-RESNET_TYPES = (*TYPES, BlurConv2d, BlurMaxPool2d)  # what blurs runs as it is
+RESNET_TYPES = (*TYPES, BlurConv2d, BlurMaxPool2d, nn.AvgPool2d)  # what blurs runs as it is
 UNIT_TYPES = (nn.Conv2d, BatchNorm2d, nn.SiLU, nn.GELU, nn.MaxPool2d, nn.Identity, ConvUnit, ConvGroup)
 
 
@@ -65,8 +65,10 @@ def _why_not(name: str, module: nn.Module, types: tuple[type[nn.Module], ...]) -
     """The same for one module: the kernels run in its place, whatever its own forward is."""
     if type(module) is nn.BatchNorm2d:
         return f"{name} averages its statistics in another way"
-    is_pool = name.rpartition(".")[2] in ("maxpool", "pool")
-    if type(module) not in types or (type(module) is nn.Identity and not is_pool):
+    averages = name.endswith(".downsample.0")  # in the shortcut of a ResNet-D
+    is_pool = averages or name.rpartition(".")[2] in ("maxpool", "pool")
+    misplaced = (type(module) is nn.Identity and not is_pool) or (type(module) is nn.AvgPool2d and not averages)
+    if type(module) not in types or misplaced:
         return f"{name} is of type {type(module).__name__}, which the kernels do not compute"
     if isinstance(module, nn.Conv2d):
         if not _takes(module.out_channels) or module.bias is not None:

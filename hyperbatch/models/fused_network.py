@@ -76,23 +76,29 @@ class FusedResNet(FusedNetwork):
 
     def __init__(self, model: ResNet) -> None:
         super().__init__(model)
-        as_it_is = any(map(_is_not_fused, (model.conv1, model.bn1)))
-        self.stem = None if as_it_is else ConvNorm(model.conv1, model.bn1, self.counters)
+        as_it_is = any(map(_is_not_fused, (*model.conv1.modules(), model.bn1)))
+        norms = [module for module in (*model.conv1.modules(), model.bn1) if isinstance(module, BatchNorm2d)]
+        pairs = [] if as_it_is else zip(model.stem_convs, norms, strict=True)
+        self.stem = [ConvNorm(conv, norm, self.counters) for conv, norm in pairs]
         self.window = _window(model.maxpool)
         blocks = [block for stage in model.stages for block in getattr(model, stage)]
         self.blocks = [
             block if any(map(_is_not_fused, block.modules())) else FusedBlock(block, self.counters) for block in blocks
         ]
         layers = [layer for block in self.blocks if isinstance(block, FusedBlock) for layer in block.layers]
-        self.norms = [layer.norm for layer in (*([] if self.stem is None else [self.stem]), *layers)]
+        self.norms = [layer.norm for layer in (*self.stem, *layers)]
 
     def logits(self, images: Tensor) -> Tensor:
         model, handover = self.model, None
-        if self.stem is None:
-            x = model.maxpool(model.relu(model.bn1(model.conv1(images.to(model.conv1.weight.dtype)))))
-            x = convolution.channels_last(x)
+        if not self.stem:
+            images = images.to(model.stem_convs[0].weight.dtype)
+            x = convolution.channels_last(model.maxpool(model.relu(model.bn1(model.conv1(images)))))
         else:
-            x = ConvNormPool.apply(_images(images, self.stem), self.stem, self.window, *self.stem.parameters)
+            x = _images(images, self.stem[0])
+            *first, last = self.stem
+            for layer in first:
+                x = ConvNormPool.apply(x, layer, None, *layer.parameters)
+            x = ConvNormPool.apply(x, last, self.window, *last.parameters)
             if isinstance(model.maxpool, BlurMaxPool2d):
                 x = convolution.channels_last(model.maxpool(x))
         for block in self.blocks:

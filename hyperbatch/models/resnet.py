@@ -1,6 +1,7 @@
 """Residual networks: ResNet v1.5 with torchvision's names and initialisation, and small ones for 8 to 64 px.
 
 imagenet stem: conv 7x7 / 2, bn, relu, max-pool / 2      layer1 .. layer4   64 128 256 512 (x4 for bottlenecks)
+"d":           three conv 3x3 in its place, and shortcuts that average 2x2 pixels where they stride (timm's names)
 small stem:    conv 3x3, bn, relu                        layer1 .. layer3   16  32  64 (x width)
 then: mean over pixels, fc
 """
@@ -29,14 +30,16 @@ def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1, *, blurpool: 
 class BasicBlock(nn.Module):
     expansion = 1
 
-    def __init__(self, inputs: int, width: int, stride: int, bn_momentum: float, blurpool: bool = False) -> None:
+    def __init__(
+        self, inputs: int, width: int, stride: int, bn_momentum: float, blurpool: bool = False, averages: bool = False
+    ) -> None:
         super().__init__()
         self.conv1 = _conv(inputs, width, 3, stride, blurpool=blurpool)
         self.bn1 = BatchNorm2d(width, momentum=bn_momentum)
         self.relu = nn.ReLU(inplace=True)
         self.conv2 = _conv(width, width, 3)
         self.bn2 = BatchNorm2d(width, momentum=bn_momentum)
-        self.downsample = _shortcut(inputs, width, stride, bn_momentum, blurpool)
+        self.downsample = _shortcut(inputs, width, stride, bn_momentum, blurpool, averages)
 
     @property
     def last_norm(self) -> BatchNorm2d:
@@ -53,7 +56,9 @@ class Bottleneck(nn.Module):
 
     expansion = 4
 
-    def __init__(self, inputs: int, width: int, stride: int, bn_momentum: float, blurpool: bool = False) -> None:
+    def __init__(
+        self, inputs: int, width: int, stride: int, bn_momentum: float, blurpool: bool = False, averages: bool = False
+    ) -> None:
         super().__init__()
         outputs = width * self.expansion
         self.conv1 = _conv(inputs, width, 1)
@@ -63,7 +68,7 @@ class Bottleneck(nn.Module):
         self.conv3 = _conv(width, outputs, 1)
         self.bn3 = BatchNorm2d(outputs, momentum=bn_momentum)
         self.relu = nn.ReLU(inplace=True)
-        self.downsample = _shortcut(inputs, outputs, stride, bn_momentum, blurpool)
+        self.downsample = _shortcut(inputs, outputs, stride, bn_momentum, blurpool, averages)
 
     @property
     def last_norm(self) -> BatchNorm2d:
@@ -76,11 +81,30 @@ class Bottleneck(nn.Module):
         return self.relu(out + (x if self.downsample is None else self.downsample(x)))
 
 
-def _shortcut(inputs: int, outputs: int, stride: int, bn_momentum: float, blurpool: bool) -> nn.Sequential | None:
+def _shortcut(
+    inputs: int, outputs: int, stride: int, bn_momentum: float, blurpool: bool, averages: bool
+) -> nn.Sequential | None:
+    """averages: 2x2 pixels become their mean where the block strides, in the place of one of them."""
     if stride == 1 and inputs == outputs:
         return None
+    if averages:
+        pool = nn.Identity() if stride == 1 else nn.AvgPool2d(2, stride, ceil_mode=True, count_include_pad=False)
+        return nn.Sequential(pool, _conv(inputs, outputs, 1), BatchNorm2d(outputs, momentum=bn_momentum))
     conv = _conv(inputs, outputs, 1, stride, blurpool=blurpool)
     return nn.Sequential(conv, BatchNorm2d(outputs, momentum=bn_momentum))
+
+
+def _deep_stem(inputs: int, width: int, outputs: int, bn_momentum: float) -> nn.Sequential:
+    """Up to the last convolution: its norm is the network's bn1."""
+    return nn.Sequential(
+        _conv(inputs, width, 3, 2),
+        BatchNorm2d(width, momentum=bn_momentum),
+        nn.ReLU(inplace=True),
+        _conv(width, width, 3),
+        BatchNorm2d(width, momentum=bn_momentum),
+        nn.ReLU(inplace=True),
+        _conv(width, outputs, 3),
+    )
 
 
 class ResNet(nn.Module):
@@ -96,11 +120,18 @@ class ResNet(nn.Module):
         zero_init_last_gamma: bool,
         bn_momentum: float,
         blurpool: bool = False,
+        deep: bool = False,
     ) -> None:
-        """blurpool: strides are taken after a blur (models.blur), except the first one, of the image itself."""
+        """blurpool: strides are taken after a blur (models.blur), except the first one, of the image itself.
+
+        deep: the "d" of the module's docstring.
+        """
         super().__init__()
         channels = widths[0]
-        self.conv1 = _conv(in_channels, channels, 3) if small_stem else _conv(in_channels, channels, 7, 2)
+        if deep:
+            self.conv1 = _deep_stem(in_channels, channels // 2, channels, bn_momentum)
+        else:
+            self.conv1 = _conv(in_channels, channels, 3) if small_stem else _conv(in_channels, channels, 7, 2)
         self.bn1 = BatchNorm2d(channels, momentum=bn_momentum)
         self.relu = nn.ReLU(inplace=True)
         pool = BlurMaxPool2d if blurpool else nn.MaxPool2d
@@ -110,7 +141,7 @@ class ResNet(nn.Module):
             blocks = []
             for index in range(count):
                 stride = 2 if index == 0 and stage != "layer1" else 1
-                blocks.append(block(channels, width, stride, bn_momentum, blurpool))
+                blocks.append(block(channels, width, stride, bn_momentum, blurpool, deep))
                 channels = width * block.expansion
             self.add_module(stage, nn.Sequential(*blocks))
         self.fc = Linear(channels, classes)
@@ -124,12 +155,16 @@ class ResNet(nn.Module):
             elif zero_init_last_gamma and isinstance(module, BasicBlock | Bottleneck):
                 nn.init.zeros_(module.last_norm.weight)
 
+    @property
+    def stem_convs(self) -> list[nn.Conv2d]:
+        return [module for module in self.conv1.modules() if isinstance(module, nn.Conv2d)]
+
     fused: FusedNetwork | None = None  # what training runs instead, see models.fused
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and self.fused is not None and self.fused.can_run():
             return self.fused(x)
-        x = x.to(self.conv1.weight.dtype)
+        x = x.to(self.stem_convs[0].weight.dtype)
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         for stage in self.stages:
             x = getattr(self, stage)(x)
@@ -150,6 +185,11 @@ def imagenet_resnet(depth: int, **options) -> ResNet:
     """ResNet-18/34/50/101/152; at 1000 classes the state dict is torchvision's, name for name."""
     block, blocks_per_stage = IMAGENET_DEPTHS[depth]
     return ResNet(block, blocks_per_stage, (64, 128, 256, 512), small_stem=False, **options)
+
+
+def resnet_d(depth: int, **options) -> ResNet:
+    """ResNet-D (He et al., arXiv 1812.01187); the state dict is that of timm's resnet50d, name for name."""
+    return imagenet_resnet(depth, deep=True, **options)
 
 
 def small_resnet(depth: int, width: int = 1, **options) -> ResNet:

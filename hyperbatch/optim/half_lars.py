@@ -1,6 +1,6 @@
 """LARS computed in fp16 from end to end, to be held against: what mixed-precision training should not do.
 
-Tencent (seed of `tencent_resnet50`) found that a rate computed in fp16 leaves its range and training stalls; they and
+Tencent (Jia et al., arXiv 1807.11205) found that a rate computed in fp16 leaves its range and training stalls; they and
 `LARS` compute in fp32. Here weights, momentum, norms, trust ratio and rate are rounded to fp16 as they are computed.
 Tensors keep their fp32 memory, so this is no faster: only its accuracy means something.
 """

@@ -14,9 +14,10 @@ from hyperbatch.schedule.batch import (
     total_steps,
 )
 from hyperbatch.schedule.rate import learning_rate, weight_decay_scale
-from hyperbatch.schedule.sizes import SizeSpan, full_size_epochs, size_spans
+from hyperbatch.schedule.sizes import FULL_SIZE, SizeSpan, full_size_epochs, size_spans
 
 __all__ = [
+    "FULL_SIZE",
     "EpochGrid",
     "Phase",
     "SizeSpan",

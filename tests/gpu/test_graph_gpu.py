@@ -125,6 +125,7 @@ CASES = {
     "fp16": {},
     "fp32 resnet20": {"model": "resnet20", "precision": "fp32", "image_size": 32, "eval_size": 32},
     "bf16 resnet50": {"model": "resnet50", "precision": "bf16", "image_size": 64, "eval_size": 64, "max_steps": 10},
+    "bf16 resnet50d": {"model": "resnet50d", "precision": "bf16", "image_size": 64, "eval_size": 64, "max_steps": 10},
     "accumulation": {"accumulate": 4},
     "unequal micro-steps": {"accumulate": 5},
     "mixed images": {"mixup": 0.2, "cutmix": 1.0, "auto_augment": "trivial"},
@@ -137,6 +138,7 @@ CASES = {
     "skipped steps": {"model": "test_graph_gpu:Loud", "lr": 0.05},
     "rescaled momentum": {"momentum_rule": "rescaled"},
     "decoupled decay": {"decoupled_weight_decay": True, "weight_decay": 1e-2},
+    "lars in fp16": {"lars_precision": "fp16"},
     "lamb": {"optimizer": "lamb", "lr": 0.01},
     "sgd": {"optimizer": "sgd", "lr": 0.05},
     "vit": {

@@ -84,6 +84,7 @@ def test_text_that_cannot_be_read(field, text, words):
         ({"milestones": (-1.0, 3.0)}, "--milestones -1,3: must not be negative"),
         ({"milestones": (float("nan"),)}, "--milestones nan: must be a finite number"),
         ({"flip": False, "flip_alternates": True}, "--flip-alternates true: needs --flip"),
+        ({"optimizer": "adamw", "decoupled_weight_decay": True}, "adamw always decays beside the gradient"),
         ({"seed": 10**400}, "must be below 2^63"),
         ({"momentun": 0.9}, "did you mean 'momentum'"),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hyperbatch.cli import main
 from hyperbatch.config import Config, SizePhase
 from hyperbatch.errors import InputError
 from hyperbatch.recipes import DEFAULT, all_recipes, find_recipe, get_recipe
@@ -271,6 +272,15 @@ def test_the_fast_recipe_costs_a_third_of_its_epochs():
     assert full_size_epochs(find_recipe("resnet50").config()) == config_epochs("resnet50")
     assert config.optim.averaging_decay ** (100 / config.optim.averaging_every_steps) == pytest.approx(0.5)
     assert config.data.eval_size == 224 > config.data.largest_image_size == 176
+
+
+def test_a_dry_run_shows_the_sizes_and_their_cost(capsys):
+    assert main(["train", "resnet50_fast", "--dry-run", "--world-size", "8", "--epochs", "13.5"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    sizes = "88 px, 112 from epoch 6, 128 from epoch 7.2, 144 from epoch 8.4, 160 from epoch 9.6, 176 from epoch 10.8"
+    assert f"images {sizes}: as many pixels as 4.39 epochs at 224 px" in text
+    assert main(["train", "resnet50", "--dry-run", "--world-size", "8"]) == 0
+    assert "as many pixels" not in capsys.readouterr().out
 
 
 def config_epochs(name):

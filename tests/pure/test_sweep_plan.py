@@ -229,13 +229,3 @@ def test_dry_run_lists_the_runs(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "4 runs of digits" in text
     assert "hyperbatch train digits --nproc 1 --lr 0.5 --seed 1" in text
-
-
-def test_the_plans_that_are_kept_can_be_run():
-    folder = Path(__file__).parents[2] / "benchmarks" / "plans"
-    plans = {path.stem: load_plan(path) for path in folder.glob("*.toml")}
-    assert {name: len(plan.runs) for name, plan in plans.items()} == {
-        "cifar10_96_tuning": 14 * 4,
-        "cifar10_96_50_seeds": 50,
-    }
-    assert all(plan.name == name for name, plan in plans.items())

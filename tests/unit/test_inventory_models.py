@@ -49,6 +49,7 @@ def test_names_shapes_and_kinds(name: str) -> None:
     ("name", "image_size"),
     [
         ("resnet50", 64),
+        ("resnet50d", 70),
         ("resnet8", 16),
         ("alexnet_bn_pool5", 64),
         ("whitenet", 32),

@@ -162,7 +162,7 @@ def test_decoupled_decay_keeps_its_size():
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_layer_decay_multiplies_all_other_factors_and_what_the_rate_does_not_decay(decoupled):
     model, _, optimizer = build(
-        optimizer="adamw",
+        optimizer="lars",
         layer_decay=0.5,
         layer_rates=(LayerRate("2", 3.0),),
         whiten_bias_epochs=None,
@@ -173,7 +173,7 @@ def test_layer_decay_multiplies_all_other_factors_and_what_the_rate_does_not_dec
     layer = {"0.bias": 0.25, "2.bias": 0.25 * 3, "4.weight": 0.5, "4.bias": 0.5, "5.weight": 1.0, "5.bias": 1.0}
     kind = {name: 0.25 if name == HEAD else 8.0 if name.endswith("bias") else 1.0 for name in layer}
     assert {name: group["lr_scale"] for name, group in groups.items()} == {n: layer[n] * kind[n] for n in layer}
-    for name, group in groups.items():
+    for name, group in groups.items():  # a rate multiplies it, or it has the layer's factor itself
         assert group["weight_decay"] == (0.01 * layer[name] if decoupled else 0.01 / kind[name]), name
     summary = group_summary(OptimConfig(layer_decay=0.5, weight_decay=0.01), model)
     assert [(row.factor, row.count.tensors) for row in summary.factors] == [(0.25, 2), (0.5, 2), (1.0, 2)]

@@ -1,0 +1,212 @@
+"""Processes that compile kernels, because a compiler written in Python holds Python's lock half of the time.
+
+    command     start ──> one process imports torch and the kernels' modules, then forks: worker, worker, ...
+    compiling   job ────> a worker: triton.compile, into Triton's cache on disk ──> done
+                          the thread that asked compiles too, and finds the result in the cache
+
+They are started before torch is loaded here, so that they are there when the first kernel is asked for, and end when
+this process does, however it ends: their sockets close. A job that a worker cannot do is done by the thread itself.
+Neither torch nor Triton is imported with this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import pickle
+import queue
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+MAX_WORKERS = 12
+SPARED_CORES = 3  # for the process that is setting up a run meanwhile
+PATIENCE_S = 60.0  # for one kernel; the largest take a few seconds
+ENDING_S = 0.5
+MODULES = ("torch", "triton", "hyperbatch.kernels.norm", "hyperbatch.kernels.norm.unit", "hyperbatch.kernels.muon")
+_LENGTH = struct.Struct("<I")
+
+_running: Workers | None = None
+
+
+class Workers:
+    """`count` of them, and the process that forked them."""
+
+    def __init__(self, count: int) -> None:
+        pairs = [socket.socketpair() for _ in range(count)]
+        theirs = [pair[1].fileno() for pair in pairs]
+        command = [sys.executable, "-m", "hyperbatch.kernels.workers", *map(str, theirs)]
+        quiet = subprocess.DEVNULL  # what they would say, this process says when it compiles for itself
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # no threads where it forks
+        self._parent = subprocess.Popen(command, pass_fds=theirs, env=env, stdin=quiet, stdout=quiet, stderr=quiet)
+        self.count = count
+        self._sockets = [pair[0] for pair in pairs]
+        self._idle: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        for ours, other in pairs:
+            other.close()
+            ours.settimeout(PATIENCE_S)
+            self._idle.put(ours)
+
+    def compile(self, compile: Callable[[], Any]) -> bool:
+        """Has a worker do what Triton's own closure would; False: nobody did."""
+        with contextlib.suppress(queue.Empty):
+            job = _job_of(compile)
+            if job is None:
+                return False
+            worker = self._idle.get_nowait()
+            try:
+                _send(worker, job)
+                done = _receive(worker) == b"done"
+            except OSError:  # it has ended, or takes too long: nobody asks it again
+                worker.close()
+                return False
+            self._idle.put(worker)
+            return done
+        return False
+
+    def close(self) -> None:
+        """They end at once, or when they have finished what they are at; nobody waits for that."""
+        for worker in self._sockets:
+            worker.close()
+        try:
+            self._parent.wait(ENDING_S)
+        except subprocess.TimeoutExpired:  # it may still be importing
+            self._parent.kill()
+            self._parent.wait()
+
+
+def start() -> None:
+    """Where there are cores for it. For a process that will train on a GPU by itself; it calls `stop` in the end."""
+    global _running
+    count = min(MAX_WORKERS, len(os.sched_getaffinity(0)) - SPARED_CORES) if hasattr(os, "sched_getaffinity") else 0
+    if _running is None and count > 1 and importlib.util.find_spec("triton") is not None:
+        with contextlib.suppress(OSError):
+            _running = Workers(count)
+
+
+def stop() -> None:
+    """Kernels that are compiled from now on, this process compiles by itself."""
+    global _running
+    if _running is not None:
+        _running.close()
+        _running = None
+
+
+def running() -> Workers | None:
+    return _running
+
+
+def _job_of(compile: Callable[[], Any]) -> bytes | None:
+    """All that a call of triton.compile depends on, from the closure that Triton wants called; None: it is unlike what
+    we know."""
+    try:
+        found = inspect.getclosurevars(compile).nonlocals
+        source, options = found["src"], found["options"]
+        function = source.fn
+        name = function.fn.__module__, function.fn.__qualname__, function.cache_key, _fingerprint(function)
+        parts = source.signature, source.constants, source.attrs
+        return pickle.dumps((name, parts, found["target"], dict(options.__dict__), found["env_vars"]))
+    except Exception:
+        return None
+
+
+def _fingerprint(function: Any) -> str:
+    """Of the source of a kernel, of all functions that it calls, and of the constants they use."""
+    parts, todo = {}, [function]
+    while todo:
+        found = todo.pop()
+        place = found.fn.__module__, found.fn.__qualname__
+        if place in parts:
+            continue
+        parts[place] = found.src
+        for name in found.fn.__code__.co_names:
+            value = found.fn.__globals__.get(name)
+            if hasattr(value, "cache_key") and hasattr(value, "src"):
+                todo.append(value)
+            elif type(value).__name__ == "constexpr":
+                parts[place[0], name] = repr(value)
+    return hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()
+
+
+def _compile(job: bytes) -> None:
+    """In a worker."""
+    import triton
+    from triton.compiler import ASTSource
+
+    (module, name, cache_key, fingerprint), (signature, constants, attrs), *rest = pickle.loads(job)
+    target, options, env_vars = rest
+    found = getattr(importlib.import_module(module), name)
+    function = found if hasattr(found, "cache_key") else found.fn  # without our own wrapper
+    if _fingerprint(function) != fingerprint:
+        raise ValueError(f"{module}.{name} has changed since it was asked for")
+    # Triton's own key depends on which kernels it has looked at before. The cache is asked under the one it has there.
+    _ = function.cache_key
+    function.hash = cache_key
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attrs)
+    triton.compile(source, target=target, options=options, _env_vars=env_vars)
+
+
+def _serve(asked: socket.socket) -> None:
+    """Until whoever asks is gone."""
+    while True:
+        job = _receive(asked)
+        try:
+            _compile(job)
+            answer = b"done"
+        except Exception as error:
+            answer = repr(error).encode()
+        _send(asked, answer)
+
+
+def _send(to: socket.socket, data: bytes) -> None:
+    to.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _receive(source: socket.socket) -> bytes:
+    """OSError where the other end is closed."""
+    (length,) = _LENGTH.unpack(_exactly(source, _LENGTH.size))
+    return _exactly(source, length)
+
+
+def _exactly(source: socket.socket, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        part = source.recv(length - len(data))
+        if not part:
+            raise ConnectionResetError
+        data += part
+    return data
+
+
+def main(descriptors: list[int]) -> None:
+    """Imports once and forks: nothing runs beside it yet, and no device is touched."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command: these end with it
+    sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    for module in MODULES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    for own in sockets:
+        if os.fork() == 0:
+            for other in sockets:
+                if other is not own:
+                    other.close()
+            with contextlib.suppress(OSError):
+                _serve(own)
+            os._exit(0)
+    for each in sockets:
+        each.close()
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+if __name__ == "__main__":
+    main([int(text) for text in sys.argv[1:]])
