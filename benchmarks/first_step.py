@@ -26,23 +26,28 @@ CACHE_VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 PATIENCE_S = 1800  # max-autotune compiles for minutes
 
 
-def first_step_s(name: str, setting: Setting, batch: int) -> float:
+def first_step_s(name: str, setting: Setting, batch: int, *, warm: bool = False) -> float:
     """Seconds from building the model until its first step has finished; torch, cuDNN and cuBLAS are loaded before.
 
-    name: of a candidate of `bench step`.
+    name: of a candidate of `bench step`. warm: of a second process, which finds the caches of a first one.
     """
     order = {"name": name, "batch": batch, "setting": {**asdict(setting), "device": str(setting.device)}}
     with tempfile.TemporaryDirectory(prefix="hyperbatch-kernels-") as folder:
         caches = {variable: os.path.join(folder, variable.lower()) for variable in CACHE_VARIABLES}
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.first_step", json.dumps(order)],
-            env={**os.environ, **caches, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        seconds = [_seconds(name, json.dumps(order), caches) for _ in range(1 + warm)]
+    return seconds[-1]
+
+
+def _seconds(name: str, order: str, caches: dict[str, str]) -> float:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.first_step", order],
+        env={**os.environ, **caches, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise RunFailed(f"the first step of {name} failed in its own process: {reason}")

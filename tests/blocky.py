@@ -44,6 +44,35 @@ class Breaking(Block):
         return super().forward(x * 0 if x.sum() > 1e9 else x)
 
 
+class Deep(Block):
+    """With stochastic depth, at a rate of its own that is a number or a tensor."""
+
+    def __init__(self, channels, rate):
+        super().__init__(channels)
+        if isinstance(rate, torch.Tensor):
+            self.register_buffer("rate", rate, persistent=False)
+        else:
+            self.rate = rate
+
+    def forward(self, x):
+        kept = torch.rand(len(x), 1, 1, 1, device=x.device) >= self.rate
+        return torch.where(kept, super().forward(x), x)
+
+
+class DeepNetwork(Network):
+    def __init__(self, classes, in_channels, rates):
+        super().__init__(classes, in_channels)
+        self.blocks = nn.ModuleList(Deep(8, rate) for rate in rates)
+
+
+def deep_by_numbers(classes, in_channels):
+    return DeepNetwork(classes, in_channels, [0.0, 0.1, 0.2])
+
+
+def deep_by_tensors(classes, in_channels):
+    return DeepNetwork(classes, in_channels, torch.tensor([0.0, 0.1, 0.2]).unbind())
+
+
 def network(classes, in_channels):
     return Network(classes, in_channels)
 

@@ -33,11 +33,12 @@ from hyperbatch.bench.step_runs import (
 )
 from hyperbatch.engine.kernel_choice import cudnn_trials
 from hyperbatch.errors import InputError, nearest
-from hyperbatch.models.build import model_names
+from hyperbatch.models.build import is_foreign, model_names
 from hyperbatch.plan.inventory import usual_data
 from hyperbatch.stopwatch import device_s
 
 GPU_BATCHES = (16, 42, 256, 400)  # NVIDIA's at 4,216 GPUs, Fujitsu's at 2,048, the usual one, NVIDIA's at 8
+FOREIGN_BATCHES = (256,)  # of timm's models and of own ones
 CPU_BATCHES = (32,)
 SAMPLE_S = 0.1  # a sample is at least this long, in as many steps as that takes
 MOST_CALLS = 30
@@ -52,6 +53,7 @@ def bench_step(
     batch: Sequence[int] | None = None,
     peers: Sequence[str] | None = None,
     max_autotune: bool = False,
+    precision: str | None = None,
     rounds: int | None = None,
     image_size: int | None = None,
     data: str | None = None,
@@ -61,30 +63,35 @@ def bench_step(
     """Rows of images a second for each batch, on synthetic data; with `data` the engine's, files included.
 
     On a GPU: ResNet-50, fp16, batches 16, 42, 256 and 400. On a CPU: ResNet-20, fp32, against torch eager alone.
-    peers: of eager, graph, masters, compile. data: a folder, or "generated" for JPEGs like ImageNet's.
+    model: built in; `timm/NAME` or `package.module:callable`, at batch 256. precision: fp16 or bf16, on a GPU.
+    peers: of eager, graph, masters (of built-in models), compile. data: a folder, or "generated" for JPEGs like
+    ImageNet's.
     """
     target = harness.pick_device(device)
     gpu = target.type == "cuda"
     model = model or ("resnet50" if gpu else "resnet20")
-    if model not in model_names():
+    foreign = is_foreign(model)
+    if model not in model_names() and not foreign:
         raise InputError(f"bench step: unknown model {model!r}{nearest(model, model_names())}")
     usual_size, classes = usual_data(model)
     setting = Setting(
         model=model,
-        precision="fp16" if gpu else "fp32",
+        precision=check_precision(precision, gpu=gpu),
         image_size=image_size or usual_size,
         classes=classes,
         device=target,
     )
     about: dict[str, Any] = {**asdict(setting), "device": harness.device_name(), "notes": [] if gpu else [CPU_NOTE]}
-    batches = tuple(batch or (GPU_BATCHES if gpu else CPU_BATCHES))
+    usual_batches = FOREIGN_BATCHES if foreign else GPU_BATCHES
+    batches = tuple(batch or (usual_batches if gpu else CPU_BATCHES))
     if data is not None:
         if peers is not None or rounds is not None or max_autotune:
             raise InputError("--data runs one training and no rounds; give --steps, --batch and --model with it")
         return harness.result("step", step_data.end_to_end(data, setting, batches, steps), **about)
     if steps is not None:
         raise InputError("--steps belongs to `bench step --data`; give --rounds here")
-    names = check_peers([*(peers if peers is not None else PEERS if gpu else PEERS[:1])], max_autotune, gpu=gpu)
+    usual_peers = [name for name in PEERS if not (foreign and name == "masters")] if gpu else PEERS[:1]
+    names = check_peers([*(usual_peers if peers is None else peers)], max_autotune, gpu=gpu, foreign=foreign)
 
     table, clocks = [], {}
     with cudnn_trials(True):  # for everybody
@@ -93,7 +100,7 @@ def bench_step(
             pairs = [(spec, setting) for spec in our_specs(setting) + peer_specs(names)]
             rows, clocks[f"batch {size}"] = timed(pairs, size, rounds or (10 if gpu else 3), f"batch {size}")
             table += rows
-        if gpu:
+        if gpu and not foreign:
             title = f"batch {max(batches)}, precisions"
             rows, clocks[title] = timed(reference_path(setting), max(batches), rounds or 10, title)
             table += [row | {"ratio_to_fp32": row["median"] / rows[-1]["median"]} for row in rows]
@@ -101,15 +108,26 @@ def bench_step(
         "step",
         table,
         **about,
-        peer_network="torchvision" if torchvision_model(model) else "hyperbatch",
+        peer_network=model if foreign else "torchvision" if torchvision_model(model) else "hyperbatch",
         clocks=clocks,
     )
 
 
-def check_peers(names: list[str], max_autotune: bool, *, gpu: bool) -> list[str]:
+def check_precision(name: str | None, *, gpu: bool) -> str:
+    """The precision of all candidates."""
+    if name is not None and not gpu:
+        raise InputError(f"--precision {name} needs a GPU; on a CPU the step runs in fp32")
+    if name not in (None, "fp16", "bf16"):
+        raise InputError(f"--precision {name}: bench step compares fp16 or bf16")
+    return name or ("fp16" if gpu else "fp32")
+
+
+def check_peers(names: list[str], max_autotune: bool, *, gpu: bool, foreign: bool = False) -> list[str]:
     for name in names:
         if name not in PEERS:
             raise InputError(f"--peers: unknown peer {name!r}; of {', '.join(PEERS)}")
+        if name == "masters" and foreign:
+            raise InputError("--peers: masters keeps 16-bit weights by hand, of built-in models alone; leave it out")
     names = list(dict.fromkeys([*names, *([MAX_AUTOTUNE] if max_autotune else [])]))
     for name in names:
         if name != "eager" and not gpu:
@@ -154,7 +172,7 @@ def timed(
     ]
     harness.say(f"{title}: timed and profiled")
     del ready, runs
-    if any(spec.name.startswith("torch.compile") for spec, _ in candidates):  # loading it takes seconds
+    if any("compile" in spec.name for spec, _ in candidates):  # loading it takes seconds
         torch.compiler.reset()  # it keeps the graphs, and their memory, of models that are gone
     release_memory(device)
     return rows, readings
@@ -168,6 +186,7 @@ def details(ready: Ready, setting: Setting, batch: int, images_per_s: float) -> 
         "precision": setting.precision,
         "ms_per_step": 1e3 * batch / images_per_s,
         "set_up_s": ready.set_up_s,
+        "compiled": ready.built.compiled,
         "peak_memory_bytes": ready.peak_memory_bytes,
         "kernels_per_step": sum(kernel.launches for kernel in kernels) or None,
         "kernel_ms": {title: s * 1e3 for title, s in by_family(kernels, our_kernels()).items()},

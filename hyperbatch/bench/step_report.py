@@ -19,6 +19,12 @@ def format_step(report: dict[str, Any]) -> str:
         f" {'set-up s':>8} {'kernels':>8}"
     )
     lines += [_line(row, width) for row in rows]
+    lines += [
+        f"  {row['name']}: {made['regions']} blocks of {made['kinds']} kinds compiled in {made['seconds']:.1f} s "
+        f"({made['cache_misses']} graphs; {made['cache_hits']} more were on the disk)"
+        for row in rows
+        if (made := row.get("compiled"))
+    ]
     for title, clocks in report["clocks"].items():
         readings = [f"{name} {v['median']:.0f} ({v['min']:.0f} .. {v['max']:.0f})" for name, v in clocks.items()]
         lines += [f"  clocks, {title}: {', '.join(readings)}"] if readings else []

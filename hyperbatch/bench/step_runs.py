@@ -1,7 +1,7 @@
 """The training steps that `bench step` times: forward, label-smoothed loss, backward, loss scaling, update.
 
-    ours    the engine's step: our model (fused kernels, or plain torch), weights in an arena, LARS, one CUDA graph
-    peers   torchvision's model (ours where there is none), torch's fused SGD:
+    ours    the engine's step: fused kernels, compiled blocks or plain torch, weights in an arena, LARS, one CUDA graph
+    peers   torchvision's, timm's or your own model as it is (ours where there is none), torch's fused SGD:
             eager     autocast, GradScaler
             graph     the same, captured
             masters   16-bit weights with fp32 masters kept by hand, captured
@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,9 +33,12 @@ from hyperbatch.engine.measure import peak_bytes
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.engine.runner import StepRunner
 from hyperbatch.engine.steptimer import StepTimer
+from hyperbatch.errors import RunFailed
 from hyperbatch.models import create_model
+from hyperbatch.models.build import foreign_model, is_foreign
 from hyperbatch.models.fused import why_not_fused
 from hyperbatch.optim.precision import working_dtype
+from hyperbatch.params import HALF_DTYPES
 from hyperbatch.schedule import resolve_phases, steps
 from hyperbatch.stopwatch import wall_s
 
@@ -69,7 +73,16 @@ class Task:
         return self.setting.device
 
     @property
+    def dtype(self) -> torch.dtype:
+        return working_dtype(self.setting.precision)
+
+    @property
     def half(self) -> bool:
+        return self.dtype in HALF_DTYPES
+
+    @property
+    def scaled(self) -> bool:
+        """fp16 needs a scale of the loss."""
         return self.setting.precision == "fp16"
 
 
@@ -80,6 +93,7 @@ class Built:
     run: Callable[[], Any]
     model: nn.Module
     loss_scale: Callable[[], float]
+    compiled: dict[str, Any] | None = None  # what our own compilation took; None: there was none
 
     def is_finite(self) -> bool:
         """Whether it still trains: infinities and nans would be a lighter load than numbers."""
@@ -116,12 +130,12 @@ def make_task(setting: Setting, batch: int) -> Task:
 
 
 def our_specs(setting: Setting) -> list[Spec]:
-    """The fused step where it can run, and the plain one."""
+    """The fused step where it can run, else one with compiled blocks, and the plain one."""
     if setting.device.type != "cuda":
         return [Spec(name="hyperbatch plain", build=lambda task: ours(task, fused=False, graph=False))]
     plain = Spec(name="hyperbatch plain, graph", build=lambda task: ours(task, fused=False))
     if not _can_fuse(setting):
-        return [plain]
+        return [Spec(name="hyperbatch compiled, graph", build=partial(ours, fused=False, compiles=True)), plain]
     fused = Spec(name="hyperbatch fused, graph", build=lambda task: ours(task, fused=True))
     return [fused, plain]
 
@@ -170,12 +184,13 @@ def _can_fuse(setting: Setting) -> bool:
     return why_not_fused(model, working_dtype(setting.precision), setting.device) is None
 
 
-def ours(task: Task, *, fused: bool, graph: bool = True) -> Built:
+def ours(task: Task, *, fused: bool, graph: bool = True, compiles: bool = False) -> Built:
     """The engine's own step on one rank, as `hyperbatch train` builds, captures and runs it; only the batch is ours."""
     setting, batch = task.setting, len(task.labels)
     config = Config(recipe="bench-step").override(
         model=setting.model,
         fused="on" if fused else "off",
+        compile="on" if compiles else "off",
         image_size=setting.image_size,
         precision=setting.precision,
         batch_phases=(BatchPhase(0, batch),),
@@ -187,8 +202,11 @@ def ours(task: Task, *, fused: bool, graph: bool = True) -> Built:
     runner = StepRunner(learner, micro_step, config, ranks, warnings=[])
     timer = StepTimer(task.device)
     step = next(steps(resolve_phases(config.schedule.batch_phases, batch, 1, accumulate=1), batch, 1.0))
+    runner.compile((step,))
     if not runner.is_ready((step,)):
         runner.prepare((step,))
+    if compiles and not learner.compilation.regions:
+        raise RunFailed(f"bench step: {setting.model} is not compiled: {learner.compilation.reason}")
     learner.scaler.load_state_dict(learner.scaler.state_dict() | {"scale": LOSS_SCALE})
     batches = itertools.repeat(Batch(task.images, task.labels))
 
@@ -196,7 +214,12 @@ def ours(task: Task, *, fused: bool, graph: bool = True) -> Built:
         timer.start()
         train_stride(runner, (step,), batches, timer)
 
-    return Built(run=run, model=learner.model, loss_scale=lambda: learner.scaler.state_dict()["scale"])
+    return Built(
+        run=run,
+        model=learner.model,
+        loss_scale=lambda: learner.scaler.state_dict()["scale"],
+        compiled=learner.compilation.to_dict() if compiles else None,
+    )
 
 
 # Peers
@@ -223,12 +246,15 @@ def compiled(task: Task, mode: str) -> Built:
 
 def _autocast_step(task: Task, network: nn.Module, call: Callable[..., Tensor], *, cache_weights: bool = True) -> Built:
     optimizer = _sgd(list(network.parameters()))
-    scaler = torch.amp.GradScaler(task.device.type, init_scale=LOSS_SCALE, enabled=task.half)
+    scaler = torch.amp.GradScaler(task.device.type, init_scale=LOSS_SCALE, enabled=task.scaled)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(
-            task.device.type, dtype=torch.float16, enabled=task.half, cache_enabled=cache_weights and task.half
+            task.device.type,
+            dtype=task.dtype if task.half else None,
+            enabled=task.half,
+            cache_enabled=cache_weights and task.half,
         ):
             loss = functional.cross_entropy(call(task.images), task.labels, label_smoothing=SMOOTHING)
         scaler.scale(loss).backward()
@@ -243,9 +269,9 @@ def masters_graph(task: Task) -> Built:
     network = peer_network(task)
     for module in network.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
-            module.half()
+            module.to(task.dtype)
     params = list(network.parameters())
-    masters = [param.detach().float() if param.dtype == torch.float16 else param for param in params]
+    masters = [param.detach().float() if param.dtype in HALF_DTYPES else param for param in params]
     pairs = [(param, master) for param, master in zip(params, masters, strict=True) if param is not master]
     working = [param.detach() for param, _ in pairs]
     wide = [master for _, master in pairs]
@@ -253,7 +279,7 @@ def masters_graph(task: Task) -> Built:
     for master, grad in zip(wide, wide_grads, strict=True):
         master.grad = grad
     optimizer = _sgd(masters)
-    scaler = torch.amp.GradScaler(task.device.type, init_scale=LOSS_SCALE)
+    scaler = torch.amp.GradScaler(task.device.type, init_scale=LOSS_SCALE, enabled=task.scaled)
 
     def step() -> None:
         for param in params:
@@ -273,10 +299,13 @@ def _sgd(params: list[Any]) -> torch.optim.Optimizer:
 
 
 def peer_network(task: Task) -> nn.Module:
-    """torchvision's, where it is installed and has the model."""
+    """torchvision's, where it is installed and has the model; timm's and the user's own as they are."""
     name, classes = task.setting.model, task.setting.classes
     build = torchvision_model(name)
-    network = create_model(name, classes=classes) if build is None else build(num_classes=classes)
+    if is_foreign(name):
+        network = foreign_model(name, classes)
+    else:
+        network = create_model(name, classes=classes) if build is None else build(num_classes=classes)
     return network.to(task.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 

@@ -11,7 +11,7 @@ from hyperbatch.errors import InputError
 # What each bench takes beside --json
 BENCH_OPTIONS = {
     "comm": ("size_mb", "grid", "nproc", "rounds"),
-    "step": ("model", "batch", "peers", "max_autotune", "rounds", "data", "steps", "image_size"),
+    "step": ("model", "batch", "peers", "max_autotune", "precision", "rounds", "data", "steps", "image_size"),
     "data": ("image_size",),
 }
 
@@ -39,8 +39,12 @@ def add(verb: AddVerb) -> None:
         "Compares the whole training step with torch's, on synthetic data on the device. On a CPU it only shows that "
         "everything runs.",
     )
-    step.add_argument("--model", metavar="NAME", help="Built-in model. [default: resnet50; on a CPU resnet20]")
-    help = "Samples per step, measured one after the other. [default: 16,42,256,400; on a CPU 32]"
+    help = "Built-in model, timm/NAME, or package.module:callable. [default: resnet50; on a CPU resnet20]"
+    step.add_argument("--model", metavar="NAME", help=help)
+    help = (
+        "Samples per step, measured one after the other. [default: 16,42,256,400; 256 for models that are not built "
+        "in; on a CPU 32]"
+    )
     step.add_argument("--batch", metavar="N,N,...", help=help)
     help = (
         "Ways to run torch's step: eager, graph, masters and compile. compile takes about a minute per batch size. "
@@ -49,6 +53,7 @@ def add(verb: AddVerb) -> None:
     step.add_argument("--peers", metavar="NAME,...", help=help)
     help = "Also measure torch.compile in its max-autotune mode, which takes minutes."
     step.add_argument("--max-autotune", action="store_true", default=None, help=help)
+    step.add_argument("--precision", metavar="NAME", help="fp16 or bf16, on a GPU. [default: fp16]")
     help = (
         'Train on these images through the whole engine instead, and on synthetic pixels; "generated" makes JPEG files '
         "and trains on them, on shards of 256 px and on pixels kept in memory."

@@ -82,7 +82,7 @@ class CompiledRegions:
         self._called.clear()
         self._count = count
         try:
-            # Too many variants of one kind would be an error only because somebody else could have caused them.
+            # Torch's own limit of 8 is for functions that are compiled again and again; a run may have as many shapes.
             with warnings.catch_warnings(), dynamo_config.patch(recompile_limit=MOST_VARIANTS):
                 warnings.simplefilter("ignore")  # advice about how models should be written
                 yield
@@ -149,12 +149,15 @@ def compile_function(function: Callable[..., Any], options: dict[str, Any]) -> C
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
-def keep_cache() -> None:
-    """What is compiled is kept on the disk, in the user's cache folder and not in /tmp, unless torch was told where.
-    Torch asks when it loads its compiler, as optimizers make it do."""
+def prepare_compiler(ranks_per_host: int) -> None:
+    """What is compiled is kept on the disk, in the user's cache folder and not in /tmp, and ranks share the cores; what
+    the user has told torch goes first. Torch asks when it loads its compiler, as optimizers make it do: so early."""
     folder = cache_folder()
     if folder.is_absolute():
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+    if ranks_per_host > 1:
+        processes = max(1, len(os.sched_getaffinity(0)) // ranks_per_host)
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(processes))
 
 
 def _counters() -> tuple[int, int, int]:

@@ -21,7 +21,7 @@ from hyperbatch.comm import GradSync, GridComm
 from hyperbatch.comm.weights import broadcast_weights
 from hyperbatch.config import Config
 from hyperbatch.data.mix import mixes
-from hyperbatch.engine.compiled import Compilation, CompiledRegions, choose_regions, keep_cache
+from hyperbatch.engine.compiled import Compilation, CompiledRegions, choose_regions, prepare_compiler
 from hyperbatch.engine.measure import choose_plan, fitting_batch, probe
 from hyperbatch.engine.ranks import Ranks, errors_shared, host_grid, share
 from hyperbatch.errors import InputError
@@ -112,7 +112,7 @@ def build_learner(
     rest.
     """
     if config.model.compile == "on" or (config.model.compile == "auto" and device.type == "cuda"):
-        keep_cache()
+        prepare_compiler(ranks.local_size)
     capturable = wants_graph(config, device)
     dtype = working_dtype(config.optim.precision)
     notes: list[str] = []

@@ -102,10 +102,8 @@ def create_model(
         )
     elif name in _VITS:
         model = _VITS[name](classes=classes, in_channels=in_channels, **drops)
-    elif name.startswith("timm/"):
-        model = adopt(_timm_model(name.removeprefix("timm/"), classes, in_channels, zero_init_last_gamma, drops))
-    elif ":" in name:
-        model = adopt(_own_model(name, classes, in_channels, zero_init_last_gamma, drops))
+    elif is_foreign(name):
+        model = adopt(foreign_model(name, classes, in_channels, zero_init_last_gamma, drops))
     else:
         raise InputError(f"unknown model {name!r}{nearest(name, model_names())}")
     for module in model.modules():
@@ -115,6 +113,24 @@ def create_model(
     if init == "dirac":
         dirac_(model)
     return model
+
+
+def is_foreign(name: str) -> bool:
+    """Whether the name is one of timm's, or of the user's own: `timm/NAME`, `package.module:callable`."""
+    return name.startswith("timm/") or ":" in name
+
+
+def foreign_model(
+    name: str,
+    classes: int,
+    in_channels: int = 3,
+    zero_init_last_gamma: bool = False,
+    drops: dict[str, float] | None = None,
+) -> nn.Module:
+    """The model as its maker has it, with layers of torch's own. drops: rates of "dropout" and "drop_path"."""
+    if name.startswith("timm/"):
+        return _timm_model(name.removeprefix("timm/"), classes, in_channels, zero_init_last_gamma, drops or {})
+    return _own_model(name, classes, in_channels, zero_init_last_gamma, drops or {})
 
 
 def create_from(config: ModelConfig, *, classes: int, in_channels: int) -> nn.Module:

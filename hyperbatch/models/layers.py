@@ -8,6 +8,8 @@ arena that norm parameters and biases may stay fp32 beside 16-bit weights.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -59,6 +61,29 @@ class GroupNorm(nn.GroupNorm):
         return F.group_norm(input.to(dtype), self.num_groups, self.weight, self.bias, self.eps).to(input.dtype)
 
 
+class DropPath(nn.Module):
+    """Stochastic depth: in training a sample goes without this branch with probability `rate`, the others make up.
+
+    Forward takes the rate from a tensor: blocks that differ in it alone then share one compilation.
+    """
+
+    kept: Tensor | None
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.set_rate(rate)
+
+    def set_rate(self, rate: float) -> None:
+        self.rate = rate
+        self.register_buffer("kept", torch.tensor(1 - rate) if rate else None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.kept is None:
+            return x
+        draws = torch.rand(len(x), *(1,) * (x.dim() - 1), dtype=self.kept.dtype, device=x.device)
+        return x * ((draws < self.kept) / self.kept).to(x.dtype)
+
+
 def to_logits(output: Tensor) -> Tensor:
     """Logits leave a model in fp32, or in fp64 when it runs in fp64."""
     return output if output.dtype == torch.float64 else output.float()
@@ -76,10 +101,14 @@ _OURS: dict[type[nn.Module], type[nn.Module]] = {
 def adopt(model: nn.Module) -> nn.Module:
     """Turns plain torch layers of a foreign model into ours, in place; subclasses keep their own forward.
 
-    Ours add no state, so a change of class keeps parameters, buffers, hooks and names as they are.
+    Ours add nothing to the state dict, so a change of class keeps parameters, hooks and names as they are.
     """
     for module in model.modules():
         ours = _OURS.get(type(module))
         if ours is not None:
             module.__class__ = ours
+        elif type(module).__name__ == "DropPath" and getattr(module, "scale_by_keep", False):  # timm's
+            rate = cast(float, module.drop_prob)
+            module.__class__ = DropPath
+            cast(DropPath, module).set_rate(rate)
     return model

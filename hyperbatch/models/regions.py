@@ -31,13 +31,15 @@ class Region:
 def find_regions(model: nn.Module) -> tuple[Region, ...]:
     """In the order of definition, none inside another."""
     made = _make(model)
-    blocks = {name: module for name, module in model.named_modules() if name and _is_block(module)}
-    alike = Counter(made[module] for module in blocks.values())
-    repeated = {_family(module, made) for module in blocks.values() if alike[made[module]] > 1}
-    repeated -= _inner(model, made, alike, repeated)
+    blocks = [module for module in model.modules() if module is not model and _is_block(module)]
+    alike = Counter(made[block] for block in blocks)
+    repeated = {_family(block, made) for block in blocks if alike[made[block]] > 1}
+    repeated -= {made[block] for block in blocks if _is_stack(block, made, repeated)}
+    # What repeats inside of other blocks alone, as the attention of a transformer's, is no family of regions.
+    outer = {_family(block, made) for _, block in _outermost(model, made, repeated) if alike[made[block]] > 1}
     found: dict[nn.Module, str] = {}
-    for name, module in _outermost(model, made, repeated):
-        found.setdefault(module, name)  # a module may stand in several places
+    for name, block in _outermost(model, made, outer):
+        found.setdefault(block, name)  # a module may stand in several places
     if not found or _layers(found) < LEAST_SHARE * _layers([model]):
         found = {model: ""}
     kinds: dict[Hashable, int] = {}
@@ -74,28 +76,10 @@ def _family(module: nn.Module, made: dict[nn.Module, Hashable]) -> Hashable:
     return made[module] if isinstance(module, nn.Sequential) else type(module)
 
 
-def _inner(
-    model: nn.Module, made: dict[nn.Module, Hashable], alike: Counter[Hashable], repeated: set[Hashable]
-) -> set[Hashable]:
-    """Families that others stand for: those that repeat inside of blocks alone, as the attention of a transformer's
-    blocks, and Sequentials that are stacks of blocks."""
-    outside: set[Hashable] = set()
-    stacks: set[Hashable] = set()
-
-    def walk(module: nn.Module, inside: bool) -> None:
-        for child in module.children():
-            family = _family(child, made) if _is_block(child) else None
-            is_region = family in repeated and not isinstance(child, nn.Sequential)
-            if family in repeated and not inside and alike[made[child]] > 1:
-                outside.add(family)
-            if family in repeated and isinstance(child, nn.Sequential):
-                deeper = (m for m in child.modules() if m is not child and _is_block(m))
-                if any(_family(m, made) in repeated for m in deeper):
-                    stacks.add(family)
-            walk(child, inside or is_region)
-
-    walk(model, False)
-    return (repeated - outside) | stacks
+def _is_stack(block: nn.Module, made: dict[nn.Module, Hashable], repeated: set[Hashable]) -> bool:
+    """Whether it is a Sequential of blocks that repeat: those are the regions."""
+    inside = (module for module in block.modules() if module is not block and _is_block(module))
+    return isinstance(block, nn.Sequential) and any(_family(module, made) in repeated for module in inside)
 
 
 def _outermost(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hyperbatch.models.layers import Conv2d, LayerNorm, Linear, to_logits
+from hyperbatch.models.layers import Conv2d, DropPath, LayerNorm, Linear, to_logits
 
 NORM_EPS = 1e-6
 LONGEST_WAVE = 10_000.0  # in patches
@@ -55,20 +55,6 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
-
-
-class DropPath(nn.Module):
-    """Stochastic depth: in training a sample goes without this branch with probability `rate`, the others make up."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.rate == 0:
-            return x
-        kept = torch.empty(x.shape[0], 1, 1, dtype=x.dtype, device=x.device).bernoulli_(1 - self.rate)
-        return x * (kept / (1 - self.rate))
 
 
 class Block(nn.Module):

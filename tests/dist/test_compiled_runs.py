@@ -96,6 +96,13 @@ def test_a_run_goes_on_with_the_same_bits_and_the_other_way(tmp_path):
     close(plain, whole)
 
 
+def test_rates_that_differ_from_block_to_block_are_compiled_once_if_they_are_tensors(tmp_path):
+    numbers, by_numbers = train(tmp_path / "numbers", model="blocky:deep_by_numbers", compile="on")
+    tensors, by_tensors = train(tmp_path / "tensors", model="blocky:deep_by_tensors", compile="on")
+    assert (numbers.compiled["compilations"], tensors.compiled["compilations"]) == (3, 1)
+    close({name: by_tensors[name] for name in by_numbers}, by_numbers)  # the others have the rates, too
+
+
 def test_an_average_of_the_weights_and_an_export_are_those_of_a_plain_run(tmp_path):
     values = {"averaging": "ema", "averaging_decay": 0.5}
     plain, _ = train(tmp_path / "plain", compile="off", **values)

@@ -330,6 +330,17 @@ def test_date_commit_and_the_datas_own_counts_are_shown(tmp_path):
     assert "classes 3 4" in report(tmp_path, tmp_path / "other", output=tmp_path / "both.html").text
 
 
+def test_what_was_compiled_is_shown(tmp_path):
+    made = {"choice": "auto", "regions": 12, "kinds": 1, "compilations": 1, "cache_misses": 2, "seconds": 9.31}
+    record = make_run(tmp_path, compiled=made)
+    assert "compiled 12 blocks of 1 kind 9.3 s of the set-up" in report(tmp_path).text
+    assert "  compiled  12 blocks of 1 kind, 9.3 s of the set-up\n" in summary(record)
+    make_run(tmp_path, compiled=made | {"regions": 1, "cache_misses": 0})
+    assert "compiled the whole model 9.3 s of the set-up, from the disk" in report(tmp_path).text
+    make_run(tmp_path, compiled={"choice": "auto", "regions": 0, "reason": "auto compiles on a GPU, not on the CPU"})
+    assert "of the set-up" not in report(tmp_path).text
+
+
 def test_faint_and_bold_lines_have_a_legend(tmp_path):
     make_run(tmp_path)
     assert {"faint: every step", "bold: moving average"} <= set(report(tmp_path).texts)

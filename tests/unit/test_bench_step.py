@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from blocky import without_inductor
 from torch._C._autograd import DeviceType
 
 from hyperbatch import cli
@@ -19,7 +20,8 @@ from hyperbatch.bench.step_device import Clocks, parse_clocks
 from hyperbatch.bench.step_kernels import KernelTime, by_family, family, our_kernels, profiled
 from hyperbatch.config import DataConfig
 from hyperbatch.data.source import open_data
-from hyperbatch.errors import InputError
+from hyperbatch.engine import compiled
+from hyperbatch.errors import InputError, RunFailed
 
 TINY = step_runs.Setting(model="resnet8", precision="fp32", image_size=8, classes=4, device=torch.device("cpu"))
 
@@ -74,8 +76,15 @@ def gpu_row(name, median, *, peer, kernel_ms, **more):
 
 
 def test_the_text_of_a_gpu_sets_our_best_beside_the_best_peer(report):
+    made = {"regions": 12, "kinds": 1, "seconds": 9.31, "cache_hits": 0, "cache_misses": 2}
     rows = [
-        gpu_row("hyperbatch fused, graph", 5000, peer=False, kernel_ms={"convolution": 5.5, "hyperbatch norm": 4.25}),
+        gpu_row(
+            "hyperbatch fused, graph",
+            5000,
+            peer=False,
+            kernel_ms={"convolution": 5.5, "hyperbatch norm": 4.25},
+            compiled=made,
+        ),
         gpu_row("hyperbatch plain, graph", 3900, peer=False, kernel_ms={"convolution": 7.5}),
         gpu_row("torch graph", 4000, peer=True, kernel_ms={"convolution": 6.5, "norm": 8.0}),
         gpu_row("torch eager", 3000, peer=True, kernel_ms={"convolution": 9.5}),
@@ -84,6 +93,10 @@ def test_the_text_of_a_gpu_sets_our_best_beside_the_best_peer(report):
     made = report | {"rows": rows, "clocks": clocks, "notes": []}
     lines = format_result(made).splitlines()
     assert any("sm_mhz 1950 (1900 .. 1980)" in line for line in lines)
+    assert any(
+        line.endswith("fused, graph: 12 blocks of 1 kinds compiled in 9.3 s (2 graphs; 0 more were on the disk)")
+        for line in lines
+    )
     assert any(line.split() == ["convolution", "5.500", "6.500"] for line in lines)
     assert any(line.split() == ["norm", "0.000", "8.000"] for line in lines)
     assert any(line.split()[:3] == ["step", "less", "kernels"] and "3.050" in line for line in lines)
@@ -131,6 +144,37 @@ def test_captured_peers_train_as_the_eager_one_does(monkeypatch):
         assert (moved - known).norm() / known.norm() < 0.1, name
 
 
+def test_an_own_model_is_held_against_itself_as_it_is():
+    """Its peers have torch's own layers: ours would cast what autocast casts."""
+    report = bench_step("blocky:network", batch=(4,), rounds=1, image_size=8, device="cpu")
+    assert [row["name"] for row in report["rows"]] == ["batch 4 / hyperbatch plain", "batch 4 / torch eager"]
+    assert report["peer_network"] == "blocky:network"
+    task = step_runs.make_task(replace(TINY, model="blocky:network"), 4)
+    assert type(step_runs.peer_network(task).head) is torch.nn.Linear
+
+
+def test_models_without_fused_kernels_are_compiled(monkeypatch):
+    """On a GPU; here the step is built on the CPU, and without inductor's code."""
+    monkeypatch.setattr(compiled, "compile_function", compiled.compile_function)  # put back after the test
+    without_inductor()
+    gpu = replace(TINY, model="blocky:network", precision="bf16", device=torch.device("cuda"))
+    specs = step_runs.our_specs(gpu)
+    assert [spec.name for spec in specs] == ["hyperbatch compiled, graph", "hyperbatch plain, graph"]
+    task = step_runs.make_task(replace(TINY, model="blocky:network"), 4)
+    built = step_runs.ours(task, fused=False, graph=False, compiles=True)
+    built.run()
+    assert built.is_finite()
+    assert built.compiled["regions"] == 3
+    torch.compiler.reset()
+
+
+def test_a_model_that_cannot_be_compiled_is_no_compiled_candidate():
+    task = step_runs.make_task(replace(TINY, model="blocky:breaking"), 4)
+    with pytest.raises(RunFailed, match="bench step: blocky:breaking is not compiled: "):
+        step_runs.ours(task, fused=False, graph=False, compiles=True)
+    torch.compiler.reset()
+
+
 def test_a_step_with_a_nan_is_not_finite():
     task = step_runs.make_task(TINY, 2)
     task.images.fill_(float("nan"))
@@ -145,6 +189,9 @@ def test_a_step_with_a_nan_is_not_finite():
         ({"model": "resnet51"}, "unknown model 'resnet51'"),
         ({"peers": ["eager", "jit"]}, "unknown peer 'jit'"),
         ({"peers": ["compile"]}, "compile needs a GPU"),
+        ({"model": "blocky:network", "peers": ["masters"]}, "masters keeps 16-bit weights by hand, of built-in models"),
+        ({"precision": "bf16"}, "--precision bf16 needs a GPU"),
+        ({"model": "blocky:nothing"}, "no attribute 'nothing'"),
         ({"max_autotune": True}, "max-autotune needs a GPU"),
         ({"steps": 5}, "--steps belongs to"),
         ({"data": "generated", "rounds": 2}, "--data runs one training and no rounds"),

@@ -43,21 +43,32 @@ def test_traffic_is_held_against_the_copy_bandwidth(report):
 
 def test_the_text_has_the_roofs_and_the_first_steps(report):
     made = with_traffic(report, bandwidth=4.2e12)
-    rows = [row | {"first_step_s": 4.5, "copy_share": 0.5} for row in made["rows"]]
+    rows = [row | {"first_step_s": 4.5, "warm_first_step_s": 2.5, "copy_share": 0.5} for row in made["rows"]]
     traffic = [{"rung": "norm", "bytes_per_image": {"total": 394e6}, "roof_images_per_s": 10650}]
     lines = format_report(made | {"rows": rows, "traffic": traffic}).splitlines()
-    assert any(line.endswith("torch eager: 50% of the copy bandwidth, first step 4.5 s") for line in lines)
+    assert any(
+        line.endswith("torch eager: 50% of the copy bandwidth, first step 4.5 s, with warm caches 2.5 s")
+        for line in lines
+    )
     assert any("copy bandwidth of 4.20 TB/s" in line for line in lines)
     assert any(line.split() == ["norm", "394", "MB", "per", "image", "10,650", "img/s"] for line in lines)
 
 
 def test_first_steps_are_asked_for_by_name(report, monkeypatch):
     asked = []
-    monkeypatch.setattr("benchmarks.step.first_step_s", lambda *order: asked.append(order) or 1.5)
+
+    def first_step_s(*order, warm=False):
+        asked.append(order)
+        return 0.5 if warm else 1.5
+
+    monkeypatch.setattr("benchmarks.step.first_step_s", first_step_s)
     apart = report["rows"][0] | {"name": "batch 2, precisions / reference path, fp32"}
-    rows = with_first_steps(report | {"rows": [*report["rows"], apart]}, device="cpu")["rows"]
-    assert [row["first_step_s"] for row in rows] == [1.5, 1.5, None]
-    assert [(name, batch) for name, _, batch in asked] == [("hyperbatch plain", 2), ("torch eager", 2)]
+    compiled = report["rows"][0] | {"name": "batch 2 / hyperbatch compiled, graph"}
+    rows = with_first_steps(report | {"rows": [*report["rows"], apart, compiled]}, device="cpu")["rows"]
+    assert [row["first_step_s"] for row in rows] == [1.5, 1.5, None, 1.5]
+    assert [row.get("warm_first_step_s") for row in rows] == [None, None, None, 0.5]
+    names = [(name, batch) for name, _, batch in asked]
+    assert names == [("hyperbatch plain", 2), ("torch eager", 2), *[("hyperbatch compiled, graph", 2)] * 2]
     assert asked[0][1].model == "resnet8"
 
 

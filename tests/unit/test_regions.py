@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hyperbatch.models import create_model
+from hyperbatch.models.layers import adopt
 from hyperbatch.models.regions import find_regions
 
 
@@ -96,6 +97,33 @@ def test_a_shared_block_is_one_region():
     block = Block(4)
     model = nn.Sequential(block, Block(4), nn.Sequential(block, nn.ReLU()), head(4))
     assert [region.name for region in find_regions(model)] == ["0", "1"]
+
+
+class DropPath(nn.Module):
+    """timm's, as far as it matters here."""
+
+    def __init__(self, drop_prob):
+        super().__init__()
+        self.drop_prob, self.scale_by_keep = drop_prob, True
+
+    def extra_repr(self):
+        return f"drop_prob={self.drop_prob}"
+
+
+def test_a_growing_rate_of_stochastic_depth_makes_no_kinds():
+    """Ours keep it in a tensor, and timm's become ours. The first block goes without."""
+    regions = find_regions(create_model("vit_cifar", drop_path=0.3))
+    assert [region.kind for region in regions] == [0, 1, 1, 1, 1, 1, 1]
+    blocks = (nn.Sequential(nn.Linear(4, 4), DropPath(rate / 10)) for rate in range(4))
+    model = adopt(nn.Sequential(*blocks))
+    assert [(region.name, region.kind) for region in find_regions(model)] == [("1", 0), ("2", 0), ("3", 0)]
+    assert [block[1].rate for block in model] == pytest.approx([0, 0.1, 0.2, 0.3])
+    assert list(model.state_dict()) == [f"{i}.0.{name}" for i in range(4) for name in ("weight", "bias")]
+    torch.manual_seed(0)
+    out = model[3][1](torch.ones(20_000, 2, 3, 1))
+    assert out.unique().tolist() == pytest.approx([0, 1 / 0.7])
+    assert out.mean().item() == pytest.approx(1, abs=0.02)
+    assert model.eval()[3][1](out) is out
 
 
 def test_the_example_of_an_own_model_has_blocks_of_one_kind():
