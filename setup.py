@@ -1,28 +1,27 @@
-"""The one thing that pyproject.toml cannot say: README.md with links that work on PyPI, too.
+"""The one thing that pyproject.toml cannot say: README.md as PyPI can show it.
 
-In the repository they are relative. PyPI knows no such files, so the packaged text points to the repository.
+Its links are paths in the repository, which has no public address that a package could point to. So the packaged text
+names the files, which are in the source distribution, and leaves the picture out.
 """
 
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 
 from setuptools import setup
 
-ROOT = Path(__file__).parent
+README = Path(__file__).parent / "README.md"
+FILE_LINK = r"(!?)\[([^]]+)\]\((?!\w+://|#)([^)]+)\)"
 
 
 def packaged_readme() -> str:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    repository = project["urls"]["Repository"]
-
-    def absolute(link: re.Match[str]) -> str:
+    def named(link: re.Match[str]) -> str:
         is_picture, text, target = link.groups()
-        return f"{is_picture}[{text}]({repository}/{'raw' if is_picture else 'blob'}/HEAD/{target})"
+        path = target.partition("#")[0]
+        return "" if is_picture else text if text == path else f"{text} (`{path}`)"
 
-    return re.sub(r"(!?)\[([^]]+)\]\((?!\w+://|#)([^)]+)\)", absolute, (ROOT / "README.md").read_text())
+    return re.sub(r"\n{3,}", "\n\n", re.sub(FILE_LINK, named, README.read_text()))
 
 
 setup(long_description=packaged_readme(), long_description_content_type="text/markdown")

@@ -2,7 +2,8 @@
 and links that leave docs/.
 
 In the repository a link is a path between files. On the site, a link to a page becomes one to that page of the site,
-and a link to any other file (records/, benchmarks/, examples/) leads to the repository.
+and a link to any other file (records/, benchmarks/, examples/) becomes its path in the repository, which has no public
+address.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import posixpath
 import re
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,7 @@ from mkdocs.structure.files import File, Files  # pyright: ignore[reportMissingI
 
 ROOT = Path(__file__).parents[1]
 FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-LINK = re.compile(r"(!?\[[^]]*\])\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
-
-
-def on_config(config: Any) -> Any:
-    config.repo_url = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
-    return config
+LINK = re.compile(r"(!?)\[([^]]*)\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, *, config: Any) -> Files:
@@ -52,17 +47,18 @@ def fields_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     folder = "" if page.file.src_uri in FROM_ROOT.values() else "docs"
 
     def moved(link: re.Match[str]) -> str:
-        text, path, heading = link[1], posixpath.normpath(posixpath.join(folder, link[2])), link[3] or ""
+        picture, text, heading = link[1], link[2], link[4] or ""
+        path = posixpath.normpath(posixpath.join(folder, link[3]))
         if path in FROM_ROOT:
             target = FROM_ROOT[path]
         elif path.startswith("docs/") and not (ROOT / path).is_dir():
             target = path.removeprefix("docs/")
         else:
-            target = f"{config.repo_url}/blob/HEAD/{path}"
-        return f"{text}({target}{heading})"
+            return text if path in text else f"{text} (`{path}`)"
+        return f"{picture}[{text}]({target}{heading})"
 
     return LINK.sub(moved, markdown)

@@ -200,9 +200,13 @@ def load(path: Path, *, before_step: int | None = None) -> Checkpoint:
     except InputError:
         raise
     except FileNotFoundError:
-        raise InputError(f"checkpoint {path} does not exist") from None
+        raise InputError(
+            f"{path} does not exist; give the folder of a run, a checkpoint or an exported model"
+        ) from None
     except Exception as error:
-        raise InputError(f"checkpoint {path} cannot be read: {type(error).__name__}") from error
+        raise InputError(
+            f"{path} is damaged, or it is no checkpoint: torch.load fails ({type(error).__name__})"
+        ) from error
     if not _is_checkpoint(values):
         raise InputError(f"{path} is not a hyperbatch checkpoint of format {FORMAT}")
     try:
@@ -275,7 +279,9 @@ def _load_newest(folder: Path, before_step: int | None) -> Checkpoint:
             failures.append(str(error))
             continue
         return replace(saved, skipped=tuple(failures))
-    raise InputError("; ".join(failures) or f"no checkpoint in {folder}: nothing to resume or evaluate")
+    raise InputError(
+        "; ".join(failures) or f"{folder} holds no checkpoint; give the folder of a run that has saved one"
+    )
 
 
 def check_same_run(saved: Config, config: Config) -> None:

@@ -143,7 +143,7 @@ def load_trained(path: Path, *, averaged: bool = True) -> TrainedModel:
 
     averaged: as for `Checkpoint.weights`.
     """
-    if path.suffix == ".onnx":
+    if path.suffix == ".onnx" and path.exists():
         raise InputError(
             f"{path} is meant for other programs; give the run, a checkpoint, or a .safetensors file of it"
         )
@@ -294,6 +294,8 @@ def _beside(run: Path) -> Path:
 @contextlib.contextmanager
 def _whole(path: Path) -> Iterator[Path]:
     """A name to write to; the file gets its own once all is written, with the permissions of any new file."""
+    if path.is_dir():
+        raise InputError(f"--output {path} is a folder; give the name of a file")
     partial = path.with_name(path.name + durable.PARTIAL)
     try:
         partial.touch()
@@ -304,6 +306,7 @@ def _whole(path: Path) -> Iterator[Path]:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"{path} cannot be written: {error}; choose another --output") from None
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"{path} cannot be written: {why}; choose another --output") from None
     finally:
         partial.unlink(missing_ok=True)

@@ -29,7 +29,7 @@ from hyperbatch.plan import inventory
 from hyperbatch.plan.files import check_names, load_groups
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.record import RunRecord, note_failure
-from hyperbatch.schedule import resolve_phases
+from hyperbatch.schedule import check_batches, resolve_phases
 from hyperbatch.trackers import trackers_of
 from hyperbatch.vocabulary import TIMM
 
@@ -85,7 +85,8 @@ def opening(config: Config, world_size: int, counts: DataCounts | None = None) -
     data = config.data.data or config.data.dataset
     if counts is not None:
         data = f"{data} ({counts.train_samples:,} training images, {counts.classes:,} classes)"
-    device = "the CPU" if config.run.device == "cpu" or not count_gpus() else "GPUs" if world_size > 1 else "a GPU"
+    on_cpu = config.run.device == "cpu" or (config.run.device == "auto" and not count_gpus())
+    device = "the CPU" if on_cpu else "GPUs" if world_size > 1 else "a GPU"
     ranks = "1 rank" if world_size == 1 else f"{world_size:,} ranks"
     folder = f", in {config.run.out}" if config.run.out else ""
     return f"{config.recipe}: {config.model.model} on {data}, {ranks} on {device}{folder}"
@@ -161,6 +162,7 @@ def check_input(config: Config, world_size: int, counts: DataCounts) -> None:
     """
     if config.comm.grid is not None:
         RankGrid.parse(config.comm.grid).check_world(world_size)
+    check_batches(config.schedule.batch_phases, counts.train_samples, config.schedule.epochs)
     resolve_phases(config.schedule.batch_phases, counts.train_samples, world_size, accumulate=config.run.accumulate)
     model = config.model.model
     if model in inventory.model_names():  # too small an image is refused

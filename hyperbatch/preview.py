@@ -20,9 +20,10 @@ from hyperbatch.plan.fit import StepMemory
 from hyperbatch.plan.strategies import group_options, plan_groups
 from hyperbatch.plan.types import GroupPlan, RankGrid, TensorSpec
 from hyperbatch.plan.workload import model_tensors, resolve_all, step_memory
-from hyperbatch.recipes import all_recipes, batch_note
-from hyperbatch.schedule import Phase, learning_rate, repeats_note, total_steps
-from hyperbatch.schedule.layers import layer_factors
+from hyperbatch.recipes import all_recipes, batch_note, size_note
+from hyperbatch.schedule import FULL_SIZE, Phase, full_size_epochs, learning_rate, repeats_note, size_spans, total_steps
+from hyperbatch.schedule.layers import GroupSummary, ParamRow
+from hyperbatch.tables import text_table
 from hyperbatch.vocabulary import HALF_DTYPES, PRECISION_DTYPE
 
 
@@ -43,6 +44,7 @@ class Preview:
     phases: tuple[Phase, ...]
     schedule: tuple[ScheduleRow, ...]
     specs: tuple[TensorSpec, ...]
+    optimizer_groups: GroupSummary
     plan: GroupPlan
     memory: StepMemory | None  # of the largest micro-step; None for a model without a table
     memory_bytes_available: int
@@ -51,7 +53,7 @@ class Preview:
     @property
     def note(self) -> str | None:
         repeats = repeats_note(self.config.schedule.batch_phases, self.counts.train_samples)
-        return "; ".join(note for note in (batch_note(self.config), repeats) if note) or None
+        return "; ".join(note for note in (batch_note(self.config), size_note(self.config), repeats) if note) or None
 
     @property
     def parameters(self) -> int:
@@ -88,6 +90,7 @@ class Preview:
                 for g in self.plan.groups
             ],
             "gradient_bytes": self.plan.bytes,
+            "optimizer_groups": self.optimizer_groups.to_dict(),
             "memory_bytes_per_rank": self.memory.to_dict() if self.memory else {},
             "memory_bytes_available": self.memory_bytes_available,
             "config": config.to_dict(),
@@ -105,7 +108,7 @@ def preview(config: Config, world_size: int) -> Preview:
     memory = None
     if config.model.model in inventory.model_names():
         memory = step_memory(at_hand, max(phase.batch_per_rank for phase in phases), channels)
-    specs = tensor_table(at_hand, channels)
+    specs, groups = tensors_and_groups(at_hand, channels)
     grid = RankGrid.parse(config.comm.grid) if config.comm.grid else default_grid(config, world_size)
     grid.check_world(world_size)
     return Preview(
@@ -116,6 +119,7 @@ def preview(config: Config, world_size: int) -> Preview:
         phases=phases,
         schedule=schedule_table(config, phases, counts.train_samples),
         specs=specs,
+        optimizer_groups=groups,
         plan=preview_plan(config, specs),
         memory=memory,
         memory_bytes_available=available,
@@ -148,28 +152,35 @@ def data_counts(config: Config) -> DataCounts:
     return DataCounts(train_samples=data.train_samples, eval_samples=data.eval_samples, classes=data.classes)
 
 
-def tensor_table(config: Config, channels: int) -> tuple[TensorSpec, ...]:
-    """In backward order; a model without a table is built on torch's meta device, which allocates nothing."""
-    if config.model.model in inventory.model_names() and not config.optim.layer_rates:
-        return model_tensors(config, channels)
+def tensors_and_groups(config: Config, channels: int) -> tuple[tuple[TensorSpec, ...], GroupSummary]:
+    """The trainable tensors in backward order, and how the optimizer treats them. A model without a table, or with
+    layers of different rates, is built on torch's meta device, which allocates nothing."""
+    optim = config.optim
+    if config.model.model in inventory.model_names() and not optim.layer_rates and optim.layer_decay == 1.0:
+        specs = model_tensors(config, channels)
+        return specs, GroupSummary.of(
+            ParamRow(s.name, s.numel, optim.weight_decay > 0 and (s.decayed or optim.decay_norm_bias), 1.0)
+            for s in reversed(specs)
+        )
     import torch
 
-    from hyperbatch.models import create_model
-    from hyperbatch.params import head_layer, kind_of, owners
+    from hyperbatch.models import create_from
+    from hyperbatch.models.norm import freeze
+    from hyperbatch.optim.build import group_summary, rate_factors
+    from hyperbatch.params import kind_of, owners
 
     with torch.device("meta"):
-        model = create_model(config.model.model, classes=config.data.classes, in_channels=channels)
-    dtype = PRECISION_DTYPE[config.optim.precision]
-    specs, own = [], owners(model)
-    factors = layer_factors(config.optim.layer_rates, list(own), head_layer(model))
-    for name, (module, local) in own.items():
+        model = create_from(config.model, classes=config.data.classes, in_channels=channels)
+    freeze(model, {name for name, factor in rate_factors(optim, model).items() if not factor})
+    dtype = PRECISION_DTYPE[optim.precision]
+    specs = []
+    for name, (module, local) in owners(model).items():
         param = module.get_parameter(local)
-        if not param.requires_grad or not factors[name]:
-            continue
-        kind = kind_of(module, local, param)
-        wide = dtype if kind == "weight" or dtype not in HALF_DTYPES else "float32"
-        specs.append(TensorSpec(name=name, shape=tuple(param.shape), kind=kind, dtype=wide))
-    return tuple(reversed(specs))
+        if param.requires_grad:
+            kind = kind_of(module, local, param)
+            wide = dtype if kind == "weight" or dtype not in HALF_DTYPES else "float32"
+            specs.append(TensorSpec(name=name, shape=tuple(param.shape), kind=kind, dtype=wide))
+    return tuple(reversed(specs)), group_summary(optim, model)
 
 
 def preview_plan(config: Config, specs: tuple[TensorSpec, ...]) -> GroupPlan:
@@ -217,7 +228,6 @@ def device_memory_bytes() -> int:
 def format_preview(preview: Preview) -> str:
     """The same for a terminal."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(width=min(120, shutil.get_terminal_size((110, 40)).columns), highlight=False)
     config, counts = preview.config, preview.counts
@@ -234,36 +244,55 @@ def format_preview(preview: Preview) -> str:
             f"training in {config.optim.precision}"
         )
         console.print(f"length    {config.schedule.epochs:g} epochs, {preview.steps:,} steps")
+        first, *later = size_spans(config)
+        if later:
+            sizes = [f"{first.image_size} px", *(f"{s.image_size} from epoch {s.from_epoch:g}" for s in later)]
+            cost = f"as many pixels as {full_size_epochs(config):.3g} epochs at {FULL_SIZE} px"
+            console.print(f"images    {', '.join(sizes)}: {cost}")
+        decayed, rest = preview.optimizer_groups.decayed, preview.optimizer_groups.undecayed
+        console.print(
+            f"decay     weight decay on {decayed.parameters:,} parameters ({decayed.tensors:,} tensors), none on "
+            f"{rest.parameters:,} ({rest.tensors:,} tensors)"
+        )
         for note in filter(None, (preview.note, preview.start_note)):
             console.print(f"note      {note}")
         if memory := preview.memory:
             parts = ", ".join(f"{name} {size(n)}" for name, n in asdict(memory).items())
             available = size(preview.memory_bytes_available)
             console.print(f"memory    each rank needs about {size(memory.total)} of {available} available ({parts})")
-        table = Table("from epoch", "global batch", "per rank", "micro-steps", "steps/epoch", title="batch", box=None)
-        for p in preview.phases:
-            table.add_row(
-                f"{p.from_position / samples:g}",
-                f"{p.global_batch:,}",
-                f"{p.share_per_rank:,}",
-                _micro_steps(p.share_per_rank, p.accumulation),
-                f"{samples / p.global_batch:.1f}",
-            )
-        console.print(table)
-        table = Table("epoch", "learning rate", "global batch", title="learning rate over time", box=None)
-        for row in preview.schedule:
-            table.add_row(f"{row.epoch:g}", f"{row.lr:.5g}", f"{row.global_batch:,}")
-        console.print(table)
-        title = f"gradient groups ({config.comm.grouping}, {size(preview.plan.bytes)} per step)"
-        table = Table("group", "tensors", "bytes", "dtype", title=title, box=None)
-        for group in preview.plan.groups:
-            table.add_row(str(group.index), str(len(group.parameters)), size(group.bytes), group.dtype)
-        console.print(table)
-        table = Table("field", "value", title="config", box=None)
-        for spec in fields():
-            table.add_row(spec.name, format_value(spec.of(config)))
-        console.print(table)
-    return text.get().rstrip()
+    batches = [
+        (
+            f"{p.from_position / samples:g}",
+            f"{p.global_batch:,}",
+            f"{p.share_per_rank:,}",
+            _micro_steps(p.share_per_rank, p.accumulation),
+            f"{samples / p.global_batch:.1f}",
+        )
+        for p in preview.phases
+    ]
+    groups = [(g.index, len(g.parameters), f"{g.bytes / 1e3:,.1f}", g.dtype) for g in preview.plan.groups]
+    rates = [(f"{row.epoch:g}", f"{row.lr:.5g}", f"{row.global_batch:,}") for row in preview.schedule]
+    factors = [
+        (f"{row.factor:.4g}", f"{row.count.tensors:,}", f"{row.count.parameters:,}", row.first)
+        for row in preview.optimizer_groups.factors
+    ]
+    by_layer = text_table(("factor", "tensors", "parameters", "from"), factors, left=0) if factors else []
+    values = [(spec.name, format_value(spec.of(config))) for spec in fields()]
+    exchanged = f"gradient groups ({config.comm.grouping}, {size(preview.plan.bytes)} per step)"
+    return "\n".join(
+        [
+            text.get().rstrip(),
+            *(
+                "",
+                "batch",
+                *text_table(("from epoch", "global", "per rank", "micro-steps", "steps/epoch"), batches, left=0),
+            ),
+            *("", "learning rate", *text_table(("epoch", "rate", "global batch"), rates, left=0)),
+            *(["", "learning rate by layer", *by_layer] if by_layer else []),
+            *("", exchanged, *text_table(("group", "tensors", "kB", "dtype"), groups, left=0)),
+            *("", "config", *text_table(("field", "value"), values, left=2)),
+        ]
+    )
 
 
 def _micro_steps(share: int, accumulation: int) -> str:

@@ -18,6 +18,7 @@ MOMENTUM_RULES = ("lr_inside", "lr_outside", "rescaled", "unscaled")  # where th
 ACTIVATIONS = ("gelu", "silu")  # of models that offer a choice
 TTA = ("none", "mirror", "mirror_shift")  # views of an image that evaluation averages over
 TIMM = "timm"  # where --init-from takes pretrained weights from, unless it names a file
+LOSSES = ("cross_entropy", "bce")  # what training minimises
 AVERAGING = ("none", "ema", "lookahead")  # of the weights over steps
 
 TRACKERS = ("wandb", "mlflow", "tensorboard")  # services that curves can be sent to; packages of the same names

@@ -33,9 +33,11 @@ def residual(
     small_stem: bool = False,
     zero_init_last_gamma: bool = False,
     in_channels: int = 3,
+    blurpool: bool = False,
+    deep: bool = False,
 ) -> ResNet:
     """Two stages of two blocks: shortcuts with and without a norm, with and without a stride."""
-    options = {"classes": CLASSES, "in_channels": in_channels, "bn_momentum": 0.1}
+    options = {"classes": CLASSES, "in_channels": in_channels, "bn_momentum": 0.1, "blurpool": blurpool, "deep": deep}
     return ResNet(block, blocks, widths, small_stem=small_stem, zero_init_last_gamma=zero_init_last_gamma, **options)
 
 

@@ -43,6 +43,8 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "--bf16": ("--precision", "bf16"),
     "--mixup-alpha": ("--mixup",),
     "--cutmix-alpha": ("--cutmix",),
+    "--clip-grad": ("--clip-norm",),
+    "--grad-clip-norm": ("--clip-norm",),
     "--ema": ("--averaging", "ema"),
     "--ema-decay": ("--averaging-decay",),
 }

@@ -28,7 +28,8 @@ def add(verb: AddVerb) -> None:
     parser.add_argument("--image-size", type=positive, metavar="N", help=help)
 
     parser = verb("bench", _bench, "Compare the speed of one part with its alternatives.")
-    parser.add_argument("what", choices=("lars", "muon", "step", "comm", "data"), help="The part to measure.")
+    parts = ("lars", "muon", "step", "comm", "data")
+    parser.add_argument("what", choices=parts, metavar="PART", help=f"The part to measure: {', '.join(parts)}.")
     help = "Interleaved rounds of `comm` and `step`. [default: 5 for comm; 10 for step, 3 on a CPU]"
     parser.add_argument("--rounds", type=positive, metavar="N", help=help)
     help = "Image side in pixels of `step` and `data`. [default: the usual one of the model; 224 for data]"
@@ -64,7 +65,7 @@ def add(verb: AddVerb) -> None:
     help = "Ranks to start on this host. [default: one per GPU, or two on a CPU]"
     comm.add_argument("--nproc", type=positive, metavar="N", help=help)
 
-    parser = verb("doctor", _doctor, "Check this machine and, with --collectives, every all-reduce on its GPUs.")
+    parser = verb("doctor", _doctor, "Check this machine and, with --collectives, every all-reduce on it.")
     help = "Verify every all-reduce on this host, or on all hosts under torchrun, srun or mpirun."
     parser.add_argument("--collectives", action="store_true", help=help)
     help = "Processes for --collectives. [default: one per GPU, or two on a CPU]"

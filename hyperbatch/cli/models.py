@@ -93,6 +93,7 @@ def _predict(args: argparse.Namespace) -> int:
     table = csv.writer(sys.stdout, lineterminator="\n")
     if args.csv:
         table.writerow(("image", "rank", "class", "probability"))
+    wide = min(60, max(len(str(image)) for image in images))
     for answer in found:
         if answer.error:
             failed += 1
@@ -100,7 +101,9 @@ def _predict(args: argparse.Namespace) -> int:
         elif args.csv:
             table.writerows((answer.image, rank, *best) for rank, best in enumerate(answer.top, start=1))
         else:
-            print(f"{answer.image}  {', '.join(f'{name} {share:.1%}' for name, share in answer.top)}", flush=True)
+            print(
+                f"{answer.image:{wide}}  {', '.join(f'{name} {share:.1%}' for name, share in answer.top)}", flush=True
+            )
     return 1 if failed else 0
 
 

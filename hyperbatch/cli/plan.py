@@ -21,8 +21,8 @@ def add(verb: AddVerb) -> None:
 
     parser = verb("simulate", _simulate, "Predict the time and the cost of a run on a cluster.")
     _add_workload(parser, grid="nodes x GPUs per node")
-    help = "Numbers of GPUs to predict for, such as 512,1024,2048."
-    parser.add_argument("--gpus", required=True, metavar="N,N,...", help=help)
+    help = "Numbers of GPUs to predict for, such as 512,1024,2048. [default: the recipe's]"
+    parser.add_argument("--gpus", metavar="N,N,...", help=help)
     parser.add_argument("--plot", metavar="FILE", help="Draw time, speed, efficiency and cost as an SVG picture.")
 
 
@@ -42,7 +42,9 @@ def _plan(args: argparse.Namespace) -> int:
 
     plan = make_plan(args.recipe, gpus=args.gpus, strategy=args.strategy, **_workload(args))
     values = plan.to_dict()
-    steps = {f"{values['recipe']} on {values['gpus']} x {values['cluster']}, {values['strategy']}": plan.step.timing}
+    steps = {
+        f"{values['recipe']} on {values['gpus']} GPUs of {values['cluster']}, {values['strategy']}": plan.step.timing
+    }
     if args.trace:
         from hyperbatch.record import write_trace
 
@@ -62,7 +64,7 @@ def _plan(args: argparse.Namespace) -> int:
 def _simulate(args: argparse.Namespace) -> int:
     from hyperbatch.sim.sweep import format_simulation, simulate
 
-    simulation = simulate(args.recipe, gpus=numbers(args.gpus, "--gpus"), **_workload(args))
+    simulation = simulate(args.recipe, gpus=numbers(args.gpus, "--gpus") if args.gpus else None, **_workload(args))
     values = simulation.to_dict()
     if args.plot:
         from hyperbatch.report.picture import charts_picture, sweep_charts, write_picture

@@ -64,7 +64,8 @@ def _help(spec: FieldSpec) -> str:
 def with_resume_value(arguments: list[str]) -> list[str]:
     """`--resume` alone means yes. argparse would take the recipe that may follow it for its value."""
     values = next(spec.choices for spec in fields() if spec.name == "resume")
-    pairs = zip(arguments, [*arguments[1:], ""], strict=True)
+    following = [*arguments[1:], ""]  # one more than there are words when there are none
+    pairs = zip(arguments, following)
     return ["--resume=yes" if word == "--resume" and after not in values else word for word, after in pairs]
 
 

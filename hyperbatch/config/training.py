@@ -17,6 +17,7 @@ from hyperbatch.config.option import (
 from hyperbatch.vocabulary import (
     ACTIVATIONS,
     AVERAGING,
+    LOSSES,
     MOMENTUM_RULES,
     MUON_ADJUSTMENTS,
     MUON_COEFFICIENTS,
@@ -47,10 +48,22 @@ class ModelConfig:
         "designed with.",
         ACTIVATIONS,
     )
+    dropout: float | None = option(
+        None, "Dropout rate of models that have dropout, in [0, 1). By default, the model's own.", BELOW_ONE
+    )
+    drop_path: float | None = option(
+        None,
+        "Stochastic depth of models that have it, in [0, 1): the rate at which samples skip the last block. By "
+        "default, the model's own.",
+        BELOW_ONE,
+    )
     init: str = option(
         "default",
         "Initial weights. dirac initialises 3x3 convolutions as the identity on their first outputs.",
         ("default", "dirac"),
+    )
+    blurpool: bool = option(
+        False, "Blur before strides of the built-in ResNets, but for the first one (anti-aliased down-sampling)."
     )
     whiten_samples: int = option(
         0,
@@ -60,6 +73,13 @@ class ModelConfig:
     fused: str = option(
         "auto",
         "Run forward and backward with fused kernels (GPU, 16 bits). auto uses them wherever they can run.",
+        ("auto", "on", "off"),
+        free=True,
+    )
+    compile: str = option(
+        "auto",
+        "Compile the repeated blocks of the model with torch.compile. auto does so on a GPU in 16 bits, for models "
+        "without fused kernels, and not with --deterministic.",
         ("auto", "on", "off"),
         free=True,
     )
@@ -100,7 +120,11 @@ class DataConfig:
         1000, "Number of classes the recipe was written for. The data set determines the actual number.", POSITIVE
     )
     image_size: int = option(224, "Side of the training images in pixels.", POSITIVE)
-    size_phases: tuple[SizePhase, ...] = option((), "Progressive resizing, as EPOCH:PIXELS,EPOCH:PIXELS.")
+    size_phases: tuple[SizePhase, ...] = option(
+        (),
+        "Progressive resizing, as EPOCH:PIXELS,EPOCH:PIXELS. Where only --epochs is given, a recipe's phases begin "
+        "at the same shares of the run.",
+    )
     eval_size: int = option(224, "Side of the evaluation crop in pixels.", POSITIVE)
     eval_resize: int = option(
         256, "Length in pixels to which the shorter side is resized before the evaluation crop.", POSITIVE
@@ -146,8 +170,15 @@ class DataConfig:
     auto_augment: str = option(
         "none",
         "Automatic augmentation; trivial applies one random operation of random strength to each training image "
-        "(TrivialAugment).",
-        ("none", "trivial"),
+        "(TrivialAugment), rand applies --rand-ops of them of one strength (RandAugment).",
+        ("none", "trivial", "rand"),
+    )
+    rand_ops: int = option(2, "Number of operations of `--auto-augment rand`.", POSITIVE)
+    rand_magnitude: int = option(
+        9,
+        "Strength of the operations of `--auto-augment rand`, from 0 to 30 as in torchvision. Level 10 of the "
+        "RandAugment paper's code and of timm is 30.",
+        NOT_NEGATIVE,
     )
     mixup: float = option(
         0.0,
@@ -195,16 +226,34 @@ class OptimConfig:
         0.999, "Second beta of LAMB and AdamW, in [0, 1): the decay of the average of squared gradients.", BELOW_ONE
     )
     weight_decay: float = option(5e-5, "Weight decay.", NOT_NEGATIVE)
+    clip_norm: float = option(
+        0.0,
+        "Largest norm of the gradient of all parameters together; a longer gradient is scaled down to it. 0 does not "
+        "clip.",
+        NOT_NEGATIVE,
+    )
     trust_coefficient: float = option(0.001, "Trust coefficient of LARS.", POSITIVE)
     lars_eps: float = option(0.0, "Constant added to the denominator of the trust ratio.", NOT_NEGATIVE)
+    lars_precision: str = option(
+        "fp32",
+        "Precision in which LARS and SGD compute their update. fp16 is for comparison: rates and small updates get "
+        "lost in it.",
+        ("fp32", "fp16"),
+    )
     nesterov: bool = option(False, "Use Nesterov momentum.")
     trust_clip: bool = option(False, "Never exceed the plain learning rate (LARC).")
     momentum_rule: str = option("lr_inside", "How the learning rate enters the momentum update.", MOMENTUM_RULES)
     decoupled_weight_decay: bool = option(
-        False, "Apply weight decay separately from the gradient, with its own schedule (Fujitsu)."
+        False,
+        "Apply weight decay separately from the gradient, with its own schedule (Fujitsu). For SGD, LARS and Muon; "
+        "LAMB and AdamW apply it separately in any case.",
     )
-    decay_norm_bias: bool = option(False, "Apply weight decay to norm parameters and biases, too.")
-    adapt_norm_bias: bool = option(False, "Apply the trust ratio to norm parameters and biases, too.")
+    decay_norm_bias: bool = option(
+        False, "Apply weight decay to norm parameters, biases, position embeddings and class tokens, too."
+    )
+    adapt_norm_bias: bool = option(
+        False, "Apply the trust ratio to norm parameters, biases, position embeddings and class tokens, too."
+    )
     bias_lr_scale: float = option(
         1.0,
         "Factor on the learning rate of norm parameters and biases. Their weight decay per step does not change.",
@@ -221,6 +270,12 @@ class OptimConfig:
         "Factors on the learning rate of layers, as LAYER:FACTOR,LAYER:FACTOR; 0 freezes a layer. `*` matches "
         "all layers, `head` is the last linear layer, and the last match counts: `*:0,head:1` trains only the head.",
     )
+    layer_decay: float = option(
+        1.0,
+        "Layer-wise rate decay: each block of the model has this factor of the next one's learning rate, and the head "
+        "the whole rate. 1 turns it off; 0.65 to 0.8 is usual for fine-tuning.",
+        SHARE,
+    )
     whiten_bias_epochs: float | None = option(
         None,
         "Number of epochs over which the bias of the whitening layer follows the whole schedule; 0 freezes it. "
@@ -235,6 +290,18 @@ class OptimConfig:
     muon_normalize_weights: bool = option(False, "Scale each matrix to the norm sqrt(rows) before Muon's update.")
     rest_momentum: float | None = option(
         None, "Momentum of biases, norm parameters and the head with Muon. By default, --momentum.", BELOW_ONE
+    )
+    loss: str = option(
+        "cross_entropy",
+        "What training minimises: the cross entropy of the classes, or the binary cross entropy of each class (bce). "
+        "Evaluation always reports the cross entropy.",
+        LOSSES,
+    )
+    bce_threshold: float = option(
+        0.0,
+        "With --loss bce and mixed images, the share of an image above which a class counts as fully present. 0 uses "
+        "the shares as they are.",
+        BELOW_ONE,
     )
     label_smoothing: float = option(0.1, "Label smoothing, in [0, 1).", BELOW_ONE)
     precision: str = option(

@@ -190,14 +190,23 @@ def check(config: Config) -> None:
     starts = [p.from_epoch for p in s.batch_phases]
     need(starts == sorted(set(starts)), "batch_phases", "epochs must increase")
     need(all(p.image_size > 0 for p in d.size_phases), "size_phases", "every image size must be positive")
+    starts = [p.from_epoch for p in d.size_phases]
+    need(starts == sorted(set(starts)), "size_phases", "epochs must increase")
     need(all(epoch >= 0 for epoch in s.milestones), "milestones", "must not be negative")
     need(r.seed < 1 << 63, "seed", "must be below 2^63")
     need(0 < d.crop_area[0] <= d.crop_area[1] <= 1, "crop_area", "must be LOW,HIGH with 0 < LOW <= HIGH <= 1")
     need(0 < d.crop_aspect[0] <= d.crop_aspect[1], "crop_aspect", "must be LOW,HIGH with 0 < LOW <= HIGH")
     need(0 < d.jitter_sides[0] <= d.jitter_sides[1], "jitter_sides", "must be LOW,HIGH with 0 < LOW <= HIGH")
     need(d.flip or not d.flip_alternates, "flip_alternates", "needs --flip")
+    need(d.rand_magnitude <= 30, "rand_magnitude", "must be at most 30")
     need(all(layer and factor >= 0 for layer, factor in o.layer_rates), "layer_rates", "no factor may be negative")
     need(not o.nesterov or o.momentum > 0, "nesterov", "needs a momentum above 0")
+    need(o.loss == "bce" or not o.bce_threshold, "bce_threshold", "needs --loss bce")
+    need(
+        not o.decoupled_weight_decay or o.optimizer not in ("lamb", "adamw"),
+        "decoupled_weight_decay",
+        f"{o.optimizer} always decays beside the gradient, by the learning rate; use --no-decoupled-weight-decay",
+    )
     need(
         o.averaging == "none" or not config.comm.sharded_update or o.precision in ("fp32", "fp64"),
         "averaging",
@@ -207,6 +216,6 @@ def check(config: Config) -> None:
     signals = () if r.preempt_signals is None else r.preempt_signals.split(",")
     known = all(hasattr(signal, f"SIG{name}") and name not in NEVER_SEEN for name in signals)
     need(known, "preempt_signals", "must be names of signals that a process may handle, e.g. TERM,USR1")
-    sharded = config.comm.sharded_update
-    need(not sharded or o.optimizer != "adamw", "sharded_update", "supports lars, sgd and muon, not adamw")
+    unsharded = o.optimizer in ("lars", "sgd") and not config.comm.sharded_update
+    need(o.lars_precision != "fp16" or unsharded, "lars_precision", "needs lars or sgd, unsharded")
     need(r.target_top1 is None or 0 < r.target_top1 <= 1, "target_top1", "must be in (0, 1], e.g. 0.759")

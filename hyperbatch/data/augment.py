@@ -24,9 +24,11 @@ from hyperbatch.data import stream
 from hyperbatch.errors import InputError
 
 # Columns of a sample's uniforms: the mirror, the colour noise (two pairs of normals), geometry, then the jitter of
-# brightness and contrast, TrivialAugment's operation, and the cutout's corner. The first columns of a kind of view
-# never move: runs of older versions are continued.
+# brightness and contrast, the operations of TrivialAugment or RandAugment, and the cutout's corner. The first columns
+# of a kind of view never move: runs of older versions are continued.
 _FLIP, _NOISE, _GEOMETRY = 0, 1, 5
+_TRIVIAL_COLUMNS = 3  # of TrivialAugment: operation, strength, sign
+RAND_COLUMNS = 2  # of each operation of RandAugment: which one, and its sign
 _CROP_ATTEMPTS = 10
 _NEAR_FULL_AREA = 0.999  # of the image: the smallest near-full crop, as in Fujitsu's MLPerf v0.6 job parameters
 
@@ -94,7 +96,7 @@ def uniforms_needed(config: DataConfig) -> int:
     if config.cutout:
         return cutout_column(config) + 2
     if config.auto_augment != "none":
-        return operation_column(config) + 3
+        return cutout_column(config)
     return jitter_column(config) + (2 if has_jitter(config) else 0)
 
 
@@ -226,7 +228,7 @@ def jitter_column(config: DataConfig) -> int:
 
 
 def operation_column(config: DataConfig) -> int:
-    """Of TrivialAugment's operation in the uniforms; its strength and sign follow. Room is left for the jitter's."""
+    """Of the first operation in the uniforms; what else is drawn of it follows. Room is left for the jitter's."""
     return jitter_column(config) + 2
 
 
@@ -242,8 +244,9 @@ def cutout_corners(config: DataConfig, uniforms: np.ndarray, size: int) -> np.nd
 
 
 def cutout_column(config: DataConfig) -> int:
-    """Of the corner's left in the uniforms, its top follows: after room for the operation's."""
-    return operation_column(config) + 3
+    """Of the corner's left in the uniforms, its top follows: after room for the operations'."""
+    operations = RAND_COLUMNS * config.rand_ops if config.auto_augment == "rand" else _TRIVIAL_COLUMNS
+    return operation_column(config) + operations
 
 
 def _reflected(places: np.ndarray, size: int) -> np.ndarray:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hyperbatch.config import DataConfig
-from hyperbatch.data import augment, trivial
+from hyperbatch.data import augment, rand_augment, trivial
 from hyperbatch.data.batch import BadSamples, Batch, Batches, Plan
 from hyperbatch.data.buffers import copy_to_device
 from hyperbatch.data.meter import Meter
@@ -72,10 +72,14 @@ class Maker:
         return plan.training and self.config.auto_augment != "none"
 
     def retouched(self, plan: Plan, levels: Tensor) -> Tensor:
-        """Views in grey levels uint8[n, h, w, c], each changed by the operation that was drawn for it."""
+        """Views in grey levels uint8[n, h, w, c], each changed by the operations that were drawn for it."""
         assert plan.uniforms is not None
-        column = augment.operation_column(self.config)
-        return trivial.apply(levels, trivial.draw(plan.uniforms[:, column:]))
+        uniforms = plan.uniforms[:, augment.operation_column(self.config) :]
+        if self.config.auto_augment == "trivial":
+            return trivial.apply(levels, trivial.draw(uniforms))
+        for drawn in rand_augment.draw(uniforms, self.config.rand_ops, self.config.rand_magnitude, levels.shape[2]):
+            levels = trivial.apply(levels, drawn)
+        return levels
 
     def cut_out(self, plan: Plan, images: Tensor) -> Tensor:
         """Normalised images [n, c, h, w], where a square of each training view becomes 0, the set's mean colour."""

@@ -227,7 +227,8 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.exists():
         raise InputError(
-            f"{folder} holds no complete packed set ({MANIFEST} is missing); run hyperbatch data pack again"
+            f"{folder} holds no complete packed set ({MANIFEST} is missing); `hyperbatch data pack SRC DST` packs a "
+            f"set or finishes one that was interrupted"
         )
     try:
         return parse_manifest(_content(path), path)

@@ -12,7 +12,7 @@ _MB = 1e6
 
 def format_info(info: DataInfo) -> str:
     names = ", ".join(info.class_names[:_NAMES_SHOWN]) + (", ..." if info.classes > _NAMES_SHOWN else "")
-    titles = ("split", "images", "MB", "kB an image", "smallest class", "largest class")
+    titles = ("split", "images", "MB", "kB per image", "smallest class", "largest class")
     titles += ("median width px", "median height px", "unreadable")
     rows = [
         (
@@ -27,7 +27,11 @@ def format_info(info: DataInfo) -> str:
         )
         for name, split in info.splits.items()
     ]
-    return "\n".join([f"{info.kind}, {info.classes:,} classes: {names}", "", *text_table(titles, rows)])
+    known = [
+        i for i in range(len(titles)) if any(row[i] is not None for row in rows)
+    ]  # headers are read in packed sets
+    table = text_table([titles[i] for i in known], [[row[i] for i in known] for row in rows])
+    return "\n".join([f"{info.kind}, {info.classes:,} classes: {names}", "", *table])
 
 
 def format_verify(report: VerifyReport) -> str:
@@ -48,10 +52,11 @@ def format_pack(report: PackReport) -> str:
         f"in {_counted(report.shards, 'shard')}"
     ]
     if report.resumed_shards:
-        lines.append(f"  {_counted(report.resumed_shards, 'shard')} of them had been written before")
+        lines.append(f"  {_counted(report.resumed_shards, 'shard')} had been written before")
     if report.unreadable:
         lines.append(
-            f"warning: the header of {_counted(report.unreadable, 'image')} cannot be read; packed all the same"
+            f"warning: {_counted(report.unreadable, 'image')} with an unreadable header packed as well; --skip-bad "
+            f"leaves out what cannot be decoded"
         )
     if report.skipped:
         lines.append(f"warning: {_counted(report.skipped, 'sample')} left out, listed in {report.skipped_list}")

@@ -6,7 +6,7 @@ training view, both it and its strength drawn uniformly.
                                                                 └─ blends      between the image and a degenerate one
 
 Plain torch operations on whole groups of rows, on whatever device the views lie. They give Pillow's pixels, which is
-what torchvision gives for images that a data set opens with Pillow.
+what torchvision gives for images that a data set opens with Pillow. `rand_augment` draws from the same operations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def draw(uniforms: np.ndarray) -> Drawn:
     operations = (uniforms[:, 0] * len(OPERATIONS)).astype(np.int64)
     strengths = (uniforms[:, 1] * STRENGTHS).astype(np.int64)
     signs = np.where(uniforms[:, 2] < 0.5, -1.0, 1.0)
-    return Drawn(operations, _ARGUMENTS[operations, strengths] * np.where(_SIGNED[operations], signs, 1.0))
+    return Drawn(operations, _ARGUMENTS[operations, strengths] * np.where(SIGNED[operations], signs, 1.0))
 
 
 def apply(levels: Tensor, drawn: Drawn) -> Tensor:
@@ -215,6 +215,6 @@ def _argument_table() -> np.ndarray:
 
 
 _ARGUMENTS = _argument_table()
-_SIGNED = np.array(
+SIGNED = np.array(
     [name not in ("Identity", "Posterize", "Solarize", "AutoContrast", "Equalize") for name in OPERATIONS]
 )

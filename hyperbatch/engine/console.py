@@ -1,6 +1,9 @@
 """Rank 0's voice, on stderr: on a terminal one line that is kept up to date, elsewhere plain lines now and then.
 
-step 120/450  1:20 left  epoch 2.4  loss 1.234  12,345 images/s  rate 0.5  ━━━━━━━━━━━     what matters most comes first
+step 120/450  1:20 left  target 99 %: best 97.20 %  epoch 2.4  loss 1.234  12,345 images/s  rate 0.5  ━━━━━━━━━━━
+
+What matters most comes first. The time left is that to the last step. When a run will reach its target cannot be told
+from the evaluations before it, which rise by leaps: the best of them stands beside the target instead.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
@@ -31,7 +35,9 @@ class Console:
         self._out = out or RichConsole(stderr=True, quiet=not enabled, highlight=False, emoji=False)
         self._live = enabled and (self._out.is_terminal if out else sys.stderr.isatty())
         bar = [BarColumn(bar_width=BAR_COLUMNS)] if self._out.width >= 80 + BAR_COLUMNS else []
-        self._bar = Progress(_Line(self._out), *bar, console=self._out, refresh_per_second=8, disable=not self._live)
+        self._bar = Progress(
+            _Line(self._out), *bar, console=self._out, refresh_per_second=8, transient=True, disable=not self._live
+        )
         self._setup: Progress | None = None  # shows the stage
         self._timer: threading.Timer | None = None
         self._stage, self._counted = "", ""
@@ -49,9 +55,7 @@ class Console:
             self._setup.add_task("", parts=(f"{text} ...",))
             self._setup.start()
         else:
-            self._timer = threading.Timer(STAGE_S, self._say_stage)
-            self._timer.daemon = True
-            self._timer.start()
+            self._say_later(STAGE_S, self._say_stage)
 
     def count(self, done: int, known: int) -> None:
         """How far the stage has come: "compiling kernels 12/40". Any thread may say so."""
@@ -67,19 +71,33 @@ class Console:
         self._stage_said_s = time.monotonic()
         self.say(f"{self._stage}{self._counted} ...")
 
+    def _say_later(self, seconds: float, say: Callable[[], None]) -> None:
+        self._timer = threading.Timer(seconds, say)
+        self._timer.daemon = True
+        self._timer.start()
+
     def _end_stage(self) -> None:
         if self._setup is not None:
             self._setup.stop()
             self._setup = None
+        self._end_timer()
+
+    def _end_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def start(self, total_steps: int, first_step: int = 0) -> None:
+    def start(
+        self, total_steps: int, first_step: int = 0, *, target: float | None = None, best: float | None = None
+    ) -> None:
+        """target: accuracy to reach, or None; best: accuracy of the best evaluation so far, of a run that goes on."""
         self._end_stage()
-        self._pace = Pace(total_steps, first_step)
-        self._task = self._bar.add_task("", total=total_steps, completed=first_step, parts=("step",))
+        self._pace = Pace(total_steps, first_step, target=target, best=best)
+        begins = (f"step {first_step:,}/{total_steps:,}", "running the first step ...")
+        self._task = self._bar.add_task("", total=total_steps, completed=first_step, parts=begins)
         self._bar.start()
+        if self._enabled and not self._live:  # a first step may take minutes, on a CPU or while kernels are compiled
+            self._say_later(LINE_S, lambda: self.say("  ".join(begins)))
 
     def say(self, text: str) -> None:
         """A line as it is, however long: a log is not a page."""
@@ -88,6 +106,7 @@ class Console:
     def step(self, step: int, epoch: float, loss: float, rate: float, images_per_s: float) -> None:
         if not self._enabled:
             return
+        self._end_timer()
         now_s = time.monotonic()
         if self._live:
             self._bar.update(
@@ -97,6 +116,7 @@ class Console:
             self.say("  ".join(self._pace.parts(step, epoch, loss, rate, images_per_s, now_s)))
 
     def eval(self, step: int, epoch: float, score: Score, target: float | None) -> None:
+        self._pace.evaluated(score.top1)
         mark = "  reached" if target is not None and score.top1 >= target else ""
         plain = "" if score.top1_plain is None else f" ({score.top1_plain:.2%} without test-time augmentation)"
         top5 = "" if score.top5 is None else f"  top-5 {score.top5:7.2%}"
@@ -111,14 +131,33 @@ class Console:
 class Pace:
     """How fast a run is, and what is left of it."""
 
-    def __init__(self, total_steps: int, first_step: int, *, now_s: float | None = None) -> None:
+    def __init__(
+        self,
+        total_steps: int,
+        first_step: int,
+        *,
+        target: float | None = None,
+        best: float | None = None,
+        now_s: float | None = None,
+    ) -> None:
         self._total, self._first = total_steps, first_step
+        self._target, self._best = target, best
         self._start_s = self._said_s = time.monotonic() if now_s is None else now_s
 
     def left_s(self, step: int, now_s: float) -> float | None:
         """Seconds, evaluations included, if the rest goes as fast as what was done; None: nothing was."""
         done = step - self._first
         return None if done <= 0 else (self._total - step) * (now_s - self._start_s) / done
+
+    def evaluated(self, top1: float) -> None:
+        self._best = top1 if self._best is None else max(self._best, top1)
+
+    def to_target(self) -> str:
+        """ "target 99 %: best 97.20 %", or "" without a target."""
+        if self._target is None:
+            return ""
+        best = "" if self._best is None else f": best {100 * self._best:.2f} %"
+        return f"target {100 * self._target:.4g} %{best}"
 
     def line_is_due(self, now_s: float) -> bool:
         if now_s < self._said_s + LINE_S:
@@ -134,6 +173,7 @@ class Pace:
         return (
             f"step {step:,}/{self._total:,}",
             *([] if left_s is None else [f"{format_duration(left_s)} left"]),
+            *filter(None, [self.to_target()]),
             f"epoch {epoch:.1f}",
             f"loss {loss:.3f}",
             f"{images_per_s:,.0f} images/s",

@@ -184,10 +184,14 @@ def format_doctor(diagnosis: Diagnosis) -> str:
     if diagnosis.collectives:
         verdicts = ("WRONG", "right")
         timed = [
-            (row.name, verdicts[row.correct], f"{row.median * 1e3:.2f}", f"{row.gb_per_s:.2f}")
+            (
+                *(row.algorithm, row.grid, row.dtype, verdicts[row.correct]),
+                *(f"{row.bytes / 1e6:.3f}", f"{row.median * 1e3:.2f}", f"{row.gb_per_s:.2f}"),
+            )
             for row in diagnosis.collectives
         ]
-        lines += ["", *text_table(("collective", "result", "ms", "GB/s"), timed, left=2)]
+        titles = ("all-reduce", "grid", "dtype", "result", "MB", "median ms", "GB/s")
+        lines += ["", *text_table(titles, timed, left=4)]
     return "\n".join(lines)
 
 

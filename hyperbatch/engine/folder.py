@@ -138,4 +138,4 @@ def resume_hint(out: Path) -> str:
     """How to go on after a run that was cut short."""
     if has_checkpoint(out):
         return f"--resume --out {out} continues from the newest checkpoint"
-    return "it had saved no checkpoint yet; start it again"
+    return "it had saved no checkpoint yet, so it can only be started from the beginning"

@@ -36,6 +36,7 @@ from hyperbatch.engine.steptimer import Marks, StepTimer
 from hyperbatch.engine.stragglers import Stragglers
 from hyperbatch.engine.tracing import Tracer
 from hyperbatch.mllog import MlperfEvents
+from hyperbatch.optim.build import group_summary
 from hyperbatch.plan.types import GroupTiming, StepTiming
 from hyperbatch.record import Result, RunRecord, RunWriter, Span, commit
 from hyperbatch.schedule import EpochGrid, Step, Stride, total_steps
@@ -150,12 +151,13 @@ class Journal:
         self._gauges = Gauges(run.learner.device) if self.out is not None else None
         self._adapted = run.learner.optimizer.adapted_names() if self.writer is not None else set()
         samples, epochs = len(run.train_set), self.config.schedule.epochs
-        limit = self.config.run.max_steps or total_steps(run.phases, samples, epochs)
-        self._layers_every_steps = max(1, min(limit, total_steps(run.phases, samples, epochs)) // LAYER_LINES)
+        steps = total_steps(run.phases, samples, epochs)
+        steps = min(steps, self.config.run.max_steps or steps)
+        self._layers_every_steps = max(1, steps // LAYER_LINES)
         self._last_s, self._last_position = self.clock.train_s, run.progress.position
         for note in run.warnings:
             self.console.say(f"note: {note}")
-        self.console.start(total_steps(run.phases, samples, epochs), run.progress.step)
+        self.console.start(steps, run.progress.step, target=self.config.run.target_top1, best=run.progress.best_top1)
         if self._hooks.wants("on_start"):
             event = StartEvent(config=self.config, folder=str(self.out or ""), step=run.progress.step)
             self._hooks.tell("on_start", event)
@@ -404,6 +406,7 @@ class Journal:
             ),
             warnings=[*run.warnings, *bad_samples, *(self.writer.warnings if self.writer else [])],
             plan=run.learner.sync.plan.to_dict(),
+            optimizer_groups=group_summary(self.config.optim, run.learner.model).to_dict(),
             phases=[
                 asdict(phase) | {"first_step": first}
                 for phase, first in zip(run.phases, firsts, strict=True)
@@ -411,6 +414,7 @@ class Journal:
             ],
             # After a failure the device may be gone: what would have to be read from it is left out.
             trust_ratios={} if error else run.learner.optimizer.trust_ratios(),
+            compiled=run.learner.compilation.to_dict(),
             clock=clock | {"data_wait_s": run.data_wait_s},
             skipped_steps=0 if error else run.learner.scaler.state_dict()["skipped"],
             classes=list(run.train_set.classes),

@@ -21,15 +21,17 @@ from hyperbatch.comm import GradSync, GridComm
 from hyperbatch.comm.weights import broadcast_weights
 from hyperbatch.config import Config
 from hyperbatch.data.mix import mixes
+from hyperbatch.engine.compiled import Compilation, CompiledRegions, choose_regions, keep_cache
 from hyperbatch.engine.measure import choose_plan, fitting_batch, probe
 from hyperbatch.engine.ranks import Ranks, errors_shared, host_grid, share
 from hyperbatch.errors import InputError
-from hyperbatch.models import create_from, pretrained_weights
+from hyperbatch.models import Loss, create_from, pretrained_weights
 from hyperbatch.models.initial import whitening_layer
 from hyperbatch.models.norm import freeze, set_norm_group
 from hyperbatch.optim.averaging import WeightAverage
 from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.optim.build import build_optimizer
+from hyperbatch.optim.clip import GradientClip
 from hyperbatch.optim.muon import Muon
 from hyperbatch.optim.precision import LossScaler, working_dtype
 from hyperbatch.optim.sharded import ShardedUpdate
@@ -65,7 +67,7 @@ class Learner:
     device: torch.device
     dtype: torch.dtype  # of activations and working weights
     in_channels: int  # of images
-    label_smoothing: float
+    loss: Loss
     mixed_labels: bool  # batches have labels of mixed images (data/mix.py)
     model: nn.Module
     arena: Arena
@@ -73,9 +75,11 @@ class Learner:
     optimizer: LayerwiseOptimizer
     update: LayerwiseOptimizer | ShardedUpdate  # what steps: the optimizer itself, or its sharded form
     scaler: LossScaler
+    clip: GradientClip | None
     average: WeightAverage | None  # of the weights over steps
     max_batch_per_rank: int  # samples of a micro-step that fit into memory
     fused: bool  # forward and backward run through our kernels
+    compiled: CompiledRegions | Compilation  # the second: nothing of it is going to be compiled, and why
     capturable: bool  # built so that steps can be captured in CUDA graphs
     graph_memory: GraphMemory | None = None  # for all of its graphs, on a GPU
     notes: tuple[str, ...] = ()  # what the user should know of how it was built
@@ -83,6 +87,10 @@ class Learner:
     @property
     def comm(self) -> GridComm:
         return self.sync.comm
+
+    @property
+    def compilation(self) -> Compilation:
+        return self.compiled.about if isinstance(self.compiled, CompiledRegions) else self.compiled
 
 
 def build_learner(
@@ -103,6 +111,8 @@ def build_learner(
     saved: the run that is continued. Its weights and what it measured are taken over here; `snapshot.restore` does the
     rest.
     """
+    if config.model.compile == "on" or (config.model.compile == "auto" and device.type == "cuda"):
+        keep_cache()
     capturable = wants_graph(config, device)
     dtype = working_dtype(config.optim.precision)
     notes: list[str] = []
@@ -154,21 +164,28 @@ def build_learner(
     optimizer = build_optimizer(config.optim, model, arena, lr=config.schedule.lr, capturable=capturable or on_gpu)
     if config.comm.sharded_update and isinstance(optimizer, Muon):
         optimizer.share(comm)
+    scaler = LossScaler(config.optim.precision, optimizer, device=device)
+    limit = config.optim.clip_norm
+    compiled = choose_regions(config, model, dtype, device, fused=fused)
+    if config.model.compile == "on" and isinstance(compiled, Compilation):
+        notes.append(f"--compile on has no effect: {compiled.reason}")
     return Learner(
         device=device,
         dtype=dtype,
         in_channels=in_channels,
-        label_smoothing=config.optim.label_smoothing,
+        loss=Loss(name=config.optim.loss, smoothing=config.optim.label_smoothing, threshold=config.optim.bce_threshold),
         mixed_labels=mixes(config.data),
         model=model,
         arena=arena,
         sync=sync,
         optimizer=optimizer,
         update=ShardedUpdate(optimizer, arena, sync) if sync.sharded else optimizer,
-        scaler=LossScaler(config.optim.precision, optimizer, device=device),
+        scaler=scaler,
+        clip=GradientClip(limit, arena, sync, optimizer) if limit else None,
         average=None if config.optim.averaging == "none" else WeightAverage(config.optim, model, arena, optimizer),
         max_batch_per_rank=max_batch,
         fused=fused,
+        compiled=compiled,
         capturable=capturable,
         graph_memory=GraphMemory(device) if capturable and on_gpu else None,
         notes=tuple(notes),

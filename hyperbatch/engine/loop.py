@@ -15,6 +15,7 @@ from hyperbatch.config import Config
 from hyperbatch.data.batch import Batch
 from hyperbatch.engine import snapshot
 from hyperbatch.engine.clock import Clock
+from hyperbatch.engine.compiled import CompiledRegions
 from hyperbatch.engine.console import Console
 from hyperbatch.engine.ending import Ending
 from hyperbatch.engine.folder import claim_folder, continues, keep_config
@@ -34,7 +35,6 @@ from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.whiten import rehearse, whiten
 from hyperbatch.errors import Diverged
 from hyperbatch.kernels import workers
-from hyperbatch.models import mixed_cross_entropy, smoothed_cross_entropy
 from hyperbatch.optim.averaging import new_share_at
 from hyperbatch.record import RunRecord
 from hyperbatch.schedule import (
@@ -116,7 +116,8 @@ def train(
     # The run's time starts with the first training sample: by then its kernels are there. Evaluation is captured first:
     # training, which needs more, then takes the same memory once more.
     stage = journal.console.stage
-    stage("compiling kernels")
+    compiled = run.learner.compiled
+    stage(compiled.stage if isinstance(compiled, CompiledRegions) else "compiling kernels")
     runner.compile(shapes_ahead(run), journal.console.count)
     workers.stop()
     stage("preparing evaluation")
@@ -254,8 +255,7 @@ def micro_step(
     """
     if part.first:
         learner.arena.zero_grad()
-    cross_entropy = mixed_cross_entropy if labels.dim() == 2 else smoothed_cross_entropy
-    loss = cross_entropy(learner.model(images), labels, learner.label_smoothing)
+    loss = learner.loss(learner.model(images), labels)
     if part.samples < part.samples_per_step:
         # A mean over its samples becomes its part of the mean over the step's, of whatever size the others are.
         loss = loss / (part.samples_per_step / part.samples)
@@ -269,6 +269,8 @@ def micro_step(
         return
     learner.sync.finish()
     timer.mark("exposed_comm")
+    if learner.clip is not None:
+        learner.clip.measure()
     learner.update.step()
     learner.scaler.update()
     # What else happens after every update belongs here, so that it is a part of every step of a stride.

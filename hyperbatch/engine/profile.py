@@ -117,7 +117,7 @@ def profile(
     sources["links.inter"] = here if hosts > 1 else f"{assumed}, or profile under torchrun on several hosts"
     cluster = Cluster(
         name=output.stem,
-        description=f"profiled on {platform.node()}, {hosts} hosts of {ranks.local_size}",
+        description=f"profiled on {platform.node()}, hosts: {hosts}, ranks on each: {ranks.local_size}",
         devices=65536,
         device=Device(
             name=torch.cuda.get_device_name(place) if place.type == "cuda" else f"{os.cpu_count()} CPU cores",
@@ -170,7 +170,7 @@ def format_profile(measured: DeviceProfile) -> str:
             f"{measured.device}: memory {measured.memory_gbyte_per_s:,.1f} GB/s, "
             f"matrix products {measured.matmul_tflop_per_s:,.2f} TFLOP/s",
             "",
-            *text_table(("images a step", "images/s"), speeds, left=0),
+            *text_table(("images per step", "images/s"), speeds, left=0),
             "",
             *text_table(("slowest layers", "forward ms", "backward ms"), layers),
             "",

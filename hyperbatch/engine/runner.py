@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from hyperbatch.config import Config
 from hyperbatch.data.augment import size_at
 from hyperbatch.data.batch import Batch
+from hyperbatch.engine.compiled import CompiledRegions
 from hyperbatch.engine.cuda_graphs import (
     TURNS,
     Backend,
@@ -31,7 +33,7 @@ from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.ranks import Ranks, gather, share
 from hyperbatch.engine.step import Launch, MicroStep, Work, blank_batch, inputs_of, launches, micro_steps, run_launch
 from hyperbatch.engine.steptimer import StepTimer
-from hyperbatch.engine.warmup import compile_kernels, preserved_state
+from hyperbatch.engine.warmup import compile_kernels, compile_regions, preserved_state
 from hyperbatch.errors import InputError
 from hyperbatch.optim.rates import RateTable
 from hyperbatch.plan.types import StepTiming
@@ -90,10 +92,13 @@ class StepRunner:
         return self._captured is None or self._stride_shape(stride) in self._captured.shapes
 
     def compile(self, steps: Iterable[Step], count: Callable[[int, int], None] | None = None) -> None:
-        """Compiles the fused kernels of steps of these shapes side by side: evaluation launches some of them, too.
+        """Compiles what steps of these shapes need: the model's regions, or the fused kernels side by side, some of
+        which evaluation launches, too.
 
         count: is told how many are compiled, and how many of them are known so far.
         """
+        steps = list(steps)
+        self._compile_regions(steps, count)
         # Norms over ranks exchange sums in forward: a rank that fails to compile would leave the others waiting.
         if not self._learner.fused or self._config.model.bn_group_ranks > 1:
             return
@@ -238,13 +243,37 @@ class StepRunner:
         elif failures:
             raise torch.OutOfMemoryError(failures[0][1])
 
-    def _compile(self, shape: StepShape, count: Callable[[int, int], None] | None) -> None:
-        learner, (micro_batches, image_size) = self._learner, shape
+    def _compile_regions(self, steps: Iterable[Step], count: Callable[[int, int], None] | None) -> None:
+        """Where one of the ranks cannot, all go on plain: they would round differently for no use."""
+        learner, regions = self._learner, self._learner.compiled
+        for shape in map(self.shape, steps):
+            if not isinstance(regions, CompiledRegions) or regions.failed or shape in self._compiled:
+                continue
+            self._compiled.add(shape)
+            reason = None
+            with self._on_capture_stream(), preserved_state(learner):
+                for images, labels in self._blank_batches(shape):
+                    reason = reason or compile_regions(
+                        learner, self._work, regions, images, labels, self.losses[0], count=count
+                    )
+            if reason := next(filter(None, gather(reason, self._ranks)), None):
+                regions.give_up(reason)
+                self._warnings.append(f"the model is not compiled: {reason}")
+
+    def _blank_batches(self, shape: StepShape) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each size that a step of this shape has."""
+        micro_batches, image_size = shape
+        for samples in dict.fromkeys(part.samples for part in _ends(micro_batches)):
+            yield blank_batch(self._learner, samples, image_size)
+
+    def _on_capture_stream(self) -> contextlib.AbstractContextManager[None]:
         captured = self._captured
-        stream = contextlib.nullcontext() if captured is None else captured.backend.on_capture_stream()
-        with stream, preserved_state(learner):
-            for samples in dict.fromkeys(part.samples for part in _ends(micro_batches)):
-                images, labels = blank_batch(learner, samples, image_size)
+        return contextlib.nullcontext() if captured is None else captured.backend.on_capture_stream()
+
+    def _compile(self, shape: StepShape, count: Callable[[int, int], None] | None) -> None:
+        learner = self._learner
+        with self._on_capture_stream(), preserved_state(learner):
+            for images, labels in self._blank_batches(shape):
                 reason = compile_kernels(
                     learner,
                     self._work,
@@ -269,7 +298,10 @@ class StepRunner:
         with preserved_state(learner):
             before = _random_state(learner.device)
             step()
-            self._draws |= _random_state(learner.device) != before
+            after = _random_state(learner.device)
+            self._draws |= after != before
+            if self._captured is not None and len(after) > 1 and after[0] != before[0]:
+                raise NotCaptured(RuntimeError("it draws random numbers on the host, and a graph would repeat them"))
             # Once: other shapes run the same code, and later the loader's threads wait for the device as they may.
             if self._captured is not None and not self._warmed:
                 try:
@@ -301,7 +333,8 @@ def _ends(micro_batches: tuple[int, ...]) -> Sequence[MicroStep]:
 
 
 def _random_state(device: torch.device) -> list[bytes]:
-    """Of the generators that a model draws from; the host knows it, so nothing is waited for."""
+    """Of the generators that a model draws from: the host's, and the GPU's. The host knows both, so nothing is waited
+    for."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from hyperbatch.engine.compiled import CompiledRegions, reason_of
 from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.step import MicroStep, Work
 from hyperbatch.engine.steptimer import StepTimer
@@ -82,6 +83,29 @@ def compile_kernels(
     finally:
         learner.sync.forget()
         learner.optimizer.refresh()  # what its kernels should have left
+    return None
+
+
+def compile_regions(
+    learner: Learner,
+    work: Work,
+    regions: CompiledRegions,
+    images: Tensor,
+    labels: Tensor,
+    total: Tensor,
+    *,
+    count: Callable[[int, int], None] | None = None,
+) -> str | None:
+    """Compiles what the regions of a step need; for inside of `preserved_state`. Returns why it failed, if so."""
+    try:
+        with regions.compiling(count):
+            # Not the last of its step: no exchange.
+            part = MicroStep(len(labels), 2 * len(labels), first=True, last=False)
+            work(learner, part, images, labels, total, StepTimer(learner.device))
+    except Exception as error:  # of torch's, of a backend, or of the model's own code, which plain steps then show
+        return reason_of(error)
+    finally:
+        learner.sync.forget()
     return None
 
 

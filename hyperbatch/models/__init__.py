@@ -1,10 +1,12 @@
 """resnet, alexnet, whitenet, vit, loss; nothing here knows of ranks, but a norm layer may be handed a process group."""
 
 from hyperbatch.models.build import create_from, create_model, model_names, pretrained_weights
-from hyperbatch.models.loss import mixed_cross_entropy, smoothed_cross_entropy
+from hyperbatch.models.loss import Loss, binary_cross_entropy, mixed_cross_entropy, smoothed_cross_entropy
 from hyperbatch.models.norm import merge_norm_statistics, merged_buffers, norm_buffers, set_norm_group
 
 __all__ = [
+    "Loss",
+    "binary_cross_entropy",
     "create_from",
     "create_model",
     "merge_norm_statistics",

@@ -23,7 +23,9 @@ POOL5_SIDE = 6  # pixels left of 224 (or 227)
 class AlexNetBN(nn.Module):
     """torchvision's AlexNet layout; every convolution is followed by a norm, so none has a bias."""
 
-    def __init__(self, *, classes: int, in_channels: int, norm_after_pool5: bool, bn_momentum: float) -> None:
+    def __init__(
+        self, *, classes: int, in_channels: int, norm_after_pool5: bool, bn_momentum: float, dropout: float = 0.5
+    ) -> None:
         super().__init__()
 
         def conv(inputs: int, outputs: int, kernel: int, stride: int, padding: int) -> list[nn.Module]:
@@ -48,10 +50,10 @@ class AlexNetBN(nn.Module):
             *([BatchNorm2d(256, momentum=bn_momentum)] if norm_after_pool5 else []),
         )
         self.classifier = nn.Sequential(
-            nn.Dropout(),
+            nn.Dropout(dropout),
             Linear(256 * POOL5_SIDE**2, 4096),
             nn.ReLU(inplace=True),
-            nn.Dropout(),
+            nn.Dropout(dropout),
             Linear(4096, 4096),
             nn.ReLU(inplace=True),
             Linear(4096, classes),

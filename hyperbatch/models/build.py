@@ -17,7 +17,7 @@ from hyperbatch.errors import InputError, load_object, nearest
 from hyperbatch.models.alexnet import AlexNetBN
 from hyperbatch.models.initial import dirac_
 from hyperbatch.models.layers import adopt
-from hyperbatch.models.resnet import IMAGENET_DEPTHS, SMALL_DEPTHS, imagenet_resnet, small_resnet
+from hyperbatch.models.resnet import IMAGENET_DEPTHS, SMALL_DEPTHS, imagenet_resnet, resnet_d, small_resnet
 from hyperbatch.models.vit import VisionTransformer
 from hyperbatch.models.whitenet import WhiteNet
 
@@ -26,6 +26,7 @@ DEFAULT_BN_EPS = 1e-5  # torch's
 
 _RESNETS: dict[str, Callable[..., nn.Module]] = {
     **{f"resnet{depth}": partial(imagenet_resnet, depth) for depth in IMAGENET_DEPTHS},
+    "resnet50d": partial(resnet_d, 50),
     **{f"resnet{depth}": partial(small_resnet, depth) for depth in SMALL_DEPTHS},
     "resnet20x4": partial(small_resnet, 20, 4),
 }
@@ -43,6 +44,12 @@ _VITS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+# Which of the two rates a built-in model takes
+_DROPS = {**dict.fromkeys(_ALEXNETS, ("dropout",)), **dict.fromkeys(_VITS, ("dropout", "drop_path"))}
+# What models of others call them
+_DROP_NAMES = {"dropout": ("dropout", "drop_rate"), "drop_path": ("drop_path", "drop_path_rate")}
+
+
 def model_names() -> list[str]:
     """The built-in names, sorted."""
     return sorted([*_RESNETS, *_ALEXNETS, *_WHITENETS, *_VITS])
@@ -57,35 +64,48 @@ def create_model(
     bn_momentum: float = DEFAULT_BN_MOMENTUM,
     bn_eps: float = DEFAULT_BN_EPS,
     activation: str | None = None,
+    dropout: float | None = None,
+    drop_path: float | None = None,
     init: str = "default",
+    blurpool: bool = False,
 ) -> nn.Module:
-    """A built-in name, `timm/NAME`, or `package.module:callable`, with freshly drawn weights on the CPU."""
+    """A built-in name, `timm/NAME`, or `package.module:callable`, with freshly drawn weights on the CPU.
+
+    dropout, drop_path: for models that take them; None leaves the model its own.
+    """
     if activation is not None and name not in _WHITENETS:
         raise InputError(f"--activation {activation}: {name} offers no choice; leave it out")
+    if blurpool and name not in _RESNETS:
+        raise InputError(f"--blurpool: only the built-in ResNets have it, not {name}; leave it off")
     if zero_init_last_gamma and name in (*_ALEXNETS, *_WHITENETS, *_VITS):
         what = "no residual blocks" if name in _ALEXNETS else "no trained norm scales"
         what = "no norms that end its blocks" if name in _VITS else what
         raise InputError(f"--zero-init-last-gamma: {name} has {what}; leave it off")
+    drops = {key: rate for key, rate in (("dropout", dropout), ("drop_path", drop_path)) if rate is not None}
+    for key, rate in drops.items():
+        if name in model_names() and key not in _DROPS.get(name, ()):
+            raise _no_drop(key, rate, name)
     if name in _RESNETS:
         model = _RESNETS[name](
             classes=classes,
             in_channels=in_channels,
             zero_init_last_gamma=zero_init_last_gamma,
             bn_momentum=bn_momentum,
+            blurpool=blurpool,
         )
     elif name in _ALEXNETS:
-        model = _ALEXNETS[name](classes=classes, in_channels=in_channels, bn_momentum=bn_momentum)
+        model = _ALEXNETS[name](classes=classes, in_channels=in_channels, bn_momentum=bn_momentum, **drops)
     elif name in _WHITENETS:
         options = {} if activation is None else {"activation": activation}
         model = _WHITENETS[name](
             classes=classes, in_channels=in_channels, bn_momentum=bn_momentum, bn_eps=bn_eps, **options
         )
     elif name in _VITS:
-        model = _VITS[name](classes=classes, in_channels=in_channels)
+        model = _VITS[name](classes=classes, in_channels=in_channels, **drops)
     elif name.startswith("timm/"):
-        model = adopt(_timm_model(name.removeprefix("timm/"), classes, in_channels, zero_init_last_gamma))
+        model = adopt(_timm_model(name.removeprefix("timm/"), classes, in_channels, zero_init_last_gamma, drops))
     elif ":" in name:
-        model = adopt(_own_model(name, classes, in_channels, zero_init_last_gamma))
+        model = adopt(_own_model(name, classes, in_channels, zero_init_last_gamma, drops))
     else:
         raise InputError(f"unknown model {name!r}{nearest(name, model_names())}")
     for module in model.modules():
@@ -107,8 +127,16 @@ def create_from(config: ModelConfig, *, classes: int, in_channels: int) -> nn.Mo
         bn_momentum=config.bn_momentum,
         bn_eps=config.bn_eps,
         activation=config.activation,
+        dropout=config.dropout,
+        drop_path=config.drop_path,
         init=config.init,
+        blurpool=config.blurpool,
     )
+
+
+def _no_drop(key: str, rate: float, name: str, why: str = "") -> InputError:
+    what = {"dropout": "dropout", "drop_path": "stochastic depth"}[key]
+    return InputError(f"--{key.replace('_', '-')} {rate:g}: {name} has no {what}{why}; leave it out")
 
 
 def _timm() -> Any:
@@ -120,17 +148,23 @@ def _timm() -> Any:
     return timm
 
 
-def _timm_model(name: str, classes: int, in_channels: int, zero_init_last_gamma: bool) -> nn.Module:
+def _timm_model(
+    name: str, classes: int, in_channels: int, zero_init_last_gamma: bool, drops: dict[str, float]
+) -> nn.Module:
     try:
         timm = _timm()
     except InputError as error:
         raise InputError(f"model 'timm/{name}' needs timm: {error}") from error
     if not timm.is_model(name):
         raise InputError(f"timm has no model {name!r}{nearest(name, timm.list_models())}")
-    options = {"zero_init_last": True} if zero_init_last_gamma else {}
+    options: dict[str, Any] = {"zero_init_last": True} if zero_init_last_gamma else {}
+    options |= {_DROP_NAMES[key][1]: rate for key, rate in drops.items()}
     try:
         return timm.create_model(name, num_classes=classes, in_chans=in_channels, **options)
     except TypeError as error:
+        for key, rate in drops.items():
+            if f"'{_DROP_NAMES[key][1]}'" in str(error):
+                raise _no_drop(key, rate, f"timm/{name}") from error
         raise InputError(f"model 'timm/{name}': {error}") from error
 
 
@@ -138,7 +172,7 @@ def pretrained_weights(model: str, *, in_channels: int, fetch: bool = True) -> d
     """timm's for one of its models, or for one of our ResNets, which have its names; with the head they were trained
     with. fetch=False: their shapes alone, on torch's meta device."""
     name = model.removeprefix("timm/")
-    if not model.startswith("timm/") and name not in (f"resnet{depth}" for depth in IMAGENET_DEPTHS):
+    if not model.startswith("timm/") and name not in ("resnet50d", *(f"resnet{depth}" for depth in IMAGENET_DEPTHS)):
         raise InputError(f"--init-from timm: timm has no weights of {model}; use --model timm/NAME or resnet50")
     try:
         timm = _timm()
@@ -154,7 +188,9 @@ def pretrained_weights(model: str, *, in_channels: int, fetch: bool = True) -> d
         raise InputError(f"--init-from timm: the weights of {name!r} cannot be fetched: {reason}") from error
 
 
-def _own_model(path: str, classes: int, in_channels: int, zero_init_last_gamma: bool) -> nn.Module:
+def _own_model(
+    path: str, classes: int, in_channels: int, zero_init_last_gamma: bool, drops: dict[str, float]
+) -> nn.Module:
     build = load_object(path, "model")
     try:
         signature = inspect.signature(build)
@@ -168,6 +204,11 @@ def _own_model(path: str, classes: int, in_channels: int, zero_init_last_gamma: 
         if "zero_init_last_gamma" not in taken:
             raise InputError(f"--zero-init-last-gamma: {path} takes no such argument; leave it off")
         offered["zero_init_last_gamma"] = True
+    for key, rate in drops.items():
+        names = [name for name in _DROP_NAMES[key] if name in taken]
+        if not names:
+            raise _no_drop(key, rate, path, f" (it takes no argument {' or '.join(_DROP_NAMES[key])})")
+        offered[names[0]] = rate
     given = {name: value for name, value in offered.items() if name in taken}
     try:
         signature.bind(**given)

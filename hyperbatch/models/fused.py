@@ -16,6 +16,7 @@ from hyperbatch import vocabulary
 from hyperbatch.errors import InputError
 from hyperbatch.kernels import has_triton, interpreted
 from hyperbatch.models.alexnet import AlexNetBN
+from hyperbatch.models.blur import BlurConv2d, BlurMaxPool2d
 from hyperbatch.models.layers import Conv2d
 from hyperbatch.models.norm import BatchNorm2d, keeps_statistics
 from hyperbatch.models.resnet import BasicBlock, Bottleneck, ResNet
@@ -24,6 +25,7 @@ from hyperbatch.models.whitenet import ConvGroup, ConvUnit, WhiteNet
 HALF_DTYPES = tuple(getattr(torch, name) for name in vocabulary.HALF_DTYPES)
 # What the kernels take the place of. A subclass may compute something else. Identity: where there is no max-pool.
 TYPES = (nn.Conv2d, Conv2d, BatchNorm2d, nn.ReLU, nn.MaxPool2d, nn.Identity, nn.Sequential, BasicBlock, Bottleneck)
+RESNET_TYPES = (*TYPES, BlurConv2d, BlurMaxPool2d, nn.AvgPool2d)  # what blurs runs as it is
 UNIT_TYPES = (nn.Conv2d, BatchNorm2d, nn.SiLU, nn.GELU, nn.MaxPool2d, nn.Identity, ConvUnit, ConvGroup)
 
 
@@ -41,11 +43,12 @@ def why_not_fused(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
         properties = torch.cuda.get_device_properties(device)
         if not is_large_enough(properties):
             return f"{properties.name} has less shared memory than the kernels need (an A100's, at least)"
+    types = UNIT_TYPES if isinstance(model, WhiteNet) else RESNET_TYPES if isinstance(model, ResNet) else TYPES
     for part in fused_parts(model):
         for name, module in model.get_submodule(part).named_modules(prefix=part):
             if keeps_statistics(module) and not isinstance(model, ResNet):  # a ResNet's frozen blocks run as they are
                 return f"{name} is frozen"
-            reason = _why_not(name, module, UNIT_TYPES if isinstance(model, WhiteNet) else TYPES)
+            reason = _why_not(name, module, types)
             if reason is not None:
                 return reason
     return None
@@ -62,8 +65,10 @@ def _why_not(name: str, module: nn.Module, types: tuple[type[nn.Module], ...]) -
     """The same for one module: the kernels run in its place, whatever its own forward is."""
     if type(module) is nn.BatchNorm2d:
         return f"{name} averages its statistics in another way"
-    is_pool = name.rpartition(".")[2] in ("maxpool", "pool")
-    if type(module) not in types or (type(module) is nn.Identity and not is_pool):
+    averages = name.endswith(".downsample.0")  # in the shortcut of a ResNet-D
+    is_pool = averages or name.rpartition(".")[2] in ("maxpool", "pool")
+    misplaced = (type(module) is nn.Identity and not is_pool) or (type(module) is nn.AvgPool2d and not averages)
+    if type(module) not in types or misplaced:
         return f"{name} is of type {type(module).__name__}, which the kernels do not compute"
     if isinstance(module, nn.Conv2d):
         if not _takes(module.out_channels) or module.bias is not None:

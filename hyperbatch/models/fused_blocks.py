@@ -4,7 +4,7 @@ One autograd function per residual block, so that its gradients are there, and c
 done; weight gradients are written where the arena keeps them.
 
     x ─┬─ conv norm relu ─ conv norm relu ─ conv norm ─(+)─ relu ─ out
-       └───────────────── [conv norm] ──────────────────┘
+       └───────────── [mean of 2x2] [conv norm] ────────┘
 
 Kept for backward: inputs and outputs of the convolutions, and one bit per element of out. The widest tensor, the output
 of the last 1x1 convolution, is not kept: its norm follows from the moments of its input (`kernels.norm.product`).
@@ -158,9 +158,11 @@ class Residual(torch.autograd.Function):
             inputs.append(y)
 
         shortcut, shortcut_coef = x, None
+        averaged = None if block.average is None else convolution.channels_last(block.average(x))
         if block.shortcut is not None:
-            outputs[depth] = shortcut = convolution.convolve(x, block.shortcut.conv)
-            norms[depth] = block.shortcut.statistics_of_product(x, shortcut)
+            source = x if averaged is None else averaged
+            outputs[depth] = shortcut = convolution.convolve(source, block.shortcut.conv)
+            norms[depth] = block.shortcut.statistics_of_product(source, shortcut)
             shortcut_coef = coef_of(norms[depth])
         last, end = block.path[-1], depth - 1
         outputs[end] = convolution.convolve(inputs[-1], last.conv)
@@ -175,6 +177,7 @@ class Residual(torch.autograd.Function):
         ctx.save_for_backward(
             *parameters,
             bits,
+            averaged,
             *inputs,
             *(z if product is None else None for z, product in zip(outputs, products)),
             *(coef_of(norm) for norm in norms),
@@ -188,7 +191,7 @@ class Residual(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         block: FusedBlock = ctx.block
-        layers, (bits, *kept) = saved_by(ctx, block.layers)
+        layers, (bits, averaged, *kept) = saved_by(ctx, block.layers)
         depth = len(block.path)
         inputs, rest = kept[:depth], kept[depth:]
         outputs, coefs, centred, sums = (rest[i : i + len(layers)] for i in range(0, len(rest), len(layers)))
@@ -216,7 +219,11 @@ class Residual(torch.autograd.Function):
             product = ProductNorm(coef=coefs[i], centred=centred[i], sums=sums[i], rows=kernels.matrix(x)[0])
             return product_backward(g, x, w, product, sum_g, grads[i], weights[i], block.counters)
 
-        through_shortcut = g if block.shortcut is None else through(depth, inputs[0])
+        through_shortcut = g
+        if block.shortcut is not None:
+            through_shortcut = through(depth, inputs[0] if averaged is None else averaged)
+        if averaged is not None:
+            through_shortcut = block.average_backward(through_shortcut, inputs[0])
         d = through(depth - 1, inputs[-1])
         for i in reversed(range(depth - 1)):
             dz, grads[i] = layers[i].norm_relu_backward(d, outputs[i], coefs[i])
@@ -310,8 +317,10 @@ class FusedBlock:
         self.counters = counters
         self.path = [ConvNorm(conv, norm, counters) for conv, norm in pairs]
         self.shortcut = None
+        self.average: nn.AvgPool2d | None = None  # of pixels, before the shortcut's convolution
         if block.downsample is not None:
-            conv, norm = block.downsample
+            *before, conv, norm = block.downsample
+            self.average = next((module for module in before if isinstance(module, nn.AvgPool2d)), None)
             assert isinstance(conv, nn.Conv2d)
             assert isinstance(norm, BatchNorm2d)
             self.shortcut = ConvNorm(conv, norm, counters)
@@ -320,6 +329,14 @@ class FusedBlock:
     def layers(self) -> list[ConvNorm]:
         """Those of the path, then the shortcut's."""
         return self.path if self.shortcut is None else [*self.path, self.shortcut]
+
+    def average_backward(self, dy: Tensor, x: Tensor) -> Tensor:
+        """The gradient of x from that of the averages."""
+        pool = self.average
+        assert pool is not None
+        sides = [[side, side] for side in (pool.kernel_size, pool.stride, pool.padding)]
+        options = (pool.ceil_mode, pool.count_include_pad, pool.divisor_override)
+        return convolution.channels_last(torch.ops.aten.avg_pool2d_backward(dy, x, *sides, *options))
 
     def join_backward(
         self, dy: Tensor, dy2: Tensor | None, bits: Tensor, branches: list[kernels.Branch]

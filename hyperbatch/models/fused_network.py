@@ -16,6 +16,7 @@ from hyperbatch.errors import InputError
 from hyperbatch.kernels import conv as convolution
 from hyperbatch.kernels import norm as kernels
 from hyperbatch.models.alexnet import AlexNetBN, classify
+from hyperbatch.models.blur import BlurConv2d, BlurMaxPool2d
 from hyperbatch.models.fused import fused_parts
 from hyperbatch.models.fused_blocks import Classify, ConvNorm, ConvNormPool, FusedBlock, MeanOfPixels
 from hyperbatch.models.layers import Linear, to_logits
@@ -71,27 +72,35 @@ class FusedNetwork:
 
 class FusedResNet(FusedNetwork):
     """What `ResNet.forward` computes in training mode. A stem or block with norms that keep their statistics, as frozen
-    ones do, runs as it is: the kernels take those of the batch."""
+    ones do, runs as it is: the kernels take those of the batch. So do blocks and pools that blur before a stride."""
 
     def __init__(self, model: ResNet) -> None:
         super().__init__(model)
-        self.stem = None if keeps_statistics(model.bn1) else ConvNorm(model.conv1, model.bn1, self.counters)
+        as_it_is = any(map(_is_not_fused, (*model.conv1.modules(), model.bn1)))
+        norms = [module for module in (*model.conv1.modules(), model.bn1) if isinstance(module, BatchNorm2d)]
+        pairs = [] if as_it_is else zip(model.stem_convs, norms, strict=True)
+        self.stem = [ConvNorm(conv, norm, self.counters) for conv, norm in pairs]
         self.window = _window(model.maxpool)
         blocks = [block for stage in model.stages for block in getattr(model, stage)]
         self.blocks = [
-            block if any(map(keeps_statistics, block.modules())) else FusedBlock(block, self.counters)
-            for block in blocks
+            block if any(map(_is_not_fused, block.modules())) else FusedBlock(block, self.counters) for block in blocks
         ]
         layers = [layer for block in self.blocks if isinstance(block, FusedBlock) for layer in block.layers]
-        self.norms = [layer.norm for layer in (*([] if self.stem is None else [self.stem]), *layers)]
+        self.norms = [layer.norm for layer in (*self.stem, *layers)]
 
     def logits(self, images: Tensor) -> Tensor:
         model, handover = self.model, None
-        if self.stem is None:
-            x = model.maxpool(model.relu(model.bn1(model.conv1(images.to(model.conv1.weight.dtype)))))
-            x = convolution.channels_last(x)
+        if not self.stem:
+            images = images.to(model.stem_convs[0].weight.dtype)
+            x = convolution.channels_last(model.maxpool(model.relu(model.bn1(model.conv1(images)))))
         else:
-            x = ConvNormPool.apply(_images(images, self.stem), self.stem, self.window, *self.stem.parameters)
+            x = _images(images, self.stem[0])
+            *first, last = self.stem
+            for layer in first:
+                x = ConvNormPool.apply(x, layer, None, *layer.parameters)
+            x = ConvNormPool.apply(x, last, self.window, *last.parameters)
+            if isinstance(model.maxpool, BlurMaxPool2d):
+                x = convolution.channels_last(model.maxpool(x))
         for block in self.blocks:
             if isinstance(block, FusedBlock):
                 x, handover = block(x, handover)
@@ -126,9 +135,14 @@ class FusedAlexNet(FusedNetwork):
         return classify(self.model, x if self.last_norm is None else self.last_norm(x))
 
 
+def _is_not_fused(module: nn.Module) -> bool:
+    """Whether the stem or block that it is in runs as it is."""
+    return keeps_statistics(module) or isinstance(module, BlurConv2d)
+
+
 def _window(module: nn.Module) -> dict[str, int] | None:
-    """Of the max-pool after a ReLU; None when there is none."""
-    if not isinstance(module, nn.MaxPool2d):
+    """Of the max-pool after a ReLU; None when there is none, or one that blurs."""
+    if type(module) is not nn.MaxPool2d:
         return None
     kernel, stride, padding = module.kernel_size, module.stride, module.padding
     assert isinstance(kernel, int)

@@ -1,6 +1,8 @@
-"""Label-smoothed cross entropy."""
+"""What training minimises: label-smoothed cross entropy, or binary cross entropy of every class."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,6 +10,21 @@ from torch.nn import functional as F
 
 from hyperbatch import kernels
 from hyperbatch.models.layers import to_logits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """A run's loss, of logits [n, classes] and labels int64[n], or those of mixed images (`mixed_cross_entropy`)."""
+
+    name: str = "cross_entropy"
+    smoothing: float = 0.0
+    threshold: float = 0.0  # of `binary_cross_entropy`
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if self.name == "bce":
+            return binary_cross_entropy(logits, labels, self.smoothing, self.threshold)
+        cross_entropy = mixed_cross_entropy if labels.dim() == 2 else smoothed_cross_entropy
+        return cross_entropy(logits, labels, self.smoothing)
 
 
 def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
@@ -36,6 +53,30 @@ def mixed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> Ten
     )
     share = labels[:, 2].to(first.dtype)
     return (share * first + (1 - share) * second).mean()
+
+
+def binary_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float, threshold: float = 0.0) -> Tensor:
+    """Mean over samples and classes of -q log p - (1 - q) log(1 - p), p = sigmoid(logit): each class is a question of
+    its own ("ResNet strikes back").
+
+    q is that of the cross entropies above: labels int64[n] or, of mixed images, fp32[n, 3]. threshold: a class whose
+    share in an image is above it counts as there (q = 1 before smoothing), any other as not there; 0: q is its share.
+    """
+    if _has_kernel(logits):
+        from hyperbatch.kernels.loss import BinaryCrossEntropy
+
+        return BinaryCrossEntropy.apply(logits, labels, smoothing, threshold)  # type: ignore[return-value]
+    logits = to_logits(logits)
+    classes = logits.shape[1]
+    if labels.dim() == 2:
+        share = labels[:, 2:].to(logits.dtype)
+        first, second = (F.one_hot(labels[:, column].long(), classes) for column in (0, 1))
+        hot = share * first + (1 - share) * second
+    else:
+        hot = F.one_hot(labels, classes).to(logits.dtype)
+    if threshold:
+        hot = (hot > threshold).to(logits.dtype)
+    return F.binary_cross_entropy_with_logits(logits, hot * (1 - smoothing) + smoothing / classes)
 
 
 def _has_kernel(logits: Tensor) -> bool:

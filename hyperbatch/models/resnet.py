@@ -1,6 +1,7 @@
 """Residual networks: ResNet v1.5 with torchvision's names and initialisation, and small ones for 8 to 64 px.
 
 imagenet stem: conv 7x7 / 2, bn, relu, max-pool / 2      layer1 .. layer4   64 128 256 512 (x4 for bottlenecks)
+"d":           three conv 3x3 in its place, and shortcuts that average 2x2 pixels where they stride (timm's names)
 small stem:    conv 3x3, bn, relu                        layer1 .. layer3   16  32  64 (x width)
 then: mean over pixels, fc
 """
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from hyperbatch.models.blur import BlurConv2d, BlurMaxPool2d
 from hyperbatch.models.layers import Linear, to_logits
 from hyperbatch.models.norm import BatchNorm2d
 
@@ -19,21 +21,25 @@ if TYPE_CHECKING:
     from hyperbatch.models.fused_network import FusedNetwork
 
 
-def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
+def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1, *, blurpool: bool = False) -> nn.Conv2d:
+    """blurpool: a stride is taken after a blur."""
+    kind = BlurConv2d if blurpool and stride > 1 else nn.Conv2d
+    return kind(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
 
 
 class BasicBlock(nn.Module):
     expansion = 1
 
-    def __init__(self, inputs: int, width: int, stride: int, bn_momentum: float) -> None:
+    def __init__(
+        self, inputs: int, width: int, stride: int, bn_momentum: float, blurpool: bool = False, averages: bool = False
+    ) -> None:
         super().__init__()
-        self.conv1 = _conv(inputs, width, 3, stride)
+        self.conv1 = _conv(inputs, width, 3, stride, blurpool=blurpool)
         self.bn1 = BatchNorm2d(width, momentum=bn_momentum)
         self.relu = nn.ReLU(inplace=True)
         self.conv2 = _conv(width, width, 3)
         self.bn2 = BatchNorm2d(width, momentum=bn_momentum)
-        self.downsample = _shortcut(inputs, width, stride, bn_momentum)
+        self.downsample = _shortcut(inputs, width, stride, bn_momentum, blurpool, averages)
 
     @property
     def last_norm(self) -> BatchNorm2d:
@@ -50,17 +56,19 @@ class Bottleneck(nn.Module):
 
     expansion = 4
 
-    def __init__(self, inputs: int, width: int, stride: int, bn_momentum: float) -> None:
+    def __init__(
+        self, inputs: int, width: int, stride: int, bn_momentum: float, blurpool: bool = False, averages: bool = False
+    ) -> None:
         super().__init__()
         outputs = width * self.expansion
         self.conv1 = _conv(inputs, width, 1)
         self.bn1 = BatchNorm2d(width, momentum=bn_momentum)
-        self.conv2 = _conv(width, width, 3, stride)
+        self.conv2 = _conv(width, width, 3, stride, blurpool=blurpool)
         self.bn2 = BatchNorm2d(width, momentum=bn_momentum)
         self.conv3 = _conv(width, outputs, 1)
         self.bn3 = BatchNorm2d(outputs, momentum=bn_momentum)
         self.relu = nn.ReLU(inplace=True)
-        self.downsample = _shortcut(inputs, outputs, stride, bn_momentum)
+        self.downsample = _shortcut(inputs, outputs, stride, bn_momentum, blurpool, averages)
 
     @property
     def last_norm(self) -> BatchNorm2d:
@@ -73,10 +81,30 @@ class Bottleneck(nn.Module):
         return self.relu(out + (x if self.downsample is None else self.downsample(x)))
 
 
-def _shortcut(inputs: int, outputs: int, stride: int, bn_momentum: float) -> nn.Sequential | None:
+def _shortcut(
+    inputs: int, outputs: int, stride: int, bn_momentum: float, blurpool: bool, averages: bool
+) -> nn.Sequential | None:
+    """averages: 2x2 pixels become their mean where the block strides, in the place of one of them."""
     if stride == 1 and inputs == outputs:
         return None
-    return nn.Sequential(_conv(inputs, outputs, 1, stride), BatchNorm2d(outputs, momentum=bn_momentum))
+    if averages:
+        pool = nn.Identity() if stride == 1 else nn.AvgPool2d(2, stride, ceil_mode=True, count_include_pad=False)
+        return nn.Sequential(pool, _conv(inputs, outputs, 1), BatchNorm2d(outputs, momentum=bn_momentum))
+    conv = _conv(inputs, outputs, 1, stride, blurpool=blurpool)
+    return nn.Sequential(conv, BatchNorm2d(outputs, momentum=bn_momentum))
+
+
+def _deep_stem(inputs: int, width: int, outputs: int, bn_momentum: float) -> nn.Sequential:
+    """Up to the last convolution: its norm is the network's bn1."""
+    return nn.Sequential(
+        _conv(inputs, width, 3, 2),
+        BatchNorm2d(width, momentum=bn_momentum),
+        nn.ReLU(inplace=True),
+        _conv(width, width, 3),
+        BatchNorm2d(width, momentum=bn_momentum),
+        nn.ReLU(inplace=True),
+        _conv(width, outputs, 3),
+    )
 
 
 class ResNet(nn.Module):
@@ -91,19 +119,29 @@ class ResNet(nn.Module):
         small_stem: bool,
         zero_init_last_gamma: bool,
         bn_momentum: float,
+        blurpool: bool = False,
+        deep: bool = False,
     ) -> None:
+        """blurpool: strides are taken after a blur (models.blur), except the first one, of the image itself.
+
+        deep: the "d" of the module's docstring.
+        """
         super().__init__()
         channels = widths[0]
-        self.conv1 = _conv(in_channels, channels, 3) if small_stem else _conv(in_channels, channels, 7, 2)
+        if deep:
+            self.conv1 = _deep_stem(in_channels, channels // 2, channels, bn_momentum)
+        else:
+            self.conv1 = _conv(in_channels, channels, 3) if small_stem else _conv(in_channels, channels, 7, 2)
         self.bn1 = BatchNorm2d(channels, momentum=bn_momentum)
         self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.Identity() if small_stem else nn.MaxPool2d(3, stride=2, padding=1)
+        pool = BlurMaxPool2d if blurpool else nn.MaxPool2d
+        self.maxpool = nn.Identity() if small_stem else pool(3, stride=2, padding=1)
         self.stages = tuple(f"layer{stage}" for stage in range(1, len(widths) + 1))
         for stage, count, width in zip(self.stages, blocks_per_stage, widths, strict=True):
             blocks = []
             for index in range(count):
                 stride = 2 if index == 0 and stage != "layer1" else 1
-                blocks.append(block(channels, width, stride, bn_momentum))
+                blocks.append(block(channels, width, stride, bn_momentum, blurpool, deep))
                 channels = width * block.expansion
             self.add_module(stage, nn.Sequential(*blocks))
         self.fc = Linear(channels, classes)
@@ -117,12 +155,16 @@ class ResNet(nn.Module):
             elif zero_init_last_gamma and isinstance(module, BasicBlock | Bottleneck):
                 nn.init.zeros_(module.last_norm.weight)
 
+    @property
+    def stem_convs(self) -> list[nn.Conv2d]:
+        return [module for module in self.conv1.modules() if isinstance(module, nn.Conv2d)]
+
     fused: FusedNetwork | None = None  # what training runs instead, see models.fused
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and self.fused is not None and self.fused.can_run():
             return self.fused(x)
-        x = x.to(self.conv1.weight.dtype)
+        x = x.to(self.stem_convs[0].weight.dtype)
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         for stage in self.stages:
             x = getattr(self, stage)(x)
@@ -143,6 +185,11 @@ def imagenet_resnet(depth: int, **options) -> ResNet:
     """ResNet-18/34/50/101/152; at 1000 classes the state dict is torchvision's, name for name."""
     block, blocks_per_stage = IMAGENET_DEPTHS[depth]
     return ResNet(block, blocks_per_stage, (64, 128, 256, 512), small_stem=False, **options)
+
+
+def resnet_d(depth: int, **options) -> ResNet:
+    """ResNet-D (He et al., arXiv 1812.01187); the state dict is that of timm's resnet50d, name for name."""
+    return imagenet_resnet(depth, deep=True, **options)
 
 
 def small_resnet(depth: int, width: int = 1, **options) -> ResNet:

@@ -13,12 +13,13 @@ from hyperbatch.config import OptimConfig
 from hyperbatch.errors import InputError
 from hyperbatch.models.initial import whitening_layer
 from hyperbatch.optim.base import LayerwiseOptimizer
+from hyperbatch.optim.half_lars import HalfLARS
 from hyperbatch.optim.lamb import LAMB
 from hyperbatch.optim.lars import LARS
 from hyperbatch.optim.muon import Muon
 from hyperbatch.optim.tensors import write_setting
-from hyperbatch.params import head_layer, head_weight, kind_of, owners, param_groups
-from hyperbatch.schedule.layers import layer_factors
+from hyperbatch.params import head_layer, head_weight, kind_of, layer_depths, owners, param_groups
+from hyperbatch.schedule.layers import GroupSummary, ParamRow, layer_factors
 
 
 def _sgd(optim: OptimConfig) -> tuple[type[LARS | LAMB | Muon], dict[str, Any]]:
@@ -28,7 +29,7 @@ def _sgd(optim: OptimConfig) -> tuple[type[LARS | LAMB | Muon], dict[str, Any]]:
 
 
 def _lars(optim: OptimConfig) -> tuple[type[LARS | LAMB | Muon], dict[str, Any]]:
-    return LARS, {
+    return HalfLARS if optim.lars_precision == "fp16" else LARS, {
         "momentum": optim.momentum,
         "trust_coefficient": optim.trust_coefficient,
         "eps": optim.lars_eps,
@@ -99,7 +100,7 @@ def rate_groups(optim: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
 
     Each group says by which factor (`lr_scale`), and whether its schedule ends before the run does (`ends_early`).
     Decay that the rate multiplies is divided by the factor of a kind of parameter: a larger rate for biases does not
-    make them decay faster. A layer's own factor (`layer_rates`) holds for its decay, too: what is to move less is
+    make them decay faster. A layer's own factor (`rate_factors`) holds for its decay, too: what is to move less is
     pulled to zero less.
     """
     own = owners(model)
@@ -119,14 +120,9 @@ def rate_groups(optim: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
         early = f"{name}.bias"
         if layer.bias is None:
             raise InputError(f"--whiten-bias-epochs: {name} of {type(model).__name__} has no bias; leave it out")
-    factors = layer_factors(optim.layer_rates, list(own), head_layer(model))
+    factors = rate_factors(optim, model)
     groups = []
-    for group in param_groups(
-        model,
-        optim.weight_decay,
-        decay_norm_bias=optim.decay_norm_bias,
-        adapt_norm_bias=optim.adapt_norm_bias,
-    ):
+    for group in decay_groups(optim, model):
         parts: dict[tuple[float, float, bool], list[Any]] = {}
         for name, param in group["params"]:
             parts.setdefault((scales.get(name, 1.0), factors[name], name == early), []).append((name, param))
@@ -137,6 +133,36 @@ def rate_groups(optim: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
                 {**group, "params": params, "weight_decay": decay, "lr_scale": scale * factor, "ends_early": ends_early}
             )
     return groups
+
+
+def decay_groups(optim: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
+    """What is decayed and adapted, and what is not."""
+    return param_groups(
+        model,
+        optim.weight_decay,
+        decay_norm_bias=optim.decay_norm_bias,
+        adapt_norm_bias=optim.adapt_norm_bias,
+    )
+
+
+def rate_factors(optim: OptimConfig, model: nn.Module) -> dict[str, float]:
+    """Each parameter's factor on the rate by the layer that it lies in: `layer_rates` times `layer_decay`."""
+    factors = layer_factors(optim.layer_rates, list(owners(model)), head_layer(model))
+    if optim.layer_decay == 1.0:
+        return factors
+    depths = layer_depths(model)
+    head = max(depths.values(), default=0)
+    return {name: factor * optim.layer_decay ** (head - depths[name]) for name, factor in factors.items()}
+
+
+def group_summary(optim: OptimConfig, model: nn.Module) -> GroupSummary:
+    """How many parameters are decayed, and which factors of the rate the layers take."""
+    factors = rate_factors(optim, model)
+    return GroupSummary.of(
+        ParamRow(name, param.numel(), group["weight_decay"] > 0, factors[name])
+        for group in decay_groups(optim, model)
+        for name, param in group["params"]
+    )
 
 
 def set_rate(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hyperbatch.optim.base import LayerwiseOptimizer
-from hyperbatch.optim.rule import Entry, Rule, Update, full_grads, norms_of_layers
+from hyperbatch.optim.rule import Entry, Rule, Update, full_grads, norms_of_layers, weight_norms_of
 from hyperbatch.optim.tensors import Scalar, norms_of, unless
 
 if TYPE_CHECKING:
@@ -86,8 +86,11 @@ def lamb_foreach(
     directions = torch._foreach_mul(averages, 1 / correction1)
     torch._foreach_div_(directions, denominators)
     torch._foreach_add_(directions, torch._foreach_mul(weights, h.weight_decay))
-    weight_norms, direction_norms = (norms_of_layers(list(x), entries) for x in (weights, directions))
-    trust = h.trust_ratio(weight_norms, direction_norms)
+    if h.adapt:
+        weight_norms = weight_norms_of(entries)
+        trust = h.trust_ratio(weight_norms, norms_of_layers(list(directions), entries))
+    else:  # norms are not needed, and not worth a pass over the weights
+        weight_norms, trust = torch.full_like(grad_norms, torch.nan), torch.ones_like(grad_norms)
     factors = [f.to(w.dtype) for f, w in zip((trust * lr).unbind(), weights, strict=True)]
     torch._foreach_mul_(directions, factors)
     torch._foreach_sub_(weights, directions)
@@ -102,7 +105,7 @@ LAMB_RULE = Rule(
     group_state_names=("step",),
     update=lamb_update,
     foreach=lamb_foreach,
-    trust_from_gradient=False,  # but from the direction, which is known in the middle of the update only
+    shardable=True,
 )
 
 

@@ -14,6 +14,7 @@ Everything is computed in fp32 (fp64 for fp64 weights) on unscaled gradients; 16
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hyperbatch.optim.base import LayerwiseOptimizer
-from hyperbatch.optim.rule import Entry, Rule, Update, full_grads, norms_of_layers
+from hyperbatch.optim.rule import Entry, Rule, Update, full_grads, weight_norms_of
 from hyperbatch.optim.tensors import Scalar, norms_of, scaled, unless
 from hyperbatch.vocabulary import MOMENTUM_RULES
 
@@ -96,10 +97,16 @@ class LarsSettings:
         return {"last_lr": self.lr} if self.momentum_rule == "rescaled" else {}
 
 
-def lars_update(weight: Tensor, grad: Tensor, momentum_buffer: Tensor, h: LarsSettings) -> Update:
+def lars_update(
+    weight: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor,
+    h: LarsSettings,
+    norms: Callable[[list[Tensor]], Tensor] = norms_of,
+) -> Update:
     """The reference: one layer's step in full precision, as new tensors."""
     g = -grad if h.maximize else grad
-    weight_norm, grad_norm = norms_of([weight, g])
+    weight_norm, grad_norm = norms([weight, g])
     trust = h.trust_ratio(weight_norm, grad_norm) if h.adapt else torch.ones_like(weight_norm)
 
     d = g if h.decoupled_weight_decay else _plus(g, weight, h.weight_decay)
@@ -176,8 +183,7 @@ def _layer_norms(entries: list[Entry], h: LarsSettings, grad_norms: Tensor) -> t
     """(|w|, trust) of each layer."""
     if not h.adapt:  # |w| is not needed, and not worth a pass over the weights
         return torch.full_like(grad_norms, torch.nan), torch.ones_like(grad_norms)
-    known = [entry.weight_norm for entry in entries if entry.weight_norm is not None]
-    weight_norms = torch.stack(known) if known else norms_of_layers([entry.weight for entry in entries], entries)
+    weight_norms = weight_norms_of(entries)
     return weight_norms, h.trust_ratio(weight_norms, grad_norms)
 
 
@@ -190,7 +196,7 @@ LARS_RULE = Rule(
     update=lars_update,
     foreach=lars_foreach,
     in_place=lars_in_place,
-    trust_from_gradient=True,
+    shardable=True,
 )
 
 

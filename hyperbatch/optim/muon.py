@@ -253,7 +253,7 @@ MUON_RULE = Rule(
     group_state_names=(),
     update=muon_update,
     foreach=muon_foreach,
-    trust_from_gradient=False,  # a step needs whole matrices
+    shardable=False,  # a step needs whole matrices
 )
 
 

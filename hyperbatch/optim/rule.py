@@ -30,6 +30,8 @@ class Entry:
     state: tuple[Tensor, ...]
     weight_norm: Tensor | None = None  # |w| of the whole layer, where the tensors above are one rank's part of it
     spread: Spread | None = None  # the ranks to ask for norms of the whole layer, where it is a DTensor
+    # Adds up squares of norms, one per entry, over the ranks that have parts of a layer, in the sharded update
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None
 
 
 class Update(NamedTuple):
@@ -68,7 +70,7 @@ class Rule:
     update: Callable[..., Update]  # (weight, unscaled gradient, *state, settings): the reference, in full precision
     foreach: Path  # the same with torch's multi-tensor operations; every factor stays on the device
     in_place: Path | None = None  # for a CPU, where it is faster than `foreach`: factors are read on the host
-    trust_from_gradient: bool  # |w| and |g| are all the norms it needs: each rank can update a part of a layer
+    shardable: bool  # elementwise but for norms: each rank can update a part of a layer
 
     def read(self, group: dict[str, Any], device: torch.device | None = None) -> Any:
         """Settings at this step. Tensors on another device than `device` are read on the host."""
@@ -92,7 +94,16 @@ class Rule:
 
 def norms_of_layers(tensors: list[Tensor], entries: list[Entry]) -> Tensor:
     """As `norms_of`, of the whole layers where each tensor is one rank's part."""
-    return whole_norms(norms_of(tensors), [entry.spread for entry in entries])
+    norms, sum_over_ranks = norms_of(tensors), entries[0].sum_over_ranks if entries else None
+    if sum_over_ranks is not None:
+        return sum_over_ranks(norms.square()).sqrt()
+    return whole_norms(norms, [entry.spread for entry in entries])
+
+
+def weight_norms_of(entries: list[Entry]) -> Tensor:
+    """|w| of each layer, where it is not known already."""
+    known = [entry.weight_norm for entry in entries if entry.weight_norm is not None]
+    return torch.stack(known) if known else norms_of_layers([entry.weight for entry in entries], entries)
 
 
 def full_grads(

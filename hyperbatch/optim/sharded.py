@@ -2,7 +2,7 @@
 
 gradients  --reduce-scatter-->  my shard  --update-->  my shard of the weights  --all-gather-->  weights
                                    |  |g|^2, |w|^2 of my part of every layer, inf?
-                                   '--> one small all-reduce --> trust ratios, skip
+                                   '--> one small all-reduce --> trust ratios, skip    (LAMB: another of |direction|^2)
 
 Half of the all-reduce happens before the update and half after it, so the wire carries as much as ever (less, when the
 weights are 16-bit and gradients are not), and each rank does an N-th of the update's work. Momentum and masters keep
@@ -42,9 +42,11 @@ class ShardedUpdate:
     """
 
     def __init__(self, optimizer: LayerwiseOptimizer, arena: Arena, sync: GradSync) -> None:
-        if not optimizer.rule.trust_from_gradient:
-            advice = "call optimizer.share(comm)" if optimizer.rule.name == "muon" else "leave --sharded-update out"
-            raise InputError(f"the sharded update supports lars and sgd, not {optimizer.rule.name}; {advice}")
+        if not optimizer.rule.shardable:
+            raise InputError(
+                f"the sharded update supports sgd, lars, lamb and adamw, not {optimizer.rule.name}; call "
+                "optimizer.share(comm)"
+            )
         if optimizer.foreach is False:
             raise InputError("the sharded update has no reference path (foreach=False): it takes norms of whole layers")
         if not sync.sharded:
@@ -105,11 +107,15 @@ class ShardedUpdate:
         told = self.optimizer.told_inf()
         flag = torch.zeros_like(norms[:1]) if told is None else (told != 0).to(norms.dtype).reshape(1)
         table = torch.cat([norms.square(), flag])
-        job = partial(all_reduce_now, table, self._comm, "flat", "sum")
-        self._comm.submit(job, table.device).wait()
+        self._sum_over_ranks(table)
         weight_norms.copy_(table[count:-1].sqrt())
         found = (~torch.isfinite(table[:count]).all() | (table[-1] != 0)).float()
         return table[:count].sqrt(), found
+
+    def _sum_over_ranks(self, table: Tensor) -> Tensor:
+        job = partial(all_reduce_now, table, self._comm, "flat", "sum")
+        self._comm.submit(job, table.device).wait()
+        return table
 
     def _entry(self, number: int, weight_norm: Tensor) -> Entry:
         """This rank's part of a parameter; most are empty, but every rank sees every layer."""
@@ -119,7 +125,7 @@ class ShardedUpdate:
         master = _flat(state["master"], start, stop) if "master" in state else working
         grad = self._part(self._arena.grads, slot, start, stop)
         buffers = tuple(_flat(state[key], start, stop) for key in self.optimizer.state_names)
-        return Entry(slot.name, working, master, grad, buffers, weight_norm)
+        return Entry(slot.name, working, master, grad, buffers, weight_norm, sum_over_ranks=self._sum_over_ranks)
 
     def _adopt_writes(self) -> None:
         """16-bit weights that somebody else wrote win over their masters, as in the optimizer's own step."""

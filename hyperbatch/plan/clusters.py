@@ -27,6 +27,7 @@ from hyperbatch.vocabulary import PRECISION_DTYPE
 
 FOLDER = Path(__file__).parent / "machines"
 LINKS = ("intra", "inter")
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")  # of TOML
 
 UNITS: dict[str, dict[str, float]] = {
     "bandwidth": {"bytes_per_s": 1.0, "gbyte_per_s": 1e9, "gbit_per_s": 1e9 / 8, "mbit_per_s": 1e6 / 8},
@@ -266,8 +267,9 @@ def format_machine_file(cluster: Cluster) -> str:
 
 
 def _toml_block(title: str, values: Mapping[str, Any]) -> str:
-    # A JSON text, number, list or boolean is the same in TOML; keys may be quoted.
-    lines = [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in values.items() if value is not None]
+    # A JSON text, number, list or boolean is the same in TOML, and so is a key that needs quotes.
+    known = [(key, value) for key, value in values.items() if value is not None]
+    lines = [f"{key if BARE_KEY.fullmatch(key) else json.dumps(key)} = {json.dumps(value)}" for key, value in known]
     return "\n".join([*([title] if title else []), *lines, ""])
 
 

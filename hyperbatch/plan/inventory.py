@@ -179,7 +179,9 @@ def _out_side(name: str, side: int, kernel: int, stride: int, padding: int) -> i
     return out
 
 
-def _residual_block(b: _Builder, prefix: str, planes: int, out: int, stride: int, bottleneck: bool) -> None:
+def _residual_block(
+    b: _Builder, prefix: str, planes: int, out: int, stride: int, bottleneck: bool, averages: bool
+) -> None:
     side, channels = b.side, b.channels
     if bottleneck:
         b.conv(f"{prefix}.conv1", planes, 1)
@@ -195,8 +197,11 @@ def _residual_block(b: _Builder, prefix: str, planes: int, out: int, stride: int
         b.norm(f"{prefix}.bn2")
     if stride != 1 or channels != out:
         b.side, b.channels = side, channels
-        b.conv(f"{prefix}.downsample.0", out, 1, stride)
-        b.norm(f"{prefix}.downsample.1", keep=0)
+        if averages and stride > 1:
+            b.pool(f"{prefix}.downsample.avgpool", 2, 2, side % 2)  # odd last pixels are averaged alone
+        first = int(averages)  # the pool has a place of its own
+        b.conv(f"{prefix}.downsample.{first}", out, 1, 1 if averages else stride)
+        b.norm(f"{prefix}.downsample.{first + 1}", keep=0)
 
 
 def _resnet(
@@ -208,9 +213,17 @@ def _resnet(
     width: int,
     bottleneck: bool,
     small_images: bool,
+    deep: bool = False,
 ) -> list[LayerSpec]:
     b = _Builder(image_size, in_channels)
-    if small_images:
+    if deep:
+        for index, out, stride in ((0, width // 2, 2), (3, width // 2, 1)):
+            b.conv(f"conv1.{index}", out, 3, stride)
+            b.norm(f"conv1.{index + 1}")
+        b.conv("conv1.6", width, 3)
+        b.norm("bn1")
+        b.pool("maxpool", 3, 2, 1)
+    elif small_images:
         b.conv("conv1", width, 3)
         b.norm("bn1")
     else:
@@ -221,7 +234,8 @@ def _resnet(
         planes = width << stage
         for i in range(count):
             stride = 2 if stage > 0 and i == 0 else 1
-            _residual_block(b, f"layer{stage + 1}.{i}", planes, planes * (4 if bottleneck else 1), stride, bottleneck)
+            out = planes * (4 if bottleneck else 1)
+            _residual_block(b, f"layer{stage + 1}.{i}", planes, out, stride, bottleneck, deep)
     b.global_pool("avgpool")
     b.linear("fc", classes)
     return b.layers
@@ -296,6 +310,7 @@ def _families() -> dict[str, partial[list[LayerSpec]]]:
         (152, (3, 8, 36, 3), True),
     ):
         known[f"resnet{depth}"] = partial(_resnet, blocks=blocks, width=64, bottleneck=bottleneck, small_images=False)
+    known["resnet50d"] = partial(known["resnet50"], deep=True)
     for name, depth, width in (
         *((f"resnet{depth}", depth, 16) for depth in (8, 20, 32, 44, 56)),
         ("resnet20x4", 20, 64),

@@ -298,8 +298,9 @@ def format_plan(plan: Plan, file: str | None = None) -> str:
     """`make_plan`'s answer as text; file: where it was written."""
     ms = 1e3
     phase, timing = plan.phase, plan.step.timing
+    gpus = "1 GPU" if plan.gpus == 1 else f"{plan.gpus:,} GPUs"
     lines = [
-        f"{plan.recipe} on {plan.gpus:,} x {plan.cluster}: grid {plan.step.grid}, "
+        f"{plan.recipe} on {gpus} of {plan.cluster}: grid {plan.step.grid}, "
         f"global batch {phase.global_batch:,} ({phase.batch_per_rank} per rank"
         + (f" x {phase.accumulation} micro-steps)" if phase.accumulation > 1 else ")"),
         f"step {timing.step_s * ms:.2f} ms = forward {timing.forward_s * ms:.2f} + backward "

@@ -36,6 +36,12 @@ class TensorSpec:
     def nbytes(self) -> int:
         return self.numel * DTYPE_BYTES[self.dtype]
 
+    @property
+    def decayed(self) -> bool:
+        """Whether weight decay is for it, as far as name and shape tell: see `hyperbatch.params.undecayed`."""
+        broadcast = len(self.shape) > 1 and self.shape[0] == 1 and not self.name.endswith("weight")
+        return self.kind == "weight" and not broadcast
+
 
 def param_specs(module: Any, order: Sequence[str] | None = None) -> tuple[TensorSpec, ...]:
     """The trainable parameters of a torch module; order: of backward, by default the reverse of definition."""

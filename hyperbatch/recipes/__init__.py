@@ -1,6 +1,7 @@
 """What to run. A recipe is a function that returns a full config and states its claim, source and command.
 
-One file per published system; `everyday.py` and `mlperf.py` for the rest. `recipe` registers a function under its name.
+One file per published system; `everyday.py`, `speedrun.py`, `fast.py` and `mlperf.py` for the rest.
+`recipe` registers a function under its name.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hyperbatch.config import Config
+from hyperbatch.config import Config, SizePhase, format_value
 from hyperbatch.errors import InputError, nearest
 
 DEFAULT = "digits"
@@ -21,6 +22,7 @@ DEFAULT = "digits"
 MODULES = (
     "everyday",
     "speedrun",
+    "fast",
     "mlperf",
     "krizhevsky",
     "amazon",
@@ -32,6 +34,9 @@ MODULES = (
     "nvidia",
     "google",
     "fujitsu",
+    "wightman",
+    "liu",
+    "beyer",
 )
 
 
@@ -96,6 +101,18 @@ class Recipe:
             f"{how[config.schedule.lr_scaling]}, and the accuracy that it reaches is not known"
         )
 
+    def size_note(self, config: Config) -> str | None:
+        """One line when the size phases of a config follow other epochs than the recipe's."""
+        own = self.config()
+        before, now = own.schedule.epochs, config.schedule.epochs
+        phases = config.data.size_phases
+        if now == before or not phases or phases != stretched(own.data.size_phases, now / before):
+            return None
+        return (
+            f"image sizes change at the same shares of the run as in {self.name}, which has {before:g} epochs: "
+            f"--size-phases {format_value(phases)}"
+        )
+
 
 _registry: dict[str, Recipe] = {}
 
@@ -158,10 +175,32 @@ def get_recipe(name: str, **values: Any) -> Config:
     global_batch = values.pop("global_batch", None)
     if global_batch is not None and "batch_phases" in values:
         raise InputError("batch_phases sets the batch of every phase; leave out global_batch")
-    return find_recipe(name).config(global_batch).override(**values)
+    return adapted(find_recipe(name).config(global_batch), values)
+
+
+def adapted(config: Config, values: Mapping[str, Any]) -> Config:
+    """A recipe's config with fields replaced. Other epochs move its size phases along, unless those are given, too."""
+    epochs, phases = values.get("epochs"), config.data.size_phases
+    moved = {}
+    if phases and isinstance(epochs, int | float) and "size_phases" not in values:
+        moved["size_phases"] = stretched(phases, epochs / config.schedule.epochs)
+    return config.override(**moved, **values)
+
+
+def stretched(phases: tuple[SizePhase, ...], factor: float) -> tuple[SizePhase, ...]:
+    """Size phases that begin at the same shares of a run whose epochs are multiplied by this factor."""
+    if factor == 1:
+        return phases
+    return tuple(SizePhase(round(phase.from_epoch * factor, 6), phase.image_size) for phase in phases)
 
 
 def batch_note(config: Config) -> str | None:
     """`Recipe.batch_note` of the built-in recipe a config came from."""
     recipe = all_recipes().get(config.recipe)
     return None if recipe is None else recipe.batch_note(config)
+
+
+def size_note(config: Config) -> str | None:
+    """`Recipe.size_note` of the built-in recipe a config came from."""
+    recipe = all_recipes().get(config.recipe)
+    return None if recipe is None else recipe.size_note(config)

@@ -21,7 +21,7 @@ from typing import Any
 
 from hyperbatch.config import Config, FieldSpec, fields, section_titles
 from hyperbatch.errors import InputError, nearest
-from hyperbatch.recipes import DEFAULT, find_recipe
+from hyperbatch.recipes import DEFAULT, adapted, find_recipe, stretched
 
 CUSTOM = Config().recipe  # the label of a config that comes from no recipe
 RUN_CONFIG = "config.toml"  # in a run's folder: what it was started with
@@ -100,7 +100,10 @@ def layered(
     # A file with a batch of its own for every phase is scaled; else the recipe is told the batch, and may have a table.
     scaled = {GLOBAL_BATCH: wanted} if "batch_phases" in values and wanted is not None else {}
     config = _base(recipe or (file.recipe if file is not None else None) or DEFAULT, None if scaled else wanted)
-    return config.override(**{**values, **flags, **scaled})
+    before = values.get("epochs", config.schedule.epochs)
+    if "size_phases" in values and "epochs" in flags and before > 0:  # the file's phases are of the file's epochs
+        values["size_phases"] = stretched(values["size_phases"], flags["epochs"] / before)
+    return adapted(config, {**values, **flags, **scaled})
 
 
 def _base(recipe: str, global_batch: int | None) -> Config:

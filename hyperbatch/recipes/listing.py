@@ -58,4 +58,4 @@ def format_recipes() -> str:
         console.print(
             Text("* the default. `hyperbatch train NAME --data DIR --dry-run` shows everything a recipe sets.")
         )
-    return capture.get().rstrip("\n")
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())

@@ -92,10 +92,10 @@ def cost_chart(name: str, sweeps: Mapping[str, Sequence[Mapping[str, Any]]], wha
     title, amount = {"energy_kwh": ("Energy", "kWh"), "cost_usd": ("Cost", "US dollars")}[what]
     lines = []
     for index, (label, points) in enumerate(sweeps.items()):
-        ordered = sorted(points, key=lambda point: point["time_to_target_s"]["mid"])
+        ordered = sorted(points, key=lambda point: point["gpus"])  # more of them may take longer
         x = {unit: [point["time_to_target_s"]["mid"] / scale for point in ordered]}
         gpus = [units.count(point["gpus"]) for point in ordered]
-        gpus[0] += "" if index else " GPUs"
+        gpus[-1] += "" if index else " GPUs"
         y = [point[what] for point in ordered]
         lines.append(Line(label=label, color=index, x=x, y=y, dots=True, texts=gpus if len(gpus) <= 12 else []))
     return Chart(
@@ -173,7 +173,7 @@ def _timeline(steps: Mapping[str, StepTiming]) -> tuple[list[Html], float]:
 def plan_picture(plan: Plan) -> str:
     """`plan`'s answer: the step as a time line, and the steps of every other grouping and all-reduce beside it."""
     timing, phase = plan.step.timing, plan.phase
-    name = f"{plan.recipe} on {plan.gpus:,} x {plan.cluster}"
+    name = f"{plan.recipe} on {units.plural(plan.gpus, 'GPU')} of {plan.cluster}"
     title = f"One step of {name}: {units.duration(timing.step_s)}"
     about = (
         f"Global batch {phase.global_batch:,}, grid {plan.step.grid}, {plan.step.plan.strategy} groups. Compute above, "

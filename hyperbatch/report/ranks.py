@@ -46,7 +46,7 @@ def _lead(timed: dict[int, StepTiming], hosts: dict[int, str]) -> str:
     where = f" (host {hosts[slowest]})" if hosts.get(slowest) else ""
     more_s = own_s(timed[slowest]) - usual_s
     text = (
-        f"Rank {slowest}{where} is the slowest: it works {units.duration(own_s(timed[slowest]))} of each step by itself"
+        f"Rank {slowest}{where} is the slowest: its own work takes {units.duration(own_s(timed[slowest]))} of each step"
     )
     text += f", {units.duration(more_s)} longer than the median rank" if more_s > 0 else ""
     return f"{text}. Faster ranks wait for it, which counts as exposed communication. Means over the whole run."

@@ -83,8 +83,25 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
         ("trained for", f"{units.number(round(result.epochs or 0.0, 2))} epochs", units.plural(result.steps, "step")),
         ("ranks", units.count(record.world_size), exchange if record.world_size > 1 else "no exchange"),
         ("global batch", " → ".join(units.count(b) for b in batches) or units.NONE, ""),
+        *_compiled_tile(record),
         *_data_tile(record),
     ]
+
+
+def compiled_parts(record: RunRecord) -> tuple[str, str] | None:
+    """What was compiled, and a word more; None: nothing was, or an older version wrote the record."""
+    made = record.compiled
+    regions, kinds, seconds = (made.get(name) for name in ("regions", "kinds", "seconds"))
+    if not regions or not kinds or seconds is None:
+        return None
+    what = "the whole model" if regions == 1 else f"{units.count(regions)} blocks of {units.plural(kinds, 'kind')}"
+    warm = "" if made.get("cache_misses") else ", from the disk"
+    return what, f"{units.duration(seconds)} of the set-up{warm}"
+
+
+def _compiled_tile(record: RunRecord) -> list[tuple[str, str, str]]:
+    parts = compiled_parts(record)
+    return [] if parts is None else [("compiled", *parts)]
 
 
 def _data_tile(record: RunRecord) -> list[tuple[str, str, str]]:

@@ -16,6 +16,8 @@ def summary(record: RunRecord) -> str:
     spent = f"{units.duration(result.train_s)} of training, {units.plural(result.steps, 'step')}"
     rows.append(("trained", f"{units.number(round(result.epochs, 2))} epochs in {spent}"))
     rows.append(("time", time_spent(record)))
+    if compiled := sections.compiled_parts(record):
+        rows.append(("compiled", ", ".join(compiled)))
     if record.warnings:
         more = f" (and {len(record.warnings) - 1} more in the report)" if len(record.warnings) > 1 else ""
         rows.append(("warning", record.warnings[0] + more))

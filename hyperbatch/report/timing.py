@@ -221,4 +221,8 @@ def _groups(timing: StepTiming, top: float, x_of: Scale, width: int) -> tuple[li
             marks.append(el("text", f"group {group.index}", x=LEFT - 10, y=base, text_anchor="end"))
             if end + 60 < width:
                 marks.append(el("text", units.size(group.bytes), x=f"{end + 6:.1f}", y=base))
+            elif min(ready, x) - 66 > LEFT:  # no room behind it, but before it
+                marks.append(
+                    el("text", units.size(group.bytes), x=f"{min(ready, x) - 6:.1f}", y=base, text_anchor="end")
+                )
     return marks, bottom

@@ -47,6 +47,16 @@ class Step:
 Stride = tuple[Step, ...]  # consecutive steps that are launched together
 
 
+def check_batches(phases: tuple[BatchPhase, ...], train_samples: int, epochs: float) -> None:
+    """InputError when one step would take more samples than the whole run has: for hours, without a result."""
+    largest = max(phase.global_batch for phase in phases)
+    if largest > train_samples * max(1.0, epochs):
+        raise InputError(
+            f"the global batch of {largest:,} is more than the whole run ({epochs:g} epochs of {train_samples:,} "
+            f"images); use a --global-batch of {train_samples:,} or less"
+        )
+
+
 def repeats_note(phases: tuple[BatchPhase, ...], train_samples: int) -> str | None:
     """One line when a step has more samples than there are."""
     largest = max(phase.global_batch for phase in phases)

@@ -1,4 +1,4 @@
-"""Which layers take another rate, and which none at all: `--layer-rates '*:0.1,head:1,conv1:0'`.
+"""Which layers take another rate, and which none at all: `--layer-rates '*:0.1,head:1,conv1:0'`; what came of it.
 
 A name stands for a layer and all in it (`layer1`, `layer1.0.conv2`, `blocks.*.norm1`), `head` for the last linear
 layer, `*` for everything. Where several match a parameter, the last one counts. A factor of 0 freezes it.
@@ -6,8 +6,10 @@ layer, `*` for everything. Where several match a parameter, the last one counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, Self
 
 from hyperbatch.config import LayerRate, format_value
 from hyperbatch.errors import InputError, nearest
@@ -22,9 +24,9 @@ def layer_factors(rates: Sequence[LayerRate], names: Sequence[str], head: str | 
     """
     factors = dict.fromkeys(names, 1.0)
     for layer, factor in rates:
-        found = [name for name in names if _is_in(name, layer)]
+        found = [name for name in names if is_in(name, layer)]
         if not found and layer == HEAD and head is not None:
-            found = [name for name in names if _is_in(name, head)]
+            found = [name for name in names if is_in(name, head)]
         if not found:
             raise InputError(f"--layer-rates: the model has no layer {layer!r}{nearest(layer, _layers(names))}")
         factors.update(dict.fromkeys(found, factor))
@@ -33,10 +35,67 @@ def layer_factors(rates: Sequence[LayerRate], names: Sequence[str], head: str | 
     return factors
 
 
-def _is_in(name: str, layer: str) -> bool:
+def is_in(name: str, layer: str) -> bool:
+    """Whether a parameter's name is that of a layer, or of something in it; `*` stands for anything."""
     return fnmatchcase(name, layer) or fnmatchcase(name, f"{layer}.*")
 
 
 def _layers(names: Sequence[str]) -> list[str]:
     """What a person would name: the outermost layers, and the head."""
     return [*dict.fromkeys(name.partition(".")[0] for name in names), HEAD]
+
+
+class ParamRow(NamedTuple):
+    """One trainable parameter, as far as `GroupSummary` counts it."""
+
+    name: str
+    numel: int
+    decayed: bool
+    factor: float  # on the rate
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    tensors: int
+    parameters: int
+
+    @classmethod
+    def of(cls, rows: Sequence[ParamRow]) -> Self:
+        return cls(len(rows), sum(row.numel for row in rows))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFactor:
+    """What takes one factor of the rate."""
+
+    factor: float
+    count: Count
+    first: str  # the first weight among them
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """How many trainable parameters get weight decay, and how many which factor of the rate, from the lowest up."""
+
+    decayed: Count
+    undecayed: Count
+    factors: tuple[LayerFactor, ...]  # empty: all take the whole rate
+
+    @classmethod
+    def of(cls, rows: Iterable[ParamRow]) -> Self:
+        rows = list(rows)
+        by_factor: dict[float, list[ParamRow]] = {}
+        for row in rows:
+            by_factor.setdefault(row.factor, []).append(row)
+        layers = tuple(
+            LayerFactor(factor, Count.of(part), part[0].name)
+            for factor, part in sorted(by_factor.items(), key=lambda item: item[0])
+        )
+        return cls(
+            Count.of([row for row in rows if row.decayed]),
+            Count.of([row for row in rows if not row.decayed]),
+            () if by_factor.keys() <= {1.0} else layers,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -123,7 +123,7 @@ def simulate(
     recipe: str | Config,
     *,
     cluster: str | Cluster | None = None,
-    gpus: Sequence[int],
+    gpus: Sequence[int] | None = None,
     algorithm: str | None = None,
     grid: str | None = None,
     strategy: str | None = None,
@@ -137,9 +137,10 @@ def simulate(
     """
     choices = {"algorithm": algorithm, "grid": grid, "strategy": strategy}
     requests = [
-        resolve(recipe, cluster, count, global_batch=global_batch, batch_per_rank=batch_per_rank) for count in gpus
+        resolve(recipe, cluster, count, global_batch=global_batch, batch_per_rank=batch_per_rank)
+        for count in gpus or [None]
     ]
-    first = requests[0] if requests else resolve(recipe, cluster, 1)
+    first = requests[0]
     return Simulation(
         recipe=first.config.recipe,
         cluster=first.cluster.name,
@@ -268,6 +269,11 @@ def format_simulation(simulation: Simulation) -> str:
     target = "" if simulation.target_top1 is None else f", to {simulation.target_top1:.1%}"
     lines = [f"{simulation.recipe} ({simulation.model}, {simulation.precision}{target}) on {simulation.cluster}", ""]
     lines += text_table(titles, rows, left=0)
+    lines += [
+        "",
+        "exposed: communication that the backward pass does not hide    low, high: the interval of the prediction",
+        "at best: all GPUs at the peak of their arithmetic from start to end",
+    ]
     notes = [f"note ({point.gpus:,} GPUs): {note}" for point in points for note in point.notes]
     return "\n".join([*lines, *notes])
 

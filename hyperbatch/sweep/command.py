@@ -91,6 +91,7 @@ def sweep(
     check_runs(plan)
     folder = out or default_folder(plan)
     prepare_folder(folder, plan)
+    say(f"{plan.name}: {units.plural(len(plan.runs), 'run')} of {plan.recipe}, rows and report in {folder}")
     with held(folder, f"part-{part[0]}-of-{part[1]}"), ended_by_sigterm():
         trainer = Trainer(folder if keep_runs else None)
         try:

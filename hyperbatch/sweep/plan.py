@@ -33,7 +33,7 @@ from typing import Any
 
 from hyperbatch.config import Config, fields, format_value
 from hyperbatch.errors import InputError, nearest
-from hyperbatch.recipes import find_recipe
+from hyperbatch.recipes import adapted, find_recipe
 
 KEYS = ("name", "recipe", "seeds", "about", "fixed", "grid", "arms")
 NOT_HERE = {
@@ -130,6 +130,9 @@ def load_plan(path: Path, *, data: str | None = None) -> Plan:
 
 
 def parse_plan(values: Mapping[str, Any], *, name: str = "sweep", text: str = "", data: str | None = None) -> Plan:
+    for key in values:
+        if key != "seed" and key in {spec.name for spec in fields()} - set(KEYS):
+            raise InputError(f"{key} is a field of the config; write it below [fixed], [grid] or [[arms]]")
     _known(values, KEYS, "the plan")
     name = _typed(values, "name", str, name)
     if not name or any(letter in name for letter in "/\\ \t\n"):
@@ -200,7 +203,7 @@ def digest(config: Config, given: set[str]) -> str:
 def _known(values: Mapping[str, Any], names: Sequence[str], where: str) -> None:
     for key in values:
         if key not in names:
-            raise InputError(f"{where} has no {key!r}{nearest(key, list(names))}")
+            raise InputError(f"{where} must not have {key!r}{nearest(key, list(names))}")
 
 
 def _typed(values: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
@@ -312,7 +315,7 @@ def _configured(build: Any, overrides: Values) -> Config:
     if GLOBAL_BATCH in overrides and "batch_phases" in overrides:
         raise InputError("batch_phases sets the batch of every phase; leave out global_batch")
     rest = {name: value for name, value in overrides.items() if name != GLOBAL_BATCH}
-    return build(overrides.get(GLOBAL_BATCH)).override(**rest)
+    return adapted(build(overrides.get(GLOBAL_BATCH)), rest)
 
 
 def _check_distinct(runs: Sequence[PlannedRun]) -> None:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from hyperbatch.engine.session import Session
 
 
+OF_ONE_RUN = ("host", "date")  # what a record says of its surroundings, but no two runs need have in common
+
+
 def ranks_of(config: Config) -> int:
     """Processes of a run: one, unless the plan says otherwise."""
     return config.run.nproc or default_nproc(config.run.device)
@@ -53,7 +56,8 @@ class Trainer:
         about: dict[str, Any] = {}
         if record is not None:
             about = described(record)
-            self.environment = {k: v for k, v in record.environment.items() if k != "host"} | {"commit": self._commit}
+            same = {name: value for name, value in record.environment.items() if name not in OF_ONE_RUN}
+            self.environment = same | {"commit": self._commit}
         return Row(
             run=run.number,
             arm=run.point.arm,

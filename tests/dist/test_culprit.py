@@ -35,7 +35,11 @@ def test_an_exception_of_the_model_is_told_whichever_rank_ends_first(tmp_path, s
     done, _ = train(tmp_path / "run", "raising", FAULT_STEP=str(step))
     assert done.returncode == 1
     cause = "rank 1: ValueError: the model has lost its head"
-    resume = f"--resume --out {tmp_path / 'run'} continues from the newest checkpoint" if step > 3 else "start it again"
+    resume = (
+        f"--resume --out {tmp_path / 'run'} continues from the newest checkpoint"
+        if step > 3
+        else "it can only be started from the beginning"
+    )
     assert last_line(done).startswith(f"hyperbatch: {cause}; ")
     assert last_line(done).endswith(resume)
     assert "in raising" in done.stderr, "its traceback"

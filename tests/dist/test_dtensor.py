@@ -1,16 +1,18 @@
-"""LARS and LAMB on DTensors (FSDP2's fully_shard, tensor parallelism) against the same model on one rank."""
+"""LARS, LAMB and AdamW on DTensors (FSDP2's fully_shard, tensor parallelism) against the same model on one rank."""
 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp_files
 import torch.distributed.checkpoint.state_dict as dcp
 from harness import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -22,6 +24,7 @@ OPTIMIZERS = {
     "rescaled": (LARS, {"lr": 0.3, "trust_coefficient": 0.1, "momentum_rule": "rescaled", "nesterov": True}),
     "lr_outside": (LARS, {"lr": 0.3, "trust_coefficient": 0.1, "momentum_rule": "lr_outside", "foreach": True}),
     "lamb": (LAMB, {"lr": 0.05}),
+    "adamw": (LAMB, {"lr": 0.05, "eps": 1e-8}),
 }
 
 
@@ -56,7 +59,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS
 
 def build(model: nn.Module, name: str) -> LARS | LAMB:
     kind, options = OPTIMIZERS[name]
-    optimizer = kind(param_groups(model, 0.05), **options)
+    groups = param_groups(model, 0.05, layer_decay=0.8, lr=options["lr"])  # three layers of weights and of others
+    assert len(groups) == 6
+    if name == "adamw":
+        groups = [{**group, "adapt": False} for group in groups]
+    optimizer = kind(groups, **options)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
@@ -77,12 +84,13 @@ def compare(model: nn.Module, optimizer: LARS | LAMB, plain: nn.Module, expected
         assert values == pytest.approx(expected_norms[name], rel=1e-10, nan_ok=True), name
 
 
-def close(a: Tensor, b: Tensor, name: str) -> None:
-    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12, msg=lambda text: f"{name}: {text}")
+def close(a: Tensor, b: Tensor, name: str, *, rtol: float = 1e-10, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=lambda text: f"{name}: {text}")
 
 
-def fsdp(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
+def fsdp(rank: int, world_size: int, kind: str = "cpu") -> None:
+    mesh = init_device_mesh(kind, (world_size,))
+    torch.set_default_device(kind)
     for name in OPTIMIZERS:
         plain, model = Net(), Net()
         fully_shard(model.up, mesh=mesh)
@@ -97,6 +105,36 @@ def fsdp(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_fully_sharded_equals_one_rank(world_size: int) -> None:
     run_ranks(world_size, fsdp, world_size)
+
+
+def mixed_precision(rank: int, world_size: int) -> None:
+    """Forward and backward in bf16, weights and the sum of gradients in fp32: as a cast of all weights in one rank."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for name in ("lr_inside", "lamb", "adamw"):
+        plain, model = Net().float(), Net().float()
+        fully_shard(model.up, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        expected, optimizer = build(plain, name), build(model, name)
+        for step in range(3):
+            x = torch.randn(6, 1, 5, 5, generator=torch.Generator().manual_seed(step)).bfloat16()
+            cast = {key: param.bfloat16() for key, param in plain.named_parameters()}
+            for its, output in (
+                (expected, torch.func.functional_call(plain, cast, x)),
+                (optimizer, model(x)),
+            ):
+                its.zero_grad()
+                output.float().pow(2).mul(torch.arange(3)).sum().backward()
+                its.step()
+        for (key, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert a.dtype == torch.float32
+            assert "master" not in optimizer.state[a]
+            close(whole(a), b, f"{name}, {key}", rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_mixed_precision_policy_equals_one_rank(world_size: int) -> None:
+    run_ranks(world_size, mixed_precision, world_size)
 
 
 def tensor_parallel(rank: int, shape: tuple[int, ...]) -> None:
@@ -172,17 +210,51 @@ def test_muon_and_the_fused_and_reference_paths_refuse() -> None:
     run_ranks(2, refuse)
 
 
+def sharded(name: str, world_size: int) -> tuple[nn.Module, LARS | LAMB]:
+    model = Net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    return model, build(model, name)
+
+
+def save_files(rank: int, folder: Path) -> None:
+    for name in CHECKPOINTED:
+        model, optimizer = sharded(name, 4)
+        train(model, optimizer)
+        weights, state = dcp.get_state_dict(model, optimizer)
+        dcp_files.save({"model": weights, "optimizer": state}, checkpoint_id=folder / name)
+
+
+def load_files(rank: int, folder: Path) -> None:
+    for name in CHECKPOINTED:
+        plain = Net()
+        expected = build(plain, name)
+        train(plain, expected)
+        model, optimizer = sharded(name, 2)
+        weights, state = dcp.get_state_dict(model, optimizer)
+        dcp_files.load({"model": weights, "optimizer": state}, checkpoint_id=folder / name)
+        dcp.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+        assert [group["step"] for group in optimizer.param_groups if "step" in group] == [
+            group["step"] for group in expected.param_groups if "step" in group
+        ]
+        for one, its in ((plain, expected), (model, optimizer)):
+            train(one, its, steps=2)
+        compare(model, optimizer, plain, expected)
+
+
+CHECKPOINTED = ("rescaled", "lamb", "adamw")
+
+
+def test_files_of_four_ranks_continue_on_two(tmp_path: Path) -> None:
+    run_ranks(4, save_files, tmp_path)
+    run_ranks(2, load_files, tmp_path)
+
+
 def checkpoint(rank: int) -> None:
     """Through torch.distributed.checkpoint's state dicts, into a fresh model: the next steps are the same."""
-    mesh = init_device_mesh("cpu", (2,))
-    model = Net()
-    fully_shard(model, mesh=mesh)
-    optimizer = build(model, "rescaled")
+    model, optimizer = sharded("rescaled", 2)
     train(model, optimizer)
     saved = copy.deepcopy(dcp.get_state_dict(model, optimizer))
-    other = Net()
-    fully_shard(other, mesh=mesh)
-    resumed = build(other, "rescaled")
+    other, resumed = sharded("rescaled", 2)
     dcp.set_state_dict(other, resumed, model_state_dict=saved[0], optim_state_dict=saved[1])
     for one, its in ((model, optimizer), (other, resumed)):
         train(one, its, steps=2)

@@ -1,10 +1,13 @@
 """The examples do what their first lines say."""
 
 import json
+import os
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+from harness import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -13,6 +16,17 @@ def test_own_loop_reaches_a_good_accuracy(capsys):
     main = runpy.run_path(str(EXAMPLES / "own_loop.py"))["main"]
     assert main(epochs=8) > 0.95
     assert "trust ratios" in capsys.readouterr().out
+
+
+def train_sharded(rank, folder):
+    os.environ["WORLD_SIZE"] = "2"
+    return runpy.run_path(str(EXAMPLES / "fsdp.py"))["main"](out=str(folder), epochs=4)
+
+
+def test_a_sharded_model_in_an_own_loop(tmp_path):
+    accuracies = run_ranks(2, train_sharded, tmp_path / "saved", timeout_s=120)
+    assert min(accuracies) > 0.9  # each rank has batch-norm statistics of its own
+    assert (tmp_path / "saved" / ".metadata").exists()
 
 
 def test_own_model_and_data_through_the_command(tmp_path):

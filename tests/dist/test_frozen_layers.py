@@ -70,6 +70,20 @@ def test_a_resumed_run_with_frozen_layers_gives_the_same_bits(tmp_path, base, wo
     assert same_bits(flat_weights(tmp_path / "whole"), flat_weights(tmp_path / "parts"))
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_with_layer_decay_resumes_and_its_record_tells_the_rates(tmp_path, base, world_size):
+    values = {"model": "toy:normed", "init_from": str(base), "layer_decay": 0.5, "optimizer": "adamw", "lr": 0.01}
+    record, _ = train(world_size, tmp_path / "whole", epochs=2.0, **values)
+    train(world_size, tmp_path / "parts", epochs=2.0, max_steps=6, **values)
+    train(world_size, tmp_path / "parts", epochs=2.0, resume=True, **values)
+    assert same_bits(flat_weights(tmp_path / "whole"), flat_weights(tmp_path / "parts"))
+    groups = record["optimizer_groups"]
+    assert [(row["factor"], row["first"]) for row in groups["factors"]] == [(0.5, "0.weight"), (1.0, "5.weight")]
+    assert groups["decayed"]["tensors"] + groups["undecayed"]["tensors"] == sum(
+        row["count"]["tensors"] for row in groups["factors"]
+    )
+
+
 def test_a_new_head_is_said_once_and_its_run_goes_on_without_the_file(tmp_path, base):
     values = {"model": "toy:normed", "dataset": "toy:renamed", "init_from": str(base)}
     record, _ = train(2, tmp_path, max_steps=3, **values)

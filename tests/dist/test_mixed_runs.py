@@ -22,6 +22,18 @@ def test_ranks_and_accumulation_agree_with_one_process_in_float64(tmp_path):
     assert any((alone[key] - plain[key]).abs().max() > 1e-4 for key in alone)
 
 
+def test_binary_cross_entropy_of_mixed_images_on_two_ranks(tmp_path):
+    values = {"precision": "fp64", "max_steps": 8, **MIXED}
+    bce = {**values, "loss": "bce", "bce_threshold": 0.2, "lr": 4.0}
+    _, alone = train(1, tmp_path / "1", **bce)
+    _, other = train(2, tmp_path / "2", **bce)
+    assert all((alone[key] - other[key]).abs().max() <= 1e-10 for key in alone)
+    _, softmax = train(1, tmp_path / "softmax", **values)
+    assert any((alone[key] - softmax[key]).abs().max() > 1e-4 for key in alone)
+    first = next(line for line in (tmp_path / "1" / "metrics.jsonl").read_text().splitlines() if '"step"' in line)
+    assert 0.3 < json.loads(first)["loss"] < 1.0  # log 2 for a network that knows nothing
+
+
 def test_stop_and_resume_equals_no_stop(tmp_path):
     _, unbroken = train(1, tmp_path / "whole", **MIXED)
     train(1, tmp_path / "parts", max_steps=13, final_eval=False, **MIXED)

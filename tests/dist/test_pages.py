@@ -64,7 +64,7 @@ def test_the_python_page(tmp_path, monkeypatch, capsys):
     answers = pages.run(PYTHON, tmp_path, leave_out=leave_out)
     saved, trained, preview, finished, longer = answers
     assert "digits.toml" in saved
-    assert re.search(r"label_smoothing +0\.2 ", preview)
+    assert re.search(r"(?m)^label_smoothing +0\.2$", preview)
     assert finished.splitlines()[0] == trained.splitlines()[0], "a finished run returns its record"
     assert re.search(r"trained +8\.\d+ epochs", longer)
     assert RunRecord.load(tmp_path / "runs" / "five").config["schedule"]["epochs"] == 8

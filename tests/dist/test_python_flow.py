@@ -13,6 +13,7 @@ from toy import config, flat_weights, same_bits
 
 import hyperbatch
 from hyperbatch.callbacks import NO_HOOKS, Forward, Hooks, StepEvent, forwarded
+from hyperbatch.config import SizePhase
 from hyperbatch.errors import InputError, RunFailed
 from hyperbatch.record import RunRecord
 
@@ -176,8 +177,10 @@ def test_a_run_is_resumed_from_its_folder_alone_wherever_that_is(tmp_path):
 
 def test_a_run_becomes_longer_and_says_what_that_does(tmp_path):
     out = str(tmp_path / "run")
-    first = hyperbatch.train(config(out=out, nproc=1))
+    sizes = (SizePhase(0, 6), SizePhase(1, 8))
+    first = hyperbatch.train(config(out=out, nproc=1, model="toy:pooled", size_phases=sizes))
     longer = hyperbatch.load_config(out, out=out, resume=True, epochs=6.0)
+    assert longer.data.size_phases == sizes  # what was trained at which size has happened
     record = hyperbatch.train(longer)
     assert (first.result.epochs, record.result.epochs) == (4.0, 6.0)
     assert [row["step"] for row in record.metrics("step")] == list(range(1, record.result.steps + 1))

@@ -17,6 +17,7 @@ from hyperbatch.optim import base
 from hyperbatch.optim.build import set_rate
 from hyperbatch.optim.lamb import LAMB
 from hyperbatch.optim.lars import LARS
+from hyperbatch.optim.muon import Muon
 from hyperbatch.optim.precision import LossScaler
 from hyperbatch.optim.sharded import ShardedUpdate
 from hyperbatch.params import param_groups
@@ -56,7 +57,11 @@ class Trainer:
         plan = plan_groups(self.arena.specs, "cubic", base=1)
         self.sync = GradSync(self.arena, plan, comm, algorithm=algorithm, sharded=sharded)
         groups = param_groups(self.model, 0.01)
-        self.optimizer = LARS(groups, lr=0.5, trust_coefficient=0.1, arena=self.arena, **options)
+        kind = options.pop("kind", LARS)
+        if options.pop("plain", False):
+            groups = [{**group, "adapt": False} for group in groups]
+        trust = {"trust_coefficient": 0.1} if kind is LARS else {}
+        self.optimizer = kind(groups, lr=0.5, arena=self.arena, **trust, **options)
         precision = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, "fp32")
         self.scaler = LossScaler(precision, self.optimizer, initial_scale=8.0)
         self.update = ShardedUpdate(self.optimizer, self.arena, self.sync) if sharded else self.optimizer
@@ -111,6 +116,9 @@ RULES = (
     {},
     {"momentum_rule": "rescaled", "nesterov": True},
     {"momentum_rule": "unscaled", "decoupled_weight_decay": True, "foreach": True},
+    {"kind": LAMB},
+    {"kind": LAMB, "betas": (0.8, 0.9), "trust_clip": True, "capturable": True},
+    {"kind": LAMB, "plain": True},
 )
 
 
@@ -126,6 +134,11 @@ RULES = (
         ("2x2", "hybrid", torch.float64, RULES[2]),
         ("2x3", "torus", torch.float64, RULES[0]),
         ("5x1", "hierarchical", torch.float64, RULES[2]),
+        ("1x1", "flat", torch.float32, RULES[3]),
+        ("2x2", "torus", torch.float64, RULES[3]),
+        ("2x1", "flat", torch.float16, RULES[4]),
+        ("2x1", "flat", torch.float64, RULES[5]),
+        ("4x1", "flat", torch.bfloat16, RULES[5]),
     ],
 )
 def test_sharded_equals_plain(grid: str, algorithm: str, dtype: torch.dtype, options: dict) -> None:
@@ -225,7 +238,9 @@ def second_step(rank: int, options: dict) -> list[str]:
     return sorted(operations.names)
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum_rule": "rescaled", "nesterov": True, "trust_clip": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum_rule": "rescaled", "nesterov": True, "trust_clip": True}, {"kind": LAMB}], ids=str
+)
 def test_a_step_takes_nothing_from_the_host_and_tells_it_nothing(options: dict) -> None:
     """So that a CUDA graph can capture it: values of the host (lift_fresh: torch.tensor) would be those of the capture,
     and whoever reads a value (_local_scalar_dense: item) waits for the device."""
@@ -259,9 +274,9 @@ def refuse(rank: int) -> None:
     model = Layers()
     arena = Arena(model, [name for name, _ in model.named_parameters()])
     plan = plan_groups(arena.specs, "single")
-    lamb = LAMB(model.parameters(), arena=arena)
-    with pytest.raises(InputError, match="supports lars and sgd, not lamb"):
-        ShardedUpdate(lamb, arena, GradSync(arena, plan, comm, sharded=True))
+    muon = Muon([model.fc.weight], lr=0.1, arena=arena)
+    with pytest.raises(InputError, match=r"supports sgd, lars, lamb and adamw, not muon; call optimizer.share\(comm\)"):
+        ShardedUpdate(muon, arena, GradSync(arena, plan, comm, sharded=True))
     lars = LARS(model.parameters(), lr=0.1, arena=arena)
     with pytest.raises(InputError, match="sharded=True"):
         ShardedUpdate(lars, arena, GradSync(arena, plan, comm))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankFailed, run_ranks
+from harness import run_ranks
 from toy import config, flat_weights
 
 from hyperbatch.engine.loop import run
@@ -61,6 +61,12 @@ def test_muon_shares_out_its_matrices_and_resumes(tmp_path):
     assert all(torch.equal(plain[name], shared[name]) for name in plain)
 
 
-def test_lamb_is_refused_in_one_line(tmp_path):
-    with pytest.raises(RankFailed, match="InputError: the sharded update supports lars and sgd, not lamb"):
-        train(tmp_path, world_size=2, optimizer="lamb", sharded_update=True)
+@pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
+def test_sharded_lamb_and_adamw_equal_plain_ones_and_resume(tmp_path, optimizer):
+    values = {"world_size": 2, "optimizer": optimizer, "lr": 0.01, "layer_decay": 0.5, "precision": "fp64"}
+    plain = train(tmp_path / "plain", max_steps=6, **values)
+    train(tmp_path / "sharded", max_steps=3, sharded_update=True, **values)
+    sharded = train(tmp_path / "sharded", max_steps=6, sharded_update=True, resume=True, **values)
+    assert plain.keys() == sharded.keys()
+    for name, tensor in plain.items():
+        assert (tensor - sharded[name]).abs().max() <= 1e-11 * tensor.abs().max(), name

@@ -88,6 +88,27 @@ def normed(classes, in_channels):
     )
 
 
+class Dropping(nn.Module):
+    """Dropout and stochastic depth at rates that a config sets; it keeps what was dropped in training."""
+
+    def __init__(self, classes, in_channels, dropout=0.5, drop_path=0.25):
+        super().__init__()
+        self.inputs = nn.Conv2d(in_channels, 8, 3, padding=1)
+        self.branch = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Tanh(), nn.Dropout(dropout))
+        self.head = nn.Linear(8 * 64, classes)
+        self.drop_path, self.dropped = drop_path, []
+
+    def forward(self, x):
+        x = torch.tanh(self.inputs(x))
+        branch = self.branch(x)
+        if self.training and self.drop_path:
+            kept = torch.empty(len(x), 1, 1, 1, dtype=x.dtype, device=x.device).bernoulli_(1 - self.drop_path)
+            branch = branch * (kept / (1 - self.drop_path))
+        if self.training and len(x) > 2:  # the probe of a run has two
+            self.dropped.append((branch == 0).detach().cpu())
+        return self.head((x + branch).flatten(1))
+
+
 def config(**values):
     """A few steps of LARS on the toy data."""
     defaults = {

@@ -238,7 +238,7 @@ def test_a_set_in_device_memory_gives_the_hosts_batches(dtype, size, config):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("policy", ["none", "trivial"])
+@pytest.mark.parametrize("policy", ["none", "trivial", "rand"])
 def test_mixed_and_retouched_batches_are_the_hosts(dtype, policy):
     array = resident(3000)
     config = dataclasses.replace(CUT, mixup=0.2, cutmix=1.0, auto_augment=policy)

@@ -233,7 +233,7 @@ def network(name: str, dtype: torch.dtype, seed: int = 0) -> tuple[nn.Module, Ar
     """In an arena, with 16-bit weights; dropout off, since it would draw other numbers on each path."""
     torch.manual_seed(seed)
     with CUDA:
-        model = create_model(name, classes=1000)
+        model = create_model(name.removeprefix("blurred "), classes=1000, blurpool=name.startswith("blurred"))
     model.to(memory_format=torch.channels_last)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -256,9 +256,12 @@ NETWORKS = [
     ("resnet50", 16, 64, BF16),
     ("resnet50", 16, 32, FP16),
     ("resnet50", 1, 224, FP16),
+    ("resnet50d", 16, 224, FP16),
+    ("resnet50d", 7, 104, BF16),
     ("resnet18", 7, 224, FP16),
     ("resnet18", 1, 64, FP16),
     ("resnet18", 16, 32, BF16),
+    ("blurred resnet50", 16, 88, FP16),
     ("alexnet_bn", 7, 224, FP16),
     ("alexnet_bn", 16, 160, BF16),
     ("alexnet_bn", 16, 64, FP16),  # 32 px leave nothing for its last pool

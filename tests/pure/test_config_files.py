@@ -7,7 +7,7 @@ import pytest
 
 import hyperbatch
 from hyperbatch.cli import main
-from hyperbatch.config import BatchPhase, Config, fields
+from hyperbatch.config import BatchPhase, Config, SizePhase, fields
 from hyperbatch.errors import InputError
 from hyperbatch.recipes import all_recipes, find_recipe
 from hyperbatch.recipes.files import layered, load_config, parse_config, read_config, run_config, save_config
@@ -70,6 +70,18 @@ def test_the_batch_of_a_file(tmp_path):
     assert found.schedule.batch_phases == (BatchPhase(0, 64), BatchPhase(2, 128))
     both = layered("digits", parse_config({"global_batch": 96}), {"batch_phases": (BatchPhase(0, 32),)})
     assert both.schedule.batch_phases == (BatchPhase(0, 32),)
+
+
+def test_the_image_sizes_of_a_file_follow_the_epochs_of_a_flag(tmp_path):
+    save_config(hyperbatch.get_recipe("cifar10"), tmp_path / "run.toml")
+    file = read_config(tmp_path / "run.toml")
+    assert layered(None, file, {"epochs": 4.0}) == hyperbatch.get_recipe("cifar10", epochs=4.0)
+    given = {"epochs": 4.0, "size_phases": (SizePhase(1, 24),)}
+    assert layered(None, file, given).data.size_phases == given["size_phases"]
+    phases_alone = parse_config({"size_phases": "0:16,10:8"})
+    assert layered("digits", phases_alone, {"epochs": 10.0}).data.size_phases == (SizePhase(0, 16), SizePhase(5, 8))
+    with pytest.raises(InputError, match="--epochs 0"):
+        layered("digits", parse_config({"size_phases": "0:16,10:8", "epochs": 0}), {})
 
 
 def test_layers_are_checked_together():

@@ -14,11 +14,12 @@ from hyperbatch.plan.inventory import layers, model_names, tensors, training_flo
         ("resnet18", 62, 11_689_512, 1.814),
         ("resnet34", 110, 21_797_672, 3.664),
         ("resnet50", 161, 25_557_032, 4.089),
+        ("resnet50d", 167, 25_576_264, 4.329),
         ("resnet101", 314, 44_549_160, 7.801),
         ("resnet152", 467, 60_192_808, 11.514),
     ],
 )
-def test_counts_are_torchvisions(model: str, count: int, parameters: int, gmacs: float) -> None:
+def test_counts_are_torchvisions_and_timms(model: str, count: int, parameters: int, gmacs: float) -> None:
     specs = tensors(model)
     assert len(specs) == count
     assert len({spec.name for spec in specs}) == count

@@ -127,7 +127,7 @@ def test_a_plan_is_drawn_beside_its_alternatives() -> None:
     plan = make_plan(CONFIG, cluster="abci", gpus=2048)
     picture = plan_picture(plan)
     words = [element.text or "" for element in elements(picture, "text")]
-    assert words[0].startswith("One step of test on 2,048 x abci: ")
+    assert words[0].startswith("One step of test on 2,048 GPUs of abci: ")
     assert {"The step by grouping, shortest first", "The step by all-reduce, shortest first"} <= set(words)
     assert set(plan.strategies) | set(plan.algorithms) <= set(words)
     titles = [element.text or "" for element in elements(picture, "title")]
@@ -148,8 +148,8 @@ def test_a_sweep_is_four_charts(sizes: list[int], tmp_path: Path) -> None:
     assert any(word.startswith("Time to target, in ") for word in words)
     assert "Cost against time to target" in words
     assert sum("test on cloud_h200_efa." in word for word in words) == 4, "each panel says what it shows"
-    assert words[-len(sizes) :] == [f"{sizes[-1]} GPUs", *map(str, sizes[-2::-1])], (
-        "on the cost curve, the fastest first"
+    assert words[-len(sizes) :] == [*map(str, sizes[:-1]), f"{sizes[-1]} GPUs"], (
+        "on the cost curve, as the cluster grows"
     )
     with pytest.raises(InputError, match="cannot be written"):
         write_picture(tmp_path / "nowhere" / "sweep.svg", picture)

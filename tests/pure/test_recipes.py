@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from hyperbatch.config import Config
+from hyperbatch.cli import main
+from hyperbatch.config import Config, SizePhase
 from hyperbatch.errors import InputError
-from hyperbatch.recipes import DEFAULT, all_recipes, find_recipe
+from hyperbatch.recipes import DEFAULT, all_recipes, find_recipe, get_recipe
 from hyperbatch.recipes.listing import format_recipes, list_recipes
 from hyperbatch.recipes.mlperf import IMAGENET_SAMPLES, POINTS, nearest_point
-from hyperbatch.schedule import learning_rate, resolve_phases
+from hyperbatch.schedule import full_size_epochs, learning_rate, resolve_phases, size_spans, total_steps
 
 PUBLISHED = [
     "facebook_resnet50",
@@ -30,6 +31,9 @@ PUBLISHED = [
     "fujitsu_resnet50",
     "amazon_resnet152",
     "krizhevsky_alexnet",
+    "resnet50_a3",
+    "convnext_t",
+    "vit_s16",
 ]
 EVERYDAY = [
     "resnet50",
@@ -41,7 +45,7 @@ EVERYDAY = [
     "tinyimagenet",
     "digits",
 ]
-EVERYDAY += ["finetune"]
+EVERYDAY += ["finetune", "resnet50_fast", "vit_cifar10"]
 CLUSTERS = [
     "abci",
     "tencent_p40",
@@ -67,7 +71,7 @@ def test_listing_order_is_everyday_first_then_by_year():
     names = list(all_recipes())
     assert names[0] == DEFAULT
     assert set(names[: len(EVERYDAY)]) == set(EVERYDAY)
-    assert names[-1] == "fujitsu_resnet50"
+    assert names[-1] == "vit_s16"
 
 
 @pytest.mark.parametrize("name", PUBLISHED + EVERYDAY)
@@ -123,6 +127,13 @@ PUBLISHED_RATES = [
     ("fujitsu_resnet50", 36 + 780 * 86_016 / 1_281_167, 13.0 * 0.0025),
     ("amazon_resnet152", 5, 2.0),
     ("krizhevsky_alexnet", 1, 0.08),
+    ("resnet50_a3", 5, 8e-3),
+    ("resnet50_a3", 100, 1e-6),
+    ("convnext_t", 20, 4e-3),
+    ("convnext_t", 160, 4e-3 / 2 + 1e-6 / 2),  # half of the way down a cosine
+    ("vit_s16", 5_000 * 1_024 / 1_281_167, 5e-4),
+    ("vit_s16", 10_000 * 1_024 / 1_281_167, 1e-3),
+    ("vit_s16", 90, 0.0),
 ]
 
 
@@ -130,6 +141,23 @@ PUBLISHED_RATES = [
 def test_published_rates(name, epoch, rate):
     config = find_recipe(name).config()
     assert learning_rate(config.schedule, epoch) == pytest.approx(rate, rel=1e-9, abs=1e-12)
+
+
+def test_the_other_figures_of_the_modern_recipes():
+    vit, convnext, a3 = (find_recipe(name).config() for name in ("vit_s16", "convnext_t", "resnet50_a3"))
+    assert [c.global_batch for c in (vit, convnext, a3)] == [1_024, 4_096, 2_048]
+    assert [c.schedule.epochs for c in (vit, convnext, a3)] == [90, 300, 100]
+    assert [c.optim.optimizer for c in (vit, convnext, a3)] == ["adamw", "adamw", "lamb"]
+    # big_vision's decay of 1e-4 a step at the peak, where the rate multiplies it
+    assert vit.optim.weight_decay * vit.schedule.lr == pytest.approx(1e-4)
+    assert (convnext.optim.weight_decay, a3.optim.weight_decay) == (0.05, 0.02)
+    assert [c.optim.clip_norm for c in (vit, convnext, a3)] == [1.0, 0.0, 1.0]
+    assert [(c.data.mixup, c.data.cutmix) for c in (vit, convnext, a3)] == [(0.2, 0.0), (0.8, 1.0), (0.1, 1.0)]
+    # levels 10, 9 and 6 of 10
+    assert [(c.data.rand_ops, c.data.rand_magnitude / 3) for c in (vit, convnext, a3)] == [(2, 10), (2, 9), (2, 6)]
+    assert [c.optim.label_smoothing for c in (vit, convnext, a3)] == [0.0, 0.1, 0.0]
+    assert (a3.optim.loss, a3.data.image_size, a3.data.eval_size) == ("bce", 160, 224)
+    assert (convnext.model.drop_path, convnext.optim.averaging_decay) == (0.1, 0.9999)
 
 
 def test_fujitsus_other_figures():
@@ -225,6 +253,60 @@ def test_another_batch_scales_a_published_rate_and_says_so():
     assert learning_rate(config.schedule, 0) == pytest.approx(0.1)
     assert "8,192" in str(recipe.batch_note(config))
     assert recipe.batch_note(recipe.config()) is None
+
+
+def test_the_fast_recipe_costs_a_third_of_its_epochs():
+    config = find_recipe("resnet50_fast").config()
+    spans = size_spans(config)
+    assert [(span.epochs, span.image_size) for span in spans] == [
+        *((12, 88), *((pytest.approx(2.4), size) for size in (112, 128, 144, 160)), (pytest.approx(5.4), 176)),
+    ]
+    phases = resolve_phases(config.schedule.batch_phases, IMAGENET_SAMPLES, 8)
+    steps = total_steps(phases, IMAGENET_SAMPLES, config.schedule.epochs)
+    assert steps == 16_891
+    assert steps * config.global_batch - 27 * IMAGENET_SAMPLES in range(config.global_batch)
+    assert full_size_epochs(config) == pytest.approx(8.786, abs=1e-3)
+    # Mild itself: half of 176 px for 40 % of 27 epochs, growing evenly until 80 %
+    mild = 27 * (176 / 224) ** 2 * (0.4 * 0.25 + 0.4 * 7 / 12 + 0.2)
+    assert full_size_epochs(config) == pytest.approx(mild, rel=0.02)
+    assert full_size_epochs(find_recipe("resnet50").config()) == config_epochs("resnet50")
+    assert config.optim.averaging_decay ** (100 / config.optim.averaging_every_steps) == pytest.approx(0.5)
+    assert config.data.eval_size == 224 > config.data.largest_image_size == 176
+
+
+def test_a_dry_run_shows_the_sizes_and_their_cost(capsys):
+    assert main(["train", "resnet50_fast", "--dry-run", "--world-size", "8", "--epochs", "13.5"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    sizes = "88 px, 112 from epoch 6, 128 from epoch 7.2, 144 from epoch 8.4, 160 from epoch 9.6, 176 from epoch 10.8"
+    assert f"images {sizes}: as many pixels as 4.39 epochs at 224 px" in text
+    assert main(["train", "resnet50", "--dry-run", "--world-size", "8"]) == 0
+    assert "as many pixels" not in capsys.readouterr().out
+
+
+def config_epochs(name):
+    return find_recipe(name).config().schedule.epochs
+
+
+@pytest.mark.parametrize("epochs", [4, 19.0464])
+def test_image_sizes_follow_the_epochs(epochs):
+    recipe, config = find_recipe("cifar10"), get_recipe("cifar10", epochs=epochs)
+    whole = recipe.config()
+    shares = [[span.from_epoch / c.schedule.epochs for span in size_spans(c)] for c in (whole, config)]
+    assert shares[1] == pytest.approx(shares[0], abs=1e-6)
+    assert [span.image_size for span in size_spans(config)] == [24, 32]
+    note = recipe.size_note(config)
+    assert note is not None
+    assert "the same shares of the run as in cifar10, which has 9.5232 epochs: --size-phases 0:24," in note
+    assert recipe.size_note(whole) is None
+
+
+def test_image_sizes_that_are_given_stay():
+    recipe = find_recipe("cifar10")
+    config = get_recipe("cifar10", epochs=4, size_phases=(SizePhase(0, 24), SizePhase(3, 32)))
+    assert [span.epochs for span in size_spans(config)] == [3, 1]
+    assert recipe.size_note(config) is None
+    assert recipe.size_note(get_recipe("cifar10", epochs=4, size_phases=())) is None
+    assert get_recipe("cifar10", seed=3).data.size_phases == recipe.config().data.size_phases
 
 
 def test_the_default_takes_the_same_path_as_the_large_ones():

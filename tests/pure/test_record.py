@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import hyperbatch.record as record_module
 from hyperbatch.config import BatchPhase, Config
 from hyperbatch.errors import InputError
 from hyperbatch.mllog import MlperfEvents
@@ -165,7 +164,7 @@ def test_layers_have_lines_of_their_own_that_follow_a_resume(tmp_path):
 
 
 def test_ranks_share_the_room_in_the_trace(tmp_path, monkeypatch):
-    monkeypatch.setattr(record_module, "MAX_SPANS", 10)
+    monkeypatch.setattr("hyperbatch.record.trace.MAX_SPANS", 10)
     with RunWriter(tmp_path, tensorboard=False, world_size=2) as writer:
         for step in range(7):
             writer.span("step", step, 1)
@@ -178,7 +177,7 @@ def test_ranks_share_the_room_in_the_trace(tmp_path, monkeypatch):
 
 
 def test_trace_is_bounded_and_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(record_module, "MAX_SPANS", 10)
+    monkeypatch.setattr("hyperbatch.record.trace.MAX_SPANS", 10)
     with RunWriter(tmp_path, tensorboard=False) as writer:
         for step in range(25):
             writer.span("step", step, 1)
@@ -191,7 +190,7 @@ def test_trace_is_bounded_and_says_so(tmp_path, monkeypatch):
 
 
 def test_tensorboard_reads_the_curves(tmp_path, monkeypatch):
-    monkeypatch.setattr(record_module, "TENSORBOARD_INTERVAL_S", 1e9)
+    monkeypatch.setattr("hyperbatch.record.board.INTERVAL_S", 1e9)
     # Other packages' warnings are not ours to fail on.
     code = """
         import sys

@@ -254,7 +254,7 @@ def test_every_rank_is_drawn_and_the_slowest_named(tmp_path):
     make_run(tmp_path, ranks=ranks)
     page = report(tmp_path)
     assert (
-        "Rank 1 (host b) is the slowest: it works 8 ms of each step by itself, 2 ms longer than the median" in page.text
+        "Rank 1 (host b) is the slowest: its own work takes 8 ms of each step, 2 ms longer than the median" in page.text
     )
     assert "rank 1, forward: 4 ms" in page.texts
     assert "rank 0, exposed communication: 4 ms" in page.texts, "it waits for rank 1"

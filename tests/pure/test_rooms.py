@@ -19,9 +19,9 @@ NO_TORCH = {
 # From the bottom up. A room is a folder or a module of the package; it imports from lower rows only.
 ROWS = (
     ("choices", "errors", "memory", "stopwatch", "tables", "vocabulary"),
-    ("config", "durable", "kernels", "params"),
+    ("config", "durable", "kernels"),
     ("models", "recipes", "schedule"),
-    ("data", "plan"),
+    ("data", "params", "plan"),
     ("arena", "checkpoint", "record", "sim"),
     ("callbacks", "comm", "export", "mllog", "report"),
     ("optim", "predict", "trackers"),

@@ -44,6 +44,28 @@ def test_the_time_left_follows_the_pace_since_the_start():
     assert [pace.line_is_due(1000.0 + s) for s in (9, 10, 11, 19, 20.5)] == [False, True, False, False, True]
 
 
+def test_the_best_accuracy_stands_beside_the_target():
+    assert Pace(100, 0).to_target() == ""
+    pace = Pace(100, 0, target=0.759, now_s=0.0)
+    assert pace.parts(1, 0.1, 2.0, 0.1, 100.0, 1.0)[1:4] == ("1:39 left", "target 75.9 %", "epoch 0.1")
+    for top1 in (0.5, 0.7512, 0.6):
+        pace.evaluated(top1)
+    assert pace.to_target() == "target 75.9 %: best 75.12 %"
+    resumed = Pace(100, 50, target=0.99, best=0.972)
+    assert resumed.to_target() == "target 99 %: best 97.20 %"
+
+
+def test_a_first_step_that_takes_long_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(module, "LINE_S", 0.05)
+    voice, said, deadline = Console(), "", time.monotonic() + 30
+    voice.start(100, 20)
+    while not said and time.monotonic() < deadline:
+        time.sleep(0.01)
+        said += capsys.readouterr().err
+    voice.close()
+    assert said == "step 20/100  running the first step ...\n"
+
+
 def terminal(width):
     return RichConsole(file=io.StringIO(), force_terminal=True, width=width, highlight=False, _environ={})
 
@@ -66,6 +88,7 @@ def test_the_line_of_a_terminal_has_its_width(width, monkeypatch):
     assert "step 120/450  2:45 left" in text
     assert ("loss" in text) == (width > 30)
     assert "top-1  50.00%" in text
+    assert text.splitlines()[-1].strip() == "", "the line of a run that has ended is gone"
     assert all(len(line) <= max(width, 60) for line in text.splitlines())
 
 

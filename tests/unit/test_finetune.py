@@ -277,6 +277,7 @@ def test_what_timm_cannot_give_is_one_line(monkeypatch):
         ("timm/tiny", "the weights of 'tiny' cannot be fetched: no connection to the hub$"),
         ("whitenet", "timm has no weights of whitenet; use --model timm/NAME or resnet50"),
         ("resnet34", "timm has no pretrained weights of 'resnet34'"),
+        ("resnet50d", "timm has no pretrained weights of 'resnet50d'"),  # by its name, but this timm has none
     ):
         with pytest.raises(InputError, match=told):
             pretrained_weights(model, in_channels=3)
@@ -316,6 +317,37 @@ def test_the_dry_run_says_what_happens_to_the_head_and_what_is_trained(tmp_path,
     assert "do not fit the model" in capsys.readouterr().err
     assert main(["train", "digits", "--layer-rates", "layer9:0", "--dry-run"]) == 2
     assert "the model has no layer 'layer9'" in capsys.readouterr().err
+
+
+def test_a_dry_run_tells_what_is_decayed_and_the_rate_of_each_layer(capsys):
+    def groups(*flags):
+        assert (
+            main(["train", "digits", "--model", "resnet8", "--weight-decay", "0.01", *flags, "--dry-run", "--json"])
+            == 0
+        )
+        return json.loads(capsys.readouterr().out)["optimizer_groups"]
+
+    model = create_model("resnet8", classes=10, in_channels=1)
+    weights = [param.numel() for param in model.parameters() if param.ndim > 1]
+    plain = groups()
+    assert plain["decayed"] == {"tensors": len(weights), "parameters": sum(weights)}
+    assert plain["undecayed"]["tensors"] == len(list(model.parameters())) - len(weights)
+    assert plain["factors"] == []
+    by_layer = groups("--layer-decay", "0.5", "--layer-rates", "layer3:0,conv1:2")
+    assert by_layer["decayed"]["tensors"] == len(weights) - 3
+    assert [(row["factor"], row["count"]["tensors"], row["first"]) for row in by_layer["factors"]] == [
+        (0.5**4, 2, "bn1.weight"),
+        (0.5**3, 7, "conv1.weight"),  # twice the stem's, which is that of layer1
+        (0.5**2, 9, "layer2.0.conv1.weight"),
+        (1.0, 2, "fc.weight"),
+    ]
+    for flags in ((), ("--layer-decay", "0.5")):
+        assert main(["train", "digits", *flags, "--dry-run"]) == 0
+        out = capsys.readouterr().out
+        assert "weight decay on" in out
+        assert ("learning rate by layer" in out) == bool(flags)
+    assert main(["train", "digits", "--layer-decay", "0"]) == 2
+    assert "--layer-decay 0: must be in (0, 1]" in capsys.readouterr().err
 
 
 def test_class_names_come_with_the_weights(tmp_path):

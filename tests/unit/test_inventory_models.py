@@ -8,7 +8,7 @@ from torch import nn
 
 from hyperbatch.models import create_model
 from hyperbatch.models import model_names as built_in
-from hyperbatch.params import backward_order
+from hyperbatch.params import backward_order, undecayed
 from hyperbatch.plan.inventory import layers, model_names, tensors
 
 SMALL = {"resnet8", "resnet20", "resnet32", "resnet44", "resnet56"}
@@ -40,13 +40,16 @@ def test_names_shapes_and_kinds(name: str) -> None:
         return "bias" if parameter.endswith("bias") else "weight"
 
     expected = {n: (tuple(p.shape), kind(n)) for n, p in model.named_parameters() if p.requires_grad}
-    assert {spec.name: (spec.shape, spec.kind) for spec in tensors(name, classes=10)} == expected
+    table = tensors(name, classes=10)
+    assert {spec.name: (spec.shape, spec.kind) for spec in table} == expected
+    assert {spec.name for spec in table if not spec.decayed} == undecayed(model) & expected.keys()
 
 
 @pytest.mark.parametrize(
     ("name", "image_size"),
     [
         ("resnet50", 64),
+        ("resnet50d", 70),
         ("resnet8", 16),
         ("alexnet_bn_pool5", 64),
         ("whitenet", 32),

@@ -16,7 +16,10 @@ import torch
 from torch import nn
 
 from hyperbatch.arena import Arena
-from hyperbatch.optim import LAMB, LARS
+from hyperbatch.optim import LAMB, LARS, param_groups
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from hyperbatch.optim import fused_kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
@@ -464,6 +467,36 @@ def test_over_an_arena_with_both_precisions(kind, dtype):
     for a, b in zip(*outcomes, strict=True):
         # One rounding of a bf16 weight may go the other way, and backward carries it on.
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-4)
+
+
+@inside
+@pytest.mark.parametrize(("kind", "adapt"), [(LARS, True), (LAMB, True), (LAMB, False)])
+def test_rates_by_layer_take_two_launches_and_agree_with_float64(kind, adapt, monkeypatch):
+    """A group for each depth and kind, as layer-wise rate decay makes them, over an arena."""
+    launches = []
+    for name in ("norms_kernel", "update_kernel"):
+        kernel = getattr(fused_kernels, name)
+        counted = type("Counted", (), {"__getitem__": lambda _, grid, k=kernel, n=name: launches.append(n) or k[grid]})
+        monkeypatch.setattr(fused_kernels, name, counted())
+    outcomes = []
+    for dtype, path in ((torch.float32, {"fused": True}), (torch.float64, {"foreach": False})):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(20, 20), nn.LayerNorm(20)))).to(dtype)
+        arena = Arena(model, [name for name, _ in model.named_parameters()][::-1], dtype=dtype)
+        groups = param_groups(model, 0.05, layer_decay=0.5, lr=0.1)
+        assert len(groups) == 8
+        groups = [{**group, "adapt": group["adapt"] and adapt} for group in groups]
+        optimizer = kind(groups, lr=0.1, arena=arena, **path)
+        for step in range(3):
+            arena.zero_grad()
+            for i, param in enumerate(model.parameters()):
+                values = torch.sin(torch.arange(param.numel(), dtype=torch.float64) * (i + step + 1))
+                (param * values.view(param.shape).to(dtype)).sum().backward()
+            optimizer.step()
+        outcomes.append([param.detach().double() for param in model.parameters()])
+    assert launches == ["norms_kernel", "update_kernel"] * 3
+    for a, b in zip(*outcomes, strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-6, atol=3e-7)
 
 
 # --- LAMB -----------------------------------------------------------------------------------------------------------

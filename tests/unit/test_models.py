@@ -7,8 +7,16 @@ import pytest
 import torch
 from torch import nn
 
+from hyperbatch.config import ModelConfig
 from hyperbatch.errors import InputError
-from hyperbatch.models import create_model, merge_norm_statistics, merged_buffers, model_names, set_norm_group
+from hyperbatch.models import (
+    create_from,
+    create_model,
+    merge_norm_statistics,
+    merged_buffers,
+    model_names,
+    set_norm_group,
+)
 from hyperbatch.models.layers import Conv2d, GroupNorm, LayerNorm, Linear, adopt
 from hyperbatch.models.norm import BatchNorm2d
 
@@ -95,6 +103,57 @@ def test_small_resnet_sizes():
         sizes = {d: sum(p.numel() for p in create_model(f"resnet{d}", classes=10).parameters()) for d in (20, 56)}
     shortcuts = 16 * 32 + 32 * 64 + 2 * 32 + 2 * 64
     assert sizes == {20: 269_722 + shortcuts, 56: 853_018 + shortcuts}
+
+
+class PlainResNetD(nn.Module):
+    """timm's resnet50d written down with torch's layers, under its names."""
+
+    def __init__(self, classes):
+        super().__init__()
+        c, b, r = conv, nn.BatchNorm2d, nn.ReLU
+        self.conv1 = nn.Sequential(c(3, 32, 3, 2), b(32), r(), c(32, 32, 3), b(32), r(), c(32, 64, 3))
+        self.bn1, self.maxpool = b(64), nn.MaxPool2d(3, 2, 1)
+        inputs = 64
+        for stage, (count, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), start=1):
+            blocks = []
+            for index in range(count):
+                block = nn.Module()
+                stride = 2 if stage > 1 and index == 0 else 1
+                block.conv1, block.bn1 = c(inputs, width, 1), b(width)
+                block.conv2, block.bn2 = c(width, width, 3, stride), b(width)
+                block.conv3, block.bn3 = c(width, 4 * width, 1), b(4 * width)
+                if index == 0:
+                    pool = nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False) if stride == 2 else nn.Identity()
+                    block.downsample = nn.Sequential(pool, c(inputs, 4 * width, 1), b(4 * width))
+                blocks.append(block)
+                inputs = 4 * width
+            self.add_module(f"layer{stage}", nn.Sequential(*blocks))
+        self.fc = nn.Linear(2048, classes)
+
+    def forward(self, x):
+        x = self.maxpool(self.bn1(self.conv1(x)).relu())
+        for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
+            for block in stage:
+                out = block.bn2(block.conv2(block.bn1(block.conv1(x)).relu())).relu()
+                x = (block.bn3(block.conv3(out)) + (block.downsample(x) if hasattr(block, "downsample") else x)).relu()
+        return self.fc(x.mean((2, 3)))
+
+
+def conv(inputs, outputs, kernel, stride=1):
+    return nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_resnet50d_equals_timms_with_its_weights(training):
+    torch.manual_seed(0)
+    theirs, ours = PlainResNetD(7).double().train(training), create_model("resnet50d", classes=7).double()
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    ours.load_state_dict(theirs.state_dict())
+    ours.train(training)
+    x = torch.randn(2, 3, 65, 70, dtype=torch.float64)  # odd sides, whose last averages are of fewer pixels
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-9, atol=1e-9)
+    with torch.device("meta"):
+        assert sum(p.numel() for p in create_model("resnet50d").parameters()) == 25_576_264
 
 
 def test_alexnets():
@@ -250,6 +309,53 @@ def test_wrong_names_get_one_line(name, message):
 def test_zero_gamma_of_an_own_model_that_takes_none():
     with pytest.raises(InputError, match="leave it off"):
         create_model("someones_models:own_plain", zero_init_last_gamma=True)
+
+
+def rates(model):
+    return {module.p for module in model.modules() if isinstance(module, nn.Dropout)}
+
+
+def test_drop_rates_reach_the_models_that_take_them(monkeypatch):
+    with torch.device("meta"):
+        assert rates(create_model("alexnet_bn")) == {0.5}
+        assert rates(create_model("alexnet_bn", dropout=0.25)) == {0.25}
+        vit = create_model("vit_cifar", dropout=0.1, drop_path=0.3)
+    assert rates(vit) == {0.1}
+    assert vit.get_submodule("blocks.6.drop_path").rate == 0.3
+    given = {}
+
+    def build(classes, drop_rate=0.0, drop_path_rate=0.0):
+        given.update(drop_rate=drop_rate, drop_path_rate=drop_path_rate)
+        return own_plain(classes)
+
+    module, fake = types.ModuleType("someones_models"), types.ModuleType("timm")
+    module.build = build  # type: ignore[attr-defined]
+    fake.is_model = lambda name: True  # type: ignore[attr-defined]
+    fake.create_model = lambda name, num_classes, in_chans, **options: build(num_classes, **options)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "someones_models", module)
+    monkeypatch.setitem(sys.modules, "timm", fake)
+    for name in ("someones_models:build", "timm/any"):
+        create_from(ModelConfig(model=name, dropout=0.1, drop_path=0.2), classes=3, in_channels=3)
+        assert given == {"drop_rate": 0.1, "drop_path_rate": 0.2}
+        create_model(name)
+        assert given == {"drop_rate": 0.0, "drop_path_rate": 0.0}
+
+
+@pytest.mark.usefixtures("own_module")
+def test_models_without_drop_rates_refuse_them_in_one_line(monkeypatch):
+    fake = types.ModuleType("timm")
+    fake.is_model = lambda name: True  # type: ignore[attr-defined]
+    fake.create_model = lambda name, num_classes, in_chans: own_plain(num_classes)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "timm", fake)
+    for name, options, message in (
+        ("resnet50", {"dropout": 0.1}, r"--dropout 0\.1: resnet50 has no dropout; leave it out"),
+        ("alexnet_bn", {"drop_path": 0.1}, r"--drop-path 0\.1: alexnet_bn has no stochastic depth; leave it out"),
+        ("timm/any", {"drop_path": 0.1}, r"--drop-path 0\.1: timm/any has no stochastic depth; leave it out"),
+        ("someones_models:own_plain", {"dropout": 0.1}, r"takes no argument dropout or drop_rate\); leave it out"),
+    ):
+        with pytest.raises(InputError, match=message) as caught:
+            create_model(name, **options)
+        assert "\n" not in str(caught.value)
 
 
 def test_timm_missing_gets_one_line(monkeypatch):

@@ -181,15 +181,17 @@ def test_mistakes_are_one_line(flowers, tmp_path, capsys):
     save_file({"weight": torch.ones(2)}, foreign)
     (tmp_path / "broken.safetensors").write_bytes(b"x")
     (tmp_path / "text.jpg").write_text("no image")
+    (onnx := tmp_path / "model.onnx").write_bytes(b"")
     empty.mkdir()
     for arguments, code, told in (
         ([run, "nowhere.jpg"], 2, "nowhere.jpg does not exist; give image files or folders of them"),
         ([run, str(empty)], 2, "holds no images"),
         ([run, image, "--json", "--csv"], 2, "--json and --csv cannot be combined"),
-        (["nowhere", image], 2, "checkpoint nowhere does not exist"),
+        (["nowhere", image], 2, "nowhere does not exist; give the folder of a run, a checkpoint or an exported model"),
         ([str(foreign), image], 2, "holds weights, but does not say of which model and classes"),
         ([str(tmp_path / "broken.safetensors"), image], 2, "cannot be read"),
-        (["model.onnx", image], 2, "model.onnx is meant for other programs"),
+        ([onnx, image], 2, "model.onnx is meant for other programs"),
+        (["nowhere.onnx", image], 2, "nowhere.onnx does not exist"),
         ([run, image, tmp_path / "text.jpg"], 1, "text.jpg: not a readable image"),
     ):
         assert main(["predict", *map(str, arguments), "--device", "cpu"]) == code

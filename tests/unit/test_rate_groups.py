@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from hyperbatch.arena import Arena
-from hyperbatch.config import OptimConfig, ScheduleConfig
+from hyperbatch.config import LayerRate, OptimConfig, ScheduleConfig
 from hyperbatch.engine.snapshot import load_named_state, named_state
 from hyperbatch.errors import InputError
 from hyperbatch.optim import LAMB, LARS
 from hyperbatch.optim.base import LayerwiseOptimizer
-from hyperbatch.optim.build import build_optimizer, set_rate
+from hyperbatch.optim.build import build_optimizer, group_summary, set_rate
 from hyperbatch.params import head_weight
 from hyperbatch.schedule import learning_rate
 
@@ -157,6 +157,28 @@ def test_decoupled_decay_keeps_its_size():
     """No rate multiplies it, so there is nothing to make up for."""
     *_, optimizer = build(decoupled_weight_decay=True)
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.01}
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_layer_decay_multiplies_all_other_factors_and_what_the_rate_does_not_decay(decoupled):
+    model, _, optimizer = build(
+        optimizer="lars",
+        layer_decay=0.5,
+        layer_rates=(LayerRate("2", 3.0),),
+        whiten_bias_epochs=None,
+        decoupled_weight_decay=decoupled,
+    )
+    groups = {name: group for group in optimizer.param_groups for name in group["param_names"]}
+    # Three weights, so three layers: the convolution with its norm, then a linear layer, then the head.
+    layer = {"0.bias": 0.25, "2.bias": 0.25 * 3, "4.weight": 0.5, "4.bias": 0.5, "5.weight": 1.0, "5.bias": 1.0}
+    kind = {name: 0.25 if name == HEAD else 8.0 if name.endswith("bias") else 1.0 for name in layer}
+    assert {name: group["lr_scale"] for name, group in groups.items()} == {n: layer[n] * kind[n] for n in layer}
+    for name, group in groups.items():  # a rate multiplies it, or it has the layer's factor itself
+        assert group["weight_decay"] == (0.01 * layer[name] if decoupled else 0.01 / kind[name]), name
+    summary = group_summary(OptimConfig(layer_decay=0.5, weight_decay=0.01), model)
+    assert [(row.factor, row.count.tensors) for row in summary.factors] == [(0.25, 2), (0.5, 2), (1.0, 2)]
+    assert (summary.decayed.tensors, summary.undecayed.tensors) == (2, 4)
+    assert group_summary(OptimConfig(weight_decay=0.0), model).decayed.tensors == 0
 
 
 def test_without_factors_the_groups_are_the_two_of_param_groups():

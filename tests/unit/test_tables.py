@@ -9,6 +9,7 @@ import pytest
 
 from hyperbatch.bench.harness import Candidate, format_table, rows
 from hyperbatch.cli import main
+from hyperbatch.comm.doctor import CollectiveCheck
 from hyperbatch.data.pack import DataInfo, PackReport, SplitInfo
 from hyperbatch.data.texts import format_info, format_pack, format_verify
 from hyperbatch.data.verify import VerifyReport
@@ -45,9 +46,12 @@ def test_a_data_set_is_a_row_for_each_split():
         DataInfo(kind="folder", classes=12, class_names=names, splits={"train": train, "val": val})
     ).splitlines()
     assert lines[0] == f"folder, 12 classes: {', '.join(names[:10])}, ..."
-    assert cells(lines[2])[:4] == ["split", "images", "MB", "kB an image"]
+    assert cells(lines[2])[:4] == ["split", "images", "MB", "kB per image"]
     assert cells(lines[3]) == ["train", "12,000", "1,500.0", "125.0", "900", "1,300", "-", "-", "-"]
     assert cells(lines[4]) == ["val", "500", "62.0", "124.0", "50", "50", "500", "375", "2"]
+    unread = format_info(DataInfo(kind="folder", classes=12, class_names=names, splits={"train": train})).splitlines()
+    assert cells(unread[2])[-1] == "largest class", "a column of which nothing is known is left out"
+    assert cells(unread[3])[-1] == "1,300"
 
 
 def test_verification_says_ok_or_what_is_wrong():
@@ -64,7 +68,7 @@ def test_packing_is_told_in_sentences():
         resumed_shards=1, samples=10, bytes=1, shards=2, unreadable=1, skipped=3, skipped_list="/x/skipped.txt"
     )
     lines = format_pack(full).splitlines()
-    assert lines[1] == "  1 shard of them had been written before"
+    assert lines[1] == "  1 shard had been written before"
     assert lines[3] == "warning: 3 samples left out, listed in /x/skipped.txt"
 
 
@@ -76,6 +80,11 @@ def test_doctor_is_a_table():
         ["ok", "python", "3.12"],
         ["NO", "network", "no", "route"],
     ]
+    sizes = {"bytes": 8 << 20, "median": 0.0075, "p20": 0.007, "p80": 0.008, "gb_per_s": 1.125}
+    torus = CollectiveCheck(name="", algorithm="torus", grid="2x1", dtype="float32", correct=False, **sizes)
+    lines = format_doctor(Diagnosis(checks=checks, collectives=(torus,))).splitlines()
+    assert cells(lines[-2]) == ["all-reduce", "grid", "dtype", "result", "MB", "median ms", "GB/s"]
+    assert cells(lines[-1]) == ["torus", "2x1", "float32", "WRONG", "8.389", "7.50", "1.12"]
 
 
 @pytest.mark.parametrize(("higher", "word"), [(True, "higher"), (False, "lower")])

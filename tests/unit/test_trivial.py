@@ -1,4 +1,4 @@
-"""TrivialAugment against Pillow, operation by operation, and through the loader."""
+"""TrivialAugment and RandAugment against Pillow, operation by operation, and through the loader."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from hopper import compile_launches
 from PIL import Image, ImageEnhance, ImageOps
 
-from hyperbatch.config import BatchPhase, DataConfig
-from hyperbatch.data import trivial
+from hyperbatch.config import BatchPhase, Config, DataConfig
+from hyperbatch.data import rand_augment, trivial
 from hyperbatch.data.augment import check_options, operation_column
 from hyperbatch.data.batch import StreamPlan
 from hyperbatch.data.cache import DeviceCache
@@ -162,6 +162,71 @@ def test_every_operation_and_strength_is_drawn_equally_often():
 
 
 @outside
+@pytest.mark.parametrize("magnitude", range(31))
+def test_rand_augments_strengths_are_torchvisions(magnitude):
+    """Written down from torchvision's RandAugment._augmentation_space of 31 bins, for images of 224 pixels."""
+    bins = 31
+    space = {
+        "Identity": 0.0,
+        "ShearX": torch.linspace(0.0, 0.3, bins)[magnitude].item(),
+        "ShearY": torch.linspace(0.0, 0.3, bins)[magnitude].item(),
+        "TranslateX": torch.linspace(0.0, 150.0 / 331.0 * 224, bins)[magnitude].item(),
+        "TranslateY": torch.linspace(0.0, 150.0 / 331.0 * 224, bins)[magnitude].item(),
+        "Rotate": torch.linspace(0.0, 30.0, bins)[magnitude].item(),
+        "Brightness": torch.linspace(0.0, 0.9, bins)[magnitude].item(),
+        "Color": torch.linspace(0.0, 0.9, bins)[magnitude].item(),
+        "Contrast": torch.linspace(0.0, 0.9, bins)[magnitude].item(),
+        "Sharpness": torch.linspace(0.0, 0.9, bins)[magnitude].item(),
+        "Posterize": (8 - (torch.arange(bins) / ((bins - 1) / 4)).round().int())[magnitude].item(),
+        "Solarize": torch.linspace(255.0, 0.0, bins)[magnitude].item(),
+        "AutoContrast": 0.0,
+        "Equalize": 0.0,
+    }
+    places = (np.arange(len(NAMES)) + 0.5) / len(NAMES)
+    for sign in (0.9, 0.1):
+        uniforms = np.stack([places, np.full(14, sign)], axis=1)
+        (drawn,) = rand_augment.draw(uniforms, 1, magnitude, 224)
+        assert drawn.operations.tolist() == list(range(14))
+        signed = {"Identity", "Posterize", "Solarize", "AutoContrast", "Equalize"}.isdisjoint
+        expected = [value * (-1 if sign < 0.5 and signed([name]) else 1) for name, value in space.items()]
+        assert drawn.arguments.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-5)
+
+
+@outside
+def test_rand_augment_applies_its_operations_one_after_the_other():
+    picture = photos()[0]
+    chain = ("Posterize", "Color", "Solarize")
+    uniforms = np.array([[value for name in chain for value in ((NAMES.index(name) + 0.5) / 14, 0.2)]])
+    maker, config = on_device(dataclasses.replace(CONFIG, auto_augment="rand", rand_ops=3, rand_magnitude=12), arrays())
+    column = operation_column(config)
+
+    class Plan:
+        training = True
+
+    plan = Plan()
+    plan.uniforms = np.concatenate([np.zeros((1, column)), uniforms], axis=1)
+    found = maker.retouched(plan, torch.from_numpy(picture[None]))[0].numpy()
+    image = Image.fromarray(picture)
+    for name, argument in zip(chain, (8 - round(12 / 7.5), -0.9 * 12 / 30, 255 * (1 - 12 / 30)), strict=True):
+        image = by_pillow(image, name, argument)
+    np.testing.assert_array_equal(found, np.asarray(image))
+
+
+@outside
+def test_rand_augment_draws_every_operation_equally_often():
+    first, second = rand_augment.draw(np.random.default_rng(0).random((28_000, 4)), 2, 30, 32)
+    for drawn in (first, second):
+        counts = np.bincount(drawn.operations, minlength=14)
+        assert counts.min() > 1800
+        assert counts.max() < 2200
+    assert (first.operations == second.operations).mean() < 0.1  # drawn apart
+    signs = first.arguments[first.operations == NAMES.index("Rotate")]
+    assert set(signs) == {-30.0, 30.0}
+    with pytest.raises(InputError, match="--rand-magnitude 31: must be at most 30"):
+        Config().override(rand_magnitude=31)
+
+
+@outside
 def test_other_channels_are_refused():
     with pytest.raises(InputError, match="--auto-augment trivial: needs grey or RGB images, these have 4 channels"):
         check_options(CONFIG, 4, whole=True)
@@ -212,7 +277,15 @@ def loaded(config, source, world_size=1):
 
 
 @outside
-@pytest.mark.parametrize("values", [{}, {"augment": "random_resized_crop"}, {"brightness_jitter": 0.2}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"augment": "random_resized_crop"},
+        {"brightness_jitter": 0.2},
+        {"auto_augment": "rand", "rand_magnitude": 20, "augment": "random_resized_crop"},
+    ],
+)
 def test_views_depend_on_the_sample_and_epoch_alone(values):
     config, source = dataclasses.replace(CONFIG, **values), arrays()
     whole, _ = loaded(config, source)
@@ -220,7 +293,20 @@ def test_views_depend_on_the_sample_and_epoch_alone(values):
     plain, _ = loaded(dataclasses.replace(config, auto_augment="none"), source)
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
     changed = [((a - c).abs().flatten(1).amax(1) > 1e-3) for a, c in zip(whole, plain, strict=True)]
-    assert 0.6 < torch.cat(changed).float().mean() < 1  # one in fourteen is the identity, some others change nothing
+    share = torch.cat(changed).float().mean()
+    assert share > 0.6
+    # One in fourteen is the identity, some others change nothing; two in a row hardly ever are.
+    assert share < 1 or config.auto_augment == "rand"
+
+
+@inside
+def test_the_device_makes_the_hosts_views_with_rand_augment():
+    config, source = dataclasses.replace(CONFIG, auto_augment="rand", rand_magnitude=20), arrays()
+    expected, todo = loaded(config, source)
+    maker, _ = on_device(config, source)
+    with TrainLoader(source, config, seed=2, rank=0, world_size=1, device=CPU, dtype=torch.float32) as loader:
+        found = [batch.images for batch, _ in maker.run(loader._plans(todo[:1], 0))]
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
 
 
 @inside

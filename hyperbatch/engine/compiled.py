@@ -1,0 +1,204 @@
+"""The regions of a model (models/regions.py), compiled with inductor, in the place where they stand.
+
+    model(images), training      stem -> [region] -> [region] -> head        each calls its kind's compiled function
+    model(images), evaluation    stem -> block    -> block    -> head        the model's own code
+
+A region stays the module that it was: names, parameters, hooks and the state dict do not change, and a copy of the
+model is not compiled. Its gradients arrive together, where the exchange waits for them, and are moved to the arena
+group by group, as those of any other layer. Inductor makes no CUDA graphs of its own: the step's graph holds all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyperbatch.config import Config
+from hyperbatch.data.kept import cache_folder
+from hyperbatch.models.alexnet import AlexNetBN
+from hyperbatch.models.regions import Region, find_regions
+from hyperbatch.models.resnet import ResNet
+from hyperbatch.models.whitenet import WhiteNet
+from hyperbatch.params import HALF_DTYPES
+
+MOST_VARIANTS = 64  # of one kind: shapes of batches, and settings that torch takes for constants
+Count = Callable[[int, int], None]
+
+
+@dataclass(kw_only=True, slots=True)
+class Compilation:
+    """What became of `--compile`, for the record and the report."""
+
+    choice: str  # of the option
+    regions: int = 0  # that run compiled; 0: none
+    kinds: int = 0  # of regions that are built alike
+    compilations: int = 0  # of kinds for shapes; forward and backward are one
+    cache_hits: int = 0  # graphs (forward and backward count one each) that were found on the disk
+    cache_misses: int = 0  # graphs that were compiled
+    seconds: float = 0.0
+    reason: str = ""  # why nothing is compiled
+    to_dict = asdict
+
+
+class CompiledRegions:
+    """A model's regions: plain until `compiling`, and again after `give_up`."""
+
+    def __init__(self, regions: tuple[Region, ...], choice: str, options: dict[str, Any]) -> None:
+        self.about = Compilation(choice=choice, kinds=len({region.kind for region in regions}))
+        self._regions = regions
+        self._functions = {
+            region.kind: _function(f"{type(region.module).__name__}_{region.kind}") for region in regions
+        }
+        self._options = options
+        self._called: set[int] = set()  # kinds
+        self._count: Count | None = None
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.about.reason)
+
+    @property
+    def stage(self) -> str:
+        """What is said while they are compiled."""
+        return "compiling the model" if len(self._regions) == 1 else "compiling the model's blocks"
+
+    @contextlib.contextmanager
+    def compiling(self, count: Count | None = None) -> Iterator[None]:
+        """Training steps inside compile what they meet; what is compiled stays when it is left. Whatever torch raises
+        passes through. count: is told of each kind that has come through forward."""
+        import torch._dynamo.config as dynamo_config
+
+        start_s, before = time.monotonic(), _counters()
+        self._attach()
+        self._called.clear()
+        self._count = count
+        try:
+            # Too many variants of one kind would be an error only because somebody else could have caused them.
+            with warnings.catch_warnings(), dynamo_config.patch(recompile_limit=MOST_VARIANTS):
+                warnings.simplefilter("ignore")  # advice about how models should be written
+                yield
+        finally:
+            self._count = None
+            about, after = self.about, _counters()
+            about.seconds += time.monotonic() - start_s
+            about.compilations += after[0] - before[0]
+            about.cache_hits += after[1] - before[1]
+            about.cache_misses += after[2] - before[2]
+
+    def give_up(self, reason: str) -> None:
+        """Every region is plain again."""
+        for region in self._regions:
+            region.module._compiled_call_impl = None
+        self.about.regions, self.about.reason = 0, reason
+
+    def _attach(self) -> None:
+        if self.about.regions:
+            return
+        compiled = {kind: compile_function(function, self._options) for kind, function in self._functions.items()}
+        self.about.regions = len(self._regions)
+        for region in self._regions:
+            # What `Module.compile` sets, and copies and pickles leave out: here for training alone.
+            region.module._compiled_call_impl = _Call(self, region, compiled[region.kind])
+
+    def called(self, kind: int) -> None:
+        if self._count is not None and kind not in self._called:
+            self._called.add(kind)
+            self._count(len(self._called), self.about.kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What runs when a region is called."""
+
+    regions: CompiledRegions
+    region: Region
+    compiled: Callable[..., Any]
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        module = self.region.module
+        # Evaluation may put other tensors in the place of a module's own, and is worth no compilation.
+        if not (module.training and torch.is_grad_enabled()):
+            return module._call_impl(*args, **named)
+        result = self.compiled(module, *args, **named)
+        self.regions.called(self.region.kind)
+        return result
+
+
+def _call_module(module: nn.Module, *args: Any, **named: Any) -> Any:
+    return module._call_impl(*args, **named)
+
+
+def _function(name: str) -> Callable[..., Any]:
+    """`_call_module` with a code of its own, under this name. Torch keeps what it has compiled, and the limit to it, by
+    code: kinds would come to share one, with all modules of the process that somebody else compiles."""
+    return FunctionType(_call_module.__code__.replace(co_name=name), globals(), name)
+
+
+def compile_function(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """Whole, or not at all: a graph that breaks would be compiled in parts that nobody has counted or measured. And for
+    each shape by itself: a function for any shape is slower, and a run has few shapes."""
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+
+
+def keep_cache() -> None:
+    """What is compiled is kept on the disk, in the user's cache folder and not in /tmp, unless torch was told where.
+    Torch asks when it loads its compiler, as optimizers make it do."""
+    folder = cache_folder()
+    if folder.is_absolute():
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+
+
+def _counters() -> tuple[int, int, int]:
+    """(graphs traced, found on the disk, compiled), in this process so far."""
+    from torch._dynamo.utils import counters
+
+    inductor = counters["inductor"]
+    misses = inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"]
+    return counters["stats"]["unique_graphs"], inductor["fxgraph_cache_hit"], misses
+
+
+def choose_regions(
+    config: Config, model: nn.Module, dtype: torch.dtype, device: torch.device, *, fused: bool
+) -> CompiledRegions | Compilation:
+    """The regions to compile, or why there are none."""
+    choice = config.model.compile
+    reason = ""
+    if choice == "off":
+        reason = "--compile off"
+    elif fused:
+        reason = "fused kernels run in the place of its layers"
+    elif config.model.bn_group_ranks > 1:
+        reason = "--bn-group-ranks exchanges statistics inside of its layers"
+    elif choice == "auto":
+        if device.type != "cuda":
+            reason = f"auto compiles on a GPU, not on the {device.type.upper()}"
+        elif dtype not in HALF_DTYPES:
+            reason = "auto compiles in fp16 and bf16"
+        elif isinstance(model, ResNet | AlexNetBN | WhiteNet):
+            reason = "auto leaves models that have fused kernels to them"
+        elif config.run.deterministic:
+            reason = "auto leaves --deterministic to torch's own kernels"
+    if reason:
+        return Compilation(choice=choice, reason=reason)
+    options: dict[str, Any] = {"triton.cudagraphs": False}
+    if config.run.deterministic:
+        options["deterministic"] = True  # else kernels are chosen by timing, and another one may add in another order
+    return CompiledRegions(find_regions(model), choice, options)
+
+
+def reason_of(error: BaseException) -> str:
+    """One line: why it could not be compiled."""
+    inner = getattr(error, "inner_exception", None)  # of a backend
+    while inner is not None:
+        error, inner = inner, getattr(inner, "inner_exception", None)
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0].strip()}".removesuffix(": ")

@@ -1,0 +1,35 @@
+"""Down-sampling that blurs first, so that a shift of the image by a pixel does not change which pixels are kept.
+
+    strided convolution    blur, then the convolution with its stride
+    max-pool               maximum with a stride of 1, then the blur with the pool's stride
+
+The blur is the fixed filter [1 2 1] x [1 2 1] / 16 in each channel, zeros outside (Zhang, arXiv 1904.11486; in this
+order as MosaicML's composer has it). Nothing is added to the state dict, so weights fit models with and without it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def blur(x: Tensor, stride: int = 1) -> Tensor:
+    """[1 2 1] is [1 1] after [1 1]: two means over 2x2 pixels, of which the first sees the zeros outside."""
+    return F.avg_pool2d(F.avg_pool2d(x, 2, stride=1, padding=1), 2, stride=stride)
+
+
+class BlurConv2d(nn.Conv2d):
+    """A strided convolution of a blurred input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.kernel_size == (1, 1) and self.padding == (0, 0):  # needs no pixel between those that it keeps
+            return F.conv2d(blur(input, self.stride[0]), self.weight, self.bias)
+        return super().forward(blur(input))
+
+
+class BlurMaxPool2d(nn.MaxPool2d):
+    """A max-pool whose maxima are blurred before some are dropped."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        assert isinstance(self.stride, int)
+        return blur(F.max_pool2d(input, self.kernel_size, stride=1, padding=self.padding), self.stride)

@@ -1,0 +1,46 @@
+"""Clipping by the norm of the whole gradient: one that is longer than the limit is scaled down to it.
+
+gradients (as exchanged, perhaps loss-scaled) --|g| of all layers--> divisor = max(loss scale, |g| / limit) --> update
+
+Nothing is multiplied here: the update divides by the loss scale anyway, and takes this divisor in its place. It lives
+on the device, so a captured step clips as a plain one does. An inf or nan in the gradient still skips the step.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from hyperbatch.arena import Arena
+from hyperbatch.comm.collectives import all_reduce_now
+from hyperbatch.comm.sync import GradSync
+from hyperbatch.optim.base import LayerwiseOptimizer
+from hyperbatch.optim.tensors import norms_of
+
+
+class GradientClip:
+    """`measure()` between the exchange and the update of every step. Made once the loss scale is the optimizer's."""
+
+    def __init__(self, limit: float, arena: Arena, sync: GradSync, optimizer: LayerwiseOptimizer) -> None:
+        self._limit, self._arena, self._sync = limit, arena, sync
+        scale = optimizer.scale_of_grads()
+        wide = torch.promote_types(arena.dtype, torch.float32)
+        self._loss_scale = torch.ones((), dtype=wide, device=arena.device) if scale is None else scale
+        self._divisor = self._loss_scale.clone()
+        optimizer.grad_scale = self._divisor
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Every rank calls it, and all find the same norm: that of the mean over ranks, which the arena holds now."""
+        sync, grads = self._sync, self._arena.grads
+        if not sync.sharded:
+            norm = torch.linalg.vector_norm(norms_of(list(grads.values())))
+        else:
+            mine = []  # this rank's part of each group
+            for index, group in enumerate(sync.plan.groups):
+                mine.append(grads[self._arena.slot(group.parameters[0]).dtype][slice(*sync.shard(index))])
+            total = norms_of(mine).square().sum(0, keepdim=True)
+            sync.comm.submit(partial(all_reduce_now, total, sync.comm, "flat", "sum"), total.device).wait()
+            norm = total[0].sqrt()
+        torch.maximum(self._loss_scale, (norm / self._limit).to(self._loss_scale.dtype), out=self._divisor)

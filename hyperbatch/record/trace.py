@@ -1,0 +1,139 @@
+"""trace.json: spans of time that open in Perfetto, measured or predicted."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hyperbatch.errors import InputError
+from hyperbatch.record.text import strict_json
+
+if TYPE_CHECKING:
+    from hyperbatch.plan.types import GroupTiming, StepTiming
+
+MAX_SPANS = 100_000  # about 12 MB of trace.json: what Perfetto opens without a pause
+
+
+class Span(NamedTuple):
+    """A stretch of time in trace.json; seconds since training began, pauses included."""
+
+    name: str
+    start_s: float
+    duration_s: float
+    track: str
+    args: Mapping[str, Any]
+
+
+def spans_per_rank(world_size: int) -> int:
+    return MAX_SPANS // world_size
+
+
+class TraceFile:
+    """A trace that opens in Perfetto: spans on tracks, tracks in processes. Chrome's trace format.
+
+    It grows at its end: each flush writes over the closing brackets, so the file is JSON all the time. The first
+    `limit` spans are kept; `dropped` counts the rest.
+    """
+
+    TAIL = b"\n]}\n"
+
+    def __init__(self, path: Path, *, go_on: bool = False, limit: int = MAX_SPANS) -> None:
+        """go_on: keep what an earlier attempt wrote there. Call `process` before the first span."""
+        self.limit, self.dropped = limit, 0
+        self._pending: list[bytes] = []
+        self._spans = self._process = 0
+        old = path.read_bytes() if go_on and path.exists() else b""
+        if old.endswith(self.TAIL):
+            self._spans = old.count(b'"ph":"X"')
+            self._process = old.count(b'"process_name"')
+            self._file = open(path, "r+b", buffering=0)  # noqa: SIM115
+            self._end = len(old) - len(self.TAIL)
+        else:
+            self._file = open(path, "wb", buffering=0)  # noqa: SIM115
+            self._end = self._file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+
+    def process(self, name: str) -> None:
+        """The spans that follow are drawn in a process of their own, below the ones before."""
+        self.flush()
+        self._tracks: dict[str, int] = {}
+        self._process += 1
+        self._put((b",\n" if self._process > 1 else b"") + self._meta("process_name", name))
+
+    def span(self, span: Span) -> None:
+        if self._spans >= self.limit:
+            self.dropped += 1
+            return
+        self._spans += 1
+        name, start_s, duration_s, track, args = span
+        if track not in self._tracks:
+            self._tracks[track] = len(self._tracks)
+            self._pending.append(self._meta("thread_name", track, self._tracks[track]))
+        event = {
+            "name": name,
+            "ph": "X",
+            "ts": round(start_s * 1e6, 1),
+            "dur": round(duration_s * 1e6, 1),
+            "pid": self._process,
+            "tid": self._tracks[track],
+        }
+        self._pending.append(strict_json({**event, "args": args} if args else event).encode())
+        if len(self._pending) >= 512 or time.monotonic() >= self._flush_at:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._pending:
+            try:
+                self._put(b"".join(b",\n" + event for event in self._pending))
+            except OSError:  # a full disk is not worth a run
+                self.dropped += len(self._pending)
+            self._pending.clear()
+        self._flush_at = time.monotonic() + 1
+
+    def close(self) -> None:
+        if self.dropped:
+            self._pending.append(self._meta("process_labels", f"{self.dropped} later spans left out"))
+        self.flush()
+        self._file.close()
+
+    def _meta(self, kind: str, text: str, thread: int = 0) -> bytes:
+        args = {"labels" if kind == "process_labels" else "name": text}
+        return strict_json({"name": kind, "ph": "M", "pid": self._process, "tid": thread, "args": args}).encode()
+
+    def _put(self, events: bytes) -> None:
+        self._file.seek(self._end)
+        if self._file.write(events + self.TAIL) != len(events) + len(self.TAIL):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._end += len(events)
+
+
+def group_spans(groups: Sequence[GroupTiming], start_s: float = 0.0) -> list[Span]:
+    """The exchange of a step that began at `start_s`."""
+    return [
+        Span(
+            f"group {group.index}",
+            start_s + group.start_s,
+            group.end_s - group.start_s,
+            "exchange",
+            {"algorithm": group.algorithm, "bytes": group.bytes},
+        )
+        for group in groups
+    ]
+
+
+def write_trace(path: str | Path, steps: Mapping[str, StepTiming]) -> None:
+    """Predicted or measured steps below each other in one trace; the keys are their titles."""
+    try:
+        trace = TraceFile(Path(path))
+        for title, timing in steps.items():
+            trace.process(title)
+            for part, start_s, end_s in timing.parts():
+                trace.span(Span(part.replace("_", " "), start_s, end_s - start_s, "compute", {}))
+            for span in group_spans(timing.groups):
+                trace.span(span)
+        trace.close()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from None

@@ -1,0 +1,145 @@
+"""Appends to a run's folder as the run goes."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from hyperbatch.record.board import Tensorboard
+from hyperbatch.record.lines import Lines, drop_lines
+from hyperbatch.record.text import strict_json
+from hyperbatch.record.trace import Span, TraceFile, spans_per_rank
+
+
+class RunWriter:
+    """Appends to a run's folder. Made on rank 0 only; the others have none.
+
+    metrics.jsonl, mllog.txt    one write per line: a killed run loses nothing but a line being written
+    layers.jsonl                the same, of some steps: the trust ratio of each layer
+    trace.json                  valid JSON after every flush, at most a second behind
+    tensorboard/                where the package is installed; flushed every two seconds; `warnings` says so when it
+                                cannot be written
+    """
+
+    def __init__(
+        self, folder: Path, *, resume_from_step: int | None = None, tensorboard: bool = True, world_size: int = 1
+    ) -> None:
+        """resume_from_step: drop metric lines of steps at or after it, which the resumed run will write again.
+        world_size: ranks that share the room in trace.json.
+
+        It is in the numbers that `step` and `eval` are given: a run that counts its steps from 1 and goes on after N
+        of them passes N + 1.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.warnings: list[str] = []
+        fresh = resume_from_step is None
+        if fresh:
+            # What an earlier run left here would be taken for this one's.
+            for old in [folder / "record.json", folder / "report.html", *(folder / "tensorboard").glob("events.out.*")]:
+                old.unlink(missing_ok=True)
+        else:
+            drop_lines(folder, resume_from_step)
+        self._metrics = Lines(folder / "metrics.jsonl", go_on=not fresh)
+        self._layers = Lines(folder / "layers.jsonl", go_on=not fresh)
+        self._mllog = Lines(folder / "mllog.txt", go_on=not fresh)
+        self._trace = TraceFile(folder / "trace.json", go_on=not fresh, limit=spans_per_rank(world_size))
+        self._trace.process("rank 0" if fresh else f"rank 0, resumed at step {resume_from_step}")
+        wanted = tensorboard and importlib.util.find_spec("tensorboard") is not None  # an extra of the package
+        self._board = Tensorboard(folder / "tensorboard", resume_from_step, self.warnings) if wanted else None
+
+    def go_back(self, step: int) -> None:
+        """Drops metric lines of steps at or after this one, which the run will write again."""
+        self._metrics.close()
+        self._layers.close()
+        drop_lines(self.folder, step)
+        self._metrics = Lines(self.folder / "metrics.jsonl", go_on=True)
+        self._layers = Lines(self.folder / "layers.jsonl", go_on=True)
+        self._trace.process(f"rank 0, back at step {step}")
+        if self._board:
+            self._board.close()
+            self._board = Tensorboard(self.folder / "tensorboard", step, self.warnings)
+
+    def step(
+        self,
+        *,
+        step: int,
+        epoch: float,
+        time_s: float,
+        loss: float,
+        lr: float,
+        global_batch: int,
+        images_per_s: float,
+        **extra: Any,
+    ) -> None:
+        scalars = {"loss": loss, "lr": lr, "global_batch": global_batch, "images_per_s": images_per_s}
+        line = {"event": "step", "step": step, "epoch": epoch, "time_s": time_s, **scalars, **extra}
+        self._metrics.add(strict_json(line))
+        if self._board:
+            self._board.add("train", step, scalars)
+
+    def eval(self, *, step: int, epoch: float, time_s: float, top1: float, samples: int, **extra: Any) -> None:
+        line = {"event": "eval", "step": step, "epoch": epoch, "time_s": time_s, "top1": top1, "samples": samples}
+        self._metrics.add(strict_json({**line, **extra}))
+        if self._board:
+            scalars = {name: extra[name] for name in ("top5", "val_loss") if name in extra}
+            self._board.add("eval", step, {"top1": top1, **scalars}, always=True)
+
+    def layers(self, *, step: int, epoch: float, time_s: float, trust_ratios: Mapping[str, float]) -> None:
+        """One line of layers.jsonl."""
+        ratios = {name: float(f"{ratio:.4g}") for name, ratio in trust_ratios.items()}
+        line = {"event": "layers", "step": step, "epoch": epoch, "time_s": time_s, "trust_ratios": ratios}
+        self._layers.add(strict_json(line))
+
+    def mlperf(self, key: str, value: Any = None, *, kind: str = "POINT_IN_TIME", **metadata: Any) -> None:
+        """One line of mllog.txt (MLPerf's key, value and metadata such as epoch_num)."""
+        frame = sys._getframe(1)
+        while frame.f_back and frame.f_globals["__name__"] in (__name__, "hyperbatch.mllog"):
+            frame = frame.f_back
+        place = {"file": "/".join(Path(frame.f_code.co_filename).parts[-3:]), "lineno": frame.f_lineno}
+        line = {
+            "namespace": "",
+            "time_ms": time.time_ns() // 1_000_000,
+            "event_type": kind,
+            "key": key,
+            "value": value,
+            "metadata": {**place, **metadata},
+        }
+        self._mllog.add(f":::MLLOG {strict_json(line)}")
+
+    def span(self, name: str, start_s: float, duration_s: float, *, track: str = "engine", **args: Any) -> None:
+        """One span of rank 0 in trace.json. `warnings` says when there were too many to keep."""
+        self._trace.span(Span(name, start_s, duration_s, track, args))
+
+    def spans(self, spans: Iterable[Span], rank: int = 0) -> None:
+        """Spans of a rank in trace.json. Other ranks come last: what follows is drawn below them."""
+        if rank:
+            self._trace.process(f"rank {rank}")
+            self._trace.limit = spans_per_rank(1)  # what the ranks before have left of all the room
+        for span in spans:
+            self._trace.span(span)
+
+    def close(self) -> None:
+        """Writes what is pending; `warnings` is complete after it. Closing twice does nothing."""
+        if self._metrics.closed:
+            return
+        self._trace.close()
+        for lines in (self._metrics, self._layers, self._mllog):
+            lines.close()
+            if lines.lost:
+                self.warnings.append(f"{lines.lost} lines could not be written to {lines.name}: {lines.reason}")
+        if self._trace.dropped:
+            kept, dropped = self._trace.limit, self._trace.dropped
+            self.warnings.append(f"trace.json keeps the first {kept:,} spans that fit; {dropped:,} were left out")
+        if self._board:
+            self._board.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
