@@ -95,6 +95,12 @@ class TrainLoader:
                 yield self._plan(stream.Stretches.single(start, count), size, step_start=position)
                 start += count
 
+    def rehearse(self, strides: Iterable[Stride]) -> None:
+        """Makes batches of these strides without a trace, where a GPU does it alone: the first of a shape takes longer.
+        While no iterator over batches is used."""
+        if isinstance(self._maker, DeviceMaker):
+            self._maker.rehearse(list(self._plans(strides, 0)))
+
     def _plan(self, places: stream.Stretches, size: int, **step: Any) -> StreamPlan:
         return StreamPlan(places=places, length=len(self.source), seed=self.seed, config=self.config, size=size, **step)
 

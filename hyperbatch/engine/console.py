@@ -32,7 +32,7 @@ class Console:
     def __init__(self, *, enabled: bool = True, out: RichConsole | None = None) -> None:
         """out: where to write; None: stderr."""
         self._enabled = enabled
-        self._out = out or RichConsole(stderr=True, quiet=not enabled, highlight=False)
+        self._out = out or RichConsole(stderr=True, quiet=not enabled, highlight=False, emoji=False)
         self._live = enabled and (self._out.is_terminal if out else sys.stderr.isatty())
         bar = [BarColumn(bar_width=BAR_COLUMNS)] if self._out.width >= 80 + BAR_COLUMNS else []
         self._bar = Progress(

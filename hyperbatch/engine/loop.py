@@ -326,6 +326,7 @@ def prepared_strides(
         if not runner.is_ready(stride):
             stage(f"preparing launch {place + 1} of {len(near)}")
             runner.prepare(stride)
+    run.loader.rehearse({(runner.shape(stride[0]), len(stride)): stride for stride in near}.values())
     return left()
 
 

@@ -270,6 +270,18 @@ def test_every_operation_gives_the_cpus_pixels():
         assert torch.equal(ours.cpu(), trivial.apply(levels, drawn))
 
 
+def test_after_a_rehearsal_batches_need_no_new_memory():
+    array, todo = resident(3000), plan(resident(3000), 3.0, 512)
+    strides = [tuple(todo[i : i + 4]) for i in range(0, len(todo) - 4, 4)]
+    with TrainLoader(array, RECORD, seed=3, rank=0, world_size=1, device=CUDA, dtype=torch.float16) as loader:
+        loader.rehearse(strides[:1])
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["num_device_alloc"]
+        first = next(loader.batches(strides))
+        assert torch.cuda.memory_stats()["num_device_alloc"] == before
+        assert len(first.labels) == 4 * 512
+
+
 def test_fifty_thousand_samples_are_drawn_as_on_the_host():
     array = resident(50_000)
     with TrainLoader(array, RECORD, seed=7, rank=0, world_size=1, device=CUDA, dtype=torch.float16) as loader:

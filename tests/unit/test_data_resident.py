@@ -266,6 +266,22 @@ def test_a_resumed_run_and_two_ranks_see_the_same_stream(device_loader):
 
 
 @inside
+def test_a_rehearsal_makes_what_lies_ready_at_once_and_leaves_no_trace(device_loader, monkeypatch):
+    source = arrays(12)
+    plan = list(steps(resolve_phases((BatchPhase(0, 4),), 12, 1), 12, 2.0))
+    before = train(source, RECORD, plan)
+    strides = [(plan[0],), tuple(plan[1:4])]
+    with TrainLoader(source, RECORD, seed=5, rank=0, world_size=1, device=CPU, dtype=torch.float32) as made_by:
+        made, make = [], DeviceMaker._resident_batch
+        monkeypatch.setattr(DeviceMaker, "_resident_batch", lambda *a: (made.append(make(*a)), made[-1])[1])
+        made_by.rehearse(strides)
+        assert [len(batch.labels) for batch in made] == [4] * 4 + [12] * 4  # three ahead, and the one in use
+        for ours, theirs in zip(made_by.batches(plan), before, strict=True):
+            assert torch.equal(ours.images, theirs.images)
+            assert torch.equal(ours.labels, theirs.labels)
+
+
+@inside
 def test_one_plan_of_many_steps_holds_their_batches():
     source = arrays(30)
     for rank in (0, 1):

@@ -129,6 +129,17 @@ class DeviceMaker(Maker):
         self._warm_up = thread.submit(make)
         thread.shutdown(wait=False)
 
+    def rehearse(self, plans: Sequence[Plan]) -> None:
+        """Makes as many batches of each plan that needs no host as lie ready at once, and throws them away: memory and
+        kernels of their shapes are there afterwards."""
+        if self._resident is None:
+            return
+        if self._warm_up is not None:
+            self._warm_up.result()
+        with self._on_stream():
+            for plan in filter(self.needs_no_host, plans):
+                _ = [self._resident_batch(self._resident, plan) for _ in range(self.config.prefetch + 1)]
+
     def _resident_set(self) -> ResidentSet | None:
         if self._device_cache is None or self._device_cache.whole is None:
             return None
