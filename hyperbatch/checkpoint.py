@@ -204,9 +204,7 @@ def load(path: Path, *, before_step: int | None = None) -> Checkpoint:
             f"{path} does not exist; give the folder of a run, a checkpoint or an exported model"
         ) from None
     except Exception as error:
-        raise InputError(
-            f"{path} is damaged, or it is no checkpoint: torch.load fails ({type(error).__name__})"
-        ) from error
+        raise InputError(f"{path} cannot be read: it is damaged, or no checkpoint ({type(error).__name__})") from error
     if not _is_checkpoint(values):
         raise InputError(f"{path} is not a hyperbatch checkpoint of format {FORMAT}")
     try:

@@ -58,7 +58,7 @@ def undecayed(model: nn.Module) -> set[str]:
     for prefix, module in model.named_modules():
         if hasattr(module, "no_weight_decay"):
             listed: Any = module.no_weight_decay
-            layers = [f"{prefix}.{layer}" if prefix else layer for layer in (listed() if callable(listed) else listed)]
+            layers = [f"{prefix}.{layer}" if prefix else layer for layer in listed()]
             found |= {name for name in own if any(is_in(name, layer) for layer in layers)}
     return found
 

@@ -184,7 +184,7 @@ def check(config: Config) -> None:
             raise InputError(f"{spec.flag} {format_value(spec.of(config))}: {what}")
 
     o, s, d, r = config.optim, config.schedule, config.data, config.run
-    need(s.warmup_epochs <= s.epochs, "warmup_epochs", f"must be between 0 and the {s.epochs:g} epochs")
+    need(s.warmup_epochs <= s.epochs, "warmup_epochs", f"must not be longer than the whole run (--epochs {s.epochs:g})")
     need(bool(s.batch_phases) and s.batch_phases[0].from_epoch == 0, "batch_phases", "must start at epoch 0")
     need(all(p.global_batch > 0 for p in s.batch_phases), "batch_phases", "every global batch must be positive")
     starts = [p.from_epoch for p in s.batch_phases]

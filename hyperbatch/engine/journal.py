@@ -5,23 +5,18 @@ Steps are logged one stride late: their losses travel to the host behind them, a
 
 from __future__ import annotations
 
-import itertools
 import platform
-import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hyperbatch.callbacks import NO_HOOKS, CheckpointEvent, EvalEvent, Hooks, StartEvent, StepEvent
 from hyperbatch.checkpoint import Checkpoint
-from hyperbatch.comm.sync import PhaseTiming
 from hyperbatch.config import Config
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.console import Console
@@ -29,39 +24,21 @@ from hyperbatch.engine.ending import words_of
 from hyperbatch.engine.evaluate import ClassScores, Score
 from hyperbatch.engine.guard import LossGuard
 from hyperbatch.engine.hardware import Gauges, environment
+from hyperbatch.engine.outcome import record_of
+from hyperbatch.engine.pending import Booked, Pending, over_ranks, shifted, to_host
 from hyperbatch.engine.ranks import Ranks, gather
 from hyperbatch.engine.rollback import Rollback
 from hyperbatch.engine.run import Run
-from hyperbatch.engine.steptimer import Marks, StepTimer
+from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.stragglers import Stragglers
 from hyperbatch.engine.tracing import Tracer
 from hyperbatch.mllog import MlperfEvents
-from hyperbatch.optim.build import group_summary
-from hyperbatch.plan.types import GroupTiming, StepTiming
-from hyperbatch.record import Result, RunRecord, RunWriter, Span, commit
+from hyperbatch.plan.types import StepTiming
+from hyperbatch.record import RunRecord, RunWriter, Span, commit
 from hyperbatch.schedule import EpochGrid, Step, Stride, total_steps
 
 LOOK_STEPS = 100  # without a line, after which losses are looked at nevertheless
 LAYER_LINES = 48  # of a whole run, about: the columns of the report's heat map
-
-
-class _Booked(NamedTuple):
-    step: Step
-    rate: float
-
-
-class _Pending(NamedTuple):
-    booked: list[_Booked]  # steps that were not pending before; some of the last stride's get a line
-    losses: Tensor  # theirs over all ranks, and the number of steps just skipped in a row, on the host
-    own: Tensor  # losses of this rank
-    arrived: torch.cuda.Event | None  # when the values are there
-    end_s: float  # run time when the last was launched
-    trained_s: float  # of that, training alone
-    traced_s: float  # the trace's time then
-    marks: Marks
-    groups: tuple[GroupTiming, ...]
-    phases: tuple[PhaseTiming, ...]
-    layers: tuple[list[str], Tensor] | None  # names and trust ratios after the last, on the host
 
 
 class Journal:
@@ -101,9 +78,9 @@ class Journal:
         self.console = Console(enabled=chief and not quiet)
         self.run: Run | None = None
         self.failure: RunRecord | None = None  # of a run that has failed
-        self._booked: list[_Booked] = []  # steps whose loss has not been looked at
+        self._booked: list[Booked] = []  # steps whose loss has not been looked at
         self._losses: list[Tensor] = []  # theirs on this rank, still on the device
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
         self._unreadable: dict[str, None] = {}  # validation images of this rank; in order, each once
         self._stragglers: Stragglers | None = None
         self._timings: deque[StepTiming] = deque(maxlen=256)
@@ -178,7 +155,7 @@ class Journal:
         """Books a stride just launched, and writes the one before it."""
         self._write()
         self._tell_checkpoints()
-        self._booked += map(_Booked, stride, rates)
+        self._booked += map(Booked, stride, rates)
         self._losses.append(losses)
         self._steps_per_launch = max(self._steps_per_launch, len(stride))
         if len(self._booked) < LOOK_STEPS and not any(self._has_line(step) for step in stride):
@@ -200,9 +177,7 @@ class Journal:
             self._gauges.look()
         end_s, trained_s, traced_s = self.clock.run_s, self.clock.train_s, self.tracer.now_s
         marks = timer.marks()
-        self._pending = _Pending(
-            booked, losses, own, arrived, end_s, trained_s, traced_s, marks, groups, phases, layers
-        )
+        self._pending = Pending(booked, losses, own, arrived, end_s, trained_s, traced_s, marks, groups, phases, layers)
 
     def flush(self) -> None:
         """Writes what is pending and looks at the loss of every step so far, also of those that get no line."""
@@ -215,19 +190,15 @@ class Journal:
             for slow in self._stragglers.look():
                 self.console.say(f"note: {slow.message}")
 
-    def _take(self, run: Run) -> tuple[list[_Booked], Tensor, Tensor]:
+    def _take(self, run: Run) -> tuple[list[Booked], Tensor, Tensor]:
         """The steps not looked at yet; the mean of each one's loss over ranks, and behind them the number of steps just
         skipped in a row; and the losses of this rank."""
         booked, self._booked = self._booked, []
-        losses = own = torch.cat(self._losses)
+        own = torch.cat(self._losses)
         self._losses.clear()
-        if run.learner.comm.world is not None:
-            losses = own.clone()
-            dist.all_reduce(losses, group=run.learner.comm.world)
-            losses = losses / run.ranks.world_size
-        return booked, torch.cat([losses, run.learner.scaler.skipped_in_a_row.to(losses.dtype).reshape(1)]), own
+        return booked, over_ranks(run, own), own
 
-    def _check(self, booked: list[_Booked], values: list[float], own: Tensor) -> list[float]:
+    def _check(self, booked: list[Booked], values: list[float], own: Tensor) -> list[float]:
         """Returns the losses, once they have been looked at."""
         *losses, skipped = values
         for place, ((step, rate), loss) in enumerate(zip(booked, losses, strict=True)):
@@ -360,14 +331,6 @@ class Journal:
             record.save(self.writer.folder)
         return record
 
-    def _about_ranks(self, ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What each rank has told at the end, and the means of its steps."""
-        means = self._stragglers.means() if self._stragglers else []
-        return [
-            {"rank": rank, **about, **seconds}
-            for rank, (about, seconds) in enumerate(itertools.zip_longest(ranks, means, fillvalue={}))
-        ]
-
     def _bad_samples(self, run: Run) -> list[str]:
         return [*run.loader.bad_samples, *self._unreadable]
 
@@ -380,75 +343,21 @@ class Journal:
         ranks: Sequence[dict[str, Any]] = (),
         error: str = "",
     ) -> RunRecord:
-        progress, clock, samples = run.progress, self.clock.state_dict(), len(run.train_set)
-        firsts = [total_steps(run.phases[:i], samples, p.from_position / samples) for i, p in enumerate(run.phases)]
-        return RunRecord(
-            recipe=self.config.recipe,
-            config=self.config.to_dict(),
+        return record_of(
+            run,
+            self.config,
+            self.clock,
             environment=self._code | environment(run) | {"steps_per_launch": self._steps_per_launch},
-            world_size=run.ranks.world_size,
-            grid=str(run.learner.comm.grid),
-            result=Result(
-                reached=run.reached,
-                target_top1=self.config.run.target_top1,
-                top1=progress.top1,
-                top1_plain=progress.top1_plain,
-                top5=progress.top5,
-                val_loss=progress.val_loss,
-                time_to_target_s=progress.time_to_target_s,
-                setup_s=clock["init_s"],
-                train_s=clock["train_s"],
-                eval_s=clock["eval_s"],
-                run_s=progress.evaluated_s,
-                images_per_s=progress.position / clock["train_s"] if clock["train_s"] else 0.0,
-                epochs=run.epoch,
-                steps=progress.step,
-            ),
             warnings=[*run.warnings, *bad_samples, *(self.writer.warnings if self.writer else [])],
-            plan=run.learner.sync.plan.to_dict(),
-            optimizer_groups=group_summary(self.config.optim, run.learner.model).to_dict(),
-            phases=[
-                asdict(phase) | {"first_step": first}
-                for phase, first in zip(run.phases, firsts, strict=True)
-                if first < progress.step
-            ],
-            # After a failure the device may be gone: what would have to be read from it is left out.
-            trust_ratios={} if error else run.learner.optimizer.trust_ratios(),
-            compiled=run.learner.compilation.to_dict(),
-            clock=clock | {"data_wait_s": run.data_wait_s},
-            skipped_steps=0 if error else run.learner.scaler.state_dict()["skipped"],
-            classes=list(run.train_set.classes),
-            by_class={} if by_class is None else by_class.to_dict(),
-            data=run.loader.report().to_dict()
-            | {"train_samples": samples, "eval_samples": len(run.eval_set), "classes": len(run.train_set.classes)},
-            timing=typical(list(self._timings)).to_dict() if self._timings else {},
-            stragglers=[slow.to_dict() for slow in self._stragglers.found()] if self._stragglers else [],
-            ranks=self._about_ranks(ranks),
-            rollbacks=progress.rollbacks,
+            timings=list(self._timings),
+            stragglers=self._stragglers,
+            by_class=by_class,
+            ranks=ranks,
             folder=str(self.out or ""),
             error=error,
         )
 
 
-def to_host(values: Tensor) -> Tensor:
-    """The values, or a copy on the host that will be there once the device has come so far."""
-    if not values.is_cuda:
-        return values
-    on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return on_host.copy_(values, non_blocking=True)
-
-
 def of_all_ranks(lines: list[str], ranks: Ranks) -> list[str]:
     """The lines of every rank, each once: two ranks may have met the same sample."""
     return list(dict.fromkeys(line for part in gather(lines, ranks) for line in part))
-
-
-def shifted(group: GroupTiming, by_s: float) -> GroupTiming:
-    return replace(group, ready_s=group.ready_s + by_s, start_s=group.start_s + by_s, end_s=group.end_s + by_s)
-
-
-def typical(timings: list[StepTiming]) -> StepTiming:
-    """The step of median length among the later half, so that a slow start does not count."""
-    late = timings[len(timings) // 2 :]
-    middle = statistics.median_low([t.step_s for t in late])
-    return next(t for t in late if t.step_s == middle)

@@ -83,6 +83,8 @@ def _why_not(name: str, module: nn.Module, types: tuple[type[nn.Module], ...]) -
             return f"{name} pools in another way"
     if isinstance(module, nn.GELU) and module.approximate != "none":
         return f"{name} is an approximation"
+    if isinstance(module, nn.AvgPool2d) and not all(type(n) is int for n in (module.kernel_size, module.stride)):
+        return f"{name} pools in another way"
     if isinstance(module, nn.MaxPool2d) and (module.dilation != 1 or module.ceil_mode):
         return f"{name} pools in another way"
     if isinstance(module, BatchNorm2d):

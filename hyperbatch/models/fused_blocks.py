@@ -320,6 +320,7 @@ class FusedBlock:
         self.average: nn.AvgPool2d | None = None  # of pixels, before the shortcut's convolution
         if block.downsample is not None:
             *before, conv, norm = block.downsample
+            assert all(isinstance(module, nn.AvgPool2d | nn.Identity) for module in before)
             self.average = next((module for module in before if isinstance(module, nn.AvgPool2d)), None)
             assert isinstance(conv, nn.Conv2d)
             assert isinstance(norm, BatchNorm2d)

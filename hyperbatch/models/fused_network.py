@@ -76,10 +76,7 @@ class FusedResNet(FusedNetwork):
 
     def __init__(self, model: ResNet) -> None:
         super().__init__(model)
-        as_it_is = any(map(_is_not_fused, (*model.conv1.modules(), model.bn1)))
-        norms = [module for module in (*model.conv1.modules(), model.bn1) if isinstance(module, BatchNorm2d)]
-        pairs = [] if as_it_is else zip(model.stem_convs, norms, strict=True)
-        self.stem = [ConvNorm(conv, norm, self.counters) for conv, norm in pairs]
+        self.stem = _stem(model, self.counters)
         self.window = _window(model.maxpool)
         blocks = [block for stage in model.stages for block in getattr(model, stage)]
         self.blocks = [
@@ -133,6 +130,16 @@ class FusedAlexNet(FusedNetwork):
         for layer, window in self.layers:
             x = ConvNormPool.apply(x, layer, window, *layer.parameters)
         return classify(self.model, x if self.last_norm is None else self.last_norm(x))
+
+
+def _stem(model: ResNet, counters: Tensor) -> list[ConvNorm]:
+    """Its convolutions with their norms, each before a ReLU; none, where it runs as it is."""
+    layers = [*model.conv1, model.bn1] if isinstance(model.conv1, nn.Sequential) else [model.conv1, model.bn1]
+    convs, norms, relus = layers[::3], layers[1::3], layers[2::3]
+    known = all(isinstance(module, nn.Conv2d) for module in convs) and all(type(module) is nn.ReLU for module in relus)
+    if any(map(_is_not_fused, layers)) or not known or len(layers) % 3 != 2:
+        return []
+    return [ConvNorm(conv, norm, counters) for conv, norm in zip(convs, norms, strict=True)]
 
 
 def _is_not_fused(module: nn.Module) -> bool:

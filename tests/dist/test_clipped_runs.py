@@ -21,6 +21,13 @@ def test_ranks_accumulation_and_shards_agree_with_one_process_in_float64(tmp_pat
     assert any((alone[key] - loose[key]).abs().max() > 1e-3 for key in alone)
 
 
+def test_a_sharded_adamw_clips_as_a_plain_one(tmp_path):
+    values = {**CLIPPED, "optimizer": "adamw", "lr": 0.01}
+    _, plain = train(1, tmp_path / "plain", **values)
+    _, sharded = train(2, tmp_path / "sharded", sharded_update=True, **values)
+    assert all((plain[key] - sharded[key]).abs().max() <= 1e-9 for key in plain)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 def test_stop_and_resume_equals_no_stop(tmp_path, optimizer):
     values = {"optimizer": optimizer, "lr": 0.01, "clip_norm": 0.3, "precision": "bf16"}
