@@ -10,8 +10,8 @@ must end with the weights, statistics and optimizer state of an undisturbed run,
 
     by command  (the default on CPUs)  hyperbatch train --nproc N --max-restarts; a command that was killed or was
                 preempted is started again with --resume auto, as a cluster would
-    by rank     (--device cuda: NCCL ranks that share one GPU)  one process per rank; when all have ended, all are
-                started again, as a scheduler would
+    by rank     (--by-rank; --device cuda: NCCL ranks that share one GPU)  one process per rank; when all have ended,
+                all are started again, as a scheduler would
 
 Runs know nothing of each other, so several can go on side by side (--jobs). A soak that is called again with the same
 --out does what is left of its --faults.
@@ -102,8 +102,9 @@ class Soak:
     """Runs side by side, and what is known of them so far."""
 
     def __init__(self, args: argparse.Namespace, arguments: list[str], scratch: Path) -> None:
-        by_rank = args.device == "cuda"
-        arguments = ["--device", args.device, *(["--deterministic"] if by_rank else []), *arguments]
+        on_gpu = args.device == "cuda"
+        by_rank = args.by_rank or on_gpu
+        arguments = ["--device", args.device, *(["--deterministic"] if on_gpu else []), *arguments]
         self.args, self.scratch, self.began = args, scratch, time.monotonic()
         self.deadline = self.began + 60 * args.minutes if args.minutes else float("inf")
         self.options: dict[str, Any] = {"nproc": args.nproc, "by_rank": by_rank, "arguments": arguments}
@@ -173,7 +174,7 @@ class Soak:
         bad = [run for run in runs if not run["bit_equal"] or run["left_processes"] or run["made"] != run["planned"]]
         return {
             "bench": "soak",
-            "device": torch.cuda.get_device_name(0) if self.options["by_rank"] else f"{os.cpu_count()} CPU cores",
+            "device": torch.cuda.get_device_name(0) if self.args.device == "cuda" else f"{os.cpu_count()} CPU cores",
             "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
             **self.same,
             "jobs": self.args.jobs,
@@ -195,6 +196,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="*", choices=KINDS, help="of faults; all by default")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--by-rank", action="store_true", help="one process per rank on CPUs, too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="also write the result here, after every run; continue what is there")
     parser.add_argument("--table", type=Path, help="print the table of a result file and do nothing else")

@@ -21,14 +21,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
 from hyperbatch.comm.place import Place, told, who_hangs
+from hyperbatch.comm.recorder import Question
 
 _LOST, _SILENT = "lost", "silent"
 _MAX_INTERVAL_S = 1.0  # between two looks at the store: so fast does a failure that was announced end the others
+_MOST = 0.7  # of `timeout_s`: a rank that has not got on for so long says what it waits in
 _SILENT_INTERVALS = 3  # without a beat: the rank has gone, for somebody who has another sign of that already
 
 
@@ -64,16 +67,20 @@ class Heartbeat:
         interval_s: float | None = None,
         on_lost: Callable[[str], None] | None = None,
         place: Callable[[], Place] | None = None,
+        collective: Callable[[], str] | None = None,
     ) -> None:
         """store: any that all ranks share, e.g. a TCPStore of your own; it must not be blocked by others' waits.
 
-        place: of this rank, asked by the thread at every beat.
+        place: of this rank, asked by the thread at every beat. collective: that this rank waits in, asked when it has
+        not got on for most of `timeout_s`.
         """
         self._store = dist.PrefixStore("hyperbatch-heartbeat", store)
         self._rank, self._world_size, self._watched = rank, world_size, (rank + 1) % world_size
         self._timeout_s, self._interval_s = timeout_s, interval_s or min(timeout_s / 20, _MAX_INTERVAL_S)
         self._on_lost = on_lost or _end_process
         self._stays = False
+        self._collective = collective
+        self._question: Question | None = None  # about it
         self._place, self._at = place, (Place(phase="start"), time.monotonic())  # where, and since when
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"hyperbatch-heartbeat-{rank}", daemon=True)
@@ -189,7 +196,10 @@ class Heartbeat:
         with contextlib.suppress(Exception):  # a device that has gone, say: the heart beats on
             place = self._place()
         if place != self._at[0]:
-            self._at = place, now
+            self._at, self._question = (place, now), None
+        # Not before: the recorder asks the device about each collective.
+        if self._collective and self._question is None and now - self._at[1] > _MOST * self._timeout_s:
+            self._question = Question(self._collective)
         # Silence counts first: a rank that waits for one that is stopped does not get on, either.
         return place.must_go_on and now - self._at[1] > self._timeout_s + 2 * self._interval_s
 
@@ -197,6 +207,8 @@ class Heartbeat:
         if self._place is None:
             return str(beat)
         place, since = self._at
+        if self._question is not None:
+            place = replace(place, collective=self._question.answer)
         return f"{beat} {json.dumps([place.to_dict(), round(now - since, 1)])}"
 
     def _places(self) -> dict[int, tuple[Place, float]]:

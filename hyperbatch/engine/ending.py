@@ -79,6 +79,7 @@ class Ending:
         self.record: Callable[[dict[str, Any]], None] = lambda words: None  # leaves them in the run's folder
         self.step: Callable[[], int | None] = lambda: None  # that the run is at
         self.place: Callable[[], Place] = lambda: Place(phase="start")  # of this rank; a thread asks
+        self.collective: Callable[[], str] = str  # that this rank waits in; a thread asks
         self.preemption: Preemption | None = None  # is told of signals, too
         self._ranks, self._report = ranks, report
         self._alone = ranks.world_size == 1
@@ -123,6 +124,7 @@ class Ending:
                 timeout_s=timeout_s,
                 on_lost=self._lost,
                 place=lambda: self.place(),
+                collective=lambda: self.collective(),
             ).start()
 
     @contextlib.contextmanager
