@@ -1,7 +1,10 @@
-"""`bench step --data`: a short run through the engine, from JPEG files to updated weights, and how fast it goes.
+"""`bench step --data`: short runs through the engine, from files to updated weights, and how fast they go.
 
-Decoded images are not kept between epochs, so every image of every step is read and decoded. Files are read once by
-whoever wrote or copied them, so they come from the page cache: decoding is measured, disks are not.
+    synthetic     pixels that lie on the device: what the others are compared with
+    files         every image of every step is read and decoded
+    kept          decoded once, then cut from the pixels that the device (or the host, without a GPU) keeps
+
+Files were written or copied a moment ago, so they come from the page cache: decoding is measured, disks are not.
 """
 
 from __future__ import annotations
@@ -9,9 +12,9 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +23,7 @@ from hyperbatch.bench.data import write_jpegs
 from hyperbatch.bench.harness import Candidate
 from hyperbatch.bench.step_runs import Setting
 from hyperbatch.config import BatchPhase, Config, DataConfig
+from hyperbatch.data.pack import pack
 from hyperbatch.data.source import EncodedSource, open_data
 from hyperbatch.engine.loop import run
 from hyperbatch.engine.ranks import Ranks
@@ -27,29 +31,33 @@ from hyperbatch.errors import InputError
 from hyperbatch.record import read_metrics
 
 GENERATED = "generated"
+SYNTHETIC = "synthetic"
 GENERATED_IMAGES = {"cuda": 2048, "cpu": 64}
 GENERATED_SIZE = (500, 375)  # about 70 kB each, as in `bench data`
+PACKED_SIDE = 341  # the longer one in shards: the shorter one is then 256
 MLPERF_H200_IMAGES_PER_S = 7950  # MLPerf training v4.0, 8 x H200, per GPU: decoding and all-reduce included
 WINDOWS = 10
 
 
+class Form(NamedTuple):
+    """A way to hold the training images."""
+
+    name: str
+    overrides: dict[str, Any]
+    about: str
+
+
 def end_to_end(data: str, setting: Setting, batches: Sequence[int], steps: int | None) -> list[dict[str, Any]]:
-    """A row for each batch. data: a folder as `train --data` takes it, or "generated"."""
+    """A row for each batch and form. data: a folder as `train --data` takes it, or "generated"."""
     device = setting.device.type
     steps = steps or (200 if device == "cuda" else 2 * WINDOWS)
     if steps < 2 * WINDOWS:
         raise InputError(f"--steps {steps}: give at least {2 * WINDOWS}, so that the start can be left out")
     with tempfile.TemporaryDirectory(prefix="hyperbatch-bench-") as scratch:
-        folder = Path(data)
-        if data == GENERATED:
-            folder = generate(Path(scratch), GENERATED_IMAGES[device], setting.classes)
-        source, _ = open_data(DataConfig(data=str(folder)))
-        about = describe(source)
-        config = Config(recipe="bench-step").override(
+        base = Config(recipe="bench-step").override(
             model=setting.model,
-            data=str(folder),
             image_size=setting.image_size,
-            cache="none",
+            classes=setting.classes,
             precision=setting.precision,
             warmup_epochs=0.0,
             eval_every_epochs=1e9,
@@ -60,18 +68,42 @@ def end_to_end(data: str, setting: Setting, batches: Sequence[int], steps: int |
             nproc=1,
         )
         rows = []
-        for batch in batches:
-            config = config.override(
-                batch_phases=(BatchPhase(0, batch),),
-                epochs=(steps + 1) * batch / len(source),
-                out=str(Path(scratch) / f"run-{batch}"),
-            )
-            harness.say(f"batch {batch}: {steps} steps")
-            rows.append(trained(config, batch) | {"data": about})
-    return rows
+        for form in forms(data, Path(scratch), setting):
+            images = len(open_data(base.override(**form.overrides).data)[0])
+            for batch in batches:
+                config = base.override(
+                    **form.overrides,
+                    batch_phases=(BatchPhase(0, batch),),
+                    epochs=(steps + 1) * batch / images,
+                    out=str(Path(scratch) / f"run-{len(rows)}"),
+                )
+                harness.say(f"{form.name}, batch {batch}: {steps} steps")
+                rows.append(trained(config, f"batch {batch} / {form.name}", batch) | {"data": form.about})
+    alone = {row["batch"]: row["mean"] for row in rows if row["name"].endswith(SYNTHETIC)}
+    return [row | {"ratio_to_synthetic": row["mean"] / alone[row["batch"]]} for row in rows]
 
 
-def trained(config: Config, batch: int) -> dict[str, Any]:
+def forms(data: str, scratch: Path, setting: Setting) -> Iterator[Form]:
+    """Synthetic pixels, then the folder as it is or, of generated files, every form."""
+    device, count = setting.device.type, GENERATED_IMAGES[setting.device.type]
+    plain = {"dataset": "synthetic", "train_samples": count, "eval_samples": count, "augment": "none", "flip": False}
+    yield Form(SYNTHETIC, plain, "pixels on the device")
+    folder = generate(scratch, count, setting.classes) if data == GENERATED else Path(data)
+    yield _files("files to weights", folder, "none")
+    if data == GENERATED:
+        small = scratch / "small"
+        pack(folder, small, max_side=PACKED_SIDE)
+        yield _files("shards of 256 px to weights", small, "none")
+        kept = "gpu" if device == "cuda" else "host"
+        yield _files(f"pixels of 256 px kept in {kept} memory", small, kept)
+
+
+def _files(name: str, folder: Path, cache: str) -> Form:
+    source, _ = open_data(DataConfig(data=str(folder)))
+    return Form(name, {"data": str(folder), "cache": cache}, describe(source))
+
+
+def trained(config: Config, name: str, batch: int) -> dict[str, Any]:
     """Trains as the config says, and reads the speed off the run's own metrics."""
     record = run(config, Ranks())
     lines = [line for line in read_metrics(Path(record.folder)) if line["event"] == "step"]
@@ -79,10 +111,9 @@ def trained(config: Config, batch: int) -> dict[str, Any]:
     ends_s = [line["time_s"] for line in steady]
     speeds, mean = window_speeds(ends_s, batch)
     wait_s = sum(line["data_wait_s"] for line in steady[1:])
-    candidate = Candidate(name=f"batch {batch} / hyperbatch train, files to weights", run=lambda: None)
-    samples = {candidate.name: speeds}
     model = config.model.model
-    row = harness.rows([candidate], samples, unit="images/s", higher_is_better=True, model=model, batch=batch)[0]
+    candidate = Candidate(name=name, run=lambda: None)
+    row = harness.rows([candidate], {name: speeds}, unit="images/s", higher_is_better=True, model=model, batch=batch)[0]
     comparable = model == "resnet50" and config.data.image_size == 224 and "H200" in harness.device_name()
     return row | {
         "mean": mean,

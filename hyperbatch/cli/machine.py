@@ -11,7 +11,8 @@ from hyperbatch.errors import InputError
 # What each bench takes beside --json
 BENCH_OPTIONS = {
     "comm": ("size_mb", "grid", "nproc", "rounds"),
-    "step": ("model", "batch", "peers", "max_autotune", "rounds", "data", "steps"),
+    "step": ("model", "batch", "peers", "max_autotune", "rounds", "data", "steps", "image_size"),
+    "data": ("image_size",),
 }
 
 
@@ -30,6 +31,8 @@ def add(verb: AddVerb) -> None:
     parser.add_argument("what", choices=("lars", "muon", "step", "comm", "data"), help="The part to measure.")
     help = "Interleaved rounds of `comm` and `step`. [default: 5 for comm; 10 for step, 3 on a CPU]"
     parser.add_argument("--rounds", type=positive, metavar="N", help=help)
+    help = "Image side in pixels of `step` and `data`. [default: the usual one of the model; 224 for data]"
+    parser.add_argument("--image-size", type=positive, metavar="N", help=help)
     step = parser.add_argument_group(
         "step",
         "Compares the whole training step with torch's, on synthetic data on the device. On a CPU it only shows that "
@@ -45,7 +48,10 @@ def add(verb: AddVerb) -> None:
     step.add_argument("--peers", metavar="NAME,...", help=help)
     help = "Also measure torch.compile in its max-autotune mode, which takes minutes."
     step.add_argument("--max-autotune", action="store_true", default=None, help=help)
-    help = 'Train on these images through the whole engine instead; "generated" makes JPEG files for it.'
+    help = (
+        'Train on these images through the whole engine instead, and on synthetic pixels; "generated" makes JPEG files '
+        "and trains on them, on shards of 256 px and on pixels kept in memory."
+    )
     step.add_argument("--data", metavar="DIR", help=help)
     step.add_argument("--steps", type=positive, metavar="N", help="Steps with --data. [default: 200; on a CPU 20]")
     comm = parser.add_argument_group(

@@ -14,7 +14,7 @@ from torch._C._autograd import DeviceType
 from hyperbatch import cli
 from hyperbatch.bench import step_runs
 from hyperbatch.bench.step import bench_step, format_result, timed
-from hyperbatch.bench.step_data import WINDOWS, describe, generate, window_speeds
+from hyperbatch.bench.step_data import GENERATED_IMAGES, WINDOWS, describe, generate, window_speeds
 from hyperbatch.bench.step_device import Clocks, parse_clocks
 from hyperbatch.bench.step_kernels import KernelTime, by_family, family, our_kernels, profiled
 from hyperbatch.config import DataConfig
@@ -297,13 +297,32 @@ def test_clocks_are_summed_up_over_rounds():
 def test_end_to_end_trains_through_the_engine_and_reports_the_wait(tmp_path):
     tree = generate(tmp_path, 8, 2)
     report = bench_step("resnet8", batch=(2,), data=str(tree), steps=2 * WINDOWS, image_size=16, device="cpu")
-    (row,) = report["rows"]
+    synthetic, row = report["rows"]
+    assert synthetic["ratio_to_synthetic"] == 1
+    assert row["ratio_to_synthetic"] == row["mean"] / synthetic["mean"]
     assert row["steps"] == 2 * WINDOWS * 4 // 5  # the first fifth is left out
     assert row["mean"] > 0
     assert 0 <= row["data_wait_fraction"] <= 1
     assert row["ratio_to_mlperf_v4_h200"] is None
     assert row["data"].startswith("8 files of 500x375 px")
     assert "files to weights" in format_result(report)
+
+
+def test_generated_files_are_measured_in_every_form(monkeypatch):
+    monkeypatch.setitem(GENERATED_IMAGES, "cpu", 8)
+    report = bench_step("resnet8", batch=(2,), data="generated", steps=2 * WINDOWS, image_size=16, device="cpu")
+    names = [row["name"] for row in report["rows"]]
+    assert names == [
+        "batch 2 / synthetic",
+        "batch 2 / files to weights",
+        "batch 2 / shards of 256 px to weights",
+        "batch 2 / pixels of 256 px kept in host memory",
+    ]
+    _, files, shards, kept = (row["data"] for row in report["rows"])
+    assert files.startswith("8 files of 500x375 px")
+    assert shards.startswith("8 files of 341x256 px")
+    assert kept == shards
+    assert "x synthetic" in format_result(report)
 
 
 def test_generated_images_have_the_classes_of_the_head_in_both_splits(tmp_path):

@@ -1,0 +1,30 @@
+"""The dataclasses a recipe fills in. No torch here: a config can be read, printed and checked anywhere.
+
+A config is a tree of sections, but every field name is unique in the whole tree, so a command line flag
+(`--label-smoothing 0.1`), an override (`config.override(label_smoothing=0.1)`) and an error message name it by itself.
+"""
+
+from hyperbatch.config.option import RULES, BatchPhase, LayerRate, SizePhase
+from hyperbatch.config.running import CommConfig, RunConfig
+from hyperbatch.config.training import DataConfig, ModelConfig, OptimConfig, ScheduleConfig
+from hyperbatch.config.tree import Config, FieldSpec, check, fields, section_titles
+from hyperbatch.config.values import format_value
+
+__all__ = [
+    "RULES",
+    "BatchPhase",
+    "CommConfig",
+    "Config",
+    "DataConfig",
+    "FieldSpec",
+    "LayerRate",
+    "ModelConfig",
+    "OptimConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "SizePhase",
+    "check",
+    "fields",
+    "format_value",
+    "section_titles",
+]

@@ -1,0 +1,212 @@
+"""The whole config: its sections, its fields as the command line sees them, and the check of a complete one."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Self
+
+from hyperbatch.config.option import RULES, BatchPhase
+from hyperbatch.config.running import CommConfig, RunConfig
+from hyperbatch.config.training import DataConfig, ModelConfig, OptimConfig, ScheduleConfig
+from hyperbatch.config.values import describe, finite, fits, format_value, parse_text, plain, tuple_item, tuples
+from hyperbatch.errors import InputError, nearest
+
+NEVER_SEEN = ("KILL", "STOP", "INT")  # Ctrl-C always ends a run at once, and nobody can handle the other two
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Everything a run needs. `recipe` is only a label; the sections hold the values."""
+
+    recipe: str = "custom"
+    model: ModelConfig = field(default_factory=ModelConfig, metadata={"title": "model"})
+    data: DataConfig = field(default_factory=DataConfig, metadata={"title": "data and augmentation"})
+    optim: OptimConfig = field(default_factory=OptimConfig, metadata={"title": "optimizer and precision"})
+    schedule: ScheduleConfig = field(
+        default_factory=ScheduleConfig, metadata={"title": "epochs, batch and learning rate"}
+    )
+    comm: CommConfig = field(default_factory=CommConfig, metadata={"title": "gradient exchange"})
+    run: RunConfig = field(default_factory=RunConfig, metadata={"title": "run"})
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of the first step over all ranks."""
+        return self.schedule.batch_phases[0].global_batch
+
+    def with_precision(self, found: str) -> Self:
+        """A copy in which a precision of `auto` is replaced by the one that was found for the device."""
+        return self.override(precision=found) if self.optim.precision == "auto" else self
+
+    @property
+    def scatters_gradients(self) -> bool:
+        """Whether a rank gets its shard of the gradients only. Muon needs whole ones: its ranks share the products."""
+        return self.comm.sharded_update and self.optim.optimizer != "muon"
+
+    def override(self, **values: Any) -> Self:
+        """A copy with fields replaced by their unique names. `global_batch=N` scales every batch phase."""
+        global_batch = values.pop("global_batch", None)
+        by_section: dict[str, dict[str, Any]] = {}
+        known = {spec.name: spec for spec in fields()}
+        for name, value in values.items():
+            if name not in known:
+                raise InputError(f"unknown config field {name!r}{nearest(name, [*known, 'global_batch'])}")
+            by_section.setdefault(known[name].section, {})[name] = value
+        config = dataclasses.replace(
+            self,
+            **{name: dataclasses.replace(getattr(self, name), **part) for name, part in by_section.items()},
+        )
+        if global_batch is None:
+            return config
+        if not isinstance(global_batch, int):
+            raise InputError(f"global batch {global_batch!r} is not a whole number")
+        return config._rescaled(global_batch)
+
+    def _rescaled(self, global_batch: int) -> Self:
+        first = self.global_batch
+        if global_batch == first:
+            return self
+        phases = []
+        for phase in self.schedule.batch_phases:
+            scaled, rest = divmod(phase.global_batch * global_batch, first)
+            if rest:
+                raise InputError(
+                    f"global batch {global_batch} does not scale the batch phases "
+                    f"{format_value(self.schedule.batch_phases)} to whole numbers; give --batch-phases instead"
+                )
+            phases.append(BatchPhase(phase.from_epoch, scaled))
+        # The rate stays the recipe's at the recipe's batch: linear scaling then finds the new one.
+        lr_batch = self.schedule.lr_batch or first
+        schedule = dataclasses.replace(self.schedule, batch_phases=tuple(phases), lr_batch=lr_batch)
+        return dataclasses.replace(self, schedule=schedule)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists and numbers, as JSON would give back."""
+        return plain(dataclasses.asdict(self))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`. A field that an older version saved and that is gone is left out."""
+        saved = ((spec, values.get(spec.section, {})) for spec in fields())
+        known = {spec.name: spec.coerce(part[spec.name]) for spec, part in saved if spec.name in part}
+        return cls(recipe=values.get("recipe", "custom")).override(**known)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSpec:
+    """One config field as the command line sees it."""
+
+    name: str
+    section: str
+    type: Any
+    default: Any
+    help: str
+    allowed: tuple[str, ...] | str  # names, or a rule
+    free: bool
+    repeated: bool
+
+    def of(self, config: Config) -> Any:
+        return getattr(getattr(config, self.section), self.name)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return () if isinstance(self.allowed, str) else self.allowed
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    def parse(self, text: str) -> Any:
+        """The value a command line text stands for; InputError names the field and what it expects."""
+        try:
+            return self.coerce(parse_text(self.type, text))
+        except ValueError as error:
+            raise InputError(f"{self.flag}: {text!r} is not {describe(self.type)}") from error
+
+    def read(self, value: Any) -> Any:
+        """The value that a TOML file gives: a text is read as on the command line, lists become tuples."""
+        if isinstance(value, str):
+            return self.parse(value)
+        if isinstance(value, list):
+            value = tuples(value)
+            pairs = value and all(isinstance(part, tuple) and len(part) == 2 for part in value)
+            return self.coerce(value) if pairs else value
+        # A whole number is a number: 30 and 30.0 are the same run.
+        return float(value) if type(value) is int and "float" in str(self.type) else value
+
+    def coerce(self, value: Any) -> Any:
+        """JSON lists become the tuples the field declares."""
+        item = tuple_item(self.type)
+        if item is None or value is None:
+            return value
+        return tuple(item(*v) if hasattr(item, "_fields") else v for v in value)
+
+
+@cache
+def fields() -> tuple[FieldSpec, ...]:
+    """Every field of every section, in declaration order."""
+    hints = typing.get_type_hints(Config)
+    return tuple(
+        FieldSpec(f.name, section, typing.get_type_hints(hints[section])[f.name], f.default, **f.metadata)
+        for section in section_titles()
+        for f in dataclasses.fields(hints[section])
+    )
+
+
+def section_titles() -> dict[str, str]:
+    """The sections, in declaration order, with the heading of each."""
+    return {f.name: f.metadata["title"] for f in dataclasses.fields(Config) if "title" in f.metadata}
+
+
+def check(config: Config) -> None:
+    """Raises InputError for a value no run could use; names the flag and the range."""
+    for spec in fields():
+        value = spec.of(config)
+        if not fits(spec.type, value):
+            raise InputError(f"{spec.flag}: {value!r} is not {describe(spec.type)}")
+        if spec.choices and value is not None and value not in spec.choices:
+            raise InputError(f"{spec.flag}: {value!r} is not one of {', '.join(spec.choices)}")
+        if not finite(value):
+            raise InputError(f"{spec.flag} {format_value(value)}: must be a finite number")
+        if isinstance(spec.allowed, str) and value is not None and not RULES[spec.allowed](value):
+            raise InputError(f"{spec.flag} {format_value(value)}: must {spec.allowed}")
+
+    def need(ok: bool, name: str, what: str) -> None:
+        if not ok:
+            spec = next(spec for spec in fields() if spec.name == name)
+            raise InputError(f"{spec.flag} {format_value(spec.of(config))}: {what}")
+
+    o, s, d, r = config.optim, config.schedule, config.data, config.run
+    need(s.warmup_epochs <= s.epochs, "warmup_epochs", f"must be between 0 and the {s.epochs:g} epochs")
+    need(bool(s.batch_phases) and s.batch_phases[0].from_epoch == 0, "batch_phases", "must start at epoch 0")
+    need(all(p.global_batch > 0 for p in s.batch_phases), "batch_phases", "every global batch must be positive")
+    starts = [p.from_epoch for p in s.batch_phases]
+    need(starts == sorted(set(starts)), "batch_phases", "epochs must increase")
+    need(all(p.image_size > 0 for p in d.size_phases), "size_phases", "every image size must be positive")
+    need(all(epoch >= 0 for epoch in s.milestones), "milestones", "must not be negative")
+    need(r.seed < 1 << 63, "seed", "must be below 2^63")
+    need(0 < d.crop_area[0] <= d.crop_area[1] <= 1, "crop_area", "must be LOW,HIGH with 0 < LOW <= HIGH <= 1")
+    need(0 < d.crop_aspect[0] <= d.crop_aspect[1], "crop_aspect", "must be LOW,HIGH with 0 < LOW <= HIGH")
+    need(0 < d.jitter_sides[0] <= d.jitter_sides[1], "jitter_sides", "must be LOW,HIGH with 0 < LOW <= HIGH")
+    need(d.flip or not d.flip_alternates, "flip_alternates", "needs --flip")
+    need(all(layer and factor >= 0 for layer, factor in o.layer_rates), "layer_rates", "no factor may be negative")
+    need(not o.nesterov or o.momentum > 0, "nesterov", "needs a momentum above 0")
+    need(
+        o.averaging == "none" or not config.comm.sharded_update or o.precision in ("fp32", "fp64"),
+        "averaging",
+        "with --sharded-update no rank has all fp32 weights of a 16-bit run; leave one of the two out",
+    )
+    need(r.spike_factor == 0 or r.spike_factor > 1, "spike_factor", "must be above 1, or 0")
+    signals = () if r.preempt_signals is None else r.preempt_signals.split(",")
+    known = all(hasattr(signal, f"SIG{name}") and name not in NEVER_SEEN for name in signals)
+    need(known, "preempt_signals", "must be names of signals that a process may handle, e.g. TERM,USR1")
+    sharded = config.comm.sharded_update
+    need(not sharded or o.optimizer != "adamw", "sharded_update", "supports lars, sgd and muon, not adamw")
+    need(r.target_top1 is None or 0 < r.target_top1 <= 1, "target_top1", "must be in (0, 1], e.g. 0.759")
