@@ -123,6 +123,7 @@ class Ending:
                 self._ranks.world_size,
                 timeout_s=timeout_s,
                 on_lost=self._lost,
+                keeper=None if self._ranks.agent_store else 0,
                 place=lambda: self.place(),
                 collective=lambda: self.collective(),
             ).start()

@@ -87,9 +87,11 @@ class Preemption:
             thread.start()
             try:
                 yield
-            finally:
-                self._over.set()
-                thread.join()
+            except BaseException:
+                self._over.set()  # it may wait for a store that does not answer, and the failure is to be told first
+                raise
+            self._over.set()
+            thread.join(self._timeout_s)
 
     def may_begin(self, last_step: int) -> bool:
         """Whether a stride that ends with this step may be begun; if not, no rank begins it."""
