@@ -106,7 +106,8 @@ class Heartbeat:
         self._on_lost = on_lost or _end_process
         self._keeper, self._keeper_name = keeper, ""
         self._answered, self._problem = time.monotonic(), ""  # when the store did, and what it said since
-        self._lost, self._lost_store, self._lock = False, False, threading.Lock()
+        self.given_up = ""  # that the store was, in a line
+        self._lost, self._lock = False, threading.Lock()
         self._stays = False
         self._collective = collective
         self._question: Question | None = None  # about it
@@ -132,14 +133,21 @@ class Heartbeat:
             thread.join(self._timeout_s)
         within(_ANSWER_S, lambda: self._store.set(self._key(self._rank), "done"), None)  # it may have gone first
 
+    def leave(self) -> None:
+        """After `fail`: the threads end, unless they wait for the store."""
+        self._stop.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(self._interval_s)
+
     def fail(self, line: str) -> bool:
         """A rank that fails says why, and the others end at once. True if no other had failed before."""
         self._stop.set()  # it ends by itself, whatever others say
         return self._asked(lambda: announce(self._store, line), True)
 
     def heard(self) -> str:
-        """What a rank that failed has left for all; empty: nobody has."""
-        return self._asked(lambda: announced(self._store), "")
+        """What a rank that failed has left for all, or that the store does not answer; empty: neither."""
+        return self._asked(lambda: announced(self._store), "") or self.given_up
 
     def silent(self) -> list[int]:
         """Ranks that do not beat while this waits for three intervals (3 s at most), and have not ended normally.
@@ -183,7 +191,7 @@ class Heartbeat:
 
     def _asked(self, ask: Callable[[], T], default: T) -> T:
         """Of the store, which may not answer."""
-        return default if self._lost_store else within(_ANSWER_S, ask, default)
+        return default if self.given_up else within(_ANSWER_S, ask, default)
 
     def _run(self) -> None:
         beat, seen, seen_at = 0, "", time.monotonic()
@@ -203,7 +211,7 @@ class Heartbeat:
                     self._keeper_name = self._process_of(str(self._keeper))
                 self._answered = now
             except (dist.DistError, RuntimeError) as error:
-                self._problem = f": {error}"
+                self._problem = f": {str(error).strip().partition(chr(10))[0]}"
                 continue
             if hangs and (line := self.hang()):
                 self._lose(line)
@@ -223,10 +231,10 @@ class Heartbeat:
         while not self._stop.wait(self._interval_s):
             silent_s = time.monotonic() - self._answered
             if silent_s > self._timeout_s:
-                self._lost_store = True
-                self._kill(self._keeper_name)
                 who = "the store" if self._keeper is None else f"rank {self._keeper}, which keeps the store,"
-                self._lose(f"{who} has not responded for {silent_s:.1f} s{self._problem}")
+                self.given_up = f"{who} has not responded for {silent_s:.1f} s{self._problem}"
+                self._kill(self._keeper_name)
+                self._lose(self.given_up)
                 return
 
     def _lose(self, line: str) -> None:

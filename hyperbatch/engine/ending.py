@@ -103,6 +103,8 @@ class Ending:
     def __exit__(self, *_: object) -> None:
         if self._said:
             self._let_others_hear()
+            if self._heart is not None:
+                self._heart.leave()
         self._undo.close()
 
     @property
@@ -159,7 +161,8 @@ class Ending:
         self._ignore_signals()
         cause = self._cause(error, store) if "after" in words else None
         if cause is not None:
-            self._say(cause | {"heard": True}, aloud=False)
+            # Who has failed first says it; who keeps the store says no more.
+            self._say(cause | {"heard": True}, aloud=self._heart is not None and bool(self._heart.given_up))
             self.record(cause)
             return cause
         if self._report is not None:

@@ -27,6 +27,7 @@ from hyperbatch.engine.ranks import Ranks
 from hyperbatch.errors import RunFailed
 
 INTERVAL_S = 0.25  # between two looks at the store
+LEAVE_S = 1.0  # for the thread to end: an interpreter that ends while it returns from the store would abort
 PARENT_S = 1.0  # after a SIGTERM, for the word of the parent command that it was for all
 
 
@@ -82,6 +83,8 @@ class Preemption:
             return
         shared = None if store is None else dist.PrefixStore("hyperbatch-preempt", store)
         thread = threading.Thread(target=self._watch, args=(shared,), name="hyperbatch-preempt", daemon=True)
+        # After a failure only when that has been told, and not for long: the store may never answer.
+        self._undo.callback(thread.join, LEAVE_S)
         with contextlib.ExitStack() as undo:
             self._handle([number for number in self._signals if number == signal.SIGTERM], undo)
             thread.start()
