@@ -65,7 +65,7 @@ def test_the_store_of_rank_0_listens_where_the_ranks_are(monkeypatch, host, per_
 def test_a_rank_that_does_not_come_is_missed(monkeypatch):
     monkeypatch.setattr(stores, "JOIN_S", 0.0)
     ranks = Ranks(rank=0, world_size=2, local_size=2, master_port=free_port())
-    with pytest.raises(RunFailed, match="could not connect within 0.5 s; are all 2 running"):
+    with pytest.raises(RunFailed, match=r"could not connect within 0\.5 s; are all 2 running"):
         stores.own_store(ranks, 0.5)
 
 
