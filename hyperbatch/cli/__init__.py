@@ -21,7 +21,6 @@ from typing import NoReturn
 
 from hyperbatch.cli.parser import parse
 from hyperbatch.cli.shared import is_first_rank
-from hyperbatch.engine.worker import leave
 from hyperbatch.errors import InputError, Preempted, RunFailed
 
 PREEMPTED = 75  # sysexits.h: EX_TEMPFAIL, "try again later"
@@ -49,6 +48,8 @@ def command() -> NoReturn:
     """What the shell starts: `main`, then out."""
     code = main()
     if "torch" in sys.modules:
+        from hyperbatch.engine.worker import leave
+
         leave(code)
     raise SystemExit(code)
 
