@@ -97,8 +97,8 @@ class Heartbeat:
         """store: any that all ranks share, e.g. a TCPStore of your own; it must not be blocked by others' waits.
 
         keeper: the rank whose process keeps the store; None: another process does. place: of this rank, asked by the
-        thread at every beat. collective: that this rank waits in, asked when it has
-        not got on for most of `timeout_s`.
+        thread at every beat. collective: that this rank waits in, asked when it has not got on for most of
+        `timeout_s`.
         """
         self._store = dist.PrefixStore("hyperbatch-heartbeat", store)
         self._rank, self._world_size, self._watched = rank, world_size, (rank + 1) % world_size
@@ -228,8 +228,13 @@ class Heartbeat:
                 return
 
     def _watch_store(self) -> None:
+        looked = time.monotonic()
         while not self._stop.wait(self._interval_s):
-            silent_s = time.monotonic() - self._answered
+            now, before = time.monotonic(), looked
+            looked = now
+            if now - before > self._interval_s + self._timeout_s / 2:
+                self._answered = now  # it was this process that was stopped, as with Ctrl-Z
+            silent_s = now - self._answered
             if silent_s > self._timeout_s:
                 who = "the store" if self._keeper is None else f"rank {self._keeper}, which keeps the store,"
                 self.given_up = f"{who} has not responded for {silent_s:.1f} s{self._problem}"
