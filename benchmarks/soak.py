@@ -1,4 +1,4 @@
-"""Faults without end: python -m benchmarks.soak [--faults N] [--device cuda] [--out FILE.json] [--FIELD VALUE ...]
+"""Faults without end: python -m benchmarks.soak [--faults N] [--jobs J] [--device cuda] [--out FILE] [--FIELD VALUE]
 
 Runs of `digits` are hit by random faults at random steps and ranks (tests/dist/injector.py), go on by themselves, and
 must end with the weights, statistics and optimizer state of an undisturbed run, bit for bit. One JSON object:
@@ -10,207 +10,39 @@ must end with the weights, statistics and optimizer state of an undisturbed run,
 
     by command  (the default on CPUs)  hyperbatch train --nproc N --max-restarts; a command that was killed or was
                 preempted is started again with --resume auto, as a cluster would
-    by rank     (--device cuda: NCCL ranks that share one GPU)  one process per rank; when all have ended, all are
-                started again, as a scheduler would
+    by rank     (--by-rank; --device cuda: NCCL ranks that share one GPU)  one process per rank; when all have ended,
+                all are started again, as a scheduler would
+
+Runs know nothing of each other, so several can go on side by side (--jobs). A soak that is called again with the same
+--out does what is left of its --faults.
 """
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
 import shutil
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tests" / "dist"))
-sys.path.append(str(ROOT / "tests"))
+from benchmarks.soak_runs import RUN, OutOfTime, small_disk, train  # it also puts the test tree on the path
+from hyperbatch.record import commit, strict_json
 
-from harness import one_gpu  # noqa: E402
-from injector import KINDS, TO_COMMAND, Fault  # noqa: E402
+# isort: split
+from injector import KINDS, TO_COMMAND, Fault
+from toy import same_bits
 
-from hyperbatch.record import commit, strict_json  # noqa: E402
-
-TIMEOUT_S = 6.0  # --timeout-s: a rank that is stopped or hangs is given up after it
-ATTEMPTS = 60  # of a run, at most
-LIMIT_S = 600.0  # for an attempt: it has got stuck
-DISK_BYTES = 24 << 20
-RUN = [
-    *("train", "digits", "--model", "injector:model", "--epochs", "7", "--warmup-epochs", "1", "--decay-epochs", "6"),
-    *("--target-top1", "none", "--checkpoint-every-steps", "10", "--max-rollbacks", "0", "--resume", "auto"),
-    *("--timeout-s", str(TIMEOUT_S)),
-]
 FIRST_STEP, LAST_STEP = 12, 125  # between which all faults of a run are made; it has 135
-
-
-@dataclass(slots=True)
-class Attempts:
-    """A run: attempt after attempt until it is over."""
-
-    folder: Path
-    nproc: int
-    by_rank: bool
-    arguments: list[str]
-    ends: list[float] = field(default_factory=list)  # when all ranks of an attempt had ended
-
-    @property
-    def out(self) -> Path:
-        return self.folder / "disk" / "run"
-
-    def go(self, faults: list[Fault]) -> None:
-        (self.folder / "plan.json").write_text(json.dumps([fault.to_dict() for fault in faults]))
-        (self.folder / "tmp").mkdir()
-        for _ in range(ATTEMPTS):
-            codes = self._by_rank() if self.by_rank else self._by_command()
-            self.ends.append(time.time())
-            if all(code == 0 for code in codes):
-                return
-        raise AssertionError(f"the run has not come to its end in {ATTEMPTS} attempts:\n{self.said()}")
-
-    def said(self) -> str:
-        return "\n".join(path.read_text()[-4000:] for path in sorted(self.folder.glob("*.log")))
-
-    def _environ(self, **values: str) -> dict[str, str]:
-        path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "dist"), os.environ.get("PYTHONPATH", "")])
-        own = {"PYTHONPATH": path, "FAULTS": str(self.folder), "TMPDIR": str(self.folder / "tmp")}
-        return {**os.environ, "OMP_NUM_THREADS": "1", **own, **values}
-
-    def _words(self, *more: str) -> list[str]:
-        return [sys.executable, "-m", "hyperbatch", *RUN, "--out", str(self.out), *more, *self.arguments]
-
-    def _by_command(self) -> list[int]:
-        words = self._words("--nproc", str(self.nproc), "--max-restarts", str(ATTEMPTS))
-        with (
-            open(self.folder / "command.log", "a") as log,
-            subprocess.Popen(words, env=self._environ(), stderr=subprocess.PIPE, stdout=log, text=True) as command,
-        ):
-            assert command.stderr is not None
-            for line in command.stderr:  # until the command and its ranks have gone
-                log.write(line)
-                log.flush()
-                if "; restart " in line:
-                    self.ends.append(time.time())
-            return [command.wait()]
-
-    def _by_rank(self) -> list[int]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        ranks = []
-        for rank in range(self.nproc):
-            place = {"RANK": str(rank), "WORLD_SIZE": str(self.nproc), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **one_gpu(rank)}
-            with open(self.folder / f"rank{rank}.log", "a") as log:
-                ranks.append(subprocess.Popen(self._words(), env=self._environ(**place), stdout=log, stderr=log))
-        deadline = time.monotonic() + LIMIT_S
-        try:
-            while any(rank.poll() is None for rank in ranks):
-                stopped = [rank for rank in ranks if rank.poll() is None]
-                # Only other ranks of its host could have ended a stopped one, and here each has a host of its own.
-                if len(stopped) < len(ranks) and all(state_of(rank.pid) == "T" for rank in stopped):
-                    for rank in stopped:
-                        rank.kill()
-                if time.monotonic() > deadline:
-                    raise AssertionError(f"an attempt has not ended in {LIMIT_S:g} s:\n{self.said()}")
-                time.sleep(0.05)
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-        return [rank.returncode for rank in ranks]
-
-    def rows(self, faults: list[Fault]) -> list[dict[str, Any]]:
-        """What each fault has cost."""
-        events = [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
-        events.sort(key=lambda event: event["time"])
-        steps = [event for event in events if event["event"] == "step" and event["rank"] == 0]
-        rows = []
-        for made in [event for event in events if event["event"] == "fault"]:
-            fault, at = faults[made["number"]], made["time"]
-            before = [step for step in steps if step["time"] <= at]
-            pid = before[-1]["pid"] if before else None
-            keeps_going = fault.kind == "full disk"
-            after = [step for step in steps if step["time"] > at and (keeps_going or step["pid"] != pid)]
-            end = next((end for end in self.ends if end >= at), None)
-            # A run whose weights were spoilt goes on for a while; a preempted one does, too, and saves what it did.
-            undone = [step["step"] for step in steps if step["pid"] == pid]
-            lost = 0 if keeps_going or not undone or not after else max(undone) - (after[0]["step"] - 1)
-            rows.append(
-                {
-                    "kind": fault.kind,
-                    "rank": fault.rank,
-                    "step": made["step"],
-                    "stop_s": None if keeps_going or end is None else round(end - at, 2),
-                    "again_s": round(after[0]["time"] - at, 2) if after else None,
-                    "lost_steps": lost,
-                }
-            )
-        return rows
-
-
-def state_of(pid: int) -> str:
-    """ "T": stopped; empty: there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
-def left_processes(folder: Path) -> int:
-    """That were started for a run and are still there."""
-    sign, count = f"FAULTS={folder}".encode(), 0
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            count += sign in path.read_bytes().split(b"\0")
-    return count
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[bool]:
-    """A file system of its own, which can be filled; False: nobody may make one here."""
-    folder.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
-    made = shutil.which("mount") is not None and not subprocess.run(words, capture_output=True, check=False).returncode
-    try:
-        yield made
-    finally:
-        if made:
-            subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def state(out: Path) -> dict[str, Any]:
-    from toy import flat_weights
-
-    return flat_weights(out)
-
-
-def train(
-    folder: Path, faults: list[Fault], *, nproc: int, by_rank: bool, arguments: list[str]
-) -> tuple[dict[str, Any], Any]:
-    """One run: its rows and what it left; and its final state."""
-    run = Attempts(folder, nproc, by_rank, arguments)
-    with small_disk(folder / "disk") as can_fill:
-        if not can_fill:
-            faults = [fault for fault in faults if fault.kind != "full disk"]
-        run.go(faults)
-        made = len(list(folder.glob("made-*")))
-        left = sorted(path.name for path in (run.out / "checkpoints").glob("*.partial"))
-        left += sorted(path.name for path in (folder / "tmp").iterdir())
-        rows = run.rows(faults)
-        result = {"faults": rows, "planned": len(faults), "made": made, "attempts": len(run.ends)}
-        return result | {"left_processes": left_processes(folder), "left_files": left}, state(run.out)
 
 
 def plans(count: int, per_run: int, nproc: int, kinds: list[str], draw: random.Random) -> Iterator[list[Fault]]:
@@ -266,78 +98,113 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def soak(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
-    by_rank = args.device == "cuda"
-    arguments = ["--device", args.device, *(["--deterministic"] if by_rank else []), *arguments]
-    kinds = [kind for kind in args.kinds or KINDS if not (by_rank and kind in TO_COMMAND)]
-    draw, began = random.Random(args.seed), time.monotonic()
-    options: dict[str, Any] = {"nproc": args.nproc, "by_rank": by_rank, "arguments": arguments}
-    runs: list[dict[str, Any]] = []
+class Soak:
+    """Runs side by side, and what is known of them so far."""
 
-    def so_far() -> dict[str, Any]:
-        import torch
-
-        rows = [row | {"bit_equal": run["bit_equal"]} for run in runs for row in run["faults"]]
-        bad = [run for run in runs if not run["bit_equal"] or run["left_processes"] or run["made"] != run["planned"]]
-        device = torch.cuda.get_device_name(0) if by_rank else f"{os.cpu_count()} CPU cores"
-        return {
-            "bench": "soak",
-            "device": device,
-            "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
-            "commit": commit(),
+    def __init__(self, args: argparse.Namespace, arguments: list[str], scratch: Path) -> None:
+        on_gpu = args.device == "cuda"
+        by_rank = args.by_rank or on_gpu
+        arguments = ["--device", args.device, *(["--deterministic"] if on_gpu else []), *arguments]
+        self.args, self.scratch, self.began = args, scratch, time.monotonic()
+        self.deadline = self.began + 60 * args.minutes if args.minutes else float("inf")
+        self.options: dict[str, Any] = {"nproc": args.nproc, "by_rank": by_rank, "arguments": arguments}
+        # What a soak that is continued must have in common with this one.
+        self.same = {
             "command": " ".join(RUN + arguments),
             "ranks": args.nproc,
             "started": "one process per rank" if by_rank else "by the command",
             "seed": args.seed,
+        }
+        with small_disk(scratch / "probe") as can_fill:
+            here = [kind for kind in args.kinds or KINDS if can_fill or kind != "full disk"]
+        self.kinds = [kind for kind in here if not (by_rank and kind in TO_COMMAND)]
+        self.runs, self.before_s = self._earlier()
+        self._longest_s, self._lock = 0.0, threading.Lock()
+
+    def _earlier(self) -> tuple[dict[int, dict[str, Any]], float]:
+        """The runs in the file, by number, and the seconds that they took."""
+        if self.args.out is None or not self.args.out.exists():
+            return {}, 0.0
+        file = json.loads(self.args.out.read_text())
+        if other := [name for name, value in self.same.items() if file[name] != value]:
+            raise SystemExit(f"{self.args.out} is a soak with another {' and '.join(other)}; choose another --out")
+        runs = {run["number"]: {**run, "faults": []} for run in file["runs"]}
+        for row in file["rows"]:
+            runs[row["run"]]["faults"].append(row)
+        return runs, file["seconds"]
+
+    def go(self) -> dict[str, Any]:
+        args = self.args
+        drawn = plans(args.faults, args.per_run, args.nproc, self.kinds, random.Random(args.seed))
+        left = [(number, faults) for number, faults in enumerate(drawn) if number not in self.runs]
+        if left:
+            with ThreadPoolExecutor(args.jobs) as pool:
+                plain = pool.submit(train, self.scratch / "plain", [], deadline=self.deadline, **self.options)
+                for done in [pool.submit(self._run, number, faults, plain) for number, faults in left]:
+                    done.result()
+        return self.result()
+
+    def _run(self, number: int, faults: list[Fault], plain: Future[Any]) -> None:
+        """In a thread of the pool. A run that would not end before the deadline, by the longest so far, is not begun;
+        one that does not end before it is not counted."""
+        began, folder = time.monotonic(), self.scratch / f"run{number}"
+        if began + self._longest_s > self.deadline:
+            return
+        try:
+            run, ends_with = train(folder, faults, deadline=self.deadline, **self.options)
+            _, wanted = plain.result()
+        except OutOfTime:
+            return
+        run |= {"number": number, "bit_equal": same_bits(ends_with, wanted), "commit": commit()}
+        shutil.rmtree(folder, ignore_errors=True)
+        with self._lock:
+            self._longest_s = max(self._longest_s, time.monotonic() - began)
+            self.runs[number] = run
+            result = self.result()
+            if self.args.out:
+                self.args.out.write_text(strict_json(result, indent=1) + "\n")
+            print(f"{result['faults']} faults, {result['lost']} runs lost", file=sys.stderr, flush=True)
+
+    def result(self) -> dict[str, Any]:
+        import torch
+
+        runs = [self.runs[number] for number in sorted(self.runs)]
+        rows = [row | {"run": run["number"], "bit_equal": run["bit_equal"]} for run in runs for row in run["faults"]]
+        bad = [run for run in runs if not run["bit_equal"] or run["left_processes"] or run["made"] != run["planned"]]
+        return {
+            "bench": "soak",
+            "device": torch.cuda.get_device_name(0) if self.args.device == "cuda" else f"{os.cpu_count()} CPU cores",
+            "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
+            **self.same,
+            "jobs": self.args.jobs,
             "faults": len(rows),
             "lost": len(bad),  # runs whose end differs, that left a process, or met fewer faults than planned
-            "seconds": round(time.monotonic() - began, 1),
+            "seconds": round(self.before_s + time.monotonic() - self.began, 1),
             "kinds": summary(rows),
             "rows": rows,
             "runs": [{name: value for name, value in run.items() if name != "faults"} for run in runs],
         }
 
-    with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
-        (Path(scratch) / "plain").mkdir()
-        plain, wanted = train(Path(scratch) / "plain", [], **options)
-        assert plain["attempts"] == 1
-        for index, faults in enumerate(plans(args.faults, args.per_run, args.nproc, kinds, draw)):
-            if args.minutes and time.monotonic() - began > 60 * args.minutes:
-                break
-            folder = Path(scratch) / f"run{index}"
-            folder.mkdir()
-            run, ends_with = train(folder, faults, **options)
-            run["bit_equal"] = same(ends_with, wanted)
-            runs.append(run)
-            shutil.rmtree(folder, ignore_errors=True)
-            if args.out:
-                args.out.write_text(strict_json(so_far(), indent=1) + "\n")
-            print(f"{sum(len(run['faults']) for run in runs)} faults, {so_far()['lost']} runs lost", file=sys.stderr)
-    return so_far()
-
-
-def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    from toy import same_bits
-
-    return same_bits(left, right)
-
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=60)
+    parser.add_argument("--faults", type=int, default=60, help="in all, with those that --out has already")
     parser.add_argument("--per-run", type=int, default=5, help="faults that hit one run")
-    parser.add_argument("--minutes", type=float, default=0, help="begin no further run after so many; 0: any number")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--minutes", type=float, default=0, help="to be over by then; 0: any number")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, help="of faults; all by default")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--by-rank", action="store_true", help="one process per rank on CPUs, too")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="also write the result here, after every run")
+    parser.add_argument("--out", type=Path, help="also write the result here, after every run; continue what is there")
     parser.add_argument("--table", type=Path, help="print the table of a result file and do nothing else")
     args, arguments = parser.parse_known_args(words)
     if args.table:
         print(table(json.loads(args.table.read_text())))
         return 0
-    result = soak(args, arguments)
+    with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
+        result = Soak(args, arguments, Path(scratch)).go()
     print(strict_json(result, indent=1))
     return 1 if result["lost"] else 0
 

@@ -16,8 +16,6 @@ with --resume auto.
 
 from __future__ import annotations
 
-import atexit
-import os
 import sys
 from typing import NoReturn
 
@@ -49,13 +47,10 @@ def main(argv: list[str] | None = None) -> int:
 def command() -> NoReturn:
     """What the shell starts: `main`, then out."""
     code = main()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        # Everything is written and closed by now. Taking a CUDA context apart piece by piece would take a second more.
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    if "torch" in sys.modules:
+        from hyperbatch.engine.worker import leave
+
+        leave(code)
     raise SystemExit(code)
 
 

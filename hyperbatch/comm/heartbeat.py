@@ -8,6 +8,9 @@ rank 0 -> watches 1 -> watches 2 -> watches 0        each rank beats, and looks 
 
 A rank that beats may hang all the same: its main thread waits for something that does not come. So a beat also says
 where the rank is (comm/place.py), and one that has made no progress for as long tells all, with every rank's place.
+
+The store is kept by a process, too. When that one is stopped no request to it ever returns, so a second thread looks
+whether the first one still gets answers, and nobody else waits for an answer for long.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -16,20 +19,44 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from hyperbatch.comm.place import Place, told, who_hangs
+from hyperbatch.comm.recorder import Question
 
 _LOST, _SILENT = "lost", "silent"
 _MAX_INTERVAL_S = 1.0  # between two looks at the store: so fast does a failure that was announced end the others
+_MOST = 0.7  # of `timeout_s`: a rank that has not got on for so long says what it waits in
+_ANSWER_S = 2.0  # for a request to the store
 _SILENT_INTERVALS = 3  # without a beat: the rank has gone, for somebody who has another sign of that already
+
+T = TypeVar("T")
+
+
+def within(seconds: float, ask: Callable[[], T], default: T) -> T:
+    """What `ask` returns; the default where it takes longer, or where the store says that it has gone."""
+    answers: queue.SimpleQueue[T] = queue.SimpleQueue()
+
+    def run() -> None:
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            answers.put(ask())
+            return
+        answers.put(default)
+
+    threading.Thread(target=run, name="hyperbatch-store", daemon=True).start()
+    with contextlib.suppress(queue.Empty):
+        return answers.get(timeout=seconds)
+    return default
 
 
 def announce(store: dist.Store, line: str) -> bool:
@@ -63,42 +90,64 @@ class Heartbeat:
         timeout_s: float = 30.0,
         interval_s: float | None = None,
         on_lost: Callable[[str], None] | None = None,
+        keeper: int | None = None,
         place: Callable[[], Place] | None = None,
+        collective: Callable[[], str] | None = None,
     ) -> None:
         """store: any that all ranks share, e.g. a TCPStore of your own; it must not be blocked by others' waits.
 
-        place: of this rank, asked by the thread at every beat.
+        keeper: the rank whose process keeps the store; None: another process does. place: of this rank, asked by the
+        thread at every beat. collective: that this rank waits in, asked when it has not got on for most of
+        `timeout_s`.
         """
         self._store = dist.PrefixStore("hyperbatch-heartbeat", store)
         self._rank, self._world_size, self._watched = rank, world_size, (rank + 1) % world_size
         self._timeout_s, self._interval_s = timeout_s, interval_s or min(timeout_s / 20, _MAX_INTERVAL_S)
         self._on_lost = on_lost or _end_process
+        self._keeper, self._keeper_name = keeper, ""
+        self._answered, self._problem = time.monotonic(), ""  # when the store did, and what it said since
+        self.given_up = ""  # that the store was, in a line
+        self._lost, self._lock = False, threading.Lock()
         self._stays = False
+        self._collective = collective
+        self._question: Question | None = None  # about it
         self._place, self._at = place, (Place(phase="start"), time.monotonic())  # where, and since when
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"hyperbatch-heartbeat-{rank}", daemon=True)
+        self._threads = [
+            threading.Thread(target=run, name=f"hyperbatch-heartbeat-{rank}", daemon=True)
+            for run in (self._run, self._watch_store)
+        ]
 
     def start(self) -> Heartbeat:
         self._store.set(f"process-{self._rank}", _name_of(os.getpid()))
         self._store.set(self._key(self._rank), "0")
-        self._thread.start()
+        self._answered = time.monotonic()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def stop(self) -> None:
         """A rank that ends normally is not missed."""
         self._stop.set()
-        self._thread.join()
-        with contextlib.suppress(dist.DistError):  # the store may have gone first
-            self._store.set(self._key(self._rank), "done")
+        for thread in self._threads:
+            thread.join(self._timeout_s)
+        within(_ANSWER_S, lambda: self._store.set(self._key(self._rank), "done"), None)  # it may have gone first
+
+    def leave(self) -> None:
+        """After `fail`: the threads end, unless they wait for the store."""
+        self._stop.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(self._interval_s)
 
     def fail(self, line: str) -> bool:
         """A rank that fails says why, and the others end at once. True if no other had failed before."""
         self._stop.set()  # it ends by itself, whatever others say
-        return announce(self._store, line)
+        return self._asked(lambda: announce(self._store, line), True)
 
     def heard(self) -> str:
-        """What a rank that failed has left for all; empty: nobody has."""
-        return announced(self._store)
+        """What a rank that failed has left for all, or that the store does not answer; empty: neither."""
+        return self._asked(lambda: announced(self._store), "") or self.given_up
 
     def silent(self) -> list[int]:
         """Ranks that do not beat while this waits for three intervals (3 s at most), and have not ended normally.
@@ -106,23 +155,19 @@ class Heartbeat:
         For a rank whose exchange with others has failed, long before `timeout_s`. Nobody is named when the store does
         not answer.
         """
-        try:
-            before = self._beats()
-            time.sleep(_SILENT_INTERVALS * self._interval_s)
-            after = self._beats()
-        except (dist.DistError, RuntimeError):
-            return []
+        before = self._asked(self._beats, {})
+        time.sleep(_SILENT_INTERVALS * self._interval_s)
+        after = self._asked(self._beats, {})
         return [
             rank for rank, beat in after.items() if rank != self._rank and beat != b"done" and beat == before.get(rank)
         ]
 
     def hang(self) -> str:
         """Tells all which rank has made no progress for `timeout_s`, and returns what was told first, or nothing."""
-        with contextlib.suppress(dist.DistError, RuntimeError):
-            places = self._places()
-            if any(place.must_go_on and seconds > self._timeout_s for place, seconds in places.values()):
-                announce(self._store, who_hangs(places))
-                return self.heard()
+        places = self._asked(self._places, {})
+        if any(place.must_go_on and seconds > self._timeout_s for place, seconds in places.values()):
+            self._asked(lambda: announce(self._store, who_hangs(places)), True)
+            return self.heard()
         return ""
 
     def stay(self) -> None:
@@ -131,9 +176,7 @@ class Heartbeat:
 
     def places(self) -> list[str]:
         """A line for each rank that has said where it is; nothing where the store does not answer."""
-        with contextlib.suppress(dist.DistError, RuntimeError):
-            return told(self._places())
-        return []
+        return told(self._asked(self._places, {}))
 
     @property
     def heard_after_s(self) -> float:
@@ -146,9 +189,12 @@ class Heartbeat:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def _asked(self, ask: Callable[[], T], default: T) -> T:
+        """Of the store, which may not answer."""
+        return default if self.given_up else within(_ANSWER_S, ask, default)
+
     def _run(self) -> None:
         beat, seen, seen_at = 0, "", time.monotonic()
-        answered_at = seen_at
         while not self._stop.wait(self._interval_s):
             now = time.monotonic()
             try:
@@ -157,18 +203,18 @@ class Heartbeat:
                 self._store.set(self._key(self._rank), self._beat(beat, now))
                 if self._store.check([_LOST]) and not self._stop.is_set():
                     if self._store.check([_SILENT]):
-                        self._kill(self._store.get(_SILENT).decode())
-                    self._on_lost(self._store.get(_LOST).decode())
+                        self._kill(self._process_of(self._store.get(_SILENT).decode()))
+                    self._lose(self._store.get(_LOST).decode())
                     return
                 theirs = self._beat_of(self._watched)
-                answered_at = now
+                if self._keeper is not None and not self._keeper_name:
+                    self._keeper_name = self._process_of(str(self._keeper))
+                self._answered = now
             except (dist.DistError, RuntimeError) as error:
-                if now - answered_at > self._timeout_s:
-                    self._on_lost(f"the store has not answered for {now - answered_at:.1f} s: {error}")
-                    return
+                self._problem = f": {str(error).strip().partition(chr(10))[0]}"
                 continue
             if hangs and (line := self.hang()):
-                self._on_lost(line)
+                self._lose(line)
                 return
             if theirs != seen or theirs == "done":
                 seen, seen_at = theirs, now
@@ -177,9 +223,31 @@ class Heartbeat:
                 with contextlib.suppress(dist.DistError, RuntimeError):
                     self._store.set(_SILENT, str(self._watched))
                     announce(self._store, line)
-                    self._kill(str(self._watched))
-                self._on_lost(line)
+                    self._kill(self._process_of(str(self._watched)))
+                self._lose(line)
                 return
+
+    def _watch_store(self) -> None:
+        looked = time.monotonic()
+        while not self._stop.wait(self._interval_s):
+            now, before = time.monotonic(), looked
+            looked = now
+            if now - before > self._interval_s + self._timeout_s / 2:
+                self._answered = now  # it was this process that was stopped, as with Ctrl-Z
+            silent_s = now - self._answered
+            if silent_s > self._timeout_s:
+                who = "the store" if self._keeper is None else f"rank {self._keeper}, which keeps the store,"
+                self.given_up = f"{who} has not responded for {silent_s:.1f} s{self._problem}"
+                self._kill(self._keeper_name)
+                self._lose(self.given_up)
+                return
+
+    def _lose(self, line: str) -> None:
+        """Of several reasons the first counts."""
+        with self._lock:
+            first, self._lost = not self._lost, True
+        if first:
+            self._on_lost(line)
 
     def _look_at_place(self, now: float) -> bool:
         """Whether this rank should have got on."""
@@ -189,7 +257,10 @@ class Heartbeat:
         with contextlib.suppress(Exception):  # a device that has gone, say: the heart beats on
             place = self._place()
         if place != self._at[0]:
-            self._at = place, now
+            self._at, self._question = (place, now), None
+        # Not before: the recorder asks the device about each collective.
+        if self._collective and self._question is None and now - self._at[1] > _MOST * self._timeout_s:
+            self._question = Question(self._collective)
         # Silence counts first: a rank that waits for one that is stopped does not get on, either.
         return place.must_go_on and now - self._at[1] > self._timeout_s + 2 * self._interval_s
 
@@ -197,6 +268,8 @@ class Heartbeat:
         if self._place is None:
             return str(beat)
         place, since = self._at
+        if self._question is not None:
+            place = replace(place, collective=self._question.answer)
         return f"{beat} {json.dumps([place.to_dict(), round(now - since, 1)])}"
 
     def _places(self) -> dict[int, tuple[Place, float]]:
@@ -208,10 +281,12 @@ class Heartbeat:
                 found[rank] = Place.from_dict(place), seconds
         return found
 
-    def _kill(self, rank: str) -> None:
-        """Ends the process of a silent rank, if it is one of this host and still the same."""
+    def _process_of(self, rank: str) -> str:
         key = f"process-{rank}"
-        name = self._store.get(key).decode() if self._store.check([key]) else ""
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _kill(self, name: str) -> None:
+        """Ends the process of a silent rank, if it is one of this host and still the same."""
         pid = int(name.partition(" ")[0]) if name else os.getpid()
         if pid != os.getpid() and name == _name_of(pid):
             with contextlib.suppress(OSError):

@@ -7,7 +7,7 @@ rank 1   step 5, forward pass, for 6.2 s                   hangs: it stands behi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 MAX_NAMED = 8  # ranks in a message
@@ -23,6 +23,7 @@ class Place:
     waits: bool = False  # for other ranks, or for a device that does
     marks: int = 0  # passed within the step
     must_go_on: bool = False  # who stays here for long hangs
+    collective: str = field(default="", compare=False)  # that it waits in, once it has not got on for long
 
     def __str__(self) -> str:
         parts = ["" if self.step is None else f"step {self.step}", self.phase]
@@ -39,7 +40,10 @@ class Place:
 
 def told(places: Mapping[int, tuple[Place, float]]) -> list[str]:
     """A line for each rank. places: of each rank, and for how many seconds."""
-    return [f"rank {rank}: {place}, for {seconds:.1f} s" for rank, (place, seconds) in sorted(places.items())]
+    return [
+        f"rank {rank}: {place}, for {seconds:.1f} s" + (f"; {place.collective}" if place.collective else "")
+        for rank, (place, seconds) in sorted(places.items())
+    ]
 
 
 def who_hangs(places: Mapping[int, tuple[Place, float]]) -> str:

@@ -83,6 +83,8 @@ def start_ranks(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from hyperbatch.engine.stores import LOOPBACK, ONE_HOST
+
     # The agent's own log repeats, over many lines, what is said below in one.
     for name in ("torch.distributed.elastic", *logging.root.manager.loggerDict):  # some have levels of their own
         if name.startswith("torch.distributed.elastic"):
@@ -92,9 +94,8 @@ def start_ranks(
         max_nodes=1,
         nproc_per_node=nproc,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
+        rdzv_backend=ONE_HOST,
+        local_addr=LOOPBACK,
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=str(argument.parent / "logs")),  # else a folder stays in /tmp

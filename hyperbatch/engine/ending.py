@@ -79,6 +79,7 @@ class Ending:
         self.record: Callable[[dict[str, Any]], None] = lambda words: None  # leaves them in the run's folder
         self.step: Callable[[], int | None] = lambda: None  # that the run is at
         self.place: Callable[[], Place] = lambda: Place(phase="start")  # of this rank; a thread asks
+        self.collective: Callable[[], str] = str  # that this rank waits in; a thread asks
         self.preemption: Preemption | None = None  # is told of signals, too
         self._ranks, self._report = ranks, report
         self._alone = ranks.world_size == 1
@@ -102,6 +103,8 @@ class Ending:
     def __exit__(self, *_: object) -> None:
         if self._said:
             self._let_others_hear()
+            if self._heart is not None:
+                self._heart.leave()
         self._undo.close()
 
     @property
@@ -122,7 +125,9 @@ class Ending:
                 self._ranks.world_size,
                 timeout_s=timeout_s,
                 on_lost=self._lost,
+                keeper=None if self._ranks.agent_store else 0,
                 place=lambda: self.place(),
+                collective=lambda: self.collective(),
             ).start()
 
     @contextlib.contextmanager
@@ -156,7 +161,8 @@ class Ending:
         self._ignore_signals()
         cause = self._cause(error, store) if "after" in words else None
         if cause is not None:
-            self._say(cause | {"heard": True}, aloud=False)
+            # Who has failed first says it; who keeps the store says no more.
+            self._say(cause | {"heard": True}, aloud=self._heart is not None and bool(self._heart.given_up))
             self.record(cause)
             return cause
         if self._report is not None:

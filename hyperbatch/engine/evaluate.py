@@ -70,6 +70,9 @@ class Evaluator:
         model's own weights. classes: how many there are, where answers are to be counted by class."""
         self._model, self._group, self._average = model, group, average
         self._tta, self._tta_share = tta, tta_share
+        # Where an evaluation is: a thread looks (engine/place.py). On a GPU the host is ahead of the device.
+        self.batches_done = 0
+        self.waits = False  # for other ranks, or for a device that does
         # Right, right without views, right among five, seen, and the sum of losses: fp64 holds the counts exactly.
         self._sums = torch.zeros(5, dtype=torch.float64, device=device)
         self._answers: Tensor | None = None  # [label, answer] -> samples
@@ -105,18 +108,21 @@ class Evaluator:
 
     def evaluate(self, batches: Iterable[Batch]) -> Score:
         """Every rank of the group calls it."""
+        self.batches_done, self.waits = 0, True
         with self._evaluating():
             self._take_over()
+            self.waits = False
             self._sums.zero_()
             if self._answers is not None:
                 self._answers.zero_()
-            for batch in batches:
+            for self.batches_done, batch in enumerate(batches):
                 if self._replay is None or self._inputs is None:
                     self._count(batch.images, batch.labels, _real(batch))
                     continue
                 for place, tensor in zip(self._inputs, (batch.images, batch.labels, _real(batch)), strict=True):
                     place.copy_(tensor, non_blocking=True)
                 self._replay()
+            self.waits = True
             if self._group is not None:
                 dist.all_reduce(self._sums, group=self._group)  # the counts in it are exact
         # Synchronises: the accuracy decides what the run does next.

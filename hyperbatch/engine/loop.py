@@ -23,7 +23,7 @@ from hyperbatch.engine.guard import Guard, LossGuard
 from hyperbatch.engine.journal import Journal
 from hyperbatch.engine.kernel_choice import training_kernels
 from hyperbatch.engine.learner import Learner
-from hyperbatch.engine.place import place_of
+from hyperbatch.engine.place import collective_of, place_of
 from hyperbatch.engine.preempt import Preemption
 from hyperbatch.engine.ranks import Ranks, join
 from hyperbatch.engine.rollback import may_roll_back, roll_back
@@ -93,7 +93,7 @@ def run(
         resume_from = None if saved is None else saved.progress.step + 1
         with Journal(config, ranks, out, clock, resume_from_step=resume_from, hooks=hooks) as journal, ending.told():
             ending.record, ending.step = journal.fail_with, lambda: journal.step
-            ending.place = lambda: place_of(clock, journal.run)
+            ending.place, ending.collective = lambda: place_of(clock, journal.run), lambda: collective_of(clock)
             run = build_run(config, ranks, device, clock=clock, saved=saved, stage=journal.console.stage)
             held.callback(run.close)
             if saved is not None:

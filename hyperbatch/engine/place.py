@@ -6,10 +6,11 @@ A thread asks. Nothing is written for it in a step: the clock, the timer's marks
 from __future__ import annotations
 
 from hyperbatch.comm.place import Place
+from hyperbatch.comm.recorder import last_collective
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.run import Run
 
-ACCOUNTS = {"init": "set-up", "capture": "capture of a step", "eval": "evaluation", "pause": "checkpoint"}
+ACCOUNTS = {"init": "set-up", "capture": "capture of a step", "pause": "checkpoint"}
 # What a rank does once the timer has marked the end of that
 AFTER = {
     "": "waiting for data",
@@ -25,8 +26,13 @@ def place_of(clock: Clock, run: Run | None) -> Place:
     if run is None:
         return Place(phase=ACCOUNTS["init"])
     account, done = clock.account, run.progress.step
+    if account == "eval":
+        evaluator = run.validation.evaluator
+        batch = evaluator.batches_done + 1
+        phase = "evaluation, exchange" if evaluator.waits else f"evaluation, batch {batch}"
+        return Place(phase=phase, step=done, waits=evaluator.waits, must_go_on=True)
     if account != "train":
-        return Place(phase=ACCOUNTS[account], step=done)
+        return Place(phase=ACCOUNTS[account], step=done, must_go_on=account == "pause")
     ends = run.timer.ends
     phase = AFTER.get(ends[-1][0] if ends else "")
     # On a GPU the host is ahead of the device, and waits for it when it reads the losses.
@@ -36,3 +42,8 @@ def place_of(clock: Clock, run: Run | None) -> Place:
         phase = "log" if on_cpu else "waiting for the device"
     waits = phase in ("gradient exchange", "log", "waiting for the device") or group is not None
     return Place(phase=phase, step=done + 1, group=group, waits=waits, marks=len(ends), must_go_on=True)
+
+
+def collective_of(clock: Clock) -> str:
+    """That this rank waits in, or its last one; nothing during captures, which allow no question to the device."""
+    return "" if clock.account in ("init", "capture") else last_collective()

@@ -27,6 +27,7 @@ from hyperbatch.engine.ranks import Ranks
 from hyperbatch.errors import RunFailed
 
 INTERVAL_S = 0.25  # between two looks at the store
+LEAVE_S = 1.0  # for the thread to end: an interpreter that ends while it returns from the store would abort
 PARENT_S = 1.0  # after a SIGTERM, for the word of the parent command that it was for all
 
 
@@ -82,14 +83,18 @@ class Preemption:
             return
         shared = None if store is None else dist.PrefixStore("hyperbatch-preempt", store)
         thread = threading.Thread(target=self._watch, args=(shared,), name="hyperbatch-preempt", daemon=True)
+        # After a failure only when that has been told, and not for long: the store may never answer.
+        self._undo.callback(thread.join, LEAVE_S)
         with contextlib.ExitStack() as undo:
             self._handle([number for number in self._signals if number == signal.SIGTERM], undo)
             thread.start()
             try:
                 yield
-            finally:
-                self._over.set()
-                thread.join()
+            except BaseException:
+                self._over.set()  # it may wait for a store that does not answer, and the failure is to be told first
+                raise
+            self._over.set()
+            thread.join(self._timeout_s)
 
     def may_begin(self, last_step: int) -> bool:
         """Whether a stride that ends with this step may be begun; if not, no rank begins it."""

@@ -13,15 +13,14 @@ import signal
 import socket
 import threading
 import time
-import uuid
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from hyperbatch.errors import InputError, RunFailed
+from hyperbatch.errors import InputError
 from hyperbatch.kernels import leave_processors
 from hyperbatch.plan.types import RankGrid
 
@@ -149,6 +148,8 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
     import torch
     import torch.distributed as dist
 
+    from hyperbatch.engine import stores
+
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -168,14 +169,11 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
         return
     os.environ.setdefault("NCCL_MAX_CTAS", "32")
     _leave_processors_to_nccl(ranks)
-    # torchrun's agent may run the store its workers meet at; else rank 0 opens one.
-    init_method = "env://" if ranks.launcher == "torchrun" else f"tcp://{ranks.master_addr}:{ranks.master_port}"
     resolve(ranks.master_addr, min(timeout_s, RESOLVE_S))
     with signals_kill():  # the others may not come, and no handler runs while this rank waits for them
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
-            init_method=None if ranks.agent_store else init_method,
-            store=meet(ranks, timeout_s) if ranks.agent_store else None,
+            store=stores.meet(ranks, timeout_s) if ranks.agent_store else stores.own_store(ranks, timeout_s),
             rank=ranks.rank,
             world_size=ranks.world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -202,51 +200,6 @@ def resolve(host: str, timeout_s: float) -> None:
                     f"address that every host can reach"
                 ) from None
         time.sleep(min(1.0, timeout_s / 10))
-
-
-def meet(ranks: Ranks, timeout_s: float) -> dist.Store:
-    """A part of the agent's store that is new to all ranks.
-
-    The agent's store outlives the ranks that it starts again, and what ranks before them left there would lead these to
-    addresses of the dead. The number of restarts is no name for an attempt: each host counts its own. So rank 0 makes
-    one up, and answers each rank's question for it; a question that a dead rank has left is answered in vain.
-    """
-    import torch.distributed as dist
-
-    timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(
-        ranks.master_addr, ranks.master_port, is_master=False, wait_for_workers=False, timeout=timeout
-    )
-    meeting, deadline = dist.PrefixStore("hyperbatch-meet", store), time.monotonic() + timeout_s
-    own = uuid.uuid4().hex
-
-    def waits_until(happened: Callable[[], bool]) -> None:
-        while not happened():
-            if time.monotonic() > deadline:
-                raise RunFailed(
-                    f"the ranks could not connect within {timeout_s:g} s; are all {ranks.world_size} running?"
-                )
-            time.sleep(0.01)
-
-    if ranks.rank != 0:
-        meeting.set(f"question-{ranks.rank}", own)
-        waits_until(lambda: meeting.check([own]))
-        name = meeting.get(own).decode()
-        meeting.add(name, 1)
-        return dist.PrefixStore(name, store)
-
-    answered = dict.fromkeys(range(1, ranks.world_size), "")  # the question of each rank
-
-    def all_have_come() -> bool:
-        for rank, before in answered.items():
-            key = f"question-{rank}"
-            if meeting.check([key]) and (question := meeting.get(key).decode()) != before:
-                meeting.set(question, own)
-                answered[rank] = question
-        return meeting.add(own, 0) == len(answered)
-
-    waits_until(all_have_come)
-    return dist.PrefixStore(own, store)
 
 
 @contextlib.contextmanager

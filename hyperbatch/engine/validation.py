@@ -32,7 +32,7 @@ class Validation:
         self._kept: list[Batch] | None = None
         self._prepared = False
         self.bad_samples: list[str] = []  # lines about images that this rank could not read, in the last evaluation
-        self._evaluator = Evaluator(
+        self.evaluator = Evaluator(
             learner.model,
             learner.device,
             group=learner.comm.world,
@@ -58,16 +58,16 @@ class Validation:
         shape = (self._batch_per_rank, size, size, learner.in_channels)
         images = torch.zeros(shape, dtype=learner.dtype, device=learner.device).permute(0, 3, 1, 2)
         labels = torch.zeros(self._batch_per_rank, dtype=torch.int64, device=learner.device)
-        return self._evaluator.prepare(Batch(images, labels), backend)
+        return self.evaluator.prepare(Batch(images, labels), backend)
 
     def evaluate(self) -> Score:
         """Every rank calls it."""
         self.bad_samples, self._evaluated = [], True
-        return self._evaluator.evaluate(self._batches() if self._kept is None else self._kept)
+        return self.evaluator.evaluate(self._batches() if self._kept is None else self._kept)
 
     def by_class(self) -> ClassScores | None:
         """The last evaluation by class; None: there was none, or there are too many classes. Every rank calls it."""
-        answers = self._evaluator.answers() if self._evaluated else None
+        answers = self.evaluator.answers() if self._evaluated else None
         return None if answers is None else ClassScores.of(answers)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from test_ending import free_port
 
 from hyperbatch.record import RunRecord
 
@@ -84,6 +85,54 @@ def test_a_hang_shows_where_each_rank_is(tmp_path):
     assert last_line(done).startswith("hyperbatch: rank 1 has made no progress for ")
     assert "(step and phase: step 5, forward pass)" in last_line(done)
     check_places(tmp_path / "run", done, "rank 1: step 5, forward pass, for ")
+
+
+@pytest.mark.parametrize(("where", "rank"), [("evaluation", 1), ("checkpoint", 1), ("write", 0)])
+def test_a_rank_that_is_stopped_elsewhere_ends_the_run_too(tmp_path, where, rank):
+    """write: in the thread that writes, while the others train."""
+    done, _ = train(tmp_path / "run", "stopped", "--timeout-s", "6", FAULT_IN=where, FAULT_RANK=str(rank))
+    assert done.returncode == 1
+    assert f"hyperbatch: rank {rank} has not responded for" in last_line(done)
+    places = RunRecord.load(tmp_path / "run").failure["places"]
+    assert all(line in done.stderr for line in places)
+    phase = "evaluation, exchange" if where == "evaluation" else ""
+    others = [line for line in places if not line.startswith(f"rank {rank}")]
+    assert len(others) == 2
+    assert all(phase in line and "; waits in gloo:" in line for line in others)
+
+
+@pytest.mark.parametrize(("where", "rank"), [("evaluation", 1), ("checkpoint", 0)])
+def test_a_hang_in_an_evaluation_or_a_checkpoint_is_named(tmp_path, where, rank):
+    """And torch's flight recorder says what the others wait in."""
+    done, _ = train(tmp_path / "run", "hanging", "--timeout-s", "6", FAULT_IN=where, FAULT_RANK=str(rank))
+    assert done.returncode == 1
+    places = RunRecord.load(tmp_path / "run").failure["places"]
+    assert last_line(done).startswith(f"hyperbatch: rank {rank} has made no progress for ")
+    assert f", {'evaluation, batch 1' if where == 'evaluation' else 'checkpoint'})" in last_line(done)
+    assert "; its last collective was gloo:" in places[rank]
+    assert all("; waits in gloo:" in line for other, line in enumerate(places) if other != rank)
+
+
+def test_rank_0_that_is_stopped_with_the_store_of_all_ends_the_run(tmp_path):
+    """Without an agent rank 0 keeps it, and no request to it returns any more."""
+    words = [sys.executable, "-m", "hyperbatch", "train", "digits", "--model", "broken:model", "--device", "cpu"]
+    words += ["--out", str(tmp_path / "run"), "--timeout-s", "6"]
+    paths = os.pathsep.join((str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")))
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environ = {**os.environ, "PYTHONPATH": paths, "FAULT": "stopped", "FAULT_RANK": "0", **world}
+    ranks = [
+        subprocess.Popen(words, env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    try:
+        _, said = ranks[1].communicate(timeout=120)
+        assert ranks[0].wait(60) == -9, "its neighbour has killed it"
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert ranks[1].returncode == 1
+    assert "hyperbatch: rank 0, which keeps the store, has not responded for 6." in said.decode()
 
 
 def check_places(run, done, second):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from harness import run_ranks
 
 from hyperbatch.comm import Heartbeat
+from hyperbatch.comm.heartbeat import _name_of
 
 
 def beat(rank: int, path: str, end: str) -> tuple[list[str], float]:
@@ -69,7 +71,8 @@ def test_by_default_the_process_ends_with_one_line() -> None:
 def end_without_a_word(heart: Heartbeat) -> None:
     """As if its process had been killed."""
     heart._stop.set()
-    heart._thread.join()
+    for thread in heart._threads:
+        thread.join()
 
 
 def test_only_a_rank_that_stopped_without_a_word_is_silent() -> None:
@@ -99,6 +102,32 @@ def test_nobody_is_silent_when_the_store_has_gone() -> None:
         server.kill()
         server.wait()
         assert heart.silent() == []
+    server.stdout.close()
+
+
+def test_a_store_that_never_answers_is_given_up() -> None:
+    """Its process is stopped: the connection stays, and requests to it do not return. The rank that keeps it is named,
+    and its process goes."""
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False, timeout=timedelta(seconds=5))
+    told: list[str] = []
+    lost = threading.Event()
+    heart = Heartbeat(
+        store, 1, 2, timeout_s=1.0, interval_s=0.1, keeper=0, on_lost=lambda line: (told.append(line), lost.set())
+    )
+    store.set("hyperbatch-heartbeat/process-0", _name_of(server.pid))
+    with heart:
+        while not heart._keeper_name:
+            time.sleep(0.05)
+        server.send_signal(signal.SIGSTOP)
+        assert lost.wait(30)
+        assert server.wait(30) == -signal.SIGKILL
+        assert heart.heard() == told[0]
+        assert heart.places() == []
+        assert heart.silent() == []
+    (line,) = told
+    assert line.startswith("rank 0, which keeps the store, has not responded for 1.")
     server.stdout.close()
 
 

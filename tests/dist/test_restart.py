@@ -20,7 +20,8 @@ from toy import config, flat_weights, same_bits
 from hyperbatch.config import Config
 from hyperbatch.engine import loop
 from hyperbatch.engine.preempt import Preemption
-from hyperbatch.engine.ranks import Ranks, meet
+from hyperbatch.engine.ranks import Ranks
+from hyperbatch.engine.stores import meet
 from hyperbatch.errors import InputError
 from hyperbatch.record import RunRecord, read_metrics
 

@@ -1,0 +1,177 @@
+"""The key-value stores at which ranks meet. They listen where the ranks are: on one host for no other.
+
+    torchrun's agent, or ours    keeps one for all attempts; ranks agree on a part of it that is new (`meet`)
+    srun, mpirun                 rank 0 keeps one (`own_store`)
+
+torch's own way to open one listens on every interface, and whoever reaches a store may write to it.
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+from hyperbatch.engine.ranks import Ranks
+from hyperbatch.errors import RunFailed
+
+LOOPBACK = "127.0.0.1"
+ONE_HOST = "hyperbatch"  # the rendezvous of an agent that has no other
+AGENT_S = 300.0  # for a request of the agent to its own store
+JOIN_S = 60.0  # for all ranks to come, at least: on a busy host one may load torch much longer than another
+
+
+def listening_at(address: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """A store that this process keeps. port: 0: any that is free."""
+    with contextlib.ExitStack() as undo:
+        listener = undo.enter_context(socket.create_server((address, port), family=_family(address)))
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.fileno(),
+        )
+        listener.detach()  # the store closes it
+    return store
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def own_store(ranks: Ranks, timeout_s: float) -> dist.Store:
+    """Kept by rank 0; all ranks are there when it returns. On several hosts it listens at rank 0's address, if that is
+    not a name: what a name stands for may differ from host to host, and then it listens everywhere."""
+    store, wait = _opened(ranks, timeout_s), timedelta(seconds=max(timeout_s, JOIN_S))
+    if store.add("hyperbatch-joined", 1) == ranks.world_size:
+        store.set("hyperbatch-all-joined", "")
+    try:
+        store.wait(["hyperbatch-all-joined"], wait)
+    except dist.DistStoreError:
+        raise _not_all(ranks, wait.total_seconds()) from None
+    return store
+
+
+def _opened(ranks: Ranks, timeout_s: float) -> dist.TCPStore:
+    address = LOOPBACK if ranks.local_size == ranks.world_size else ranks.master_addr
+    if ranks.rank == 0 and _is_address(address):
+        with contextlib.suppress(OSError):  # not an address of this host, as that of a service in a cluster
+            return listening_at(address, ranks.master_port, timeout_s)
+    store = dist.TCPStore(
+        address,
+        ranks.master_port,
+        is_master=ranks.rank == 0,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=max(timeout_s, JOIN_S)),
+    )
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+def _is_address(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(text))
+    return False
+
+
+def meet(ranks: Ranks, timeout_s: float) -> dist.Store:
+    """A part of the agent's store that is new to all ranks.
+
+    The agent's store outlives the ranks that it starts again, and what ranks before them left there would lead these to
+    addresses of the dead. The number of restarts is no name for an attempt: each host counts its own. So rank 0 makes
+    one up, and answers each rank's question for it; a question that a dead rank has left is answered in vain.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(
+        ranks.master_addr, ranks.master_port, is_master=False, wait_for_workers=False, timeout=timeout
+    )
+    join_s = max(timeout_s, JOIN_S)
+    meeting, deadline = dist.PrefixStore("hyperbatch-meet", store), time.monotonic() + join_s
+    own = uuid.uuid4().hex
+
+    def waits_until(happened: Callable[[], bool]) -> None:
+        while not happened():
+            if time.monotonic() > deadline:
+                raise _not_all(ranks, join_s)
+            time.sleep(0.01)
+
+    if ranks.rank != 0:
+        meeting.set(f"question-{ranks.rank}", own)
+        waits_until(lambda: meeting.check([own]))
+        name = meeting.get(own).decode()
+        meeting.add(name, 1)
+        return dist.PrefixStore(name, store)
+
+    answered = dict.fromkeys(range(1, ranks.world_size), "")  # the question of each rank
+
+    def all_have_come() -> bool:
+        for rank, before in answered.items():
+            key = f"question-{rank}"
+            if meeting.check([key]) and (question := meeting.get(key).decode()) != before:
+                meeting.set(question, own)
+                answered[rank] = question
+        return meeting.add(own, 0) == len(answered)
+
+    waits_until(all_have_come)
+    return dist.PrefixStore(own, store)
+
+
+def _not_all(ranks: Ranks, seconds: float) -> RunFailed:
+    return RunFailed(f"the ranks could not connect within {seconds:g} s; are all {ranks.world_size} running?")
+
+
+class OneHost(RendezvousHandler):
+    """Of an agent whose ranks are all on this host."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id, self._store = run_id, listening_at(LOOPBACK, 0, AGENT_S)
+
+    def get_backend(self) -> str:
+        return ONE_HOST
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        own = dist.PrefixStore(self._run_id, self._store)
+        return RendezvousInfo(own, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _one_host(params: RendezvousParameters) -> RendezvousHandler:
+    return OneHost(params.run_id)
+
+
+rendezvous_handler_registry.register(ONE_HOST, _one_host)

@@ -1,0 +1,77 @@
+"""The stores at which ranks meet listen no wider than the ranks need."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from listening import addresses
+from test_ending import free_port
+
+from hyperbatch.engine import stores
+from hyperbatch.engine.agent import start_ranks
+from hyperbatch.engine.ranks import Ranks
+from hyperbatch.errors import RunFailed
+
+WIDE = ("0.0.0.0", "::")
+
+
+def test_the_agent_of_one_host_listens_for_this_host_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
+    start_ranks(2, "listening", tmp_path / "argument")
+    for rank in range(2):
+        said = json.loads((tmp_path / f"seen-{rank}.json").read_text())
+        assert said["address"] == "127.0.0.1"
+        assert said["agent"][said["port"]] == "127.0.0.1"
+        assert not set(said["agent"].values()) & set(WIDE)
+
+
+@pytest.mark.parametrize(
+    ("host", "per_host", "found"),
+    [
+        ("a.name.that.is.not.asked.for", 2, "127.0.0.1"),  # all on one host
+        ("127.0.0.1", 1, "127.0.0.1"),
+        (socket.gethostname(), 1, "everywhere"),
+        ("198.51.100.7", 1, "everywhere"),  # a service's, say
+    ],
+)
+def test_the_store_of_rank_0_listens_where_the_ranks_are(monkeypatch, host, per_host, found):
+    port, met = free_port(), {}
+    if found == "everywhere":  # rank 1 finds it there, too
+        connect = stores.dist.TCPStore
+        monkeypatch.setattr(stores.dist, "TCPStore", lambda host, *args, **named: connect("127.0.0.1", *args, **named))
+
+    def come(rank):
+        ranks = Ranks(rank=rank, world_size=2, local_size=per_host, master_addr=host, master_port=port)
+        met[rank] = stores.own_store(ranks, 30.0)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in (1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    address = addresses(os.getpid())[port]
+    assert address in WIDE if found == "everywhere" else address == found
+    met[0].set("key", "value")
+    assert met[1].get("key") == b"value"
+    assert met[0].timeout == met[1].timeout == timedelta(seconds=30)
+
+
+def test_a_rank_that_does_not_come_is_missed(monkeypatch):
+    monkeypatch.setattr(stores, "JOIN_S", 0.0)
+    ranks = Ranks(rank=0, world_size=2, local_size=2, master_port=free_port())
+    with pytest.raises(RunFailed, match=r"could not connect within 0\.5 s; are all 2 running"):
+        stores.own_store(ranks, 0.5)
+
+
+def test_a_store_that_listens_at_one_address_works_as_others_do():
+    store = stores.listening_at("127.0.0.1", 0, 5.0)
+    other = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+    assert store.clone().get("key") == b"value"
