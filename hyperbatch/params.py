@@ -138,7 +138,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 
     A block is a module of a type that occurs several times, and has at least two weights: a convolution with its norm
     is none. A stage, which holds several blocks of one type in a list or a sequence, is none either, but its blocks
-    are.
+    are. Shapes may differ, unlike in `models.regions`, where one compilation is to serve all blocks of a kind.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     types = Counter(map(type, modules.values()))
