@@ -449,8 +449,10 @@ def watched(rank, folder):
     events = []
 
     class Heart:
-        def __init__(self, store, rank, world_size, *, timeout_s, on_lost, place):
+        def __init__(self, store, rank, world_size, *, timeout_s, on_lost, keeper, place, collective):
             assert place().phase == "start", "a rank can be asked where it is before there is a run"
+            assert collective() == "", "and which collective it waits in"
+            assert keeper == 0, "no agent keeps the store here"
             events.append((rank, world_size, timeout_s))
             store.set(f"heart-{rank}", "there")
 
