@@ -121,6 +121,9 @@ class Heartbeat:
     def start(self) -> Heartbeat:
         self._store.set(f"process-{self._rank}", _name_of(os.getpid()))
         self._store.set(self._key(self._rank), "0")
+        if self._keeper is not None:  # it starts now, too, and might be stopped before the first beat
+            name = within(_ANSWER_S, lambda: self._store.get(f"process-{self._keeper}"), b"")
+            self._keeper_name = name.decode()
         self._answered = time.monotonic()
         for thread in self._threads:
             thread.start()
@@ -237,9 +240,10 @@ class Heartbeat:
             silent_s = now - self._answered
             if silent_s > self._timeout_s:
                 who = "the store" if self._keeper is None else f"rank {self._keeper}, which keeps the store,"
-                self.given_up = f"{who} has not responded for {silent_s:.1f} s{self._problem}"
-                self._kill(self._keeper_name)
-                self._lose(self.given_up)
+                line = f"{who} has not responded for {silent_s:.1f} s{self._problem}"
+                self._kill(self._keeper_name)  # first: who reads the line may end this process
+                self.given_up = line
+                self._lose(line)
                 return
 
     def _lose(self, line: str) -> None:
