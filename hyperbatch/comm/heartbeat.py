@@ -107,6 +107,7 @@ class Heartbeat:
         self._keeper, self._keeper_name = keeper, ""
         self._answered, self._problem = time.monotonic(), ""  # when the store did, and what it said since
         self.given_up = ""  # that the store was, in a line
+        self._doomed = ""  # the process of a rank that was given up
         self._lost, self._lock = False, threading.Lock()
         self._stays = False
         self._collective = collective
@@ -121,6 +122,9 @@ class Heartbeat:
     def start(self) -> Heartbeat:
         self._store.set(f"process-{self._rank}", _name_of(os.getpid()))
         self._store.set(self._key(self._rank), "0")
+        if self._keeper is not None:  # it starts now, too, and might be stopped before the first beat
+            name = within(_ANSWER_S, lambda: self._store.get(f"process-{self._keeper}"), b"")
+            self._keeper_name = name.decode()
         self._answered = time.monotonic()
         for thread in self._threads:
             thread.start()
@@ -203,7 +207,7 @@ class Heartbeat:
                 self._store.set(self._key(self._rank), self._beat(beat, now))
                 if self._store.check([_LOST]) and not self._stop.is_set():
                     if self._store.check([_SILENT]):
-                        self._kill(self._process_of(self._store.get(_SILENT).decode()))
+                        self._doomed = self._process_of(self._store.get(_SILENT).decode())
                     self._lose(self._store.get(_LOST).decode())
                     return
                 theirs = self._beat_of(self._watched)
@@ -223,7 +227,7 @@ class Heartbeat:
                 with contextlib.suppress(dist.DistError, RuntimeError):
                     self._store.set(_SILENT, str(self._watched))
                     announce(self._store, line)
-                    self._kill(self._process_of(str(self._watched)))
+                    self._doomed = self._process_of(str(self._watched))
                 self._lose(line)
                 return
 
@@ -237,8 +241,8 @@ class Heartbeat:
             silent_s = now - self._answered
             if silent_s > self._timeout_s:
                 who = "the store" if self._keeper is None else f"rank {self._keeper}, which keeps the store,"
+                self._doomed = self._keeper_name
                 self.given_up = f"{who} has not responded for {silent_s:.1f} s{self._problem}"
-                self._kill(self._keeper_name)
                 self._lose(self.given_up)
                 return
 
@@ -247,7 +251,10 @@ class Heartbeat:
         with self._lock:
             first, self._lost = not self._lost, True
         if first:
+            if self._on_lost is _end_process:
+                self.end_silent()
             self._on_lost(line)
+            self.end_silent()
 
     def _look_at_place(self, now: float) -> bool:
         """Whether this rank should have got on."""
@@ -285,8 +292,10 @@ class Heartbeat:
         key = f"process-{rank}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
-    def _kill(self, name: str) -> None:
-        """Ends the process of a silent rank, if it is one of this host and still the same."""
+    def end_silent(self) -> None:
+        """Ends the process of a rank that was given up, if it is one of this host and still the same. `on_lost` may do
+        so as soon as it has told who: a launcher that sees the process end ends all others."""
+        name, self._doomed = self._doomed, ""
         pid = int(name.partition(" ")[0]) if name else os.getpid()
         if pid != os.getpid() and name == _name_of(pid):
             with contextlib.suppress(OSError):

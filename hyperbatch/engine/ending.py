@@ -223,6 +223,8 @@ class Ending:
             _print(words["message"], "".join(f"{line}\n" for line in words.get("places", ())))
         else:
             self._kept_back = words
+        if self._heart is not None:
+            self._heart.end_silent()
         return True
 
     # --- in threads beside it -----------------------------------------------------------------------------------

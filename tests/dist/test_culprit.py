@@ -126,13 +126,13 @@ def test_rank_0_that_is_stopped_with_the_store_of_all_ends_the_run(tmp_path):
     ]
     try:
         _, said = ranks[1].communicate(timeout=120)
+        assert "hyperbatch: rank 0, which keeps the store, has not responded for 6." in said.decode()
         assert ranks[0].wait(60) == -9, "its neighbour has killed it"
     finally:
         for rank in ranks:
             rank.kill()
             rank.communicate()
     assert ranks[1].returncode == 1
-    assert "hyperbatch: rank 0, which keeps the store, has not responded for 6." in said.decode()
 
 
 def check_places(run, done, second):
