@@ -53,7 +53,7 @@ def add(verb: AddVerb) -> None:
     step.add_argument("--peers", metavar="NAME,...", help=help)
     help = "Also measure torch.compile in its max-autotune mode, which takes minutes."
     step.add_argument("--max-autotune", action="store_true", default=None, help=help)
-    step.add_argument("--precision", metavar="NAME", help="fp16 or bf16, on a GPU. [default: fp16]")
+    step.add_argument("--precision", metavar="NAME", help="Precision on a GPU, fp16 or bf16. [default: fp16]")
     help = (
         'Train on these images through the whole engine instead, and on synthetic pixels; "generated" makes JPEG files '
         "and trains on them, on shards of 256 px and on pixels kept in memory."

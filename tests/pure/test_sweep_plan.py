@@ -149,7 +149,7 @@ WRONG = {
     "plan: --epochs: True is not a number": "[fixed]\nepochs = true",
     "plan, lr -1: --lr -1: must be positive": "[grid]\nlr = [-1]",
     "plan: --optimizer: 'larz' is not one of": '[fixed]\noptimizer = "larz"',
-    "plan: --warmup-epochs 50: must be between": "[fixed]\nwarmup_epochs = 50",
+    "plan: --warmup-epochs 50: must not be longer": "[fixed]\nwarmup_epochs = 50",
     "plan: --batch-phases: (1, 2) is not a list EPOCH:VALUE": "[fixed]\nbatch_phases = [1, 2]",
     "[grid]: lr is an empty list": "[grid]\nlr = []",
     "[grid]: lr = 1 is not a list": "[grid]\nlr = 1",
