@@ -1,7 +1,7 @@
 """The toy run as a recipe for the command line, and a model that brings a fault about where FAULT says, once.
 
-FAULT="KILL 1 12 MARKER": in its 12th training step rank 1 sends itself SIGKILL, unless the file MARKER is there already
-("never": in every attempt).
+FAULT="KILL 1 12 MARKER": in its 12th forward pass in training (the first one measures the order of gradients) rank 1
+sends itself SIGKILL, unless the file MARKER is there already ("never": in every attempt).
 "parent" before a signal's name sends it to the process that has started the rank; "EXIT" leaves without a word.
 """
 
