@@ -16,7 +16,7 @@ from hyperbatch.data.buffers import copy_to_device
 from hyperbatch.data.decode import decode_full, decode_view, gpu_can_decode
 from hyperbatch.data.decoders import brightness_difference, measured_decoder
 from hyperbatch.data.gpu import nvjpeg
-from hyperbatch.data.gpu.render import render_reference, render_views, view_table
+from hyperbatch.data.gpu.render import render_reference, view_table
 from hyperbatch.data.host import write_array_views
 from hyperbatch.data.loader import TrainLoader, eval_batches
 from hyperbatch.data.source import ArraySource, EncodedSource
@@ -82,6 +82,8 @@ def batches(source, config, *, busy=False, dtype=torch.float32, epochs=4.0):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [224, 127])
 def test_the_kernel_equals_its_reference(dtype, size):
+    from hyperbatch.kernels import augment as kernels
+
     rng = np.random.default_rng(0)
     config = DataConfig()
     images = [rng.integers(0, 256, (375 + i, 500 - 9 * i, 3), dtype=np.uint8) for i in range(12)]
@@ -95,7 +97,7 @@ def test_the_kernel_equals_its_reference(dtype, size):
     out = torch.full((12, size, size, 3), float("nan"), device=CUDA, dtype=dtype)
     colors = np.full(3, 1 / 255), np.ones(12), np.zeros((12, 3))
     tables = rows, view_table(table), *(part.astype(np.float32) for part in colors)
-    render_views(out, *(copy_to_device(part, CUDA) for part in tables), reflect=False)
+    kernels.views(out, *(copy_to_device(part, CUDA) for part in tables), reflect=False)
     tolerance = {torch.float32: 1e-4, torch.float16: 6e-4, torch.bfloat16: 5e-3}[dtype]  # one rounding of the result
     for i, image in enumerate(images):
         expected = render_reference(image, views[i], size) / 255

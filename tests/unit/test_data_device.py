@@ -27,7 +27,7 @@ from hyperbatch.data.cache import DeviceCache, PixelCache
 from hyperbatch.data.decode import decode_full, gpu_can_decode, render_array
 from hyperbatch.data.gpu.maker import DeviceMaker
 from hyperbatch.data.gpu.reader_pool import ReaderPool
-from hyperbatch.data.gpu.render import render_reference, render_views, view_table
+from hyperbatch.data.gpu.render import render_reference, view_table
 from hyperbatch.data.host import HostMaker
 from hyperbatch.data.pack import pack
 from hyperbatch.data.source import ArraySource, BadSample, DataError, EncodedSource, open_data
@@ -157,6 +157,8 @@ VIEWS = [
 @pytest.mark.parametrize("size", [9, 16])
 @pytest.mark.parametrize("reflect", [False, True])
 def test_the_kernel_equals_its_reference(channels, size, reflect):
+    from hyperbatch.kernels.augment import views  # here, because it loads Triton
+
     rng = np.random.default_rng(0)
     images = [rng.integers(0, 256, (height, width, channels), dtype=np.uint8) for (width, height), _ in VIEWS]
     kept, rows = [], []
@@ -169,7 +171,7 @@ def test_the_kernel_equals_its_reference(channels, size, reflect):
     table = np.array([(*view.box, view.shift_x, view.shift_y, view.flip) for _, view in VIEWS], dtype=float)
     out = torch.full((len(VIEWS), size, size, channels), float("nan"))
     scales, gains, offsets = (rng.normal(size=shape) for shape in (channels, len(VIEWS), (len(VIEWS), channels)))
-    render_views(
+    views(
         out,
         torch.tensor(rows),
         torch.from_numpy(view_table(table)),

@@ -23,7 +23,7 @@ from hyperbatch.data.decode import choose_decoder, decode_full
 from hyperbatch.data.gpu import nvjpeg
 from hyperbatch.data.gpu.reader_pool import can_use_processes
 from hyperbatch.data.gpu.reading import PixelBlock, ProcessReaders, Promise, SampleReader, ThreadReaders
-from hyperbatch.data.gpu.render import render_views, view_table
+from hyperbatch.data.gpu.render import view_table
 from hyperbatch.data.gpu.resident import ResidentSet
 from hyperbatch.data.maker import Finish, Maker, load_or_replace
 from hyperbatch.data.source import ArraySource, EncodedSource
@@ -304,6 +304,8 @@ class DeviceMaker(Maker):
         return pixels
 
     def _render(self, draft: _Draft) -> Batch:
+        from hyperbatch.kernels import augment as kernels  # here, because it loads Triton
+
         plan, images = draft.plan, draft.images
         whole = isinstance(self.source, ArraySource)
         views = augment.batch_views(self.config, images[:, 1], images[:, 2], plan.epochs, plan.uniforms, whole=whole)
@@ -320,7 +322,7 @@ class DeviceMaker(Maker):
             corners = augment.cutout_corners(self.config, plan.uniforms, plan.size).astype(np.int32)
             corners, cutout = copy_to_device(corners, self.device), augment.cutout_side(self.config, plan.size)
         out = torch.empty(shape, dtype=dtype, device=self.device)
-        render_views(
+        kernels.views(
             out,
             copy_to_device(images, self.device),
             copy_to_device(view_table(views), self.device),

@@ -7,7 +7,6 @@ image's edge (not the box's) and normalised. Pillow rounds to whole grey levels 
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor
 
 from hyperbatch.data import augment
 
@@ -34,21 +33,3 @@ def view_table(views: np.ndarray) -> np.ndarray:
     table = views.copy()
     table[:, 2:4] -= views[:, 0:2]
     return table.astype(np.float32)
-
-
-def render_views(
-    out: Tensor,
-    samples: Tensor,
-    views: Tensor,
-    scales: Tensor,
-    gains: Tensor,
-    offsets: Tensor,
-    *,
-    corners: Tensor | None = None,
-    reflect: bool,
-    cutout: int = 0,
-) -> None:
-    """The fused kernel, on the device's current stream. out: [n, size, size, c], every element is written."""
-    from hyperbatch.kernels.augment import views as launch  # here, because it loads Triton
-
-    launch(out, samples, views, scales, gains, offsets, corners, reflect=reflect, cutout=cutout)
