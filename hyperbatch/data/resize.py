@@ -14,6 +14,8 @@ from torch.nn import functional
 
 from hyperbatch.data.buffers import scratch
 
+_SERIAL_ELEMENTS = 32_767  # torch shares the work on more between threads
+
 
 def resize_box(
     pixels: np.ndarray, box: tuple[float, float, float, float], size: int, *, mirror: bool = False
@@ -28,5 +30,18 @@ def resize_box(
     part = torch.from_numpy(rows).as_strided((1, channels, height, width), (cut.size, 1, width * channels, channels))
     resized = functional.interpolate(part, (size, size), mode="bilinear", antialias=True)
     if mirror:
-        resized = resized.flip(3)  # 15 times as quick as numpy's view from right to left
+        _mirror(resized)
     return resized.permute(0, 2, 3, 1).numpy()[0]
+
+
+def _mirror(images: torch.Tensor) -> None:
+    """[n, c, h, w] in place, by torch's kernel: 15 times as quick as numpy's view from right to left.
+
+    In parts that torch leaves to the thread that asks: for larger ones each of the loader's threads would start as many
+    threads as the machine has cores, and these spin while they wait for the next image.
+    """
+    count, channels, height, width = images.shape
+    lines = max(1, _SERIAL_ELEMENTS // (count * channels * width))
+    for top in range(0, height, lines):
+        part = images[:, :, top : top + lines]
+        part.copy_(part.flip(3))

@@ -1,13 +1,18 @@
 """A JPEG is decoded down to the last row that a crop needs: the same pixels as from all of it."""
 
 import io
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from hyperbatch.data import decode
 from hyperbatch.data.augment import View
+from hyperbatch.data.resize import resize_box
 from hyperbatch.data.source import BadSample
 
 simplejpeg = pytest.importorskip("simplejpeg")
@@ -116,3 +121,30 @@ def test_damaged_files_are_judged_as_before():
         assert isinstance(ours, str) == isinstance(before, str)
         refused += isinstance(ours, str)
     assert 0 < refused < 60
+
+
+@pytest.mark.parametrize("size", [7, 224, 300])
+def test_a_mirrored_view_is_the_view_from_right_to_left(size):
+    pixels = np.asarray(photograph(240, 200))
+    box = (17.0, 5.0, 181.0, 190.0)
+    np.testing.assert_array_equal(resize_box(pixels, box, size, mirror=True), resize_box(pixels, box, size)[:, ::-1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads that Linux lists")
+def test_views_start_no_threads_of_torch():
+    """Each of the loader's threads would get as many as there are cores, which spin between two images."""
+
+    def threads_started():
+        torch.set_num_threads(2)  # as if nobody had said OMP_NUM_THREADS=1
+        counts = [len(os.listdir("/proc/self/task"))]
+        for work in (lambda: resize_box(pixels, (0, 0, 240, 200), 224, mirror=True), lambda: large.flip(1)):
+            work()
+            counts.append(len(os.listdir("/proc/self/task")))
+        return np.diff(counts).tolist()
+
+    pixels, large, before = np.asarray(photograph(240, 200)), torch.zeros(256, 256, 3), torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(threads_started).result() == [0, 1]
+    finally:
+        torch.set_num_threads(before)
