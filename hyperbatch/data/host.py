@@ -23,7 +23,7 @@ from hyperbatch.data.decode import decode_full, decode_view, render_array, resiz
 from hyperbatch.data.maker import Finish, Maker, load_or_replace, samples_per_task
 from hyperbatch.data.source import ArraySource, EncodedSource, Place
 
-_LINES_AT_ONCE = 56  # of an image that is normalised
+_LINES_AT_ONCE = 112  # of an image that is normalised
 
 
 @dataclass(eq=False)
