@@ -108,7 +108,7 @@ def spdl(root: Path) -> Run:
 
 
 def ffcv(root: Path) -> Run:
-    """Its own format with JPEGs of the same quality in it. It draws its own crops, and shrinks by the mean of pixels."""
+    """JPEGs of the same quality in its own format. It draws its own crops and averages pixels where it shrinks."""
     loader: Any = importlib.import_module("ffcv.loader")
     fields: Any = importlib.import_module("ffcv.fields")
     decoders: Any = importlib.import_module("ffcv.fields.decoders")

@@ -23,7 +23,8 @@ from hyperbatch.data.decode import decode_full, decode_view, render_array, resiz
 from hyperbatch.data.maker import Finish, Maker, load_or_replace, samples_per_task
 from hyperbatch.data.source import ArraySource, EncodedSource, Place
 
-_LINES_AT_ONCE = 112  # of an image that is normalised
+# Of an image that is normalised: the factors of so many are written out, once or, where images differ in them, for each.
+_LINES_AT_ONCE, _LINES_OF_ITS_OWN = 112, 16
 
 
 @dataclass(eq=False)
@@ -111,8 +112,9 @@ class HostMaker(Maker):
                 out[row] = image
                 continue
             if factors is None or self.changes_colors:
+                lines = _LINES_OF_ITS_OWN if self.changes_colors else _LINES_AT_ONCE
                 factors = [
-                    np.tile(values.astype(out.dtype), _LINES_AT_ONCE * plan.size)
+                    np.tile(values.astype(out.dtype), lines * plan.size)
                     for values in (self.scale * gains[row], offsets[row])
                 ]
             _normalise(out[row], image, *factors)
@@ -179,14 +181,15 @@ class HostMaker(Maker):
 
 
 def _normalise(out: np.ndarray, image: np.ndarray, scales: np.ndarray, offsets: np.ndarray) -> None:
-    """While the image is still in the processor's cache.
+    """While the image is still in the processor's cache, as many lines at a time as there are factors.
 
-    The factors are those of `_LINES_AT_ONCE` lines, written out: numpy would copy shorter ones again for each operation,
-    and its inner loops over 3 channels alone would not be vectorised.
+    Factors of a single line would be copied again for each operation: that is how numpy broadcasts. And an inner loop
+    over 3 channels alone would not be vectorised.
     """
-    for top in range(0, len(out), _LINES_AT_ONCE):
-        part = out[top : top + _LINES_AT_ONCE].reshape(-1)
-        part[:] = image[top : top + _LINES_AT_ONCE].reshape(-1)
+    lines = len(scales) // out[0].size
+    for top in range(0, len(out), lines):
+        part = out[top : top + lines].reshape(-1)
+        part[:] = image[top : top + lines].reshape(-1)
         part *= scales[: len(part)]
         part += offsets[: len(part)]
 
