@@ -23,7 +23,7 @@ from hyperbatch.data.decode import decode_full, decode_view, render_array, resiz
 from hyperbatch.data.maker import Finish, Maker, load_or_replace, samples_per_task
 from hyperbatch.data.source import ArraySource, EncodedSource, Place
 
-# Of an image that is normalised: the factors of so many are written out, once or, where images differ in them, for each.
+# Of an image that is normalised: the factors of so many are written out, once, or for each image where they differ.
 _LINES_AT_ONCE, _LINES_OF_ITS_OWN = 112, 16
 
 
