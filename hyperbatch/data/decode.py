@@ -185,6 +185,7 @@ def _fast_full(data: bytes | bytearray, decoder: str) -> np.ndarray:
 
 def _fast_view(data: bytes | bytearray, view_of: ViewOf, size: int, decoder: str, exact: bool) -> np.ndarray:
     """By simplejpeg or torchvision; ValueError or RuntimeError for what they refuse."""
+    is_bgr = False
     if decoder == "simplejpeg":
         height, width, _, _ = simplejpeg.decode_jpeg_header(data)
         view = view_of(width, height)
@@ -196,18 +197,19 @@ def _fast_view(data: bytes | bytearray, view_of: ViewOf, size: int, decoder: str
         else:
             eighths = _least_eighths(_least_size(view, width, height, size), width, height)
             rows = math.ceil(view.box[3]) + -(-8 * _CONTEXT_ROWS // eighths)
-            pixels, height = _upper_rows(data, eighths, width, height, rows, buffer)
+            is_bgr = view.flip
+            pixels, height = _upper_rows(data, eighths, width, height, rows, buffer, "BGR" if is_bgr else "RGB")
     else:
         pixels = _torchvision_pixels(data)
         height, width, _ = pixels.shape
         view = view_of(width, height)
     if exact:
         return render(Image.fromarray(pixels), view, size, full_size=(width, height))
-    return resized_view(pixels, view, size, full_size=(width, height))
+    return resized_view(pixels, view, size, full_size=(width, height), is_bgr=is_bgr)
 
 
 def _upper_rows(
-    data: bytes | bytearray, eighths: int, width: int, height: int, rows: int, buffer: np.ndarray
+    data: bytes | bytearray, eighths: int, width: int, height: int, rows: int, buffer: np.ndarray, order: str
 ) -> tuple[np.ndarray, int]:
     """(the image decoded at eighths / 8 of its size, how many of its rows that are): at least `rows`, if it has them.
 
@@ -221,11 +223,11 @@ def _upper_rows(
     sides = (-(-side * eighths // 8) for side in (width, rows))
     options = dict(zip(("min_width", "min_height"), sides, strict=True)) if eighths < 8 else {}
     if place is None:
-        return simplejpeg.decode_jpeg(data, "RGB", min_factor=2, buffer=buffer, **options), rows
+        return simplejpeg.decode_jpeg(data, order, min_factor=2, buffer=buffer, **options), rows
     assert isinstance(data, bytearray)
     data[place : place + 2] = rows.to_bytes(2, "big")
     try:
-        return simplejpeg.decode_jpeg(data, "RGB", min_factor=2, buffer=buffer, strict=False, **options), rows
+        return simplejpeg.decode_jpeg(data, order, min_factor=2, buffer=buffer, strict=False, **options), rows
     finally:
         data[place : place + 2] = height.to_bytes(2, "big")
 
@@ -254,12 +256,17 @@ def _least_eighths(least: tuple[int, int], width: int, height: int) -> int:
     return 8
 
 
-def resized_view(pixels: np.ndarray, view: View, size: int, *, full_size: tuple[int, int]) -> np.ndarray:
-    """`render` by the faster kernel, which looks at nothing outside the box."""
-    from hyperbatch.data.resize import resize_box  # here, because it loads torch
+def resized_view(
+    pixels: np.ndarray, view: View, size: int, *, full_size: tuple[int, int], is_bgr: bool = False
+) -> np.ndarray:
+    """`render` by the faster kernel, which looks at nothing outside the box. is_bgr: of a mirrored view, the quicker
+    way; it becomes RGB."""
+    from hyperbatch.data.resize import mirrored, read_backwards, resize_box  # here, because they load torch
 
-    box = _decoded_box(view, (pixels.shape[1], pixels.shape[0]), full_size)
-    return view.finish(resize_box(pixels, box, size, mirror=view.flip), mirrored=view.flip)
+    resized = resize_box(pixels, _decoded_box(view, (pixels.shape[1], pixels.shape[0]), full_size), size)
+    if view.flip:
+        resized = read_backwards(resized) if is_bgr else mirrored(resized)
+    return view.finish(resized, mirrored=view.flip)
 
 
 def _torchvision_pixels(data: bytes | bytearray) -> np.ndarray:
