@@ -172,10 +172,11 @@ class Heartbeat:
         """Ranks that do not beat while this waits for three intervals (3 s at most), and have not ended normally.
 
         For a rank whose exchange with others has failed, long before `timeout_s`. Nobody is named when the store does
-        not answer.
+        not answer. Whoever is told meanwhile why the run fails knows enough, and waits no longer.
         """
-        before = self._asked(self._beats, {})
-        time.sleep(_SILENT_INTERVALS * self._interval_s)
+        before, until = self._asked(self._beats, {}), time.monotonic() + _SILENT_INTERVALS * self._interval_s
+        while time.monotonic() < until and not self.heard():
+            time.sleep(self._interval_s / 2)
         after = self._asked(self._beats, {})
         return [
             rank for rank, beat in after.items() if rank != self._rank and beat != b"done" and beat == before.get(rank)

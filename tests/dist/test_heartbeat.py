@@ -95,6 +95,18 @@ def test_only_a_rank_that_stopped_without_a_word_is_silent() -> None:
     assert told == []
 
 
+def test_who_knows_the_reason_already_does_not_wait_for_beats() -> None:
+    """At this interval it would wait for an hour."""
+    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    told: list[Words] = []
+    hearts = [Heartbeat(master.clone(), rank, 2, interval_s=1200.0, on_lost=told.append).start() for rank in range(2)]
+    assert hearts[1].fail({"message": "no memory"})
+    assert hearts[0].silent() == [1]
+    assert hearts[0].heard() == {"message": "no memory"}
+    for heart in hearts:
+        heart.stop()
+
+
 def test_nobody_is_silent_when_the_store_has_gone() -> None:
     server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
