@@ -1,5 +1,5 @@
 """What checkpoints and the comparison of ranks cost: python -m benchmarks.checkpoints [RECIPE] [--nproc N] [--rounds N]
-[--out FILE] [--FIELD VALUE ...]
+[--quiet CORES] [--out FILE] [--FIELD VALUE ...]
 
 The same run in several kinds, one after the other, round after round:
 
@@ -18,6 +18,8 @@ One JSON object, with every run's row, and the medians of each kind over the rou
     end_s           seconds that the run's end waited for the last write
     whole_s         training, evaluation and pauses together: what the thread takes away from training shows here
     over_off        whole_s over that of "off" in the same round; the noise is that between two runs of one kind
+    others_cores    CPU cores that other programs used meanwhile. With --quiet CORES a run during which they used more
+                    is made again, and listed under "disturbed"
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -133,10 +136,21 @@ def measured(kind: str, recipe: str, values: dict[str, str], nproc: int) -> dict
         values = {**values, "out": str(Path(folder) / "run"), "stop_at_target": "false", **KINDS[kind]}
         order = json.dumps({"kind": kind, "recipe": recipe, "values": values, "result": str(result)})
         words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", "-m", __spec__.name]
+        start, busy_s = time.monotonic(), others_s()
         done = subprocess.run([sys.executable, *words, "--one", order], capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(done.stderr)
-        return json.loads(result.read_text())
+        others = (others_s() - busy_s) / (time.monotonic() - start)
+        return json.loads(result.read_text()) | {"others_cores": round(others, 2)}
+
+
+def others_s() -> float:
+    """Seconds of all CPU cores that went into other programs than this one and those that it has started."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split(maxsplit=9)[1:9]]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = ticks
+    own = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    all_s = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return all_s - sum(used.ru_utime + used.ru_stime for used in own)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -163,6 +177,7 @@ def main() -> None:
     parser.add_argument("recipe", nargs="?", default="digits")
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quiet", type=float, default=float("inf"), help="cores that other programs may use meanwhile")
     parser.add_argument("--out", type=Path, help="also write the result here")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args, rest = parser.parse_known_args()
@@ -172,12 +187,17 @@ def main() -> None:
         return
     values = {flag.removeprefix("--").replace("-", "_"): text for flag, text in zip(rest[::2], rest[1::2], strict=True)}
     configured(args.recipe, values)  # a mistake is told before anything starts
-    rows = []
+    rows, disturbed = [], []
     for number in range(args.rounds):
         # Backwards in every second round: a machine that grows faster or slower meanwhile favours no kind.
         for kind in list(KINDS)[:: -1 if number % 2 else 1]:
-            rows.append(measured(kind, args.recipe, values, args.nproc) | {"round": number, "load": os.getloadavg()[0]})
-            print(rows[-1], file=sys.stderr, flush=True)
+            while True:
+                row = measured(kind, args.recipe, values, args.nproc) | {"round": number}
+                print(row, file=sys.stderr, flush=True)
+                if row["others_cores"] <= args.quiet:
+                    break
+                disturbed.append(row)
+            rows.append(row)
     result = {
         "bench": "checkpoints",
         "commit": commit(),
@@ -186,6 +206,7 @@ def main() -> None:
         "values": values,
         "summary": summary(rows),
         "rows": rows,
+        "disturbed": disturbed,
     }
     text = strict_json(result, indent=1)
     if args.out:
