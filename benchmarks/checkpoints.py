@@ -37,6 +37,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from hyperbatch.config import Config, fields
 from hyperbatch.recipes import find_recipe
 from hyperbatch.record import commit, strict_json
@@ -71,10 +73,20 @@ class Timed:
         return run
 
 
+def synchronised(function: Callable[[torch.Tensor], T]) -> Callable[[torch.Tensor], T]:
+    """With a wait for the device: before an evaluation or a checkpoint the host makes one in any case."""
+
+    def run(tensor: torch.Tensor) -> T:
+        result = function(tensor)
+        if tensor.is_cuda:
+            torch.cuda.synchronize()
+        return result
+
+    return run
+
+
 def one(kind: str, config: Config, result: Path) -> None:
     """A rank of a run; rank 0 writes what it took."""
-    import torch
-
     from hyperbatch.engine import guard
     from hyperbatch.engine.guard import Guard
     from hyperbatch.engine.ranks import find_ranks
@@ -82,7 +94,7 @@ def one(kind: str, config: Config, result: Path) -> None:
     from hyperbatch.launch import train
 
     stalls, ends, sums, compared, started = (Timed() for _ in range(5))
-    save, wait, word_sum = Saver.save, Saver.wait, guard.word_sum
+    save, wait, word_sum = Saver.save, Saver.wait, sums(synchronised(guard.word_sum))
 
     def stalling(self: Saver) -> None:
         self.wait = lambda: wait(self)  # type: ignore[method-assign]  # within a stall it is not the end's
@@ -92,14 +104,12 @@ def one(kind: str, config: Config, result: Path) -> None:
         del self.wait
 
     def summing(flat: torch.Tensor) -> torch.Tensor:
-        """Before an evaluation or a checkpoint the host waits for the device in any case."""
-        total = word_sum(flat)
         if flat.is_cuda:
-            torch.cuda.synchronize()
-        return total
+            torch.cuda.synchronize()  # what was queued before is not the sum's
+        return word_sum(flat)
 
     Saver.save, Saver.wait = stalls(stalling), ends(wait)
-    Guard.check, guard.word_sum = compared(Guard.check), sums(summing)
+    Guard.check, guard.word_sum = compared(Guard.check), summing
     Guard._start = started(Guard._start)  # `check` returns at once where the step has been looked at
     ranks, record = find_ranks(), train(config)
     if ranks is None or ranks.rank != 0:  # the others wait for nothing and write nothing
