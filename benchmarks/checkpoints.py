@@ -154,7 +154,7 @@ def measured(kind: str, recipe: str, values: dict[str, str], nproc: int) -> dict
 
 
 def others_cores() -> Callable[[], float]:
-    """Begins to count the CPU cores that other programs use; the result says how many it were since then, on average."""
+    """Begins to count the CPU cores that other programs use. What it returns says how many it was on average."""
     start, before_s = time.monotonic(), _others_s()
     return lambda: (_others_s() - before_s) / (time.monotonic() - start)
 
