@@ -11,6 +11,7 @@ were written; nothing of a file is looked at before. Those of its tensors say th
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import re
 import zlib
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from hyperbatch import durable
 from hyperbatch.config import Config, format_value
 from hyperbatch.config import fields as config_fields
-from hyperbatch.errors import InputError
+from hyperbatch.errors import Damaged, InputError
 from hyperbatch.models.norm import merge_norm_statistics
 from hyperbatch.params import head_layer
 from hyperbatch.plan.types import GroupPlan
@@ -204,7 +205,10 @@ def load(path: Path, *, before_step: int | None = None) -> Checkpoint:
             f"{path} does not exist; give the folder of a run, a checkpoint or an exported model"
         ) from None
     except Exception as error:
-        raise InputError(f"{path} cannot be read: it is damaged, or no checkpoint ({type(error).__name__})") from error
+        # EINVAL: in a torn file torch looks for what would lie before its beginning.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise Damaged(f"{path} cannot be read: it is damaged, or no checkpoint ({type(error).__name__})") from error
     if not _is_checkpoint(values):
         raise InputError(f"{path} is not a hyperbatch checkpoint of format {FORMAT}")
     try:
@@ -237,17 +241,17 @@ def _check_tables(values: Mapping[str, Any]) -> None:
 
 
 def _read(path: Path) -> Any:
-    """What torch.save wrote there, whoever called it. InputError where a checksum does not match."""
+    """What torch.save wrote there, whoever called it. Damaged where a checksum does not match."""
     checked = durable.check(path)
     values = torch.load(path, map_location="cpu", weights_only=True)
     if not _is_checkpoint(values) or "checksums" not in values:  # an older one has none
         return values
     if not checked:
-        raise InputError(f"checkpoint {path} is damaged: its checksum is missing")
+        raise Damaged(f"checkpoint {path} is damaged: its checksum is missing")
     found, written = checksums(values), values["checksums"]
     changed = [name for name in found | written if found.get(name) != written.get(name)]
     if changed:
-        raise InputError(f"checkpoint {path} is damaged: {changed[0]} does not match its checksum")
+        raise Damaged(f"checkpoint {path} is damaged: {changed[0]} does not match its checksum")
     return values
 
 
@@ -267,19 +271,26 @@ def _is_checkpoint(values: Any) -> bool:
 
 
 def _load_newest(folder: Path, before_step: int | None) -> Checkpoint:
-    failures: list[str] = []
+    failures: list[InputError] = []
     for path in reversed(_files(folder)):
         if before_step is not None and path >= _path(folder, before_step):
             continue
         try:
             saved = load(path)
         except InputError as error:  # torn by a full disk, say: the one before it still counts
-            failures.append(str(error))
+            failures.append(error)
             continue
-        return replace(saved, skipped=tuple(failures))
-    raise InputError(
-        "; ".join(failures) or f"{folder} holds no checkpoint; give the folder of a run that has saved one"
-    )
+        return replace(saved, skipped=tuple(map(str, failures)))
+    if not failures:
+        raise InputError(f"{folder} holds no checkpoint; give the folder of a run that has saved one")
+    kind = Damaged if all(isinstance(failure, Damaged) for failure in failures) else InputError
+    raise kind("; ".join(map(str, failures)))
+
+
+def set_aside(folder: Path) -> None:
+    """Renames all checkpoints of a run's folder to step-N.pt.damaged, so that nothing takes them for one again."""
+    for path in _files(folder / "checkpoints"):
+        path.rename(path.with_name(f"{path.name}.damaged"))
 
 
 def check_same_run(saved: Config, config: Config) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hyperbatch.errors import InputError
+from hyperbatch.errors import Damaged
 
 PARTIAL = ".partial"
 CHUNK_BYTES = 1 << 20
@@ -54,7 +54,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def check(path: Path) -> bool:
-    """True: the bytes are those that were written. False: the file has no checksum. InputError: they have changed."""
+    """True: the bytes are those that were written. False: the file has no checksum. Damaged: they have changed."""
     length = len(_last_line(0))
     with open(path, "rb") as file:
         left = file.seek(0, os.SEEK_END) - length
@@ -69,7 +69,7 @@ def check(path: Path) -> bool:
         while left and (chunk := file.read(min(left, CHUNK_BYTES))):
             total, left = zlib.crc32(chunk, total), left - len(chunk)
     if _last_line(total) != last:
-        raise InputError(f"{path} is damaged: its bytes do not match its checksum")
+        raise Damaged(f"{path} is damaged: its bytes do not match its checksum")
     return True
 
 

@@ -11,6 +11,10 @@ class InputError(ValueError):
     """What is wrong, where, and what to do, in one line. The command line prints it and exits with 2."""
 
 
+class Damaged(InputError):
+    """The bytes of a file are not those that were written: reading it again would not help."""
+
+
 class RunFailed(RuntimeError):
     """The run cannot go on: why, where, what to try, in one line. The command line prints it and exits with 1."""
 

@@ -23,7 +23,7 @@ from hyperbatch.data.source import DataCounts, check_data
 from hyperbatch.engine.agent import check_nproc, count_gpus, default_nproc, start_ranks
 from hyperbatch.engine.folder import claimed, default_out, has_checkpoint, keep_config, resume_hint
 from hyperbatch.engine.ranks import Ranks, ended_by_sigterm, find_ranks
-from hyperbatch.errors import InputError, Interrupted, Preempted, RunFailed
+from hyperbatch.errors import Damaged, InputError, Interrupted, Preempted, RunFailed
 from hyperbatch.kernels import workers
 from hyperbatch.plan import inventory
 from hyperbatch.plan.files import check_names, load_groups
@@ -185,7 +185,13 @@ def check_resume(config: Config) -> None:
     if config.run.resume == "yes" or (config.run.resume == "auto" and has_checkpoint(out)):
         from hyperbatch import checkpoint
 
-        checkpoint.check_same_run(checkpoint.load(out).config, config)
+        try:
+            saved = checkpoint.load(out)
+        except Damaged:
+            if config.run.resume == "yes":
+                raise
+            return  # rank 0 says so, and begins again (engine/snapshot.py)
+        checkpoint.check_same_run(saved.config, config)
 
 
 def _train_elastic(config: Config, nproc: int, hooks: Hooks) -> RunRecord:

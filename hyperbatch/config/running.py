@@ -161,7 +161,7 @@ class RunConfig:
     resume: str = option(
         "no",
         "Continue the run in --out from its newest checkpoint; without a value, the same as yes. auto starts a "
-        "new run if there is no checkpoint.",
+        "new run if there is no checkpoint, or none that is undamaged.",
         ("no", "yes", "auto"),
         free=True,
         repeated=False,

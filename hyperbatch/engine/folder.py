@@ -49,11 +49,6 @@ def claim_folder(config: Config, ranks: Ranks, held: contextlib.ExitStack) -> Pa
     return Path(share(out, ranks) or default_out(config))
 
 
-def continues(config: Config, ranks: Ranks, out: Path) -> bool:
-    """Whether this run goes on from a checkpoint in its folder. Rank 0 looks: every rank must do the same."""
-    return share(config.run.resume == "yes" or (config.run.resume == "auto" and has_checkpoint(out)), ranks)
-
-
 @contextlib.contextmanager
 def claimed(out: Path, *, resume: str) -> Iterator[None]:
     """Makes the run's folder and holds it, or says why it cannot be this run's. A failed run without a checkpoint is

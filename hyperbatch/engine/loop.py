@@ -18,7 +18,7 @@ from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.compiled import CompiledRegions
 from hyperbatch.engine.console import Console
 from hyperbatch.engine.ending import Ending
-from hyperbatch.engine.folder import claim_folder, continues, keep_config
+from hyperbatch.engine.folder import claim_folder, keep_config
 from hyperbatch.engine.guard import Guard, LossGuard
 from hyperbatch.engine.journal import Journal
 from hyperbatch.engine.kernel_choice import training_kernels
@@ -35,6 +35,7 @@ from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.whiten import rehearse, whiten
 from hyperbatch.errors import Diverged
 from hyperbatch.kernels import workers
+from hyperbatch.kernels.compile import hash_triton
 from hyperbatch.optim.averaging import new_share_at
 from hyperbatch.record import RunRecord
 from hyperbatch.schedule import (
@@ -79,8 +80,10 @@ def run(
         ending.told(),
     ):
         ending.watch(config.run.timeout_s, raises=device.type == "cpu")
+        if device.type == "cuda":
+            hash_triton()
         out = claim_folder(config, ranks, held)
-        saved = snapshot.find_checkpoint(config, ranks, out) if continues(config, ranks, out) else None
+        saved, told = snapshot.find_start(config, ranks, out)
         if saved is not None and snapshot.is_over(config, saved) and (out / "record.json").exists():
             record = RunRecord.load(out)
             if not record.error:
@@ -96,6 +99,7 @@ def run(
             ending.place, ending.collective = lambda: place_of(clock, journal.run), lambda: collective_of(clock)
             run = build_run(config, ranks, device, clock=clock, saved=saved, stage=journal.console.stage)
             held.callback(run.close)
+            run.warnings += told
             if saved is not None:
                 snapshot.restore(run, saved)
             runner = StepRunner(run.learner, micro_step, config, ranks, run.warnings)

@@ -19,9 +19,11 @@ from hyperbatch.checkpoint import Checkpoint, Fixed, per_rank
 from hyperbatch.config import Config, ScheduleConfig
 from hyperbatch.data.identity import sample_list
 from hyperbatch.data.source import ArraySource
+from hyperbatch.engine.folder import has_checkpoint
 from hyperbatch.engine.learner import Learner, frozen
 from hyperbatch.engine.ranks import Ranks, errors_shared, host_group, share
 from hyperbatch.engine.run import Run
+from hyperbatch.errors import Damaged
 from hyperbatch.models.norm import merge_norm_statistics
 from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.optim.sharded import ShardedUpdate
@@ -174,21 +176,48 @@ def _load_state(run: Run, saved: Checkpoint) -> None:
     learner.scaler.load_state_dict(saved.scaler)
 
 
-def find_checkpoint(config: Config, ranks: Ranks, out: Path, *, before_step: int | None = None) -> Checkpoint:
-    """The newest readable checkpoint, chosen and checked by rank 0: ranks must not go on from different steps.
+def find_start(config: Config, ranks: Ranks, out: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """What the run goes on from, None where it begins; and what rank 0 must say about it.
 
-    before_step: of those that are older.
+    With --resume auto nobody is there to decide what to do when every checkpoint is damaged: the run begins again.
     """
+    resume, saved, told = config.run.resume, None, ()
+    with errors_shared(ranks):
+        if ranks.rank == 0 and (resume == "yes" or (resume == "auto" and has_checkpoint(out))):
+            try:
+                saved = _newest(config, out)
+            except Damaged as error:
+                if resume == "yes":
+                    raise
+                checkpoint.set_aside(out)
+                told = (f"{error}; no other checkpoint is left, so the run begins again",)
+    return _on_every_rank(saved, ranks), told
+
+
+def find_checkpoint(config: Config, ranks: Ranks, out: Path, *, before_step: int | None = None) -> Checkpoint:
+    """The newest readable checkpoint. before_step: of those that are older."""
     saved = None
     with errors_shared(ranks):
         if ranks.rank == 0:
-            saved = checkpoint.load(out, before_step=before_step)
-            checkpoint.check_same_run(saved.config, config)
-    path, skipped = share(None if saved is None else (saved.path, saved.skipped), ranks)
-    with errors_shared(ranks):
-        if saved is None:
-            saved = replace(checkpoint.load(Path(path)), skipped=skipped)
+            saved = _newest(config, out, before_step)
+    saved = _on_every_rank(saved, ranks)
     assert saved is not None, "an error has been raised on every rank"
+    return saved
+
+
+def _newest(config: Config, out: Path, before_step: int | None = None) -> Checkpoint:
+    saved = checkpoint.load(out, before_step=before_step)
+    checkpoint.check_same_run(saved.config, config)
+    return saved
+
+
+def _on_every_rank(saved: Checkpoint | None, ranks: Ranks) -> Checkpoint | None:
+    """The checkpoint that rank 0 has chosen and checked: ranks must not go on from different steps."""
+    chosen = share(None if saved is None else (saved.path, saved.skipped), ranks)
+    with errors_shared(ranks):
+        if saved is None and chosen is not None:
+            path, skipped = chosen
+            saved = replace(checkpoint.load(Path(path)), skipped=skipped)
     return saved
 
 

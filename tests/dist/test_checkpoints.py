@@ -1,5 +1,6 @@
 """Checkpoints of running runs: written beside training, at the steps that were asked for, through kills and faults."""
 
+import errno
 import os
 import random
 import signal
@@ -22,6 +23,7 @@ from hyperbatch import checkpoint, durable
 from hyperbatch.engine import loop, saver
 from hyperbatch.engine.loop import run
 from hyperbatch.engine.saver import Deadline
+from hyperbatch.errors import InputError
 from hyperbatch.export import export_dcp
 from hyperbatch.record import RunRecord
 
@@ -209,6 +211,36 @@ def test_a_flipped_bit_of_the_newest_costs_its_steps_and_nothing_else(tmp_path):
     assert record["warnings"] == [f"{newest} is damaged: its bytes do not match its checksum"]
     assert same_bits(whole, resumed)
     assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+
+
+def test_with_resume_auto_a_run_whose_only_checkpoint_is_damaged_begins_again(tmp_path):
+    """Nobody is there to decide otherwise. The file is kept beside, and one who asked to continue is refused."""
+    _, whole = train(2, tmp_path / "whole", model="toy:normed")
+    train(2, tmp_path / "torn", model="toy:normed", max_steps=8)
+    folder = tmp_path / "torn" / "checkpoints"
+    only = folder / "step-00000008.pt"
+    os.truncate(only, only.stat().st_size // 2)
+    with pytest.raises(AssertionError, match=r"step-00000008.pt cannot be read: it is damaged"):
+        train(2, tmp_path / "torn", model="toy:normed", resume=True)
+    record, again = train(2, tmp_path / "torn", model="toy:normed", resume="auto")
+    assert len(record["warnings"]) == 1
+    assert record["warnings"][0].endswith("no other checkpoint is left, so the run begins again")
+    assert same_bits(whole, again)
+    assert metrics(tmp_path / "torn") == metrics(tmp_path / "whole")
+    assert (folder / "step-00000008.pt.damaged").exists()
+
+
+def test_a_checkpoint_that_cannot_be_read_just_now_is_no_damaged_one(tmp_path, monkeypatch):
+    """A run that began again would drop it."""
+    train(1, tmp_path, max_steps=8)
+
+    def refused(*args, **kwargs):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(torch, "load", refused)
+    with pytest.raises(InputError, match=r"step-00000008.pt cannot be read: Input/output error"):
+        train(1, tmp_path, resume="auto")
+    assert steps_kept(tmp_path) == [8]
 
 
 # When

@@ -79,7 +79,7 @@ class Ranks:
 
     def said(self, rank: int | None = None) -> str:
         logs = self.logs if rank is None else [self.logs[rank]]
-        return "\n".join(f"--- {log.stem}\n{log.read_text()[-3000:]}" for log in logs)
+        return "\n".join(f"--- {log.stem}\n{log.read_text()}" for log in logs)
 
     def end(self) -> None:
         for process in self.processes:

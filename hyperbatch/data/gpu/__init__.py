@@ -7,7 +7,8 @@
                  │ files, pixels
                  v
              maker.py              one thread with a stream of its own:
-               nvjpeg.py             decodes the batch's JPEGs in one call
+               nvjpeg.py             decodes the batch's JPEGs in one call: hardware.py drives the GPU's decoding units,
+                                     torchvision does the rest
                ../cache.py           keeps decoded images in device memory; later batches need their addresses only
                render.py             cuts, resizes, mirrors, normalises and casts all views in one launch
                  │

@@ -21,6 +21,7 @@ from hyperbatch.data.buffers import copy_to_device
 from hyperbatch.data.cache import DeviceCache, PixelCache
 from hyperbatch.data.decode import choose_decoder, decode_full
 from hyperbatch.data.gpu import nvjpeg
+from hyperbatch.data.gpu.jpegs import Decoded, JpegFiles
 from hyperbatch.data.gpu.reader_pool import can_use_processes
 from hyperbatch.data.gpu.reading import PixelBlock, ProcessReaders, Promise, SampleReader, ThreadReaders
 from hyperbatch.data.gpu.render import view_table
@@ -28,7 +29,7 @@ from hyperbatch.data.gpu.resident import ResidentSet
 from hyperbatch.data.maker import Finish, Maker, load_or_replace
 from hyperbatch.data.source import ArraySource, EncodedSource
 
-Decode = Callable[[list[Tensor], torch.device], list[Tensor]]
+Decode = Callable[[JpegFiles, torch.device], Decoded]
 
 # Threads that only read: more of them fight for Python's lock (measured on 16 cores: 4 read twice as much as 16).
 _READING_THREADS = 4
@@ -69,7 +70,7 @@ class DeviceMaker(Maker):
     cpu_decoder: str
     cache: PixelCache | DeviceCache | None = None
     processes: bool | None = None
-    decode: Decode = nvjpeg.decode_batch
+    decode: Decode = nvjpeg.decode_files
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -241,9 +242,8 @@ class DeviceMaker(Maker):
             for rows in read:
                 for block in rows.blocks:
                     self._upload(draft, block)
-            files = {row: file for rows in read for row, file in rows.files.items()}
-            if files:
-                decode_s = self._decode_files(draft, files)
+            if files := [part for rows in read for part in rows.files]:
+                decode_s = self._decode_files(draft, JpegFiles.join(files))
             batch = self._render(draft)
             ready = self._record()
         self.meter.add("device", time.perf_counter() - start_s - decode_s)
@@ -253,47 +253,61 @@ class DeviceMaker(Maker):
         # A copy also where there is nothing to copy to: readers write into the block again.
         pixels = block.pixels.to(self.device, non_blocking=True, copy=True)
         draft.alive.append(pixels)
-        base, channels = pixels.data_ptr(), self.source.channels
-        for row, (offset, width, height) in block.places.items():
-            draft.images[row] = (base + offset, width, height, channels, width * channels, 1)
-            image = pixels[offset : offset + width * height * channels]
-            index = int(draft.shown[row])
+        channels, (offsets, width, height) = self.source.channels, block.places.T
+        # In the order of the kernel's table: address, size, strides.
+        columns = pixels.data_ptr() + offsets, width, height, channels, width * channels, 1
+        draft.images[block.rows] = np.column_stack(np.broadcast_arrays(*columns))
+        if self._device_cache is None and self._host_cache is None:
+            return
+        for row, (offset, width, height) in zip(block.rows.tolist(), block.places.tolist(), strict=True):
+            index, span = int(draft.shown[row]), slice(offset, offset + width * height * channels)
             if self._device_cache is not None:
-                self._device_cache.put(index, draft.images[row], image)
+                self._device_cache.put(index, draft.images[row], pixels[span])
             elif self._host_cache is not None:
-                host = block.pixels[offset : offset + image.numel()].view(height, width, channels)
-                self._host_cache.put(index, host.numpy().copy())
+                self._host_cache.put(index, block.pixels[span].view(height, width, channels).numpy().copy())
 
-    def _decode_files(self, draft: _Draft, files: dict[int, Tensor]) -> float:
+    def _decode_files(self, draft: _Draft, files: JpegFiles) -> float:
         """Fills the files' rows; returns the seconds the decoder took."""
         start_s = time.perf_counter()
         try:
-            decoded = dict(zip(files, self.decode(list(files.values()), self.device), strict=True))
+            decoded = self.decode(files, self.device)
         except RuntimeError:  # one of them is broken, and nothing says which
-            decoded = {row: self._decode_alone(draft, row, file) for row, file in files.items()}
+            files, decoded = self._decode_each(draft, files)
         if self._stream is not None:
             # Hardware decoders have been seen to run past the stream they were given: the host waits before it goes on.
             self._stream.synchronize()
         decode_s = time.perf_counter() - start_s
         self.meter.add("gpu_decode", decode_s)
-        for row, pixels in decoded.items():
-            if pixels is None:
-                continue
-            draft.alive.append(pixels)
-            _, height, width = pixels.shape
-            draft.images[row] = (pixels.data_ptr(), width, height, 1, width, width * height)
-            index = int(draft.shown[row])
-            if self._device_cache is not None:
-                self._device_cache.put(index, draft.images[row], pixels)
-            elif self._host_cache is not None and self._host_cache.bytes < self._host_cache.limit_bytes:
-                self._host_cache.put(index, pixels.permute(1, 2, 0).contiguous().cpu().numpy())
+        draft.images[files.rows] = decoded.images
+        draft.alive += decoded.memory
+        if self._device_cache is not None or self._host_cache is not None:
+            for i, index in enumerate(draft.shown[files.rows].tolist()):
+                self._keep(index, decoded.pixels(i))
         return decode_s
 
-    def _decode_alone(self, draft: _Draft, row: int, file: Tensor) -> Tensor | None:
+    def _keep(self, index: int, pixels: Tensor) -> None:
+        """Decoded images lie together in memory that goes with the batch: the cache gets a copy."""
+        if self._device_cache is not None and self._device_cache.has_room(index, pixels.nbytes):
+            decoded = Decoded.of([pixels.clone()])
+            self._device_cache.put(index, decoded.images[0], decoded.memory[0])
+        elif self._host_cache is not None and self._host_cache.bytes < self._host_cache.limit_bytes:
+            self._host_cache.put(index, pixels.permute(1, 2, 0).contiguous().cpu().numpy())
+
+    def _decode_each(self, draft: _Draft, files: JpegFiles) -> tuple[JpegFiles, Decoded]:
+        """(the files that can be shown, their pixels), one at a time."""
+        shown, pixels = [], []
+        for i in range(len(files)):
+            found = self._decode_alone(draft, files.take([i]))
+            if found is not None:
+                shown.append(i)
+                pixels.append(found)
+        return files.take(shown), Decoded.of(pixels)
+
+    def _decode_alone(self, draft: _Draft, file: JpegFiles) -> Tensor | None:
         """uint8[3, h, w] of a file the GPU's decoder may refuse, or of the sample that replaces it."""
         with contextlib.suppress(RuntimeError):
-            return self.decode([file], self.device)[0]
-        source = self.source
+            return self.decode(file, self.device).pixels(0)
+        source, row = self.source, int(file.rows[0])
         assert isinstance(source, EncodedSource)
 
         def on_cpu(index: int) -> Tensor:
