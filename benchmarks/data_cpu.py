@@ -4,9 +4,10 @@
 
 Every candidate is a process of its own, with two threads or two workers, and reads the same generated 500x375 JPEGs:
 random-resized crop to 224, mirrored, normalised, batches of 64. Candidates take turns, and the DataLoader runs after
-each of them: on a busy machine only neighbours in time can be compared. What counts is the processor time of the process and of all its children, user and system, so that work of
-others on the machine disturbs little. Peers that are not installed are left out: webdataset, DALI, SPDL, which needs
-FFmpeg's libraries, and FFCV, which is built from source with OpenCV's and libjpeg-turbo's (`data_notes.md` says how).
+each of them: on a busy machine only neighbours in time can be compared. What counts is the processor time of the
+process and of all its children, user and system, so that work of others on the machine disturbs less. Peers that are
+not installed are left out: webdataset, DALI, SPDL, which needs FFmpeg's libraries, and FFCV, which is built from source
+with OpenCV's and libjpeg-turbo's (`data_notes.md` says how).
 """
 
 from __future__ import annotations
