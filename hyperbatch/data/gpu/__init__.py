@@ -6,10 +6,14 @@
                  │
                  │ files, pixels
                  v
-             maker.py              one thread with a stream of its own:
+             drafts.py             one thread with a stream of its own brings the images to the device:
                nvjpeg.py             decodes the batch's JPEGs in one call: hardware.py drives the GPU's decoding units,
                                      torchvision does the rest
                ../cache.py           keeps decoded images in device memory; later batches need their addresses only
+                 │
+                 │ addresses of whole images
+                 v
+             maker.py              another thread and stream, while the next batch is decoded:
                render.py             cuts, resizes, mirrors, normalises and casts all views in one launch
                  │
                  │ batch, event
