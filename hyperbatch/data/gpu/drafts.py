@@ -1,8 +1,8 @@
 """The first stage of a batch on the GPU: every image of it lies in device memory, whole, and a table says where.
 
-It has a thread and a stream of its own, so the next batch is decoded while this one is cut. JPEG decoders write without
-regard to streams. So nothing but images is taken from this stream's memory, and a draft is held until the host has seen
-that its views are cut: what the stream's allocator has free, nobody reads.
+JPEG decoders write without regard to streams, and the next batch is decoded while this one is cut. So images have a
+stream of their own, for its memory: nothing else is allocated on it, and a draft is held until the host has seen that
+its views are cut. What the stream's allocator has free, nobody reads.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class Drafter:
             if files := [part for rows in read for part in rows.files]:
                 self._decode_files(draft, JpegFiles.join(files))
             if self.stream is not None:
-                draft.uploaded = self.stream.record_event()
+                draft.uploaded = torch.cuda.Event()
+                draft.uploaded.record(self.stream)
         return draft
 
     def _upload(self, draft: Draft, block: PixelBlock) -> None:

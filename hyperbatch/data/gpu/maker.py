@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
@@ -24,7 +23,7 @@ from hyperbatch.data.decode import choose_decoder
 from hyperbatch.data.gpu import nvjpeg
 from hyperbatch.data.gpu.drafts import Decode, Draft, Drafter
 from hyperbatch.data.gpu.reader_pool import can_use_processes
-from hyperbatch.data.gpu.reading import ProcessReaders, SampleReader, ThreadReaders
+from hyperbatch.data.gpu.reading import ProcessReaders, Promise, SampleReader, ThreadReaders
 from hyperbatch.data.gpu.render import view_table
 from hyperbatch.data.gpu.resident import ResidentSet
 from hyperbatch.data.maker import Finish, Maker
@@ -35,7 +34,7 @@ _READING_THREADS = 4
 _READING_PROCESSES = 8
 _WORTH_PROCESSES = 2048  # samples; a smaller set is read before processes have started
 
-_Cut = deque[tuple[torch.cuda.Event | None, Draft]]  # the last batch's draft, and when its images have been read
+_Cut = list[tuple[torch.cuda.Event | None, Draft]]  # the last batch's draft, and when its images have been read
 
 _idle_streams: dict[tuple[torch.device, str], list[torch.cuda.Stream]] = {}
 
@@ -74,6 +73,7 @@ class DeviceMaker(Maker):
         self._host_cache = self.cache if isinstance(self.cache, PixelCache) else None
         self._device_cache = self.cache if isinstance(self.cache, DeviceCache) else None
         self._stream = _lent_stream(self, self.device, "views")
+        self._last_ready: torch.cuda.Event | None = None  # of the batch that was made last
         with self._on_stream():
             self._scale = copy_to_device(self.scale.astype(np.float32), self.device)
             self._black = torch.zeros(self.source.channels, dtype=torch.uint8, device=self.device)
@@ -94,9 +94,8 @@ class DeviceMaker(Maker):
     def run(self, plans: Iterator[Plan]) -> Batches:
         """(batch, its unreadable samples as (id, line)) for each plan, in order."""
         readers = self._readers()
-        draft_thread = ThreadPoolExecutor(1, thread_name_prefix="hyperbatch-data-draft")
         device_thread = ThreadPoolExecutor(1, thread_name_prefix="hyperbatch-data-device")
-        cut: _Cut = deque()
+        cut: _Cut = []
         if self._warm_up is not None:
             self._warm_up.result()
 
@@ -105,16 +104,16 @@ class DeviceMaker(Maker):
                 queued = self._make_resident(plan)  # by this thread: it takes no longer than to wake another
                 return lambda: self._hand_over(*queued)
             read = readers.submit(plan, self._drafter.unread(plan))
-            draft = draft_thread.submit(self._drafter.make, plan, read)
-            made = device_thread.submit(self._make, draft, cut)
+            made = device_thread.submit(self._make, plan, read, cut)
             return lambda: self._hand_over(*made.result())
 
         try:
             yield from self.prefetch(plans, start)
         finally:
             device_thread.shutdown(wait=True, cancel_futures=True)
-            draft_thread.shutdown(wait=True, cancel_futures=True)
             self._let_go(cut)
+            if self._last_ready is not None:
+                self._last_ready.synchronize()  # the set may be gone next, and with it what the last batch is made from
             readers.close()
 
     def needs_no_host(self, plan: Plan) -> bool:
@@ -178,7 +177,11 @@ class DeviceMaker(Maker):
 
     def _record(self) -> torch.cuda.Event | None:
         """Of the batch that was queued last."""
-        return None if self._stream is None else self._stream.record_event()
+        if self._stream is None:
+            return None
+        ready = self._last_ready = torch.cuda.Event()
+        ready.record(self._stream)
+        return ready
 
     def _readers(self) -> ThreadReaders | ProcessReaders:
         on_gpu = self.decoder == "nvjpeg"
@@ -218,8 +221,10 @@ class DeviceMaker(Maker):
 
     # --- the device thread
 
-    def _make(self, drafted: Future[Draft], cut: _Cut) -> tuple[Batch, BadSamples, torch.cuda.Event | None]:
-        draft = drafted.result()
+    def _make(
+        self, plan: Plan, promises: list[Promise], cut: _Cut
+    ) -> tuple[Batch, BadSamples, torch.cuda.Event | None]:
+        draft = self._drafter.make(plan, promises)  # while the last batch is cut
         start_s = time.perf_counter()
         self._let_go(cut)
         with self._on_stream():
@@ -234,11 +239,10 @@ class DeviceMaker(Maker):
     def _let_go(self, cut: _Cut) -> None:
         """The host waits until the last batch's images have been read: then decoders may write over them, and readers
         over the memory that they were copied from."""
-        while cut:
-            ready, _ = cut[0]
+        for ready, _ in cut:
             if ready is not None:
                 ready.synchronize()
-            cut.popleft()
+        cut.clear()
 
     def _render(self, draft: Draft) -> Batch:
         from hyperbatch.kernels import augment as kernels  # here, because it loads Triton
