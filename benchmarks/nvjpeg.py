@@ -3,8 +3,8 @@
     python -m benchmarks.nvjpeg OUT.json
 
 A batch of 400 files in pinned memory is decoded again and again, for a second: by one to three callers of nvJPEG at a
-time, with its buffers from a pool and without. The step is a CUDA graph of large products that keeps the whole GPU busy;
-`load` says how many times as long it takes. Every candidate's pixels are compared with torchvision's first.
+time, with its buffers from a pool and without. The step is a CUDA graph of large products that keeps the GPU busy, and
+`load` is how many times as long it takes. Every candidate's pixels are compared with torchvision's first.
 """
 
 from __future__ import annotations
