@@ -10,11 +10,15 @@ recognised by its class and settings; nothing is run to find out. Reference: the
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hyperbatch.kernels.conv import fastest
 from hyperbatch.models.gelu import LinearGelu
 from hyperbatch.models.layers import Conv2d, Linear, as_dtype
 
@@ -28,18 +32,37 @@ _GELUS = {("timm.layers.activations", "GELU"): "none", ("timm.layers.activations
 class PatchConv2d(Conv2d):
     """A convolution whose windows neither overlap nor leave gaps, as a product: [patches, pixels of one] @ weight.T.
 
-    cuDNN has no kernel of its own for these, and pads the three channels of images to four besides.
+    cuDNN pads the three channels of images to four, and has slow kernels for such strides; but it need not gather
+    patches. So both are measured, forward and backward, once for each shape (`kernels.conv`). Where that may not be, as
+    in compiled code, and in evaluation the product is taken.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         down, across = self.kernel_size
         if input.dim() != 4 or input.shape[2] % down or input.shape[3] % across:
             return super().forward(input)  # which leaves the rest of the pixels out
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return self._by_patches(input)
+        ways = super().forward, self._by_patches
+        trials = (partial(self._try, way, input) for way in ways)
+        what = "patches and their gradient" if input.requires_grad else "patches"
+        return ways[fastest(what, input, self, *trials, in_graph=False)](input)
+
+    def _by_patches(self, input: Tensor) -> Tensor:
+        down, across = self.kernel_size
         dtype = self.weight.dtype
         filters = self.weight.permute(0, 2, 3, 1).flatten(1)  # no copy: weights are channels-last in training
         rows = patch_rows(input.to(dtype), down, across)
         out = F.linear(rows, filters, as_dtype(self.bias, dtype))
         return out.view(len(input), input.shape[2] // down, -1, self.out_channels).permute(0, 3, 1, 2)
+
+    def _try(self, way: Callable[[Tensor], Tensor], input: Tensor) -> None:
+        """Forward and backward, without a trace."""
+        leaf = input.detach().requires_grad_(input.requires_grad)
+        out = way(leaf)
+        wanted = [tensor for tensor in (leaf, *self.parameters()) if tensor.requires_grad]
+        if wanted:
+            torch.autograd.grad(out, wanted, out.detach())
 
 
 def patch_rows(images: Tensor, down: int, across: int) -> Tensor:

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from hyperbatch.engine import compiled
-from hyperbatch.models import create_model
+from hyperbatch.models import create_model, quick
 from hyperbatch.models.gelu import LinearGelu, bias_gelu
 from hyperbatch.models.layers import Conv2d, Linear, adopt
-from hyperbatch.models.quick import PatchConv2d, quicken
+from hyperbatch.models.quick import PatchConv2d, patch_rows, quicken
 from hyperbatch.models.regions import find_regions
 
 
@@ -63,6 +63,35 @@ def test_pixels_beyond_the_last_patch_are_left_out_as_by_torch():
     assert torch.equal(conv(images), expect)
     assert torch.equal(conv(images[0]), single)
     assert expect.shape == (2, 4, 2, 2)
+
+
+@pytest.mark.parametrize("with_input", [False, True])
+@pytest.mark.parametrize("way", [0, 1])
+def test_the_faster_way_is_taken_in_training(monkeypatch, way, with_input):
+    """Each is tried with all gradients that the layer will give, which stay as they were."""
+    conv = quicken(nn.Conv2d(3, 4, 2, 2))
+    taken = []
+    monkeypatch.setattr(PatchConv2d, "_conv_forward", lambda *args: taken.append("cudnn") or F.conv2d(*args[1:], 2))
+    monkeypatch.setattr(quick, "patch_rows", lambda *args: taken.append("patches") or patch_rows(*args))
+
+    def fastest(what, x, layer, *trials, in_graph):
+        asked.append((what, layer is conv, in_graph))
+        for trial in trials:
+            trial()
+        return way
+
+    asked = []
+    monkeypatch.setattr(quick, "fastest", fastest)
+    images = torch.randn(2, 3, 4, 4, requires_grad=with_input)
+    out = conv(images)
+    assert asked == [("patches and their gradient" if with_input else "patches", True, False)]
+    assert taken == ["cudnn", "patches", ["cudnn", "patches"][way]]
+    assert images.grad is conv.weight.grad is conv.bias.grad is None
+    torch.testing.assert_close(out, F.conv2d(images, conv.weight, conv.bias, 2))
+    with torch.no_grad():
+        conv(images)
+    assert taken[3:] == ["patches"]
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
