@@ -131,31 +131,41 @@ def _room_for_weight(x: Tensor, conv: nn.Conv2d) -> Tensor:
 
 
 def _faster(what: str, x: Tensor, conv: nn.Conv2d, *ways: Callable[[], Tensor]) -> Tensor:
-    """The result of the way that was fastest for this shape; the last one where nothing may be measured."""
+    """The result of the way that was fastest for this shape."""
+    return ways[fastest(what, x, conv, *ways)]()
+
+
+def fastest(what: str, x: Tensor, conv: nn.Conv2d, *ways: Callable[[], Any], in_graph: bool | None = None) -> int:
+    """Which way was fastest for this shape; the last one where nothing may be measured.
+
+    in_graph: as for `_seconds`; None: if the results are small.
+    """
     key = (what, x.shape, conv.weight.shape, x.dtype, x.device)
     if key not in _chosen:
+        last = len(ways) - 1
         if not (x.is_cuda and torch.backends.cudnn.benchmark) or torch.cuda.is_current_stream_capturing():
-            return ways[-1]()
+            return last
         kept, name = choices_of(x.device), f"{what} {tuple(x.shape)} {tuple(conv.weight.shape)} {x.dtype}"
         before = kept.find(name)
-        if isinstance(before, int) and 0 <= before < len(ways):
+        if isinstance(before, int) and 0 <= before <= last:
             _chosen[key] = before
-            return ways[before]()
+            return before
         if is_compiling():
             # The threads that compile would come between the two marks of a measurement. Each way once, so that cuDNN
             # makes its own trials meanwhile: it chooses by shape, and what lies in the tensors is no matter.
             for way in ways[:-1]:
                 way()
-            return ways[-1]()
-        pixels = x.numel() // x.shape[1]
-        small = pixels * max(conv.in_channels, conv.out_channels) * x.element_size() <= SMALL_BYTES
-        seconds = [_seconds(way, in_graph=small) for way in ways]
+            return last
+        if in_graph is None:
+            pixels = x.numel() // x.shape[1]
+            in_graph = pixels * max(conv.in_channels, conv.out_channels) * x.element_size() <= SMALL_BYTES
+        seconds = [_seconds(way, in_graph=in_graph) for way in ways]
         _chosen[key] = seconds.index(min(seconds))
         kept.keep(name, _chosen[key])
-    return ways[_chosen[key]]()
+    return _chosen[key]
 
 
-def _seconds(way: Callable[[], Tensor], *, in_graph: bool) -> float:
+def _seconds(way: Callable[[], Any], *, in_graph: bool) -> float:
     """Of one call, the best of a few rounds, as cuDNN itself judges. Waits for the device, in a shape's first step.
 
     in_graph: where small products will run: launches from the host would take longer than they do.
@@ -172,7 +182,7 @@ def _seconds(way: Callable[[], Tensor], *, in_graph: bool) -> float:
     return best_s / calls
 
 
-def _captured(way: Callable[[], Tensor]) -> Callable[[], None]:
+def _captured(way: Callable[[], Any]) -> Callable[[], None]:
     """CALLS of it. Takes memory of its own for the result."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     graph.capture_begin(capture_error_mode="thread_local")
