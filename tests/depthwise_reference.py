@@ -39,13 +39,9 @@ def through_kernels(x, dz, weight, bias, setting=None):
         torch.use_deterministic_algorithms(False)
 
 
-def check(x, dz, weight, bias):
-    from hyperbatch.kernels import depthwise
-
-    exact = reference(x, dz, weight, bias)
-    for setting in depthwise.SETTINGS:
-        for got, expect in zip(through_kernels(x, dz, weight, bias, setting), exact, strict=True):
-            # Sums in fp32 of products that are exact there, then one rounding to the dtype; the interpreter cuts bf16
-            # off.
-            one_rounding = 1e-5 if got.dtype == torch.float32 else torch.finfo(x.dtype).eps
-            torch.testing.assert_close(got.double(), expect, rtol=one_rounding, atol=1e-5 * expect.abs().max().item())
+def check(x, dz, weight, bias, setting=None):
+    found = through_kernels(x, dz, weight, bias, setting)
+    for got, expect in zip(found, reference(x, dz, weight, bias), strict=True):
+        # Sums in fp32 of products that are exact there, then one rounding to the dtype; the interpreter cuts bf16 off.
+        one_rounding = 1e-5 if got.dtype == torch.float32 else torch.finfo(x.dtype).eps
+        torch.testing.assert_close(got.double(), expect, rtol=one_rounding, atol=1e-5 * expect.abs().max().item())

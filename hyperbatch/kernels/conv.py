@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from hyperbatch.stopwatch import device_s
 CALLS, ROUNDS = 4, 3  # of a measurement
 SMALL_BYTES = 128 << 20  # of x or its product: up to here launches count, and memory for another one is there
 _chosen: dict[tuple[Any, ...], int] = {}
+Result = TypeVar("Result")
 
 
 def padded(images: Tensor) -> Tensor:
@@ -131,12 +132,16 @@ def _room_for_weight(x: Tensor, conv: nn.Conv2d) -> Tensor:
 
 
 def _faster(what: str, x: Tensor, conv: nn.Conv2d, *ways: Callable[[], Tensor]) -> Tensor:
+    return fastest(what, x, conv.weight, *ways)
+
+
+def fastest(what: str, x: Tensor, weight: Tensor, *ways: Callable[[], Result]) -> Result:
     """The result of the way that was fastest for this shape; the last one where nothing may be measured."""
-    key = (what, x.shape, conv.weight.shape, x.dtype, x.device)
+    key = (what, x.shape, weight.shape, x.dtype, x.device)
     if key not in _chosen:
         if not (x.is_cuda and torch.backends.cudnn.benchmark) or torch.cuda.is_current_stream_capturing():
             return ways[-1]()
-        kept, name = choices_of(x.device), f"{what} {tuple(x.shape)} {tuple(conv.weight.shape)} {x.dtype}"
+        kept, name = choices_of(x.device), f"{what} {tuple(x.shape)} {tuple(weight.shape)} {x.dtype}"
         before = kept.find(name)
         if isinstance(before, int) and 0 <= before < len(ways):
             _chosen[key] = before
@@ -148,14 +153,14 @@ def _faster(what: str, x: Tensor, conv: nn.Conv2d, *ways: Callable[[], Tensor]) 
                 way()
             return ways[-1]()
         pixels = x.numel() // x.shape[1]
-        small = pixels * max(conv.in_channels, conv.out_channels) * x.element_size() <= SMALL_BYTES
+        small = pixels * max(x.shape[1], weight.shape[0]) * x.element_size() <= SMALL_BYTES
         seconds = [_seconds(way, in_graph=small) for way in ways]
         _chosen[key] = seconds.index(min(seconds))
         kept.keep(name, _chosen[key])
     return ways[_chosen[key]]()
 
 
-def _seconds(way: Callable[[], Tensor], *, in_graph: bool) -> float:
+def _seconds(way: Callable[[], Any], *, in_graph: bool) -> float:
     """Of one call, the best of a few rounds, as cuDNN itself judges. Waits for the device, in a shape's first step.
 
     in_graph: where small products will run: launches from the host would take longer than they do.
@@ -172,7 +177,7 @@ def _seconds(way: Callable[[], Tensor], *, in_graph: bool) -> float:
     return best_s / calls
 
 
-def _captured(way: Callable[[], Tensor]) -> Callable[[], None]:
+def _captured(way: Callable[[], Any]) -> Callable[[], None]:
     """CALLS of it. Takes memory of its own for the result."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     graph.capture_begin(capture_error_mode="thread_local")

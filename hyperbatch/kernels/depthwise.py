@@ -36,7 +36,6 @@ from torch import Tensor
 from hyperbatch.kernels.compile import kernel
 from hyperbatch.kernels.norm.tiles import processors
 
-SIDES = (3, 5, 7)  # of the square of taps
 SIZES = ("GROUPS", "ACROSS", "H", "W", "ROWS", "PROGRAMS")  # numbers a kernel is not compiled anew for
 PER_THREAD = 2  # channels: 4 bytes of x
 MOST_HELD = 160  # taps and sums that a thread keeps in registers, of 255
@@ -65,8 +64,10 @@ GRADIENT = Setting(4, 4)  # of the weight's
 
 
 @kernel
-def _taps_kernel(weight, bias, taps, SC, SH, SW, C: tl.constexpr, K: tl.constexpr, FLIP: tl.constexpr, BC: tl.constexpr):
-    """[K * K + 1, C] in fp32: a row for each tap, in reverse order with FLIP, and the bias."""
+def _taps_kernel(
+    weight, bias, taps, SC, SH, SW, C: tl.constexpr, K: tl.constexpr, FLIP: tl.constexpr, BC: tl.constexpr
+):
+    """A row for each tap, in reverse order with FLIP, and the bias; zeros after the last channel of a row."""
     t = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     source = K * K - 1 - t if FLIP else t
@@ -74,7 +75,15 @@ def _taps_kernel(weight, bias, taps, SC, SH, SW, C: tl.constexpr, K: tl.constexp
     v = tl.load(weight + c * SC + source // K * SH + source % K * SW, mask=there, other=0.0).to(tl.float32)
     if bias is not None:
         v += tl.load(bias + c, mask=(c < C) & (t == K * K), other=0.0).to(tl.float32)
-    tl.store(taps + t * C + c, v, mask=c < C)
+    tl.store(taps + t * (tl.num_programs(1) * BC) + c, v)
+
+
+@triton.jit
+def copies(value, COUNT: tl.constexpr):
+    found = ()
+    for _ in tl.static_range(COUNT):
+        found = found + (value,)
+    return found
 
 
 @triton.jit
@@ -115,19 +124,17 @@ def _conv_kernel(
     c = tl.program_id(0) % blocks * BC + tl.arange(0, BC)[None, :]
     at, inside = columns_of(group, GROUPS, ACROSS, H, W, c, C, K, Q)
     # Each thread's own channels, as x is dealt out: nothing has to be moved between threads.
-    tap, real = taps + c + group * 0, (c < C) & (group >= 0)
+    tap = taps + c + group * 0
     held = ()
     if HELD:
         for t in tl.static_range(K * K):
-            held = held + (tl.load(tap + t * C, mask=real, other=0.0),)
-    bias = tl.load(tap + K * K * C, mask=real, other=0.0)
+            held = held + (tl.load(tap + t * (blocks * BC)),)
+    bias = tl.load(tap + K * K * (blocks * BC))
 
     start = tl.program_id(1) * ROWS
     end = tl.minimum(start + ROWS, H)
     first, last = tl.maximum(start - P, 0), tl.minimum(end + P, H)
-    sums = ()  # rows r - P .. r + P of z, column by column
-    for i in tl.static_range(K * Q):
-        sums = sums + (bias,)
+    sums = copies(bias, K * Q)  # rows r - P .. r + P of z, column by column
     line = ()
     for j in tl.static_range(J):
         line = line + (tl.load(x + at + first * (W * C) + (j - P) * C, mask=inside[j], other=0.0),)
@@ -147,7 +154,7 @@ def _conv_kernel(
                         if HELD:
                             w = held[(K - 1 - a) * K + j - q]
                         else:
-                            w = tl.load(tap + ((K - 1 - a) * K + j - q) * C, mask=real, other=0.0)
+                            w = tl.load(tap + ((K - 1 - a) * K + j - q) * (blocks * BC))
                         new = new + (row[q] + v * w,)
                     else:
                         new = new + (row[q],)
@@ -156,9 +163,7 @@ def _conv_kernel(
         out = z + at + (r - P) * (W * C)
         for q in tl.static_range(Q):
             tl.store(out + q * C, added[q].to(z.dtype.element_ty), mask=inside[q + P] & (r - P >= start))
-        sums = added[Q:]
-        for q in tl.static_range(Q):
-            sums = sums + (bias,)
+        sums = added[Q:] + copies(bias, Q)
         line = ahead
     for a in tl.static_range(P):  # rows that end with the image
         o = last - P + a
@@ -191,15 +196,10 @@ def _weight_kernel(
     column = tl.program_id(0) % blocks * BC + tl.arange(0, BC)
     c = column[None, :]
     zero = tl.zeros([G, BC], tl.float32)
-    sums = ()
-    for t in tl.static_range(K * K):
-        sums = sums + (zero,)
-    total = zero
+    sums, total = copies(zero, K * K), zero
     for tile in range(p * G, GROUPS, PROGRAMS * G):
         at, inside = columns_of(tile + tl.arange(0, G)[:, None], GROUPS, ACROSS, H, W, c, C, K, Q)
-        ring = ()  # rows r - P .. r + P - 1 of dz, column by column
-        for i in tl.static_range(P * Q):
-            ring = ring + (zero,)
+        ring = copies(zero, P * Q)  # rows r - P .. r + P - 1 of dz, column by column
         for o in tl.static_range(P):
             for q in tl.static_range(Q):
                 g = tl.load(dz + at + o * (W * C) + q * C, mask=inside[q + P] & (o < H), other=0.0).to(tl.float32)
@@ -287,19 +287,19 @@ class _Deal:
     @property
     def tiles(self) -> int:
         """Of a block of channels."""
-        return triton.cdiv(self.groups, self.together)
+        return -(-self.groups // self.together)
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, setting: Setting, *, flip: bool = False) -> Tensor:
     """z of a channels-last x. flip: the taps in reverse order, which makes dx of dz."""
     _, c, h, w = x.shape
     side = weight.shape[-1]
-    taps = torch.empty((side * side + 1, c), dtype=torch.float32, device=x.device)
-    _taps_kernel[(len(taps), triton.cdiv(c, BLOCK))](
-        weight, bias, taps, weight.stride(0), *weight.stride()[2:], C=c, K=side, FLIP=flip, BC=BLOCK
+    deal = _Deal.of(x, setting)
+    taps = torch.empty((side * side + 1, deal.blocks * deal.channels), dtype=torch.float32, device=x.device)
+    _taps_kernel[(len(taps), deal.blocks)](
+        weight, bias, taps, weight.stride(0), *weight.stride()[2:], C=c, K=side, FLIP=flip, BC=deal.channels
     )
     z = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    deal = _Deal.of(x, setting)
     programs = deal.tiles * deal.blocks
     # An image is cut across where there would be too little to do at once; each strip reads rows of its neighbours.
     wanted = WARPS_PER_PROCESSOR * processors() // (programs * setting.warps)

@@ -31,7 +31,7 @@ MAX_WORKERS = 12
 SPARED_CORES = 3  # for the process that is setting up a run meanwhile
 PATIENCE_S = 60.0  # for one kernel; the largest take a few seconds
 ENDING_S = 0.5
-MODULES = ("torch", "triton", "hyperbatch.kernels.norm", "hyperbatch.kernels.norm.unit", "hyperbatch.kernels.muon")
+MODULES = ("torch", "triton", *(f"hyperbatch.kernels.{name}" for name in ("norm", "norm.unit", "muon", "depthwise")))
 _LENGTH = struct.Struct("<I")
 
 _running: Workers | None = None
