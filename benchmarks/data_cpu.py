@@ -5,8 +5,8 @@
 Every candidate is a process of its own, with two threads or two workers, and reads the same generated 500x375 JPEGs:
 random-resized crop to 224, mirrored, normalised, batches of 64. Rounds take turns, each starting with another
 candidate. What counts is the processor time of the process and of all its children, user and system, so that work of
-others on the machine disturbs little. Peers that are not installed are left out: webdataset, DALI, and SPDL, which
-needs FFmpeg's libraries.
+others on the machine disturbs little. Peers that are not installed are left out: webdataset, DALI, SPDL, which needs
+FFmpeg's libraries, and FFCV, which is built from source with OpenCV's and libjpeg-turbo's (`data_notes.md` says how).
 """
 
 from __future__ import annotations
@@ -107,6 +107,46 @@ def spdl(root: Path) -> Run:
     return run
 
 
+def ffcv(root: Path) -> Run:
+    """JPEGs of the same quality in its own format. It draws its own crops and averages pixels where it shrinks."""
+    loader: Any = importlib.import_module("ffcv.loader")
+    fields: Any = importlib.import_module("ffcv.fields")
+    decoders: Any = importlib.import_module("ffcv.fields.decoders")
+    transforms: Any = importlib.import_module("ffcv.transforms")
+    writer: Any = importlib.import_module("ffcv.writer")
+    import numpy as np
+    from PIL import Image
+
+    from hyperbatch.bench.data import JPEG_QUALITY
+    from hyperbatch.data.source import IMAGENET_MEAN, IMAGENET_STD
+
+    paths, beton = sorted((root / "tree" / "train").rglob("*.jpg")), str(root / "train.beton")
+
+    class Files:
+        def __len__(self) -> int:
+            return len(paths)
+
+        def __getitem__(self, number: int) -> tuple[Any, int]:
+            return Image.open(paths[number]), number % 2
+
+    columns = {"image": fields.RGBImageField(write_mode="jpg", jpeg_quality=JPEG_QUALITY), "label": fields.IntField()}
+    writer.DatasetWriter(beton, columns, num_workers=1).from_indexed_dataset(Files())
+    mean, std = (255 * np.array(values) for values in (IMAGENET_MEAN, IMAGENET_STD))
+    image = [decoders.RandomResizedCropRGBImageDecoder((SIZE, SIZE)), transforms.RandomHorizontalFlip()]
+    image += [transforms.NormalizeImage(mean, std, np.float32), transforms.ToTensor(), transforms.ToTorchImage()]
+    label = [decoders.IntDecoder(), transforms.ToTensor(), transforms.Squeeze()]
+    made = loader.Loader(
+        beton,
+        batch_size=BATCH,
+        num_workers=WORKERS,
+        order=loader.OrderOption.RANDOM,
+        os_cache=True,
+        drop_last=False,
+        pipelines={"image": image, "label": label},
+    )
+    return lambda: sum(len(images) for images, _ in made)
+
+
 def _views(count: int) -> list[Any]:
     """The crops that `hyperbatch.bench.peers` makes of images of this one size."""
     import numpy as np
@@ -152,6 +192,7 @@ CANDIDATES: dict[str, Callable[[Path], Run]] = {
     BASELINE: lambda root: peers_of_the_bench(root, BASELINE),
     "webdataset, shards, Pillow": webdataset,
     "SPDL, folder, FFmpeg": spdl,
+    "FFCV, its own file, JPEG": ffcv,
     "DALI, folder, cpu": lambda root: peers_of_the_bench(root, "DALI, folder, cpu"),
 }
 
@@ -272,7 +313,7 @@ def main() -> None:
         print(f"{name:32s} left out: {why}")
 
 
-_PACKAGES = ("pillow", "simplejpeg", "webdataset", "spdl_io", "nvidia-dali-cuda120", "av")
+_PACKAGES = ("pillow", "simplejpeg", "webdataset", "spdl_io", "nvidia-dali-cuda120", "av", "ffcv", "numba")
 
 
 def _version(name: str) -> str | None:

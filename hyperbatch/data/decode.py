@@ -36,7 +36,7 @@ _SOI, _EOI = b"\xff\xd8", b"\xff\xd9"
 _PLAIN_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive: all Huffman coded
 _OTHER_FRAMES = (0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
 _SEQUENTIAL_FRAMES = (0xC0, 0xC1)
-_CONTEXT_ROWS = 16  # below a crop: interpolating colours looks at the rows of the next block
+_CONTEXT_ROWS = 2  # below a crop, of the decoded image: interpolated colours depend on the next row of colours
 _RGB_IDS = b"RGB"  # component names of files that are not YCbCr
 
 ViewOf = Callable[[int, int], View]  # of the full image's width and height
@@ -195,7 +195,8 @@ def _fast_view(data: bytes | bytearray, view_of: ViewOf, size: int, decoder: str
             pixels = simplejpeg.decode_jpeg(data, "RGB", buffer=buffer)
         else:
             eighths = _least_eighths(_least_size(view, width, height, size), width, height)
-            pixels, height = _upper_rows(data, eighths, width, height, math.ceil(view.box[3]) + _CONTEXT_ROWS, buffer)
+            rows = math.ceil(view.box[3]) + -(-8 * _CONTEXT_ROWS // eighths)
+            pixels, height = _upper_rows(data, eighths, width, height, rows, buffer)
     else:
         pixels = _torchvision_pixels(data)
         height, width, _ = pixels.shape

@@ -23,6 +23,9 @@ from hyperbatch.data.decode import decode_full, decode_view, render_array, resiz
 from hyperbatch.data.maker import Finish, Maker, load_or_replace, samples_per_task
 from hyperbatch.data.source import ArraySource, EncodedSource, Place
 
+# Of an image that is normalised: the factors of so many are written out, once, or for each image where they differ.
+_LINES_AT_ONCE, _LINES_OF_ITS_OWN = 112, 16
+
 
 @dataclass(eq=False)
 class HostMaker(Maker):
@@ -109,9 +112,10 @@ class HostMaker(Maker):
                 out[row] = image
                 continue
             if factors is None or self.changes_colors:
-                # Of a whole row of pixels: an inner loop over 3 channels alone would not be vectorised.
+                lines = _LINES_OF_ITS_OWN if self.changes_colors else _LINES_AT_ONCE
                 factors = [
-                    np.tile(values.astype(out.dtype), plan.size) for values in (self.scale * gains[row], offsets[row])
+                    np.tile(values.astype(out.dtype), lines * plan.size)
+                    for values in (self.scale * gains[row], offsets[row])
                 ]
             _normalise(out[row], image, *factors)
         return bad
@@ -177,11 +181,17 @@ class HostMaker(Maker):
 
 
 def _normalise(out: np.ndarray, image: np.ndarray, scales: np.ndarray, offsets: np.ndarray) -> None:
-    """While the image is still in the processor's cache."""
-    rows = out.reshape(len(out), -1)
-    rows[:] = image.reshape(len(out), -1)
-    rows *= scales
-    rows += offsets
+    """While the image is still in the processor's cache, as many lines at a time as there are factors.
+
+    Factors of a single line would be copied again for each operation: that is how numpy broadcasts. And an inner loop
+    over 3 channels alone would not be vectorised.
+    """
+    lines = len(scales) // out[0].size
+    for top in range(0, len(out), lines):
+        part = out[top : top + lines].reshape(-1)
+        part[:] = image[top : top + lines].reshape(-1)
+        part *= scales[: len(part)]
+        part += offsets[: len(part)]
 
 
 def write_array_views(out: np.ndarray, pixels: np.ndarray, config: DataConfig, uniforms: np.ndarray | None) -> None:

@@ -25,6 +25,7 @@ from torch import nn
 from hyperbatch.config import Config
 from hyperbatch.data.kept import cache_folder
 from hyperbatch.models.alexnet import AlexNetBN
+from hyperbatch.models.quick import quicken
 from hyperbatch.models.regions import Region, find_regions
 from hyperbatch.models.resnet import ResNet
 from hyperbatch.models.whitenet import WhiteNet
@@ -172,7 +173,7 @@ def _counters() -> tuple[int, int, int]:
 def choose_regions(
     config: Config, model: nn.Module, dtype: torch.dtype, device: torch.device, *, fused: bool
 ) -> CompiledRegions | Compilation:
-    """The regions to compile, or why there are none."""
+    """The regions to compile, or why there are none. On a GPU, layers of the model become quicker ones of ours."""
     choice = config.model.compile
     reason = ""
     if choice == "off":
@@ -195,6 +196,8 @@ def choose_regions(
     options: dict[str, Any] = {"triton.cudagraphs": False}
     if config.run.deterministic:
         options["deterministic"] = True  # else kernels are chosen by timing, and another one may add in another order
+    if device.type == "cuda" and dtype in HALF_DTYPES:
+        quicken(model)
     return CompiledRegions(find_regions(model), choice, options)
 
 

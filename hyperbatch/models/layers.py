@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from hyperbatch.models.norm import BatchNorm2d
 
 
-def _as(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def as_dtype(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
@@ -28,7 +28,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         dtype = self.weight.dtype
-        return F.linear(input.to(dtype), self.weight, _as(self.bias, dtype))
+        return F.linear(input.to(dtype), self.weight, as_dtype(self.bias, dtype))
 
 
 class Conv2d(nn.Conv2d):
@@ -38,7 +38,7 @@ class Conv2d(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         dtype = self.weight.dtype
-        return self._conv_forward(input.to(dtype), self.weight, _as(self.bias, dtype))
+        return self._conv_forward(input.to(dtype), self.weight, as_dtype(self.bias, dtype))
 
 
 class LayerNorm(nn.LayerNorm):
