@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from hyperbatch.kernels import has_triton
 from hyperbatch.kernels.conv import channels_last, fastest
-from hyperbatch.models.layers import Conv2d
+from hyperbatch.models.layers import Conv2d, as_dtype
 
 SIDES = (3, 5, 7)  # of the square of taps that the kernels know
 DTYPES = (torch.float16, torch.bfloat16)
@@ -46,28 +46,23 @@ def is_depthwise(module: nn.Module) -> bool:
     )
 
 
-def quicken_depthwise(model: nn.Module) -> nn.Module:
-    """Depthwise convolutions of a model become ours, in place; parameters, names and hooks stay."""
-    for module in model.modules():
-        if is_depthwise(module):
-            module.__class__ = DepthwiseConv2d
-    return model
-
-
-def compile_depthwise(model: nn.Module) -> None:
-    """Launches each variant of a kernel that the layers of a model may take, on hardly any data: for inside of
-    `kernels.compile.compiling`, before a step meets them one after the other."""
+def depthwise_layers(model: nn.Module) -> list[DepthwiseConv2d]:
+    """One of each kind that kernels are compiled for; none where they cannot be used."""
     layers = [module for module in model.modules() if isinstance(module, DepthwiseConv2d)]
-    weights = {(layer.weight.shape, layer.weight.dtype): layer for layer in layers}
-    for layer in weights.values():
-        weight = layer.weight.detach()
-        if not (weight.is_cuda and weight.dtype in DTYPES and has_triton()):
-            continue
-        from hyperbatch.kernels import depthwise
+    kinds = {(layer.weight.shape, layer.weight.dtype): layer for layer in layers if _has_kernels(layer.weight)}
+    return list(kinds.values())
 
+
+def compile_depthwise(layers: list[DepthwiseConv2d]) -> None:
+    """Launches every variant of a kernel that these layers may take, on hardly any data: for inside of
+    `kernels.compile.compiling`, before a step meets them one after the other."""
+    from hyperbatch.kernels import depthwise
+
+    for layer in layers:
+        weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
         x = torch.empty((1, len(weight), 1, 1), dtype=weight.dtype, device=weight.device)
         for setting in depthwise.SETTINGS:
-            depthwise.convolve(x, weight, None if layer.bias is None else layer.bias.detach(), setting)
+            depthwise.convolve(x, weight, bias, setting)
             depthwise.convolve(x, weight, None, setting, flip=True)
         depthwise.weight_gradient(x, x, weight)
 
@@ -80,7 +75,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     x = channels_last(x)
 
     def by_torch() -> Tensor:
-        rounded = None if bias is None else bias.to(weight.dtype)
+        rounded = as_dtype(bias, weight.dtype)
         return channels_last(F.conv2d(x, weight, rounded, padding=weight.shape[-1] // 2, groups=len(weight)))
 
     if not _has_kernels(x):

@@ -1,6 +1,7 @@
 """Quicker forms of layers that others' models are made of, in the place where they stand.
 
     Conv2d, kernel = stride    ->  patches as rows, and one matrix product      stems, patch embeddings, downsampling
+    Conv2d, depthwise          ->  kernels of ours, where they are faster       `models/depthwise.py`
 
 A layer stays the module that it was: parameters, names, hooks and state dict do not change, only its class does. It is
 recognised by its class and settings; nothing is run to find out. Reference: the layer's own forward.
@@ -11,6 +12,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hyperbatch.models.depthwise import DepthwiseConv2d, is_depthwise
 from hyperbatch.models.layers import Conv2d, as_dtype
 
 
@@ -42,6 +44,8 @@ def quicken(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if is_patch_conv(module):
             module.__class__ = PatchConv2d
+        elif is_depthwise(module):
+            module.__class__ = DepthwiseConv2d
     return model
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hyperbatch.models.depthwise import DepthwiseConv2d, is_depthwise, quicken_depthwise
+from hyperbatch.models.depthwise import DepthwiseConv2d, depthwise_layers
 from hyperbatch.models.layers import adopt
+from hyperbatch.models.quick import quicken
 from hyperbatch.models.regions import find_regions
 
 depthwise = torch.ops.hyperbatch.depthwise
@@ -94,8 +95,7 @@ def test_compiled_whole_with_its_gradients():
 )
 def test_only_layers_that_the_kernels_know_are_replaced(options, ours):
     conv = nn.Conv2d(8, **({"out_channels": 8, "groups": 8} | options))
-    assert is_depthwise(conv) == ours
-    assert isinstance(quicken_depthwise(nn.Sequential(conv))[0], DepthwiseConv2d) == ours
+    assert isinstance(quicken(conv), DepthwiseConv2d) == ours
 
 
 def test_a_replaced_layer_is_the_same_module():
@@ -105,11 +105,12 @@ def test_a_replaced_layer_is_the_same_module():
     model = nn.Sequential(nn.Conv2d(6, 6, 7, padding=3, groups=6), Own(6, 6, 7, padding=3, groups=6))
     x = torch.randn(2, 6, 5, 4)
     state, parameters, expect = model.state_dict(), list(model.parameters()), model(x)
-    quicken_depthwise(adopt(model))
+    quicken(adopt(model))
     assert [type(module) for module in model] == [DepthwiseConv2d, Own]
     assert list(model.state_dict()) == list(state)
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert torch.equal(model(x), expect)
+    assert not depthwise_layers(model)  # whose kernels could be compiled: not on a CPU
 
 
 class Block(nn.Module):
@@ -130,4 +131,4 @@ def test_blocks_are_still_found():
     model = adopt(nn.ModuleList(nn.Sequential(*stage) for stage in stages))
     before = [(region.name, region.kind) for region in find_regions(model)]
     assert (len(before), len({kind for _, kind in before})) == (18, 4)
-    assert [(region.name, region.kind) for region in find_regions(quicken_depthwise(model))] == before
+    assert [(region.name, region.kind) for region in find_regions(quicken(model))] == before
