@@ -101,7 +101,9 @@ def test_weight_gradient_compiles_for_hopper_without_spills(monkeypatch):
     from hyperbatch.kernels import depthwise
 
     compiled = compile_launches(monkeypatch, depthwise)
-    x, dz, weight, _ = make(1, 96, 8, 8, 5)
+    x, dz, weight, bias = make(1, 96, 8, 8, 3)
     depthwise.weight_gradient(dz, x, weight)
     assert spilled_bytes(compiled["_weight_kernel"]) == 0
     assert "_finish_kernel" in compiled
+    depthwise._taps_kernel[(1,)](weight, None, bias, 9, 3, 1, C=96, K=3, FLIP=True, BC=32)  # without a bias
+    assert "_taps_kernel" in compiled
