@@ -17,13 +17,13 @@ from hyperbatch.data import augment, stream, trivial
 from hyperbatch.data.buffers import copy_to_device
 from hyperbatch.data.decode import decode_full, decode_view, gpu_frame
 from hyperbatch.data.decoders import brightness_difference, measured_decoder
-from hyperbatch.data.gpu import hardware, nvjpeg
+from hyperbatch.data.gpu import hardware, maker, nvjpeg
 from hyperbatch.data.gpu.hardware import HardwareDecoder, hardware_decoder, load_api
 from hyperbatch.data.gpu.jpegs import JpegFiles
 from hyperbatch.data.gpu.render import render_reference, view_table
 from hyperbatch.data.host import write_array_views
 from hyperbatch.data.loader import TrainLoader, eval_batches
-from hyperbatch.data.source import ArraySource, EncodedSource
+from hyperbatch.data.source import ArraySource, EncodedSource, open_data
 from hyperbatch.schedule import resolve_phases, steps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -252,13 +252,30 @@ def test_thousands_of_batches_beside_a_busy_device(units, source):
     assert used[1] - used[0] <= 64 << 20  # others may use the device, too
 
 
-def test_a_busy_device_changes_no_pixel(source):
-    calm, calm_labels, _ = batches(source, CONFIG)
+@pytest.mark.parametrize("policy", ["none", "trivial"])
+def test_a_busy_device_changes_no_pixel(source, policy):
+    """With operations on grey levels, too, whose large intermediate results come and go beside the decoder's memory."""
+    config = dataclasses.replace(CONFIG, auto_augment=policy)
+    calm, calm_labels, _ = batches(source, config)
     for _ in range(2):
-        busy, labels, loader = batches(source, CONFIG, busy=True)
+        busy, labels, loader = batches(source, config, busy=True)
         assert torch.equal(busy, calm)
         assert torch.equal(labels, calm_labels)
     assert loader.bad_samples == []
+
+
+def test_reading_processes_give_the_batches_of_threads(source, tmp_path, monkeypatch):
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        for i, data in enumerate(source.files):
+            (tmp_path / split / "a" / f"{i:02}.jpg").write_bytes(data)
+    folder, _ = open_data(DataConfig(data=str(tmp_path)))
+    expected, labels, _ = batches(folder, CONFIG)
+    monkeypatch.setattr(maker, "_WORTH_PROCESSES", 1)
+    ours, ours_labels, loader = batches(folder, CONFIG, busy=True)
+    assert loader.bad_samples == []
+    assert torch.equal(ours, expected)
+    assert torch.equal(ours_labels, labels)
 
 
 def test_training_batches_show_what_the_cpu_shows(source):

@@ -33,12 +33,16 @@ def has_nvjpeg(device: torch.device) -> bool:
     if device.type != "cuda" or load_torchvision() is None:
         return False
     try:
-        tiny = io.BytesIO()
-        Image.new("RGB", (8, 8)).save(tiny, "JPEG")
-        pixels = decode_batch([torch.frombuffer(bytearray(tiny.getvalue()), dtype=torch.uint8)], device)[0]
-        return tuple(pixels.shape) == (3, 8, 8)
+        return tuple(decode_batch([_tiny_jpeg()], device)[0].shape) == (3, 8, 8)
     except RuntimeError:
         return False
+
+
+@functools.cache
+def _tiny_jpeg() -> Tensor:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "JPEG")
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
 def decode_batch(files: list[Tensor], device: torch.device) -> list[Tensor]:
@@ -49,7 +53,13 @@ def decode_batch(files: list[Tensor], device: torch.device) -> list[Tensor]:
     decoder, and the host too before the pixels may be trusted, since hardware decoders have been seen to run past it.
     """
     torchvision: Any = load_torchvision()
-    return torchvision.decode_jpeg(files, mode=torchvision.ImageReadMode.RGB, device=device)
+    try:
+        return torchvision.decode_jpeg(files, mode=torchvision.ImageReadMode.RGB, device=device)
+    except RuntimeError:
+        # The memory of images that are on their way has been freed. A call waits for those of the call before.
+        with contextlib.suppress(RuntimeError):
+            torchvision.decode_jpeg([_tiny_jpeg()], mode=torchvision.ImageReadMode.RGB, device=device)
+        raise
 
 
 def decode_files(files: JpegFiles, device: torch.device) -> Decoded:
