@@ -18,8 +18,8 @@ One JSON object, with every run's row, and the medians of each kind over the rou
     end_s           seconds that the run's end waited for the last write
     whole_s         training, evaluation and pauses together: what the thread takes away from training shows here
     over_off        whole_s over that of "off" in the same round; the noise is that between two runs of one kind
-    others_cores    CPU cores that other programs used meanwhile. With --quiet CORES a run during which they used more
-                    is made again, and listed under "disturbed"
+    others_cores    CPU cores that other programs used meanwhile. With --quiet CORES a run is begun once they use fewer;
+                    if they used more during it, it is made again, and listed under "disturbed"
 """
 
 from __future__ import annotations
@@ -146,21 +146,34 @@ def measured(kind: str, recipe: str, values: dict[str, str], nproc: int) -> dict
         values = {**values, "out": str(Path(folder) / "run"), "stop_at_target": "false", **KINDS[kind]}
         order = json.dumps({"kind": kind, "recipe": recipe, "values": values, "result": str(result)})
         words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", "-m", __spec__.name]
-        start, busy_s = time.monotonic(), others_s()
+        others = others_cores()
         done = subprocess.run([sys.executable, *words, "--one", order], capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(done.stderr)
-        others = (others_s() - busy_s) / (time.monotonic() - start)
-        return json.loads(result.read_text()) | {"others_cores": round(others, 2)}
+        return json.loads(result.read_text()) | {"others_cores": round(others(), 2)}
 
 
-def others_s() -> float:
-    """Seconds of all CPU cores that went into other programs than this one and those that it has started."""
+def others_cores() -> Callable[[], float]:
+    """Begins to count the CPU cores that other programs use. What it returns says how many it was on average."""
+    start, before_s = time.monotonic(), _others_s()
+    return lambda: (_others_s() - before_s) / (time.monotonic() - start)
+
+
+def _others_s() -> float:
+    """Seconds of all cores that went into other programs than this one and those that it has started."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().split(maxsplit=9)[1:9]]
     user, nice, system, _idle, _iowait, irq, softirq, steal = ticks
     own = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     all_s = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
     return all_s - sum(used.ru_utime + used.ru_stime for used in own)
+
+
+def wait_for_quiet(cores: float) -> None:
+    busy = cores < float("inf")
+    while busy:
+        others = others_cores()
+        time.sleep(2.0)
+        busy = others() > cores
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -202,6 +215,7 @@ def main() -> None:
         # Backwards in every second round: a machine that grows faster or slower meanwhile favours no kind.
         for kind in list(KINDS)[:: -1 if number % 2 else 1]:
             while True:
+                wait_for_quiet(args.quiet)
                 row = measured(kind, args.recipe, values, args.nproc) | {"round": number}
                 print(row, file=sys.stderr, flush=True)
                 if row["others_cores"] <= args.quiet:

@@ -1,9 +1,9 @@
 """Depthwise convolutions of ConvNeXt-T, by our kernels and by torch: python -m benchmarks.depthwise [--json]
 
-Forward, input gradient (alone, and with that of the block's shortcut added) and weight gradient of each of its shapes, in
-CUDA graphs, in interleaved rounds, beside a copy that reads and writes as many bytes as the forward does. `step_ms` adds
-up what all 18 layers take in a training step: with torch, with the fastest for each shape, and if all were copies. Other settings (columns of a thread x
-warps of a program) than the kernels' own may be named:
+Forward, input gradient (alone, and with that of the block's shortcut added) and weight gradient of each of its shapes,
+in CUDA graphs, in interleaved rounds, beside a copy that reads and writes as many bytes as the forward does. `step_ms`
+adds up what all 18 layers take in a training step: with torch, with the fastest for each shape, and if all were copies.
+Other settings (columns of a thread x warps of a program) than the kernels' own may be named:
 
     python -m benchmarks.depthwise --dtypes fp16 --settings 4x1,4x2,4x4,7x2,7x4,2x4 --gradient-settings 4x1,4x2,4x4,2x4
 """

@@ -22,7 +22,7 @@ for seed in "${@:2}" $([ $# -gt 1 ] || echo 0); do
     agent first; first=$!
     sleep 1
     agent second; second=$!
-    after 100; say "two hosts train"
+    after 150; say "two hosts train"  # the first checkpoint is that of step 112
     kill -9 $second $(pgrep -P $second); lost=$(step); say "the second host is lost"
     after "$lost"; say "one host trains"
     after $((lost + 200)); agent again; say "the second host comes back"

@@ -51,7 +51,7 @@ def convolve(x: Tensor, conv: nn.Conv2d) -> Tensor:
 
     if not is_product(conv):
         return by_cudnn()
-    return _faster("convolve", x, conv, by_cudnn, lambda: _image(torch.mm(rows(x), w.flatten(1).t()), x))
+    return by_fastest("convolve", x, conv.weight, by_cudnn, lambda: _image(torch.mm(rows(x), w.flatten(1).t()), x))
 
 
 def input_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, weight: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def input_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, weight: Tensor) -> Te
 
     if not is_product(conv):
         return by_cudnn()
-    return _faster("input", x, conv, by_cudnn, lambda: _image(torch.mm(rows(dz), weight.flatten(1)), x))
+    return by_fastest("input", x, conv.weight, by_cudnn, lambda: _image(torch.mm(rows(dz), weight.flatten(1)), x))
 
 
 def read_pixels_gradient(dz: Tensor, weight: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def weight_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, out: Tensor | None) 
 
     if not is_product(conv):
         return by_cudnn()
-    return _faster("weight", x, conv, by_cudnn, by_product)
+    return by_fastest("weight", x, conv.weight, by_cudnn, by_product)
 
 
 def is_product(conv: nn.Conv2d, stride: int = 1) -> bool:
@@ -131,33 +131,39 @@ def _room_for_weight(x: Tensor, conv: nn.Conv2d) -> Tensor:
     return torch.empty(size, dtype=w.dtype, device=w.device, memory_format=torch.channels_last)
 
 
-def _faster(what: str, x: Tensor, conv: nn.Conv2d, *ways: Callable[[], Tensor]) -> Tensor:
-    return fastest(what, x, conv.weight, *ways)
+def by_fastest(what: str, x: Tensor, weight: Tensor, *ways: Callable[[], Result]) -> Result:
+    """The result of the way that was fastest for this shape."""
+    return ways[fastest(what, x, weight, *ways)]()
 
 
-def fastest(what: str, x: Tensor, weight: Tensor, *ways: Callable[[], Result]) -> Result:
-    """The result of the way that was fastest for this shape; the last one where nothing may be measured."""
+def fastest(what: str, x: Tensor, weight: Tensor, *ways: Callable[[], Any], in_graph: bool | None = None) -> int:
+    """Which way was fastest for this shape; the last one where nothing may be measured.
+
+    in_graph: as for `_seconds`; None: if the results are small.
+    """
     key = (what, x.shape, weight.shape, x.dtype, x.device)
     if key not in _chosen:
+        last = len(ways) - 1
         if not (x.is_cuda and torch.backends.cudnn.benchmark) or torch.cuda.is_current_stream_capturing():
-            return ways[-1]()
+            return last
         kept, name = choices_of(x.device), f"{what} {tuple(x.shape)} {tuple(weight.shape)} {x.dtype}"
         before = kept.find(name)
-        if isinstance(before, int) and 0 <= before < len(ways):
+        if isinstance(before, int) and 0 <= before <= last:
             _chosen[key] = before
-            return ways[before]()
+            return before
         if is_compiling():
             # The threads that compile would come between the two marks of a measurement. Each way once, so that cuDNN
             # makes its own trials meanwhile: it chooses by shape, and what lies in the tensors is no matter.
             for way in ways[:-1]:
                 way()
-            return ways[-1]()
-        pixels = x.numel() // x.shape[1]
-        small = pixels * max(x.shape[1], weight.shape[0]) * x.element_size() <= SMALL_BYTES
-        seconds = [_seconds(way, in_graph=small) for way in ways]
+            return last
+        if in_graph is None:
+            pixels = x.numel() // x.shape[1]
+            in_graph = pixels * max(x.shape[1], weight.shape[0]) * x.element_size() <= SMALL_BYTES
+        seconds = [_seconds(way, in_graph=in_graph) for way in ways]
         _chosen[key] = seconds.index(min(seconds))
         kept.keep(name, _chosen[key])
-    return ways[_chosen[key]]()
+    return _chosen[key]
 
 
 def _seconds(way: Callable[[], Any], *, in_graph: bool) -> float:

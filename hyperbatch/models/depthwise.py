@@ -16,7 +16,7 @@ from torch.library import custom_op
 from torch.nn import functional as F
 
 from hyperbatch.kernels import has_triton
-from hyperbatch.kernels.conv import channels_last, fastest
+from hyperbatch.kernels.conv import by_fastest, channels_last
 from hyperbatch.models.layers import Conv2d, as_dtype
 
 SIDES = (3, 5, 7)  # of the square of taps that the kernels know
@@ -84,7 +84,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     from hyperbatch.kernels import depthwise
 
     ours = [partial(depthwise.convolve, x, weight, bias, setting) for setting in depthwise.SETTINGS]
-    return fastest(f"depthwise {depthwise.SETTINGS}", x, weight, by_torch, *ours)
+    return by_fastest(f"depthwise {depthwise.SETTINGS}", x, weight, by_torch, *ours)
 
 
 @custom_op(
@@ -108,7 +108,7 @@ def input_gradient(dz: Tensor, weight: Tensor, added: Tensor | None = None) -> T
         partial(depthwise.convolve, dz, weight, None, setting, flip=True, added=added) for setting in depthwise.SETTINGS
     ]
     what = "input" if added is None else "input sum"
-    return fastest(f"depthwise {what} {depthwise.SETTINGS}", dz, weight, by_torch, *ours)
+    return by_fastest(f"depthwise {what} {depthwise.SETTINGS}", dz, weight, by_torch, *ours)
 
 
 @custom_op(
@@ -132,7 +132,7 @@ def weight_gradient(dz: Tensor, x: Tensor, weight: Tensor, biased: bool) -> tupl
         dw, dbias = depthwise.weight_gradient(dz, x, weight)
         return dw, dbias if biased else dbias.new_empty(0)
 
-    return fastest(f"depthwise weight {depthwise.GRADIENT}", x, weight, by_torch, by_kernels)
+    return by_fastest(f"depthwise weight {depthwise.GRADIENT}", x, weight, by_torch, by_kernels)
 
 
 def _has_kernels(x: Tensor) -> bool:
