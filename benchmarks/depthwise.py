@@ -1,9 +1,9 @@
 """Depthwise convolutions of ConvNeXt-T, by our kernels and by torch: python -m benchmarks.depthwise [--json]
 
-Forward, input gradient and weight gradient of each of its shapes, in CUDA graphs, in interleaved rounds, beside a copy
-that reads and writes as many bytes as the forward does. `step_ms` adds up what all 18 layers take in a training step:
-with torch, with the fastest for each shape, and if each of the three were a copy. Other settings (columns of a thread x
-warps of a program) than the kernels' own may be named:
+Forward, input gradient (alone, and with that of the block's shortcut added) and weight gradient of each of its shapes,
+in CUDA graphs, in interleaved rounds, beside a copy that reads and writes as many bytes as the forward does. `step_ms`
+adds up what all 18 layers take in a training step: with torch, with the fastest for each shape, and if all were copies.
+Other settings (columns of a thread x warps of a program) than the kernels' own may be named:
 
     python -m benchmarks.depthwise --dtypes fp16 --settings 4x1,4x2,4x4,7x2,7x4,2x4 --gradient-settings 4x1,4x2,4x4,2x4
 """
@@ -31,7 +31,8 @@ from hyperbatch.tables import text_table
 SIDE = 7
 STAGES = ((96, 56, 3), (192, 28, 3), (384, 14, 9), (768, 7, 3))  # channels, pixels of a side, layers
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-PASSES = ("forward", "input gradient", "weight gradient")
+PASSES = ("forward", "input gradient", "input gradient + shortcut", "weight gradient")
+IN_A_STEP = ("forward", "input gradient + shortcut", "weight gradient")
 CALLS = 4  # in a graph
 
 
@@ -57,9 +58,10 @@ def by_torch(layer: Layer, which: str) -> Callable[[], Any]:
     if which == "forward":
         bias = layer.bias.to(layer.x.dtype)
         return partial(torch.conv2d, layer.x, layer.weight, bias, padding=padding, groups=groups)
-    wanted = (True, False, False) if which == "input gradient" else (False, True, True)
+    wanted = (False, True, True) if which == "weight gradient" else (True, False, False)
     geometry = ((1, 1), padding, (1, 1), False, (0, 0), groups, wanted)
-    return partial(torch.ops.aten.convolution_backward, layer.dz, layer.x, layer.weight, [groups], *geometry)
+    run = partial(torch.ops.aten.convolution_backward, layer.dz, layer.x, layer.weight, [groups], *geometry)
+    return (lambda: run()[0] + layer.x) if which == "input gradient + shortcut" else run
 
 
 def by_kernels(layer: Layer, which: str, setting: tuple[int, int]) -> Callable[[], Any]:
@@ -68,8 +70,9 @@ def by_kernels(layer: Layer, which: str, setting: tuple[int, int]) -> Callable[[
     chosen = depthwise.Setting(*setting)
     if which == "forward":
         return partial(depthwise.convolve, layer.x, layer.weight, layer.bias, chosen)
-    if which == "input gradient":
-        return partial(depthwise.convolve, layer.dz, layer.weight, None, chosen, flip=True)
+    if which != "weight gradient":
+        added = layer.x if which == "input gradient + shortcut" else None
+        return partial(depthwise.convolve, layer.dz, layer.weight, None, chosen, flip=True, added=added)
     return partial(depthwise.weight_gradient, layer.dz, layer.x, layer.weight, chosen)
 
 
@@ -109,8 +112,10 @@ def measure(
                 table += found
                 medians = {row["name"]: row["median"] for row in found}
                 fastest = min(value for name, value in medians.items() if name != "copy")
-                for name, value in (("torch", medians["torch"]), ("fastest", fastest), ("copy", medians["copy"])):
-                    sums[name] += value * layers / 1e3
+                if which in IN_A_STEP:
+                    for name, value in (medians | {"fastest": fastest}).items():
+                        if name in sums:
+                            sums[name] += value * layers / 1e3
         steps.append({"dtype": dtype, **sums})
     return result("depthwise", table, batch=batch, step_ms=steps)
 

@@ -99,10 +99,30 @@ def columns_of(group, GROUPS, ACROSS, H, W, c, C: tl.constexpr, K: tl.constexpr,
     return at, inside
 
 
+@triton.jit
+def row_beside(added, at, row, inside, there, C: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):
+    """What is added to the Q columns of a row; nothing where there is none."""
+    found = ()
+    if added is not None:
+        for q in tl.static_range(Q):
+            found = found + (tl.load(added + at + row + q * C, mask=inside[q + P] & there, other=0.0),)
+    return found
+
+
+@triton.jit
+def store_row(out, row, beside, inside, there, C: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):
+    for q in tl.static_range(Q):
+        v = row[q]
+        if len(beside) > 0:
+            v += beside[q].to(tl.float32)
+        tl.store(out + q * C, v.to(out.dtype.element_ty), mask=inside[q + P] & there)
+
+
 @kernel(do_not_specialize=SIZES)
 def _conv_kernel(
     x,
     taps,
+    added,
     z,
     GROUPS,
     ACROSS,
@@ -116,7 +136,7 @@ def _conv_kernel(
     G: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """ROWS rows of z, of G groups of Q columns and BC channels."""
+    """ROWS rows of z, of G groups of Q columns and BC channels. added: what else is in z, as large; may be None."""
     P: tl.constexpr = K // 2
     J: tl.constexpr = Q + K - 1
     blocks: tl.constexpr = (C + BC - 1) // BC
@@ -143,7 +163,9 @@ def _conv_kernel(
         ahead = ()
         for j in tl.static_range(J):
             ahead = ahead + (tl.load(following + (j - P) * C, mask=inside[j], other=0.0),)
-        added = ()
+        done = r - P  # the row of z that this row of x completes
+        beside = row_beside(added, at, done * (W * C), inside, done >= start, C, P, Q)
+        grown = ()
         for a in tl.static_range(K):
             row = sums[a * Q : a * Q + Q]
             for j in tl.static_range(J):
@@ -159,17 +181,15 @@ def _conv_kernel(
                     else:
                         new = new + (row[q],)
                 row = new
-            added = added + row
-        out = z + at + (r - P) * (W * C)
-        for q in tl.static_range(Q):
-            tl.store(out + q * C, added[q].to(z.dtype.element_ty), mask=inside[q + P] & (r - P >= start))
-        sums = added[Q:] + copies(bias, Q)
+            grown = grown + row
+        store_row(z + at + done * (W * C), grown, beside, inside, done >= start, C, P, Q)
+        sums = grown[Q:] + copies(bias, Q)
         line = ahead
     for a in tl.static_range(P):  # rows that end with the image
-        o = last - P + a
-        for q in tl.static_range(Q):
-            there = inside[q + P] & (o >= start) & (o < end)
-            tl.store(z + at + o * (W * C) + q * C, sums[a * Q + q].to(z.dtype.element_ty), mask=there)
+        done = last - P + a
+        there = (done >= start) & (done < end)
+        beside = row_beside(added, at, done * (W * C), inside, there, C, P, Q)
+        store_row(z + at + done * (W * C), sums[a * Q :], beside, inside, there, C, P, Q)
 
 
 @kernel(do_not_specialize=SIZES)
@@ -290,8 +310,16 @@ class _Deal:
         return -(-self.groups // self.together)
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, setting: Setting, *, flip: bool = False) -> Tensor:
-    """z of a channels-last x. flip: the taps in reverse order, which makes dx of dz."""
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    setting: Setting,
+    *,
+    flip: bool = False,
+    added: Tensor | None = None,
+) -> Tensor:
+    """z of a channels-last x, and of what is added to it. flip: the taps in reverse order, which makes dx of dz."""
     _, c, h, w = x.shape
     side = weight.shape[-1]
     deal = _Deal.of(x, setting)
@@ -308,6 +336,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, setting: Setting, *
     _conv_kernel[(programs, triton.cdiv(h, rows))](
         x,
         taps,
+        added,
         z,
         deal.groups,
         deal.across,

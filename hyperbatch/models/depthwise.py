@@ -64,6 +64,7 @@ def compile_depthwise(layers: list[DepthwiseConv2d]) -> None:
         for setting in depthwise.SETTINGS:
             depthwise.convolve(x, weight, bias, setting)
             depthwise.convolve(x, weight, None, setting, flip=True)
+            depthwise.convolve(x, weight, None, setting, flip=True, added=x)
         depthwise.weight_gradient(x, x, weight)
 
 
@@ -86,19 +87,28 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return by_fastest(f"depthwise {depthwise.SETTINGS}", x, weight, by_torch, *ours)
 
 
-@custom_op("hyperbatch::depthwise_input", mutates_args=(), schema="(Tensor dz, Tensor weight) -> Tensor")
-def input_gradient(dz: Tensor, weight: Tensor) -> Tensor:
-    dz = channels_last(dz)
+@custom_op(
+    "hyperbatch::depthwise_input",
+    mutates_args=(),
+    schema="(Tensor dz, Tensor weight, Tensor? added=None) -> Tensor",
+)
+def input_gradient(dz: Tensor, weight: Tensor, added: Tensor | None = None) -> Tensor:
+    """added: another gradient of the same input, as that of a shortcut (`models/depthwise_sums.py`)."""
+    dz, added = channels_last(dz), None if added is None else channels_last(added)
 
     def by_torch() -> Tensor:
-        return channels_last(_backward(dz, dz, weight, (True, False, False))[0])
+        dx = channels_last(_backward(dz, dz, weight, (True, False, False))[0])
+        return dx if added is None else dx.add_(added)
 
     if not _has_kernels(dz):
         return by_torch()
     from hyperbatch.kernels import depthwise
 
-    ours = [partial(depthwise.convolve, dz, weight, None, setting, flip=True) for setting in depthwise.SETTINGS]
-    return by_fastest(f"depthwise input {depthwise.SETTINGS}", dz, weight, by_torch, *ours)
+    ours = [
+        partial(depthwise.convolve, dz, weight, None, setting, flip=True, added=added) for setting in depthwise.SETTINGS
+    ]
+    what = "input" if added is None else "input sum"
+    return by_fastest(f"depthwise {what} {depthwise.SETTINGS}", dz, weight, by_torch, *ours)
 
 
 @custom_op(
@@ -143,7 +153,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @input_gradient.register_fake
-def _(dz: Tensor, weight: Tensor) -> Tensor:
+def _(dz: Tensor, weight: Tensor, added: Tensor | None = None) -> Tensor:
     return torch.empty_like(dz, memory_format=torch.channels_last)
 
 

@@ -12,6 +12,7 @@ from hyperbatch import choices
 from hyperbatch.kernels import conv as convolution
 from hyperbatch.kernels.compile import compiling
 from hyperbatch.models.depthwise import DepthwiseConv2d, compile_depthwise, depthwise_layers
+from hyperbatch.models.depthwise_sums import SumsInDepthwise
 from hyperbatch.models.layers import adopt
 from hyperbatch.models.quick import quicken
 
@@ -52,7 +53,8 @@ def test_any_size(case, dtype):
 def backward_by_torch(x, dz, weight, bias):
     inputs = [tensor.detach().requires_grad_() for tensor in (x, weight, bias.to(x.dtype))]
     z = F.conv2d(*inputs, padding=weight.shape[-1] // 2, groups=len(weight))
-    return z.detach(), *torch.autograd.grad(z, inputs, dz)
+    dx, dw, dbias = torch.autograd.grad(z, inputs, dz)
+    return z.detach(), x + dx, dw, dbias
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -135,12 +137,15 @@ def gradients(run, block, images):
     return [out.detach(), *torch.autograd.grad((out.float() * weights).mean() * 1024, inputs)]
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, about how models should be written
 @pytest.mark.parametrize("benchmark", [False, True])
 def test_compiled_blocks_take_the_operation_whole(monkeypatch, benchmark):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
     block, images = block_and_images()
     plain = gradients(block, block, images)
-    compiled = torch.compile(block, fullgraph=True, dynamic=False)
+    compiled = torch.compile(
+        block, fullgraph=True, dynamic=False, options={"post_grad_custom_post_pass": SumsInDepthwise()}
+    )
     for got, expect in zip(gradients(compiled, block, images), plain, strict=True):
         assert got.dtype == expect.dtype
         assert float((got.float() - expect.float()).norm()) <= 5e-3 * float(expect.float().norm())

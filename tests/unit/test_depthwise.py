@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 from hyperbatch.models.depthwise import DepthwiseConv2d, depthwise_layers
+from hyperbatch.models.depthwise_sums import INPUT_GRADIENT, SumsInDepthwise
 from hyperbatch.models.layers import adopt
 from hyperbatch.models.quick import quicken
 from hyperbatch.models.regions import find_regions
@@ -74,6 +77,34 @@ def test_compiled_whole_with_its_gradients():
     expect = torch.autograd.grad(block(*inputs), inputs)
     for got, grad in zip(torch.autograd.grad(compiled(*inputs), inputs), expect, strict=True):
         assert torch.equal(got, grad)
+
+
+@pytest.mark.parametrize(
+    ("block", "arguments"),
+    [(lambda x, z: x + z.square(), 3), (lambda x, z: z.square() + x.sin(), 3), (lambda x, z: z.square(), 2)],
+    ids=["shortcut", "shortcut with something in it", "no shortcut"],
+)
+def test_the_gradient_of_a_shortcut_is_added_where_the_other_one_is_made(block, arguments):
+    """In the graph of a backward, as inductor hands it over."""
+    inputs, seen = make(dtype=torch.float32), []
+
+    def run(x, weight, bias):
+        return block(x, depthwise(x, weight, bias)).square().sum()
+
+    def rewritten(module, examples):
+        SumsInDepthwise()(module.graph)
+        module.graph.lint()
+        module.recompile()
+        seen.extend(len(n.args) for n in module.graph.find_nodes(op="call_function", target=INPUT_GRADIENT))
+        return make_boxed_func(module.forward)
+
+    backend = aot_autograd(fw_compiler=lambda module, _: make_boxed_func(module.forward), bw_compiler=rewritten)
+    compiled = torch.compile(run, fullgraph=True, dynamic=False, backend=backend)
+    got = torch.autograd.grad(compiled(*inputs), inputs)
+    for a, b in zip(got, torch.autograd.grad(run(*inputs), inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
+    assert seen == [arguments]
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize(
