@@ -23,8 +23,7 @@ from hyperbatch.data.decode import decode_full, decode_view, render_array, resiz
 from hyperbatch.data.maker import Finish, Maker, load_or_replace, samples_per_task
 from hyperbatch.data.source import ArraySource, EncodedSource, Place
 
-# Of an image that is normalised: the factors of so many are written out, once, or for each image where they differ.
-_LINES_AT_ONCE, _LINES_OF_ITS_OWN = 112, 16
+Factors = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(eq=False)
@@ -37,6 +36,7 @@ class HostMaker(Maker):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._buffers = BatchBuffers(self.config.prefetch + 3)
+        self._known_factors: dict[tuple[int, ...], Factors] = {}
         # 16-bit results are computed in 32.
         self._math_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self._scale = torch.from_numpy(self.scale).to(self.device, self._math_dtype)
@@ -111,14 +111,18 @@ class HostMaker(Maker):
             if out.dtype == np.uint8:
                 out[row] = image
                 continue
-            if factors is None or self.changes_colors:
-                lines = _LINES_OF_ITS_OWN if self.changes_colors else _LINES_AT_ONCE
-                factors = [
-                    np.tile(values.astype(out.dtype), lines * plan.size)
-                    for values in (self.scale * gains[row], offsets[row])
-                ]
+            if self.changes_colors:
+                factors = _factors(self.scale * gains[row], offsets[row], out[0, :1])
+            elif factors is None:
+                factors = self._common_factors(out[0])
             _normalise(out[row], image, *factors)
         return bad
+
+    def _common_factors(self, image: np.ndarray) -> Factors:
+        """Of all images of this shape. As many as they have elements: numpy copies shorter ones for each operation."""
+        if image.shape not in self._known_factors:
+            self._known_factors[image.shape] = _factors(self.scale, self.offset, image)
+        return self._known_factors[image.shape]
 
     def _view(self, plan: Plan, row: int, index: int) -> np.ndarray:
         """uint8[size, size, c] of sample `index` (the plan's, or what replaces it) with the row's randomness."""
@@ -180,18 +184,19 @@ class HostMaker(Maker):
         return host.to(self.device, non_blocking=True)
 
 
-def _normalise(out: np.ndarray, image: np.ndarray, scales: np.ndarray, offsets: np.ndarray) -> None:
-    """While the image is still in the processor's cache, as many lines at a time as there are factors.
+def _factors(scale: np.ndarray, offset: np.ndarray, lines: np.ndarray) -> Factors:
+    """(scales, offsets) of every element of lines of pixels: an inner loop over 3 channels would not be vectorised."""
+    height, width, _ = lines.shape
+    scales, offsets = (np.tile(values.astype(lines.dtype), (height, width)) for values in (scale, offset))
+    return scales, offsets
 
-    Factors of a single line would be copied again for each operation: that is how numpy broadcasts. And an inner loop
-    over 3 channels alone would not be vectorised.
-    """
-    lines = len(scales) // out[0].size
-    for top in range(0, len(out), lines):
-        part = out[top : top + lines].reshape(-1)
-        part[:] = image[top : top + lines].reshape(-1)
-        part *= scales[: len(part)]
-        part += offsets[: len(part)]
+
+def _normalise(out: np.ndarray, image: np.ndarray, scales: np.ndarray, offsets: np.ndarray) -> None:
+    """While the image is still in the processor's cache."""
+    rows = out.reshape(len(out), -1)
+    rows[:] = image.reshape(len(out), -1)
+    rows *= scales
+    rows += offsets
 
 
 def write_array_views(out: np.ndarray, pixels: np.ndarray, config: DataConfig, uniforms: np.ndarray | None) -> None:

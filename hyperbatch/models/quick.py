@@ -1,34 +1,70 @@
 """Quicker forms of layers that others' models are made of, in the place where they stand.
 
     Conv2d, kernel = stride    ->  patches as rows, and one matrix product      stems, patch embeddings, downsampling
+    Conv2d, depthwise          ->  kernels of ours, where they are faster       `models/depthwise.py`
+    Mlp: fc1, GELU             ->  LinearGelu, Identity                         transformers, ConvNeXt
 
-A layer stays the module that it was: parameters, names, hooks and state dict do not change, only its class does. It is
-recognised by its class and settings; nothing is run to find out. Reference: the layer's own forward.
+A layer stays the module that it was: parameters, names and state dict do not change, only its class does. It is
+recognised by its class and settings; nothing is run to find out. Reference: the layers' own forward.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hyperbatch.models.layers import Conv2d, as_dtype
+from hyperbatch.kernels.conv import fastest
+from hyperbatch.models.depthwise import DepthwiseConv2d, is_depthwise
+from hyperbatch.models.gelu import LinearGelu
+from hyperbatch.models.layers import Conv2d, Linear, as_dtype
+
+GELU_COLUMNS = 64  # a multiple of these: else its kernels would read memory in small pieces
+# (module, name) of classes whose forward begins with self.act(self.fc1(x)), and needs neither of them again
+_MLPS = {("timm.layers.mlp", "Mlp"), ("hyperbatch.models.vit", "Mlp")}
+# timm's own names for torch's function
+_GELUS = {("timm.layers.activations", "GELU"): "none", ("timm.layers.activations", "GELUTanh"): "tanh"}
 
 
 class PatchConv2d(Conv2d):
     """A convolution whose windows neither overlap nor leave gaps, as a product: [patches, pixels of one] @ weight.T.
 
-    cuDNN has no kernel of its own for these, and pads the three channels of images to four besides.
+    cuDNN pads the three channels of images to four, and has slow kernels for such strides; but it need not gather
+    patches. So both are measured, forward and backward, once for each shape (`kernels.conv`). Where that may not be, as
+    in compiled code, and in evaluation the product is taken.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         down, across = self.kernel_size
         if input.dim() != 4 or input.shape[2] % down or input.shape[3] % across:
             return super().forward(input)  # which leaves the rest of the pixels out
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return self._by_patches(input)
+        ways = super().forward, self._by_patches
+        trials = (partial(self._try, way, input) for way in ways)
+        what = "patches and their gradient" if input.requires_grad else "patches"
+        return ways[fastest(what, input, self.weight, *trials, in_graph=False)](input)
+
+    def _by_patches(self, input: Tensor) -> Tensor:
+        down, across = self.kernel_size
         dtype = self.weight.dtype
         filters = self.weight.permute(0, 2, 3, 1).flatten(1)  # no copy: weights are channels-last in training
         rows = patch_rows(input.to(dtype), down, across)
         out = F.linear(rows, filters, as_dtype(self.bias, dtype))
         return out.view(len(input), input.shape[2] // down, -1, self.out_channels).permute(0, 3, 1, 2)
+
+    def _try(self, way: Callable[[Tensor], Tensor], input: Tensor) -> None:
+        """Forward and backward, without a trace."""
+        leaf = input.detach().requires_grad_(input.requires_grad)
+        out = way(leaf)
+        wanted = [tensor for tensor in (leaf, *self.parameters()) if tensor.requires_grad]
+        if wanted:
+            torch.autograd.grad(out, wanted, out.detach())
 
 
 def patch_rows(images: Tensor, down: int, across: int) -> Tensor:
@@ -39,9 +75,14 @@ def patch_rows(images: Tensor, down: int, across: int) -> Tensor:
 
 def quicken(model: nn.Module) -> nn.Module:
     """Replaces what it knows, in place."""
-    for module in model.modules():
+    places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    for module in list(model.modules()):
         if is_patch_conv(module):
             module.__class__ = PatchConv2d
+        elif _class_of(module) in _MLPS and places[getattr(module, "fc1", module)] == places[module]:
+            _fuse_gelu(module)
+        elif is_depthwise(module):
+            module.__class__ = DepthwiseConv2d
     return model
 
 
@@ -55,3 +96,25 @@ def is_patch_conv(module: nn.Module) -> bool:
         and module.dilation == (1, 1)
         and module.groups == 1
     )
+
+
+def _fuse_gelu(mlp: nn.Module) -> None:
+    """fc1 comes to do both, and act nothing. Others may look at what they gave through hooks: then they stay."""
+    linear, act = mlp.get_submodule("fc1"), mlp.get_submodule("act")
+    form = act.approximate if type(act) is nn.GELU else _GELUS.get(_class_of(act))
+    if form is None or not isinstance(linear, nn.Linear) or type(linear) not in (nn.Linear, Linear):
+        return
+    if linear.bias is None or linear.out_features % GELU_COLUMNS or _is_hooked(linear) or _is_hooked(act):
+        return
+    cast(Any, linear).__class__ = LinearGelu
+    cast(Any, linear).tanh = form == "tanh"
+    mlp.act = nn.Identity()
+
+
+def _class_of(module: nn.Module) -> tuple[str, str]:
+    return type(module).__module__, type(module).__qualname__
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks)

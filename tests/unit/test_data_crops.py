@@ -12,7 +12,7 @@ from PIL import Image
 
 from hyperbatch.data import decode
 from hyperbatch.data.augment import View
-from hyperbatch.data.resize import resize_box
+from hyperbatch.data.resize import mirrored, read_backwards, resize_box
 from hyperbatch.data.source import BadSample
 
 simplejpeg = pytest.importorskip("simplejpeg")
@@ -30,8 +30,8 @@ def jpeg(image, **options):
     return file.getvalue()
 
 
-def view(data, box, size=96):
-    return decode.decode_view(data, "here", lambda w, h: View(box), size, decoder="simplejpeg", exact=False)
+def view(data, box, size=96, **more):
+    return decode.decode_view(data, "here", lambda w, h: View(box, **more), size, decoder="simplejpeg", exact=False)
 
 
 @pytest.fixture
@@ -83,10 +83,10 @@ def test_two_more_rows_are_enough_at_every_edge_and_scale(colors):
     data = simplejpeg.encode_jpeg(noise[:, :, :1].copy() if colors == "Gray" else noise, 90, **form)
     buffer = np.empty(noise.size, np.uint8)
     for eighths in (1, 2, 3, 4, 8):
-        whole = decode._upper_rows(data, eighths, width, height, height, buffer)[0].copy()
+        whole = decode._upper_rows(data, eighths, width, height, height, buffer, "RGB")[0].copy()
         for bottom in range(1, height):
             rows = bottom + -(-16 // eighths)
-            upper, _ = decode._upper_rows(bytearray(data), eighths, width, height, rows, buffer)
+            upper, _ = decode._upper_rows(bytearray(data), eighths, width, height, rows, buffer, "RGB")
             needed = -(-bottom * eighths // 8)
             np.testing.assert_array_equal(upper[:needed], whole[:needed])
             assert len(upper) <= needed + 3
@@ -141,11 +141,18 @@ def test_damaged_files_are_judged_as_before():
     assert 0 < refused < 60
 
 
-@pytest.mark.parametrize("size", [7, 224, 300])
-def test_a_mirrored_view_is_the_view_from_right_to_left(size):
-    pixels = np.asarray(photograph(240, 200))
-    box = (17.0, 5.0, 181.0, 190.0)
-    np.testing.assert_array_equal(resize_box(pixels, box, size, mirror=True), resize_box(pixels, box, size)[:, ::-1])
+@pytest.mark.parametrize("size", [7, 54, 100, 224, 300])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_a_mirrored_view_is_the_view_from_right_to_left(size, mode):
+    """Of files, which are then decoded as BGR, and of pixels."""
+    image, box = photograph(240, 200).convert(mode), (17.0, 5.0, 181.0, 190.0)
+    file = bytearray(jpeg(image))
+    np.testing.assert_array_equal(view(file, box, size, flip=True), view(file, box, size)[:, ::-1])
+    pixels = np.asarray(image.convert("RGB"))
+    plain, turned = (
+        decode.resized_view(pixels, View(box, flip=flip), size, full_size=image.size) for flip in (False, True)
+    )
+    np.testing.assert_array_equal(turned, plain[:, ::-1])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the threads that Linux lists")
@@ -155,14 +162,15 @@ def test_views_start_no_threads_of_torch():
     def threads_started():
         torch.set_num_threads(2)  # as if nobody had said OMP_NUM_THREADS=1
         counts = [len(os.listdir("/proc/self/task"))]
-        for work in (lambda: resize_box(pixels, (0, 0, 240, 200), 224, mirror=True), lambda: large.flip(1)):
-            work()
+        resized = lambda pixels: resize_box(pixels, (3, 0, 384, 384), 300)  # noqa: E731
+        for change in (resized, mirrored, read_backwards, lambda pixels: torch.from_numpy(pixels).flip(1)):
+            change(pixels)
             counts.append(len(os.listdir("/proc/self/task")))
         return np.diff(counts).tolist()
 
-    pixels, large, before = np.asarray(photograph(240, 200)), torch.zeros(256, 256, 3), torch.get_num_threads()
+    pixels, before = np.zeros((384, 384, 3), np.uint8), torch.get_num_threads()
     try:
         with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(threads_started).result() == [0, 1]
+            assert pool.submit(threads_started).result() == [0, 0, 0, 1]
     finally:
         torch.set_num_threads(before)

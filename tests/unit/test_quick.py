@@ -4,11 +4,15 @@ import copy
 
 import pytest
 import torch
+from blocky import without_inductor
 from torch import nn
+from torch.nn import functional as F
 
-from hyperbatch.models import create_model
-from hyperbatch.models.layers import Conv2d, adopt
-from hyperbatch.models.quick import PatchConv2d, quicken
+from hyperbatch.engine import compiled
+from hyperbatch.models import create_model, quick
+from hyperbatch.models.gelu import LinearGelu, bias_gelu
+from hyperbatch.models.layers import Conv2d, Linear, adopt
+from hyperbatch.models.quick import PatchConv2d, patch_rows, quicken
 from hyperbatch.models.regions import find_regions
 
 
@@ -47,7 +51,7 @@ def test_patches_and_a_product_are_the_convolution(kernel, channels, size, bias,
     assert type(check_same(conv, images, rtol=wide, atol=wide)) is PatchConv2d
     # The first channels of a wider image, as the loader may have them.
     padded = torch.randn(3, channels + 1, *size, dtype=dtype).contiguous(memory_format=memory_format)
-    plain = nn.functional.conv2d(padded[:, :channels], conv.weight, conv.bias, conv.stride)
+    plain = F.conv2d(padded[:, :channels], conv.weight, conv.bias, conv.stride)
     torch.testing.assert_close(conv(padded[:, :channels]), plain, rtol=wide, atol=wide)
 
 
@@ -61,6 +65,35 @@ def test_pixels_beyond_the_last_patch_are_left_out_as_by_torch():
     assert expect.shape == (2, 4, 2, 2)
 
 
+@pytest.mark.parametrize("with_input", [False, True])
+@pytest.mark.parametrize("way", [0, 1])
+def test_the_faster_way_is_taken_in_training(monkeypatch, way, with_input):
+    """Each is tried with all gradients that the layer will give, which stay as they were."""
+    conv = quicken(nn.Conv2d(3, 4, 2, 2))
+    taken = []
+    monkeypatch.setattr(PatchConv2d, "_conv_forward", lambda *args: taken.append("cudnn") or F.conv2d(*args[1:], 2))
+    monkeypatch.setattr(quick, "patch_rows", lambda *args: taken.append("patches") or patch_rows(*args))
+
+    def fastest(what, x, weight, *trials, in_graph):
+        asked.append((what, weight is conv.weight, in_graph))
+        for trial in trials:
+            trial()
+        return way
+
+    asked = []
+    monkeypatch.setattr(quick, "fastest", fastest)
+    images = torch.randn(2, 3, 4, 4, requires_grad=with_input)
+    out = conv(images)
+    assert asked == [("patches and their gradient" if with_input else "patches", True, False)]
+    assert taken == ["cudnn", "patches", ["cudnn", "patches"][way]]
+    assert images.grad is conv.weight.grad is conv.bias.grad is None
+    torch.testing.assert_close(out, F.conv2d(images, conv.weight, conv.bias, 2))
+    with torch.no_grad():
+        conv(images)
+    assert taken[3:] == ["patches"]
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_patches_of_16_bits_with_a_bias_of_32(dtype):
     torch.manual_seed(0)
@@ -70,7 +103,7 @@ def test_patches_of_16_bits_with_a_bias_of_32(dtype):
     out = conv(images)
     assert out.dtype == dtype
     assert out.is_contiguous(memory_format=torch.channels_last)
-    expect = nn.functional.conv2d(images.double(), conv.weight.double(), conv.bias.double(), 4)
+    expect = F.conv2d(images.double(), conv.weight.double(), conv.bias.double(), 4)
     torch.testing.assert_close(out.double(), expect, rtol=2 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
     out.sum().backward()
     assert conv.weight.grad.dtype == dtype
@@ -100,6 +133,98 @@ def test_other_layers_stay_as_they_are(layer):
     assert type(quicken(layer)) is before
 
 
+class Mlp(nn.Module):
+    """timm's."""
+
+    def __init__(self, width, hidden, act=None, bias=True, rate=0.0):
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden, bias=bias)
+        self.act = act or nn.GELU()
+        self.drop1 = nn.Dropout(rate)
+        self.norm = nn.Identity()
+        self.fc2 = nn.Linear(hidden, width)
+        self.drop2 = nn.Dropout(rate)
+
+    def forward(self, x):
+        return self.drop2(self.fc2(self.norm(self.drop1(self.act(self.fc1(x))))))
+
+
+class GELU(nn.Module):
+    """timm's."""
+
+    def forward(self, x):
+        return F.gelu(x)
+
+
+class SubMlp(Mlp):
+    pass
+
+
+Mlp.__module__, GELU.__module__ = "timm.layers.mlp", "timm.layers.activations"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("act", [nn.GELU(), nn.GELU("tanh"), GELU()], ids=["exact", "tanh", "timm's"])
+def test_a_linear_layer_with_its_gelu_is_the_two(act, dtype):
+    torch.manual_seed(0)
+    mlp = adopt(Mlp(6, 64, act, rate=0.5).to(dtype)).eval()  # dropout stays where it was
+    wide = 1e-12 if dtype == torch.float64 else 1e-5
+    check_same(mlp, torch.randn(2, 5, 6, dtype=dtype), rtol=wide, atol=wide)
+    assert type(mlp.fc1) is LinearGelu
+    assert type(mlp.act) is nn.Identity
+    torch.manual_seed(1)
+    mlp.train()(torch.ones(2, 6, dtype=dtype)).sum().backward()
+    quicken(mlp)  # again: nothing changes
+    assert type(mlp.fc1) is LinearGelu
+
+
+def test_the_operation_is_what_torch_asks_of_one():
+    z, bias = torch.randn(3, 5, 16, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
+    z.requires_grad_(), bias.requires_grad_()
+    for tanh in (False, True):
+        torch.library.opcheck(bias_gelu, (z, bias, tanh))
+        torch.autograd.gradcheck(lambda z, bias, tanh=tanh: bias_gelu(z, bias, tanh), (z, bias))
+
+
+def hooked(mlp):
+    mlp.act.register_forward_hook(lambda *_: None)
+    return mlp
+
+
+def twice(mlp):
+    mlp.fc2 = nn.Sequential(mlp.fc1, nn.Linear(64, 64))
+    return mlp
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Mlp(8, 64, nn.ReLU()),
+        Mlp(8, 64, bias=False),
+        Mlp(8, 60),
+        SubMlp(8, 64),
+        hooked(Mlp(8, 64)),
+        twice(Mlp(64, 64)),
+        nn.Sequential(nn.Linear(8, 64), nn.GELU()),
+    ],
+    ids=["another activation", "no bias", "odd width", "another class", "hooked", "used twice", "not known"],
+)
+def test_what_is_not_known_stays(model):
+    before = [type(module) for module in model.modules()]
+    quicken(model)
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_16_bit_layers_have_gradients_of_their_parameters_precision():
+    mlp = quicken(adopt(Mlp(8, 64)))
+    for layer in (mlp.fc1, mlp.fc2):
+        assert isinstance(layer, Linear)
+        layer.weight.data = layer.weight.data.half()
+    mlp(torch.randn(4, 8).half()).float().square().sum().backward()
+    assert mlp.fc1.weight.grad.dtype == torch.float16
+    assert mlp.fc1.bias.grad.dtype == torch.float32
+
+
 @pytest.mark.parametrize("name", ["vit_cifar", "vit_s16"])
 def test_a_transformer_keeps_its_blocks_parameters_and_state(name):
     model = create_model(name, classes=10, drop_path=0.1)
@@ -107,6 +232,7 @@ def test_a_transformer_keeps_its_blocks_parameters_and_state(name):
     regions = [(region.name, region.kind) for region in find_regions(model)]
     quicken(model)
     assert type(model.patch_embed.proj) is PatchConv2d
+    assert all(type(block.mlp.fc1) is LinearGelu for block in model.blocks)
     assert all(parameters[name] is param for name, param in model.named_parameters())
     assert list(model.state_dict()) == state
     assert [(region.name, region.kind) for region in find_regions(model)] == regions
@@ -127,3 +253,32 @@ def test_convolutions_of_others_are_replaced_once_they_are_ours():
     assert all(layer.takes_fp32_parameters for layer in (model[0], model[2]))
     quicken(model)  # again: nothing changes
     assert type(model[0]) is PatchConv2d
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(width), Mlp(width, 4 * width)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+def test_compiled_blocks_take_the_quick_layers_whole(monkeypatch):
+    """As one graph, forward and backward, one for all; their gradients are those of the model's own code."""
+    monkeypatch.setattr(compiled, "compile_function", None)  # put back after the test
+    without_inductor()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(16) for _ in range(3))).double()
+    plain = copy.deepcopy(model)
+    x = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
+    before = [(region.name, region.kind) for region in find_regions(model)]
+    found = find_regions(quicken(model))
+    assert [(region.name, region.kind) for region in found] == before == [("0", 0), ("1", 0), ("2", 0)]
+    regions = compiled.CompiledRegions(found, "on", {})
+    with regions.compiling():
+        model(x).square().sum().backward()
+    assert (regions.about.regions, regions.about.compilations) == (3, 1)
+    plain(x).square().sum().backward()
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12, msg=name)

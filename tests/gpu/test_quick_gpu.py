@@ -1,0 +1,206 @@
+"""Quick layers on a GPU: no further from float64 than torch's own, in captured steps, compiled blocks and the bench."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from test_regions_gpu import same_bits, train
+
+from hyperbatch.bench.step import bench_step, format_result
+from hyperbatch.config import BatchPhase
+from hyperbatch.kernels import gelu
+from hyperbatch.models.gelu import LinearGelu
+from hyperbatch.models.layers import Conv2d, Linear
+from hyperbatch.models.quick import PatchConv2d
+from hyperbatch.stopwatch import device_s
+
+CUDA = torch.device("cuda", 0)
+HALVES = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """Inductor's, empty at the start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+    torch.compiler.reset()
+
+
+def errors(values, exact):
+    return {name: float((values[name].double() - exact[name]).norm() / exact[name].norm()) for name in exact}
+
+
+def results(forward, x, layer, dy):
+    """Output and gradients of the input and the layer's parameters."""
+    x = x.detach().requires_grad_()
+    layer.zero_grad()
+    y = forward(layer, x)
+    y.backward(dy.to(y.dtype))
+    return {"y": y.detach(), "x": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
+
+
+def check_errors(quick, plain, exact):
+    ours, theirs = errors(quick, exact), errors(plain, exact)
+    ratios = {name: ours[name] / theirs[name] for name in exact}
+    print({name: (f"{ours[name]:.2e}", round(ratio, 3)) for name, ratio in ratios.items()})
+    assert statistics.geometric_mean(ratios.values()) <= 1.0
+    assert max(ratios.values()) <= 1.05
+
+
+def linear_of(width, hidden, dtype):
+    torch.manual_seed(0)
+    layer = Linear(width, hidden, device=CUDA)
+    with torch.no_grad():
+        layer.weight *= 4
+        layer.bias.normal_()
+        layer.weight.data = layer.weight.data.to(dtype)
+    return layer
+
+
+@pytest.mark.parametrize("form", ["none", "tanh"])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("shape", "hidden"), [((64, 197, 384), 1536), ((8, 28, 28, 192), 768), ((1001, 64), 256)])
+def test_a_linear_layer_with_its_gelu_is_no_further_from_float64_than_torch(shape, hidden, dtype, form):
+    plain = linear_of(shape[-1], hidden, dtype)
+    quick = linear_of(shape[-1], hidden, dtype)
+    quick.__class__, quick.tanh = LinearGelu, form == "tanh"
+    x, dy = torch.randn(shape, device=CUDA).to(dtype), torch.randn(*shape[:-1], hidden, device=CUDA).to(dtype)
+    wide = nn.Linear(shape[-1], hidden, device=CUDA, dtype=torch.float64)
+    wide.load_state_dict(plain.state_dict())
+    exact = results(lambda layer, x: F.gelu(layer(x), approximate=form), x.double(), wide, dy)
+    check_errors(
+        results(lambda layer, x: layer(x), x, quick, dy),
+        results(lambda layer, x: F.gelu(layer(x), approximate=form), x, plain, dy),
+        exact,
+    )
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("channels", "size", "kernel", "out"), [(3, 224, 16, 384), (3, 224, 4, 96), (96, 56, 2, 192)])
+def test_patches_are_no_further_from_float64_than_cudnn(channels, size, kernel, out, dtype):
+    torch.manual_seed(0)
+    plain = Conv2d(channels, out, kernel, kernel, device=CUDA).to(memory_format=torch.channels_last)
+    plain.weight.data = plain.weight.data.to(dtype)
+    wide = nn.Conv2d(channels, out, kernel, kernel, device=CUDA, dtype=torch.float64)
+    wide.load_state_dict(plain.state_dict())
+    quick = Conv2d(channels, out, kernel, kernel, device=CUDA).to(memory_format=torch.channels_last)
+    quick.weight.data = plain.weight.data.clone(memory_format=torch.preserve_format)
+    quick.load_state_dict(plain.state_dict())
+    quick.__class__ = PatchConv2d
+    x = torch.randn(16, channels, size, size, device=CUDA).to(dtype).contiguous(memory_format=torch.channels_last)
+    dy = torch.randn(16, out, size // kernel, size // kernel, device=CUDA).to(dtype)
+    runs = [results(lambda layer, x: layer(x), x.to(layer.weight.dtype), layer, dy) for layer in (quick, plain, wide)]
+    check_errors(*runs)
+    assert runs[0]["weight"].stride() == quick.weight.stride()
+
+
+VIT = {
+    "model": "vit_cifar",
+    "optimizer": "adamw",
+    "lr": 1e-3,
+    "image_size": 32,
+    "eval_size": 32,
+    "eval_resize": 32,
+    "shift_pixels": 4,
+}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """How often the gradient's kernel was called."""
+    calls, backward = [], gelu.backward
+    monkeypatch.setattr(gelu, "backward", lambda *args: calls.append(1) or backward(*args))
+    return calls
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"precision": "bf16"},
+        {"dropout": 0.1, "drop_path": 0.2},
+        {"accumulate": 3},
+        {"averaging": "ema", "averaging_decay": 0.9},
+        {"optimizer": "lars", "lr": 0.5},
+        {"optimizer": "lamb", "lr": 0.01},
+    ],
+    ids=["fp16", "bf16", "dropout", "unequal micro-steps", "ema", "lars", "lamb"],
+)
+def test_captured_steps_give_the_bits_of_uncaptured_ones(tmp_path, launched, values):
+    plain, losses = train(tmp_path / "plain", graph="off", **{**VIT, **values})
+    assert launched
+    record, captured = train(tmp_path / "captured", graph="on", **{**VIT, **values})
+    for each in (plain, record):
+        assert each.compiled["regions"] == 7
+        assert not each.warnings
+    assert record.environment["cuda_graph"]
+    assert captured == losses
+    same_bits(tmp_path / "plain", tmp_path / "captured")
+
+
+def test_training_goes_as_without(tmp_path, launched):
+    values = {**VIT, "compile": "auto", "deterministic": False}
+    record, losses = train(tmp_path / "quick", **values)
+    assert record.compiled["regions"] == 7
+    assert launched
+    launched.clear()
+    _, expected = train(tmp_path / "plain", **(values | {"compile": "off"}))
+    assert not launched
+    for (_, a, _), (_, b, _) in zip(losses, expected, strict=True):
+        if a is not None:
+            assert a == pytest.approx(b, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "regions", "kinds", "layers"), [("vit_small_patch16_224", 12, 1, 12), ("convnext_tiny", 18, 4, 18)]
+)
+def test_timms_models_have_quick_layers(tmp_path, launched, name, regions, kinds, layers):
+    pytest.importorskip("timm")
+    values = {"model": f"timm/{name}", "image_size": 224, "eval_size": 224, "eval_resize": 224, "compile": "auto"}
+    values |= {"deterministic": False, "max_steps": 2, "batch_phases": (BatchPhase(0, 16),), "lr": 0.01, "graph": "off"}
+    record, _ = train(tmp_path, **values)
+    assert not record.warnings
+    assert (record.compiled["regions"], record.compiled["kinds"]) == (regions, kinds)
+    assert len(launched) % layers == 0
+    assert launched
+
+
+# torch.compile's own graphs begin with an empty one.
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_bench_step_runs_quick_layers(launched):
+    report = bench_step("vit_cifar", batch=(64,), peers=["compile"], rounds=3, image_size=32)
+    assert launched
+    ours = report["rows"][0]
+    assert ours["name"].endswith("hyperbatch compiled, graph")
+    assert all(row["finite"] and not row["skipped_updates"] for row in report["rows"])
+    print(format_result(report))
+
+
+@pytest.mark.parametrize(("rows", "hidden"), [(50_432, 1536), (802_816, 384), (12_544, 3072)])
+def test_whole_batches_and_their_speed(rows, hidden):
+    """Of ViT-S, ConvNeXt's first stage and its last, 256 images. Times decide nothing; they are printed."""
+    z, dy = torch.randn(rows, hidden, device=CUDA).half(), torch.randn(rows, hidden, device=CUDA).half()
+    bias = torch.zeros(hidden, device=CUDA)
+    dz, total = gelu.backward(dy, z, bias, False)
+    torch.testing.assert_close(gelu.forward(z, bias, False), F.gelu(z), rtol=2**-10, atol=1e-6)
+    torch.testing.assert_close(dz, torch.ops.aten.gelu_backward(dy, z), rtol=2**-10, atol=1e-6)
+    torch.testing.assert_close(total, dz.float().sum(0), rtol=1e-3, atol=0.1)
+    moved = z.numel() * z.element_size()
+    for name, run, passes in (
+        ("forward", lambda: gelu.forward(z, bias, False), 2),
+        ("backward", lambda: gelu.backward(dy, z, bias, False), 3),
+        ("torch forward", lambda: F.gelu(z), 2),
+        ("copy", lambda: z.clone(), 2),
+    ):
+        run()
+        seconds = min(device_s(run, device=CUDA, calls=10) for _ in range(5))
+        print(f"{rows} x {hidden} {name}: {seconds * 1e6:.0f} us, {passes * moved / seconds / 1e12:.2f} TB/s")
