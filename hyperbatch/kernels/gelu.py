@@ -131,7 +131,7 @@ def _sum_kernel(part, out, PARTIALS, C, BM: tl.constexpr, BC: tl.constexpr):
         p = i + tl.arange(0, BM)
         there = (p < PARTIALS)[:, None] & (c < C)[None, :]
         total += tl.load(part + p[:, None] * C + c[None, :], mask=there, other=0.0)
-    tl.store(out + c, tl.sum(total, 0), mask=c < C)
+    tl.store(out + c, tl.sum(total, 0).to(out.dtype.element_ty), mask=c < C)
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
@@ -165,6 +165,12 @@ def backward(dy: Tensor, z: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, T
         _gelu_gradient_kernel[tiling.grid](
             dy, z, bias, dz, part, m, c, tiling.rows_per_program, TANH=tanh, **tiling.in_stages
         )
-        columns = triton.cdiv(c, SUM_COLUMNS)
-        _sum_kernel[(columns,)](part, total, tiling.programs, c, BM=SUM_ROWS, BC=SUM_COLUMNS, num_warps=4)
+    add_up(part, total)
     return dz, total
+
+
+def add_up(part: Tensor, out: Tensor) -> None:
+    """The sums of partials' columns, in whatever shape and precision `out` has them."""
+    programs, c = part.shape
+    with torch.cuda.device_of(part):
+        _sum_kernel[(triton.cdiv(c, SUM_COLUMNS),)](part, out, programs, c, BM=SUM_ROWS, BC=SUM_COLUMNS, num_warps=4)
