@@ -100,10 +100,9 @@ def error(found, expect):
 
 
 @inside
-@pytest.mark.parametrize("wide", [True, False], ids=["fp32 norm", "16-bit norm"])
-@pytest.mark.parametrize("joined", [True, False], ids=["joined", "forked"])
+@pytest.mark.parametrize(("joined", "wide"), [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 8), (3, 5, 24), (67, 48), (2, 30, 384), (5, 1032)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 8), (67, 48), (2, 3, 384)], ids=str)
 def test_no_further_from_float64_than_torch(shape, dtype, joined, wide):
     x, branch, layer, ds, dn = make(shape, dtype, wide=wide)
     branch = branch if joined else None
@@ -130,7 +129,7 @@ def test_no_further_from_float64_than_torch(shape, dtype, joined, wide):
 
 @inside
 def test_gradients_have_the_same_bits_every_time_and_any_layout():
-    x, branch, layer, ds, dn = make((40, 25, 64), torch.float16)
+    x, branch, layer, ds, dn = make((20, 5, 64), torch.float16)
     first = run(ours, x, branch, layer, ds, dn)
     assert all(torch.equal(a, b) for a, b in zip(first, run(ours, x, branch, layer, ds, dn), strict=True))
     turned = [tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in (x, branch, ds, dn)]

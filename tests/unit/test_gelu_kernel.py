@@ -87,7 +87,7 @@ def error(found, expect):
 @inside
 @pytest.mark.parametrize("tanh", [False, True])
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("shape", [(1, 8), (3, 5, 24), (67, 48), (2, 300, 128), (9, 40)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 8), (67, 48), (2, 300, 128)], ids=str)
 def test_no_further_from_float64_than_torch(shape, dtype, tanh):
     z, bias, dy = make(shape, dtype)
     found, expect = ours(z, bias, dy, tanh), exact(z, bias, dy, tanh)
@@ -120,7 +120,7 @@ def test_every_number_of_16_bits(dtype, tanh):
 
 @inside
 def test_gradients_have_the_same_bits_every_time():
-    z, bias, dy = make((1000, 64), torch.float16)
+    z, bias, dy = make((300, 64), torch.float16)
     first, second = ours(z, bias, dy, False), ours(z, bias, dy, False)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
