@@ -1,62 +1,116 @@
-"""What checkpoints cost a run: python -m benchmarks.checkpoints [RECIPE] [--nproc N] [--rounds N] [--FIELD VALUE ...]
+"""What checkpoints and the comparison of ranks cost: python -m benchmarks.checkpoints [RECIPE] [--nproc N] [--rounds N]
+[--quiet CORES] [--out FILE] [--FIELD VALUE ...]
 
-The same run without checkpoints ("off"), with checkpoints that are written beside training ("beside": as it is), and
-with a run that waits for each write ("waiting": as it was), one after the other, round after round. One JSON object:
+The same run in several kinds, one after the other, round after round:
+
+    off             no checkpoints, and the ranks are not compared
+    hash            ranks are compared by the checksums of their weights and optimizer state
+    checkpoints     checkpoints are written beside training
+    both            as a run is by default
+    waiting         as "both", but the run waits for each write
+
+One JSON object, with every run's row, and the medians of each kind over the rounds. All times are rank 0's:
 
     stall_share     seconds that the steps waited for checkpoints, over the seconds of the run
+    hash_share      seconds of the checksums, over the seconds of the run
+    compare_share   seconds of whole comparisons over those of the run: the checksums, the look for values that are not
+                    finite, which is made in every kind, and an all-gather, in which rank 0 waits for the other ranks
     end_s           seconds that the run's end waited for the last write
     whole_s         training, evaluation and pauses together: what the thread takes away from training shows here
-    over_off        whole_s over that of "off", median of the rounds
+    over_off        whole_s over that of "off" in the same round; the noise is that between two runs of one kind
+    others_cores    CPU cores that other programs used meanwhile. With --quiet CORES a run is begun once they use fewer;
+                    if they used more during it, it is made again, and listed under "disturbed"
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from hyperbatch.config import Config, fields
 from hyperbatch.recipes import find_recipe
-from hyperbatch.record import strict_json
+from hyperbatch.record import commit, strict_json
 
-KINDS = ("off", "beside", "waiting")
+NO_HASH, NO_CHECKPOINTS = {"compare_every_steps": "0"}, {"keep_checkpoints": "0"}
+KINDS = {
+    "off": NO_HASH | NO_CHECKPOINTS,
+    "hash": NO_CHECKPOINTS,
+    "checkpoints": NO_HASH,
+    "both": {},
+    "waiting": {},
+}
+MEDIANS = ("stall_share", "hash_share", "compare_share", "end_s", "whole_s")
+
+T = TypeVar("T")
+
+
+class Timed:
+    """Seconds of each call of a function."""
+
+    def __init__(self) -> None:
+        self.calls: list[float] = []
+
+    def __call__(self, function: Callable[..., T]) -> Callable[..., T]:
+        def run(*args: Any) -> T:
+            start = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                self.calls.append(time.perf_counter() - start)
+
+        return run
+
+
+def synchronised(function: Callable[[torch.Tensor], T]) -> Callable[[torch.Tensor], T]:
+    """With a wait for the device: before an evaluation or a checkpoint the host makes one in any case."""
+
+    def run(tensor: torch.Tensor) -> T:
+        result = function(tensor)
+        if tensor.is_cuda:
+            torch.cuda.synchronize()
+        return result
+
+    return run
 
 
 def one(kind: str, config: Config, result: Path) -> None:
     """A rank of a run; rank 0 writes what it took."""
+    from hyperbatch.engine import guard
+    from hyperbatch.engine.guard import Guard
     from hyperbatch.engine.ranks import find_ranks
     from hyperbatch.engine.saver import Saver
     from hyperbatch.launch import train
 
-    spent = {"save": 0.0, "wait": 0.0}
-    calls = []
-    save, wait = Saver.save, Saver.wait
-    inside = []
+    stalls, ends, sums, compared, started = (Timed() for _ in range(5))
+    save, wait, word_sum = Saver.save, Saver.wait, sums(synchronised(guard.word_sum))
 
-    def timed_save(self: Saver) -> None:
-        start = time.perf_counter()
-        inside.append(1)
+    def stalling(self: Saver) -> None:
+        self.wait = lambda: wait(self)  # type: ignore[method-assign]  # within a stall it is not the end's
         save(self)
         if kind == "waiting":
             wait(self)
-        inside.pop()
-        calls.append(time.perf_counter() - start)
-        spent["save"] += calls[-1]
+        del self.wait
 
-    def timed_wait(self: Saver) -> bool:
-        start = time.perf_counter()
-        done = wait(self)
-        if not inside:
-            spent["wait"] += time.perf_counter() - start
-        return done
+    def summing(flat: torch.Tensor) -> torch.Tensor:
+        if flat.is_cuda:
+            torch.cuda.synchronize()  # what was queued before is not the sum's
+        return word_sum(flat)
 
-    Saver.save, Saver.wait = timed_save, timed_wait
+    Saver.save, Saver.wait = stalls(stalling), ends(wait)
+    Guard.check, guard.word_sum = compared(Guard.check), summing
+    Guard._start = started(Guard._start)  # `check` returns at once where the step has been looked at
     ranks, record = find_ranks(), train(config)
     if ranks is None or ranks.rank != 0:  # the others wait for nothing and write nothing
         return
@@ -66,12 +120,17 @@ def one(kind: str, config: Config, result: Path) -> None:
     row = {
         "kind": kind,
         "steps": record.result.steps,
-        "checkpoints": len(calls) if sizes else 0,
+        "checkpoints": len(stalls.calls) if sizes else 0,
         "bytes": max(sizes, default=0),
-        "stall_s": spent["save"] if sizes else 0.0,
-        "stall_share": spent["save"] / whole_s if sizes else 0.0,
-        "longest_stall_s": max(calls) if sizes else 0.0,
-        "end_s": spent["wait"],
+        "comparisons": len(started.calls),
+        "stall_s": sum(stalls.calls),
+        "stall_share": sum(stalls.calls) / whole_s,
+        "longest_stall_s": max(stalls.calls),
+        "hash_s": sum(sums.calls),
+        "hash_share": sum(sums.calls) / whole_s,
+        "compare_s": sum(compared.calls),
+        "compare_share": sum(compared.calls) / whole_s,
+        "end_s": sum(ends.calls),
         "train_s": clock["train_s"],
         "whole_s": whole_s,
         "device": record.environment["device"],
@@ -84,15 +143,51 @@ def measured(kind: str, recipe: str, values: dict[str, str], nproc: int) -> dict
     """A run of its own processes."""
     with tempfile.TemporaryDirectory(prefix="hyperbatch-checkpoints-", dir=Path.cwd()) as folder:
         result = Path(folder) / "result.json"
-        values = {**values, "out": str(Path(folder) / "run"), "stop_at_target": "false"}
-        if kind == "off":
-            values["keep_checkpoints"] = "0"
+        values = {**values, "out": str(Path(folder) / "run"), "stop_at_target": "false", **KINDS[kind]}
         order = json.dumps({"kind": kind, "recipe": recipe, "values": values, "result": str(result)})
         words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", "-m", __spec__.name]
+        others = others_cores()
         done = subprocess.run([sys.executable, *words, "--one", order], capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(done.stderr)
-        return json.loads(result.read_text())
+        return json.loads(result.read_text()) | {"others_cores": round(others(), 2)}
+
+
+def others_cores() -> Callable[[], float]:
+    """Begins to count the CPU cores that other programs use. What it returns says how many it was on average."""
+    start, before_s = time.monotonic(), _others_s()
+    return lambda: (_others_s() - before_s) / (time.monotonic() - start)
+
+
+def _others_s() -> float:
+    """Seconds of all cores that went into other programs than this one and those that it has started."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split(maxsplit=9)[1:9]]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = ticks
+    own = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    all_s = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return all_s - sum(used.ru_utime + used.ru_stime for used in own)
+
+
+def wait_for_quiet(cores: float) -> None:
+    busy = cores < float("inf")
+    while busy:
+        others = others_cores()
+        time.sleep(2.0)
+        busy = others() > cores
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
+    return {
+        kind: {name: statistics.median(row[name] for row in found) for name in MEDIANS}
+        | {
+            "longest_stall_s": max(row["longest_stall_s"] for row in found),
+            "over_off": statistics.median(
+                row["whole_s"] / off["whole_s"] for row, off in zip(found, by_kind["off"], strict=True)
+            ),
+        }
+        for kind, found in by_kind.items()
+    }
 
 
 def configured(recipe: str, values: dict[str, str]) -> Config:
@@ -105,6 +200,8 @@ def main() -> None:
     parser.add_argument("recipe", nargs="?", default="digits")
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quiet", type=float, default=float("inf"), help="cores that other programs may use meanwhile")
+    parser.add_argument("--out", type=Path, help="also write the result here")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args, rest = parser.parse_known_args()
     if args.one:
@@ -113,25 +210,32 @@ def main() -> None:
         return
     values = {flag.removeprefix("--").replace("-", "_"): text for flag, text in zip(rest[::2], rest[1::2], strict=True)}
     configured(args.recipe, values)  # a mistake is told before anything starts
-    rows = []
-    for _ in range(args.rounds):
-        for kind in KINDS:
-            rows.append(measured(kind, args.recipe, values, args.nproc))
-            print(rows[-1], file=sys.stderr, flush=True)
-    by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
-    summary = {
-        kind: {
-            "stall_share": statistics.median(row["stall_share"] for row in found),
-            "longest_stall_s": max(row["longest_stall_s"] for row in found),
-            "end_s": statistics.median(row["end_s"] for row in found),
-            "whole_s": statistics.median(row["whole_s"] for row in found),
-            "over_off": statistics.median(
-                row["whole_s"] / off["whole_s"] for row, off in zip(found, by_kind["off"], strict=True)
-            ),
-        }
-        for kind, found in by_kind.items()
+    rows, disturbed = [], []
+    for number in range(args.rounds):
+        # Backwards in every second round: a machine that grows faster or slower meanwhile favours no kind.
+        for kind in list(KINDS)[:: -1 if number % 2 else 1]:
+            while True:
+                wait_for_quiet(args.quiet)
+                row = measured(kind, args.recipe, values, args.nproc) | {"round": number}
+                print(row, file=sys.stderr, flush=True)
+                if row["others_cores"] <= args.quiet:
+                    break
+                disturbed.append(row)
+            rows.append(row)
+    result = {
+        "bench": "checkpoints",
+        "commit": commit(),
+        "recipe": args.recipe,
+        "nproc": args.nproc,
+        "values": values,
+        "summary": summary(rows),
+        "rows": rows,
+        "disturbed": disturbed,
     }
-    print(strict_json({"recipe": args.recipe, "nproc": args.nproc, "values": values, "summary": summary, "rows": rows}))
+    text = strict_json(result, indent=1)
+    if args.out:
+        args.out.write_text(text + "\n")
+    print(text)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
     python benchmarks/data_cpu.py OUT.json [--images N] [--rounds N]
 
 Every candidate is a process of its own, with two threads or two workers, and reads the same generated 500x375 JPEGs:
-random-resized crop to 224, mirrored, normalised, batches of 64. Rounds take turns, each starting with another
-candidate. What counts is the processor time of the process and of all its children, user and system, so that work of
-others on the machine disturbs little. Peers that are not installed are left out: webdataset, DALI, and SPDL, which
-needs FFmpeg's libraries.
+random-resized crop to 224, mirrored, normalised, batches of 64. Candidates take turns, and the DataLoader runs after
+each of them: on a busy machine only neighbours in time can be compared. What counts is the processor time of the
+process and of all its children, user and system, so that work of others on the machine disturbs less. Peers that are
+not installed are left out: webdataset, DALI, SPDL, which needs FFmpeg's libraries, and FFCV, which is built from source
+with OpenCV's and libjpeg-turbo's (`data_notes.md` says how).
 """
 
 from __future__ import annotations
@@ -107,6 +108,46 @@ def spdl(root: Path) -> Run:
     return run
 
 
+def ffcv(root: Path) -> Run:
+    """JPEGs of the same quality in its own format. It draws its own crops and averages pixels where it shrinks."""
+    loader: Any = importlib.import_module("ffcv.loader")
+    fields: Any = importlib.import_module("ffcv.fields")
+    decoders: Any = importlib.import_module("ffcv.fields.decoders")
+    transforms: Any = importlib.import_module("ffcv.transforms")
+    writer: Any = importlib.import_module("ffcv.writer")
+    import numpy as np
+    from PIL import Image
+
+    from hyperbatch.bench.data import JPEG_QUALITY
+    from hyperbatch.data.source import IMAGENET_MEAN, IMAGENET_STD
+
+    paths, beton = sorted((root / "tree" / "train").rglob("*.jpg")), str(root / "train.beton")
+
+    class Files:
+        def __len__(self) -> int:
+            return len(paths)
+
+        def __getitem__(self, number: int) -> tuple[Any, int]:
+            return Image.open(paths[number]), number % 2
+
+    columns = {"image": fields.RGBImageField(write_mode="jpg", jpeg_quality=JPEG_QUALITY), "label": fields.IntField()}
+    writer.DatasetWriter(beton, columns, num_workers=1).from_indexed_dataset(Files())
+    mean, std = (255 * np.array(values) for values in (IMAGENET_MEAN, IMAGENET_STD))
+    image = [decoders.RandomResizedCropRGBImageDecoder((SIZE, SIZE)), transforms.RandomHorizontalFlip()]
+    image += [transforms.NormalizeImage(mean, std, np.float32), transforms.ToTensor(), transforms.ToTorchImage()]
+    label = [decoders.IntDecoder(), transforms.ToTensor(), transforms.Squeeze()]
+    made = loader.Loader(
+        beton,
+        batch_size=BATCH,
+        num_workers=WORKERS,
+        order=loader.OrderOption.RANDOM,
+        os_cache=True,
+        drop_last=False,
+        pipelines={"image": image, "label": label},
+    )
+    return lambda: sum(len(images) for images, _ in made)
+
+
 def _views(count: int) -> list[Any]:
     """The crops that `hyperbatch.bench.peers` makes of images of this one size."""
     import numpy as np
@@ -152,6 +193,7 @@ CANDIDATES: dict[str, Callable[[Path], Run]] = {
     BASELINE: lambda root: peers_of_the_bench(root, BASELINE),
     "webdataset, shards, Pillow": webdataset,
     "SPDL, folder, FFmpeg": spdl,
+    "FFCV, its own file, JPEG": ffcv,
     "DALI, folder, cpu": lambda root: peers_of_the_bench(root, "DALI, folder, cpu"),
 }
 
@@ -185,8 +227,11 @@ class Served:
         self._in.write("\n")
         self._in.flush()
         images = int(self._out.readline())
-        seconds, cpu_s = time.perf_counter() - start_s, _cpu_s(self._process.pid) - start_cpu_s
-        return {"images": images, "cpu_s": cpu_s, "wall_s": seconds}
+        seconds = time.perf_counter() - start_s
+        end_cpu_s = _cpu_s(self._process.pid)
+        while (now_cpu_s := _cpu_s_later(self._process.pid)) > end_cpu_s:  # what it makes ahead belongs to its work
+            end_cpu_s = now_cpu_s
+        return {"images": images, "cpu_s": end_cpu_s - start_cpu_s, "wall_s": seconds}
 
     def close(self) -> None:
         self._in.close()
@@ -211,12 +256,21 @@ def _cpu_s(pid: int) -> float:
     return sum(ticks[number] for number in tree) / os.sysconf("SC_CLK_TCK")
 
 
+def _per_cpu_s(sample: dict[str, float]) -> float:
+    return sample["images"] / sample["cpu_s"]
+
+
+def _cpu_s_later(pid: int) -> float:
+    time.sleep(0.1)
+    return _cpu_s(pid)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path)
     parser.add_argument("--images", type=int, default=512)
-    parser.add_argument("--passes", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--passes", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--only", default="")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -237,15 +291,22 @@ def main() -> None:
                 served[name] = Served(name, root, args.passes)
                 if not served[name].is_there:
                     left_out[name] = served.pop(name).why_not()
+        names = [name for name in served if name != BASELINE]
         samples: dict[str, list[dict[str, float]]] = {name: [] for name in served}
+        beside: dict[str, list[dict[str, float]]] = {name: [] for name in names}  # of the baseline, right after each
         for turn in range(args.rounds):
-            for place in range(len(served)):
-                name = list(served)[(turn + place) % len(served)]
+            for place in range(len(names)):
+                name = names[(turn + place) % len(names)]
                 samples[name].append(served[name].measure())
+                beside[name].append(served[BASELINE].measure())
+                samples[BASELINE].append(beside[name][-1])
         for process in served.values():
             process.close()
-    per_cpu_s = {name: [one["images"] / one["cpu_s"] for one in found] for name, found in samples.items()}
-    baseline = statistics.median(per_cpu_s[BASELINE])
+    per_cpu_s = {name: [_per_cpu_s(one) for one in found] for name, found in samples.items()}
+    ratios = {
+        name: [_per_cpu_s(a) / _per_cpu_s(b) for a, b in zip(samples[name], beside[name], strict=True)]
+        for name in names
+    }
     rows = [
         {
             "name": name,
@@ -253,11 +314,11 @@ def main() -> None:
             "lowest": min(found),
             "highest": max(found),
             "unit": "images per second of processor time",
-            "ratio_to_dataloader": statistics.median(found) / baseline,
-            # Neighbours in time, so that what slows the whole machine cancels.
-            "ratio_by_round": [a / b for a, b in zip(found, per_cpu_s[BASELINE], strict=True)],
+            "ratio_to_dataloader": statistics.median(ratios.get(name, [1.0])),
+            "ratio_by_round": ratios.get(name),
             "images_per_s": [one["images"] / one["wall_s"] for one in samples[name]],
             "raw": samples[name],
+            "dataloader_after_it": beside.get(name),
         }
         for name, found in per_cpu_s.items()
     ]
@@ -272,7 +333,7 @@ def main() -> None:
         print(f"{name:32s} left out: {why}")
 
 
-_PACKAGES = ("pillow", "simplejpeg", "webdataset", "spdl_io", "nvidia-dali-cuda120", "av")
+_PACKAGES = ("pillow", "simplejpeg", "webdataset", "spdl_io", "nvidia-dali-cuda120", "av", "ffcv", "numba")
 
 
 def _version(name: str) -> str | None:

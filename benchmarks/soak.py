@@ -3,8 +3,9 @@
 Runs of `digits` are hit by random faults at random steps and ranks (tests/dist/injector.py), go on by themselves, and
 must end with the weights, statistics and optimizer state of an undisturbed run, bit for bit. One JSON object:
 
-    rows    one for each fault: kind, rank, step; stop_s: until all ranks had ended; again_s: until the first step after
-            it was done; lost_steps: done before it, and done again
+    rows    one for each fault: kind, rank, step; seconds since the fault until all ranks had ended (stop_s), rank 0's
+            process was started again (begin_s), had torch loaded and had joined the others (joined_s), was set up
+            (ready_s), and its first step was done (again_s); lost_steps: done before it, and done again
     runs    each run's faults, whether its end is bit-equal, processes and files that were left behind
     kinds   the rows by kind; `--table FILE.json` prints them as Markdown
 

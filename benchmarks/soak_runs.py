@@ -143,11 +143,19 @@ class Attempts:
         rows = []
         for made in [event for event in events if event["event"] == "fault"]:
             fault, at = faults[made["number"]], made["time"]
+
+            def since(time_s: float | None, at: float = at) -> float | None:
+                return None if time_s is None else round(time_s - at, 2)
+
             before = [step for step in steps if step["time"] <= at]
             pid = before[-1]["pid"] if before else None
             keeps_going = fault.kind == "full disk"
             after = [step for step in steps if step["time"] > at and (keeps_going or step["pid"] != pid)]
             end = next((end for end in self.ends if end >= at), None)
+            # Of the rank 0 that trains again: since when it is there, has joined the others, and is set up.
+            new = [event for event in events if after and not keeps_going and event["pid"] == after[0]["pid"]]
+            joined = next((event for event in new if event["event"] == "joined"), None)
+            ready = next((event["time"] for event in new if event["event"] == "set-up"), None)
             # A run whose weights were spoilt goes on for a while; a preempted one does, too, and saves what it did.
             undone = [step["step"] for step in steps if step["pid"] == pid]
             lost = 0 if keeps_going or not undone or not after else max(undone) - (after[0]["step"] - 1)
@@ -156,8 +164,11 @@ class Attempts:
                     "kind": fault.kind,
                     "rank": fault.rank,
                     "step": made["step"],
-                    "stop_s": None if keeps_going or end is None else round(end - at, 2),
-                    "again_s": round(after[0]["time"] - at, 2) if after else None,
+                    "stop_s": None if keeps_going else since(end),
+                    "begin_s": since(joined and joined["began"]),
+                    "joined_s": since(joined and joined["time"]),
+                    "ready_s": since(ready),
+                    "again_s": since(after[0]["time"] if after else None),
                     "lost_steps": lost,
                 }
             )

@@ -2,6 +2,7 @@
 
     synthetic     pixels that lie on the device: what the others are compared with
     files         every image of every step is read and decoded
+    decoded       shards that hold pixels: every image of every step is read
     kept          decoded once, then cut from the pixels that the device (or the host, without a GPU) keeps
 
 Files were written or copied a moment ago, so they come from the page cache: decoding is measured, disks are not.
@@ -94,6 +95,9 @@ def forms(data: str, scratch: Path, setting: Setting) -> Iterator[Form]:
         small = scratch / "small"
         pack(folder, small, max_side=PACKED_SIDE)
         yield _files("shards of 256 px to weights", small, "none")
+        pixels = scratch / "pixels"
+        pack(folder, pixels, max_side=PACKED_SIDE, decoded=True)
+        yield _files("decoded shards of 256 px to weights", pixels, "none")
         kept = "gpu" if device == "cuda" else "host"
         yield _files(f"pixels of 256 px kept in {kept} memory", small, kept)
 

@@ -12,7 +12,7 @@ from hyperbatch.errors import InputError
 BENCH_OPTIONS = {
     "comm": ("size_mb", "grid", "nproc", "rounds"),
     "step": ("model", "batch", "peers", "max_autotune", "precision", "rounds", "data", "steps", "image_size"),
-    "data": ("image_size",),
+    "data": ("image_size", "rounds"),
 }
 
 
@@ -30,7 +30,7 @@ def add(verb: AddVerb) -> None:
     parser = verb("bench", _bench, "Compare the speed of one part with its alternatives.")
     parts = ("lars", "muon", "step", "comm", "data")
     parser.add_argument("what", choices=parts, metavar="PART", help=f"The part to measure: {', '.join(parts)}.")
-    help = "Interleaved rounds of `comm` and `step`. [default: 5 for comm; 10 for step, 3 on a CPU]"
+    help = "Interleaved rounds of `comm`, `data` and `step`. [default: 5; 10 for step, 3 on a CPU]"
     parser.add_argument("--rounds", type=positive, metavar="N", help=help)
     help = "Image side in pixels of `step` and `data`. [default: the usual one of the model; 224 for data]"
     parser.add_argument("--image-size", type=positive, metavar="N", help=help)
@@ -56,7 +56,7 @@ def add(verb: AddVerb) -> None:
     step.add_argument("--precision", metavar="NAME", help="Precision on a GPU, fp16 or bf16. [default: fp16]")
     help = (
         'Train on these images through the whole engine instead, and on synthetic pixels; "generated" makes JPEG files '
-        "and trains on them, on shards of 256 px and on pixels kept in memory."
+        "and trains on them, on shards of 256 px (JPEGs and decoded) and on pixels kept in memory."
     )
     step.add_argument("--data", metavar="DIR", help=help)
     step.add_argument("--steps", type=positive, metavar="N", help="Steps with --data. [default: 200; on a CPU 20]")

@@ -21,13 +21,14 @@ import json
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -41,6 +42,14 @@ _ANSWER_S = 2.0  # for a request to the store
 _SILENT_INTERVALS = 3  # without a beat: the rank has gone, for somebody who has another sign of that already
 
 T = TypeVar("T")
+Words = dict[str, Any]  # about a failure: "message", a line for the user; "rank" and "host" where it is one rank's
+
+
+class _Process(NamedTuple):
+    """Of a rank; what is not known is empty."""
+
+    name: str = ""  # as `_name_of` has it
+    host: str = ""
 
 
 def within(seconds: float, ask: Callable[[], T], default: T) -> T:
@@ -59,23 +68,24 @@ def within(seconds: float, ask: Callable[[], T], default: T) -> T:
     return default
 
 
-def announce(store: dist.Store, line: str) -> bool:
-    """Leaves the line for the hearts of all ranks, and says whether it is the first: of several, the first counts."""
-    return store.compare_set(_LOST, "", line).decode() == line
+def announce(store: dist.Store, words: Words) -> bool:
+    """Leaves the words for the hearts of all ranks, and says whether they are the first: of several, these count."""
+    text = json.dumps(words)
+    return store.compare_set(_LOST, "", text).decode() == text
 
 
-def announced(store: dist.Store) -> str:
+def announced(store: dist.Store) -> Words | None:
     """What was announced first; nothing where nobody has failed, or the store does not answer."""
     with contextlib.suppress(dist.DistError, RuntimeError):
-        return store.get(_LOST).decode() if store.check([_LOST]) else ""
-    return ""
+        return json.loads(store.get(_LOST)) if store.check([_LOST]) else None
+    return None
 
 
 class Heartbeat:
     """Starts with `start()` on every rank, ends with `stop()`, also as a context manager.
 
     A rank that has not beaten for `timeout_s` is reported on every other within about two intervals more, and one that
-    says `fail` within one. `on_lost` is called once, from the thread, with a line that says who; by default the line
+    says `fail` within one. `on_lost` is called once, from the thread, with words that say who; by default their message
     goes to stderr and the process ends (exit code 1), since a thread stuck in the GPU's driver cannot be interrupted
     otherwise. A process of the silent rank that is still there is killed by the others of its host: it is stopped or
     stuck, hears no signal that can be refused, and must not go on when the run has been given up.
@@ -89,7 +99,7 @@ class Heartbeat:
         *,
         timeout_s: float = 30.0,
         interval_s: float | None = None,
-        on_lost: Callable[[str], None] | None = None,
+        on_lost: Callable[[Words], None] | None = None,
         keeper: int | None = None,
         place: Callable[[], Place] | None = None,
         collective: Callable[[], str] | None = None,
@@ -104,9 +114,9 @@ class Heartbeat:
         self._rank, self._world_size, self._watched = rank, world_size, (rank + 1) % world_size
         self._timeout_s, self._interval_s = timeout_s, interval_s or min(timeout_s / 20, _MAX_INTERVAL_S)
         self._on_lost = on_lost or _end_process
-        self._keeper, self._keeper_name = keeper, ""
+        self._keeper, self._keeper_process = keeper, _Process()
         self._answered, self._problem = time.monotonic(), ""  # when the store did, and what it said since
-        self.given_up = ""  # that the store was, in a line
+        self.given_up: Words | None = None  # that the store was
         self._doomed = ""  # the process of a rank that was given up
         self._lost, self._lock = False, threading.Lock()
         self._stays = False
@@ -120,11 +130,11 @@ class Heartbeat:
         ]
 
     def start(self) -> Heartbeat:
-        self._store.set(f"process-{self._rank}", _name_of(os.getpid()))
+        self._store.set(f"process-{self._rank}", json.dumps(_Process(_name_of(os.getpid()), socket.gethostname())))
         self._store.set(self._key(self._rank), "0")
         if self._keeper is not None:  # it starts now, too, and might be stopped before the first beat
-            name = within(_ANSWER_S, lambda: self._store.get(f"process-{self._keeper}"), b"")
-            self._keeper_name = name.decode()
+            text = within(_ANSWER_S, lambda: self._store.get(f"process-{self._keeper}"), b"[]")
+            self._keeper_process = _Process(*json.loads(text))
         self._answered = time.monotonic()
         for thread in self._threads:
             thread.start()
@@ -144,35 +154,42 @@ class Heartbeat:
             if thread is not threading.current_thread():
                 thread.join(self._interval_s)
 
-    def fail(self, line: str) -> bool:
+    def fail(self, words: Words) -> bool:
         """A rank that fails says why, and the others end at once. True if no other had failed before."""
         self._stop.set()  # it ends by itself, whatever others say
-        return self._asked(lambda: announce(self._store, line), True)
+        return self._asked(lambda: announce(self._store, words), True)
 
-    def heard(self) -> str:
-        """What a rank that failed has left for all, or that the store does not answer; empty: neither."""
-        return self._asked(lambda: announced(self._store), "") or self.given_up
+    def heard(self) -> Words | None:
+        """What a rank that failed has left for all, or that the store does not answer; None: neither."""
+        return self._asked(lambda: announced(self._store), None) or self.given_up
+
+    def about(self, rank: int, message: str) -> Words:
+        """Words about a failure of this rank, which cannot say anything itself."""
+        host = self._asked(lambda: self._process_of(rank), _Process()).host
+        return {"message": message, "rank": rank, "host": host}
 
     def silent(self) -> list[int]:
         """Ranks that do not beat while this waits for three intervals (3 s at most), and have not ended normally.
 
         For a rank whose exchange with others has failed, long before `timeout_s`. Nobody is named when the store does
-        not answer.
+        not answer. Whoever is told meanwhile why the run fails knows enough, and waits no longer.
         """
-        before = self._asked(self._beats, {})
-        time.sleep(_SILENT_INTERVALS * self._interval_s)
+        before, until = self._asked(self._beats, {}), time.monotonic() + _SILENT_INTERVALS * self._interval_s
+        while time.monotonic() < until and not self.heard():
+            time.sleep(self._interval_s / 2)
         after = self._asked(self._beats, {})
         return [
             rank for rank, beat in after.items() if rank != self._rank and beat != b"done" and beat == before.get(rank)
         ]
 
-    def hang(self) -> str:
+    def hang(self) -> Words | None:
         """Tells all which rank has made no progress for `timeout_s`, and returns what was told first, or nothing."""
         places = self._asked(self._places, {})
         if any(place.must_go_on and seconds > self._timeout_s for place, seconds in places.values()):
-            self._asked(lambda: announce(self._store, who_hangs(places)), True)
+            words = self.about(*who_hangs(places))
+            self._asked(lambda: announce(self._store, words), True)
             return self.heard()
-        return ""
+        return None
 
     def stay(self) -> None:
         """This rank has failed: the place to tell is the one where it did."""
@@ -207,28 +224,28 @@ class Heartbeat:
                 self._store.set(self._key(self._rank), self._beat(beat, now))
                 if self._store.check([_LOST]) and not self._stop.is_set():
                     if self._store.check([_SILENT]):
-                        self._doomed = self._process_of(self._store.get(_SILENT).decode())
-                    self._lose(self._store.get(_LOST).decode())
+                        self._doomed = self._process_of(int(self._store.get(_SILENT))).name
+                    self._lose(json.loads(self._store.get(_LOST)))
                     return
                 theirs = self._beat_of(self._watched)
-                if self._keeper is not None and not self._keeper_name:
-                    self._keeper_name = self._process_of(str(self._keeper))
+                if self._keeper is not None and not self._keeper_process.name:
+                    self._keeper_process = self._process_of(self._keeper)
                 self._answered = now
             except (dist.DistError, RuntimeError) as error:
                 self._problem = f": {str(error).strip().partition(chr(10))[0]}"
                 continue
-            if hangs and (line := self.hang()):
-                self._lose(line)
+            if hangs and (words := self.hang()):
+                self._lose(words)
                 return
             if theirs != seen or theirs == "done":
                 seen, seen_at = theirs, now
             elif now - seen_at > self._timeout_s and self._watched != self._rank:
-                line = f"rank {self._watched} has not responded for {now - seen_at:.1f} s"
+                words = self.about(self._watched, f"rank {self._watched} has not responded for {now - seen_at:.1f} s")
                 with contextlib.suppress(dist.DistError, RuntimeError):
                     self._store.set(_SILENT, str(self._watched))
-                    announce(self._store, line)
-                    self._doomed = self._process_of(str(self._watched))
-                self._lose(line)
+                    announce(self._store, words)
+                    self._doomed = self._process_of(self._watched).name
+                self._lose(words)
                 return
 
     def _watch_store(self) -> None:
@@ -240,20 +257,23 @@ class Heartbeat:
                 self._answered = now  # it was this process that was stopped, as with Ctrl-Z
             silent_s = now - self._answered
             if silent_s > self._timeout_s:
-                who = "the store" if self._keeper is None else f"rank {self._keeper}, which keeps the store,"
-                self._doomed = self._keeper_name
-                self.given_up = f"{who} has not responded for {silent_s:.1f} s{self._problem}"
+                who, whose = "the store", {}
+                if self._keeper is not None:
+                    who = f"rank {self._keeper}, which keeps the store,"
+                    whose = {"rank": self._keeper, "host": self._keeper_process.host}
+                self._doomed = self._keeper_process.name
+                self.given_up = {"message": f"{who} has not responded for {silent_s:.1f} s{self._problem}", **whose}
                 self._lose(self.given_up)
                 return
 
-    def _lose(self, line: str) -> None:
+    def _lose(self, words: Words) -> None:
         """Of several reasons the first counts."""
         with self._lock:
             first, self._lost = not self._lost, True
         if first:
             if self._on_lost is _end_process:
                 self.end_silent()
-            self._on_lost(line)
+            self._on_lost(words)
             self.end_silent()
 
     def _look_at_place(self, now: float) -> bool:
@@ -288,9 +308,9 @@ class Heartbeat:
                 found[rank] = Place.from_dict(place), seconds
         return found
 
-    def _process_of(self, rank: str) -> str:
+    def _process_of(self, rank: int) -> _Process:
         key = f"process-{rank}"
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+        return _Process(*json.loads(self._store.get(key))) if self._store.check([key]) else _Process()
 
     def end_silent(self) -> None:
         """Ends the process of a rank that was given up, if it is one of this host and still the same. `on_lost` may do
@@ -324,6 +344,6 @@ def _name_of(pid: int) -> str:
         return ""
 
 
-def _end_process(line: str) -> None:
-    print(f"hyperbatch: {line}; ending this rank", file=sys.stderr, flush=True)
+def _end_process(words: Words) -> None:
+    print(f"hyperbatch: {words['message']}; ending this rank", file=sys.stderr, flush=True)
     os._exit(1)

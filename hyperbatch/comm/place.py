@@ -46,8 +46,8 @@ def told(places: Mapping[int, tuple[Place, float]]) -> list[str]:
     ]
 
 
-def who_hangs(places: Mapping[int, tuple[Place, float]]) -> str:
-    """In one line. places: as for `told`; not empty."""
+def who_hangs(places: Mapping[int, tuple[Place, float]]) -> tuple[int, str]:
+    """The first rank that does, and a line that names all of them. places: as for `told`; not empty."""
     steps = {rank: -1 if place.step is None else place.step for rank, (place, _) in places.items()}
     behind = [rank for rank, step in sorted(steps.items()) if step == min(steps.values())]
     busy = [rank for rank in behind if not places[rank][0].waits]
@@ -56,6 +56,6 @@ def who_hangs(places: Mapping[int, tuple[Place, float]]) -> str:
     place, seconds = places[named[0]]
     line = f"has made no progress for {seconds:.1f} s (step and phase: {place})"
     if len(named) == 1:
-        return f"rank {named[0]} {line}"
+        return named[0], f"rank {named[0]} {line}"
     ranks = ", ".join(map(str, named[:MAX_NAMED])) + (", ..." if len(named) > MAX_NAMED else "")
-    return f"ranks {ranks}: the first of them {line}"
+    return named[0], f"ranks {ranks}: the first of them {line}"

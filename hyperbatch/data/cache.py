@@ -59,9 +59,13 @@ class DeviceCache:
     def __len__(self) -> int:
         return int(np.count_nonzero(self.table[:, 0]))
 
+    def has_room(self, index: int, size_bytes: int) -> bool:
+        """Whether the image is not kept yet and could be."""
+        return self.table[index, 0] == 0 and self.bytes + size_bytes <= self.limit_bytes
+
     def put(self, index: int, row: np.ndarray, pixels: Tensor) -> None:
         """pixels: what keeps the row's address alive."""
-        if self.table[index, 0] == 0 and self.bytes + pixels.nbytes <= self.limit_bytes:
+        if self.has_room(index, pixels.nbytes):
             self.table[index] = row
             self.bytes += pixels.nbytes
             self._kept.append(pixels)

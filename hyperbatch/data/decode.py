@@ -13,7 +13,7 @@ import io
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -36,7 +36,7 @@ _SOI, _EOI = b"\xff\xd8", b"\xff\xd9"
 _PLAIN_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive: all Huffman coded
 _OTHER_FRAMES = (0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
 _SEQUENTIAL_FRAMES = (0xC0, 0xC1)
-_CONTEXT_ROWS = 16  # below a crop: interpolating colours looks at the rows of the next block
+_CONTEXT_ROWS = 2  # below a crop, of the decoded image: interpolated colours depend on the next row of colours
 _RGB_IDS = b"RGB"  # component names of files that are not YCbCr
 
 ViewOf = Callable[[int, int], View]  # of the full image's width and height
@@ -98,14 +98,24 @@ def decode_view(
     return _guarded(lambda: _pillow_view(data, where, view_of, size, exact), where)
 
 
-def gpu_can_decode(data: bytes | bytearray | memoryview) -> bool:
-    """Whether nvJPEG decodes this file as libjpeg does: a whole 8-bit JPEG, grey or YCbCr.
+class JpegFrame(NamedTuple):
+    """A JPEG as its header describes it. `kind`: a decoder that takes one file takes all of its kind and size."""
 
-    Cut-off files come out grey below the cut, and RGB or CMYK ones in wrong colours: Pillow has the word on those.
+    width: int
+    height: int
+    kind: int
+
+
+def gpu_frame(data: bytes | bytearray | memoryview) -> JpegFrame | None:
+    """The frame of a file that nvJPEG decodes as libjpeg does: a whole 8-bit JPEG, grey or YCbCr. None: the CPU must.
+
+    Cut-off files come out grey below the cut, and RGB or CMYK ones in wrong colours: Pillow has the word on those, and
+    on files with two frames, since the decoder is given memory for the one that is found here.
     """
     if data[:2] != _SOI or data[-2:] != _EOI:
-        return False
+        return None
     place, end = 2, len(data) - 2
+    frame, restarts = None, 0
     try:
         while place < end and data[place] == 0xFF:
             marker = data[place + 1]
@@ -113,20 +123,37 @@ def gpu_can_decode(data: bytes | bytearray | memoryview) -> bool:
                 place += 1
                 continue
             length = data[place + 2] << 8 | data[place + 3]
+            if marker == 0xDA:  # the first scan
+                if frame is None:
+                    return None
+                width, height, frame_marker, sampling = frame
+                kind = int.from_bytes(bytes((frame_marker, data[place + 4], restarts, *sampling)), "big")
+                return JpegFrame(width, height, kind)
             if marker in _PLAIN_FRAMES:
                 precision, components = data[place + 4], data[place + 9]
                 height = data[place + 5] << 8 | data[place + 6]
                 width = data[place + 7] << 8 | data[place + 8]
                 ids = bytes(data[place + 10 : place + 19 : 3])
-                return precision == 8 and components in (1, 3) and ids != _RGB_IDS and fits(width, height, len(data))
-            if marker in _OTHER_FRAMES or marker == 0xDA:  # a scan before any frame
-                return False
-            if marker == 0xEE and data[place + 4 : place + 9] == b"Adobe" and data[place + 15] != 1:
-                return False  # colours are stored as they are, not as YCbCr
+                if frame is not None or precision != 8 or components not in (1, 3) or ids == _RGB_IDS:
+                    return None
+                if not fits(width, height, len(data)):
+                    return None
+                sampling = bytes(data[place + 11 : place + 10 + 3 * components : 3])
+                frame = width, height, marker, sampling
+            elif marker in _OTHER_FRAMES or length < 2:
+                return None
+            elif marker == 0xEE and data[place + 4 : place + 9] == b"Adobe" and data[place + 15] != 1:
+                return None  # colours are stored as they are, not as YCbCr
+            elif marker == 0xDD:
+                restarts = int(data[place + 4] + data[place + 5] > 0)
             place += 2 + length
     except IndexError:
         pass
-    return False
+    return None
+
+
+def gpu_can_decode(data: bytes | bytearray | memoryview) -> bool:
+    return gpu_frame(data) is not None
 
 
 def fits(width: int, height: int, data_bytes: int) -> bool:
@@ -185,6 +212,7 @@ def _fast_full(data: bytes | bytearray, decoder: str) -> np.ndarray:
 
 def _fast_view(data: bytes | bytearray, view_of: ViewOf, size: int, decoder: str, exact: bool) -> np.ndarray:
     """By simplejpeg or torchvision; ValueError or RuntimeError for what they refuse."""
+    is_bgr = False
     if decoder == "simplejpeg":
         height, width, _, _ = simplejpeg.decode_jpeg_header(data)
         view = view_of(width, height)
@@ -195,18 +223,20 @@ def _fast_view(data: bytes | bytearray, view_of: ViewOf, size: int, decoder: str
             pixels = simplejpeg.decode_jpeg(data, "RGB", buffer=buffer)
         else:
             eighths = _least_eighths(_least_size(view, width, height, size), width, height)
-            pixels, height = _upper_rows(data, eighths, width, height, math.ceil(view.box[3]) + _CONTEXT_ROWS, buffer)
+            rows = math.ceil(view.box[3]) + -(-8 * _CONTEXT_ROWS // eighths)
+            is_bgr = view.flip
+            pixels, height = _upper_rows(data, eighths, width, height, rows, buffer, "BGR" if is_bgr else "RGB")
     else:
         pixels = _torchvision_pixels(data)
         height, width, _ = pixels.shape
         view = view_of(width, height)
     if exact:
         return render(Image.fromarray(pixels), view, size, full_size=(width, height))
-    return resized_view(pixels, view, size, full_size=(width, height))
+    return resized_view(pixels, view, size, full_size=(width, height), is_bgr=is_bgr)
 
 
 def _upper_rows(
-    data: bytes | bytearray, eighths: int, width: int, height: int, rows: int, buffer: np.ndarray
+    data: bytes | bytearray, eighths: int, width: int, height: int, rows: int, buffer: np.ndarray, order: str
 ) -> tuple[np.ndarray, int]:
     """(the image decoded at eighths / 8 of its size, how many of its rows that are): at least `rows`, if it has them.
 
@@ -220,11 +250,11 @@ def _upper_rows(
     sides = (-(-side * eighths // 8) for side in (width, rows))
     options = dict(zip(("min_width", "min_height"), sides, strict=True)) if eighths < 8 else {}
     if place is None:
-        return simplejpeg.decode_jpeg(data, "RGB", min_factor=2, buffer=buffer, **options), rows
+        return simplejpeg.decode_jpeg(data, order, min_factor=2, buffer=buffer, **options), rows
     assert isinstance(data, bytearray)
     data[place : place + 2] = rows.to_bytes(2, "big")
     try:
-        return simplejpeg.decode_jpeg(data, "RGB", min_factor=2, buffer=buffer, strict=False, **options), rows
+        return simplejpeg.decode_jpeg(data, order, min_factor=2, buffer=buffer, strict=False, **options), rows
     finally:
         data[place : place + 2] = height.to_bytes(2, "big")
 
@@ -253,12 +283,17 @@ def _least_eighths(least: tuple[int, int], width: int, height: int) -> int:
     return 8
 
 
-def resized_view(pixels: np.ndarray, view: View, size: int, *, full_size: tuple[int, int]) -> np.ndarray:
-    """`render` by the faster kernel, which looks at nothing outside the box."""
-    from hyperbatch.data.resize import resize_box  # here, because it loads torch
+def resized_view(
+    pixels: np.ndarray, view: View, size: int, *, full_size: tuple[int, int], is_bgr: bool = False
+) -> np.ndarray:
+    """`render` by the faster kernel, which looks at nothing outside the box. is_bgr: of a mirrored view, the quicker
+    way; it becomes RGB."""
+    from hyperbatch.data.resize import mirrored, read_backwards, resize_box  # here, because they load torch
 
-    box = _decoded_box(view, (pixels.shape[1], pixels.shape[0]), full_size)
-    return view.finish(resize_box(pixels, box, size, mirror=view.flip), mirrored=view.flip)
+    resized = resize_box(pixels, _decoded_box(view, (pixels.shape[1], pixels.shape[0]), full_size), size)
+    if view.flip:
+        resized = read_backwards(resized) if is_bgr else mirrored(resized)
+    return view.finish(resized, mirrored=view.flip)
 
 
 def _torchvision_pixels(data: bytes | bytearray) -> np.ndarray:

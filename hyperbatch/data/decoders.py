@@ -15,8 +15,9 @@ import torch
 
 from hyperbatch.choices import choices_of
 from hyperbatch.config import DataConfig
-from hyperbatch.data.decode import choose_decoder, decode_full, gpu_can_decode, load_torchvision
+from hyperbatch.data.decode import choose_decoder, decode_full, gpu_frame, load_torchvision
 from hyperbatch.data.gpu import nvjpeg
+from hyperbatch.data.gpu.jpegs import Decoded, JpegFiles
 from hyperbatch.data.identity import sample_list
 from hyperbatch.data.maker import threads_per_rank
 from hyperbatch.data.source import BadSample, EncodedSource, Source, spread_ids
@@ -73,23 +74,24 @@ def _faster_decoder(source: EncodedSource, device: torch.device, cpu_decoder: st
     files = []
     for index in spread_ids(source, _PROBED_SAMPLES):
         with contextlib.suppress(BadSample):
-            files.append(source.read_buffer(index))
-    files = [data for data in files if gpu_can_decode(data)]
+            data = source.read_buffer(index)
+            if (frame := gpu_frame(data)) is not None:
+                files.append((data, frame))
     if not files:
         return fallback
-    encoded = [torch.frombuffer(data, dtype=torch.uint8) for data in files]
-    on_gpu: list[torch.Tensor] = []
+    encoded = JpegFiles.collect(dict(enumerate(files)), pin=device.type == "cuda")
+    on_gpu: list[Decoded] = []
     on_cpu: list[np.ndarray] = []
     try:
-        nvjpeg.decode_batch(encoded[:8], device)  # sets the decoder up
-        gpu_s = wall_s(lambda: on_gpu.extend(nvjpeg.decode_batch(encoded, device)), device=device)
+        wall_s(lambda: nvjpeg.decode_files(encoded.take(slice(8)), device), device=device)  # sets the decoder up
+        gpu_s = wall_s(lambda: on_gpu.append(nvjpeg.decode_files(encoded, device)), device=device)
     except RuntimeError:
         return fallback
     with ThreadPoolExecutor(threads) as pool:
-        decoded = partial(pool.map, lambda data: decode_full(data, "", decoder=cpu_decoder), files)
+        decoded = partial(pool.map, lambda file: decode_full(file[0], "", decoder=cpu_decoder), files)
         cpu_s = wall_s(lambda: on_cpu.extend(decoded()), device=torch.device("cpu"))
-    for ours, theirs in zip(on_gpu, on_cpu, strict=True):
-        pixels = ours.permute(1, 2, 0).cpu().numpy()
+    for i, theirs in enumerate(on_cpu):
+        pixels = on_gpu[0].pixels(i).permute(1, 2, 0).cpu().numpy()
         if pixels.shape != theirs.shape or brightness_difference(pixels, theirs) > _MEAN_TOLERANCE:
             return fallback
     return "nvjpeg" if gpu_s < cpu_s else fallback

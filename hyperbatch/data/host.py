@@ -23,6 +23,8 @@ from hyperbatch.data.decode import decode_full, decode_view, render_array, resiz
 from hyperbatch.data.maker import Finish, Maker, load_or_replace, samples_per_task
 from hyperbatch.data.source import ArraySource, EncodedSource, Place
 
+Factors = tuple[np.ndarray, np.ndarray]
+
 
 @dataclass(eq=False)
 class HostMaker(Maker):
@@ -34,6 +36,7 @@ class HostMaker(Maker):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._buffers = BatchBuffers(self.config.prefetch + 3)
+        self._known_factors: dict[tuple[int, ...], Factors] = {}
         # 16-bit results are computed in 32.
         self._math_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self._scale = torch.from_numpy(self.scale).to(self.device, self._math_dtype)
@@ -108,13 +111,18 @@ class HostMaker(Maker):
             if out.dtype == np.uint8:
                 out[row] = image
                 continue
-            if factors is None or self.changes_colors:
-                # Of a whole row of pixels: an inner loop over 3 channels alone would not be vectorised.
-                factors = [
-                    np.tile(values.astype(out.dtype), plan.size) for values in (self.scale * gains[row], offsets[row])
-                ]
+            if self.changes_colors:
+                factors = _factors(self.scale * gains[row], offsets[row], out[0, :1])
+            elif factors is None:
+                factors = self._common_factors(out[0])
             _normalise(out[row], image, *factors)
         return bad
+
+    def _common_factors(self, image: np.ndarray) -> Factors:
+        """Of all images of this shape. As many as they have elements: numpy copies shorter ones for each operation."""
+        if image.shape not in self._known_factors:
+            self._known_factors[image.shape] = _factors(self.scale, self.offset, image)
+        return self._known_factors[image.shape]
 
     def _view(self, plan: Plan, row: int, index: int) -> np.ndarray:
         """uint8[size, size, c] of sample `index` (the plan's, or what replaces it) with the row's randomness."""
@@ -174,6 +182,13 @@ class HostMaker(Maker):
         if self.device.type == "cuda":
             host = host.pin_memory()  # a copy from pageable memory would hold up the host
         return host.to(self.device, non_blocking=True)
+
+
+def _factors(scale: np.ndarray, offset: np.ndarray, lines: np.ndarray) -> Factors:
+    """(scales, offsets) of every element of lines of pixels: an inner loop over 3 channels would not be vectorised."""
+    height, width, _ = lines.shape
+    scales, offsets = (np.tile(values.astype(lines.dtype), (height, width)) for values in (scale, offset))
+    return scales, offsets
 
 
 def _normalise(out: np.ndarray, image: np.ndarray, scales: np.ndarray, offsets: np.ndarray) -> None:

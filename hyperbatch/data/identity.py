@@ -131,8 +131,8 @@ def _difference(before: SampleList, now: SampleList) -> str:
         return ""
     if before.samples != now.samples:
         return f"had {before.samples} samples and now has {now.samples}"
-    if before.form != now.form:
-        return f"was read from {before.form} and is now read from {now.form}, which have another order"
     if before.members == now.members:
         return "holds the same samples in another order"
+    if before.form != now.form:
+        return f"was read from {before.form} and is now read from {now.form}, whose samples have another order or name"
     return "holds as many samples, but not the same"

@@ -25,6 +25,7 @@ from torch import nn
 from hyperbatch.config import Config
 from hyperbatch.data.kept import cache_folder
 from hyperbatch.models.alexnet import AlexNetBN
+from hyperbatch.models.depthwise import DepthwiseConv2d
 from hyperbatch.models.quick import quicken
 from hyperbatch.models.regions import Region, find_regions
 from hyperbatch.models.resnet import ResNet
@@ -198,6 +199,10 @@ def choose_regions(
         options["deterministic"] = True  # else kernels are chosen by timing, and another one may add in another order
     if device.type == "cuda" and dtype in HALF_DTYPES:
         quicken(model)
+        if any(isinstance(module, DepthwiseConv2d) for module in model.modules()):
+            from hyperbatch.models.depthwise_sums import SumsInDepthwise  # loads inductor
+
+            options["post_grad_custom_post_pass"] = SumsInDepthwise()
     return CompiledRegions(find_regions(model), choice, options)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import signal
 import socket
@@ -27,7 +26,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from hyperbatch.comm.heartbeat import Heartbeat, announce, announced
+from hyperbatch.comm.heartbeat import Heartbeat, Words, announce, announced
 from hyperbatch.comm.place import Place
 from hyperbatch.engine.preempt import Preemption
 from hyperbatch.engine.ranks import Ranks, interrupt
@@ -170,9 +169,9 @@ class Ending:
         message = words["message"]
         line = message if message.startswith(("rank ", "ranks ")) else f"rank {rank}: {message}"
         words |= {"message": line}
-        first, text = True, json.dumps(words)
+        first = True
         with contextlib.suppress(dist.DistError, RuntimeError):  # the store may have gone with another rank
-            first = self._heart.fail(text) if self._heart is not None else announce(store, text)
+            first = self._heart.fail(words) if self._heart is not None else announce(store, words)
         # Rank 0's error reaches the user by itself, and a mistake in the input is raised on every rank.
         self._say(words, aloud=first and rank != 0 and not isinstance(error, InputError))
         return None
@@ -184,24 +183,24 @@ class Ending:
         once: it knows no more than the other's name.
         """
         if self._heart is None:
-            return self._words_in(announced(store))
-        if (text := self._heart.heard()) or isinstance(error, KeyboardInterrupt):
-            return self._words_in(text)
+            return announced(store)
+        if (words := self._heart.heard()) or isinstance(error, KeyboardInterrupt):
+            return words and self._in_full(words)
         lost = self._heart.silent()
         if lost and not self._heart.heard():
-            self._lost(_who_is_lost(lost, error, self._ranks.rank), after="exchange")
+            line = _who_is_lost(lost, error, self._ranks.rank)
+            self._lost(self._heart.about(lost[0], line), after="exchange")
         # An exchange that timed out: the rank that others wait for is there, and does not get on.
-        return self._words_in(self._heart.heard() or self._heart.hang())
+        words = self._heart.heard() or self._heart.hang()
+        return words and self._in_full(words)
 
-    def _words_in(self, text: str) -> dict[str, Any] | None:
-        """What was announced: a rank's words, or the line of a heart that misses another or has made no progress. To
-        the line belongs where everybody is."""
-        if text.startswith("{"):
-            return json.loads(text)
-        if not text:
-            return None
+    def _in_full(self, words: Words) -> Words:
+        """A rank's own words are. To those of a heart that misses another, or sees no progress, belong when and at
+        which step that was, and where everybody is."""
+        if "kind" in words:
+            return words
         places = [] if self._heart is None else self._heart.places()
-        return {"kind": "RunFailed", "message": text, "time": time.time(), "places": places}
+        return {"kind": "RunFailed", "time": time.time(), "step": self.step(), **words, "places": places}
 
     def _ignore_signals(self) -> None:
         """Ctrl-C is followed by the agent's SIGTERM, which must not break off what the first one began."""
@@ -229,10 +228,9 @@ class Ending:
 
     # --- in threads beside it -----------------------------------------------------------------------------------
 
-    def _lost(self, text: str, after: str = "") -> None:
+    def _lost(self, words: Words, after: str = "") -> None:
         """Another rank has failed: this one ends, unless it is on its way out already. NCCL would hold it for long."""
-        words = self._words_in(text)
-        assert words is not None
+        words = self._in_full(words)
         if after:
             words |= {"after": after}
         elif self._grace_s:
@@ -265,7 +263,7 @@ class Ending:
             if words is not None:
                 self.record(words)
                 if self._heart is not None:
-                    self._heart.fail(json.dumps(words))
+                    self._heart.fail(words)
                     self._let_others_hear()
         finally:
             os._exit(1)

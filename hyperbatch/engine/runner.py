@@ -33,7 +33,7 @@ from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.ranks import Ranks, gather, share
 from hyperbatch.engine.step import Launch, MicroStep, Work, blank_batch, inputs_of, launches, micro_steps, run_launch
 from hyperbatch.engine.steptimer import StepTimer
-from hyperbatch.engine.warmup import compile_kernels, compile_regions, preserved_state
+from hyperbatch.engine.warmup import compile_kernels, compile_layers, compile_regions, preserved_state
 from hyperbatch.errors import InputError
 from hyperbatch.optim.rates import RateTable
 from hyperbatch.plan.types import StepTiming
@@ -249,6 +249,9 @@ class StepRunner:
         for shape in map(self.shape, steps):
             if not isinstance(regions, CompiledRegions) or regions.failed or shape in self._compiled:
                 continue
+            if not self._compiled:
+                reason = compile_layers(learner, ranks_per_host=self._ranks.local_size, count=count)
+                self._warn_of_slow_start(reason)
             self._compiled.add(shape)
             reason = None
             with self._on_capture_stream(), preserved_state(learner):
@@ -283,8 +286,11 @@ class StepRunner:
                     ranks_per_host=self._ranks.local_size,
                     count=count,
                 )
-                if reason is not None:
-                    self._warnings.append(f"kernels are compiled one after the other: {reason}")
+                self._warn_of_slow_start(reason)
+
+    def _warn_of_slow_start(self, reason: str | None) -> None:
+        if reason is not None:
+            self._warnings.append(f"kernels are compiled one after the other: {reason}")
 
     def _warm_up(self, shape: StepShape) -> None:
         micro_batches, image_size = shape

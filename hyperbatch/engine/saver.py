@@ -17,6 +17,7 @@ from typing import Self
 
 from hyperbatch import checkpoint, durable
 from hyperbatch.checkpoint import Checkpoint
+from hyperbatch.data.identity import sample_list
 from hyperbatch.engine.ranks import Ranks, share
 from hyperbatch.engine.run import Run
 from hyperbatch.engine.snapshot import HostMemory, owned, snapshot, tensors_of
@@ -59,9 +60,12 @@ class Saver:
         self._write: Future[bool] | None = None  # of the last checkpoint
         if self._folder is not None and run.ranks.rank == 0:
             durable.remove_partials(self._folder)
-            # Here and not at the first checkpoint: to pin memory, or to touch it first, takes longer than a copy.
+            # Here and not at the first checkpoint: to pin memory, or to touch it first, takes longer than a copy, and
+            # all samples of a set are hashed once.
             self._memory = HostMemory(tensors_of(run.learner))
             self._memory.copy()
+            for source in (run.train_set, run.eval_set):
+                sample_list(source)
 
     def planned(self, step: Step) -> bool:
         """Whether a checkpoint follows this step by the number of epochs or steps: known beforehand."""

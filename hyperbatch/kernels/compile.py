@@ -69,6 +69,18 @@ def without_launches() -> Iterator[None]:
         _launches = True
 
 
+def hash_triton() -> None:
+    """Lets a thread hash Triton itself, 0.4 s of work before its cache can be asked for the first kernel."""
+
+    def work() -> None:
+        with contextlib.suppress(ImportError):
+            from triton.runtime.cache import triton_key
+
+            triton_key()  # remembers it
+
+    threading.Thread(target=work, name="hash-triton", daemon=True).start()
+
+
 @contextlib.contextmanager
 def compiling(*, ranks: int = 1, count: Callable[[int, int], None] | None = None) -> Iterator[None]:
     """Kernels called inside, by any thread, are compiled and not launched. Waits for all, raises the first error.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from hyperbatch.stopwatch import device_s
 CALLS, ROUNDS = 4, 3  # of a measurement
 SMALL_BYTES = 128 << 20  # of x or its product: up to here launches count, and memory for another one is there
 _chosen: dict[tuple[Any, ...], int] = {}
+Result = TypeVar("Result")
 
 
 def padded(images: Tensor) -> Tensor:
@@ -50,7 +51,7 @@ def convolve(x: Tensor, conv: nn.Conv2d) -> Tensor:
 
     if not is_product(conv):
         return by_cudnn()
-    return _faster("convolve", x, conv, by_cudnn, lambda: _image(torch.mm(rows(x), w.flatten(1).t()), x))
+    return by_fastest("convolve", x, conv.weight, by_cudnn, lambda: _image(torch.mm(rows(x), w.flatten(1).t()), x))
 
 
 def input_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, weight: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ def input_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, weight: Tensor) -> Te
 
     if not is_product(conv):
         return by_cudnn()
-    return _faster("input", x, conv, by_cudnn, lambda: _image(torch.mm(rows(dz), weight.flatten(1)), x))
+    return by_fastest("input", x, conv.weight, by_cudnn, lambda: _image(torch.mm(rows(dz), weight.flatten(1)), x))
 
 
 def read_pixels_gradient(dz: Tensor, weight: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ def weight_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, out: Tensor | None) 
 
     if not is_product(conv):
         return by_cudnn()
-    return _faster("weight", x, conv, by_cudnn, by_product)
+    return by_fastest("weight", x, conv.weight, by_cudnn, by_product)
 
 
 def is_product(conv: nn.Conv2d, stride: int = 1) -> bool:
@@ -130,22 +131,22 @@ def _room_for_weight(x: Tensor, conv: nn.Conv2d) -> Tensor:
     return torch.empty(size, dtype=w.dtype, device=w.device, memory_format=torch.channels_last)
 
 
-def _faster(what: str, x: Tensor, conv: nn.Conv2d, *ways: Callable[[], Tensor]) -> Tensor:
+def by_fastest(what: str, x: Tensor, weight: Tensor, *ways: Callable[[], Result]) -> Result:
     """The result of the way that was fastest for this shape."""
-    return ways[fastest(what, x, conv, *ways)]()
+    return ways[fastest(what, x, weight, *ways)]()
 
 
-def fastest(what: str, x: Tensor, conv: nn.Conv2d, *ways: Callable[[], Any], in_graph: bool | None = None) -> int:
+def fastest(what: str, x: Tensor, weight: Tensor, *ways: Callable[[], Any], in_graph: bool | None = None) -> int:
     """Which way was fastest for this shape; the last one where nothing may be measured.
 
     in_graph: as for `_seconds`; None: if the results are small.
     """
-    key = (what, x.shape, conv.weight.shape, x.dtype, x.device)
+    key = (what, x.shape, weight.shape, x.dtype, x.device)
     if key not in _chosen:
         last = len(ways) - 1
         if not (x.is_cuda and torch.backends.cudnn.benchmark) or torch.cuda.is_current_stream_capturing():
             return last
-        kept, name = choices_of(x.device), f"{what} {tuple(x.shape)} {tuple(conv.weight.shape)} {x.dtype}"
+        kept, name = choices_of(x.device), f"{what} {tuple(x.shape)} {tuple(weight.shape)} {x.dtype}"
         before = kept.find(name)
         if isinstance(before, int) and 0 <= before <= last:
             _chosen[key] = before
@@ -158,7 +159,7 @@ def fastest(what: str, x: Tensor, conv: nn.Conv2d, *ways: Callable[[], Any], in_
             return last
         if in_graph is None:
             pixels = x.numel() // x.shape[1]
-            in_graph = pixels * max(conv.in_channels, conv.out_channels) * x.element_size() <= SMALL_BYTES
+            in_graph = pixels * max(x.shape[1], weight.shape[0]) * x.element_size() <= SMALL_BYTES
         seconds = [_seconds(way, in_graph=in_graph) for way in ways]
         _chosen[key] = seconds.index(min(seconds))
         kept.keep(name, _chosen[key])

@@ -30,7 +30,6 @@ from typing import Any
 MAX_WORKERS = 12
 SPARED_CORES = 3  # for the process that is setting up a run meanwhile
 PATIENCE_S = 60.0  # for one kernel; the largest take a few seconds
-ENDING_S = 0.5
 MODULES = ("torch", "triton", "hyperbatch.kernels.norm", "hyperbatch.kernels.norm.unit", "hyperbatch.kernels.muon")
 _LENGTH = struct.Struct("<I")
 
@@ -73,14 +72,12 @@ class Workers:
         return False
 
     def close(self) -> None:
-        """They end at once, or when they have finished what they are at; nobody waits for that."""
+        """They end at once, or when they have finished what they are at; nobody waits for that. With warm caches their
+        parent may still be importing."""
         for worker in self._sockets:
             worker.close()
-        try:
-            self._parent.wait(ENDING_S)
-        except subprocess.TimeoutExpired:  # it may still be importing
-            self._parent.kill()
-            self._parent.wait()
+        self._parent.kill()
+        self._parent.wait()
 
 
 def start() -> None:

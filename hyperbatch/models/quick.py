@@ -1,6 +1,7 @@
 """Quicker forms of layers that others' models are made of, in the place where they stand.
 
     Conv2d, kernel = stride    ->  patches as rows, and one matrix product      stems, patch embeddings, downsampling
+    Conv2d, depthwise          ->  kernels of ours, where they are faster       `models/depthwise.py`
     Mlp: fc1, GELU             ->  LinearGelu, Identity                         transformers, ConvNeXt
     Block: x + f(norm(x))      ->  residual sums and norms in one operation     transformers
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hyperbatch.kernels.conv import fastest
+from hyperbatch.models.depthwise import DepthwiseConv2d, is_depthwise
 from hyperbatch.models.gelu import LinearGelu
 from hyperbatch.models.layers import Conv2d, LayerNorm, Linear, as_dtype
 from hyperbatch.models.residual import QuickBlock, quick_timm_block
@@ -52,7 +54,7 @@ class PatchConv2d(Conv2d):
         ways = super().forward, self._by_patches
         trials = (partial(self._try, way, input) for way in ways)
         what = "patches and their gradient" if input.requires_grad else "patches"
-        return ways[fastest(what, input, self, *trials, in_graph=False)](input)
+        return ways[fastest(what, input, self.weight, *trials, in_graph=False)](input)
 
     def _by_patches(self, input: Tensor) -> Tensor:
         down, across = self.kernel_size
@@ -87,6 +89,8 @@ def quicken(model: nn.Module) -> nn.Module:
             _fuse_gelu(module)
         elif _class_of(module) in (_BLOCK, _TIMM_BLOCK):
             _fuse_norms(module)
+        elif is_depthwise(module):
+            module.__class__ = DepthwiseConv2d
     return model
 
 

@@ -3,8 +3,8 @@
     hyperbatch train ... --model injector:model        with FAULTS=FOLDER in the environment of the ranks
 
 FOLDER/plan.json is a list of `Fault`s. A fault is made once all before it have been. FOLDER/events.jsonl is what
-happened when: {"event": "step", "step": 12, "time": ..., "rank": 0, "pid": ...}, "fault" with its number, "set-up". The
-model is the one that the `digits` recipe trains.
+happened when: {"event": "step", "step": 12, "time": ..., "rank": 0, "pid": ...}, "fault" with its number, "joined" with
+the time at which the process began, "set-up". The model is the one that the `digits` recipe trains.
 """
 
 from __future__ import annotations
@@ -129,6 +129,12 @@ class Injector:
 ELSEWHERE = ("kill in write", "kill in evaluation", "kill in set-up")
 
 
+def began_at() -> float:
+    """When this process was started, by the clock of time.time()."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
 def damage(path: Path, draw: float, *, torn: bool) -> None:
     size = path.stat().st_size
     if torn:
@@ -209,6 +215,7 @@ def model(classes: int, in_channels: int) -> Any:
     if "FAULTS" in os.environ:
         injector = Injector(Path(os.environ["FAULTS"]))
         install(injector)
+        injector.note("joined", began=began_at())
         if found := injector.due(1 << 60, "kill in set-up"):
             injector.made(found[0], 0)
             os.kill(os.getpid(), signal.SIGKILL)

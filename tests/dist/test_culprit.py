@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -74,7 +75,7 @@ def test_a_rank_that_is_stopped_ends_the_run_and_its_process_goes_with_it(tmp_pa
     assert "rank 1 has not responded for" in last_line(done)
     assert "continues from the newest checkpoint" in last_line(done)
     assert RunRecord.load(tmp_path / "run").error.startswith("rank 1 has not responded")
-    check_places(tmp_path / "run", done, "rank 1: ")  # as of its last beat
+    check_silent(tmp_path / "run", done, "rank 1: ")  # as of its last beat
     print(f"from the stop to the end: {seconds - start_s:.1f} s")  # for a person: 6 s, and less than 5 s more
 
 
@@ -84,7 +85,7 @@ def test_a_hang_shows_where_each_rank_is(tmp_path):
     assert done.returncode == 1
     assert last_line(done).startswith("hyperbatch: rank 1 has made no progress for ")
     assert "(step and phase: step 5, forward pass)" in last_line(done)
-    check_places(tmp_path / "run", done, "rank 1: step 5, forward pass, for ")
+    check_silent(tmp_path / "run", done, "rank 1: step 5, forward pass, for ")
 
 
 @pytest.mark.parametrize(("where", "rank"), [("evaluation", 1), ("checkpoint", 1), ("write", 0)])
@@ -93,7 +94,9 @@ def test_a_rank_that_is_stopped_elsewhere_ends_the_run_too(tmp_path, where, rank
     done, _ = train(tmp_path / "run", "stopped", "--timeout-s", "6", FAULT_IN=where, FAULT_RANK=str(rank))
     assert done.returncode == 1
     assert f"hyperbatch: rank {rank} has not responded for" in last_line(done)
-    places = RunRecord.load(tmp_path / "run").failure["places"]
+    failure = RunRecord.load(tmp_path / "run").failure
+    assert (failure["rank"], failure["host"]) == (rank, socket.gethostname())
+    places = failure["places"]
     assert all(line in done.stderr for line in places)
     phase = "evaluation, exchange" if where == "evaluation" else ""
     others = [line for line in places if not line.startswith(f"rank {rank}")]
@@ -106,7 +109,9 @@ def test_a_hang_in_an_evaluation_or_a_checkpoint_is_named(tmp_path, where, rank)
     """And torch's flight recorder says what the others wait in."""
     done, _ = train(tmp_path / "run", "hanging", "--timeout-s", "6", FAULT_IN=where, FAULT_RANK=str(rank))
     assert done.returncode == 1
-    places = RunRecord.load(tmp_path / "run").failure["places"]
+    failure = RunRecord.load(tmp_path / "run").failure
+    assert (failure["rank"], failure["host"]) == (rank, socket.gethostname())
+    places = failure["places"]
     assert last_line(done).startswith(f"hyperbatch: rank {rank} has made no progress for ")
     assert f", {'evaluation, batch 1' if where == 'evaluation' else 'checkpoint'})" in last_line(done)
     assert "; its last collective was gloo:" in places[rank]
@@ -135,8 +140,10 @@ def test_rank_0_that_is_stopped_with_the_store_of_all_ends_the_run(tmp_path):
     assert ranks[1].returncode == 1
 
 
-def check_places(run, done, second):
-    places = RunRecord.load(run).failure["places"]
+def check_silent(run, done, second):
+    failure = RunRecord.load(run).failure
+    assert [failure[name] for name in ("rank", "host", "step")] == [1, socket.gethostname(), 5]
+    places = failure["places"]
     assert [place.partition(":")[0] for place in places] == ["rank 0", "rank 1", "rank 2"]
     assert places[0].startswith("rank 0: step 5, gradient exchange, group ")
     assert places[1].startswith(second)

@@ -214,7 +214,14 @@ def is_silent(rank, folder, port):
 def test_a_rank_that_is_silent_is_named(tmp_path):
     run_ranks(2, is_silent, tmp_path, free_port(), may_die=[0, 1])
     assert message(tmp_path, 0).startswith("rank 1 has not responded for")
-    assert RunRecord.load(tmp_path / "run").error == message(tmp_path, 0)
+    check_culprit(tmp_path / "run", message(tmp_path, 0))
+
+
+def check_culprit(run, message):
+    """Rank 1 was in its third step."""
+    record = RunRecord.load(run)
+    assert record.error == record.failure["message"] == message
+    assert [record.failure[name] for name in ("rank", "host", "step")] == [1, socket.gethostname(), 3]
 
 
 NCCL = "NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network error\nncclRemoteError: Last"
@@ -249,7 +256,7 @@ def test_an_exchange_that_fails_names_the_rank_that_was_killed(tmp_path):
     words = json.loads((tmp_path / "rank-0.json").read_text())
     assert words["message"] == line
     assert "traceback" not in words
-    assert RunRecord.load(tmp_path / "run").error == line
+    check_culprit(tmp_path / "run", line)
 
 
 def test_an_exchange_that_fails_among_living_ranks_keeps_its_error(tmp_path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,13 +18,13 @@ import torch.distributed as dist
 from harness import run_ranks
 
 from hyperbatch.comm import Heartbeat
-from hyperbatch.comm.heartbeat import _name_of
+from hyperbatch.comm.heartbeat import Words, _name_of
 
 
-def beat(rank: int, path: str, end: str) -> tuple[list[str], float]:
+def beat(rank: int, path: str, end: str) -> tuple[list[Words], float]:
     """What this rank was told, and after how long."""
     store = dist.FileStore(path, 3)
-    told: list[str] = []
+    told: list[Words] = []
     start = time.monotonic()
     heart = Heartbeat(store, rank, 3, timeout_s=1.0, interval_s=0.1, on_lost=told.append)
     with heart:
@@ -45,7 +47,8 @@ def test_a_lost_rank_is_known_to_all_and_one_that_left_is_not_missed(end: str) -
     for told, seconds in (results[0], results[2]):
         if end == "killed":
             assert len(told) == 1
-            assert told[0].startswith("rank 1 has not responded")
+            assert told[0]["message"].startswith("rank 1 has not responded")
+            assert (told[0]["rank"], told[0]["host"]) == (1, socket.gethostname())
             assert seconds < 12, "1.5 s of life, 1 s of silence, and room for a busy machine"
         else:
             assert told == []
@@ -77,7 +80,7 @@ def end_without_a_word(heart: Heartbeat) -> None:
 
 def test_only_a_rank_that_stopped_without_a_word_is_silent() -> None:
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    told: list[str] = []
+    told: list[Words] = []
     hearts = [Heartbeat(master.clone(), rank, 4, interval_s=0.3, on_lost=told.append) for rank in range(4)]
     for heart in hearts[:3]:
         heart.start()
@@ -90,6 +93,18 @@ def test_only_a_rank_that_stopped_without_a_word_is_silent() -> None:
     hearts[0].stop()
     hearts[3].stop()
     assert told == []
+
+
+def test_who_knows_the_reason_already_does_not_wait_for_beats() -> None:
+    """At this interval it would wait for an hour."""
+    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    told: list[Words] = []
+    hearts = [Heartbeat(master.clone(), rank, 2, interval_s=1200.0, on_lost=told.append).start() for rank in range(2)]
+    assert hearts[1].fail({"message": "no memory"})
+    assert hearts[0].silent() == [1]
+    assert hearts[0].heard() == {"message": "no memory"}
+    for heart in hearts:
+        heart.stop()
 
 
 def test_nobody_is_silent_when_the_store_has_gone() -> None:
@@ -111,14 +126,14 @@ def test_a_store_that_never_answers_is_given_up() -> None:
     server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False, timeout=timedelta(seconds=5))
-    told: list[str] = []
+    told: list[Words] = []
     lost = threading.Event()
     heart = Heartbeat(
-        store, 1, 2, timeout_s=1.0, interval_s=0.1, keeper=0, on_lost=lambda line: (told.append(line), lost.set())
+        store, 1, 2, timeout_s=1.0, interval_s=0.1, keeper=0, on_lost=lambda words: (told.append(words), lost.set())
     )
-    store.set("hyperbatch-heartbeat/process-0", _name_of(server.pid))
+    store.set("hyperbatch-heartbeat/process-0", json.dumps([_name_of(server.pid), "a host"]))
     with heart:
-        while not heart._keeper_name:
+        while not heart._keeper_process.name:
             time.sleep(0.05)
         server.send_signal(signal.SIGSTOP)
         assert lost.wait(30)
@@ -126,8 +141,9 @@ def test_a_store_that_never_answers_is_given_up() -> None:
         assert heart.heard() == told[0]
         assert heart.places() == []
         assert heart.silent() == []
-    (line,) = told
-    assert line.startswith("rank 0, which keeps the store, has not responded for 1.")
+    (words,) = told
+    assert words["message"].startswith("rank 0, which keeps the store, has not responded for 1.")
+    assert (words["rank"], words["host"]) == (0, "a host")
     server.stdout.close()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -13,13 +15,15 @@ from PIL import Image
 from hyperbatch.config import BatchPhase, DataConfig
 from hyperbatch.data import augment, stream, trivial
 from hyperbatch.data.buffers import copy_to_device
-from hyperbatch.data.decode import decode_full, decode_view, gpu_can_decode
+from hyperbatch.data.decode import decode_full, decode_view, gpu_frame
 from hyperbatch.data.decoders import brightness_difference, measured_decoder
-from hyperbatch.data.gpu import nvjpeg
+from hyperbatch.data.gpu import hardware, maker, nvjpeg
+from hyperbatch.data.gpu.hardware import HardwareDecoder, hardware_decoder, load_api
+from hyperbatch.data.gpu.jpegs import JpegFiles
 from hyperbatch.data.gpu.render import render_reference, view_table
 from hyperbatch.data.host import write_array_views
 from hyperbatch.data.loader import TrainLoader, eval_batches
-from hyperbatch.data.source import ArraySource, EncodedSource
+from hyperbatch.data.source import ArraySource, EncodedSource, open_data
 from hyperbatch.schedule import resolve_phases, steps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -104,26 +108,174 @@ def test_the_kernel_equals_its_reference(dtype, size):
         assert np.abs(out[i].double().cpu().numpy() - expected).max() < tolerance
 
 
+def gpu_files(contents):
+    """Those that the GPU may decode, in pinned memory."""
+    kept = [(data, gpu_frame(data)) for data in contents]
+    return JpegFiles.collect({i: file for i, file in enumerate(kept) if file[1] is not None}, pin=True)
+
+
+def by_torchvision(files):
+    """Each file alone."""
+    pixels = [nvjpeg.decode_batch([data], CUDA)[0] for data in files.contents()]
+    torch.cuda.synchronize()
+    return pixels
+
+
 def test_nvjpeg_decodes_as_the_cpu_does(source):
     """Brightness within rounding everywhere; colours too where they are not subsampled."""
-    kept = [i for i, data in enumerate(source.files) if gpu_can_decode(data)]
-    files = [torch.frombuffer(bytearray(source.files[i]), dtype=torch.uint8) for i in kept]
-    decoded = nvjpeg.decode_batch(files, CUDA)
+    files = gpu_files(source.files)
+    decoded = nvjpeg.decode_files(files, CUDA)
     torch.cuda.synchronize()  # hardware decoders have been seen to run past their stream
-    for i, pixels in zip(kept, decoded, strict=True):
-        expected, ours = decode_full(source.files[i], ""), pixels.permute(1, 2, 0).cpu().numpy()
+    for place, i in enumerate(files.rows.tolist()):
+        expected, ours = decode_full(source.files[i], ""), decoded.pixels(place).permute(1, 2, 0).cpu().numpy()
         assert brightness_difference(ours, expected) < 1.5
         if i % 4 == 1 or i == 5:  # all colours, or grey
             assert np.abs(ours.astype(int) - expected).mean() < 1
 
 
-def test_a_busy_device_changes_no_pixel(source):
-    calm, calm_labels, _ = batches(source, CONFIG)
+@pytest.fixture(scope="module")
+def units():
+    decoder = hardware_decoder(CUDA)
+    if decoder is None:
+        assert torch.cuda.get_device_capability(CUDA) not in ((8, 0), (9, 0)), "A100 and H100 have decoding units"
+        pytest.skip("this GPU has no decoding units")
+    return decoder
+
+
+@pytest.fixture(scope="module")
+def assorted():
+    """Files of many kinds and sizes, down to one pixel; some are progressive or have restart markers."""
+    kinds = [{}, {"subsampling": 0}, {"subsampling": 1}, {"progressive": True}, {"restart_marker_blocks": 3}]
+    sizes = [(500, 375), (375, 500), (341, 256), (97, 101), (33, 17), (16, 16), (15, 9), (8, 1), (1, 8), (1, 1)]
+    files = [encoded(photo(*size, i), **kind) for i, (size, kind) in enumerate(itertools.product(sizes, kinds))]
+    files += [encoded(photo(*size).convert("L")) for size in sizes] + [encoded(photo(2600, 1900))]
+    return gpu_files([files[i] for i in np.random.default_rng(0).permutation(len(files))])
+
+
+@pytest.mark.parametrize("callers", [1, 2, 3])
+def test_the_decoding_units_give_torchvisions_pixels(units, assorted, callers):
+    decoder = units if callers == 1 else HardwareDecoder(load_api(), CUDA, callers=callers)
+    expected = by_torchvision(assorted)
+    taken = decoder.takes(assorted)
+    assert taken.any()
+    assert not taken.all()  # not the progressive ones
+    for _ in range(3):
+        decoded = nvjpeg.decode_with(decoder, assorted, CUDA)
+        torch.cuda.synchronize()
+        for i, pixels in enumerate(expected):
+            assert torch.equal(decoded.pixels(i), pixels), (assorted.table[i].tolist(), bool(taken[i]))
+
+
+def test_nothing_is_written_between_the_images(units, assorted, monkeypatch):
+    blank = hardware.room_for
+
+    def marked(sizes, device):
+        room = blank(sizes, device)
+        for piece in room.memory:
+            piece.fill_(0xA5)
+        torch.cuda.synchronize()
+        return room
+
+    monkeypatch.setattr(hardware, "room_for", marked)
+    decoded = units.decode(assorted.take(units.takes(assorted)))
+    for i in range(len(decoded.images)):
+        decoded.pixels(i).fill_(0xA5)
+    for piece in decoded.memory:
+        assert bool((piece == 0xA5).all())
+
+
+def test_a_broken_file_harms_no_other(units, assorted):
+    """Its batch fails or shows what torchvision shows; the files beside it, and the batches after it, are right."""
+    good = assorted.take(np.flatnonzero(units.takes(assorted))[:12])
+    expected = by_torchvision(good)
+    for damage in ("codes", "scan", "tables"):
+        data = bytearray(encoded(photo(500, 375, 7)))
+        scan = data.index(b"\xff\xda")
+        if damage == "codes":  # a scan that names codes which are not there
+            data[scan + 6] = 0x33
+        elif damage == "scan":
+            data[scan + 2000 : scan + 4000] = bytes(2000)
+        else:
+            place = data.index(b"\xff\xc4")
+            data[place + 5 : place + 21] = b"\xff" * 16
+        frame = gpu_frame(bytes(data))
+        assert frame is not None  # it reaches the GPU
+        broken = JpegFiles.collect({99: (data, frame)}, pin=True)
+        for order in ([broken, good], [good, broken]):
+            try:
+                decoded = nvjpeg.decode_files(JpegFiles.join(order), CUDA)
+            except RuntimeError:
+                continue
+            torch.cuda.synchronize()
+            first = 1 if order[0] is broken else 0
+            for i, pixels in enumerate(expected):
+                assert torch.equal(decoded.pixels(first + i), pixels), damage
+        decoded = nvjpeg.decode_files(good, CUDA)
+        torch.cuda.synchronize()
+        for i, pixels in enumerate(expected):
+            assert torch.equal(decoded.pixels(i), pixels), damage
+
+
+def test_thousands_of_batches_beside_a_busy_device(units, source):
+    """The same pixels each time, and no memory that grows, in torch's allocator or outside it."""
+    files = gpu_files(source.files)
+    files = files.take(units.takes(files))
+    expected = by_torchvision(files)
+    rng = np.random.default_rng(0)
+    weight, stop = torch.randn(2048, 2048, device=CUDA, dtype=torch.bfloat16), threading.Event()
+
+    def load():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not stop.is_set():
+                for _ in range(50):
+                    torch.mm(weight, weight)
+                torch.cuda.current_stream().synchronize()
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    used = []
+    try:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for batch in range(2000):
+                chosen = rng.permutation(len(files))[:24]
+                decoded = units.decode(files.take(chosen))
+                if batch % 20 == 0:
+                    for i, file in enumerate(chosen.tolist()):
+                        assert torch.equal(decoded.pixels(i), expected[file])
+                torch.cuda.current_stream().synchronize()  # before the memory is written again
+                if batch in (500, 1999):
+                    free, total = torch.cuda.mem_get_info(CUDA)
+                    used.append(total - free)
+    finally:
+        stop.set()
+        thread.join()
+    assert used[1] - used[0] <= 64 << 20  # others may use the device, too
+
+
+@pytest.mark.parametrize("policy", ["none", "trivial"])
+def test_a_busy_device_changes_no_pixel(source, policy):
+    """With operations on grey levels, too, whose large intermediate results come and go beside the decoder's memory."""
+    config = dataclasses.replace(CONFIG, auto_augment=policy)
+    calm, calm_labels, _ = batches(source, config)
     for _ in range(2):
-        busy, labels, loader = batches(source, CONFIG, busy=True)
+        busy, labels, loader = batches(source, config, busy=True)
         assert torch.equal(busy, calm)
         assert torch.equal(labels, calm_labels)
     assert loader.bad_samples == []
+
+
+def test_reading_processes_give_the_batches_of_threads(source, tmp_path, monkeypatch):
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        for i, data in enumerate(source.files):
+            (tmp_path / split / "a" / f"{i:02}.jpg").write_bytes(data)
+    folder, _ = open_data(DataConfig(data=str(tmp_path)))
+    expected, labels, _ = batches(folder, CONFIG)
+    monkeypatch.setattr(maker, "_WORTH_PROCESSES", 1)
+    ours, ours_labels, loader = batches(folder, CONFIG, busy=True)
+    assert loader.bad_samples == []
+    assert torch.equal(ours, expected)
+    assert torch.equal(ours_labels, labels)
 
 
 def test_training_batches_show_what_the_cpu_shows(source):

@@ -8,20 +8,22 @@ WAITS = Place(phase="gradient exchange", step=5, group=2, waits=True, must_go_on
 
 def test_a_rank_that_waits_for_nobody_is_named():
     assert who_hangs({0: (WAITS, 6.0), 1: (BUSY, 6.1), 2: (WAITS, 5.9)}) == (
-        "rank 1 has made no progress for 6.1 s (step and phase: step 5, forward pass)"
+        1,
+        "rank 1 has made no progress for 6.1 s (step and phase: step 5, forward pass)",
     )
 
 
 def test_a_rank_that_is_behind_is_named_although_it_waits():
     """Others wait for it in a later step."""
     behind = Place(phase="gradient exchange", step=4, group=0, waits=True)
-    assert who_hangs({0: (WAITS, 6.0), 3: (behind, 7.0)}).startswith(
-        "rank 3 has made no progress for 7.0 s (step and phase: st"
-    )
+    rank, line = who_hangs({0: (WAITS, 6.0), 3: (behind, 7.0)})
+    assert rank == 3
+    assert line.startswith("rank 3 has made no progress for 7.0 s (step and phase: st")
 
 
 def test_ranks_that_wait_for_each_other_are_all_named():
-    line = who_hangs(dict.fromkeys(range(10), (WAITS, 6.0)))
+    rank, line = who_hangs(dict.fromkeys(range(10), (WAITS, 6.0)))
+    assert rank == 0
     assert line.startswith("ranks 0, 1, 2, 3, 4, 5, 6, 7, ...: the first of them has made no progress for 6.0 s")
     assert "gradient exchange, group 2" in line
 

@@ -39,6 +39,13 @@ def figures():
         f"{min(times):.1f} to {max(times):.1f} s",
         f"{mean(cifar10, 'top1') * 100:.2f} % in {mean(cifar10, 'run_s'):.3f} s",
         f"{ours:,.0f} img/s; torch.compile {compiled:,.0f}",
+        "{:,.0f} and {:,.0f} img/s; torch.compile {:,.0f} and {:,.0f}".format(
+            *(
+                timms[f"batch 256 / {name}"]
+                for name in ("hyperbatch compiled, graph", "torch.compile reduce-overhead")
+                for timms in (rows("step_vit_s16_h200"), rows("step_convnext_t_h200"))
+            )
+        ),
         f"{lars['resnet50 / hyperbatch arena float32 / graph']:.3f} ms; "
         f"timm's Lars {lars['resnet50 / peer timm Lars / graph']:.1f} ms",
         f"{data['hyperbatch, folder, nvjpeg']:,.0f} img/s; DataLoader {data['DataLoader, folder, Pillow']:,.0f}",

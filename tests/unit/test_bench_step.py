@@ -363,11 +363,13 @@ def test_generated_files_are_measured_in_every_form(monkeypatch):
         "batch 2 / synthetic",
         "batch 2 / files to weights",
         "batch 2 / shards of 256 px to weights",
+        "batch 2 / decoded shards of 256 px to weights",
         "batch 2 / pixels of 256 px kept in host memory",
     ]
-    _, files, shards, kept = (row["data"] for row in report["rows"])
+    _, files, shards, decoded, kept = (row["data"] for row in report["rows"])
     assert files.startswith("8 files of 500x375 px")
     assert shards.startswith("8 files of 341x256 px")
+    assert decoded == "8 files of 341x256 px and 262 kB on average"  # three bytes a pixel
     assert kept == shards
     assert "x synthetic" in format_result(report)
 

@@ -131,7 +131,7 @@ class Chooser:
         x = SimpleNamespace(is_cuda=True, shape=(rows, 6), dtype=torch.float16, device="cuda:0")
         x.numel, x.element_size = lambda: rows * 6, lambda: 2
         conv = make(*PRODUCT)[0]
-        return convolution._faster(what, x, conv, lambda: 0, lambda: 1)  # type: ignore[arg-type]
+        return convolution.by_fastest(what, x, conv.weight, lambda: 0, lambda: 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("rows", "in_graph"), [(8, True), (1 << 26, False)])
@@ -193,7 +193,7 @@ def test_while_kernels_are_compiled_every_way_runs_once_unmeasured(monkeypatch):
     x = SimpleNamespace(is_cuda=True, shape=(8, 6), dtype=torch.float16, device="cuda:0")
     ways = (lambda: ran.append("cudnn"), lambda: ran.append("product"))
     monkeypatch.setattr(convolution, "is_compiling", lambda: True)
-    convolution._faster("convolve", x, make(*PRODUCT)[0], *ways)  # type: ignore[arg-type]
+    convolution.by_fastest("convolve", x, make(*PRODUCT)[0].weight, *ways)  # type: ignore[arg-type]
     assert ran == ["cudnn", "product"]
     assert chooser.measured == 0
     assert not convolution._chosen

@@ -1,13 +1,18 @@
 """A JPEG is decoded down to the last row that a crop needs: the same pixels as from all of it."""
 
 import io
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from hyperbatch.data import decode
 from hyperbatch.data.augment import View
+from hyperbatch.data.resize import mirrored, read_backwards, resize_box
 from hyperbatch.data.source import BadSample
 
 simplejpeg = pytest.importorskip("simplejpeg")
@@ -25,8 +30,8 @@ def jpeg(image, **options):
     return file.getvalue()
 
 
-def view(data, box, size=96):
-    return decode.decode_view(data, "here", lambda w, h: View(box), size, decoder="simplejpeg", exact=False)
+def view(data, box, size=96, **more):
+    return decode.decode_view(data, "here", lambda w, h: View(box, **more), size, decoder="simplejpeg", exact=False)
 
 
 @pytest.fixture
@@ -60,13 +65,31 @@ def test_the_pixels_are_those_of_the_whole_image(kind, bottom, decoded_rows):
     box = (17.0, 5.0, 181.0, bottom)
     ours = view(bytearray(data), box)
     np.testing.assert_array_equal(ours, view(data, box))  # what is not ours to change is decoded as it is
-    assert decoded_rows == [min(200, int(np.ceil(bottom)) + 16), 200]
+    assert decoded_rows == [min(200, int(np.ceil(bottom)) + 2), 200]
 
 
 def test_grey_images(decoded_rows):
     data = jpeg(photograph(240, 200).convert("L"))
     np.testing.assert_array_equal(view(bytearray(data), (0, 0, 100, 90)), view(data, (0, 0, 100, 90)))
-    assert decoded_rows == [106, 200]
+    assert decoded_rows == [92, 200]
+
+
+@pytest.mark.parametrize("colors", ["444", "422", "420", "440", "411", "Gray"])
+def test_two_more_rows_are_enough_at_every_edge_and_scale(colors):
+    """Noise, so that each colour differs from its neighbours; all edges, so that those of blocks are among them."""
+    width, height = 40, 70
+    noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    form = {"colorspace": "Gray"} if colors == "Gray" else {"colorsubsampling": colors}
+    data = simplejpeg.encode_jpeg(noise[:, :, :1].copy() if colors == "Gray" else noise, 90, **form)
+    buffer = np.empty(noise.size, np.uint8)
+    for eighths in (1, 2, 3, 4, 8):
+        whole = decode._upper_rows(data, eighths, width, height, height, buffer, "RGB")[0].copy()
+        for bottom in range(1, height):
+            rows = bottom + -(-16 // eighths)
+            upper, _ = decode._upper_rows(bytearray(data), eighths, width, height, rows, buffer, "RGB")
+            needed = -(-bottom * eighths // 8)
+            np.testing.assert_array_equal(upper[:needed], whole[:needed])
+            assert len(upper) <= needed + 3
 
 
 @pytest.mark.parametrize("size", [32, 64, 100, 200])
@@ -116,3 +139,38 @@ def test_damaged_files_are_judged_as_before():
         assert isinstance(ours, str) == isinstance(before, str)
         refused += isinstance(ours, str)
     assert 0 < refused < 60
+
+
+@pytest.mark.parametrize("size", [7, 54, 100, 224, 300])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_a_mirrored_view_is_the_view_from_right_to_left(size, mode):
+    """Of files, which are then decoded as BGR, and of pixels."""
+    image, box = photograph(240, 200).convert(mode), (17.0, 5.0, 181.0, 190.0)
+    file = bytearray(jpeg(image))
+    np.testing.assert_array_equal(view(file, box, size, flip=True), view(file, box, size)[:, ::-1])
+    pixels = np.asarray(image.convert("RGB"))
+    plain, turned = (
+        decode.resized_view(pixels, View(box, flip=flip), size, full_size=image.size) for flip in (False, True)
+    )
+    np.testing.assert_array_equal(turned, plain[:, ::-1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads that Linux lists")
+def test_views_start_no_threads_of_torch():
+    """Each of the loader's threads would get as many as there are cores, which spin between two images."""
+
+    def threads_started():
+        torch.set_num_threads(2)  # as if nobody had said OMP_NUM_THREADS=1
+        counts = [len(os.listdir("/proc/self/task"))]
+        resized = lambda pixels: resize_box(pixels, (3, 0, 384, 384), 300)  # noqa: E731
+        for change in (resized, mirrored, read_backwards, lambda pixels: torch.from_numpy(pixels).flip(1)):
+            change(pixels)
+            counts.append(len(os.listdir("/proc/self/task")))
+        return np.diff(counts).tolist()
+
+    pixels, before = np.zeros((384, 384, 3), np.uint8), torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(threads_started).result() == [0, 0, 0, 1]
+    finally:
+        torch.set_num_threads(before)

@@ -25,6 +25,7 @@ from hyperbatch.data.augment import View
 from hyperbatch.data.batch import BatchPlan
 from hyperbatch.data.cache import DeviceCache, PixelCache
 from hyperbatch.data.decode import decode_full, gpu_can_decode, render_array
+from hyperbatch.data.gpu.jpegs import Decoded
 from hyperbatch.data.gpu.maker import DeviceMaker
 from hyperbatch.data.gpu.reader_pool import ReaderPool
 from hyperbatch.data.gpu.render import render_reference, view_table
@@ -91,17 +92,24 @@ def eval_plan(n, padding):
     return BatchPlan(ids=ids, epochs=None, uniforms=None, size=8, padding=padding)
 
 
+def without_codes(data):
+    """The JPEG with a scan that names Huffman codes it does not have: it looks whole, but no decoder can read it."""
+    data = bytearray(data)
+    data[data.index(b"\xff\xda") + 6] = 0x33
+    return bytes(data)
+
+
 def decode_on_the_cpu(files, device):
     """Stands for the GPU's decoder: the same shapes and layout, and RuntimeError for the lot when one is broken."""
     found = []
-    for file in files:
+    for file in files.contents():
         try:
             assert file[100] != 0xAB
             pixels = decode_full(file.numpy().tobytes(), "")
         except (AssertionError, BadSample) as error:
             raise RuntimeError("Error while decoding JPEG images") from error
         found.append(torch.from_numpy(pixels.transpose(2, 0, 1).copy()))
-    return found
+    return Decoded.of(found)
 
 
 def device_maker(source, config=CONFIG, *, decoder="nvjpeg", cache=None, dtype=torch.float32, processes=False):
@@ -256,7 +264,7 @@ def test_arrays_go_through_the_same_kernel(augmentation):
 @pytest.mark.parametrize("decoder", ["nvjpeg", "pillow"])
 def test_evaluation_pads_masks_and_shows_unreadable_images_black(decoder):
     source = Files(broken=(3,))
-    source.files[1] = source.files[1][:200] + b"\xab" * 40 + b"\xff\xd9"  # looks whole, but no decoder can read it
+    source.files[1] = without_codes(source.files[1])
     plan = eval_plan(8, padding=2)
     (ours, bad), (theirs, _) = (
         made(maker, plan)[0]
@@ -280,8 +288,7 @@ def test_bad_files_are_replaced_as_on_the_host():
     data = bytearray(source.files[1])
     data[100] = 0xAB
     source.files[1] = bytes(data)
-    # And one that both find broken, though it looks whole.
-    source.files[5] = source.files[5][:200] + b"\xab" * 40 + b"\xff\xd9"
+    source.files[5] = without_codes(source.files[5])  # which both find broken
     plan = planned(source, CONFIG)
     ours, bad = made(device_maker(source), plan)[0]
     theirs, host_bad = made(HostMaker(source, CONFIG, device=CPU, dtype=torch.float32, decoder="pillow"), plan)[0]

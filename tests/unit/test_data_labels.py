@@ -404,13 +404,12 @@ def test_one_split_of_an_archive_is_packed(tmp_path):
         pack(path, tmp_path / "other")
 
 
-def test_samples_of_an_archive_are_known_by_their_names_wherever_it_lies(tmp_path):
+def test_samples_of_a_folder_or_archive_are_known_by_their_names_wherever_it_lies(tmp_path):
     files, _, _ = folder_set()
-    lists = []
-    for name in ("one.tar", "two.tar.gz"):
-        train, _ = open_data(DataConfig(data=str(files.tar(tmp_path / name))))
-        lists.append(sample_list(train))
-    assert lists[0] == lists[1]
+    inner = folder_set(prefix="top/")[0]
+    paths = [files.folder(tmp_path / "folder"), files.tar(tmp_path / "one.tar"), inner.tar(tmp_path / "two.tar.gz")]
+    lists = [sample_list(open_data(DataConfig(data=str(path)))[0]) for path in [*paths, inner.zip(tmp_path / "3.zip")]]
+    assert {(one.order, one.members) for one in lists} == {(lists[0].order, lists[0].members)}
     renamed = Files({path.replace("train/a/0", "train/a/5"): data for path, data in files.items()})
     train, _ = open_data(DataConfig(data=str(renamed.tar(tmp_path / "three.tar"))))
     assert sample_list(train).members != lists[0].members

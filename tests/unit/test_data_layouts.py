@@ -7,16 +7,19 @@ import sys
 import tarfile
 import zipfile
 
+import pages
 import pytest
 from layout_files import Files, cache, folder_set, images, is_read, jpeg, message
 
 from hyperbatch.cli import main
+from hyperbatch.config import DataConfig
 from hyperbatch.data import kept
 from hyperbatch.data.layouts import recognise
 from hyperbatch.data.source import BadSample, check_data, open_data, open_eval
 
 pytestmark = pytest.mark.usefixtures("cache")
 __all__ = ("cache",)  # a fixture is used by its name
+DOCS = pages.ROOT / "docs" / "data.md"
 
 
 # --- image folders
@@ -373,3 +376,26 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
     for split in ("train", "test"):
         (tmp_path / f"{split}-0.parquet").write_bytes(b"PAR1")
     assert "pip install 'hyperbatch[parquet]'" in message(tmp_path)
+
+
+# --- any other store, by a callable
+
+
+def test_the_documented_reader_of_lmdb(tmp_path, monkeypatch):
+    lmdb = pytest.importorskip("lmdb")
+    pictures = {"train": [jpeg(20 * i) for i in range(6)], "val": [jpeg(100), jpeg(200)]}
+    labels = {"train": [0, 1, 1, 0, 1, 0], "val": [1, 0]}
+    (tmp_path / "set").mkdir()
+    for split in ("train", "val"):
+        with lmdb.open(str(tmp_path / "set" / split)) as env, env.begin(write=True) as write:
+            for i, data in enumerate(pictures[split]):
+                write.put(str(i).encode(), data)
+            write.put(b"labels", json.dumps(labels[split]).encode())
+    (code,) = (block for block in pages.blocks(DOCS, "python") if "lmdb.open" in block)
+    (tmp_path / "my_data.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = DataConfig(dataset="my_data:open_lmdb", data=str(tmp_path / "set"), image_size=8, augment="none")
+    for source, split in zip(open_data(config), ("train", "val"), strict=True):
+        assert [source.read(i) for i in range(len(source))] == pictures[split]
+        assert source.labels.tolist() == labels[split]
+    assert check_data(config).to_dict() == {"train_samples": 6, "eval_samples": 2, "classes": 2, "channels": 3}

@@ -74,8 +74,8 @@ def test_the_faster_way_is_taken_in_training(monkeypatch, way, with_input):
     monkeypatch.setattr(PatchConv2d, "_conv_forward", lambda *args: taken.append("cudnn") or F.conv2d(*args[1:], 2))
     monkeypatch.setattr(quick, "patch_rows", lambda *args: taken.append("patches") or patch_rows(*args))
 
-    def fastest(what, x, layer, *trials, in_graph):
-        asked.append((what, layer is conv, in_graph))
+    def fastest(what, x, weight, *trials, in_graph):
+        asked.append((what, weight is conv.weight, in_graph))
         for trial in trials:
             trial()
         return way

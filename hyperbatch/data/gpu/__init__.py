@@ -6,9 +6,12 @@
                  │
                  │ files, pixels
                  v
-             maker.py              one thread with a stream of its own:
-               nvjpeg.py             decodes the batch's JPEGs in one call
-               ../cache.py           keeps decoded images in device memory; later batches need their addresses only
+             maker.py              one thread that talks to the device
+               drafts.py             brings the images of a batch to the device, on a stream of its own, while the views
+                                     of the batch before are cut
+                 nvjpeg.py             decodes the batch's JPEGs in one call: hardware.py drives the GPU's decoding
+                                       units, torchvision does the rest
+                 ../cache.py           keeps decoded images in device memory; later batches need their addresses only
                render.py             cuts, resizes, mirrors, normalises and casts all views in one launch
                  │
                  │ batch, event

@@ -1,4 +1,4 @@
-"""The GPU's maker of batches: one thread that takes what was read, has it decoded and cut, and hands over the batch."""
+"""The GPU's maker of batches: takes drafts, has the views of their images cut, and hands over the batches."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import contextlib
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -19,43 +19,47 @@ from hyperbatch.data import augment
 from hyperbatch.data.batch import BadSamples, Batch, Batches, Plan, StreamPlan
 from hyperbatch.data.buffers import copy_to_device
 from hyperbatch.data.cache import DeviceCache, PixelCache
-from hyperbatch.data.decode import choose_decoder, decode_full
+from hyperbatch.data.decode import choose_decoder
 from hyperbatch.data.gpu import nvjpeg
+from hyperbatch.data.gpu.drafts import Decode, Draft, Drafter
 from hyperbatch.data.gpu.reader_pool import can_use_processes
-from hyperbatch.data.gpu.reading import PixelBlock, ProcessReaders, Promise, SampleReader, ThreadReaders
+from hyperbatch.data.gpu.reading import ProcessReaders, Promise, SampleReader, ThreadReaders
 from hyperbatch.data.gpu.render import view_table
 from hyperbatch.data.gpu.resident import ResidentSet
-from hyperbatch.data.maker import Finish, Maker, load_or_replace
+from hyperbatch.data.maker import Finish, Maker
 from hyperbatch.data.source import ArraySource, EncodedSource
-
-Decode = Callable[[list[Tensor], torch.device], list[Tensor]]
 
 # Threads that only read: more of them fight for Python's lock (measured on 16 cores: 4 read twice as much as 16).
 _READING_THREADS = 4
 _READING_PROCESSES = 8
 _WORTH_PROCESSES = 2048  # samples; a smaller set is read before processes have started
 
+_Cut = list[tuple[torch.cuda.Event | None, Draft]]  # the last batch's draft, and when its images have been read
 
-_idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
+_idle_streams: dict[tuple[torch.device, str], list[torch.cuda.Stream]] = {}
 
 
-def _lent_stream(maker: object, device: torch.device) -> torch.cuda.Stream:
-    """A stream until the maker is gone: torch keeps memory for each stream, and each evaluation has a maker."""
-    idle = _idle_streams.setdefault(device, [])
+def _lent_stream(maker: object, device: torch.device, purpose: str) -> torch.cuda.Stream | None:
+    """A stream until the maker is gone: torch keeps memory for each stream, and each evaluation has a maker.
+
+    Of high priority: its kernels are short, and the step after next waits for them. On a CPU there is none, and the
+    same code runs by Triton's interpreter, for tests.
+    """
+    if device.type != "cuda":
+        return None
+    idle = _idle_streams.setdefault((device, purpose), [])
     stream = idle.pop() if idle else torch.cuda.Stream(device, priority=-1)
     weakref.finalize(maker, idle.append, stream).atexit = False
     return stream
 
 
-@dataclass(slots=True)
-class _Draft:
-    """A batch that is being made: which sample each row shows, and where the pixels of it lie on the device."""
-
-    plan: Plan
-    shown: np.ndarray  # int64[n]: the plan's ids, but for replaced samples
-    images: np.ndarray  # int64[n, 6]: the kernel's table of addresses, sizes and strides
-    alive: list[Tensor] = field(default_factory=list)  # where the addresses point; held until the kernel is queued
-    bad: BadSamples = field(default_factory=list)
+def _let_go(cut: _Cut) -> None:
+    """The host waits until the last batch's images have been read: then decoders may write over them, and readers over
+    the memory that they were copied from."""
+    for ready, _ in cut:
+        if ready is not None:
+            ready.synchronize()
+    cut.clear()
 
 
 @dataclass(eq=False)
@@ -69,7 +73,7 @@ class DeviceMaker(Maker):
     cpu_decoder: str
     cache: PixelCache | DeviceCache | None = None
     processes: bool | None = None
-    decode: Decode = nvjpeg.decode_batch
+    decode: Decode = nvjpeg.decode_files
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,20 +81,30 @@ class DeviceMaker(Maker):
             self.processes = can_use_processes() and len(self.source) >= _WORTH_PROCESSES
         self._host_cache = self.cache if isinstance(self.cache, PixelCache) else None
         self._device_cache = self.cache if isinstance(self.cache, DeviceCache) else None
-        # Of high priority: its kernels are short, and the step after next waits for them. On a CPU there is none, and
-        # the same code runs by Triton's interpreter, for tests.
-        self._stream = _lent_stream(self, self.device) if self.device.type == "cuda" else None
+        self._stream = _lent_stream(self, self.device, "views")
         self._last_ready: torch.cuda.Event | None = None  # of the batch that was made last
         with self._on_stream():
             self._scale = copy_to_device(self.scale.astype(np.float32), self.device)
             self._black = torch.zeros(self.source.channels, dtype=torch.uint8, device=self.device)
             self._resident = self._resident_set()
+        self._drafter = Drafter(
+            source=self.source,
+            device=self.device,
+            stream=_lent_stream(self, self.device, "drafts"),
+            decode=self.decode,
+            cpu_decoder=self.cpu_decoder,
+            host_cache=self._host_cache,
+            device_cache=self._device_cache,
+            black=self._black,
+            meter=self.meter,
+        )
         self._warm_up: Future[object] | None = None
 
     def run(self, plans: Iterator[Plan]) -> Batches:
         """(batch, its unreadable samples as (id, line)) for each plan, in order."""
         readers = self._readers()
         device_thread = ThreadPoolExecutor(1, thread_name_prefix="hyperbatch-data-device")
+        cut: _Cut = []
         if self._warm_up is not None:
             self._warm_up.result()
 
@@ -98,15 +112,17 @@ class DeviceMaker(Maker):
             if self.needs_no_host(plan):
                 queued = self._make_resident(plan)  # by this thread: it takes no longer than to wake another
                 return lambda: self._hand_over(*queued)
-            made = device_thread.submit(self._make, plan, readers.submit(plan, self._unread(plan)))
+            read = readers.submit(plan, self._drafter.unread(plan))
+            made = device_thread.submit(self._make, plan, read, cut)
             return lambda: self._hand_over(*made.result())
 
         try:
             yield from self.prefetch(plans, start)
         finally:
             device_thread.shutdown(wait=True, cancel_futures=True)
+            _let_go(cut)
             if self._last_ready is not None:
-                self._last_ready.synchronize()  # others may write where the last batch's copies come from
+                self._last_ready.synchronize()  # the set may be gone next, and with it what the last batch is made from
             readers.close()
 
     def needs_no_host(self, plan: Plan) -> bool:
@@ -202,12 +218,6 @@ class DeviceMaker(Maker):
         workers = min(self.threads, _READING_PROCESSES) if on_gpu else self.threads
         return ProcessReaders(reader, workers, slots=self.config.prefetch + 2)
 
-    def _unread(self, plan: Plan) -> np.ndarray:
-        """Rows whose images do not lie in device memory yet."""
-        if self._device_cache is None:
-            return np.arange(plan.real)
-        return np.flatnonzero(self._device_cache.table[plan.ids[: plan.real], 0] == 0)
-
     def _hand_over(self, batch: Batch, bad: BadSamples, ready: torch.cuda.Event | None) -> tuple[Batch, BadSamples]:
         """The step's stream waits for the batch; the host does not."""
         if ready is not None:
@@ -220,90 +230,22 @@ class DeviceMaker(Maker):
 
     # --- the device thread
 
-    def _make(self, plan: Plan, promises: list[Promise]) -> tuple[Batch, BadSamples, torch.cuda.Event | None]:
-        read = [promise() for promise in promises]
-        start_s, decode_s = time.perf_counter(), 0.0
-        if self._last_ready is not None:
-            # The decoder writes on a stream of its own into memory that the last batch's kernel may still read, and
-            # readers will write where its copies came from.
-            self._last_ready.synchronize()
-        # Padding and unreadable images: one black pixel.
-        black = np.array([self._black.data_ptr(), 1, 1, 0, 0, 1])
-        draft = _Draft(plan, plan.ids.copy(), np.tile(black, (len(plan), 1)))
-        for rows in read:
-            draft.bad += rows.bad
-            for row, index in rows.replaced.items():
-                draft.shown[row] = index
+    def _make(
+        self, plan: Plan, promises: list[Promise], cut: _Cut
+    ) -> tuple[Batch, BadSamples, torch.cuda.Event | None]:
+        draft = self._drafter.make(plan, promises)  # while the last batch is cut
+        start_s = time.perf_counter()
+        _let_go(cut)
         with self._on_stream():
-            if self._device_cache is not None:
-                table = self._device_cache.table[draft.shown[: plan.real]]
-                draft.images[: plan.real] = np.where(table[:, :1] > 0, table, draft.images[: plan.real])
-            for rows in read:
-                for block in rows.blocks:
-                    self._upload(draft, block)
-            files = {row: file for rows in read for row, file in rows.files.items()}
-            if files:
-                decode_s = self._decode_files(draft, files)
+            if self._stream is not None and draft.uploaded is not None:
+                self._stream.wait_event(draft.uploaded)
             batch = self._render(draft)
             ready = self._record()
-        self.meter.add("device", time.perf_counter() - start_s - decode_s)
+        cut.append((ready, draft))
+        self.meter.add("device", time.perf_counter() - start_s)
         return batch, draft.bad, ready
 
-    def _upload(self, draft: _Draft, block: PixelBlock) -> None:
-        # A copy also where there is nothing to copy to: readers write into the block again.
-        pixels = block.pixels.to(self.device, non_blocking=True, copy=True)
-        draft.alive.append(pixels)
-        base, channels = pixels.data_ptr(), self.source.channels
-        for row, (offset, width, height) in block.places.items():
-            draft.images[row] = (base + offset, width, height, channels, width * channels, 1)
-            image = pixels[offset : offset + width * height * channels]
-            index = int(draft.shown[row])
-            if self._device_cache is not None:
-                self._device_cache.put(index, draft.images[row], image)
-            elif self._host_cache is not None:
-                host = block.pixels[offset : offset + image.numel()].view(height, width, channels)
-                self._host_cache.put(index, host.numpy().copy())
-
-    def _decode_files(self, draft: _Draft, files: dict[int, Tensor]) -> float:
-        """Fills the files' rows; returns the seconds the decoder took."""
-        start_s = time.perf_counter()
-        try:
-            decoded = dict(zip(files, self.decode(list(files.values()), self.device), strict=True))
-        except RuntimeError:  # one of them is broken, and nothing says which
-            decoded = {row: self._decode_alone(draft, row, file) for row, file in files.items()}
-        if self._stream is not None:
-            # Hardware decoders have been seen to run past the stream they were given: the host waits before it goes on.
-            self._stream.synchronize()
-        decode_s = time.perf_counter() - start_s
-        self.meter.add("gpu_decode", decode_s)
-        for row, pixels in decoded.items():
-            if pixels is None:
-                continue
-            draft.alive.append(pixels)
-            _, height, width = pixels.shape
-            draft.images[row] = (pixels.data_ptr(), width, height, 1, width, width * height)
-            index = int(draft.shown[row])
-            if self._device_cache is not None:
-                self._device_cache.put(index, draft.images[row], pixels)
-            elif self._host_cache is not None and self._host_cache.bytes < self._host_cache.limit_bytes:
-                self._host_cache.put(index, pixels.permute(1, 2, 0).contiguous().cpu().numpy())
-        return decode_s
-
-    def _decode_alone(self, draft: _Draft, row: int, file: Tensor) -> Tensor | None:
-        """uint8[3, h, w] of a file the GPU's decoder may refuse, or of the sample that replaces it."""
-        with contextlib.suppress(RuntimeError):
-            return self.decode([file], self.device)[0]
-        source = self.source
-        assert isinstance(source, EncodedSource)
-
-        def on_cpu(index: int) -> Tensor:
-            pixels = decode_full(source.read(index), source.describe(index), decoder=self.cpu_decoder)
-            return torch.from_numpy(pixels.transpose(2, 0, 1).copy()).to(self.device)
-
-        draft.shown[row], pixels = load_or_replace(draft.plan, int(draft.shown[row]), source, on_cpu, draft.bad)
-        return pixels
-
-    def _render(self, draft: _Draft) -> Batch:
+    def _render(self, draft: Draft) -> Batch:
         from hyperbatch.kernels import augment as kernels  # here, because it loads Triton
 
         plan, images = draft.plan, draft.images

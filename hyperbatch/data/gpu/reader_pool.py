@@ -17,10 +17,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hyperbatch.data.gpu.reader_process import ReadSample
 from hyperbatch.data.source import DataError, Location
 
 _PACKAGE_ROOT = str(Path(__file__).parents[3])
@@ -105,7 +105,8 @@ class ReaderPool:
             self._asked += 1
             self._requests[worker].send((start, start + self.slot_bytes, decoder, on_gpu, wanted))
 
-    def reply(self, worker: int) -> list[ReadSample]:
+    def reply(self, worker: int) -> np.ndarray:
+        """As `reader_process.fill` makes it."""
         with self._death_reported(worker):
             samples = self._replies[worker].recv()
             self._answered += 1

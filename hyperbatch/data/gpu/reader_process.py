@@ -1,7 +1,7 @@
 """A process that reads files into shared memory and decodes those the GPU cannot. No torch here: it starts at once.
 
     parent: (slot, options, locations) ──pipe──>  read, check, perhaps decode  ──>  shared memory
-            a ReadSample for each      <──pipe──
+            a row for each             <──pipe──
 
 It knows nothing of sets and ends when its pipe does, whatever became of the parent.
 """
@@ -14,24 +14,15 @@ import os
 import sys
 import zlib
 from multiprocessing.connection import Connection
-from typing import NamedTuple
 
 import numpy as np
 
-from hyperbatch.data.decode import decode_full, gpu_can_decode, raw_header_bytes
+from hyperbatch.data.decode import decode_full, gpu_frame, raw_header_bytes
 from hyperbatch.data.source import BadSample, Location
 
+# Columns of the reply: what was read, where it lies in the slab, a file's bytes, the size in pixels, `JpegFrame.kind`.
+WHAT, OFFSET, BYTES, WIDTH, HEIGHT, KIND = range(6)
 FILE, PIXELS, FAILED = 0, 1, 2  # what was read: bytes for the GPU's decoder, pixels, neither
-
-
-class ReadSample(NamedTuple):
-    """Where the sample lies in the slab, and its size as a file or in pixels."""
-
-    kind: int
-    offset: int = 0
-    file_bytes: int = 0
-    width: int = 0
-    height: int = 0
 
 
 @functools.lru_cache(maxsize=256)
@@ -56,10 +47,9 @@ def _read(where: Location, room: memoryview) -> int:
     return length
 
 
-def fill(
-    slab: memoryview, start: int, stop: int, decoder: str, on_gpu: bool, wanted: list[Location]
-) -> list[ReadSample]:
-    """Puts the samples one after the other into slab[start:stop]. One that fails is left to the parent to explain."""
+def fill(slab: memoryview, start: int, stop: int, decoder: str, on_gpu: bool, wanted: list[Location]) -> np.ndarray:
+    """int64[n, 6], the reply. Puts the samples one after the other into slab[start:stop]; one that fails is left to the
+    parent to explain."""
     samples = []
     for where in wanted:
         try:
@@ -67,9 +57,9 @@ def fill(
             data = slab[start : start + length]
             if (header := raw_header_bytes(data)) is not None:
                 width, height, size = header
-                samples.append(ReadSample(PIXELS, start + size, width=width, height=height))
-            elif on_gpu and gpu_can_decode(data):
-                samples.append(ReadSample(FILE, start, length))
+                samples.append((PIXELS, start + size, 0, width, height, 0))
+            elif on_gpu and (frame := gpu_frame(data)) is not None:
+                samples.append((FILE, start, length, *frame))
             else:
                 pixels = decode_full(bytes(data), "", decoder=decoder)
                 height, width, _ = pixels.shape
@@ -77,11 +67,11 @@ def fill(
                 if length > stop - start:
                     raise BadSample("no room")
                 np.frombuffer(slab, np.uint8)[start : start + length] = pixels.reshape(-1)
-                samples.append(ReadSample(PIXELS, start, width=width, height=height))
+                samples.append((PIXELS, start, 0, width, height, 0))
             start += length
         except (BadSample, OSError):
-            samples.append(ReadSample(FAILED))
-    return samples
+            samples.append((FAILED, 0, 0, 0, 0, 0))
+    return np.array(samples, dtype=np.int64)
 
 
 def main() -> None:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hyperbatch.data.batch import BadSamples, Plan
 from hyperbatch.data.cache import DeviceCache, PixelCache
-from hyperbatch.data.decode import decode_full, gpu_can_decode
+from hyperbatch.data.decode import JpegFrame, decode_full, gpu_frame
+from hyperbatch.data.gpu.jpegs import JpegFiles, packed
 from hyperbatch.data.gpu.reader_pool import ReaderPool, return_pool, take_pool
-from hyperbatch.data.gpu.reader_process import FAILED, FILE, PIXELS
+from hyperbatch.data.gpu.reader_process import BYTES, FAILED, FILE, HEIGHT, KIND, OFFSET, PIXELS, WHAT, WIDTH
 from hyperbatch.data.maker import load_or_replace, samples_per_task
 from hyperbatch.data.meter import Meter
 from hyperbatch.data.source import EncodedSource, Source, estimated_mean
@@ -29,10 +29,11 @@ _ROOM = 2  # times the mean size; what does not fit into its slot is read again 
 
 @dataclass(frozen=True, slots=True)
 class PixelBlock:
-    """Images one after the other in (pinned) host memory, and row -> offset, width, height."""
+    """Images one after the other in (pinned) host memory, rows of the batch, and offset, width, height of each."""
 
     pixels: Tensor
-    places: dict[int, tuple[int, int, int]]
+    rows: np.ndarray  # int64[n]
+    places: np.ndarray  # int64[n, 3]
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class ReadRows:
     """What was read for some rows of a batch. A row that is in neither `files` nor `blocks` is in device memory
     already, or it is an unreadable sample of an evaluation, which is shown black."""
 
-    files: dict[int, Tensor] = field(default_factory=dict)  # row -> bytes for the GPU's decoder
+    files: list[JpegFiles] = field(default_factory=list)  # for the GPU's decoder
     blocks: list[PixelBlock] = field(default_factory=list)  # decoded on the host
     replaced: dict[int, int] = field(default_factory=dict)  # row -> the sample that stands in for an unreadable one
     bad: BadSamples = field(default_factory=list)
@@ -63,22 +64,23 @@ class SampleReader:
     device_cache: DeviceCache | None
 
     def read_rows(self, plan: Plan, rows: list[int]) -> ReadRows:
-        read, images = ReadRows(), {}
+        read, files, images = ReadRows(), {}, {}
         for row in rows:
             wanted = int(plan.ids[row])
             shown, loaded = load_or_replace(plan, wanted, self.source, self._load, read.bad)
             if shown != wanted:
                 read.replaced[row] = shown
-            if isinstance(loaded, Tensor):
-                read.files[row] = loaded
+            if isinstance(loaded, tuple):
+                files[row] = loaded
             elif loaded is not None:
                 images[row] = loaded
-        if images:
+        if files or images:
             with self.meter.busy("copy", self.threads):
-                read.blocks.append(self._collect(images))
+                read.files += [JpegFiles.collect(files, pin=self.pin)] if files else []
+                read.blocks += [self._collect(images)] if images else []
         return read
 
-    def _load(self, index: int) -> Tensor | np.ndarray | None:
+    def _load(self, index: int) -> tuple[bytearray, JpegFrame] | np.ndarray | None:
         """A file for the GPU's decoder, pixels [h, w, c], or None for an image that lies in device memory."""
         if self.device_cache is not None and self.device_cache.table[index, 0]:
             return None
@@ -88,20 +90,15 @@ class SampleReader:
             return self.source.image(index)
         with self.meter.busy("read", self.threads):
             data = self.source.read_buffer(index)
-        if self.on_gpu and gpu_can_decode(data):
-            return torch.frombuffer(data, dtype=torch.uint8)
+        if self.on_gpu and (frame := gpu_frame(data)) is not None:
+            return data, frame
         with self.meter.busy("decode", self.threads):
             return decode_full(data, self.source.describe(index), decoder=self.decoder)
 
     def _collect(self, images: dict[int, np.ndarray]) -> PixelBlock:
-        total = sum(image.size for image in images.values())
-        block = PixelBlock(torch.empty(total, dtype=torch.uint8, pin_memory=self.pin), {})
-        flat, offset = block.pixels.numpy(), 0
-        for row, image in images.items():
-            flat[offset : offset + image.size] = image.reshape(-1)
-            block.places[row] = (offset, image.shape[1], image.shape[0])
-            offset += image.size
-        return block
+        memory, offsets = packed([image.reshape(-1) for image in images.values()], pin=self.pin)
+        sizes = [(image.shape[1], image.shape[0]) for image in images.values()]
+        return PixelBlock(memory, np.array(list(images)), np.column_stack([offsets, sizes]))
 
 
 class ThreadReaders:
@@ -156,19 +153,16 @@ class ProcessReaders:
 
     def _receive(self, pool: ReaderPool, worker: int, plan: Plan, rows: list[int]) -> ReadRows:
         with self._reader.meter.busy("read"):
-            found = dict(zip(rows, pool.reply(worker), strict=True))
-        failed = [row for row, sample in found.items() if sample.kind == FAILED]
-        read = self._reader.read_rows(plan, failed)
-        for row, sample in found.items():
-            if sample.kind == FILE:
-                read.files[row] = pool.slab[sample.offset : sample.offset + sample.file_bytes]
-        pixels = {row: sample for row, sample in found.items() if sample.kind == PIXELS}
-        if pixels:
-            samples = list(pixels.values())
-            start, last = samples[0].offset, samples[-1]
-            stop = last.offset + 3 * last.width * last.height
-            places = {row: (sample.offset - start, sample.width, sample.height) for row, sample in pixels.items()}
-            read.blocks.append(PixelBlock(pool.slab[start:stop], places))
+            found, row_of = pool.reply(worker), np.array(rows)
+        read = self._reader.read_rows(plan, row_of[found[:, WHAT] == FAILED].tolist())
+        if (files := found[:, WHAT] == FILE).any():
+            table = found[files][:, [OFFSET, BYTES, WIDTH, HEIGHT, KIND]]
+            read.files.append(JpegFiles.of(pool.slab, row_of[files], table))
+        if (pixels := found[:, WHAT] == PIXELS).any():
+            places = found[pixels][:, [OFFSET, WIDTH, HEIGHT]]
+            start, (last, width, height) = int(places[0, 0]), places[-1].tolist()
+            places[:, 0] -= start
+            read.blocks.append(PixelBlock(pool.slab[start : last + 3 * width * height], row_of[pixels], places))
         return read
 
     def close(self) -> None:

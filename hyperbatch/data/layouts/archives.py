@@ -111,8 +111,8 @@ class MemberSource(EncodedSource):
         return np.stack([states, self._rows["offset"]], axis=1)
 
     def sample_names(self) -> np.ndarray:
-        """Where they lie in the archive, whether that is read where it lies or was unpacked."""
-        return self._paths
+        """As of files in a folder, so that a set may be put into an archive, or unpacked, in the middle of a run."""
+        return np.array([path.rpartition(b"/")[2] for path in self._paths.tolist()])
 
 
 def read_member(content: Content, row: np.ndarray) -> bytes:

@@ -1,0 +1,388 @@
+"""Depthwise convolutions of 16-bit channels-last tensors and their gradients (Triton).
+
+    z[o, p] = bias + sum over the K x K taps t of w[t] * x[o + t // K - K // 2, p + t % K - K // 2], channel by channel
+
+K is 3, 5 or 7; the stride is 1 and the image is padded with zeros to its own size. Reference: torch's convolution.
+
+    a thread       2 channels of a few neighbouring columns, from the top of the image to the bottom
+
+    row r of x     [ . . . | . . . . | . . . ]   loaded once, a row ahead of its use
+                         \\ K x K taps /
+    rows r - K // 2 .. r + K // 2 of z           K rows of sums move along with r; the first one is finished, and stored
+
+    dx             the same, of dz and the taps in reverse order
+    dw, dbias      the same with the roles exchanged: K x K + 1 sums stay, K rows of dz move along with r. Each program
+                   stores its sums, a second launch adds them up. No atomics: the same bits each time
+
+All sums and products are fp32, and there are enough of them to be the limit: 49 products for 4 bytes of traffic take
+longer than a copy does. So what counts is the share of fused multiply-adds among all instructions (about 0.8), and for
+that nothing may be loaded twice or spilled. Registers are what limits the number of columns: with 7 x 7 taps, a thread
+that holds all of them (98 numbers) has room for the sums of 4 columns (56). For 7 columns (98 sums, which divide the
+images of 224-px networks without a rest) it reads the taps from the cache in every row.
+"""
+
+# Triton's decorator hides what a kernel takes from the type checker.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hyperbatch.kernels.compile import kernel
+from hyperbatch.kernels.norm.tiles import processors
+
+SIZES = ("GROUPS", "ACROSS", "H", "W", "ROWS", "PROGRAMS")  # numbers a kernel is not compiled anew for
+PER_THREAD = 2  # channels: 4 bytes of x
+MOST_HELD = 160  # taps and sums that a thread keeps in registers, of 255
+WARPS_PER_PROCESSOR = 8  # that run at once, with so many registers
+ROWS_AT_ONCE = tl.constexpr(2)  # of dz, so that its rows move half as often; an odd last one is a row of zeros
+BLOCK = 32  # of partial sums and channels, when they are added up
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a convolution is dealt to threads."""
+
+    columns: int  # of a thread
+    warps: int  # of a program
+
+    def holds(self, side: int) -> bool:
+        """Whether a thread keeps all taps in registers."""
+        return PER_THREAD * side * (side + self.columns) <= MOST_HELD
+
+
+SETTINGS = (Setting(7, 4), Setting(4, 2))  # the last one where nothing may be measured
+GRADIENT = Setting(4, 4)  # of the weight's
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def _taps_kernel(
+    weight, bias, taps, SC, SH, SW, C: tl.constexpr, K: tl.constexpr, FLIP: tl.constexpr, BC: tl.constexpr
+):
+    """A row for each tap, in reverse order with FLIP, and the bias; zeros after the last channel of a row."""
+    t = tl.program_id(0)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    source = K * K - 1 - t if FLIP else t
+    there = (c < C) & (t < K * K)
+    v = tl.load(weight + c * SC + source // K * SH + source % K * SW, mask=there, other=0.0).to(tl.float32)
+    if bias is not None:
+        v += tl.load(bias + c, mask=(c < C) & (t == K * K), other=0.0).to(tl.float32)
+    tl.store(taps + t * (tl.num_programs(1) * BC) + c, v)
+
+
+@triton.jit
+def copies(value, COUNT: tl.constexpr):
+    found = ()
+    for _ in tl.static_range(COUNT):
+        found = found + (value,)
+    return found
+
+
+@triton.jit
+def columns_of(group, GROUPS, ACROSS, H, W, c, C: tl.constexpr, K: tl.constexpr, Q: tl.constexpr):
+    """Of groups of Q columns: the element in row 0 of each one's first column, and which of the Q + K - 1 columns that
+    it reads are in the image."""
+    left = group % ACROSS * Q
+    at = ((group // ACROSS).to(tl.int64) * H * W + left) * C + c
+    there = (group < GROUPS) & (c < C)
+    inside = ()
+    for j in tl.static_range(Q + K - 1):
+        inside = inside + (there & (left + (j - K // 2) >= 0) & (left + (j - K // 2) < W),)
+    return at, inside
+
+
+@triton.jit
+def row_beside(added, at, row, inside, there, C: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):
+    """What is added to the Q columns of a row; nothing where there is none."""
+    found = ()
+    if added is not None:
+        for q in tl.static_range(Q):
+            found = found + (tl.load(added + at + row + q * C, mask=inside[q + P] & there, other=0.0),)
+    return found
+
+
+@triton.jit
+def store_row(out, row, beside, inside, there, C: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):
+    for q in tl.static_range(Q):
+        v = row[q]
+        if len(beside) > 0:
+            v += beside[q].to(tl.float32)
+        tl.store(out + q * C, v.to(out.dtype.element_ty), mask=inside[q + P] & there)
+
+
+@kernel(do_not_specialize=SIZES)
+def _conv_kernel(
+    x,
+    taps,
+    added,
+    z,
+    GROUPS,
+    ACROSS,
+    H,
+    W,
+    ROWS,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    Q: tl.constexpr,
+    HELD: tl.constexpr,
+    G: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """ROWS rows of z, of G groups of Q columns and BC channels. added: what else is in z, as large; may be None."""
+    P: tl.constexpr = K // 2
+    J: tl.constexpr = Q + K - 1
+    blocks: tl.constexpr = (C + BC - 1) // BC
+    group = tl.program_id(0) // blocks * G + tl.arange(0, G)[:, None]
+    c = tl.program_id(0) % blocks * BC + tl.arange(0, BC)[None, :]
+    at, inside = columns_of(group, GROUPS, ACROSS, H, W, c, C, K, Q)
+    # Each thread's own channels, as x is dealt out: nothing has to be moved between threads.
+    tap = taps + c + group * 0
+    held = ()
+    if HELD:
+        for t in tl.static_range(K * K):
+            held = held + (tl.load(tap + t * (blocks * BC)),)
+    bias = tl.load(tap + K * K * (blocks * BC))
+
+    start = tl.program_id(1) * ROWS
+    end = tl.minimum(start + ROWS, H)
+    first, last = tl.maximum(start - P, 0), tl.minimum(end + P, H)
+    sums = copies(bias, K * Q)  # rows r - P .. r + P of z, column by column
+    line = ()
+    for j in tl.static_range(J):
+        line = line + (tl.load(x + at + first * (W * C) + (j - P) * C, mask=inside[j], other=0.0),)
+    for r in range(first, last):
+        following = x + at + tl.minimum(r + 1, last - 1) * (W * C)
+        ahead = ()
+        for j in tl.static_range(J):
+            ahead = ahead + (tl.load(following + (j - P) * C, mask=inside[j], other=0.0),)
+        done = r - P  # the row of z that this row of x completes
+        beside = row_beside(added, at, done * (W * C), inside, done >= start, C, P, Q)
+        grown = ()
+        for a in tl.static_range(K):
+            row = sums[a * Q : a * Q + Q]
+            for j in tl.static_range(J):
+                v = line[j].to(tl.float32)
+                new = ()
+                for q in tl.static_range(Q):
+                    if j - q >= 0 and j - q < K:
+                        if HELD:
+                            w = held[(K - 1 - a) * K + j - q]
+                        else:
+                            w = tl.load(tap + ((K - 1 - a) * K + j - q) * (blocks * BC))
+                        new = new + (row[q] + v * w,)
+                    else:
+                        new = new + (row[q],)
+                row = new
+            grown = grown + row
+        store_row(z + at + done * (W * C), grown, beside, inside, done >= start, C, P, Q)
+        sums = grown[Q:] + copies(bias, Q)
+        line = ahead
+    for a in tl.static_range(P):  # rows that end with the image
+        done = last - P + a
+        there = (done >= start) & (done < end)
+        beside = row_beside(added, at, done * (W * C), inside, there, C, P, Q)
+        store_row(z + at + done * (W * C), sums[a * Q :], beside, inside, there, C, P, Q)
+
+
+@kernel(do_not_specialize=SIZES)
+def _weight_kernel(
+    dz,
+    x,
+    part,
+    GROUPS,
+    ACROSS,
+    H,
+    W,
+    PROGRAMS,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    Q: tl.constexpr,
+    G: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Sums of x * dz for every tap, and of dz, over every PROGRAMS-th tile of G groups of columns: a row of `part`."""
+    P: tl.constexpr = K // 2
+    J: tl.constexpr = Q + K - 1
+    blocks: tl.constexpr = (C + BC - 1) // BC
+    p = tl.program_id(0) // blocks
+    column = tl.program_id(0) % blocks * BC + tl.arange(0, BC)
+    c = column[None, :]
+    zero = tl.zeros([G, BC], tl.float32)
+    sums, total = copies(zero, K * K), zero
+    for tile in range(p * G, GROUPS, PROGRAMS * G):
+        at, inside = columns_of(tile + tl.arange(0, G)[:, None], GROUPS, ACROSS, H, W, c, C, K, Q)
+        ring = copies(zero, P * Q)  # rows r - P .. r + P - 1 of dz, column by column
+        for o in tl.static_range(P):
+            for q in tl.static_range(Q):
+                g = tl.load(dz + at + o * (W * C) + q * C, mask=inside[q + P] & (o < H), other=0.0).to(tl.float32)
+                ring = ring + (g,)
+                total += g
+        arriving = ()  # row r + P
+        for q in tl.static_range(Q):
+            arriving = arriving + (tl.load(dz + at + P * (W * C) + q * C, mask=inside[q + P] & (P < H), other=0.0),)
+        line = ()
+        for j in tl.static_range(J):
+            line = line + (tl.load(x + at + (j - P) * C, mask=inside[j], other=0.0),)
+        for top in range(0, H, ROWS_AT_ONCE):
+            for s in tl.static_range(ROWS_AT_ONCE):
+                r = top + s
+                following = x + at + (r + 1) * (W * C)
+                ahead = ()
+                for j in tl.static_range(J):
+                    ahead = ahead + (tl.load(following + (j - P) * C, mask=inside[j] & (r + 1 < H), other=0.0),)
+                following = dz + at + (r + 1 + P) * (W * C)
+                later = ()
+                for q in tl.static_range(Q):
+                    later = later + (tl.load(following + q * C, mask=inside[q + P] & (r + 1 + P < H), other=0.0),)
+                for q in tl.static_range(Q):
+                    ring = ring + (arriving[q].to(tl.float32),)
+                    total += ring[K * Q - Q + q]
+                added = ()
+                for t in tl.static_range(K * K):
+                    v = sums[t]
+                    for q in tl.static_range(Q):
+                        v += ring[(K - 1 - t // K) * Q + q] * line[t % K + q].to(tl.float32)
+                    added = added + (v,)
+                sums = added
+                ring = ring[Q:]
+                arriving = later
+                line = ahead
+    out = part + p.to(tl.int64) * ((K * K + 1) * C) + column
+    for t in tl.static_range(K * K):
+        tl.store(out + t * C, tl.sum(sums[t], 0), mask=column < C)
+    tl.store(out + K * K * C, tl.sum(total, 0), mask=column < C)
+
+
+@kernel(do_not_specialize=SIZES)
+def _finish_kernel(
+    part, dw, dbias, PROGRAMS, SC, SH, SW, C: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
+):
+    """Adds up the rows of `part`, for one tap or the bias."""
+    t = tl.program_id(0)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    total = tl.zeros([BP, BC], tl.float32)
+    for first in range(0, PROGRAMS, BP):
+        row = first + tl.arange(0, BP)
+        at = (row.to(tl.int64) * (K * K + 1) + t)[:, None] * C + c[None, :]
+        total += tl.load(part + at, mask=(row < PROGRAMS)[:, None] & (c < C)[None, :], other=0.0)
+    v = tl.sum(total, 0)
+    tl.store(dw + c * SC + t // K * SH + t % K * SW, v.to(dw.dtype.element_ty), mask=(c < C) & (t < K * K))
+    tl.store(dbias + c, v, mask=(c < C) & (t == K * K))
+
+
+# --- what the models call ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Deal:
+    """How an image tensor is dealt to programs, by a setting."""
+
+    channels: int  # of a block
+    blocks: int
+    groups: int  # of columns, of all images together
+    across: int  # groups side by side in an image
+    together: int  # groups of a program
+
+    @classmethod
+    def of(cls, x: Tensor, setting: Setting) -> _Deal:
+        n, c, _, w = x.shape
+        channels = 64 if c % 64 == 0 else 32
+        across = triton.cdiv(w, setting.columns)
+        return cls(
+            channels=channels,
+            blocks=triton.cdiv(c, channels),
+            groups=n * across,
+            across=across,
+            together=setting.warps * 32 * PER_THREAD // channels,
+        )
+
+    @property
+    def tiles(self) -> int:
+        """Of a block of channels."""
+        return -(-self.groups // self.together)
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    setting: Setting,
+    *,
+    flip: bool = False,
+    added: Tensor | None = None,
+) -> Tensor:
+    """z of a channels-last x, and of what is added to it. flip: the taps in reverse order, which makes dx of dz."""
+    _, c, h, w = x.shape
+    side = weight.shape[-1]
+    deal = _Deal.of(x, setting)
+    taps = torch.empty((side * side + 1, deal.blocks * deal.channels), dtype=torch.float32, device=x.device)
+    _taps_kernel[(len(taps), deal.blocks)](
+        weight, bias, taps, weight.stride(0), *weight.stride()[2:], C=c, K=side, FLIP=flip, BC=deal.channels
+    )
+    z = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    programs = deal.tiles * deal.blocks
+    # An image is cut across where there would be too little to do at once; each strip reads rows of its neighbours.
+    wanted = WARPS_PER_PROCESSOR * processors() // (programs * setting.warps)
+    strips = max(1, min(wanted, h // (2 * side)))
+    rows = triton.cdiv(h, strips)
+    _conv_kernel[(programs, triton.cdiv(h, rows))](
+        x,
+        taps,
+        added,
+        z,
+        deal.groups,
+        deal.across,
+        h,
+        w,
+        rows,
+        C=c,
+        K=side,
+        Q=setting.columns,
+        HELD=setting.holds(side),
+        G=deal.together,
+        BC=deal.channels,
+        num_warps=setting.warps,
+    )
+    return z
+
+
+def weight_gradient(dz: Tensor, x: Tensor, weight: Tensor, setting: Setting = GRADIENT) -> tuple[Tensor, Tensor]:
+    """dw, laid out as the weight, and the bias's gradient in fp32, of channels-last dz and x."""
+    _, c, h, w = x.shape
+    side = weight.shape[-1]
+    deal = _Deal.of(x, setting)
+    at_once = WARPS_PER_PROCESSOR // setting.warps * processors()
+    # Each program ends with as much work as a dozen rows: so it begins with several times that, or a whole image.
+    rounds = max(1, deal.tiles * deal.blocks * h // (8 * side * at_once))
+    programs = max(1, min(deal.tiles, rounds * at_once // deal.blocks))
+    part = torch.empty((programs, side * side + 1, c), dtype=torch.float32, device=x.device)
+    _weight_kernel[(programs * deal.blocks,)](
+        dz,
+        x,
+        part,
+        deal.groups,
+        deal.across,
+        h,
+        w,
+        programs,
+        C=c,
+        K=side,
+        Q=setting.columns,
+        G=deal.together,
+        BC=deal.channels,
+        num_warps=setting.warps,
+    )
+    dw = torch.empty_like(weight)
+    dbias = torch.empty(c, dtype=torch.float32, device=x.device)
+    _finish_kernel[(side * side + 1, triton.cdiv(c, BLOCK))](
+        part, dw, dbias, programs, dw.stride(0), *dw.stride()[2:], C=c, K=side, BP=BLOCK, BC=BLOCK
+    )
+    return dw, dbias
