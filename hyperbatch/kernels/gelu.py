@@ -1,11 +1,10 @@
-"""GELU of a 16-bit matrix and a bias, and its gradients (Triton). Reference: `hyperbatch.models.gelu`.
+"""GELU of a 16-bit matrix, and its gradients (Triton). Reference: `hyperbatch.models.gelu`.
 
-    forward     z [m, c], bias [c]  ->  y = gelu(z + bias)                                1 read, 1 write
-    backward    dy, z, bias         ->  dz = dy * gelu'(z + bias), partial sums of dz     2 reads, 1 write
-    sum         partials            ->  the bias's gradient, in fp32
+    forward     h [m, c]   ->  y = gelu(h)                                1 read, 1 write
+    backward    dy, h      ->  dh = dy * gelu'(h), partial sums of dh     2 reads, 1 write
+    sum         partials   ->  the column sums of dh: the gradient of a bias that was added to h, in fp32
 
-The product before it goes without its bias, which is added here in fp32. Partials are added up in their order: the bits
-of a gradient are always the same.
+Sums are of what is not rounded yet. Partials are added up in their order: the bits of a gradient are always the same.
 
 The exact form takes the normal distribution from one exponential and one reciprocal, to 4e-6 of its value at any place
 (a rounding to fp16: 2e-4). Triton's erf takes twice the instructions, and the kernel waits for them, not for memory.
@@ -85,19 +84,17 @@ def slope(u, TANH: tl.constexpr):
 
 
 @kernel(do_not_specialize=SIZES)
-def _gelu_kernel(z, bias, y, M, C, TANH: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
-    column, base, _, at, inside = own_tile(M, C, BM, BC)
-    added = tl.load(bias + column * BC + tl.arange(0, BC)).to(tl.float32)
-    u = tl.load(z + base + at, mask=inside, other=0.0).to(tl.float32) + added[None, :]
+def _gelu_kernel(h, y, M, C, TANH: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+    _, base, _, at, inside = own_tile(M, C, BM, BC)
+    u = tl.load(h + base + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + base + at, gelu(u, TANH).to(y.dtype.element_ty), mask=inside)
 
 
 @kernel(do_not_specialize=SIZES)
 def _gelu_gradient_kernel(
     dy,
-    z,
-    bias,
-    dz,
+    h,
+    dh,
     part,
     M,
     C,
@@ -108,7 +105,6 @@ def _gelu_gradient_kernel(
     STAGES: tl.constexpr,
 ):
     _, c, p, base, rows = own_rows(M, C, ROWS, BC)
-    added = tl.load(bias + c).to(tl.float32)
     # A tile of sums, folded once at the end: a fold in every turn would cost more than the loads.
     total = tl.zeros([BM, BC], tl.float32)
     for i in tl.range(0, rows, BM, num_stages=STAGES):
@@ -116,9 +112,8 @@ def _gelu_gradient_kernel(
         inside = (r < rows)[:, None]
         at = base + r[:, None] * C + c[None, :]
         g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-        u = tl.load(z + at, mask=inside, other=0.0).to(tl.float32) + added[None, :]
-        g *= slope(u, TANH)
-        tl.store(dz + at, g.to(dz.dtype.element_ty), mask=inside)
+        g *= slope(tl.load(h + at, mask=inside, other=0.0).to(tl.float32), TANH)
+        tl.store(dh + at, g.to(dh.dtype.element_ty), mask=inside)
         total += g
     tl.store(part + p * C + c, tl.sum(total, 0))
 
@@ -131,40 +126,47 @@ def _sum_kernel(part, out, PARTIALS, C, BM: tl.constexpr, BC: tl.constexpr):
         p = i + tl.arange(0, BM)
         there = (p < PARTIALS)[:, None] & (c < C)[None, :]
         total += tl.load(part + p[:, None] * C + c[None, :], mask=there, other=0.0)
-    tl.store(out + c, tl.sum(total, 0), mask=c < C)
+    tl.store(out + c, tl.sum(total, 0).to(out.dtype.element_ty), mask=c < C)
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
 
 
-def takes(z: Tensor) -> bool:
+def takes(h: Tensor) -> bool:
     """Whether these kernels are made for a tensor: 16 bits, and rows of whole vectors."""
-    return z.dtype in (torch.float16, torch.bfloat16) and z.shape[-1] % ALIGNED == 0 and z.numel() > 0
+    return h.dtype in (torch.float16, torch.bfloat16) and h.shape[-1] % ALIGNED == 0 and h.numel() > 0
 
 
-def forward(z: Tensor, bias: Tensor, tanh: bool) -> Tensor:
-    """gelu(z + bias); z is [..., c] and contiguous."""
-    c = z.shape[-1]
-    m = z.numel() // c
-    y = torch.empty_like(z)
-    tiling = Tiling.of(m, c, elements=4096, warps=4, widest=512, programs=1 << 40)
-    with torch.cuda.device_of(z):
-        _gelu_kernel[(tiling.blocks * tiling.programs,)](z, bias, y, m, c, TANH=tanh, **tiling.options)
+def forward(h: Tensor, tanh: bool) -> Tensor:
+    """gelu(h), of a contiguous tensor."""
+    c = h.shape[-1]
+    m = h.numel() // c
+    y = torch.empty_like(h)
+    tiling = Tiling.of(m, c, elements=4096, warps=4, widest=512, programs=1 << 40)  # one tile a program
+    with torch.cuda.device_of(h):
+        _gelu_kernel[(tiling.blocks * tiling.programs,)](h, y, m, c, TANH=tanh, **tiling.options)
     return y
 
 
-def backward(dy: Tensor, z: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
-    """(dz, the bias's gradient in fp32)."""
-    c = z.shape[-1]
-    m = z.numel() // c
-    dz, total = torch.empty_like(z), torch.empty(c, dtype=torch.float32, device=z.device)
-    # Blocks of few columns leave few partials; four programs on a processor keep its units for exponentials busy.
-    tiling = Tiling.of(m, c, elements=4096, warps=4, widest=128, programs=4 * processors(), stages=3)
-    part = torch.empty(tiling.programs, c, dtype=torch.float32, device=z.device)
-    with torch.cuda.device_of(z):
+def backward(dy: Tensor, h: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
+    """(dh, its sums over all dimensions but the last, in fp32), of contiguous tensors."""
+    c = h.shape[-1]
+    m = h.numel() // c
+    dh, total = torch.empty_like(h), torch.empty(c, dtype=torch.float32, device=h.device)
+    # Blocks of few columns leave few partials. Tiles of this size leave registers for six programs on a processor, all
+    # of which run at once.
+    tiling = Tiling.of(m, c, elements=2048, warps=4, widest=128, programs=6 * processors(), stages=3)
+    part = torch.empty(tiling.programs, c, dtype=torch.float32, device=h.device)
+    with torch.cuda.device_of(h):
         _gelu_gradient_kernel[tiling.grid](
-            dy, z, bias, dz, part, m, c, tiling.rows_per_program, TANH=tanh, **tiling.in_stages
+            dy, h, dh, part, m, c, tiling.rows_per_program, TANH=tanh, **tiling.in_stages
         )
-        columns = triton.cdiv(c, SUM_COLUMNS)
-        _sum_kernel[(columns,)](part, total, tiling.programs, c, BM=SUM_ROWS, BC=SUM_COLUMNS, num_warps=4)
-    return dz, total
+    add_up(part, total)
+    return dh, total
+
+
+def add_up(part: Tensor, out: Tensor) -> None:
+    """The sums of partials' columns, in whatever shape and precision `out` has them."""
+    programs, c = part.shape
+    with torch.cuda.device_of(part):
+        _sum_kernel[(triton.cdiv(c, SUM_COLUMNS),)](part, out, programs, c, BM=SUM_ROWS, BC=SUM_COLUMNS, num_warps=4)

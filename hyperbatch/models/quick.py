@@ -3,6 +3,7 @@
     Conv2d, kernel = stride    ->  patches as rows, and one matrix product      stems, patch embeddings, downsampling
     Conv2d, depthwise          ->  kernels of ours, where they are faster       `models/depthwise.py`
     Mlp: fc1, GELU             ->  LinearGelu, Identity                         transformers, ConvNeXt
+    Block: x + f(norm(x))      ->  residual sums and norms in one operation     transformers
 
 A layer stays the module that it was: parameters, names and state dict do not change, only its class does. It is
 recognised by its class and settings; nothing is run to find out. Reference: the layers' own forward.
@@ -22,11 +23,16 @@ from torch.nn import functional as F
 from hyperbatch.kernels.conv import fastest
 from hyperbatch.models.depthwise import DepthwiseConv2d, is_depthwise
 from hyperbatch.models.gelu import LinearGelu
-from hyperbatch.models.layers import Conv2d, Linear, as_dtype
+from hyperbatch.models.layers import Conv2d, LayerNorm, Linear, as_dtype
+from hyperbatch.models.residual import QuickBlock, quick_timm_block
 
 GELU_COLUMNS = 64  # a multiple of these: else its kernels would read memory in small pieces
 # (module, name) of classes whose forward begins with self.act(self.fc1(x)), and needs neither of them again
 _MLPS = {("timm.layers.mlp", "Mlp"), ("hyperbatch.models.vit", "Mlp")}
+# Blocks of a vision transformer: x + attn(norm1(x)), then x + mlp(norm2(x)), with layers behind attn and mlp in timm's
+_BLOCK, _TIMM_BLOCK = ("hyperbatch.models.vit", "Block"), ("timm.models.vision_transformer", "Block")
+_TIMM_LAYERS = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
+_TIMM_NORM = ("timm.layers.norm", "LayerNorm")
 # timm's own names for torch's function
 _GELUS = {("timm.layers.activations", "GELU"): "none", ("timm.layers.activations", "GELUTanh"): "tanh"}
 
@@ -81,6 +87,8 @@ def quicken(model: nn.Module) -> nn.Module:
             module.__class__ = PatchConv2d
         elif _class_of(module) in _MLPS and places[getattr(module, "fc1", module)] == places[module]:
             _fuse_gelu(module)
+        elif _class_of(module) in (_BLOCK, _TIMM_BLOCK):
+            _fuse_norms(module)
         elif is_depthwise(module):
             module.__class__ = DepthwiseConv2d
     return model
@@ -109,6 +117,22 @@ def _fuse_gelu(mlp: nn.Module) -> None:
     cast(Any, linear).__class__ = LinearGelu
     cast(Any, linear).tanh = form == "tanh"
     mlp.act = nn.Identity()
+
+
+def _fuse_norms(block: nn.Module) -> None:
+    timms = _class_of(block) == _TIMM_BLOCK
+    if timms and {name for name, _ in block.named_children()} != _TIMM_LAYERS:
+        return  # of a version that we do not know
+    if all(_is_plain_norm(block.get_submodule(name)) for name in ("norm1", "norm2")):
+        block.__class__ = quick_timm_block(type(block)) if timms else QuickBlock
+
+
+def _is_plain_norm(layer: nn.Module) -> bool:
+    """A layer norm of one dimension with scale and shift, whose results nobody looks at."""
+    known = type(layer) in (nn.LayerNorm, LayerNorm) or _class_of(layer) == _TIMM_NORM
+    if not (known and isinstance(layer, nn.LayerNorm)) or _is_hooked(layer):
+        return False
+    return len(layer.normalized_shape) == 1 and layer.weight is not None and layer.bias is not None
 
 
 def _class_of(module: nn.Module) -> tuple[str, str]:

