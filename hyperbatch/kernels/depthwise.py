@@ -10,7 +10,7 @@ K is 3, 5 or 7; the stride is 1 and the image is padded with zeros to its own si
                          \\ K x K taps /
     rows r - K // 2 .. r + K // 2 of z           K rows of sums move along with r; the first one is finished, and stored
 
-    dx             the same, of dz and the taps in reverse order
+    dx             the same, of dz and the taps in reverse order; a shortcut's gradient is added before it is rounded
     dw, dbias      the same with the roles exchanged: K x K + 1 sums stay, K rows of dz move along with r. Each program
                    stores its sums, a second launch adds them up. No atomics: the same bits each time
 
@@ -319,7 +319,7 @@ def convolve(
     flip: bool = False,
     added: Tensor | None = None,
 ) -> Tensor:
-    """z of a channels-last x, and of what is added to it. flip: the taps in reverse order, which makes dx of dz."""
+    """z of a channels-last x. flip: the taps in reverse order, which makes dx of dz. added: to z, laid out as x."""
     _, c, h, w = x.shape
     side = weight.shape[-1]
     deal = _Deal.of(x, setting)

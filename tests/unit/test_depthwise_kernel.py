@@ -64,12 +64,11 @@ def test_more_tiles_than_programs_add_up_to_the_same(monkeypatch):
 
 
 @inside
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 3, 0, 1)], ids=["as torch has it", "taps first"])
-def test_weights_may_lie_in_memory_in_any_order(order):
+def test_weights_may_lie_in_memory_in_any_order():
     x, dz, weight, bias = make(1, 24, 2, 5, 3)
-    back = [order.index(i) for i in range(4)]
-    laid = weight.permute(order).contiguous().permute(back)
+    laid = weight.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1)  # taps first
     assert torch.equal(laid, weight)
+    assert laid.stride() != weight.stride()
     got, expect = (through_kernels(x, dz, each, bias) for each in (laid, weight))
     assert got[2].stride() == laid.stride()
     assert all(torch.equal(a, b) for a, b in zip(got, expect, strict=True))
