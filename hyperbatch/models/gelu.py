@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from hyperbatch.kernels import has_triton, interpreted
 from hyperbatch.models.layers import Linear
 
-FEW_ROWS = 16
+FEW_ROWS = 16  # of a launch that is there for its kernel to be compiled
 _FORMS = {False: "none", True: "tanh"}
 
 # Torch's caches of compiled code know operations by name: one whose gradient is to be computed otherwise needs another.

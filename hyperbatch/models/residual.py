@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from hyperbatch.kernels import has_triton, interpreted
+from hyperbatch.models.gelu import FEW_ROWS
 from hyperbatch.models.vit import Block
-
-FEW_ROWS = 16
 
 
 @torch.library.custom_op("hyperbatch::norm", mutates_args=())
