@@ -13,7 +13,7 @@ from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.step import MicroStep, Work
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.kernels.compile import compiling
-from hyperbatch.models.depthwise import compile_depthwise, depthwise_layers
+from hyperbatch.models.quick import compile_quick, has_quick_kernels
 from hyperbatch.optim.tensors import Scalar, write_setting
 
 
@@ -93,9 +93,9 @@ def compile_layers(
     """Compiles the kernels of quicker layers side by side, before regions meet them one after the other. As
     `compile_kernels`, but nothing of the model runs."""
     try:
-        if layers := depthwise_layers(learner.model):
+        if learner.device.type == "cuda" and has_quick_kernels(learner.model):
             with compiling(ranks=ranks_per_host, count=count):
-                compile_depthwise(layers)
+                compile_quick(learner.model, learner.dtype)
     except Exception as error:
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     return None

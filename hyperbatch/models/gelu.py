@@ -9,6 +9,7 @@ precisions and without Triton it runs torch's own operations.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from hyperbatch.kernels import has_triton, interpreted
 from hyperbatch.models.layers import Linear
 
+FEW_ROWS = 16  # of a launch that is there for its kernel to be compiled
 _FORMS = {False: "none", True: "tanh"}
 
 # Torch's caches of compiled code know operations by name: one whose gradient is to be computed otherwise needs another.
@@ -94,3 +96,14 @@ class LinearGelu(Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, gelu={_FORMS[self.tanh]}"
+
+
+def compile_gelus(layers: Iterable[LinearGelu], dtype: torch.dtype) -> None:
+    """Launches each variant of the kernels once, on a few rows; for inside of `kernels.compile.compiling`."""
+    from hyperbatch.kernels import gelu
+
+    for device, columns, tanh in {(layer.weight.device, layer.out_features, layer.tanh) for layer in layers}:
+        h = torch.empty(FEW_ROWS, columns, dtype=dtype, device=device)
+        if gelu.takes(h):
+            gelu.forward(h, tanh)
+            gelu.backward(h, h, tanh)

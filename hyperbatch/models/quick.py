@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hyperbatch.kernels import has_triton
 from hyperbatch.kernels.conv import fastest
-from hyperbatch.models.depthwise import DepthwiseConv2d, is_depthwise
-from hyperbatch.models.gelu import LinearGelu
+from hyperbatch.models.depthwise import DepthwiseConv2d, compile_depthwise, depthwise_layers, is_depthwise
+from hyperbatch.models.gelu import LinearGelu, compile_gelus
 from hyperbatch.models.layers import Conv2d, LayerNorm, Linear, as_dtype
-from hyperbatch.models.residual import QuickBlock, quick_timm_block
+from hyperbatch.models.residual import QuickBlock, compile_norms, quick_timm_block
 
 GELU_COLUMNS = 64  # a multiple of these: else its kernels would read memory in small pieces
 # (module, name) of classes whose forward begins with self.act(self.fc1(x)), and needs neither of them again
@@ -92,6 +93,24 @@ def quicken(model: nn.Module) -> nn.Module:
         elif is_depthwise(module):
             module.__class__ = DepthwiseConv2d
     return model
+
+
+def has_quick_kernels(model: nn.Module) -> bool:
+    """Whether there are layers whose kernels could be compiled before a step meets them."""
+    kinds = DepthwiseConv2d, LinearGelu
+    return has_triton() and any(isinstance(module, kinds) or _joins_norms(module) for module in model.modules())
+
+
+def compile_quick(model: nn.Module, dtype: torch.dtype) -> None:
+    """Launches the kernels of quick layers for activations of this dtype; for inside of `kernels.compile.compiling`."""
+    modules = list(model.modules())
+    compile_depthwise(depthwise_layers(model))
+    compile_gelus([module for module in modules if isinstance(module, LinearGelu)], dtype)
+    compile_norms([module for module in modules if _joins_norms(module)], dtype)
+
+
+def _joins_norms(module: nn.Module) -> bool:
+    return getattr(type(module), "joins_norms", False)
 
 
 def is_patch_conv(module: nn.Module) -> bool:

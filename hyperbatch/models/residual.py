@@ -12,12 +12,14 @@ torch's own.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hyperbatch.kernels import has_triton, interpreted
+from hyperbatch.models.gelu import FEW_ROWS
 from hyperbatch.models.vit import Block
 
 
@@ -144,6 +146,8 @@ def join(x: Tensor, branch: Tensor, layer: nn.LayerNorm) -> tuple[Tensor, Tensor
 
 
 class QuickBlock(Block):
+    joins_norms = True
+
     def forward(self, x: Tensor) -> Tensor:
         x, n = fork(x, self.norm1)
         x, n = join(x, self.drop_path(self.attn(n)), self.norm2)
@@ -161,4 +165,22 @@ def quick_timm_block(block: type[nn.Module]) -> type[nn.Module]:
         x, n = join(x, self.drop_path1(self.ls1(self.attn(n))), self.norm2)
         return x + self.drop_path2(self.ls2(self.mlp(n)))
 
-    return type(f"Quick{block.__name__}", (block,), {"forward": forward, "__module__": __name__})
+    return type(f"Quick{block.__name__}", (block,), {"forward": forward, "joins_norms": True, "__module__": __name__})
+
+
+def compile_norms(blocks: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """Launches each variant of the kernels once, on a few rows; for inside of `kernels.compile.compiling`."""
+    from hyperbatch.kernels import add_norm
+
+    variants = {(layer.weight.shape, layer.weight.dtype, layer.bias.dtype): layer for layer in _norms(blocks)}
+    for layer in variants.values():
+        x = torch.empty(FEW_ROWS, *layer.normalized_shape, dtype=dtype, device=layer.weight.device)
+        if add_norm.takes(x):
+            _, _, mean, rstd = add_norm.forward(x, x, layer.weight, layer.bias, layer.eps)
+            add_norm.forward(x, None, layer.weight, layer.bias, layer.eps)
+            add_norm.backward(x, x, x, layer.weight, mean, rstd)
+
+
+def _norms(blocks: Iterable[Any]) -> Iterator[nn.LayerNorm]:
+    for block in blocks:
+        yield from (block.norm1, block.norm2)

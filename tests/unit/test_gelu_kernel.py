@@ -15,7 +15,12 @@ import torch
 from hopper import compile_launches, spilled_bytes
 from torch.nn import functional as F
 
+from hyperbatch.arena import Arena
+from hyperbatch.models import create_model, residual
+from hyperbatch.models import gelu as model_gelu
 from hyperbatch.models.gelu import gelu
+from hyperbatch.models.quick import compile_quick, quicken
+from hyperbatch.params import backward_order
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
@@ -136,3 +141,41 @@ def test_strided_gradients_and_what_is_left_to_torch():
         h, dy = make(shape, dtype)
         for value, right in zip(ours(h, dy, False), exact(h, dy, False), strict=True):
             torch.testing.assert_close(value.double(), right, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+def test_every_variant_that_a_model_launches_is_compiled_ahead(monkeypatch):
+    """What is launched ahead on a few rows, and then by a step, has the same types, constants and options."""
+    pytest.importorskip("triton")
+    from hyperbatch.kernels import add_norm
+    from hyperbatch.kernels import gelu as kernels
+
+    launched = set()
+
+    class Noted:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return self
+
+        def __call__(self, *args, **options):
+            types = tuple(arg.dtype if isinstance(arg, torch.Tensor) else type(arg) for arg in args)
+            launched.add((self.name, types, tuple(sorted(options.items()))))
+
+    for module in (kernels, add_norm):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Noted(name))
+    for module in (model_gelu, residual):
+        monkeypatch.setattr(module, "_by_kernels", lambda x: True)
+    model = create_model("vit_cifar", classes=10)
+    model.blocks = model.blocks[:2]
+    images = torch.randn(2, 3, 16, 16)
+    order = backward_order(model, lambda: model(images).sum().backward())
+    arena = Arena(model, order, dtype=torch.float16)
+    quicken(model)
+    compile_quick(model, arena.dtype)
+    ahead, launched = launched, set()
+    assert len(ahead) == 6
+    model(images.half()).sum().backward()
+    assert launched == ahead
