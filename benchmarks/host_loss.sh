@@ -1,7 +1,7 @@
 #!/bin/bash
 # Two torchrun agents, one rank each, stand for two hosts. The second is lost and comes back while digits is trained; the
 # run shrinks, grows again and ends. Usage: benchmarks/host_loss.sh FOLDER [SEED ...] > benchmarks/host_loss.log
-# A run for each seed, 0 by default. The same config without a disturbance: benchmarks/plans/host_loss_seeds.toml
+# A run for each seed, 0 by default. The same config without a disturbance: records/2026-11-16_host_loss_seeds/plan.toml
 set -u
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 OMP_NUM_THREADS=1
 

@@ -208,7 +208,7 @@ def test_wrong_options_are_told(options, message):
     [
         (["lars", "--batch", "4"], "--batch belongs to `bench step`, not to `bench lars`"),
         (["step", "--grid", "2x2"], "--grid belongs to `bench comm`, not to `bench step`"),
-        (["data", "--rounds", "4"], "--rounds belongs to `bench comm` and `bench step`"),
+        (["lars", "--rounds", "4"], "--rounds belongs to `bench comm` and `bench step` and `bench data`"),
         (["step", "--batch", "4,x"], "--batch '4,x' is not a list"),
     ],
 )
