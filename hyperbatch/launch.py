@@ -61,7 +61,8 @@ def train(config: Config, callbacks: Iterable[Any] = ()) -> RunRecord:
             if nproc > 1 or "torch" not in sys.modules:
                 _say("loading torch ..." if nproc == 1 else f"starting {nproc} ranks, each of which loads torch ...")
             check_resume(config)
-            keep_config(given, Path(config.run.out or "."))
+            if problem := keep_config(given, Path(config.run.out or ".")):
+                _say(f"warning: {problem}")
             # A process that is killed cannot start itself again.
             apart = nproc > 1 or config.run.max_restarts > 0
             with _end_told(hooks, Path(config.run.out or ".")):
@@ -152,7 +153,17 @@ def finish(record: RunRecord) -> None:
         write_report([folder])
     except Exception as error:
         record.warnings.append(f"report.html could not be written: {error}")
-        record.save(folder)
+        with _told_if_full():
+            record.save(folder)
+
+
+@contextlib.contextmanager
+def _told_if_full() -> Iterator[None]:
+    """Around what is added to record.json: it is not worth a run, nor what has to be said of its end."""
+    try:
+        yield
+    except OSError as error:
+        _say(f"warning: record.json could not be written: {error.strerror or error}")
 
 
 def check_input(config: Config, world_size: int, counts: DataCounts) -> None:
@@ -209,10 +220,13 @@ def _train_elastic(config: Config, nproc: int, hooks: Hooks) -> RunRecord:
             faults.append(error.words.get("message", str(error)))  # without what the user could do
             print(f"hyperbatch: {faults[-1]}; restart {len(faults)} of {most}", file=sys.stderr, flush=True)
             config = config.override(resume="auto")
+    if not (out / "record.json").exists():  # only ranks that made room end well without one
+        raise Preempted(f"preempted, and the run has no record yet; {resume_hint(out)}")
     record = RunRecord.load(out)
     _check_preempted(record)
     record.warnings += [f"the ranks were started again: {fault}" for fault in faults]
-    record.save(out)
+    with _told_if_full():
+        record.save(out)
     finish(record)
     return record
 
@@ -236,7 +250,8 @@ def _start(config: Config, nproc: int, hooks: Hooks) -> None:
                 )
         except RunFailed as error:
             if error.words:
-                note_failure(out, error.words, config, nproc)
+                with _told_if_full():
+                    note_failure(out, error.words, config, nproc)
             raise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
@@ -13,13 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hyperbatch.config import Config
+from hyperbatch.durable import replace_text
 from hyperbatch.engine.ranks import Ranks, errors_shared, share
 from hyperbatch.errors import InputError
-from hyperbatch.recipes.files import RUN_CONFIG, located, save_config
+from hyperbatch.recipes.files import RUN_CONFIG, format_config, located
 from hyperbatch.record import RunRecord
 
 DEFAULT_PARENT = Path("runs")
 LOCK = ".lock"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 HELD = "HYPERBATCH_HOLDS"  # in the environment: the folder that the command which started this rank holds for it
 
 
@@ -68,7 +71,9 @@ def claimed(out: Path, *, resume: str) -> Iterator[None]:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise InputError(f"--out {out} cannot be written: {error.strerror}; choose another folder") from None
+        # A run that goes on can wait for room, as one does whose disk is full in the middle.
+        if error.errno not in FULL or resume == "no" or not has_checkpoint(out):
+            raise _unwritable(out, error) from None
     with contextlib.nullcontext() if os.environ.get(HELD) == _name(out) else _lock(out):
         if resume == "no" if has_checkpoint(out) else resume != "yes" and _is_finished(out):
             raise InputError(f"--out {out} already holds a run; continue it with --resume or choose another folder")
@@ -93,9 +98,17 @@ def _tidied(out: Path, *, existed: bool) -> Iterator[None]:
         raise
 
 
+def _unwritable(out: Path, error: OSError) -> InputError:
+    return InputError(f"--out {out} cannot be written: {error.strerror}; choose another folder")
+
+
 @contextlib.contextmanager
 def _lock(out: Path) -> Iterator[None]:
-    with (out / LOCK).open("w") as file:
+    try:
+        file = (out / LOCK).open("w")
+    except OSError as error:
+        raise _unwritable(out, error) from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -124,9 +137,18 @@ def has_checkpoint(out: Path) -> bool:
     return any((out / "checkpoints").glob("step-*.pt"))
 
 
-def keep_config(config: Config, out: Path) -> None:
-    """Leaves in the run's folder what `--resume` takes from there."""
-    save_config(located(config), out / RUN_CONFIG)
+def keep_config(config: Config, out: Path) -> str:
+    """Leaves in the run's folder what `--resume` takes from there. A run that goes on can do without: what to tell the
+    user is returned, or nothing."""
+    path, text = out / RUN_CONFIG, format_config(located(config))
+    try:
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            replace_text(path, text)
+    except OSError as error:
+        if config.run.resume == "no" or not (path.exists() or has_checkpoint(out)):
+            raise _unwritable(out, error) from None
+        return f"{path} cannot be written and stays as it was: {error.strerror}"
+    return ""
 
 
 def resume_hint(out: Path) -> str:
