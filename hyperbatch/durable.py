@@ -20,6 +20,7 @@ from hyperbatch.errors import Damaged
 
 PARTIAL = ".partial"
 CHUNK_BYTES = 1 << 20
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the file system, or this user's share of it
 
 
 def write(path: Path, put: Callable[[Any], None]) -> None:

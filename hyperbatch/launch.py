@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 from hyperbatch.callbacks import Hooks, forwarded
 from hyperbatch.config import Config
 from hyperbatch.data.source import DataCounts, check_data
-from hyperbatch.engine.agent import check_nproc, count_gpus, default_nproc, start_ranks
+from hyperbatch.engine.agent import check_nproc, count_gpus, default_nproc, scratch_folder, start_ranks
 from hyperbatch.engine.folder import claimed, default_out, has_checkpoint, keep_config, resume_hint
 from hyperbatch.engine.ranks import Ranks, ended_by_sigterm, find_ranks
 from hyperbatch.errors import Damaged, InputError, Interrupted, Preempted, RunFailed
@@ -137,7 +136,7 @@ def _train_as(config: Config, ranks: Ranks, hooks: Hooks, keeps_config: bool) ->
         except RunFailed as error:
             if config.run.out is None:
                 raise
-            raise RunFailed(f"{error}; {resume_hint(Path(config.run.out))}") from error
+            raise type(error)(f"{error}; {resume_hint(Path(config.run.out))}") from error
     _check_preempted(record)
     if ranks.rank == 0:
         finish(record)
@@ -236,11 +235,11 @@ def _start(config: Config, nproc: int, hooks: Hooks) -> None:
     from hyperbatch.engine.preempt import signals_of
 
     out = Path(config.run.out or ".")
-    with tempfile.TemporaryDirectory(prefix="hyperbatch-") as scratch:
-        config_path = Path(scratch) / "config.json"
+    with scratch_folder() as scratch:
+        config_path = scratch / "config.json"
         config_path.write_text(json.dumps(config.to_dict()))
         try:
-            with forwarded(hooks, Path(scratch)):
+            with forwarded(hooks, scratch):
                 start_ranks(
                     nproc,
                     "hyperbatch.engine.worker",

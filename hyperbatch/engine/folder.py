@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import itertools
 import os
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hyperbatch.config import Config
-from hyperbatch.durable import replace_text
+from hyperbatch.durable import FULL, replace_text
 from hyperbatch.engine.ranks import Ranks, errors_shared, share
 from hyperbatch.errors import InputError
 from hyperbatch.recipes.files import RUN_CONFIG, format_config, located
@@ -22,7 +21,6 @@ from hyperbatch.record import RunRecord
 
 DEFAULT_PARENT = Path("runs")
 LOCK = ".lock"
-FULL = (errno.ENOSPC, errno.EDQUOT)
 HELD = "HYPERBATCH_HOLDS"  # in the environment: the folder that the command which started this rank holds for it
 
 

@@ -33,7 +33,7 @@ from hyperbatch.engine.run import Run
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.stragglers import Stragglers
 from hyperbatch.engine.tracing import Tracer
-from hyperbatch.errors import RunFailed
+from hyperbatch.errors import Preempted, RunFailed
 from hyperbatch.mllog import MlperfEvents
 from hyperbatch.plan.types import StepTiming
 from hyperbatch.record import RunRecord, RunWriter, Span, commit
@@ -325,7 +325,7 @@ class Journal:
     def finish(self, run: Run, *, error: str = "") -> RunRecord:
         """Writes what is pending and the record. error: why the run ended early, if it did.
 
-        Without its record nobody would know that the run is over. One that ends early goes on all the same.
+        A run whose record cannot be written has failed: nobody would know that it is over, or that it can go on.
         """
         self.flush()
         self.clock.switch("pause")
@@ -343,9 +343,7 @@ class Journal:
                 record.save(self.writer.folder)
             except OSError as problem:
                 line = f"{self.writer.folder / 'record.json'} could not be written: {problem.strerror or problem}"
-                if not error:
-                    raise RunFailed(line) from None
-                self.console.say(f"warning: {line}")
+                raise (Preempted(f"{error}, but {line}") if error else RunFailed(line)) from None
         return record
 
     def _bad_samples(self, run: Run) -> list[str]:

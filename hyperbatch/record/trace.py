@@ -98,6 +98,7 @@ class TraceFile:
         self._flush_at = time.monotonic() + 1
 
     def close(self) -> None:
+        self.flush()
         if self.dropped:
             self._names.append(self._meta("process_labels", f"{self.dropped} later spans left out"))
         self.flush()
