@@ -141,8 +141,12 @@ class Forward(Hooks):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._lines = Lines(path, go_on=True, warn=lambda line: print(f"warning: {line}", file=sys.stderr, flush=True))
+        self._lines = Lines(path, go_on=True, warn=self._warn)
         self._wanted = set(json.loads(path.with_suffix(".wanted").read_text()))
+
+    @staticmethod
+    def _warn(reason: str) -> None:
+        print(f"warning: callbacks are not told of all events: {reason}", file=sys.stderr, flush=True)
 
     def wants(self, name: str) -> bool:
         return name in self._wanted

@@ -62,7 +62,7 @@ class Lines:
     whole: it is not worth a run."""
 
     def __init__(self, path: Path, *, go_on: bool, warn: Callable[[str], None] = lambda line: None) -> None:
-        """go_on: keep what is there. warn: is told when the first line is left out."""
+        """go_on: keep what is there. warn: is told why, when the first line is left out."""
         self.name, self.lost, self.reason, self._warn = path.name, 0, "", warn
         self._file = open(path, "ab" if go_on else "wb", buffering=0)  # noqa: SIM115
         self._end = self._file.seek(0, os.SEEK_END)
@@ -78,7 +78,7 @@ class Lines:
             with contextlib.suppress(OSError):
                 self._file.truncate(self._end)
             if self.lost == 1:
-                self._warn(f"{self.name} cannot be written: {self.reason}; the run goes on without its lines")
+                self._warn(self.reason)
 
     def close(self) -> None:
         self._file.close()

@@ -72,11 +72,11 @@ class RunWriter:
     def _lines(self, name: str, *, go_on: bool) -> Lines:
         return Lines(self.folder / name, go_on=go_on, warn=self._tell_once)
 
-    def _tell_once(self, line: str) -> None:
+    def _tell_once(self, reason: str) -> None:
         """A disk that is full is full for all files."""
         if not self._told:
             self._told = True
-            self._warn(line)
+            self._warn(f"{self.folder} cannot be written: {reason}; the run goes on without these lines of its metrics")
 
     def _drop(self, step: int) -> None:
         for line in drop_lines(self.folder, step):
