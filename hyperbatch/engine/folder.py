@@ -8,6 +8,7 @@ import itertools
 import os
 import shutil
 import time
+import tomllib
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,8 +70,7 @@ def claimed(out: Path, *, resume: str) -> Iterator[None]:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        # A run that goes on can wait for room, as one does whose disk is full in the middle.
-        if error.errno not in FULL or resume == "no" or not has_checkpoint(out):
+        if error.errno not in FULL or not _goes_on(out, resume):
             raise _unwritable(out, error) from None
     with contextlib.nullcontext() if os.environ.get(HELD) == _name(out) else _lock(out):
         if resume == "no" if has_checkpoint(out) else resume != "yes" and _is_finished(out):
@@ -94,6 +94,12 @@ def _tidied(out: Path, *, existed: bool) -> Iterator[None]:
             elif existed:
                 out.mkdir(exist_ok=True)
         raise
+
+
+def _goes_on(out: Path, resume: str) -> bool:
+    """Whether the folder holds this run already. Then a full disk is no reason to refuse it: it can train on until
+    there is room, as a run does whose disk is full in the middle."""
+    return resume != "no" and (has_checkpoint(out) or (out / RUN_CONFIG).exists())
 
 
 def _unwritable(out: Path, error: OSError) -> InputError:
@@ -136,17 +142,26 @@ def has_checkpoint(out: Path) -> bool:
 
 
 def keep_config(config: Config, out: Path) -> str:
-    """Leaves in the run's folder what `--resume` takes from there. A run that goes on can do without: what to tell the
-    user is returned, or nothing."""
+    """Leaves in the run's folder what `--resume` takes from there. Returns what to tell the user where that is not
+    possible and the run goes on without it, else nothing."""
     path, text = out / RUN_CONFIG, format_config(located(config))
+    if _says(path, text):
+        return ""
     try:
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            replace_text(path, text)
+        replace_text(path, text)
     except OSError as error:
-        if config.run.resume == "no" or not (path.exists() or has_checkpoint(out)):
+        if not _goes_on(out, config.run.resume):
             raise _unwritable(out, error) from None
         return f"{path} cannot be written and stays as it was: {error.strerror}"
     return ""
+
+
+def _says(path: Path, text: str) -> bool:
+    """Whether the file sets what the text does: a recipe may say 2 where a file that was read says 2.0."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8")) == tomllib.loads(text)
+    except (OSError, ValueError):
+        return False
 
 
 def resume_hint(out: Path) -> str:

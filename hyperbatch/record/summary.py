@@ -88,7 +88,7 @@ class RunRecord:
         return [row for row in rows if event in (None, row["event"])]
 
     def save(self, folder: Path) -> None:
-        """Writes record.json in one atomic move: a reader never sees half of it, and an OSError leaves the one before."""
+        """Writes record.json in one atomic move, so a reader never sees half of it; an OSError leaves the old one."""
         replace_text(folder / "record.json", strict_json(self.to_dict(), indent=1) + "\n")
 
     @classmethod
