@@ -230,7 +230,8 @@ def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append
             held = json.loads(plan.read_text())
             if "splits" not in held:
                 raise InputError(f"{dst} holds a pack by an older version; give an empty folder")
-            if held["options"] != options:
+            # Older versions measured the longer side: with one, their images have other sizes.
+            if held["options"].replace("max_side=None", "short_side=None") != options:
                 raise InputError(
                     f"{dst} holds a pack with another shard size, or other options for its images; give an empty folder"
                 )

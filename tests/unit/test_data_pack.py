@@ -351,6 +351,19 @@ def test_damaged_images_are_kept_as_they_are(tree, tmp_path):
     assert path.read_bytes() in [source.read(i) for i in range(len(source))]
 
 
+@pytest.mark.parametrize(("max_side", "goes_on"), [("None", True), ("25", False)])
+def test_a_pack_of_a_version_that_measured_the_longer_side_goes_on_without_it(tree, tmp_path, max_side, goes_on):
+    pack(tree, tmp_path / "dst", split="train", short_side=None if goes_on else 25)
+    plan = tmp_path / "dst" / "pack.json"
+    plan.write_text(plan.read_text().replace(f"short_side={max_side}", f"max_side={max_side}"))
+    assert "max_side" in plan.read_text()
+    if goes_on:
+        assert pack(tree, tmp_path / "dst").unreadable == 0
+        return
+    with pytest.raises(InputError, match="other options for its images"):
+        pack(tree, tmp_path / "dst", short_side=25)
+
+
 def test_options_of_recompression_belong_to_the_set(tree, tmp_path):
     pack(tree, tmp_path / "dst", short_side=25)
     with pytest.raises(InputError, match="give an empty folder"):
