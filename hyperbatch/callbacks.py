@@ -159,6 +159,15 @@ class Forward(Hooks):
         self._lines.close()
 
 
+def _event(line: str) -> tuple[str, dict[str, Any]] | None:
+    """None: the beginning of it was read before it was taken back, since a disk was full."""
+    try:
+        name, values = json.loads(line)
+    except ValueError:
+        return None
+    return name, values
+
+
 @contextlib.contextmanager
 def forwarded(hooks: Hooks, scratch: Path) -> Iterator[None]:
     """Tells `hooks` in this process what rank 0 writes into the scratch folder meanwhile. Without any, does nothing."""
@@ -177,7 +186,7 @@ def forwarded(hooks: Hooks, scratch: Path) -> Iterator[None]:
             while True:
                 last = over.is_set()  # asked before reading: what was written until then is read
                 *lines, rest = (rest + file.read()).split("\n")
-                for name, values in map(json.loads, lines):
+                for name, values in filter(None, map(_event, lines)):
                     hooks.tell(name, EVENTS[name](values))
                 if last:
                     return

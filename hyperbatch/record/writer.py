@@ -60,8 +60,7 @@ class RunWriter:
 
     def go_back(self, step: int) -> None:
         """Drops metric lines of steps at or after this one, which the run will write again."""
-        self._metrics.close()
-        self._layers.close()
+        self._end(self._metrics, self._layers)
         self._drop(step)
         self._metrics, self._layers = (self._lines(name, go_on=True) for name in ("metrics.jsonl", "layers.jsonl"))
         self._trace.process(f"rank 0, back at step {step}")
@@ -71,6 +70,12 @@ class RunWriter:
 
     def _lines(self, name: str, *, go_on: bool) -> Lines:
         return Lines(self.folder / name, go_on=go_on, warn=self._tell_once)
+
+    def _end(self, *files: Lines) -> None:
+        for lines in files:
+            lines.close()
+            if lines.lost:
+                self.warnings.append(f"{lines.lost} lines could not be written to {lines.name}: {lines.reason}")
 
     def _tell_once(self, reason: str) -> None:
         """A disk that is full is full for all files."""
@@ -147,10 +152,7 @@ class RunWriter:
         if self._metrics.closed:
             return
         self._trace.close()
-        for lines in (self._metrics, self._layers, self._mllog):
-            lines.close()
-            if lines.lost:
-                self.warnings.append(f"{lines.lost} lines could not be written to {lines.name}: {lines.reason}")
+        self._end(self._metrics, self._layers, self._mllog)
         if self._trace.dropped:
             kept, dropped = self._trace.limit, self._trace.dropped
             self.warnings.append(f"trace.json keeps the first {kept:,} spans that fit; {dropped:,} were left out")

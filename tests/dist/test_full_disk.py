@@ -16,7 +16,7 @@ import pytest
 from toy import config, flat_weights, same_bits
 
 from benchmarks.soak_runs import small_disk
-from hyperbatch.callbacks import Callback
+from hyperbatch.callbacks import EVENTS_FILE, Callback, Forward, Hooks, StepEvent, forwarded
 from hyperbatch.engine import agent
 from hyperbatch.engine.agent import scratch_folder
 from hyperbatch.errors import InputError, Preempted, RunFailed
@@ -148,6 +148,33 @@ def test_a_log_on_a_full_disk_loses_lines_and_nothing_else(disk):
         words = [sys.executable, "-c", code, str(disk / "filler")]
         assert subprocess.run(words, stdout=log, stderr=log, check=False).returncode == 0
     assert (disk / "log").read_text().endswith("out\nerr\n")
+
+
+def test_callbacks_are_told_what_the_disk_has_room_for(disk, capfd):
+    told = []
+
+    class Steps(Callback):
+        def on_step(self, event):
+            told.append(event.step)
+
+    with forwarded(Hooks([Steps()]), disk):
+        forward = Forward(disk / EVENTS_FILE)
+
+        def tell(*steps):
+            for step in steps:
+                values = {"epoch": 0.0, "time_s": 0.0, "loss": 0.0, "lr": 0.0, "global_batch": 1, "images_per_s": 1.0}
+                forward.tell("on_step", StepEvent(step=step, **values))
+
+        tell(1)
+        fill(disk)
+        tell(*range(2, 500))
+        empty(disk)
+        tell(500, 501)
+        forward.close()
+    assert told == sorted(set(told))
+    assert (told[0], told[-1]) == (1, 501)
+    assert len(told) < 500
+    assert capfd.readouterr().err == f"warning: callbacks are not told of all events: {FULL}\n"
 
 
 def test_temporary_files_are_kept_in_memory_where_no_disk_has_room(disk, monkeypatch):
