@@ -83,7 +83,7 @@ def _why_not(name: str, module: nn.Module, types: tuple[type[nn.Module], ...]) -
             return f"{name} pools in another way"
     if isinstance(module, nn.GELU) and module.approximate != "none":
         return f"{name} is an approximation"
-    if isinstance(module, nn.AvgPool2d) and not all(type(n) is int for n in (module.kernel_size, module.stride)):
+    if isinstance(module, nn.AvgPool2d) and not _averages_by_two(module):
         return f"{name} pools in another way"
     if isinstance(module, nn.MaxPool2d) and (module.dilation != 1 or module.ceil_mode):
         return f"{name} pools in another way"
@@ -93,6 +93,14 @@ def _why_not(name: str, module: nn.Module, types: tuple[type[nn.Module], ...]) -
         if module.weight is None or module.weight.dtype != torch.float32:
             return f"{name} has no fp32 scale and shift"
     return None
+
+
+def _averages_by_two(pool: nn.AvgPool2d) -> bool:
+    """The mean of each 2x2 pixels, or of those that are left at an edge."""
+    sides = [
+        side if isinstance(side, tuple) else (side, side) for side in (pool.kernel_size, pool.stride, pool.padding)
+    ]
+    return sides == [(2, 2), (2, 2), (0, 0)] and pool.ceil_mode and pool.divisor_override is None
 
 
 def is_large_enough(properties: Any) -> bool:

@@ -168,6 +168,16 @@ def test_frozen_layers_run_beside_fused_ones(layers):
 
 
 @inside
+def test_averages_behind_a_frozen_block_are_spread_over_all_pixels():
+    """Such a block takes its gradient from autograd, not from the next one's hands."""
+    model, data = shuffled(residual(BasicBlock, (1, 1), deep=True)), batch(2, (35, 32))
+    freeze(model, {name for name, _ in model.named_parameters() if name.startswith("layer1.0.bn")})
+    want = exact_step(model, *data)
+    check(step(fused(model), *data), want, FP32)
+    assert len(model.fused.norms) == 6, "three of the stem, three behind the frozen block"
+
+
+@inside
 def test_other_networks_with_frozen_norms_say_why_they_are_not_fused():
     model = alexnet()
     freeze(model, {"features.1.weight", "features.1.bias"})
