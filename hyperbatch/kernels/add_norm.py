@@ -5,8 +5,8 @@
     sum         partials           ->  gradients of scale and shift
 
 d is the gradient of x and of the branch: what comes back through the norm and what passes it by are added on the way.
-Without a branch, s is x. Sums are taken in fp32, and in their order: the bits are always the same. Reference:
-`hyperbatch.models.residual`.
+Without a branch, s is x, and where nothing passes the norm by, there is no ds. Sums are taken in fp32, and in their
+order: the bits are always the same. Reference: `hyperbatch.models.residual`.
 """
 
 # Triton's decorator hides what a kernel takes from the type checker.
@@ -79,6 +79,7 @@ def _add_norm_gradient_kernel(
     M,
     ROWS,
     C: tl.constexpr,
+    PASS: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
     STAGES: tl.constexpr,
@@ -96,7 +97,7 @@ def _add_norm_gradient_kernel(
         row = p * ROWS + r
         inside = (r < rows)[:, None] & there[None, :]
         at = row.to(tl.int64)[:, None] * C + c[None, :]
-        passing = tl.load(ds + at, mask=inside, other=0.0).to(tl.float32)
+        passing = tl.load(ds + at, mask=inside, other=0.0).to(tl.float32) if PASS else 0.0
         g = tl.load(dn + at, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(s + at, mask=inside, other=0.0).to(tl.float32)
         middle = tl.load(mean + row, mask=r < rows, other=0.0)
@@ -149,7 +150,9 @@ def forward(
     return s, n, mean, rstd
 
 
-def backward(ds: Tensor, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def backward(
+    ds: Tensor | None, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
     """(d, [gradient of the scale, of the shift]), the second in the weight's precision. Tensors are contiguous."""
     c = s.shape[-1]
     m = s.numel() // c
@@ -161,7 +164,7 @@ def backward(ds: Tensor, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rs
     part = torch.empty(programs, 2 * c, dtype=torch.float32, device=s.device)
     with torch.cuda.device_of(s):
         _add_norm_gradient_kernel[(programs,)](
-            ds,
+            dn if ds is None else ds,
             dn,
             s,
             weight,
@@ -172,6 +175,7 @@ def backward(ds: Tensor, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rs
             m,
             rows_per_program,
             C=c,
+            PASS=ds is not None,
             BM=rows,
             BC=columns,
             STAGES=3,

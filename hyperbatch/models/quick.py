@@ -4,6 +4,7 @@
     Conv2d, depthwise          ->  kernels of ours, where they are faster       `models/depthwise.py`
     Mlp: fc1, GELU             ->  LinearGelu, Identity                         transformers, ConvNeXt
     Block: x + f(norm(x))      ->  residual sums and norms in one operation     transformers
+    LayerNorm, LayerNorm2d     ->  kernels of ours, outside of compiled code    `models/lone_norm.py`
 
 A layer stays the module that it was: parameters, names and state dict do not change, only its class does. It is
 recognised by its class and settings; nothing is run to find out. Reference: the layers' own forward.
@@ -25,6 +26,7 @@ from hyperbatch.kernels.conv import fastest
 from hyperbatch.models.depthwise import DepthwiseConv2d, compile_depthwise, depthwise_layers, is_depthwise
 from hyperbatch.models.gelu import LinearGelu, compile_gelus
 from hyperbatch.models.layers import Conv2d, LayerNorm, Linear, as_dtype
+from hyperbatch.models.lone_norm import compile_lone_norms, is_lone_norm, quick_norm
 from hyperbatch.models.residual import QuickBlock, compile_norms, quick_timm_block
 
 GELU_COLUMNS = 64  # a multiple of these: else its kernels would read memory in small pieces
@@ -33,7 +35,7 @@ _MLPS = {("timm.layers.mlp", "Mlp"), ("hyperbatch.models.vit", "Mlp")}
 # Blocks of a vision transformer: x + attn(norm1(x)), then x + mlp(norm2(x)), with layers behind attn and mlp in timm's
 _BLOCK, _TIMM_BLOCK = ("hyperbatch.models.vit", "Block"), ("timm.models.vision_transformer", "Block")
 _TIMM_LAYERS = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
-_TIMM_NORM = ("timm.layers.norm", "LayerNorm")
+_TIMM_NORM, _TIMM_NORM2D = ("timm.layers.norm", "LayerNorm"), ("timm.layers.norm", "LayerNorm2d")
 # timm's own names for torch's function
 _GELUS = {("timm.layers.activations", "GELU"): "none", ("timm.layers.activations", "GELUTanh"): "tanh"}
 
@@ -90,6 +92,8 @@ def quicken(model: nn.Module) -> nn.Module:
             _fuse_gelu(module)
         elif _class_of(module) in (_BLOCK, _TIMM_BLOCK):
             _fuse_norms(module)
+        elif _is_norm(module):
+            module.__class__ = quick_norm(type(module), images=_class_of(module) == _TIMM_NORM2D)
         elif is_depthwise(module):
             module.__class__ = DepthwiseConv2d
     return model
@@ -98,7 +102,8 @@ def quicken(model: nn.Module) -> nn.Module:
 def has_quick_kernels(model: nn.Module) -> bool:
     """Whether there are layers whose kernels could be compiled before a step meets them."""
     kinds = DepthwiseConv2d, LinearGelu
-    return has_triton() and any(isinstance(module, kinds) or _joins_norms(module) for module in model.modules())
+    known = (isinstance(module, kinds) or _joins_norms(module) or is_lone_norm(module) for module in model.modules())
+    return has_triton() and any(known)
 
 
 def compile_quick(model: nn.Module, dtype: torch.dtype) -> None:
@@ -107,6 +112,7 @@ def compile_quick(model: nn.Module, dtype: torch.dtype) -> None:
     compile_depthwise(depthwise_layers(model))
     compile_gelus([module for module in modules if isinstance(module, LinearGelu)], dtype)
     compile_norms([module for module in modules if _joins_norms(module)], dtype)
+    compile_lone_norms([module for module in modules if is_lone_norm(module)], dtype)
 
 
 def _joins_norms(module: nn.Module) -> bool:
@@ -147,9 +153,14 @@ def _fuse_norms(block: nn.Module) -> None:
 
 
 def _is_plain_norm(layer: nn.Module) -> bool:
-    """A layer norm of one dimension with scale and shift, whose results nobody looks at."""
-    known = type(layer) in (nn.LayerNorm, LayerNorm) or _class_of(layer) == _TIMM_NORM
-    if not (known and isinstance(layer, nn.LayerNorm)) or _is_hooked(layer):
+    """A norm of the last dimension whose results nobody looks at."""
+    return _is_norm(layer) and _class_of(layer) != _TIMM_NORM2D and not _is_hooked(layer)
+
+
+def _is_norm(layer: nn.Module) -> bool:
+    """A layer norm of one dimension with scale and shift."""
+    known = type(layer) in (nn.LayerNorm, LayerNorm) or _class_of(layer) in (_TIMM_NORM, _TIMM_NORM2D)
+    if not (known and isinstance(layer, nn.LayerNorm)):
         return False
     return len(layer.normalized_shape) == 1 and layer.weight is not None and layer.bias is not None
 

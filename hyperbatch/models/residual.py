@@ -26,7 +26,7 @@ from hyperbatch.models.vit import Block
 @torch.library.custom_op("hyperbatch::norm", mutates_args=())
 def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(layer norm of the last dimension, mean and 1 / deviation of each row)."""
-    if _by_kernels(x):
+    if by_kernels(x):
         from hyperbatch.kernels import add_norm
 
         return add_norm.forward(x.contiguous(), None, weight, bias, eps)[1:]
@@ -38,7 +38,7 @@ def add_norm(
     x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(s = x + branch, and of s what `norm` gives)."""
-    if _by_kernels(x):
+    if by_kernels(x):
         from hyperbatch.kernels import add_norm
 
         return add_norm.forward(x.contiguous(), branch.contiguous(), weight, bias, eps)
@@ -46,22 +46,28 @@ def add_norm(
     return s, *_normalised(s, weight, bias, eps)
 
 
-@torch.library.custom_op("hyperbatch::add_norm_backward", mutates_args=())
+@torch.library.custom_op(
+    "hyperbatch::add_norm_backward",
+    mutates_args=(),
+    schema="(Tensor? ds, Tensor dn, Tensor s, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor)",
+)
 def add_norm_backward(
-    ds: Tensor, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+    ds: Tensor | None, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(gradient of s: what passes the norm by and what comes through it, [gradient of the scale, of the shift])."""
-    if _by_kernels(s):
+    if by_kernels(s):
         from hyperbatch.kernels import add_norm
 
-        return add_norm.backward(ds.contiguous(), dn.contiguous(), s.contiguous(), weight, mean, rstd)
+        passing = None if ds is None else ds.contiguous()
+        return add_norm.backward(passing, dn.contiguous(), s.contiguous(), weight, mean, rstd)
     wide = mean.dtype
     rows = [tensor.to(wide).reshape(-1, s.shape[-1]) for tensor in (dn, s)]
     g, v = rows[0], (rows[1] - mean[:, None]) * rstd[:, None]
     sums = torch.stack([(g * v).sum(0), g.sum(0)]).to(weight.dtype)
     g = g * weight.to(wide)
     d = rstd[:, None] * (g - g.mean(1, keepdim=True) - v * (g * v).mean(1, keepdim=True))
-    return (ds.to(wide) + d.view(s.shape)).to(s.dtype).contiguous(), sums
+    d = d.view(s.shape) if ds is None else ds.to(wide) + d.view(s.shape)
+    return d.to(s.dtype).contiguous(), sums
 
 
 @norm.register_fake
@@ -75,7 +81,7 @@ def _(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tu
 
 
 @add_norm_backward.register_fake
-def _(ds: Tensor, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def _(ds: Tensor | None, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     return _like(s), weight.new_empty(2, s.shape[-1])
 
 
@@ -95,7 +101,8 @@ def _normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Te
     return n.to(x.dtype).contiguous(), mean.flatten(), rstd.flatten()
 
 
-def _by_kernels(x: Tensor) -> bool:
+def by_kernels(x: Tensor) -> bool:
+    """Whether these operations run our kernels on a tensor."""
     if not (has_triton() and (x.is_cuda or interpreted())):
         return False
     from hyperbatch.kernels import add_norm
