@@ -198,11 +198,11 @@ def prepare() -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     with contextlib.suppress(Exception):
-        import triton
+        from triton import knobs
         from triton.runtime.cache import triton_key
 
         triton_key()  # hashes Triton itself, and remembers it
-        _ = triton.knobs.nvidia.ptxas  # asks the assembler for its version, and remembers it
+        _ = knobs.nvidia.ptxas  # asks the assembler for its version, and remembers it
 
 
 def main(descriptors: list[int]) -> None:

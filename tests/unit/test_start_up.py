@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -65,12 +66,13 @@ def test_a_context_is_opened_as_far_as_the_driver_goes(monkeypatch, failing, ask
 
 def test_without_a_driver_there_is_no_context_and_no_noise(monkeypatch, capfd):
     monkeypatch.setattr(context, "LIBRARY", "libno-such-library.so.1")
-    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")  # a user's own wish
     before = set(threading.enumerate())
     context.open_context()
     for thread in set(threading.enumerate()) - before:
         thread.join()
     assert capfd.readouterr() == ("", "")
+    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
 
 
 @pytest.mark.parametrize(
