@@ -9,6 +9,7 @@ train(config)
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import sys
 import threading
@@ -20,6 +21,7 @@ from hyperbatch.callbacks import Hooks, forwarded
 from hyperbatch.config import Config
 from hyperbatch.data.source import DataCounts, check_data
 from hyperbatch.engine.agent import check_nproc, count_gpus, default_nproc, scratch_folder, start_ranks
+from hyperbatch.engine.context import open_context
 from hyperbatch.engine.folder import claimed, default_out, has_checkpoint, keep_config, resume_hint
 from hyperbatch.engine.ranks import Ranks, ended_by_sigterm, find_ranks
 from hyperbatch.errors import Damaged, InputError, Interrupted, Preempted, RunFailed
@@ -122,13 +124,31 @@ def _end_told(hooks: Hooks, out: Path) -> Iterator[None]:
 def _train_here(config: Config, ranks: Ranks, hooks: Hooks, *, keeps_config: bool = False) -> RunRecord:
     with contextlib.ExitStack() as held:
         if ranks.world_size == 1 and config.run.device != "cpu" and count_gpus():
+            open_context()
             workers.start()  # they load torch beside this process, which needs them a second later
             held.callback(workers.stop)
         return _train_as(config, ranks, hooks, keeps_config)
 
 
+@contextlib.contextmanager
+def _loading_torch() -> Iterator[None]:
+    """Its modules make 200,000 objects that stay. To look through them meanwhile takes 0.2 s, and steps would wait for
+    it again: what is there by now is never looked through. Nothing of it where torch is loaded already."""
+    if not gc.isenabled() or "torch" in sys.modules:
+        yield
+        return
+    gc.collect()  # what the caller has let go, too, would stay
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
 def _train_as(config: Config, ranks: Ranks, hooks: Hooks, keeps_config: bool) -> RunRecord:
-    from hyperbatch.engine.loop import run
+    with _loading_torch():
+        from hyperbatch.engine.loop import run
 
     with ended_by_sigterm():
         try:
