@@ -80,7 +80,8 @@ class FusedResNet(FusedNetwork):
         self.pool = self.plain_stem[-1]
         self.stem = _stem(self.plain_stem, self.counters)
         self.window = _window(self.pool)
-        blocks = [block for name, stage in self.parts.items() if name.startswith("layer") for block in stage.children()]
+        stages: list[Any] = [module for name, module in self.parts.items() if name.startswith("layer")]
+        blocks = [block for stage in stages for block in stage]
         self.blocks = [
             block if any(map(_is_not_fused, block.modules())) else FusedBlock(block, self.counters) for block in blocks
         ]
@@ -139,7 +140,7 @@ class FusedAlexNet(FusedNetwork):
 def _stem(modules: list[nn.Module], counters: Tensor) -> list[ConvNorm]:
     """Its convolutions with their norms, each before a ReLU; none, where it runs as it is. modules: up to the pool, in
     whose place timm's ResNet-RS has a convolution, norm and ReLU more."""
-    layers: list[Any] = [part for m in modules for part in (m.children() if isinstance(m, nn.Sequential) else (m,))]
+    layers: list[Any] = [layer for m in modules for layer in (m if isinstance(m, nn.Sequential) else (m,))]
     if not isinstance(modules[-1], nn.Sequential):
         layers.pop()
     convs, norms, relus = layers[::3], layers[1::3], layers[2::3]

@@ -133,7 +133,6 @@ def test_all_blocks_of_a_resnet_d_are_fused():
 
 TIMMS = {
     "resnet50d": (timm_reference.Bottleneck, {"deep": True, "averages": True}),
-    "resnet18": (timm_reference.BasicBlock, {}),
     "a convolution in the place of the pool": (timm_reference.BasicBlock, {"deep": True, "replace_stem_pool": True}),
 }
 
@@ -142,7 +141,7 @@ TIMMS = {
 @pytest.mark.parametrize("network", TIMMS)
 def test_timms_resnets_agree_with_float64(network):
     block, options = TIMMS[network]
-    model, data = shuffled(adopt(timm_reference.small(block, **options))), batch(2, (67, 60))
+    model, data = shuffled(adopt(timm_reference.small(block, **options))), batch(2, (37, 34))
     names, kind = list(model.state_dict()), type(model)
     want = exact_step(model, *data)
     got = step(fused(model), *data)
