@@ -308,6 +308,26 @@ def test_networks_are_no_further_from_float64_than_the_plain_path(name, n, size,
     assert max(ratios.values()) < BY_CHANCE, ratios
 
 
+@pytest.mark.usefixtures("same_algorithms")
+def test_timms_resnet50d_gives_the_bits_of_ours():
+    pytest.importorskip("timm")
+    data = images_of(8, 160, FP16)
+    ours, _ = network("resnet50d", FP16)
+    theirs, _ = network("timm/resnet50d", FP16)
+    theirs.load_state_dict(ours.state_dict())
+    start = copy.deepcopy(ours.state_dict())
+    results = []
+    for model in (ours, theirs):
+        assert why_not_fused(model, FP16, CUDA) is None
+        fuse(model)
+        step(model, *data, scale=SCALE)  # kernels are chosen and compiled
+        model.load_state_dict(start)
+        results.append(step(model, *data, scale=SCALE))
+    assert torch.equal(results[0].logits, results[1].logits)
+    for key, grad in results[0].grads.items():
+        assert torch.equal(grad, results[1].grads[key]), key
+
+
 # --- memory and graphs ------------------------------------------------------------------------------------------------
 
 
