@@ -168,7 +168,9 @@ def _fuse_scale(block: nn.Module) -> None:
     if _class_of(mlp) != _TIMM_MLP or _layers(mlp) != _TIMM_MLP_LAYERS:
         return  # of a version that we do not know
     linear = mlp.get_submodule("fc2")
-    if type(linear) in (nn.Linear, Linear) and linear.bias is not None and not (_is_hooked(mlp) or _is_hooked(linear)):
+    if type(linear) not in (nn.Linear, Linear) or linear.bias is None or _is_hooked(mlp) or _is_hooked(linear):
+        return
+    if _is_plain_norm(block.get_submodule("norm")):
         block.__class__ = quick_convnext_block(type(block))
 
 

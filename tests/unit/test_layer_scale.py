@@ -138,6 +138,11 @@ def hooked(block):
     return block
 
 
+def other_norm(block):
+    block.norm = nn.RMSNorm(16)
+    return block
+
+
 def extended(block):
     block.extra = nn.Identity()
     return block
@@ -150,9 +155,10 @@ def extended(block):
         SubBlock(16),
         ConvNeXtBlock(16, mlp=OtherMlp),
         hooked(ConvNeXtBlock(16)),
+        other_norm(ConvNeXtBlock(16)),
         extended(ConvNeXtBlock(16)),
     ],
-    ids=["no scale", "another class", "another MLP", "hooked", "another version"],
+    ids=["no scale", "another class", "another MLP", "hooked", "another norm", "another version"],
 )
 def test_blocks_that_are_not_known_stay(block):
     before = type(block)
