@@ -4,6 +4,7 @@
     Conv2d, depthwise          ->  kernels of ours, where they are faster       `models/depthwise.py`
     Mlp: fc1, GELU             ->  LinearGelu, Identity                         transformers, ConvNeXt
     Block: x + f(norm(x))      ->  residual sums and norms in one operation     transformers
+    Block: g * fc2(...) + x    ->  the scale's gradient from that of fc2        ConvNeXt: `models/layer_scale.py`
     LayerNorm, LayerNorm2d     ->  kernels of ours, outside of compiled code    `models/lone_norm.py`
 
 A layer stays the module that it was: parameters, names and state dict do not change, only its class does. It is
@@ -25,16 +26,22 @@ from hyperbatch.kernels import has_triton
 from hyperbatch.kernels.conv import fastest
 from hyperbatch.models.depthwise import DepthwiseConv2d, compile_depthwise, depthwise_layers, is_depthwise
 from hyperbatch.models.gelu import LinearGelu, compile_gelus
+from hyperbatch.models.layer_scale import quick_convnext_block
 from hyperbatch.models.layers import Conv2d, LayerNorm, Linear, as_dtype
 from hyperbatch.models.lone_norm import compile_lone_norms, is_lone_norm, quick_norm
 from hyperbatch.models.residual import QuickBlock, compile_norms, quick_timm_block
 
 GELU_COLUMNS = 64  # a multiple of these: else its kernels would read memory in small pieces
 # (module, name) of classes whose forward begins with self.act(self.fc1(x)), and needs neither of them again
-_MLPS = {("timm.layers.mlp", "Mlp"), ("hyperbatch.models.vit", "Mlp")}
+_TIMM_MLP = ("timm.layers.mlp", "Mlp")
+_MLPS = {_TIMM_MLP, ("hyperbatch.models.vit", "Mlp")}
 # Blocks of a vision transformer: x + attn(norm1(x)), then x + mlp(norm2(x)), with layers behind attn and mlp in timm's
 _BLOCK, _TIMM_BLOCK = ("hyperbatch.models.vit", "Block"), ("timm.models.vision_transformer", "Block")
 _TIMM_LAYERS = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
+# A block of ConvNeXt: gamma * mlp(norm(conv_dw(x))) + x
+_CONVNEXT_BLOCK = ("timm.models.convnext", "ConvNeXtBlock")
+_CONVNEXT_LAYERS = {"conv_dw", "norm", "mlp", "shortcut", "drop_path"}
+_TIMM_MLP_LAYERS = {"fc1", "act", "drop1", "norm", "fc2", "drop2"}
 _TIMM_NORM, _TIMM_NORM2D = ("timm.layers.norm", "LayerNorm"), ("timm.layers.norm", "LayerNorm2d")
 # timm's own names for torch's function
 _GELUS = {("timm.layers.activations", "GELU"): "none", ("timm.layers.activations", "GELUTanh"): "tanh"}
@@ -92,6 +99,8 @@ def quicken(model: nn.Module) -> nn.Module:
             _fuse_gelu(module)
         elif _class_of(module) in (_BLOCK, _TIMM_BLOCK):
             _fuse_norms(module)
+        elif _class_of(module) == _CONVNEXT_BLOCK:
+            _fuse_scale(module)
         elif _is_norm(module):
             module.__class__ = quick_norm(type(module), images=_class_of(module) == _TIMM_NORM2D)
         elif is_depthwise(module):
@@ -146,10 +155,27 @@ def _fuse_gelu(mlp: nn.Module) -> None:
 
 def _fuse_norms(block: nn.Module) -> None:
     timms = _class_of(block) == _TIMM_BLOCK
-    if timms and {name for name, _ in block.named_children()} != _TIMM_LAYERS:
+    if timms and _layers(block) != _TIMM_LAYERS:
         return  # of a version that we do not know
     if all(_is_plain_norm(block.get_submodule(name)) for name in ("norm1", "norm2")):
         block.__class__ = quick_timm_block(type(block)) if timms else QuickBlock
+
+
+def _fuse_scale(block: nn.Module) -> None:
+    if _layers(block) != _CONVNEXT_LAYERS or getattr(block, "gamma", None) is None:
+        return
+    mlp = block.get_submodule("mlp")
+    if _class_of(mlp) != _TIMM_MLP or _layers(mlp) != _TIMM_MLP_LAYERS:
+        return  # of a version that we do not know
+    linear = mlp.get_submodule("fc2")
+    if type(linear) not in (nn.Linear, Linear) or linear.bias is None or _is_hooked(mlp) or _is_hooked(linear):
+        return
+    if _is_plain_norm(block.get_submodule("norm")):
+        block.__class__ = quick_convnext_block(type(block))
+
+
+def _layers(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
 
 
 def _is_plain_norm(layer: nn.Module) -> bool:
