@@ -4,6 +4,7 @@
     Conv2d, depthwise          ->  kernels of ours, where they are faster       `models/depthwise.py`
     Mlp: fc1, GELU             ->  LinearGelu, Identity                         transformers, ConvNeXt
     Block: x + f(norm(x))      ->  residual sums and norms in one operation     transformers
+    Attention                  ->  gradients of q, k and v meet in one pass     transformers
 
 A layer stays the module that it was: parameters, names and state dict do not change, only its class does. It is
 recognised by its class and settings; nothing is run to find out. Reference: the layers' own forward.
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +25,20 @@ from hyperbatch.kernels import has_triton
 from hyperbatch.kernels.conv import fastest
 from hyperbatch.models.depthwise import DepthwiseConv2d, compile_depthwise, depthwise_layers, is_depthwise
 from hyperbatch.models.gelu import LinearGelu, compile_gelus
+from hyperbatch.models.heads import QuickAttention, compile_heads, quick_timm_attention
 from hyperbatch.models.layers import Conv2d, LayerNorm, Linear, as_dtype
 from hyperbatch.models.residual import QuickBlock, compile_norms, quick_timm_block
 
 GELU_COLUMNS = 64  # a multiple of these: else its kernels would read memory in small pieces
 # (module, name) of classes whose forward begins with self.act(self.fc1(x)), and needs neither of them again
-_MLPS = {("timm.layers.mlp", "Mlp"), ("hyperbatch.models.vit", "Mlp")}
+_MLP, _TIMM_MLP = ("hyperbatch.models.vit", "Mlp"), ("timm.layers.mlp", "Mlp")
 # Blocks of a vision transformer: x + attn(norm1(x)), then x + mlp(norm2(x)), with layers behind attn and mlp in timm's
 _BLOCK, _TIMM_BLOCK = ("hyperbatch.models.vit", "Block"), ("timm.models.vision_transformer", "Block")
 _TIMM_LAYERS = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
 _TIMM_NORM = ("timm.layers.norm", "LayerNorm")
+# Attention of a product for queries, keys and values, torch's own function, and one more product
+_ATTENTION, _TIMM_ATTENTION = ("hyperbatch.models.vit", "Attention"), ("timm.layers.attention", "Attention")
+_TIMM_ATTENTION_LAYERS = {"qkv", "q_norm", "k_norm", "attn_drop", "norm", "proj", "proj_drop"}
 # timm's own names for torch's function
 _GELUS = {("timm.layers.activations", "GELU"): "none", ("timm.layers.activations", "GELUTanh"): "tanh"}
 
@@ -83,13 +88,15 @@ def patch_rows(images: Tensor, down: int, across: int) -> Tensor:
 def quicken(model: nn.Module) -> nn.Module:
     """Replaces what it knows, in place."""
     places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
-    for module in list(model.modules()):
+    for module in reversed(list(model.modules())):  # layers before what they stand in
         if is_patch_conv(module):
             module.__class__ = PatchConv2d
-        elif _class_of(module) in _MLPS and places[getattr(module, "fc1", module)] == places[module]:
+        elif _class_of(module) in (_MLP, _TIMM_MLP) and places[getattr(module, "fc1", module)] == places[module]:
             _fuse_gelu(module)
         elif _class_of(module) in (_BLOCK, _TIMM_BLOCK):
             _fuse_norms(module)
+        elif _class_of(module) in (_ATTENTION, _TIMM_ATTENTION):
+            _stack_heads(module)
         elif is_depthwise(module):
             module.__class__ = DepthwiseConv2d
     return model
@@ -97,8 +104,11 @@ def quicken(model: nn.Module) -> nn.Module:
 
 def has_quick_kernels(model: nn.Module) -> bool:
     """Whether there are layers whose kernels could be compiled before a step meets them."""
-    kinds = DepthwiseConv2d, LinearGelu
-    return has_triton() and any(isinstance(module, kinds) or _joins_norms(module) for module in model.modules())
+
+    def has_kernels(module: nn.Module) -> bool:
+        return isinstance(module, DepthwiseConv2d | LinearGelu) or _joins_norms(module) or _stacks_heads(module)
+
+    return has_triton() and any(has_kernels(module) for module in model.modules())
 
 
 def compile_quick(model: nn.Module, dtype: torch.dtype) -> None:
@@ -107,10 +117,15 @@ def compile_quick(model: nn.Module, dtype: torch.dtype) -> None:
     compile_depthwise(depthwise_layers(model))
     compile_gelus([module for module in modules if isinstance(module, LinearGelu)], dtype)
     compile_norms([module for module in modules if _joins_norms(module)], dtype)
+    compile_heads([module for module in modules if _stacks_heads(module)], dtype)
 
 
 def _joins_norms(module: nn.Module) -> bool:
     return getattr(type(module), "joins_norms", False)
+
+
+def _stacks_heads(module: nn.Module) -> bool:
+    return getattr(type(module), "stacks_heads", False)
 
 
 def is_patch_conv(module: nn.Module) -> bool:
@@ -129,9 +144,7 @@ def _fuse_gelu(mlp: nn.Module) -> None:
     """fc1 comes to do both, and act nothing. Others may look at what they gave through hooks: then they stay."""
     linear, act = mlp.get_submodule("fc1"), mlp.get_submodule("act")
     form = act.approximate if type(act) is nn.GELU else _GELUS.get(_class_of(act))
-    if form is None or not isinstance(linear, nn.Linear) or type(linear) not in (nn.Linear, Linear):
-        return
-    if linear.bias is None or linear.out_features % GELU_COLUMNS or _is_hooked(linear) or _is_hooked(act):
+    if form is None or not _is_plain_linear(linear) or linear.out_features % GELU_COLUMNS or _is_hooked(act):
         return
     cast(Any, linear).__class__ = LinearGelu
     cast(Any, linear).tanh = form == "tanh"
@@ -144,6 +157,35 @@ def _fuse_norms(block: nn.Module) -> None:
         return  # of a version that we do not know
     if all(_is_plain_norm(block.get_submodule(name)) for name in ("norm1", "norm2")):
         block.__class__ = quick_timm_block(type(block)) if timms else QuickBlock
+        cast(Any, block).sums_biases = _has_plain_branches(block, _TIMM_MLP if timms else _MLP)
+
+
+def _has_plain_branches(block: nn.Module, known_mlp: tuple[str, str]) -> bool:
+    """Whether attention and MLP are known to end with linear layers, and nobody looks at what they or others give."""
+    attention, mlp = block.get_submodule("attn"), block.get_submodule("mlp")
+    if not _stacks_heads(attention) or _class_of(mlp) != known_mlp:
+        return False
+    looked_into = (attention, *attention.children(), mlp, *mlp.children(), *block.children())
+    ends = attention.get_submodule("proj"), mlp.get_submodule("fc2")
+    return all(map(_is_plain_linear, ends)) and not any(map(_is_hooked, looked_into))
+
+
+def _stack_heads(attention: nn.Module) -> None:
+    timms = _class_of(attention) == _TIMM_ATTENTION
+    layers = dict(attention.named_children())
+    if timms:
+        if layers.keys() != _TIMM_ATTENTION_LAYERS or not attention.fused_attn:
+            return  # of a version that we do not know, or without torch's function
+        if not all(type(layers[name]) is nn.Identity for name in ("q_norm", "k_norm", "norm")):
+            return
+    if _is_plain_linear(layers["qkv"]) and not any(map(_is_hooked, layers.values())):
+        attention.__class__ = quick_timm_attention(type(attention)) if timms else QuickAttention
+
+
+def _is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """With a bias, and nobody looks at what it gives."""
+    known = isinstance(layer, nn.Linear) and type(layer) in (nn.Linear, Linear)
+    return known and layer.bias is not None and not _is_hooked(layer)
 
 
 def _is_plain_norm(layer: nn.Module) -> bool:
