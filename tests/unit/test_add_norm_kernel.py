@@ -109,7 +109,7 @@ def error(found, expect):
 @inside
 @pytest.mark.parametrize(("joined", "wide"), [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 8), (67, 48), (21, 40), (2, 3, 384)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 8), (67, 48), (2, 3, 384)], ids=str)
 def test_no_further_from_float64_than_torch(shape, dtype, joined, wide):
     x, branch, layer, ds, dn = make(shape, dtype, wide=wide)
     branch = branch if joined else None
@@ -135,10 +135,9 @@ def test_no_further_from_float64_than_torch(shape, dtype, joined, wide):
 
 
 @inside
-@pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 8), (67, 48), (21, 40), (2, 3, 384)], ids=str)
-def test_biases_in_the_sum_have_the_sums_of_gradients(shape, dtype, wide):
+@pytest.mark.parametrize(("shape", "wide"), [((67, 48), True), ((21, 40), True), ((2, 3, 96), False)], ids=str)
+def test_biases_in_the_sum_have_the_sums_of_gradients(shape, wide, dtype):
     """Nothing else changes, to the bit."""
     x, branch, layer, ds, dn = make(shape, dtype, wide=wide)
     before, behind = (torch.zeros(shape[-1], dtype=kind, requires_grad=True) for kind in (torch.float32, dtype))
