@@ -1,10 +1,12 @@
 """A residual sum and the layer norm behind it, and their gradients, of 16-bit rows (Triton).
 
     forward     x, branch [m, c]   ->  s = x + branch, n = norm(s); mean and 1 / deviation of each row
-    backward    ds, dn, s          ->  d = ds + gradient of s through the norm; partial sums for scale and shift
-    sum         partials           ->  gradients of scale and shift
+    backward    ds, dn, s          ->  d = ds + gradient of s through the norm; partial sums for scale, shift and biases
+    sum         partials           ->  gradients of scale, shift and biases
 
 d is the gradient of x and of the branch: what comes back through the norm and what passes it by are added on the way.
+So the column sums of d are the gradient of a bias that the branch ends with. Those of ds are the gradient of the one
+that ends the branch behind the norm, which is added to s next.
 Without a branch, s is x, and where nothing passes the norm by, there is no ds. Sums are taken in fp32, and in their
 order: the bits are always the same. Reference: `hyperbatch.models.residual`.
 """
@@ -20,12 +22,14 @@ import triton.language as tl
 from torch import Tensor
 
 from hyperbatch.kernels.compile import kernel
+from hyperbatch.kernels.depthwise import copies
 from hyperbatch.kernels.gelu import ALIGNED, add_up
 from hyperbatch.kernels.norm.tiles import processors
 
 SIZES = ("M", "ROWS")  # numbers a kernel is not compiled anew for
+MOST_BLOCKS = 3  # of columns in a row: with more, their sums would not fit into registers
 WIDEST = 4096  # columns: a program has whole rows
-ELEMENTS = 4096  # of a tile
+ELEMENTS = 2048  # of a tile: in forward, and of the wide columns in backward
 
 
 @kernel(do_not_specialize=SIZES)
@@ -66,6 +70,18 @@ def _add_norm_kernel(
     tl.store(n + at, out.to(n.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _added(sums, at: tl.constexpr, v):
+    """The tuple with v added to one of its tensors."""
+    return sums[:at] + (sums[at] + v,) + sums[at + 1 :]
+
+
+@triton.jit
+def _store_sums(part, tiles, c, C: tl.constexpr, K: tl.constexpr, BC: tl.constexpr):
+    for k in tl.static_range(K):
+        tl.store(part + k * BC + c, tl.sum(tiles[k], 0), mask=k * BC + c < C)
+
+
 @kernel(do_not_specialize=SIZES)
 def _add_norm_gradient_kernel(
     ds,
@@ -80,37 +96,60 @@ def _add_norm_gradient_kernel(
     ROWS,
     C: tl.constexpr,
     PASS: tl.constexpr,
+    BIASES: tl.constexpr,
+    K: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """A row is K blocks of BC columns: the next power of two of 384 would leave a quarter of the threads idle, and lay
+    a row across warps, which wait for each other at its sums."""
     p = tl.program_id(0)
     rows = tl.minimum(M - p * ROWS, ROWS)
     c = tl.arange(0, BC)
-    there = c < C
-    scale = tl.load(weight + c, mask=there, other=0.0).to(tl.float32)
+    scale = ()
+    for k in tl.static_range(K):
+        scale = scale + (tl.load(weight + k * BC + c, mask=k * BC + c < C, other=0.0).to(tl.float32),)
     # Tiles of sums, folded once at the end: a fold in every turn would cost more than the loads.
-    to_scale = tl.zeros([BM, BC], tl.float32)
-    to_shift = tl.zeros([BM, BC], tl.float32)
+    nothing = tl.zeros([BM, BC], tl.float32)
+    to_scale, to_shift = copies(nothing, K), copies(nothing, K)
+    to_next, to_branch = copies(nothing, K), copies(nothing, K)
     for i in tl.range(0, rows, BM, num_stages=STAGES):
         r = i + tl.arange(0, BM)
         row = p * ROWS + r
-        inside = (r < rows)[:, None] & there[None, :]
+        inside = (r < rows)[:, None] & (c < C)[None, :]
         at = row.to(tl.int64)[:, None] * C + c[None, :]
-        passing = tl.load(ds + at, mask=inside, other=0.0).to(tl.float32) if PASS else 0.0
-        g = tl.load(dn + at, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(s + at, mask=inside, other=0.0).to(tl.float32)
-        middle = tl.load(mean + row, mask=r < rows, other=0.0)
-        inverse = tl.load(rstd + row, mask=r < rows, other=0.0)
-        v = tl.where(inside, (v - middle[:, None]) * inverse[:, None], 0.0)
-        to_scale += g * v
-        to_shift += g
-        g *= scale[None, :]
-        across, along = tl.sum(g, 1) / C, tl.sum(g * v, 1) / C
-        out = passing + inverse[:, None] * (g - across[:, None] - v * along[:, None])
-        tl.store(d + at, out.to(d.dtype.element_ty), mask=inside)
-    tl.store(part + p * (2 * C) + c, tl.sum(to_scale, 0), mask=there)
-    tl.store(part + p * (2 * C) + C + c, tl.sum(to_shift, 0), mask=there)
+        middle = tl.load(mean + row, mask=r < rows, other=0.0)[:, None]
+        inverse = tl.load(rstd + row, mask=r < rows, other=0.0)[:, None]
+        passing, scaled, normalised = (), (), ()
+        across, along = nothing, nothing
+        for k in tl.static_range(K):
+            if PASS:
+                passing = passing + (tl.load(ds + at + k * BC, mask=inside, other=0.0).to(tl.float32),)
+            g = tl.load(dn + at + k * BC, mask=inside, other=0.0).to(tl.float32)
+            v = (tl.load(s + at + k * BC, mask=inside, other=0.0).to(tl.float32) - middle) * inverse
+            to_scale = _added(to_scale, k, g * v)
+            to_shift = _added(to_shift, k, g)
+            g *= scale[k][None, :]
+            across += g
+            along += g * v
+            scaled = scaled + (g,)
+            normalised = normalised + (v,)
+        across, along = (tl.sum(across, 1) / C)[:, None], (tl.sum(along, 1) / C)[:, None]
+        for k in tl.static_range(K):
+            out = inverse * (scaled[k] - across - normalised[k] * along)
+            if PASS:
+                out += passing[k]
+            tl.store(d + at + k * BC, out.to(d.dtype.element_ty), mask=inside)
+            if BIASES:
+                to_next = _added(to_next, k, passing[k])
+                to_branch = _added(to_branch, k, out)
+    part += p * ((4 if BIASES else 2) * C)
+    _store_sums(part, to_scale, c, C, K, BC)
+    _store_sums(part + C, to_shift, c, C, K, BC)
+    if BIASES:
+        _store_sums(part + 2 * C, to_next, c, C, K, BC)
+        _store_sums(part + 3 * C, to_branch, c, C, K, BC)
 
 
 def takes(x: Tensor) -> bool:
@@ -128,7 +167,7 @@ def forward(
     s, n = x if branch is None else torch.empty_like(x), torch.empty_like(x)
     mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2))
     columns = triton.next_power_of_2(c)
-    rows = max(1, ELEMENTS // 2 // columns)
+    rows = max(1, ELEMENTS // columns)
     with torch.cuda.device_of(x):
         _add_norm_kernel[(triton.cdiv(m, rows),)](
             x,
@@ -151,17 +190,22 @@ def forward(
 
 
 def backward(
-    ds: Tensor | None, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(d, [gradient of the scale, of the shift]), the second in the weight's precision. Tensors are contiguous."""
+    ds: Tensor | None, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, *, biases: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(d, [gradient of the scale, of the shift], [column sums of ds, of d]); the second in the weight's precision. The
+    third in fp32, and only with `biases`, which need ds. Tensors are contiguous."""
     c = s.shape[-1]
     m = s.numel() // c
     d, sums = torch.empty_like(s), torch.empty(2, c, dtype=weight.dtype, device=s.device)
-    columns = triton.next_power_of_2(c)
-    rows = max(1, ELEMENTS // columns)
+    totals = torch.empty(2, c, dtype=torch.float32, device=s.device) if biases else None
+    columns = c & -c  # the largest power of two that divides c: no column is masked
+    if c // columns > MOST_BLOCKS:
+        columns = triton.next_power_of_2(c)
+    blocks = triton.cdiv(c, columns)
+    rows = max(1, (ELEMENTS if blocks == 1 else ELEMENTS // 2) // columns)
     rows_per_program = triton.cdiv(triton.cdiv(m, 2 * processors()), rows) * rows
     programs = triton.cdiv(m, rows_per_program)
-    part = torch.empty(programs, 2 * c, dtype=torch.float32, device=s.device)
+    part = torch.empty(programs, (4 if biases else 2) * c, dtype=torch.float32, device=s.device)
     with torch.cuda.device_of(s):
         _add_norm_gradient_kernel[(programs,)](
             dn if ds is None else ds,
@@ -176,10 +220,12 @@ def backward(
             rows_per_program,
             C=c,
             PASS=ds is not None,
+            BIASES=biases,
+            K=blocks,
             BM=rows,
             BC=columns,
             STAGES=3,
             num_warps=8,
         )
-    add_up(part, sums)
-    return d, sums
+    add_up(part, sums, totals)
+    return d, sums, totals

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections import Counter
 from functools import partial
@@ -18,9 +19,11 @@ from test_regions_gpu import same_bits, train
 
 from hyperbatch.bench.step import bench_step, format_result
 from hyperbatch.config import BatchPhase
-from hyperbatch.kernels import add_norm, gelu
+from hyperbatch.kernels import add_norm, gelu, stack
 from hyperbatch.kernels.compile import is_compiling
+from hyperbatch.models import heads, vit
 from hyperbatch.models.gelu import LinearGelu
+from hyperbatch.models.heads import QuickAttention
 from hyperbatch.models.layer_scale import scaled_linear
 from hyperbatch.models.layers import Conv2d, Linear
 from hyperbatch.models.lone_norm import quick_norm
@@ -122,24 +125,33 @@ def test_sums_and_norms_are_no_further_from_float64_than_torch(shape, dtype, wid
     exact.load_state_dict(layer.state_dict())
     x, branch, ds, dn = (torch.randn(shape, device=CUDA).to(dtype) for _ in range(4))
 
-    def plain(x, branch, layer):
-        s = x + branch
-        return s, F.layer_norm(s.to(layer.weight.dtype), s.shape[-1:], layer.weight, layer.bias, 1e-6).to(s.dtype)
+    def plain(x, branch, layer, before, behind):
+        s = x + (branch + before.to(x.dtype))
+        n = F.layer_norm(s.to(layer.weight.dtype), s.shape[-1:], layer.weight, layer.bias, 1e-6).to(s.dtype)
+        return s + behind.to(x.dtype), n
 
     def run(function, layer, dtype, branch):
         x_, branch_ = x.to(dtype).requires_grad_(), branch.to(dtype).requires_grad_()
-        s, n = function(x_, branch_, layer)
-        grads = torch.autograd.grad([s, n], [x_, *layer.parameters()], [ds.to(dtype), dn.to(dtype)])
-        return dict(zip(("n", "x", "weight", "bias"), (n.detach(), *grads), strict=True)), s.detach()
+        kind = torch.promote_types(dtype, torch.float32)
+        biases = [torch.zeros(shape[-1], dtype=kind, device=CUDA, requires_grad=True) for _ in range(2)]
+        s, n = function(x_, branch_, layer, *biases)
+        inputs, given = [x_, *layer.parameters(), *biases], [ds.to(dtype), dn.to(dtype)]
+        grads = torch.autograd.grad([s, n], inputs, given, allow_unused=True)
+        names = "n", "x", "weight", "bias", "bias before", "bias behind"
+        return dict(zip(names, (n.detach(), *grads), strict=True)), s.detach()
 
     quick, s = run(join, layer, dtype, branch)
     theirs, their_s = run(plain, layer, dtype, branch)
     assert torch.equal(s, their_s)
     right, _ = run(plain, exact, torch.float64, s.double() - x.double())
-    ours, others = errors(quick, right), errors(theirs, right)
-    print({name: (f"{ours[name]:.2e}", f"{others[name]:.2e}") for name in right})
-    # Below 1e-6 both are as good as fp32 is.
-    assert all(max(ours[name], 1e-6) <= 1.02 * max(others[name], 1e-6) for name in right)
+    bare, _ = run(lambda x, branch, layer, *biases: join(x, branch, layer), layer, dtype, branch)
+    assert bare.pop("bias before") is bare.pop("bias behind") is None
+    others = errors(theirs, right)
+    for found in (quick, bare):
+        ours = errors(found, {name: right[name] for name in found})
+        print({name: (f"{ours[name]:.2e}", f"{others[name]:.2e}") for name in found})
+        # Below 1e-6 both are as good as fp32 is.
+        assert all(max(ours[name], 1e-6) <= 1.02 * max(others[name], 1e-6) for name in found)
     _, n = fork(s, layer)
     assert torch.equal(n, quick["n"])
 
@@ -201,6 +213,37 @@ def test_norms_between_blocks_and_their_speed(rows, width, dtype):
             print(f"{rows} x {width} {name} {what}: {seconds * 1e6:.0f} us, {moved / seconds / 1e12:.2f} TB/s")
 
 
+def address(tensor):
+    return tensor.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_attention_is_no_further_from_float64_than_torch(dtype, monkeypatch):
+    torch.manual_seed(0)
+    plain, wide = (vit.Attention(384, 6, 0.0).to(CUDA, kind) for kind in (torch.float32, torch.float64))
+    nn.init.normal_(plain.qkv.bias)
+    for layer in (plain.qkv, plain.proj):
+        layer.weight.data = layer.weight.data.to(dtype)
+    wide.load_state_dict(plain.state_dict())
+    quick = copy.deepcopy(plain)
+    quick.__class__ = QuickAttention
+    x, dy = (torch.randn(64, 197, 384, device=CUDA).to(dtype) for _ in range(2))
+    given, taken = [], []
+    operation, kernel = heads.stack_heads, stack.stack
+    monkeypatch.setattr(heads, "stack_heads", lambda *parts: given.extend(map(address, parts)) or operation(*parts))
+    monkeypatch.setattr(stack, "stack", lambda *parts: taken.extend(map(address, parts)) or kernel(*parts))
+
+    def run(layer, kind):
+        leaf = x.to(kind).requires_grad_()
+        y = layer(leaf)
+        names, inputs = ("x", "weight", "bias"), (leaf, layer.qkv.weight, layer.qkv.bias)
+        return {"y": y.detach(), **dict(zip(names, torch.autograd.grad(y, inputs, dy.to(kind)), strict=True))}
+
+    check_errors(run(quick, dtype), run(plain, dtype), run(wide, torch.float64))
+    assert len(given) == 3
+    assert taken == given  # as torch's attention has left them, without a copy
+
+
 def test_speed_of_sums_and_norms():
     """Of ViT-S, 256 images. Times decide nothing; they are printed, after a look at large offsets."""
     rows, width = 50_432, 384
@@ -212,6 +255,8 @@ def test_speed_of_sums_and_norms():
         ("forward", lambda: add_norm.forward(x, branch, weight, bias, 1e-6), 4),
         ("forward without a branch", lambda: add_norm.forward(x, None, weight, bias, 1e-6), 2),
         ("backward", lambda: add_norm.backward(ds, dn, s, weight, mean, rstd), 4),
+        ("backward with biases", lambda: add_norm.backward(ds, dn, s, weight, mean, rstd, biases=True), 4),
+        ("three side by side", lambda: stack.stack(x, ds, dn), 6),
     ):
         run()
         seconds = min(device_s(run, device=CUDA, calls=10) for _ in range(5))
@@ -234,16 +279,18 @@ VIT = {
 def launched(monkeypatch):
     """How often the kernels of gradients were launched: not where they are compiled ahead."""
     calls = Counter()
-    for module in (gelu, add_norm):
-        counted = partial(_counted, calls, module.__name__.rpartition(".")[2], module.backward)
-        monkeypatch.setattr(module, "backward", counted)
+    for module, name in ((gelu, "backward"), (add_norm, "backward"), (stack, "stack")):
+        counted = partial(_counted, calls, module.__name__.rpartition(".")[2], getattr(module, name))
+        monkeypatch.setattr(module, name, counted)
     return calls
 
 
-def _counted(calls, name, function, *args):
+def _counted(calls, name, function, *args, **options):
     if not is_compiling():
         calls[name] += 1
-    return function(*args)
+        if options.get("biases"):
+            calls["biases"] += 1
+    return function(*args, **options)
 
 
 @pytest.mark.parametrize(
@@ -262,6 +309,8 @@ def _counted(calls, name, function, *args):
 def test_captured_steps_give_the_bits_of_uncaptured_ones(tmp_path, launched, values):
     plain, losses = train(tmp_path / "plain", graph="off", **{**VIT, **values})
     assert launched["gelu"] * 15 == launched["add_norm"] * 7 > 0  # two norms in each of 7 blocks, and one behind them
+    assert launched["stack"] == launched["gelu"]
+    assert launched["biases"] == (0 if "dropout" in values else launched["gelu"])
     record, captured = train(tmp_path / "captured", graph="on", **{**VIT, **values})
     for each in (plain, record):
         assert each.compiled["regions"] == 7
@@ -296,6 +345,7 @@ def test_timms_models_have_quick_layers(tmp_path, launched, name, regions, kinds
     assert (record.compiled["regions"], record.compiled["kinds"]) == (regions, kinds)
     assert launched["gelu"] > 0
     assert launched["add_norm"] * regions == launched["gelu"] * norms
+    assert launched["stack"] == launched["biases"] == launched["add_norm"] / 2
 
 
 # torch.compile's own graphs begin with an empty one.
