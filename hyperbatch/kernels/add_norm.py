@@ -29,7 +29,10 @@ from hyperbatch.kernels.norm.tiles import processors
 SIZES = ("M", "ROWS")  # numbers a kernel is not compiled anew for
 MOST_BLOCKS = 3  # of columns in a row: with more, their sums would not fit into registers
 WIDEST = 4096  # columns: a program has whole rows
-ELEMENTS = 2048  # of a tile: in forward, and of the wide columns in backward
+
+
+# A row is K blocks of BC columns. The next power of two of 384 would leave a quarter of the threads idle, and lay a row
+# across warps, which wait for each other at its sums.
 
 
 @kernel(do_not_specialize=SIZES)
@@ -46,28 +49,39 @@ def _add_norm_kernel(
     M,
     C: tl.constexpr,
     ADD: tl.constexpr,
+    K: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.arange(0, BC)
-    there = c < C
-    inside = (r < M)[:, None] & there[None, :]
+    inside = (r < M)[:, None] & (c < C)[None, :]
     at = r.to(tl.int64)[:, None] * C + c[None, :]
-    v = tl.load(x + at, mask=inside, other=0.0)
-    if ADD:
-        v = (v.to(tl.float32) + tl.load(branch + at, mask=inside, other=0.0).to(tl.float32)).to(s.dtype.element_ty)
-        tl.store(s + at, v, mask=inside)
-    v = v.to(tl.float32)  # as it is stored: backward sees the same
-    middle = tl.sum(v, 1) / C
-    apart = tl.where(there[None, :], v - middle[:, None], 0.0)
-    inverse = tl.rsqrt(tl.sum(apart * apart, 1) / C + eps)
+    values = ()
+    total = tl.zeros([BM, BC], tl.float32)
+    for k in tl.static_range(K):
+        v = tl.load(x + at + k * BC, mask=inside, other=0.0)
+        if ADD:
+            v = v.to(tl.float32) + tl.load(branch + at + k * BC, mask=inside, other=0.0).to(tl.float32)
+            v = v.to(s.dtype.element_ty)
+            tl.store(s + at + k * BC, v, mask=inside)
+        values = values + (v.to(tl.float32),)  # as it is stored: backward sees the same
+        total += values[k]
+    middle = tl.sum(total, 1) / C
+    total = tl.zeros([BM, BC], tl.float32)
+    for k in tl.static_range(K):
+        apart = tl.where((c < C)[None, :], values[k] - middle[:, None], 0.0)
+        total += apart * apart
+    inverse = tl.rsqrt(tl.sum(total, 1) / C + eps)
     tl.store(mean + r, middle, mask=r < M)
     tl.store(rstd + r, inverse, mask=r < M)
-    scale = tl.load(weight + c, mask=there, other=0.0).to(tl.float32)
-    shift = tl.load(bias + c, mask=there, other=0.0).to(tl.float32)
-    out = apart * inverse[:, None] * scale[None, :] + shift[None, :]
-    tl.store(n + at, out.to(n.dtype.element_ty), mask=inside)
+    # A whole tile of them, so that each thread has its own columns, and nothing is moved between threads.
+    column = tl.broadcast_to(c[None, :], [BM, BC])
+    for k in tl.static_range(K):
+        scale = tl.load(weight + k * BC + column, mask=column < C, other=0.0).to(tl.float32)
+        shift = tl.load(bias + k * BC + column, mask=column < C, other=0.0).to(tl.float32)
+        out = (values[k] - middle[:, None]) * inverse[:, None] * scale + shift
+        tl.store(n + at + k * BC, out.to(n.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -77,9 +91,11 @@ def _added(sums, at: tl.constexpr, v):
 
 
 @triton.jit
-def _store_sums(part, tiles, c, C: tl.constexpr, K: tl.constexpr, BC: tl.constexpr):
+def _store_sums(part, first, second, c, C: tl.constexpr, K: tl.constexpr, BC: tl.constexpr):
+    """Of the columns of two tuples of tiles; in pairs, so that warps meet half as often."""
+    at = tl.arange(0, 2)[None, :] * C + c[:, None]
     for k in tl.static_range(K):
-        tl.store(part + k * BC + c, tl.sum(tiles[k], 0), mask=k * BC + c < C)
+        tl.store(part + k * BC + at, tl.sum(tl.join(first[k], second[k]), 0), mask=c[:, None] < C)
 
 
 @kernel(do_not_specialize=SIZES)
@@ -102,14 +118,12 @@ def _add_norm_gradient_kernel(
     BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A row is K blocks of BC columns: the next power of two of 384 would leave a quarter of the threads idle, and lay
-    a row across warps, which wait for each other at its sums."""
     p = tl.program_id(0)
     rows = tl.minimum(M - p * ROWS, ROWS)
     c = tl.arange(0, BC)
     scale = ()
     for k in tl.static_range(K):
-        scale = scale + (tl.load(weight + k * BC + c, mask=k * BC + c < C, other=0.0).to(tl.float32),)
+        scale = scale + (tl.load(weight + k * BC + c, mask=c < C, other=0.0).to(tl.float32),)
     # Tiles of sums, folded once at the end: a fold in every turn would cost more than the loads.
     nothing = tl.zeros([BM, BC], tl.float32)
     to_scale, to_shift = copies(nothing, K), copies(nothing, K)
@@ -145,17 +159,25 @@ def _add_norm_gradient_kernel(
                 to_next = _added(to_next, k, passing[k])
                 to_branch = _added(to_branch, k, out)
     part += p * ((4 if BIASES else 2) * C)
-    _store_sums(part, to_scale, c, C, K, BC)
-    _store_sums(part + C, to_shift, c, C, K, BC)
+    _store_sums(part, to_scale, to_shift, c, C, K, BC)
     if BIASES:
-        _store_sums(part + 2 * C, to_next, c, C, K, BC)
-        _store_sums(part + 3 * C, to_branch, c, C, K, BC)
+        _store_sums(part + 2 * C, to_next, to_branch, c, C, K, BC)
 
 
 def takes(x: Tensor) -> bool:
     """Whether these kernels are made for a tensor: 16 bits, and rows of whole vectors that a program can hold."""
     c = x.shape[-1]
     return x.dtype in (torch.float16, torch.bfloat16) and c % ALIGNED == 0 and c <= WIDEST and x.numel() > 0
+
+
+def _tile_of(c: int) -> dict[str, int]:
+    """Blocks of columns in a row, rows of a tile, columns of a block; some of these are masked where blocks would be
+    too many."""
+    columns = c & -c  # the largest power of two that divides c
+    if c // columns > MOST_BLOCKS:
+        columns = 1 << (c - 1).bit_length()
+    blocks = -(-c // columns)
+    return {"K": blocks, "BM": max(1, (2048 if blocks == 1 else 1024) // columns), "BC": columns}
 
 
 def forward(
@@ -166,10 +188,9 @@ def forward(
     m = x.numel() // c
     s, n = x if branch is None else torch.empty_like(x), torch.empty_like(x)
     mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2))
-    columns = triton.next_power_of_2(c)
-    rows = max(1, ELEMENTS // columns)
+    tile = _tile_of(c)
     with torch.cuda.device_of(x):
-        _add_norm_kernel[(triton.cdiv(m, rows),)](
+        _add_norm_kernel[(triton.cdiv(m, tile["BM"]),)](
             x,
             x if branch is None else branch,
             weight,
@@ -182,8 +203,7 @@ def forward(
             m,
             C=c,
             ADD=branch is not None,
-            BM=rows,
-            BC=columns,
+            **tile,
             num_warps=4,
         )
     return s, n, mean, rstd
@@ -198,12 +218,8 @@ def backward(
     m = s.numel() // c
     d, sums = torch.empty_like(s), torch.empty(2, c, dtype=weight.dtype, device=s.device)
     totals = torch.empty(2, c, dtype=torch.float32, device=s.device) if biases else None
-    columns = c & -c  # the largest power of two that divides c: no column is masked
-    if c // columns > MOST_BLOCKS:
-        columns = triton.next_power_of_2(c)
-    blocks = triton.cdiv(c, columns)
-    rows = max(1, (ELEMENTS if blocks == 1 else ELEMENTS // 2) // columns)
-    rows_per_program = triton.cdiv(triton.cdiv(m, 2 * processors()), rows) * rows
+    tile = _tile_of(c)
+    rows_per_program = triton.cdiv(triton.cdiv(m, 2 * processors()), tile["BM"]) * tile["BM"]
     programs = triton.cdiv(m, rows_per_program)
     part = torch.empty(programs, (4 if biases else 2) * c, dtype=torch.float32, device=s.device)
     with torch.cuda.device_of(s):
@@ -221,9 +237,7 @@ def backward(
             C=c,
             PASS=ds is not None,
             BIASES=biases,
-            K=blocks,
-            BM=rows,
-            BC=columns,
+            **tile,
             STAGES=3,
             num_warps=8,
         )

@@ -25,7 +25,7 @@ from hyperbatch.kernels.norm.tiles import Tiling, own_rows, own_tile, processors
 
 SIZES = ("M", "ROWS", "PARTIALS")  # numbers a kernel is not compiled anew for
 ALIGNED = 8  # columns: a thread reads as many at once
-SUM_COLUMNS, SUM_ROWS = 32, 64  # of a program that adds up partials
+SUM_COLUMNS, SUM_ROWS = 32, 256  # of a program that adds up partials: as many loads at once
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -175,4 +175,4 @@ def add_up(part: Tensor, out: Tensor, rest: Tensor | None = None) -> None:
     rest = out if rest is None else rest
     grid = (triton.cdiv(c, SUM_COLUMNS),)
     with torch.cuda.device_of(part):
-        _sum_kernel[grid](part, out, rest, programs, c, split, BM=SUM_ROWS, BC=SUM_COLUMNS, num_warps=4)
+        _sum_kernel[grid](part, out, rest, programs, c, split, BM=SUM_ROWS, BC=SUM_COLUMNS, num_warps=8)

@@ -111,7 +111,7 @@ def error(found, expect):
 @inside
 @pytest.mark.parametrize(("joined", "wide"), [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 8), (67, 48), (2, 3, 384)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 8), (21, 40), (67, 48), (2, 3, 384)], ids=str)
 def test_no_further_from_float64_than_torch(shape, dtype, joined, wide):
     x, branch, layer, ds, dn = make(shape, dtype, wide=wide)
     branch = branch if joined else None
