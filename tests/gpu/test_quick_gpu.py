@@ -188,14 +188,15 @@ def test_a_squeeze_excite_is_compiled_with_products_of_ours():
     def excited(x):
         return x * gate(x.mean((2, 3), keepdim=True))
 
+    expect = excited(x)
+    dy, wanted = torch.randn_like(expect), [x, *gate.parameters()]
+    right = torch.autograd.grad(expect, wanted, dy)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # inductor's advice
         y = torch.compile(excited, fullgraph=True, dynamic=False)(x)
-    dy, wanted = torch.randn_like(y), [x, *gate.parameters()]
-    expect = excited(x)
+        gradients = torch.autograd.grad(y, wanted, dy)
     torch.testing.assert_close(y, expect, rtol=2e-3, atol=2e-3)
-    gradients = torch.autograd.grad(y, wanted, dy)
-    for got, grad in zip(gradients, torch.autograd.grad(expect, wanted, dy), strict=True):
+    for got, grad in zip(gradients, right, strict=True):
         assert float((got - grad).norm() / grad.norm()) < 0.01
 
 
@@ -220,7 +221,7 @@ def test_a_linear_layer_with_its_scale_is_no_further_from_float64_than_torch(row
         return layer(x) * factors
 
     for layer, forward in ((quick, scaled_linear), (plain, torchs), (wide, torchs)):
-        own = factors.to(layer.weight.dtype).requires_grad_()
+        own = factors.to(layer.weight.dtype, copy=True).requires_grad_()
         by = partial(_scaled, forward, own)
         runs.append(results(by, x.to(layer.weight.dtype), layer, 8 * dy) | {"scale": own.grad})
     ours, theirs = errors(runs[0], runs[2]), errors(runs[1], runs[2])
@@ -388,7 +389,7 @@ def test_timms_models_have_quick_layers(tmp_path, launched, name, regions, kinds
     assert (record.compiled["regions"], record.compiled["kinds"]) == (regions, kinds)
     assert launched["gelu"] > 0
     assert launched["add_norm"] * regions == launched["gelu"] * norms
-    assert launched["stack"] == launched["biases"] == launched["add_norm"] / 2
+    assert launched["stack"] == launched["biases"] == (launched["gelu"] if name.startswith("vit") else 0)
 
 
 # torch.compile's own graphs begin with an empty one.
