@@ -46,6 +46,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def command() -> NoReturn:
     """What the shell starts: `main`, then out."""
+    from hyperbatch.engine.logfile import let_log_fill
+
+    let_log_fill()
     code = main()
     if "torch" in sys.modules:
         from hyperbatch.engine.worker import leave

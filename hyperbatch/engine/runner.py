@@ -9,6 +9,7 @@ every stride:            batch -> micro-steps -> losses, already updated weights
 from __future__ import annotations
 
 import contextlib
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -102,10 +103,10 @@ class StepRunner:
         # Norms over ranks exchange sums in forward: a rank that fails to compile would leave the others waiting.
         if not self._learner.fused or self._config.model.bn_group_ranks > 1:
             return
-        for shape in map(self.shape, steps):
-            if self._warm and shape not in self._compiled:
-                self._compiled.add(shape)
-                self._compile(shape, count)
+        shapes = [shape for shape in dict.fromkeys(map(self.shape, steps)) if shape not in self._compiled]
+        if self._warm and shapes:
+            self._compiled.update(shapes)
+            self._compile(shapes, count)
 
     def warm_up(self, steps: Iterable[Step]) -> None:
         """Runs steps of these shapes without a trace: kernels are chosen and compiled, communicators opened."""
@@ -273,16 +274,23 @@ class StepRunner:
         captured = self._captured
         return contextlib.nullcontext() if captured is None else captured.backend.on_capture_stream()
 
-    def _compile(self, shape: StepShape, count: Callable[[int, int], None] | None) -> None:
+    def _compile(self, shapes: Sequence[StepShape], count: Callable[[int, int], None] | None) -> None:
+        """Kernels of all shapes are asked for at once. cuDNN makes its trials for the first of them meanwhile, and for
+        the others when nothing else runs."""
         learner = self._learner
+
+        def batches() -> Iterator[tuple[Tensor, Tensor]]:
+            return itertools.chain.from_iterable(map(self._blank_batches, shapes))
+
         with self._on_capture_stream(), preserved_state(learner):
-            for images, labels in self._blank_batches(shape):
+            for place, (images, labels) in enumerate(batches()):
                 reason = compile_kernels(
                     learner,
                     self._work,
                     images,
                     labels,
                     self.losses[0],
+                    ahead=() if place else batches(),
                     ranks_per_host=self._ranks.local_size,
                     count=count,
                 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from hyperbatch.engine.compiled import CompiledRegions, reason_of
 from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.step import MicroStep, Work
 from hyperbatch.engine.steptimer import StepTimer
-from hyperbatch.kernels.compile import compiling
+from hyperbatch.kernels.compile import asking, compiling
 from hyperbatch.models.quick import compile_quick, has_quick_kernels
 from hyperbatch.optim.tensors import Scalar, write_setting
 
@@ -62,6 +62,7 @@ def compile_kernels(
     labels: Tensor,
     total: Tensor,
     *,
+    ahead: Iterable[tuple[Tensor, Tensor]] = (),
     ranks_per_host: int,
     count: Callable[[int, int], None] | None = None,
 ) -> str | None:
@@ -69,16 +70,24 @@ def compile_kernels(
 
     For inside of `preserved_state`: our kernels are not launched, so what lay in memory goes through the rest of the
     model. It only speeds up what comes next: if it fails, the reason is returned, and the steps compile for themselves.
-    count: as for `compiling`.
+    ahead: batches whose kernels are asked for before cuDNN's first trial. count: as for `compiling`.
     """
+
+    def step(images: Tensor, labels: Tensor) -> None:
+        # Not the last of its step: no exchange.
+        part = MicroStep(len(labels), 2 * len(labels), first=True, last=False)
+        work(learner, part, images, labels, total, StepTimer(learner.device))
+        if learner.update is learner.optimizer:  # a sharded one exchanges weights
+            with torch.no_grad():
+                learner.optimizer.step_fused()
+        learner.sync.forget()
+
     try:
         with compiling(ranks=ranks_per_host, count=count):
-            # Not the last of its step: no exchange.
-            part = MicroStep(len(labels), 2 * len(labels), first=True, last=False)
-            work(learner, part, images, labels, total, StepTimer(learner.device))
-            if learner.update is learner.optimizer:  # a sharded one exchanges weights
-                with torch.no_grad():
-                    learner.optimizer.step_fused()
+            with asking():
+                for batch in ahead:
+                    step(*batch)
+            step(images, labels)
     except Exception as error:
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     finally:

@@ -7,8 +7,8 @@
 d is the gradient of x and of the branch: what comes back through the norm and what passes it by are added on the way.
 So the column sums of d are the gradient of a bias that the branch ends with. Those of ds are the gradient of the one
 that ends the branch behind the norm, which is added to s next.
-Without a branch, s is x. Sums are taken in fp32, and in their order: the bits are always the same. Reference:
-`hyperbatch.models.residual`.
+Without a branch, s is x, and where nothing passes the norm by, there is no ds. Sums are taken in fp32, and in their
+order: the bits are always the same. Reference: `hyperbatch.models.residual`.
 """
 
 # Triton's decorator hides what a kernel takes from the type checker.
@@ -111,6 +111,7 @@ def _add_norm_gradient_kernel(
     M,
     ROWS,
     C: tl.constexpr,
+    PASS: tl.constexpr,
     BIASES: tl.constexpr,
     K: tl.constexpr,
     BM: tl.constexpr,
@@ -137,7 +138,8 @@ def _add_norm_gradient_kernel(
         passing, scaled, normalised = (), (), ()
         across, along = nothing, nothing
         for k in tl.static_range(K):
-            passing = passing + (tl.load(ds + at + k * BC, mask=inside, other=0.0).to(tl.float32),)
+            if PASS:
+                passing = passing + (tl.load(ds + at + k * BC, mask=inside, other=0.0).to(tl.float32),)
             g = tl.load(dn + at + k * BC, mask=inside, other=0.0).to(tl.float32)
             v = (tl.load(s + at + k * BC, mask=inside, other=0.0).to(tl.float32) - middle) * inverse
             to_scale = _added(to_scale, k, g * v)
@@ -149,7 +151,9 @@ def _add_norm_gradient_kernel(
             normalised = normalised + (v,)
         across, along = (tl.sum(across, 1) / C)[:, None], (tl.sum(along, 1) / C)[:, None]
         for k in tl.static_range(K):
-            out = passing[k] + inverse * (scaled[k] - across - normalised[k] * along)
+            out = inverse * (scaled[k] - across - normalised[k] * along)
+            if PASS:
+                out += passing[k]
             tl.store(d + at + k * BC, out.to(d.dtype.element_ty), mask=inside)
             if BIASES:
                 to_next = _added(to_next, k, passing[k])
@@ -206,10 +210,10 @@ def forward(
 
 
 def backward(
-    ds: Tensor, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, *, biases: bool = False
+    ds: Tensor | None, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, *, biases: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(d, [gradient of the scale, of the shift], [column sums of ds, of d]); the second in the weight's precision. The
-    third in fp32, and only with `biases`. Tensors are contiguous."""
+    third in fp32, and only with `biases`, which need ds. Tensors are contiguous."""
     c = s.shape[-1]
     m = s.numel() // c
     d, sums = torch.empty_like(s), torch.empty(2, c, dtype=weight.dtype, device=s.device)
@@ -220,7 +224,7 @@ def backward(
     part = torch.empty(programs, (4 if biases else 2) * c, dtype=torch.float32, device=s.device)
     with torch.cuda.device_of(s):
         _add_norm_gradient_kernel[(programs,)](
-            ds,
+            dn if ds is None else ds,
             dn,
             s,
             weight,
@@ -231,6 +235,7 @@ def backward(
             m,
             rows_per_program,
             C=c,
+            PASS=ds is not None,
             BIASES=biases,
             **tile,
             STAGES=3,

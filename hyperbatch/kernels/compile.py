@@ -1,8 +1,10 @@
 """Kernels whose variants are compiled side by side, before they are first launched.
 
-    @kernel                     with compiling():     this thread     a step: convolution trials, products
-    def add(x, y, N): ...           step()            other threads   add  add'  mul  ...   each variant once
-    add[grid](x, y, n)          step()                                now they are there
+    @kernel                     with compiling():     this thread     a step that asks, a step: convolution trials
+    def add(x, y, N): ...           with asking():    other threads        add  add'  mul  ...   each variant once
+    add[grid](x, y, n)                  step()
+                                    step()
+                                step()                                now they are there
 
 Triton compiles a variant (types, constants, alignment of pointers) when it is first launched: half a second each, one
 after the other. Where processes stand by for it (`kernels.workers`), each thread has one of them do the work: much of
@@ -26,6 +28,7 @@ _kernels: list[Kernel] = []
 # Triton's own mode for this holds in one context, and backward runs in autograd's threads: all of them enter that one.
 _mode: contextvars.Context | None = None  # None: kernels are launched
 _launches = True
+_asks = False
 
 
 class Kernel:
@@ -56,6 +59,23 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 def is_compiling() -> bool:
     """Whether kernels are compiled and not launched: what they should have written is whatever lay in memory."""
     return _mode is not None
+
+
+def is_asking() -> bool:
+    """Whether results of whatever size may be left as they lie in memory: nothing but kernels is wanted."""
+    return _asks
+
+
+@contextlib.contextmanager
+def asking() -> Iterator[None]:
+    """For inside of `compiling`: convolutions, by any thread, are not computed either (`kernels.conv`). So all kernels
+    of a step are asked for at once, and not one by one between cuDNN's trials."""
+    global _asks
+    _asks = True
+    try:
+        yield
+    finally:
+        _asks = False
 
 
 @contextlib.contextmanager

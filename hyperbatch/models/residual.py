@@ -28,7 +28,7 @@ from hyperbatch.models.vit import Block
 @torch.library.custom_op("hyperbatch::norm", mutates_args=())
 def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(layer norm of the last dimension, mean and 1 / deviation of each row)."""
-    if _by_kernels(x):
+    if by_kernels(x):
         from hyperbatch.kernels import add_norm
 
         return add_norm.forward(x.contiguous(), None, weight, bias, eps)[1:]
@@ -40,7 +40,7 @@ def add_norm(
     x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(s = x + branch, and of s what `norm` gives)."""
-    if _by_kernels(x):
+    if by_kernels(x):
         from hyperbatch.kernels import add_norm
 
         return add_norm.forward(x.contiguous(), branch.contiguous(), weight, bias, eps)
@@ -51,15 +51,20 @@ def add_norm(
 # Torch's caches of compiled code know operations by name: one that gives something else needs another.
 
 
-@torch.library.custom_op("hyperbatch::add_norm_backward", mutates_args=())
+@torch.library.custom_op(
+    "hyperbatch::add_norm_backward",
+    mutates_args=(),
+    schema="(Tensor? ds, Tensor dn, Tensor s, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor)",
+)
 def add_norm_backward(
-    ds: Tensor, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+    ds: Tensor | None, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(gradient of s: what passes the norm by and what comes through it, [gradient of the scale, of the shift])."""
-    if _by_kernels(s):
+    if by_kernels(s):
         from hyperbatch.kernels import add_norm
 
-        return add_norm.backward(ds.contiguous(), dn.contiguous(), s.contiguous(), weight, mean, rstd)[:2]
+        passing = None if ds is None else ds.contiguous()
+        return add_norm.backward(passing, dn.contiguous(), s.contiguous(), weight, mean, rstd)[:2]
     d, sums = _gradients(ds, dn, s, weight, mean, rstd)
     return d.to(s.dtype), sums
 
@@ -69,7 +74,7 @@ def add_norm_bias_backward(
     ds: Tensor, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(..., as `add_norm_backward`, [column sums of ds, of the gradient of s]); the last in fp32 or wider."""
-    if _by_kernels(s):
+    if by_kernels(s):
         from hyperbatch.kernels import add_norm
 
         d, sums, totals = add_norm.backward(
@@ -81,7 +86,9 @@ def add_norm_bias_backward(
     return d.to(s.dtype), sums, torch.stack([each.to(d.dtype).flatten(0, -2).sum(0) for each in (ds, d)])
 
 
-def _gradients(ds: Tensor, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def _gradients(
+    ds: Tensor | None, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
     """By torch's own operations; the gradient of s is not rounded yet."""
     wide = mean.dtype
     rows = [tensor.to(wide).reshape(-1, s.shape[-1]) for tensor in (dn, s)]
@@ -89,7 +96,8 @@ def _gradients(ds: Tensor, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, 
     sums = torch.stack([(g * v).sum(0), g.sum(0)]).to(weight.dtype)
     g = g * weight.to(wide)
     d = rstd[:, None] * (g - g.mean(1, keepdim=True) - v * (g * v).mean(1, keepdim=True))
-    return (ds.to(wide) + d.view(s.shape)).contiguous(), sums
+    d = d.view(s.shape)
+    return (d if ds is None else ds.to(wide) + d).contiguous(), sums
 
 
 @norm.register_fake
@@ -103,7 +111,7 @@ def _(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tu
 
 
 @add_norm_backward.register_fake
-def _(ds: Tensor, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def _(ds: Tensor | None, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     return _like(s), weight.new_empty(2, s.shape[-1])
 
 
@@ -128,7 +136,8 @@ def _normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Te
     return n.to(x.dtype).contiguous(), mean.flatten(), rstd.flatten()
 
 
-def _by_kernels(x: Tensor) -> bool:
+def by_kernels(x: Tensor) -> bool:
+    """Whether these operations run our kernels on a tensor."""
     if not (has_triton() and (x.is_cuda or interpreted())):
         return False
     from hyperbatch.kernels import add_norm
@@ -215,7 +224,7 @@ def _is_idle(layer: Any) -> bool:
     """Whether it gives what it gets, in training as well."""
     if isinstance(layer, DropPath):
         return layer.kept is None
-    return isinstance(layer, nn.Identity) or (isinstance(layer, nn.Dropout) and layer.p == 0)
+    return type(layer) is nn.Identity or (isinstance(layer, nn.Dropout) and layer.p == 0)
 
 
 class QuickBlock(Block):

@@ -267,7 +267,8 @@ def test_compiling_before_the_first_step_leaves_no_trace(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(loop, "build_run", build_fused)
     record, weights, losses = train(tmp_path / "compiled", **values)
-    assert len(passes) == 2  # one per shape
+    # All shapes are asked about at once, then each by itself. What fails breaks off.
+    assert len(passes) == (2 if failure else 4)
     assert losses == expected_losses
     assert same_bits(weights, expected)
     told = [line for line in record.warnings if "compiled" in line]

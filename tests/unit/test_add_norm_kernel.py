@@ -17,6 +17,7 @@ from hopper import compile_launches, registers, spilled_bytes
 from torch import nn
 from torch.nn import functional as F
 
+from hyperbatch.models.lone_norm import norm_rows, quick_norm
 from hyperbatch.models.residual import fork, join
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -35,16 +36,17 @@ def test_kernels_by_the_interpreter():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
-@pytest.mark.parametrize("width", [192, 384, 768, 1024])
-def test_kernels_compile_for_hopper_with_wide_accesses(monkeypatch, width):
+@pytest.mark.parametrize("passing", [True, False], ids=["residual", "lone"])
+@pytest.mark.parametrize("width", [96, 192, 384, 768, 1024])
+def test_kernels_compile_for_hopper_with_wide_accesses(monkeypatch, width, passing):
     pytest.importorskip("triton")
     from hyperbatch.kernels import add_norm, gelu
 
     monkeypatch.setattr(add_norm, "processors", lambda: 132)
     compiled = compile_launches(monkeypatch, add_norm, gelu)
     x, scale, rows = torch.empty(4096, width, dtype=torch.float16), torch.empty(width), torch.empty(4096)
-    add_norm.forward(x, x, scale, scale, EPS)
-    add_norm.backward(x, x, x, scale, rows, rows, biases=True)
+    add_norm.forward(x, x if passing else None, scale, scale, EPS)
+    add_norm.backward(x if passing else None, x, x, scale, rows, rows, biases=passing)
     assert set(compiled) == {"_add_norm_kernel", "_add_norm_gradient_kernel", "_sum_kernel"}
     ptx = compiled["_add_norm_kernel"]
     assert "st.global.v4.b32" in ptx
@@ -132,6 +134,39 @@ def test_no_further_from_float64_than_torch(shape, dtype, joined, wide):
             for value, their, right in zip(found[1:], theirs[1:], expect[1:], strict=True)
         ]
         assert max(ratios) <= 1.01, ratios
+
+
+class Norm2d(nn.LayerNorm):
+    """timm's."""
+
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("images", [True, False])
+def test_a_norm_without_a_sum_is_the_one_beside_it(images, dtype, monkeypatch):
+    """The bits of `fork` where nothing passes the norm by; and layers take this path, whatever the layout."""
+    x, _, layer, _, dn = make((3, 4, 5, 64), dtype, wide=False)
+    fork_bits = run(ours, x, None, layer, torch.zeros_like(x), dn)[1:]
+
+    def alone(x, _, layer):
+        return x.view_as(x), norm_rows(x, layer)
+
+    assert all(torch.equal(*pair) for pair in zip(run(alone, x, None, layer, dn * 0, dn)[1:], fork_bits, strict=True))
+    plain = Norm2d if images else nn.LayerNorm
+    quick = quick_norm(plain, images=images)(64, eps=EPS).to(dtype)
+    quick.load_state_dict(layer.state_dict())
+    monkeypatch.setattr(plain, "forward", None)
+
+    def by_layer(x, _, layer):
+        if not images:
+            return x.view_as(x), quick(x)
+        return x.view_as(x), quick(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+    found = run(by_layer, x, None, quick, dn * 0, dn)[1:]
+    assert all(torch.equal(*pair) for pair in zip(found, fork_bits, strict=True))
 
 
 @inside

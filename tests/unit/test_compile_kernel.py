@@ -19,7 +19,7 @@ import torch
 from fused_reference import CLASSES, residual
 
 from hyperbatch.kernels import compile as kernels
-from hyperbatch.kernels.compile import compiling, is_compiling, without_launches
+from hyperbatch.kernels.compile import asking, compiling, is_compiling, without_launches
 
 KIND = os.environ.get("HYPERBATCH_TEST_KERNELS")
 played = pytest.mark.skipif(KIND != "played", reason="runs in the process with a GPU that is played")
@@ -231,9 +231,17 @@ def test_a_fused_network_finds_all_its_kernels(gpu, compiled, monkeypatch):
         model.zero_grad()
         torch.nn.functional.cross_entropy(model(images), torch.arange(2) % CLASSES).backward()
 
-    with compiling():
+    known = []
+    with compiling(count=lambda done, count: known.append(count)):
+        with asking(), monkeypatch.context() as patched:
+            patched.setattr(torch.ops.aten, "convolution", None)  # not even asked
+            patched.setattr(torch.ops.aten, "convolution_backward", None)
+            step()
+        asked = max(known)
         step()
+    assert max(known) == asked, "a step whose convolutions are computed needs no other kernels"
     names = [name for name, _ in compiled]
+    assert len(names) == asked
     of_norms = {"_statistics_kernel", "_one_pass_kernel", "_one_pass_join_backward_kernel"}
     assert of_norms | {"_pool_kernel", "_pool_apply_kernel"} <= set(names)
     assert not gpu.launched

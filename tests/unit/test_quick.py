@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from hyperbatch.engine import compiled
-from hyperbatch.models import create_model, heads, quick, residual, vit
+from hyperbatch.models import create_model, heads, lone_norm, quick, residual, vit
 from hyperbatch.models.gelu import LinearGelu, gelu
 from hyperbatch.models.layers import Conv2d, DropPath, Linear, adopt
+from hyperbatch.models.lone_norm import norm_rows, quick_norm
 from hyperbatch.models.quick import PatchConv2d, patch_rows, quicken
 from hyperbatch.models.regions import find_regions
 
@@ -164,6 +165,13 @@ class TimmNorm(nn.LayerNorm):
     """timm's."""
 
 
+class Norm2d(nn.LayerNorm):
+    """timm's."""
+
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
 class Attention(nn.Module):
     """timm's."""
 
@@ -215,6 +223,7 @@ class Block(nn.Module):
 
 Mlp.__module__, GELU.__module__ = "timm.layers.mlp", "timm.layers.activations"
 TimmNorm.__module__, TimmNorm.__qualname__ = "timm.layers.norm", "LayerNorm"
+Norm2d.__module__, Norm2d.__qualname__ = "timm.layers.norm", "LayerNorm2d"
 Attention.__module__, Block.__module__ = "timm.layers.attention", "timm.models.vision_transformer"
 
 
@@ -248,13 +257,15 @@ def test_operations_are_what_torch_asks_of_one():
     torch.library.opcheck(residual.norm, (plain, *numbers), test_utils=tests)
     torch.library.opcheck(residual.add_norm, (plain, plain, *numbers), test_utils=tests)
     rows = torch.ones(6, dtype=torch.float64)
-    torch.library.opcheck(residual.add_norm_backward, (plain, plain, plain, numbers[0], rows, rows), test_utils=tests)
     args = (plain, plain, plain, numbers[0], rows, rows)
+    for passing in (plain, None):
+        torch.library.opcheck(residual.add_norm_backward, (passing, *args[1:]), test_utils=tests)
     torch.library.opcheck(residual.add_norm_bias_backward, args, test_utils=tests)
     torch.library.opcheck(heads.stack_heads, (plain[None], plain[None] + 1, plain[None] + 2), test_utils=tests)
     both = torch.randn_like(plain).requires_grad_()
     torch.autograd.gradcheck(lambda x, y, *_: residual.join(x, y, layer), (z, both, *layer.parameters()))
     torch.autograd.gradcheck(lambda x, *_: residual.fork(x, layer), (z, *layer.parameters()))
+    torch.autograd.gradcheck(lambda x, *_: norm_rows(x, layer), (z, *layer.parameters()))
 
 
 def hooked(mlp):
@@ -456,6 +467,32 @@ def test_gradients_of_heads_are_stacked_as_they_lie():
     torch.testing.assert_close(total, expect.sum((0, 1)))
     again, _ = heads.stack_heads(*(gradient.contiguous() for gradient in gradients))
     assert torch.equal(again, expect)
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, TimmNorm, Norm2d])
+def test_a_norm_is_ours_outside_of_compiled_code(monkeypatch, kind):
+    monkeypatch.setattr(lone_norm, "by_kernels", lambda x: x.shape[-1] == 8)
+    plain = kind(8)
+    layer, x = quicken(copy.deepcopy(plain)), torch.randn(2, 8, 8, 8)
+    assert type(layer) is quick_norm(kind, images=kind is Norm2d)
+    assert list(layer.state_dict()) == list(plain.state_dict())
+    monkeypatch.setattr(lone_norm, "norm_rows", lambda *args: rows.append(args) or norm_rows(*args))
+    rows = []
+    torch.testing.assert_close(layer(x), plain(x))
+    assert len(rows) == 1
+    compiled_layer = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
+    torch.testing.assert_close(compiled_layer(x), plain(x))
+    assert len(rows) == 1
+    monkeypatch.setattr(lone_norm, "by_kernels", lambda x: False)
+    assert torch.equal(layer(x), plain(x))
+    assert len(rows) == 1
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm(8, bias=False), nn.LayerNorm((4, 8)), nn.RMSNorm(8)])
+def test_other_norms_stay(layer):
+    before = type(layer)
+    assert type(quicken(layer)) is before
 
 
 def other_version(block):
