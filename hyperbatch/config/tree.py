@@ -152,11 +152,12 @@ class FieldSpec:
 @cache
 def fields() -> tuple[FieldSpec, ...]:
     """Every field of every section, in declaration order."""
-    hints = typing.get_type_hints(Config)
+    classes = typing.get_type_hints(Config)
+    hints = {section: typing.get_type_hints(classes[section]) for section in section_titles()}
     return tuple(
-        FieldSpec(f.name, section, typing.get_type_hints(hints[section])[f.name], f.default, **f.metadata)
+        FieldSpec(f.name, section, hints[section][f.name], f.default, **f.metadata)
         for section in section_titles()
-        for f in dataclasses.fields(hints[section])
+        for f in dataclasses.fields(classes[section])
     )
 
 

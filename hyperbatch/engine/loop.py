@@ -122,7 +122,7 @@ def train(
     stage = journal.console.stage
     compiled = run.learner.compiled
     stage(compiled.stage if isinstance(compiled, CompiledRegions) else "compiling kernels")
-    runner.compile(shapes_ahead(run), journal.console.count)
+    runner.compile(shapes_ahead(run), other_trials=run.validation.rehearse, count=journal.console.count)
     workers.stop()
     stage("preparing evaluation")
     reason = run.validation.prepare(capture=runner.captures)

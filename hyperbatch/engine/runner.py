@@ -92,11 +92,18 @@ class StepRunner:
         """Whether the stride can run at once."""
         return self._captured is None or self._stride_shape(stride) in self._captured.shapes
 
-    def compile(self, steps: Iterable[Step], count: Callable[[int, int], None] | None = None) -> None:
+    def compile(
+        self,
+        steps: Iterable[Step],
+        *,
+        other_trials: Callable[[], None] | None = None,
+        count: Callable[[int, int], None] | None = None,
+    ) -> None:
         """Compiles what steps of these shapes need: the model's regions, or the fused kernels side by side, some of
         which evaluation launches, too.
 
-        count: is told how many are compiled, and how many of them are known so far.
+        other_trials: runs what else of the model has kernels to be chosen, while ours are compiled. count: is told how
+        many are compiled, and how many of them are known so far.
         """
         steps = list(steps)
         self._compile_regions(steps, count)
@@ -106,7 +113,7 @@ class StepRunner:
         shapes = [shape for shape in dict.fromkeys(map(self.shape, steps)) if shape not in self._compiled]
         if self._warm and shapes:
             self._compiled.update(shapes)
-            self._compile(shapes, count)
+            self._compile(shapes, other_trials, count)
 
     def warm_up(self, steps: Iterable[Step]) -> None:
         """Runs steps of these shapes without a trace: kernels are chosen and compiled, communicators opened."""
@@ -274,27 +281,23 @@ class StepRunner:
         captured = self._captured
         return contextlib.nullcontext() if captured is None else captured.backend.on_capture_stream()
 
-    def _compile(self, shapes: Sequence[StepShape], count: Callable[[int, int], None] | None) -> None:
-        """Kernels of all shapes are asked for at once. cuDNN makes its trials for the first of them meanwhile, and for
-        the others when nothing else runs."""
-        learner = self._learner
-
-        def batches() -> Iterator[tuple[Tensor, Tensor]]:
-            return itertools.chain.from_iterable(map(self._blank_batches, shapes))
-
-        with self._on_capture_stream(), preserved_state(learner):
-            for place, (images, labels) in enumerate(batches()):
-                reason = compile_kernels(
-                    learner,
-                    self._work,
-                    images,
-                    labels,
-                    self.losses[0],
-                    ahead=() if place else batches(),
-                    ranks_per_host=self._ranks.local_size,
-                    count=count,
-                )
-                self._warn_of_slow_start(reason)
+    def _compile(
+        self,
+        shapes: Sequence[StepShape],
+        other_trials: Callable[[], None] | None,
+        count: Callable[[int, int], None] | None,
+    ) -> None:
+        with self._on_capture_stream(), preserved_state(self._learner):
+            reason = compile_kernels(
+                self._learner,
+                self._work,
+                lambda: itertools.chain.from_iterable(map(self._blank_batches, shapes)),
+                self.losses[0],
+                ranks_per_host=self._ranks.local_size,
+                other_trials=other_trials,
+                count=count,
+            )
+        self._warn_of_slow_start(reason)
 
     def _warn_of_slow_start(self, reason: str | None) -> None:
         if reason is not None:

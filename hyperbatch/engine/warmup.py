@@ -58,19 +58,19 @@ def preserved_state(learner: Learner) -> Iterator[None]:
 def compile_kernels(
     learner: Learner,
     work: Work,
-    images: Tensor,
-    labels: Tensor,
+    batches: Callable[[], Iterable[tuple[Tensor, Tensor]]],
     total: Tensor,
     *,
-    ahead: Iterable[tuple[Tensor, Tensor]] = (),
     ranks_per_host: int,
+    other_trials: Callable[[], None] | None = None,
     count: Callable[[int, int], None] | None = None,
 ) -> str | None:
-    """Compiles what the fused kernels of a step need side by side, while cuDNN makes its trials.
+    """Compiles what the fused kernels of steps need side by side, while cuDNN makes its trials.
 
     For inside of `preserved_state`: our kernels are not launched, so what lay in memory goes through the rest of the
     model. It only speeds up what comes next: if it fails, the reason is returned, and the steps compile for themselves.
-    ahead: batches whose kernels are asked for before cuDNN's first trial. count: as for `compiling`.
+    batches: one of each shape, made anew by every call. other_trials: runs other convolutions of the model, after
+    those of the steps. count: as for `compiling`.
     """
 
     def step(images: Tensor, labels: Tensor) -> None:
@@ -83,11 +83,16 @@ def compile_kernels(
         learner.sync.forget()
 
     try:
-        with compiling(ranks=ranks_per_host, count=count):
+        with compiling(ranks=ranks_per_host, count=count) as wait_for_cores:
             with asking():
-                for batch in ahead:
+                for batch in batches():
                     step(*batch)
-            step(images, labels)
+            # The first shape's trials take about as long as most kernels do; the others are made when it is quiet.
+            for batch in batches():
+                step(*batch)
+                wait_for_cores()
+            if other_trials is not None:
+                other_trials()
     except Exception as error:
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     finally:

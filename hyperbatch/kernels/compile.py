@@ -102,9 +102,10 @@ def hash_triton() -> None:
 
 
 @contextlib.contextmanager
-def compiling(*, ranks: int = 1, count: Callable[[int, int], None] | None = None) -> Iterator[None]:
+def compiling(*, ranks: int = 1, count: Callable[[int, int], None] | None = None) -> Iterator[Callable[[], None]]:
     """Kernels called inside, by any thread, are compiled and not launched. Waits for all, raises the first error.
 
+    Gives a function that waits until so few are left that most cores are idle: a measurement may follow.
     ranks: processes of this host that do so at once. count: is told (variants compiled, variants known so far) when
     either has changed, one call at a time, by the threads that compile.
     """
@@ -120,7 +121,7 @@ def compiling(*, ranks: int = 1, count: Callable[[int, int], None] | None = None
         context.run(mode.__enter__)
         _mode = context
         try:
-            yield
+            yield lambda: pool.wait(_cores(ranks) // 4)
         finally:
             _mode = None
             pool.shutdown()
@@ -135,14 +136,20 @@ class _Pool(ThreadPoolExecutor):
     def __init__(self, threads: int, count: Callable[[int, int], None] | None, helpers: workers.Workers | None) -> None:
         super().__init__(max_workers=threads, thread_name_prefix="compile")
         self._helpers = helpers
-        self._count, self._counting = count, threading.Lock()
+        self._count, self._counting = count, threading.Condition()
         self._done = self._known = 0
 
     def _note(self, *, done: int = 0, known: int = 0) -> None:
         with self._counting:
             self._done, self._known = self._done + done, self._known + known
+            self._counting.notify_all()
             if self._count is not None:
                 self._count(self._done, self._known)
+
+    def wait(self, left: int) -> None:
+        """Until no more than that are left of those that were submitted."""
+        with self._counting:
+            self._counting.wait_for(lambda: self._known - self._done <= left)
 
     def submit(self, compile: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
         from triton.runtime import driver
@@ -161,9 +168,14 @@ class _Pool(ThreadPoolExecutor):
         return super().submit(work)
 
 
+def _cores(ranks: int) -> int:
+    """That each of them may use."""
+    return len(os.sched_getaffinity(0)) // ranks
+
+
 def _threads(ranks: int) -> int:
     """Leaves room for the thread that goes on meanwhile."""
-    return max(2, min(MAX_THREADS, len(os.sched_getaffinity(0)) // ranks - 1))
+    return max(2, min(MAX_THREADS, _cores(ranks) - 1))
 
 
 def _settle(mode: Any) -> None:

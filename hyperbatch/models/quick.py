@@ -1,6 +1,7 @@
 """Quicker forms of layers that others' models are made of, in the place where they stand.
 
     Conv2d, kernel = stride    ->  patches as rows, and one matrix product      stems, patch embeddings, downsampling
+    Conv2d, 1x1                ->  a matrix product, where it is faster         `models/pointwise.py`
     Conv2d, depthwise          ->  kernels of ours, where they are faster       `models/depthwise.py`
     Mlp: fc1, GELU             ->  LinearGelu, Identity                         transformers, ConvNeXt
     Block: x + f(norm(x))      ->  residual sums and norms in one operation     transformers
@@ -31,6 +32,7 @@ from hyperbatch.models.heads import QuickAttention, compile_heads, quick_timm_at
 from hyperbatch.models.layer_scale import quick_convnext_block
 from hyperbatch.models.layers import Conv2d, LayerNorm, Linear, as_dtype
 from hyperbatch.models.lone_norm import compile_lone_norms, is_lone_norm, quick_norm
+from hyperbatch.models.pointwise import PointwiseConv2d, is_pointwise
 from hyperbatch.models.residual import QuickBlock, compile_norms, quick_timm_block
 
 GELU_COLUMNS = 64  # a multiple of these: else its kernels would read memory in small pieces
@@ -109,6 +111,8 @@ def quicken(model: nn.Module) -> nn.Module:
             _fuse_scale(module)
         elif is_depthwise(module):
             module.__class__ = DepthwiseConv2d
+        elif is_pointwise(module):
+            module.__class__ = PointwiseConv2d
     for module in filter(_is_norm, model.modules()):  # blocks have looked at theirs
         module.__class__ = quick_norm(type(module), images=_class_of(module) == _TIMM_NORM2D)
     return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import statistics
+import warnings
 from collections import Counter
 from functools import partial
 
@@ -21,13 +22,14 @@ from hyperbatch.bench.step import bench_step, format_result
 from hyperbatch.config import BatchPhase
 from hyperbatch.kernels import add_norm, gelu, stack
 from hyperbatch.kernels.compile import is_compiling
-from hyperbatch.models import heads, vit
+from hyperbatch.models import heads, pointwise, vit
 from hyperbatch.models.gelu import LinearGelu
 from hyperbatch.models.heads import QuickAttention
 from hyperbatch.models.layer_scale import scaled_linear
 from hyperbatch.models.layers import Conv2d, Linear
 from hyperbatch.models.lone_norm import quick_norm
-from hyperbatch.models.quick import PatchConv2d
+from hyperbatch.models.pointwise import PointwiseConv2d
+from hyperbatch.models.quick import PatchConv2d, quicken
 from hyperbatch.models.residual import fork, join
 from hyperbatch.stopwatch import device_s
 
@@ -154,6 +156,47 @@ def test_sums_and_norms_are_no_further_from_float64_than_torch(shape, dtype, wid
         assert all(max(ours[name], 1e-6) <= 1.02 * max(others[name], 1e-6) for name in found)
     _, n = fork(s, layer)
     assert torch.equal(n, quick["n"])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("way", [0, 1], ids=["cudnn", "product"])
+@pytest.mark.parametrize(("channels", "size", "out"), [(48, 56, 192), (960, 14, 160), (1536, 1, 64), (64, 1, 1536)])
+def test_single_pixels_are_no_further_from_float64_than_cudnn(monkeypatch, channels, size, out, way, dtype):
+    """In layers of EfficientNetV2, by each of the two ways."""
+    monkeypatch.setattr(pointwise, "by_fastest", lambda what, x, weight, *ways: ways[way]())
+    torch.manual_seed(0)
+    plain = Conv2d(channels, out, 1, device=CUDA).to(memory_format=torch.channels_last)
+    plain.weight.data = plain.weight.data.to(dtype)
+    wide = nn.Conv2d(channels, out, 1, device=CUDA, dtype=torch.float64)
+    wide.load_state_dict(plain.state_dict())
+    quick = copy.deepcopy(plain)
+    quick.__class__ = PointwiseConv2d
+    x = torch.randn(64, channels, size, size, device=CUDA).to(dtype).contiguous(memory_format=torch.channels_last)
+    dy = torch.randn(64, out, size, size, device=CUDA).to(dtype)
+    runs = [results(lambda layer, x: layer(x), x.to(layer.weight.dtype), layer, dy) for layer in (quick, plain, wide)]
+    check_errors(*runs)
+
+
+def test_a_squeeze_excite_is_compiled_with_products_of_ours():
+    torch.manual_seed(0)
+    gate = quicken(nn.Sequential(Conv2d(64, 16, 1), nn.SiLU(), Conv2d(16, 64, 1), nn.Sigmoid())).to(CUDA)
+    for layer in (gate[0], gate[2]):
+        assert type(layer) is PointwiseConv2d
+        layer.weight.data = layer.weight.data.half()
+    x = torch.randn(8, 64, 7, 7, device=CUDA).half().contiguous(memory_format=torch.channels_last).requires_grad_()
+
+    def excited(x):
+        return x * gate(x.mean((2, 3), keepdim=True))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # inductor's advice
+        y = torch.compile(excited, fullgraph=True, dynamic=False)(x)
+    dy, wanted = torch.randn_like(y), [x, *gate.parameters()]
+    expect = excited(x)
+    torch.testing.assert_close(y, expect, rtol=2e-3, atol=2e-3)
+    gradients = torch.autograd.grad(y, wanted, dy)
+    for got, grad in zip(gradients, torch.autograd.grad(expect, wanted, dy), strict=True):
+        assert float((got - grad).norm() / grad.norm()) < 0.01
 
 
 def _scaled(forward, factors, layer, x):

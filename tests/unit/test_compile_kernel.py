@@ -164,6 +164,20 @@ def test_threads_have_no_influence_on_what_is_compiled(gpu, monkeypatch, tmp_pat
 
 
 @played
+def test_a_measurement_waits_until_most_cores_are_idle(gpu):
+    x, counts = torch.zeros(64), [(0, 0)]
+    with compiling(count=lambda *numbers: counts.append(numbers)) as wait_for_cores:
+        wait_for_cores()  # for nothing
+        for size in (8, 16, 32, 64):
+            double[(1,)](x, x, 5, BLOCK=size)
+        wait_for_cores()
+        done, known = counts[-1]
+        assert known == 4
+        assert done >= 3, "one of four cores may be busy"
+    assert counts[-1] == (4, 4)
+
+
+@played
 def test_other_threads_compile_too(gpu, compiled):
     """Backward runs in threads of autograd's."""
     x = torch.zeros(64)
