@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hyperbatch.kernels import interpreted
 from hyperbatch.kernels import norm as kernels
@@ -94,7 +95,18 @@ def norm64(x: Tensor, norm: nn.BatchNorm2d, weight: Tensor, bias: Tensor) -> tup
     return (x - lift(mean)) * lift(weight * (var + norm.eps).rsqrt()) + lift(bias), mean, var
 
 
-def exact(case: Case, shortcut: str = "none", *, dy2: Tensor | None = None, dy: Tensor | None = None) -> Exact:
+def of_pixels(dy2: Tensor | kernels.OfMeans | None, x: Tensor) -> Tensor:
+    """The second part of a gradient, for each pixel of x, in float64."""
+    if not isinstance(dy2, kernels.OfMeans):
+        return torch.zeros_like(x, dtype=torch.float64) if dy2 is None else dy2.double()
+    pixels = torch.zeros_like(x, dtype=torch.float64, requires_grad=True)
+    means = F.avg_pool2d(pixels, 2, ceil_mode=True)
+    return torch.autograd.grad(means, pixels, dy2.gradient.double())[0]
+
+
+def exact(
+    case: Case, shortcut: str = "none", *, dy2: Tensor | kernels.OfMeans | None = None, dy: Tensor | None = None
+) -> Exact:
     """shortcut: "none", "plain" (x2 as it is) or "norm" (norm2 of x2)."""
     norms = [case.norm] if shortcut != "norm" else [case.norm, case.norm2]
     leaves = [case.x, case.x2] if shortcut != "none" else [case.x]
@@ -107,7 +119,7 @@ def exact(case: Case, shortcut: str = "none", *, dy2: Tensor | None = None, dy: 
         other = leaves[1] if shortcut == "plain" else norm64(leaves[1], case.norm2, *affine[1])[0]
         y, size = y + other, size + other.abs() + 1
     before, y = y, y.relu()
-    g = (case.dy if dy is None else dy).double() + (0 if dy2 is None else dy2.double())
+    g = (case.dy if dy is None else dy).double() + of_pixels(dy2, case.x)
     gradients = torch.autograd.grad(y, [*leaves, *(p for pair in affine for p in pair)], g)
     of_affine = gradients[len(leaves) :]
     result = Exact(before.detach(), y.detach(), size.detach(), mean.detach(), var.detach())
@@ -226,7 +238,7 @@ def check(case: Case, shortcut: str, counters: Tensor, *, dy2=None, dy=None) -> 
     rounded = 0.0
     if bits is not None:
         check_bits(bits, out)
-        whole = dy.double() + (0 if dy2 is None else dy2.double())
+        whole = dy.double() + of_pixels(dy2, case.x)
         check_rounded(g, torch.where(out > 0, whole, 0.0), whole.abs().max().item())
         assert torch.equal(sums, grads.bias)
         rounded = ROUND_OFF[g.dtype] if dy2 is not None else 0.0

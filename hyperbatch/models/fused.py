@@ -1,4 +1,4 @@
-"""Switches a ResNet, AlexNet-BN or whitening network to its fused training path.
+"""Switches a ResNet (ours or timm's), AlexNet-BN or whitening network to its fused training path.
 
 fuse(model)      after its arena is built; from then on model(images) in training mode runs the fused kernels
 
@@ -20,19 +20,22 @@ from hyperbatch.models.blur import BlurConv2d, BlurMaxPool2d
 from hyperbatch.models.layers import Conv2d
 from hyperbatch.models.norm import BatchNorm2d, keeps_statistics
 from hyperbatch.models.resnet import BasicBlock, Bottleneck, ResNet
+from hyperbatch.models.timm_resnet import PARTS, is_timm_resnet, timm_types, why_not_as_a_whole, with_fused
 from hyperbatch.models.whitenet import ConvGroup, ConvUnit, WhiteNet
 
 HALF_DTYPES = tuple(getattr(torch, name) for name in vocabulary.HALF_DTYPES)
 # What the kernels take the place of. A subclass may compute something else. Identity: where there is no max-pool.
 TYPES = (nn.Conv2d, Conv2d, BatchNorm2d, nn.ReLU, nn.MaxPool2d, nn.Identity, nn.Sequential, BasicBlock, Bottleneck)
 RESNET_TYPES = (*TYPES, BlurConv2d, BlurMaxPool2d, nn.AvgPool2d)  # what blurs runs as it is
+TIMM_TYPES = (*TYPES, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Flatten)  # and timm's own
 UNIT_TYPES = (nn.Conv2d, BatchNorm2d, nn.SiLU, nn.GELU, nn.MaxPool2d, nn.Identity, ConvUnit, ConvGroup)
 
 
 def why_not_fused(model: nn.Module, dtype: torch.dtype, device: torch.device) -> str | None:
     """One line saying why the fused kernels cannot train this model; None when they can."""
-    if not isinstance(model, ResNet | AlexNetBN | WhiteNet):
-        return f"{type(model).__name__} is none of our ResNets, AlexNets and whitening networks"
+    of_timm = is_timm_resnet(model)
+    if not of_timm and not isinstance(model, ResNet | AlexNetBN | WhiteNet):
+        return f"{type(model).__name__} is none of our ResNets, AlexNets and whitening networks, nor timm's ResNet"
     if not has_triton():
         return "Triton is not installed"
     if device.type != "cuda" and not interpreted():
@@ -43,10 +46,16 @@ def why_not_fused(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
         properties = torch.cuda.get_device_properties(device)
         if not is_large_enough(properties):
             return f"{properties.name} has less shared memory than the kernels need (an A100's, at least)"
-    types = UNIT_TYPES if isinstance(model, WhiteNet) else RESNET_TYPES if isinstance(model, ResNet) else TYPES
+    if of_timm:
+        types = (*TIMM_TYPES, *timm_types(model))
+        if (reason := why_not_as_a_whole(model)) is not None:
+            return reason
+    else:
+        types = UNIT_TYPES if isinstance(model, WhiteNet) else RESNET_TYPES if isinstance(model, ResNet) else TYPES
     for part in fused_parts(model):
         for name, module in model.get_submodule(part).named_modules(prefix=part):
-            if keeps_statistics(module) and not isinstance(model, ResNet):  # a ResNet's frozen blocks run as they are
+            # A ResNet's frozen blocks run as they are.
+            if keeps_statistics(module) and isinstance(model, AlexNetBN | WhiteNet):
                 return f"{name} is frozen"
             reason = _why_not(name, module, types)
             if reason is not None:
@@ -54,11 +63,13 @@ def why_not_fused(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
     return None
 
 
-def fused_parts(model: ResNet | AlexNetBN | WhiteNet) -> tuple[str, ...]:
+def fused_parts(model: nn.Module) -> tuple[str, ...]:
     """Names of what the kernels take the place of: all but the head, and a first layer that is not always replaced."""
     if isinstance(model, WhiteNet):
         return model.groups
-    return ("features",) if isinstance(model, AlexNetBN) else ("conv1", "bn1", "relu", "maxpool", *model.stages)
+    if isinstance(model, AlexNetBN):
+        return ("features",)
+    return ("conv1", "bn1", "relu", "maxpool", *model.stages) if isinstance(model, ResNet) else PARTS
 
 
 def _why_not(name: str, module: nn.Module, types: tuple[type[nn.Module], ...]) -> str | None:
@@ -66,8 +77,12 @@ def _why_not(name: str, module: nn.Module, types: tuple[type[nn.Module], ...]) -
     if type(module) is nn.BatchNorm2d:
         return f"{name} averages its statistics in another way"
     averages = name.endswith(".downsample.0")  # in the shortcut of a ResNet-D
-    is_pool = averages or name.rpartition(".")[2] in ("maxpool", "pool")
-    misplaced = (type(module) is nn.Identity and not is_pool) or (type(module) is nn.AvgPool2d and not averages)
+    is_nothing = averages or name.rpartition(".")[2] in ("maxpool", "pool", "drop_block", "aa")
+    misplaced = (
+        (type(module) is nn.Identity and not is_nothing)
+        or (type(module) is nn.AvgPool2d and not averages)
+        or (type(module) in (nn.AdaptiveAvgPool2d, nn.Flatten) and not name.startswith("global_pool."))
+    )
     if type(module) not in types or misplaced:
         return f"{name} is of type {type(module).__name__}, which the kernels do not compute"
     if isinstance(module, nn.Conv2d):
@@ -83,7 +98,7 @@ def _why_not(name: str, module: nn.Module, types: tuple[type[nn.Module], ...]) -
             return f"{name} pools in another way"
     if isinstance(module, nn.GELU) and module.approximate != "none":
         return f"{name} is an approximation"
-    if isinstance(module, nn.AvgPool2d) and not all(type(n) is int for n in (module.kernel_size, module.stride)):
+    if isinstance(module, nn.AvgPool2d) and not _averages_by_two(module):
         return f"{name} pools in another way"
     if isinstance(module, nn.MaxPool2d) and (module.dilation != 1 or module.ceil_mode):
         return f"{name} pools in another way"
@@ -93,6 +108,14 @@ def _why_not(name: str, module: nn.Module, types: tuple[type[nn.Module], ...]) -
         if module.weight is None or module.weight.dtype != torch.float32:
             return f"{name} has no fp32 scale and shift"
     return None
+
+
+def _averages_by_two(pool: nn.AvgPool2d) -> bool:
+    """The mean of each 2x2 pixels, or of those that are left at an edge."""
+    sides = [
+        side if isinstance(side, tuple) else (side, side) for side in (pool.kernel_size, pool.stride, pool.padding)
+    ]
+    return sides == [(2, 2), (2, 2), (0, 0)] and pool.ceil_mode and pool.divisor_override is None
 
 
 def is_large_enough(properties: Any) -> bool:
@@ -116,6 +139,11 @@ def fuse(model: nn.Module) -> None:
 
     if isinstance(model, WhiteNet):
         model.fused = FusedWhiteNet(model)
+    elif isinstance(model, AlexNetBN):
+        model.fused = FusedAlexNet(model)
+    elif isinstance(model, ResNet):
+        model.fused = FusedResNet(model)
     else:
-        assert isinstance(model, ResNet | AlexNetBN)
-        model.fused = FusedResNet(model) if isinstance(model, ResNet) else FusedAlexNet(model)
+        if not hasattr(model, "fused"):
+            model.__class__ = with_fused(type(model))
+        model.fused = FusedResNet(model)  # type: ignore[assignment]

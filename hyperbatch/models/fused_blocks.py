@@ -25,11 +25,11 @@ from torch.autograd.function import once_differentiable
 
 from hyperbatch.kernels import conv as convolution
 from hyperbatch.kernels import norm as kernels
+from hyperbatch.kernels.average import average
 from hyperbatch.kernels.norm import pool
 from hyperbatch.kernels.norm.moments import normalise_with_moments
 from hyperbatch.kernels.norm.product import ProductNorm, product_backward, product_statistics
 from hyperbatch.models.norm import BatchNorm2d, gather_rows, pool_moments
-from hyperbatch.models.resnet import BasicBlock, Bottleneck
 
 # A convolution's output from which on its norm is taken from the moments of the input: measured on an H200, 26 MB win
 # 2 % of a step of batch 16, 17 MB lose 3 % of one of batch 42.
@@ -127,12 +127,12 @@ def coef_of(norm: Tensor | ProductNorm) -> Tensor:
 
 
 class Handover:
-    """Brings the gradient of a block's output that came through the next block's shortcut: of all its pixels, or of
-    the even ones, if the shortcut has a stride of 2."""
+    """Brings the gradient of a block's output that came through the next block's shortcut: of all its pixels, or, if
+    the shortcut has a stride of 2, of the even ones or of means."""
 
-    gradient: Tensor | None = None
+    gradient: Tensor | kernels.OfMeans | None = None
 
-    def take(self) -> Tensor | None:
+    def take(self) -> Tensor | kernels.OfMeans | None:
         gradient, self.gradient = self.gradient, None
         return gradient
 
@@ -158,7 +158,7 @@ class Residual(torch.autograd.Function):
             inputs.append(y)
 
         shortcut, shortcut_coef = x, None
-        averaged = None if block.average is None else convolution.channels_last(block.average(x))
+        averaged = average(x) if block.averages else None
         if block.shortcut is not None:
             source = x if averaged is None else averaged
             outputs[depth] = shortcut = convolution.convolve(source, block.shortcut.conv)
@@ -222,17 +222,15 @@ class Residual(torch.autograd.Function):
         through_shortcut = g
         if block.shortcut is not None:
             through_shortcut = through(depth, inputs[0] if averaged is None else averaged)
-        if averaged is not None:
-            through_shortcut = block.average_backward(through_shortcut, inputs[0])
         d = through(depth - 1, inputs[-1])
         for i in reversed(range(depth - 1)):
             dz, grads[i] = layers[i].norm_relu_backward(d, outputs[i], coefs[i])
             weights[i] = layers[i].weight_gradient(dz, inputs[i])
             d = layers[i].input_gradient(dz, inputs[i])
-        if ctx.before is None:
-            d = d.add_(through_shortcut)
+        if ctx.before is not None:
+            ctx.before.gradient = through_shortcut if averaged is None else kernels.OfMeans(through_shortcut)
         else:
-            ctx.before.gradient = through_shortcut
+            d = d.add_(through_shortcut if averaged is None else spread(through_shortcut, inputs[0]))
         parameters = [tensor for w, norm in zip(weights, grads) for tensor in (w, norm.weight, norm.bias)]
         return d, None, None, None, *parameters
 
@@ -310,18 +308,19 @@ class Classify(torch.autograd.Function):
 
 
 class FusedBlock:
-    def __init__(self, block: BasicBlock | Bottleneck, counters: Tensor) -> None:
+    def __init__(self, block: Any, counters: Tensor) -> None:
+        """block: a BasicBlock or Bottleneck, ours or timm's."""
         pairs = [(block.conv1, block.bn1), (block.conv2, block.bn2)]
-        if isinstance(block, Bottleneck):
+        if hasattr(block, "conv3"):
             pairs.append((block.conv3, block.bn3))
         self.counters = counters
         self.path = [ConvNorm(conv, norm, counters) for conv, norm in pairs]
         self.shortcut = None
-        self.average: nn.AvgPool2d | None = None  # of pixels, before the shortcut's convolution
+        self.averages = False  # 2x2 pixels, before the shortcut's convolution
         if block.downsample is not None:
             *before, conv, norm = block.downsample
             assert all(isinstance(module, nn.AvgPool2d | nn.Identity) for module in before)
-            self.average = next((module for module in before if isinstance(module, nn.AvgPool2d)), None)
+            self.averages = any(isinstance(module, nn.AvgPool2d) for module in before)
             assert isinstance(conv, nn.Conv2d)
             assert isinstance(norm, BatchNorm2d)
             self.shortcut = ConvNorm(conv, norm, counters)
@@ -331,16 +330,8 @@ class FusedBlock:
         """Those of the path, then the shortcut's."""
         return self.path if self.shortcut is None else [*self.path, self.shortcut]
 
-    def average_backward(self, dy: Tensor, x: Tensor) -> Tensor:
-        """The gradient of x from that of the averages."""
-        pool = self.average
-        assert pool is not None
-        sides = [[side, side] for side in (pool.kernel_size, pool.stride, pool.padding)]
-        options = (pool.ceil_mode, pool.count_include_pad, pool.divisor_override)
-        return convolution.channels_last(torch.ops.aten.avg_pool2d_backward(dy, x, *sides, *options))
-
     def join_backward(
-        self, dy: Tensor, dy2: Tensor | None, bits: Tensor, branches: list[kernels.Branch]
+        self, dy: Tensor, dy2: Tensor | kernels.OfMeans | None, bits: Tensor, branches: list[kernels.Branch]
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """(g, sums of its columns, dz of each branch)."""
         if not self.path[-1].shared:
@@ -354,6 +345,12 @@ class FusedBlock:
         after = Handover()
         parameters = [tensor for layer in self.layers for tensor in layer.parameters]
         return Residual.apply(x, self, before, after, *parameters), after  # pyright: ignore[reportReturnType]
+
+
+def spread(dy: Tensor, x: Tensor) -> Tensor:
+    """The gradient of x from that of its means, for a block that hands nothing over: there are few, torch's own is
+    good enough."""
+    return torch.ops.aten.avg_pool2d_backward(dy, x, [2, 2], [2, 2], [0, 0], True, False, None)
 
 
 def new_grad(param: Tensor) -> Tensor:

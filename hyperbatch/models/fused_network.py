@@ -21,7 +21,6 @@ from hyperbatch.models.fused import fused_parts
 from hyperbatch.models.fused_blocks import Classify, ConvNorm, ConvNormPool, FusedBlock, MeanOfPixels
 from hyperbatch.models.layers import Linear, to_logits
 from hyperbatch.models.norm import BatchNorm2d, keeps_statistics
-from hyperbatch.models.resnet import ResNet
 
 
 class FusedNetwork:
@@ -71,14 +70,18 @@ class FusedNetwork:
 
 
 class FusedResNet(FusedNetwork):
-    """What `ResNet.forward` computes in training mode. A stem or block with norms that keep their statistics, as frozen
-    ones do, runs as it is: the kernels take those of the batch. So do blocks and pools that blur before a stride."""
+    """What the forward of a ResNet, ours or timm's, computes in training mode. A stem or block with norms that keep
+    their statistics, as frozen ones do, runs as it is: the kernels take those of the batch. So do blocks and pools that
+    blur before a stride."""
 
-    def __init__(self, model: ResNet) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.stem = _stem(model, self.counters)
-        self.window = _window(model.maxpool)
-        blocks = [block for stage in model.stages for block in getattr(model, stage)]
+        self.plain_stem = [module for name, module in self.parts.items() if not name.startswith(("layer", "global"))]
+        self.pool = self.plain_stem[-1]
+        self.stem = _stem(self.plain_stem, self.counters)
+        self.window = _window(self.pool)
+        stages: list[Any] = [module for name, module in self.parts.items() if name.startswith("layer")]
+        blocks = [block for stage in stages for block in stage]
         self.blocks = [
             block if any(map(_is_not_fused, block.modules())) else FusedBlock(block, self.counters) for block in blocks
         ]
@@ -86,18 +89,20 @@ class FusedResNet(FusedNetwork):
         self.norms = [layer.norm for layer in (*self.stem, *layers)]
 
     def logits(self, images: Tensor) -> Tensor:
-        model, handover = self.model, None
+        handover = None
         if not self.stem:
-            images = images.to(model.stem_convs[0].weight.dtype)
-            x = convolution.channels_last(model.maxpool(model.relu(model.bn1(model.conv1(images)))))
+            x: Any = images.to(next(self.plain_stem[0].parameters()).dtype)
+            for module in self.plain_stem:
+                x = module(x)
+            x = convolution.channels_last(x)
         else:
             x = _images(images, self.stem[0])
             *first, last = self.stem
             for layer in first:
                 x = ConvNormPool.apply(x, layer, None, *layer.parameters)
             x = ConvNormPool.apply(x, last, self.window, *last.parameters)
-            if isinstance(model.maxpool, BlurMaxPool2d):
-                x = convolution.channels_last(model.maxpool(x))
+            if isinstance(self.pool, BlurMaxPool2d):
+                x = convolution.channels_last(self.pool(x))
         for block in self.blocks:
             if isinstance(block, FusedBlock):
                 x, handover = block(x, handover)
@@ -132,12 +137,15 @@ class FusedAlexNet(FusedNetwork):
         return classify(self.model, x if self.last_norm is None else self.last_norm(x))
 
 
-def _stem(model: ResNet, counters: Tensor) -> list[ConvNorm]:
-    """Its convolutions with their norms, each before a ReLU; none, where it runs as it is."""
-    layers = [*model.conv1, model.bn1] if isinstance(model.conv1, nn.Sequential) else [model.conv1, model.bn1]
+def _stem(modules: list[nn.Module], counters: Tensor) -> list[ConvNorm]:
+    """Its convolutions with their norms, each before a ReLU; none, where it runs as it is. modules: up to the pool, in
+    whose place timm's ResNet-RS has a convolution, norm and ReLU more."""
+    layers: list[Any] = [layer for m in modules for layer in (m if isinstance(m, nn.Sequential) else (m,))]
+    if not isinstance(modules[-1], nn.Sequential):
+        layers.pop()
     convs, norms, relus = layers[::3], layers[1::3], layers[2::3]
     known = all(isinstance(module, nn.Conv2d) for module in convs) and all(type(module) is nn.ReLU for module in relus)
-    if any(map(_is_not_fused, layers)) or not known or len(layers) % 3 != 2:
+    if any(map(_is_not_fused, layers)) or not known or len(layers) % 3:
         return []
     return [ConvNorm(conv, norm, counters) for conv, norm in zip(convs, norms, strict=True)]
 

@@ -105,6 +105,17 @@ def test_both_parts_of_a_gradient_are_added():
     check_norms(case, "plain", kernels.new_counters(CUDA), dy2=dy2)
 
 
+@pytest.mark.parametrize("pixels", [(28, 28), (13, 27)], ids=str)
+@pytest.mark.usefixtures("launches")
+def test_each_pixel_takes_its_share_of_a_gradient_of_means(pixels):
+    case = make(8, 512, *pixels, FP16, device="cuda")
+    means = torch.randn(8, 512, *((side + 1) // 2 for side in pixels), device=CUDA).to(FP16)
+    before = case.x2.double()  # far from 0 everywhere, so that the means meet no ReLU in doubt
+    case.x2.copy_((before + 40 * before.sign()).to(FP16))
+    dy2 = kernels.OfMeans(means.to(memory_format=torch.channels_last))
+    check_norms(case, "plain", kernels.new_counters(CUDA), dy2=dy2)
+
+
 @pytest.mark.usefixtures("launches")
 def test_norms_of_means_far_from_zero():
     check_norms(make(8, 64, 28, 28, FP16, device="cuda", far=100.0), "none", kernels.new_counters(CUDA))
@@ -297,6 +308,26 @@ def test_networks_are_no_further_from_float64_than_the_plain_path(name, n, size,
     assert max(ratios.values()) < BY_CHANCE, ratios
 
 
+@pytest.mark.usefixtures("same_algorithms")
+def test_timms_resnet50d_gives_the_bits_of_ours():
+    pytest.importorskip("timm")
+    data = images_of(8, 160, FP16)
+    ours, _ = network("resnet50d", FP16)
+    theirs, _ = network("timm/resnet50d", FP16)
+    theirs.load_state_dict(ours.state_dict())
+    start = copy.deepcopy(ours.state_dict())
+    results = []
+    for model in (ours, theirs):
+        assert why_not_fused(model, FP16, CUDA) is None
+        fuse(model)
+        step(model, *data, scale=SCALE)  # kernels are chosen and compiled
+        model.load_state_dict(start)
+        results.append(step(model, *data, scale=SCALE))
+    assert torch.equal(results[0].logits, results[1].logits)
+    for key, grad in results[0].grads.items():
+        assert torch.equal(grad, results[1].grads[key]), key
+
+
 # --- memory and graphs ------------------------------------------------------------------------------------------------
 
 
@@ -328,10 +359,12 @@ def fill_with_nan(gibibytes: int) -> None:
 
 
 @pytest.mark.parametrize("moments", [True, False], ids=["moments", "outputs"])
-@pytest.mark.parametrize(("name", "n", "size"), [("resnet50", 16, 224), ("resnet18", 3, 64), ("alexnet_bn", 5, 224)])
+@pytest.mark.parametrize(
+    ("name", "n", "size"), [("resnet50", 16, 224), ("resnet50d", 8, 104), ("resnet18", 3, 64), ("alexnet_bn", 5, 224)]
+)
 @pytest.mark.usefixtures("same_algorithms")
 def test_poisoned_memory_leaves_no_trace(name, n, size, moments, monkeypatch):
-    if moments and name != "resnet50":
+    if moments and not name.startswith("resnet50"):
         pytest.skip("has no product")
     monkeypatch.setattr(fused_blocks, "BY_MOMENTS_BYTES", 0 if moments else 1 << 60)
     model, arena = network(name, FP16)
@@ -355,10 +388,10 @@ def test_poisoned_memory_leaves_no_trace(name, n, size, moments, monkeypatch):
 
 
 @pytest.mark.parametrize("moments", [True, False], ids=["moments", "outputs"])
-@pytest.mark.parametrize(("name", "n", "size"), [("resnet50", 16, 160), ("alexnet_bn", 7, 224)])
+@pytest.mark.parametrize(("name", "n", "size"), [("resnet50", 16, 160), ("resnet50d", 8, 104), ("alexnet_bn", 7, 224)])
 @pytest.mark.usefixtures("same_algorithms")
 def test_a_captured_step_gives_the_same_bits(name, n, size, moments, monkeypatch):
-    if moments and name != "resnet50":
+    if moments and not name.startswith("resnet50"):
         pytest.skip("has no product")
     monkeypatch.setattr(fused_blocks, "BY_MOMENTS_BYTES", 0 if moments else 1 << 60)
     model, arena = network(name, FP16)
@@ -375,7 +408,7 @@ def test_a_captured_step_gives_the_same_bits(name, n, size, moments, monkeypatch
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         loss = fused_step(model, arena, images, labels)
-    counts = model.get_buffer("bn1.num_batches_tracked" if name == "resnet50" else "features.1.num_batches_tracked")
+    counts = model.get_buffer("bn1.num_batches_tracked" if "resnet" in name else "features.1.num_batches_tracked")
     before = counts.item()
     for turn in range(2):
         for grad in arena.grads.values():
@@ -501,6 +534,7 @@ def smoothed_losses(out: Path, seed: int, fused: str) -> list[float]:
             target_top1=None,
             seed=seed,
             fused=fused,
+            precision="fp16",
             device="cuda",
             out=str(out),
         )

@@ -1,9 +1,11 @@
-"""Batch norm + ReLU + max-pool and the loss on a CUDA device, at the sizes of 224-px images: float64, bits, graphs."""
+"""Batch norm + ReLU + max-pool, means of 2x2 pixels and the loss on a CUDA device, at the sizes of 224-px images."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from average_reference import check as check_means
+from average_reference import make as make_pixels
 from pool_reference import ALEXNET, RESNET, check, make, reference, through_kernels
 from torch.nn import functional as F
 
@@ -50,6 +52,12 @@ def test_same_bits_every_time():
         assert torch.equal(dx, first[2])
         assert torch.equal(grads.weight, first[3].weight)
         assert torch.equal(grads.back, first[3].back)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [(8, 256, 56, 56), (4, 512, 28, 28), (7, 1024, 13, 7), (256, 256, 56, 57)], ids=str)
+def test_means_agree_with_float64(size, dtype):
+    check_means(make_pixels(*size, dtype, "cuda"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -15,6 +15,7 @@ from statistics import median
 from types import SimpleNamespace
 
 import pytest
+import timm_reference
 import torch
 from fused_reference import alexnet, backward, batch, check, error, errors, exact_step, residual, shuffled, step
 from torch import nn
@@ -24,6 +25,7 @@ from hyperbatch.arena import Arena
 from hyperbatch.errors import InputError
 from hyperbatch.models import create_model
 from hyperbatch.models.fused import fuse, is_large_enough, why_not_fused
+from hyperbatch.models.layers import adopt
 from hyperbatch.models.norm import BatchNorm2d, freeze, keeps_statistics
 from hyperbatch.models.resnet import BasicBlock, Bottleneck
 from hyperbatch.params import backward_order
@@ -129,6 +131,53 @@ def test_all_blocks_of_a_resnet_d_are_fused():
         fuse(model)
 
 
+TIMMS = {
+    "resnet50d": (timm_reference.Bottleneck, {"deep": True, "averages": True}),
+    "a convolution in the place of the pool": (timm_reference.BasicBlock, {"deep": True, "replace_stem_pool": True}),
+}
+
+
+@inside
+@pytest.mark.parametrize("network", TIMMS)
+def test_timms_resnets_agree_with_float64(network):
+    block, options = TIMMS[network]
+    model, data = shuffled(adopt(timm_reference.small(block, **options))), batch(2, (37, 34))
+    names, kind = list(model.state_dict()), type(model)
+    want = exact_step(model, *data)
+    got = step(fused(model), *data)
+    check(got, want, FP32)
+    assert len(model.fused.norms) == sum(isinstance(module, BatchNorm2d) for module in model.modules())
+    assert isinstance(model, kind)
+    assert list(model.state_dict()) == names
+    with torch.no_grad():
+        assert torch.equal(model.eval()(data[0]), kind.forward(model, data[0])), "evaluation stays timm's own"
+
+
+@inside
+def test_what_timms_resnets_do_besides_is_left_to_them(monkeypatch):
+    """Once fused: dropout and gradient checkpoints may be switched on, and somebody may listen."""
+    model, data = adopt(timm_reference.small(timm_reference.BasicBlock)), batch(2, (64, 64))
+    fuse(model)
+    kind = type(model)
+    fuse(model)
+    assert type(model) is kind
+    runs = []
+    monkeypatch.setattr(model.fused, "logits", lambda images: runs.append(images) or torch.zeros(2, 10))
+    model(data[0])
+    assert len(runs) == 1
+    for name in ("drop_rate", "grad_checkpointing"):
+        before = getattr(model, name)
+        setattr(model, name, True)
+        model(data[0])
+        setattr(model, name, before)
+    hook = model.global_pool.register_forward_hook(lambda *_: None)
+    model(data[0])
+    assert len(runs) == 1
+    hook.remove()
+    model(data[0])
+    assert len(runs) == 2
+
+
 @inside
 @pytest.mark.parametrize("network", NETWORKS)
 def test_networks_agree_with_float64(network):
@@ -165,6 +214,16 @@ def test_frozen_layers_run_beside_fused_ones(layers):
         if name.rpartition(".")[0] in frozen_norms:
             assert torch.equal(buffer, got.buffers[name]), name
     assert len(model.fused.norms) == 10 - len(frozen_norms), "the others are fused"
+
+
+@inside
+def test_averages_behind_a_frozen_block_are_spread_over_all_pixels():
+    """Such a block takes its gradient from autograd, not from the next one's hands."""
+    model, data = shuffled(residual(BasicBlock, (1, 1), deep=True)), batch(2, (35, 32))
+    freeze(model, {name for name, _ in model.named_parameters() if name.startswith("layer1.0.bn")})
+    want = exact_step(model, *data)
+    check(step(fused(model), *data), want, FP32)
+    assert len(model.fused.norms) == 6, "three of the stem, three behind the frozen block"
 
 
 @inside
@@ -735,6 +794,29 @@ def test_layers_that_compute_something_else_are_named(reason):
     model = residual()
     CHANGED[reason](model)
     assert reason in str(why_not_fused(model, torch.float16, CUDA))
+
+
+TIMM_CHANGED = {
+    "layer1.0.se is of type Dropout": lambda model: setattr(model.layer1[0], "se", nn.Dropout()),
+    "layer2.0.drop_path is of type Dropout": lambda model: setattr(model.layer2[0], "drop_path", nn.Dropout()),
+    "layer2.0.aa is of type AvgPool2d": lambda model: setattr(model.layer2[0], "aa", nn.AvgPool2d(2)),
+    "maxpool is of type AdaptiveAvgPool2d": lambda model: setattr(model, "maxpool", nn.AdaptiveAvgPool2d(8)),
+    "layer2.0.downsample.0 pools": lambda model: setattr(model.layer2[0].downsample[0], "ceil_mode", False),
+    "global_pool pools": lambda model: setattr(model, "global_pool", timm_reference.SelectAdaptivePool2d("max")),
+    "it drops features": lambda model: setattr(model, "drop_rate", 0.1),
+    "it computes its blocks anew": lambda model: setattr(model, "grad_checkpointing", True),
+    "bn1 averages its statistics": lambda model: setattr(model, "bn1", nn.BatchNorm2d(16)),
+    "Other is none of our": lambda model: setattr(model, "__class__", type("Other", (type(model),), {})),
+}
+
+
+@pytest.mark.parametrize("reason", TIMM_CHANGED)
+def test_what_timms_resnets_may_have_besides_is_named(reason):
+    pytest.importorskip("triton")
+    model = adopt(timm_reference.small(deep=True, averages=True))
+    assert why_not_fused(model, torch.float16, CUDA) is None
+    TIMM_CHANGED[reason](model)
+    assert str(why_not_fused(model, torch.float16, CUDA)).startswith(reason)
 
 
 @outside

@@ -4,6 +4,7 @@ import sys
 import types
 
 import pytest
+import timm_reference
 import torch
 from torch import nn
 
@@ -105,48 +106,10 @@ def test_small_resnet_sizes():
     assert sizes == {20: 269_722 + shortcuts, 56: 853_018 + shortcuts}
 
 
-class PlainResNetD(nn.Module):
-    """timm's resnet50d written down with torch's layers, under its names."""
-
-    def __init__(self, classes):
-        super().__init__()
-        c, b, r = conv, nn.BatchNorm2d, nn.ReLU
-        self.conv1 = nn.Sequential(c(3, 32, 3, 2), b(32), r(), c(32, 32, 3), b(32), r(), c(32, 64, 3))
-        self.bn1, self.maxpool = b(64), nn.MaxPool2d(3, 2, 1)
-        inputs = 64
-        for stage, (count, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), start=1):
-            blocks = []
-            for index in range(count):
-                block = nn.Module()
-                stride = 2 if stage > 1 and index == 0 else 1
-                block.conv1, block.bn1 = c(inputs, width, 1), b(width)
-                block.conv2, block.bn2 = c(width, width, 3, stride), b(width)
-                block.conv3, block.bn3 = c(width, 4 * width, 1), b(4 * width)
-                if index == 0:
-                    pool = nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False) if stride == 2 else nn.Identity()
-                    block.downsample = nn.Sequential(pool, c(inputs, 4 * width, 1), b(4 * width))
-                blocks.append(block)
-                inputs = 4 * width
-            self.add_module(f"layer{stage}", nn.Sequential(*blocks))
-        self.fc = nn.Linear(2048, classes)
-
-    def forward(self, x):
-        x = self.maxpool(self.bn1(self.conv1(x)).relu())
-        for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
-            for block in stage:
-                out = block.bn2(block.conv2(block.bn1(block.conv1(x)).relu())).relu()
-                x = (block.bn3(block.conv3(out)) + (block.downsample(x) if hasattr(block, "downsample") else x)).relu()
-        return self.fc(x.mean((2, 3)))
-
-
-def conv(inputs, outputs, kernel, stride=1):
-    return nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
-
-
 @pytest.mark.parametrize("training", [False, True])
 def test_resnet50d_equals_timms_with_its_weights(training):
     torch.manual_seed(0)
-    theirs, ours = PlainResNetD(7).double().train(training), create_model("resnet50d", classes=7).double()
+    theirs, ours = timm_reference.resnet50d(7).double().train(training), create_model("resnet50d", classes=7).double()
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     ours.load_state_dict(theirs.state_dict())
     ours.train(training)

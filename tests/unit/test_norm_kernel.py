@@ -18,7 +18,7 @@ import torch
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
 if importlib.util.find_spec("triton"):
-    from hopper import before_the_wait, compile_launches
+    from hopper import before_the_wait, compile_launches, spilled_bytes
     from norm_reference import (
         FP32,
         VARIANCE,
@@ -77,8 +77,11 @@ def test_kernels_compiled_for_hopper_wait_before_they_read_what_may_still_be_wri
     coefs = 2 * 8 // 4  # scale and shift of the eight columns of a thread
     assert before_the_wait(compiled["_apply_kernel"]) == 2 * loads + coefs, "x, dy and coef, which the reduction reads"
     bits = torch.zeros(case.x.numel() // 8, dtype=torch.uint8)
-    kernels.join_backward(case.dy, bits, [kernels.Branch(case.x, coef, grads)], counters)
-    assert before_the_wait(compiled["_join_reduce_kernel"]) == 0
+    means = kernels.OfMeans(case.dy[:, :, ::2, ::2].contiguous(memory_format=torch.channels_last))
+    for dy2 in (None, means):
+        kernels.join_backward(case.dy, bits, [kernels.Branch(case.x, coef, grads)], counters, dy2=dy2)
+        assert before_the_wait(compiled["_join_reduce_kernel"]) == 0
+        assert spilled_bytes(compiled["_join_reduce_kernel"]) == 0
     assert before_the_wait(compiled["_apply_kernel"]) == loads, "x alone: the reduction makes g"
 
 
@@ -236,6 +239,17 @@ def test_sums_of_whole_numbers_are_the_same_bits_however_they_are_dealt(monkeypa
 def test_a_second_part_of_the_gradient_is_added(shortcut, counters):
     case = make(2, 24, 5, 7)
     check(case, shortcut, counters, dy2=torch.randn_like(case.x) * 0.5)
+
+
+@inside
+@pytest.mark.parametrize("size", [(2, 24, 5, 7), (1, 8, 6, 4), (3, 16, 1, 3)], ids=str)
+@pytest.mark.parametrize("shortcut", ["plain", "norm"])
+@pytest.mark.usefixtures("launches", "many")
+def test_of_a_gradient_of_2x2_means_each_pixel_takes_its_share(shortcut, size, counters):
+    case, random = make(*size), torch.Generator().manual_seed(1)
+    n, c, h, w = size
+    means = torch.randn(n, c, (h + 1) // 2, (w + 1) // 2, generator=random).to(memory_format=torch.channels_last)
+    check(case, shortcut, counters, dy2=kernels.OfMeans(means))
 
 
 @inside

@@ -1,4 +1,4 @@
-"""Batch norm + ReLU + max-pool in kernels, by Triton's interpreter, against float64 torch.
+"""Batch norm + ReLU + max-pool, and the means of 2x2 pixels in kernels, by Triton's interpreter, against float64 torch.
 
 The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
 has it; there the tests below do the work.
@@ -6,6 +6,7 @@ has it; there the tests below do the work.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -16,6 +17,10 @@ from pool_reference import ALEXNET, RESNET, check, make, reference, through_kern
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
+if importlib.util.find_spec("triton"):
+    from average_reference import check as check_means
+    from average_reference import make as make_pixels
+    from hopper import compile_launches, spilled_bytes
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts the other process")
@@ -48,6 +53,20 @@ def test_kernels_compile_for_hopper_with_wide_accesses_and_no_shuffles(name):
     assert "ld.global.v4.b32" in compiled.asm["ptx"]
     assert "st.global.v4.b32" in compiled.asm["ptx"]
     assert "convert_layout" not in compiled.asm["ttgir"]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+def test_means_compile_for_hopper_with_wide_accesses(monkeypatch):
+    """Without a GPU: four loads of 16 bytes and one store for each thread."""
+    pytest.importorskip("triton")
+    from hyperbatch.kernels import average
+
+    compiled = compile_launches(monkeypatch, average)
+    average.average(make_pixels(2, 256, 8, 8, torch.float16))
+    ptx = compiled["_average_kernel"]
+    assert ptx.count("ld.global") == ptx.count("ld.global.v4.b32") == 4
+    assert ptx.count("st.global") == ptx.count("st.global.v4.b32") == 1
+    assert spilled_bytes(ptx) == 0
 
 
 CASES = [
@@ -124,3 +143,24 @@ def test_local_sums_leave_the_rest_to_who_adds_up_the_ranks():
     torch.testing.assert_close(grads.weight.double(), dweight, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(grads.bias.double(), dbias, rtol=1e-5, atol=1e-4)
     assert grads.back.isnan().all()
+
+
+SIZES = [(2, 16, 8, 8), (1, 8, 7, 9), (3, 24, 5, 4), (1, 192, 4, 3), (2, 8, 1, 1), (1, 8, 1, 6), (2, 64, 33, 31)]
+
+
+@inside
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_means_agree_with_float64(size):
+    check_means(make_pixels(*size))
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("pixels", [(6, 8), (7, 5)], ids=str)
+def test_means_of_16_bits_are_one_rounding_away(dtype, pixels):
+    check_means(make_pixels(2, 24, *pixels, dtype))
+
+
+@inside
+def test_sums_of_pixels_may_be_larger_than_fp16_holds():
+    check_means(torch.full_like(make_pixels(1, 8, 3, 4, torch.float16), 60000.0))

@@ -27,7 +27,7 @@ of them to float64: tests/norm_reference.py, product_reference.py, pool_referenc
 
 from hyperbatch.kernels.norm.dispatch import join_backward, norm_join, norm_relu, norm_relu_backward
 from hyperbatch.kernels.norm.sums import Branch, NormGradients, new_coef, new_counters
-from hyperbatch.kernels.norm.tiles import matrix
+from hyperbatch.kernels.norm.tiles import OfMeans, matrix
 from hyperbatch.kernels.norm.two_pass import (
     apply_gradient,
     join,
@@ -40,6 +40,7 @@ from hyperbatch.kernels.norm.two_pass import (
 __all__ = [
     "Branch",
     "NormGradients",
+    "OfMeans",
     "apply_gradient",
     "join",
     "join_backward",

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -145,6 +146,13 @@ class Output:
         return {"SHORTCUT": kind, "BITS": self.bits is not self.y}
 
 
+class OfMeans(NamedTuple):
+    """A gradient that came through the means of each 2x2 pixels (`kernels.average`), and is theirs: each pixel takes
+    its share of one value."""
+
+    gradient: Tensor
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinedGradient:
     """The gradient of the sum in relu(sum): memory for it and the sums of its columns, and what it is made of."""
@@ -155,11 +163,14 @@ class JoinedGradient:
     options: dict[str, int]
 
     @classmethod
-    def of(cls, dy: Tensor, dy2: Tensor | None, bits: Tensor) -> JoinedGradient:
+    def of(cls, dy: Tensor, dy2: Tensor | OfMeans | None, bits: Tensor) -> JoinedGradient:
         g = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
         pooled = g.shape[2] * g.shape[3] > 1 and dy.stride(2) == 0 and dy.stride(3) == 0  # one value an image
         dy = dy[:, :, 0, 0].contiguous() if pooled else channels_last(dy)
-        add = 0 if dy2 is None else 1 if dy2.shape == g.shape else 2
+        if isinstance(dy2, OfMeans):
+            add, dy2 = 3, dy2.gradient
+        else:
+            add = 0 if dy2 is None else 1 if dy2.shape == g.shape else 2
         return cls(
             g=g,
             sums=g.new_empty(g.shape[1], dtype=torch.float32),
@@ -283,7 +294,7 @@ def load_joined(
     """g = dy + dy2 where the ReLU let through, of a tile: elements `at`, bits of rows r, `row` of the whole.
 
     POOLED: dy is one value for all PIXELS rows of an image. ADD: dy2 is there for 0 no pixel, 1 every one, 2 every
-    other one, both ways.
+    other one, both ways; 3 as `OfMeans`.
     """
     dy, dy2, bits = joined
     BC: tl.constexpr = c.shape[0]
@@ -293,12 +304,16 @@ def load_joined(
         g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
     if ADD == 1:
         g += tl.load(dy2 + at, mask=inside, other=0.0).to(tl.float32)
-    if ADD == 2:
-        line, place = row % PIXELS // WIDTH, row % WIDTH
-        across, down = (WIDTH + 1) // 2, (PIXELS // WIDTH + 1) // 2
-        coarse = (row // PIXELS * down + line // 2) * across + place // 2
-        there = inside & ((line % 2 == 0) & (place % 2 == 0))[:, None]
-        g += tl.load(dy2 + coarse.to(tl.int64)[:, None] * C + c[None, :], mask=there, other=0.0).to(tl.float32)
+    if ADD >= 2:
+        line, place, height = row % PIXELS // WIDTH, row % WIDTH, PIXELS // WIDTH
+        coarse = (row // PIXELS * ((height + 1) // 2) + line // 2) * ((WIDTH + 1) // 2) + place // 2
+        there = inside
+        if ADD == 2:
+            there = inside & ((line % 2 == 0) & (place % 2 == 0))[:, None]
+        other = tl.load(dy2 + coarse.to(tl.int64)[:, None] * C + c[None, :], mask=there, other=0.0).to(tl.float32)
+        if ADD == 3:  # windows at the lower and right edge may have fewer pixels
+            other *= (tl.where((line | 1) < height, 0.5, 1.0) * tl.where((place | 1) < WIDTH, 0.5, 1.0))[:, None]
+        g += other
     byte = column * (BC // 8) + tl.arange(0, BC // 8)
     eights = tl.load(bits + r[:, None] * (C // 8) + byte[None, :], mask=inside, other=0)
     through = tl.reshape(eights[:, :, None] >> tl.arange(0, 8)[None, None, :].to(tl.uint8) & 1, [BM, BC]) != 0

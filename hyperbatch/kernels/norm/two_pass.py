@@ -31,6 +31,7 @@ from hyperbatch.kernels.norm.sums import (
 from hyperbatch.kernels.norm.tiles import (
     SIZES,
     JoinedGradient,
+    OfMeans,
     Output,
     matrix,
     overlapping,
@@ -289,7 +290,7 @@ def apply_gradient(dy: Tensor, x: Tensor, coef: Tensor, back: Tensor, *, relu: b
 
 
 def reduce_joined_gradient(
-    dy: Tensor, bits: Tensor, branches: Sequence[Branch], counters: Tensor, *, dy2: Tensor | None = None
+    dy: Tensor, bits: Tensor, branches: Sequence[Branch], counters: Tensor, *, dy2: Tensor | OfMeans | None = None
 ) -> tuple[Tensor, Tensor]:
     """(g, its column sums): g, the gradient of the sum in out = relu(sum), is dy (+ dy2) where `bits` are set.
 

@@ -1,0 +1,62 @@
+"""timm's ResNets on the fused training path of ours: layers of the same kinds, some under other names.
+
+    ResNet        conv1 bn1 act1 maxpool layer1 .. layer4 global_pool fc       conv1: one convolution, or a "deep" stem
+    its blocks    conv1 bn1 act1 conv2 bn2 act2 [conv3 bn3 act3] downsample    maxpool: or a convolution, norm and ReLU
+
+They are recognised by the names of their classes; `models.fused` looks at each layer. A model stays the object that it
+was, with all that timm gave it: only `forward` is another one, and in training alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+PARTS = ("conv1", "bn1", "act1", "maxpool", "layer1", "layer2", "layer3", "layer4", "global_pool")
+_RESNET = ("timm.models.resnet", "ResNet")
+_KNOWN = {
+    ("timm.models.resnet", "BasicBlock"),
+    ("timm.models.resnet", "Bottleneck"),
+    ("timm.layers.adaptive_avgmax_pool", "SelectAdaptivePool2d"),
+}
+
+
+def is_timm_resnet(model: nn.Module) -> bool:
+    """Exactly timm's class, or what `with_fused` has made of it: a subclass may compute something else."""
+    kind = type(model)
+    return _name(kind) == _RESNET or getattr(kind, "made_of_timm", False)
+
+
+def timm_types(model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """Those classes of its modules whose forward is known here, beside torch's own."""
+    return tuple({type(module) for module in model.modules() if _name(type(module)) in _KNOWN})
+
+
+def why_not_as_a_whole(model: Any) -> str | None:
+    """One line saying what else its own forward would do in training; None when nothing."""
+    if model.drop_rate:
+        return "it drops features before its head"
+    if model.grad_checkpointing:
+        return "it computes its blocks anew in backward"
+    if model.global_pool.pool_type != "avg" or not isinstance(model.global_pool.flatten, nn.Flatten):
+        return "global_pool pools in another way"
+    return None
+
+
+@functools.cache
+def with_fused(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class with a training path that `fused` may take the place of, as `models.resnet.ResNet` has."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if self.training and self.fused is not None and why_not_as_a_whole(self) is None and self.fused.can_run():
+            return self.fused(x)
+        return kind.forward(self, x)
+
+    added = {"forward": forward, "fused": None, "made_of_timm": True, "__module__": __name__}
+    return type(kind.__name__, (kind,), added)
+
+
+def _name(kind: type[nn.Module]) -> tuple[str, str]:
+    return kind.__module__, kind.__qualname__
