@@ -224,7 +224,7 @@ def _is_idle(layer: Any) -> bool:
     """Whether it gives what it gets, in training as well."""
     if isinstance(layer, DropPath):
         return layer.kept is None
-    return isinstance(layer, nn.Identity) or (isinstance(layer, nn.Dropout) and layer.p == 0)
+    return type(layer) is nn.Identity or (isinstance(layer, nn.Dropout) and layer.p == 0)
 
 
 class QuickBlock(Block):

@@ -1,12 +1,19 @@
-"""What a run on a GPU begins before torch is loaded."""
+"""How a run on a GPU starts: what is begun before torch is loaded, and which kernels are compiled when."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
+
+from hyperbatch import get_recipe
+from hyperbatch.config import BatchPhase, SizePhase
+from hyperbatch.engine import loop
+from hyperbatch.engine.ranks import Ranks
+from hyperbatch.kernels import compile as kernels
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -31,3 +38,39 @@ assert primary.value is not None and primary.value == current.value
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+# Of the loader, whose thread compiles them meanwhile, and of graphs.
+COMPILED_ELSEWHERE = {"draw_kernel", "cut_kernel", "views_kernel", "fill"}
+
+
+def test_kernels_of_both_sizes_and_of_evaluation_are_compiled_side_by_side(tmp_path, monkeypatch):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
+    for one in kernels._kernels:
+        one.fn.device_caches.clear()
+    compiled = []
+
+    def listen(*, src, cache_hit, **_):
+        if not cache_hit:
+            compiled.append((src.name, threading.current_thread().name))
+
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
+    config = get_recipe(
+        "cifar10",
+        dataset="synthetic",
+        train_samples=1024,
+        eval_samples=256,
+        whiten_samples=700,
+        batch_phases=(BatchPhase(0, 128),),
+        size_phases=(SizePhase(0, 24), SizePhase(1, 32)),
+        epochs=2.0,
+        device="cuda",
+        out=str(tmp_path / "run"),
+    )
+    record = loop.run(config, Ranks())
+    assert not [line for line in record.warnings if "compiled" in line]
+    assert record.result.steps == 16
+    side_by_side = {name for name, thread in compiled if thread.startswith("compile")}
+    assert {"_conv_pool_kernel", "_whiten_kernel", "direction_kernel", "apply_kernel"} <= side_by_side
+    assert {name for name, thread in compiled if not thread.startswith("compile")} <= COMPILED_ELSEWHERE

@@ -166,10 +166,13 @@ def test_every_variant_that_a_model_launches_is_compiled_ahead(monkeypatch):
     for module in (kernels, add_norm, stack):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Noted(name))
-    for module in (model_gelu, heads):
-        monkeypatch.setattr(module, "_by_kernels", lambda x: True)
-    for module in (residual, lone_norm):
-        monkeypatch.setattr(module, "by_kernels", lambda x: True)
+    for module, name in (
+        (model_gelu, "_by_kernels"),
+        (heads, "_by_kernels"),
+        (residual, "by_kernels"),
+        (lone_norm, "by_kernels"),
+    ):
+        monkeypatch.setattr(module, name, lambda x: True)
     model = create_model("vit_cifar", classes=10)
     model.blocks = model.blocks[:2]
     images = torch.randn(2, 3, 16, 16)
@@ -178,8 +181,8 @@ def test_every_variant_that_a_model_launches_is_compiled_ahead(monkeypatch):
     quicken(model)
     compile_quick(model, arena.dtype)
     ahead, launched = launched, set()
-    # GELU and its gradient; norms with a sum and without; their gradients with biases, without, and where nothing
-    # passes a norm by; heads; sums of these
+    # GELU and its gradient; norms with a sum and without; gradients of a norm with biases, with what passes by, and of
+    # one alone; heads; sums of these
     assert len(ahead) == 9
     model(images.half()).sum().backward()
     assert launched == ahead
