@@ -220,7 +220,7 @@ def test_a_linear_layer_with_its_scale_is_no_further_from_float64_than_torch(row
         return layer(x) * factors
 
     for layer, forward in ((quick, scaled_linear), (plain, torchs), (wide, torchs)):
-        own = factors.to(layer.weight.dtype).requires_grad_()
+        own = factors.to(layer.weight.dtype, copy=True).requires_grad_()
         by = partial(_scaled, forward, own)
         runs.append(results(by, x.to(layer.weight.dtype), layer, 8 * dy) | {"scale": own.grad})
     ours, theirs = errors(runs[0], runs[2]), errors(runs[1], runs[2])
