@@ -18,6 +18,7 @@ Each way of doing it has a file, and a reference that it must agree with:
     dispatch     what a layer calls: one_pass where the tensor is small, else two_pass
     product      after a 1x1 convolution, from the moments of its input:         two_pass after torch's convolution
     moments      no read of the convolution's output
+    gated        before a sum, each image scaling its channels (squeeze-excite)  torch.batch_norm, mean, mul, add, relu
     pool         with a max-pool behind, which stores nothing of x's size        torch.batch_norm, relu, max_pool2d
     unit         with a max-pool before, and SiLU or GELU behind                 torch.max_pool2d, batch_norm, silu
 
