@@ -202,10 +202,11 @@ def left_processes(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[bool]:
-    """A file system of its own, which can be filled; False: nobody may make one here."""
+def small_disk(folder: Path, *, files: int = 0) -> Iterator[bool]:
+    """A file system of its own, which can be filled; False: nobody may make one here. files: that it has room for; 0:
+    any number."""
     folder.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+    words = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},nr_inodes={files}", "tmpfs", str(folder)]
     made = shutil.which("mount") is not None and not subprocess.run(words, capture_output=True, check=False).returncode
     try:
         yield made

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -22,6 +23,7 @@ from typing import Any
 from hyperbatch.config import Config
 from hyperbatch.errors import InputError
 from hyperbatch.record import RunRecord, strict_json
+from hyperbatch.record.lines import Lines
 
 EVENTS_FILE = "events.jsonl"  # beside the config that a rank is started with
 POLL_S = 0.05
@@ -139,18 +141,31 @@ class Forward(Hooks):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._file = path.open("a", buffering=1)
+        self._lines = Lines(path, go_on=True, warn=self._warn)
         self._wanted = set(json.loads(path.with_suffix(".wanted").read_text()))
+
+    @staticmethod
+    def _warn(reason: str) -> None:
+        print(f"warning: callbacks are not told of all events: {reason}", file=sys.stderr, flush=True)
 
     def wants(self, name: str) -> bool:
         return name in self._wanted
 
     def tell(self, name: str, event: Any) -> None:
         values = event.to_dict() if isinstance(event, StartEvent) else asdict(event)
-        self._file.write(strict_json([name, values]) + "\n")
+        self._lines.add(strict_json([name, values]))
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
+
+
+def _event(line: str) -> tuple[str, dict[str, Any]] | None:
+    """None: the beginning of it was read before it was taken back, since a disk was full."""
+    try:
+        name, values = json.loads(line)
+    except ValueError:
+        return None
+    return name, values
 
 
 @contextlib.contextmanager
@@ -171,7 +186,7 @@ def forwarded(hooks: Hooks, scratch: Path) -> Iterator[None]:
             while True:
                 last = over.is_set()  # asked before reading: what was written until then is read
                 *lines, rest = (rest + file.read()).split("\n")
-                for name, values in map(json.loads, lines):
+                for name, values in filter(None, map(_event, lines)):
                     hooks.tell(name, EVENTS[name](values))
                 if last:
                     return

@@ -12,7 +12,7 @@ import errno
 import os
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,37 +20,44 @@ from hyperbatch.errors import Damaged
 
 PARTIAL = ".partial"
 CHUNK_BYTES = 1 << 20
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the file system, or this user's share of it
 
 
 def write(path: Path, put: Callable[[Any], None]) -> None:
     """Gives `put` a file to write to. The file has its name once all of its bytes are on the disk; if that fails,
     nothing is left of it, and what had the name before still has it."""
-    partial = path.with_suffix(PARTIAL)
+    with _replaced(path, path.with_suffix(PARTIAL)) as file:
+        summed = _Summed(file)
+        put(summed)
+        summed.finish()
+    sync_folder(path.parent)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file that somebody has named: whole or not at all where it is a plain file, and what was there before
+    stays if that fails. A link stays one, and a device or a pipe is written to and not replaced."""
+    target = path.resolve() if path.is_symlink() else path
+    if target.exists() and not target.is_file():
+        with open(target, "w", encoding="utf-8") as file:
+            file.write(text)
+        return
+    with _replaced(target, target.with_name(target.name + PARTIAL)) as file:
+        file.write(text.encode())
+
+
+@contextlib.contextmanager
+def _replaced(path: Path, partial: Path) -> Iterator[BinaryIO]:
+    """The file beside it that becomes `path` once its bytes are on the disk, or goes."""
     try:
         with open(partial, "wb") as file:
-            summed = _Summed(file)
-            put(summed)
-            summed.finish()
+            yield file
+            file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Writes a file that somebody has named: whole or not at all where it is a plain file. A link stays one, and a
-    device or a pipe is written to and not replaced."""
-    target = path.resolve() if path.is_symlink() else path
-    if target.exists() and not target.is_file():
-        with open(target, "w", encoding="utf-8") as file:
-            file.write(text)
-        return
-    partial = target.with_name(target.name + PARTIAL)
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, target)
 
 
 def check(path: Path) -> bool:

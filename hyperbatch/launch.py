@@ -9,9 +9,9 @@ train(config)
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import sys
-import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,7 +20,8 @@ from typing import Any
 from hyperbatch.callbacks import Hooks, forwarded
 from hyperbatch.config import Config
 from hyperbatch.data.source import DataCounts, check_data
-from hyperbatch.engine.agent import check_nproc, count_gpus, default_nproc, start_ranks
+from hyperbatch.engine.agent import check_nproc, count_gpus, default_nproc, scratch_folder, start_ranks
+from hyperbatch.engine.context import open_context
 from hyperbatch.engine.folder import claimed, default_out, has_checkpoint, keep_config, resume_hint
 from hyperbatch.engine.ranks import Ranks, ended_by_sigterm, find_ranks
 from hyperbatch.errors import Damaged, InputError, Interrupted, Preempted, RunFailed
@@ -61,7 +62,8 @@ def train(config: Config, callbacks: Iterable[Any] = ()) -> RunRecord:
             if nproc > 1 or "torch" not in sys.modules:
                 _say("loading torch ..." if nproc == 1 else f"starting {nproc} ranks, each of which loads torch ...")
             check_resume(config)
-            keep_config(given, Path(config.run.out or "."))
+            if problem := keep_config(given, Path(config.run.out or ".")):
+                _say(f"warning: {problem}")
             # A process that is killed cannot start itself again.
             apart = nproc > 1 or config.run.max_restarts > 0
             with _end_told(hooks, Path(config.run.out or ".")):
@@ -122,13 +124,31 @@ def _end_told(hooks: Hooks, out: Path) -> Iterator[None]:
 def _train_here(config: Config, ranks: Ranks, hooks: Hooks, *, keeps_config: bool = False) -> RunRecord:
     with contextlib.ExitStack() as held:
         if ranks.world_size == 1 and config.run.device != "cpu" and count_gpus():
+            open_context()
             workers.start()  # they load torch beside this process, which needs them a second later
             held.callback(workers.stop)
         return _train_as(config, ranks, hooks, keeps_config)
 
 
+@contextlib.contextmanager
+def _loading_torch() -> Iterator[None]:
+    """Its modules make 200,000 objects that stay. To look through them meanwhile takes 0.2 s, and steps would wait for
+    it again: what is there by now is never looked through. Nothing of it where torch is loaded already."""
+    if not gc.isenabled() or "torch" in sys.modules:
+        yield
+        return
+    gc.collect()  # what the caller has let go, too, would stay
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
 def _train_as(config: Config, ranks: Ranks, hooks: Hooks, keeps_config: bool) -> RunRecord:
-    from hyperbatch.engine.loop import run
+    with _loading_torch():
+        from hyperbatch.engine.loop import run
 
     with ended_by_sigterm():
         try:
@@ -136,7 +156,7 @@ def _train_as(config: Config, ranks: Ranks, hooks: Hooks, keeps_config: bool) ->
         except RunFailed as error:
             if config.run.out is None:
                 raise
-            raise RunFailed(f"{error}; {resume_hint(Path(config.run.out))}") from error
+            raise type(error)(f"{error}; {resume_hint(Path(config.run.out))}") from error
     _check_preempted(record)
     if ranks.rank == 0:
         finish(record)
@@ -152,7 +172,17 @@ def finish(record: RunRecord) -> None:
         write_report([folder])
     except Exception as error:
         record.warnings.append(f"report.html could not be written: {error}")
-        record.save(folder)
+        with _told_if_full():
+            record.save(folder)
+
+
+@contextlib.contextmanager
+def _told_if_full() -> Iterator[None]:
+    """Around what is added to record.json: it is not worth a run, nor what has to be said of its end."""
+    try:
+        yield
+    except OSError as error:
+        _say(f"warning: record.json could not be written: {error.strerror or error}")
 
 
 def check_input(config: Config, world_size: int, counts: DataCounts) -> None:
@@ -209,10 +239,13 @@ def _train_elastic(config: Config, nproc: int, hooks: Hooks) -> RunRecord:
             faults.append(error.words.get("message", str(error)))  # without what the user could do
             print(f"hyperbatch: {faults[-1]}; restart {len(faults)} of {most}", file=sys.stderr, flush=True)
             config = config.override(resume="auto")
+    if not (out / "record.json").exists():  # only ranks that made room end well without one
+        raise Preempted(f"preempted, and the run has no record yet; {resume_hint(out)}")
     record = RunRecord.load(out)
     _check_preempted(record)
     record.warnings += [f"the ranks were started again: {fault}" for fault in faults]
-    record.save(out)
+    with _told_if_full():
+        record.save(out)
     finish(record)
     return record
 
@@ -222,11 +255,11 @@ def _start(config: Config, nproc: int, hooks: Hooks) -> None:
     from hyperbatch.engine.preempt import signals_of
 
     out = Path(config.run.out or ".")
-    with tempfile.TemporaryDirectory(prefix="hyperbatch-") as scratch:
-        config_path = Path(scratch) / "config.json"
+    with scratch_folder() as scratch:
+        config_path = scratch / "config.json"
         config_path.write_text(json.dumps(config.to_dict()))
         try:
-            with forwarded(hooks, Path(scratch)):
+            with forwarded(hooks, scratch):
                 start_ranks(
                     nproc,
                     "hyperbatch.engine.worker",
@@ -236,7 +269,8 @@ def _start(config: Config, nproc: int, hooks: Hooks) -> None:
                 )
         except RunFailed as error:
             if error.words:
-                note_failure(out, error.words, config, nproc)
+                with _told_if_full():
+                    note_failure(out, error.words, config, nproc)
             raise
 
 

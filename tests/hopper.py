@@ -77,13 +77,23 @@ class _Compiler:
 
 
 def spilled_bytes(ptx: str) -> int:
-    """What a thread would store in memory for want of registers, by the assembler that comes with Triton."""
+    """What a thread would store in memory for want of registers."""
+    return sum(map(int, re.findall(r"(\d+) bytes spill stores", _assembled(ptx))))
+
+
+def registers(ptx: str) -> int:
+    """Of a thread."""
+    (count,) = re.findall(r"Used (\d+) registers", _assembled(ptx))
+    return int(count)
+
+
+def _assembled(ptx: str) -> str:
+    """What the assembler that comes with Triton says about a kernel."""
     import triton
 
     assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     command = [assembler, "-v", "-arch=sm_90a", "-o", os.devnull, "-"]
-    said = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
-    return sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
+    return subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
 
 
 def before_the_wait(ptx: str) -> int:

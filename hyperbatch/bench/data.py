@@ -31,7 +31,7 @@ from hyperbatch.data.source import EncodedSource, open_data
 from hyperbatch.schedule import resolve_phases, steps
 from hyperbatch.stopwatch import wall_s
 
-_SMALL_SIDE = 256  # of the shards that are packed smaller
+SMALL_SIDE = 256  # pixels: the shorter side of images in the shards that are packed smaller
 JPEG_QUALITY = 87  # of the generated files
 
 
@@ -60,8 +60,8 @@ def bench_data(
         root = Path(folder)
         mean_bytes = write_jpegs(root / "tree", images, width, height)
         pack(root / "tree", root / "shards")
-        pack(root / "tree", root / "small", max_side=_SMALL_SIDE)
-        pack(root / "tree", root / "decoded", max_side=_SMALL_SIDE, decoded=True)
+        pack(root / "tree", root / "small", short_side=SMALL_SIDE)
+        pack(root / "tree", root / "decoded", short_side=SMALL_SIDE, decoded=True)
         sets = {name: _encoded(root / name) for name in ("tree", "shards", "small", "decoded")}
         tree = sets["tree"]
         assert isinstance(tree, FolderSource)
@@ -71,8 +71,8 @@ def bench_data(
         runs = [
             *((f"folder, {decoder}", tree, decoder, "none") for decoder in dict.fromkeys((*auto, "pillow"))),
             (f"shards, {auto[0]}", sets["shards"], auto[0], "none"),
-            (f"shards of {_SMALL_SIDE} px, {auto[0]}", sets["small"], auto[0], "none"),
-            (f"shards of {_SMALL_SIDE} px, decoded", sets["decoded"], auto[0], "none"),
+            (f"shards of {SMALL_SIDE} px, {auto[0]}", sets["small"], auto[0], "none"),
+            (f"shards of {SMALL_SIDE} px, decoded", sets["decoded"], auto[0], "none"),
             ("kept in host memory", sets["shards"], auto[0], "host"),
             *([("kept in GPU memory", sets["shards"], auto[0], "gpu")] if gpu else []),
         ]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hyperbatch.bench import harness
-from hyperbatch.bench.data import write_jpegs
+from hyperbatch.bench.data import SMALL_SIDE, write_jpegs
 from hyperbatch.bench.harness import Candidate
 from hyperbatch.bench.step_runs import Setting
 from hyperbatch.config import BatchPhase, Config, DataConfig
@@ -35,7 +35,6 @@ GENERATED = "generated"
 SYNTHETIC = "synthetic"
 GENERATED_IMAGES = {"cuda": 2048, "cpu": 64}
 GENERATED_SIZE = (500, 375)  # about 70 kB each, as in `bench data`
-PACKED_SIDE = 341  # the longer one in shards: the shorter one is then 256
 MLPERF_H200_IMAGES_PER_S = 7950  # MLPerf training v4.0, 8 x H200, per GPU: decoding and all-reduce included
 WINDOWS = 10
 
@@ -93,13 +92,13 @@ def forms(data: str, scratch: Path, setting: Setting) -> Iterator[Form]:
     yield _files("files to weights", folder, "none")
     if data == GENERATED:
         small = scratch / "small"
-        pack(folder, small, max_side=PACKED_SIDE)
-        yield _files("shards of 256 px to weights", small, "none")
+        pack(folder, small, short_side=SMALL_SIDE)
+        yield _files(f"shards of {SMALL_SIDE} px to weights", small, "none")
         pixels = scratch / "pixels"
-        pack(folder, pixels, max_side=PACKED_SIDE, decoded=True)
-        yield _files("decoded shards of 256 px to weights", pixels, "none")
+        pack(folder, pixels, short_side=SMALL_SIDE, decoded=True)
+        yield _files(f"decoded shards of {SMALL_SIDE} px to weights", pixels, "none")
         kept = "gpu" if device == "cuda" else "host"
-        yield _files(f"pixels of 256 px kept in {kept} memory", small, kept)
+        yield _files(f"pixels of {SMALL_SIDE} px kept in {kept} memory", small, kept)
 
 
 def _files(name: str, folder: Path, cache: str) -> Form:

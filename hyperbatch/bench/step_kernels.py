@@ -79,7 +79,8 @@ def profiled(run: Callable[[], Any]) -> list[KernelTime]:
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()  # what ran before must not be counted
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    # acc_events: torch warns that events are cleared without it.
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         run()
         torch.cuda.synchronize()  # the profiler sees what has finished
     on_device = [

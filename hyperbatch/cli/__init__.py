@@ -7,6 +7,7 @@ library user can call, too.
     train.py     train, recipes          sweep.py    sweep            models.py    eval, predict, export
     runs.py      report, watch           data.py     data             plan.py      plan, simulate
     machine.py   profile, bench, doctor
+    byte_code.py makes the next start quicker where Python does not
 
 Whatever a verb needs is imported when it runs, so that `hyperbatch --help` answers at once.
 
@@ -16,9 +17,11 @@ with --resume auto.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import NoReturn
 
+from hyperbatch.cli.byte_code import keep_byte_code
 from hyperbatch.cli.parser import parse
 from hyperbatch.cli.shared import is_first_rank
 from hyperbatch.errors import InputError, Preempted, RunFailed
@@ -46,6 +49,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def command() -> NoReturn:
     """What the shell starts: `main`, then out."""
+    from hyperbatch.engine.logfile import let_log_fill
+    from hyperbatch.engine.ranks import find_ranks
+
+    let_log_fill()
+    with contextlib.suppress(InputError):  # of the environment: `main` tells it
+        if find_ranks() is None:  # the ranks of a launcher would all write to one home
+            keep_byte_code()
     code = main()
     if "torch" in sys.modules:
         from hyperbatch.engine.worker import leave

@@ -29,9 +29,8 @@ def add(verb: AddVerb) -> None:
     pack.add_argument("--append", action="store_true", help="Add new classes after those that DST already holds.")
     help = "Leave out images that cannot be decoded and list them in skipped.txt."
     pack.add_argument("--skip-bad", action="store_true", help=help)
-    pack.add_argument(
-        "--max-side", type=positive, metavar="PIXELS", help="Shrink images whose longer side exceeds this."
-    )
+    help = "Shrink images whose shorter side exceeds this to it, as resizing for ImageNet does."
+    pack.add_argument("--short-side", type=positive, metavar="PIXELS", help=help)
     pack.add_argument("--quality", type=positive, metavar="1-100", help="Re-encode images as JPEG of this quality.")
     help = "Store decoded pixels, which take more space and no decoding."
     pack.add_argument("--decoded", action="store_true", help=help)
@@ -73,7 +72,7 @@ def _data(args: argparse.Namespace) -> int:
             split=args.split,
             append=args.append,
             skip_bad=args.skip_bad,
-            max_side=args.max_side,
+            short_side=args.short_side,
             quality=args.quality,
             decoded=args.decoded,
             workers=args.workers or 0,

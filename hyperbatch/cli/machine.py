@@ -56,7 +56,8 @@ def add(verb: AddVerb) -> None:
     step.add_argument("--precision", metavar="NAME", help="Precision on a GPU, fp16 or bf16. [default: fp16]")
     help = (
         'Train on these images through the whole engine instead, and on synthetic pixels; "generated" makes JPEG files '
-        "and trains on them, on shards of 256 px (JPEGs and decoded) and on pixels kept in memory."
+        "and trains on them, on shards of images with a shorter side of 256 px (JPEGs and decoded) and on pixels kept "
+        "in memory."
     )
     step.add_argument("--data", metavar="DIR", help=help)
     step.add_argument("--steps", type=positive, metavar="N", help="Steps with --data. [default: 200; on a CPU 20]")

@@ -152,11 +152,12 @@ class FieldSpec:
 @cache
 def fields() -> tuple[FieldSpec, ...]:
     """Every field of every section, in declaration order."""
-    hints = typing.get_type_hints(Config)
+    classes = typing.get_type_hints(Config)
+    hints = {section: typing.get_type_hints(classes[section]) for section in section_titles()}
     return tuple(
-        FieldSpec(f.name, section, typing.get_type_hints(hints[section])[f.name], f.default, **f.metadata)
+        FieldSpec(f.name, section, hints[section][f.name], f.default, **f.metadata)
         for section in section_titles()
-        for f in dataclasses.fields(hints[section])
+        for f in dataclasses.fields(classes[section])
     )
 
 
@@ -218,4 +219,7 @@ def check(config: Config) -> None:
     need(known, "preempt_signals", "must be names of signals that a process may handle, e.g. TERM,USR1")
     unsharded = o.optimizer in ("lars", "sgd") and not config.comm.sharded_update
     need(o.lars_precision != "fp16" or unsharded, "lars_precision", "needs lars or sgd, unsharded")
-    need(r.target_top1 is None or 0 < r.target_top1 <= 1, "target_top1", "must be in (0, 1], e.g. 0.759")
+    target = r.target_top1
+    percent = 75.9 if target is None or not 1 < target <= 100 else target
+    said = f"must be in (0, 1]; for {percent:g} % write {percent / 100:g}"
+    need(target is None or 0 < target <= 1, "target_top1", said)

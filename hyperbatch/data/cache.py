@@ -47,7 +47,11 @@ class PixelCache:
 
 
 class DeviceCache:
-    """Where each kept image lies in device memory, as rows of the kernel's table; address 0: not kept."""
+    """Where each kept image lies in device memory, as rows of the kernel's table; address 0: not kept.
+
+    Loaders that share a cache have streams of their own, so an image is put here once the host has seen that its pixels
+    have arrived: whoever finds a row may read it at once, on any stream.
+    """
 
     def __init__(self, samples: int, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -55,6 +59,7 @@ class DeviceCache:
         self.table = np.zeros((samples, 6), dtype=np.int64)
         self.whole: Tensor | None = None  # all images of a set as one array, if `put_array` put it there
         self._kept: list[Tensor] = []
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self.table[:, 0]))
@@ -64,11 +69,13 @@ class DeviceCache:
         return self.table[index, 0] == 0 and self.bytes + size_bytes <= self.limit_bytes
 
     def put(self, index: int, row: np.ndarray, pixels: Tensor) -> None:
-        """pixels: what keeps the row's address alive."""
-        if self.has_room(index, pixels.nbytes):
-            self.table[index] = row
-            self.bytes += pixels.nbytes
-            self._kept.append(pixels)
+        """pixels: what keeps the row's address alive. They have arrived."""
+        with self._lock:
+            if self.has_room(index, pixels.nbytes):
+                self.table[index, 1:] = row[1:]
+                self.table[index, 0] = row[0]  # last: another loader may read the row at this moment
+                self.bytes += pixels.nbytes
+                self._kept.append(pixels)
 
     def put_array(self, source: ArraySource, device: torch.device) -> None:
         """A whole set of images of one size; more labels than images: they repeat."""

@@ -91,7 +91,7 @@ def pack(
     split: str | None = None,
     append: bool = False,
     skip_bad: bool = False,
-    max_side: int | None = None,
+    short_side: int | None = None,
     quality: int | None = None,
     decoded: bool = False,
     workers: int = 0,
@@ -99,8 +99,8 @@ def pack(
 ) -> PackReport:
     """Packs a folder tree or tars into shards of about `shard_bytes` each; run again, it finishes what is missing.
 
-    Files keep their bytes unless asked otherwise: `max_side` shrinks images with a longer side, `quality` compresses
-    again, and `decoded` stores plain pixels (PPM), which are large and cost nothing to read.
+    Files keep their bytes unless asked otherwise: `short_side` shrinks images whose shorter side exceeds it, `quality`
+    compresses again, and `decoded` stores plain pixels (PPM), which are large and cost nothing to read.
 
     split: packs "train" or "val" alone; the other can be added later. append: adds classes that `dst` does not hold
     yet; they are numbered after those it has, and what it has stays as it is. skip_bad: leaves out what cannot be read
@@ -110,7 +110,7 @@ def pack(
     """
     if shard_bytes < 1 or workers < 0:
         raise InputError(f"shard size {shard_bytes} and workers {workers}: must be positive")
-    recompress = Recompress(max_side=max_side, quality=quality, decoded=decoded)
+    recompress = Recompress(short_side=short_side, quality=quality, decoded=decoded)
     src, dst = data_path(DataConfig(dataset="images", data=str(src))), Path(dst)
     _, sources = open_splits(src, split)
     if any(isinstance(source, ShardSource) for source in sources.values()):
@@ -126,8 +126,8 @@ def pack(
     todo: list[ShardPlan] = []
     missing: list[str] = []
     for name, source in sources.items():
-        # Pixels of unknown number: at the longest allowed side, a photograph's three quarters of a square.
-        guess = np.full_like(sizes[name], max_side * max_side * 9 // 4) if decoded and max_side else sizes[name]
+        # Pixels of unknown number: a photograph, a third longer than its shorter side, of three bytes each.
+        guess = np.full_like(sizes[name], 4 * short_side**2) if decoded and short_side else sizes[name]
         packed = before.splits.get(name) if before else None
         known = {classes[number] for number in packed.classes} if packed else set()
         new = np.array([each not in known for each in source.classes])[source.labels]
@@ -230,7 +230,8 @@ def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append
             held = json.loads(plan.read_text())
             if "splits" not in held:
                 raise InputError(f"{dst} holds a pack by an older version; give an empty folder")
-            if held["options"] != options:
+            # Older versions measured the longer side: with one, their images have other sizes.
+            if held["options"].replace("max_side=None", "short_side=None") != options:
                 raise InputError(
                     f"{dst} holds a pack with another shard size, or other options for its images; give an empty folder"
                 )

@@ -16,13 +16,13 @@ _SHRUNK_QUALITY = 90  # of images that are shrunk, when none is asked for
 class Recompress:
     """(bytes, extension) of a file as it goes into the shard. Damaged files stay as they are."""
 
-    max_side: int | None
+    short_side: int | None
     quality: int | None
     decoded: bool
 
     def __post_init__(self) -> None:
-        if self.max_side is not None and self.max_side < 1:
-            raise InputError(f"--max-side {self.max_side}: must be positive")
+        if self.short_side is not None and self.short_side < 1:
+            raise InputError(f"--short-side {self.short_side}: must be positive")
         if self.quality is not None and not 1 <= self.quality <= 100:
             raise InputError(f"--quality {self.quality}: must be in [1, 100]")
         if self.decoded and self.quality is not None:
@@ -30,22 +30,22 @@ class Recompress:
 
     @property
     def keeps_bytes(self) -> bool:
-        return self.max_side is None and self.quality is None and not self.decoded
+        return self.short_side is None and self.quality is None and not self.decoded
 
     def __call__(self, data: bytes, extension: str) -> tuple[bytes, str]:
         if self.keeps_bytes:
             return data, extension
         try:
             with Image.open(io.BytesIO(data)) as image:
-                shrink = self.max_side is not None and max(image.size) > self.max_side
+                shrink = self.short_side is not None and min(image.size) > self.short_side
                 if not (shrink or self.decoded or self.quality):
                     return data, extension
                 pixels = image.convert("L" if image.mode == "L" and not self.decoded else "RGB")
         except Exception:  # whatever a damaged file does, its bytes are kept, and the loader reports it
             return data, extension
-        if shrink and self.max_side is not None:
-            scale = self.max_side / max(pixels.size)
-            size = (max(1, round(pixels.width * scale)), max(1, round(pixels.height * scale)))
+        if shrink and self.short_side is not None:
+            scale = self.short_side / min(pixels.size)
+            size = (round(pixels.width * scale), round(pixels.height * scale))
             pixels = pixels.resize(size, Image.Resampling.LANCZOS)
         out = io.BytesIO()
         if self.decoded:

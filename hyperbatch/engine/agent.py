@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # what it ends the ranks for
 RANK_BYTES = 128 << 20  # of memory that a process with torch has for itself, at the very least
+MEMORY_FOLDER = "/dev/shm"
+SCRATCH_BYTES = 1 << 18  # for what ranks say when they fail
 PREEMPT_FILE = "preempt"  # beside the argument: ranks see there that the command was asked to make room
 
 
@@ -63,6 +66,24 @@ def _gpus_of_host() -> int:
         return 0
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False).stdout
     return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Where the command and its ranks leave each other a few kB; in memory where no disk has room for them."""
+    problem = ""
+    with contextlib.ExitStack() as held:
+        for parent in (None, MEMORY_FOLDER):
+            try:
+                folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hyperbatch-", dir=parent)))
+                (folder / "room").write_bytes(bytes(SCRATCH_BYTES))
+                (folder / "room").unlink()
+                break
+            except OSError as error:
+                problem = problem or error.strerror or str(error)
+        else:
+            raise RunFailed(f"temporary files cannot be written: {problem}; set TMPDIR to a folder with some room")
+        yield folder
 
 
 def start_ranks(
@@ -107,7 +128,7 @@ def start_ranks(
             elastic_launch(agent, sys.executable)("-m", module, str(argument))
     except ChildFailedError as error:
         reason = _explain(error, argument.parent, hint)
-        if asked.exists() and isinstance(reason, RunFailed):
+        if asked.exists() and isinstance(reason, RunFailed) and not isinstance(reason, Preempted):
             preempted = Preempted(f"{asked.read_text()}: {reason}")
             preempted.words = reason.words
             raise preempted from None
@@ -120,16 +141,18 @@ def start_ranks(
 @contextlib.contextmanager
 def _passed_on(signals: Sequence[signal.Signals], asked: Path) -> Iterator[None]:
     """Each of the signals leaves its name in the file `asked`."""
+    own = signals if threading.current_thread() is threading.main_thread() else ()
+    names = {number: asked.with_name(f"{asked.name}.{number.name}") for number in own}
+    for number, path in names.items():
+        path.write_text(number.name)  # now, while there is room on the disk
 
     def handle(number: int, _: object) -> None:
         if not asked.exists():
             name = signal.Signals(number).name
-            partial = asked.with_suffix(".partial")
-            partial.write_text(name)
-            os.replace(partial, asked)  # nobody reads half a name
-            os.write(sys.stderr.fileno(), f"hyperbatch: {name}: the run ends with a checkpoint\n".encode())
+            os.replace(names[signal.Signals(number)], asked)  # nobody reads half a name
+            with contextlib.suppress(OSError):  # a log on a full disk
+                os.write(sys.stderr.fileno(), f"hyperbatch: {name}: the run ends with a checkpoint\n".encode())
 
-    own = signals if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, handle) for number in own}
     try:
         yield
@@ -152,7 +175,8 @@ def _explain(error: ChildFailedError, scratch: Path, hint: Callable[[], str]) ->
     )
     if words["kind"] == "InputError":
         return InputError(words["message"])
-    failed = RunFailed("; ".join(part for part in (words["message"], hint()) if part))
+    kind = Preempted if words["kind"] == "Preempted" else RunFailed
+    failed = kind("; ".join(part for part in (words["message"], hint()) if part))
     failed.words = words
     return failed
 

@@ -30,7 +30,7 @@ from hyperbatch.comm.heartbeat import Heartbeat, Words, announce, announced
 from hyperbatch.comm.place import Place
 from hyperbatch.engine.preempt import Preemption
 from hyperbatch.engine.ranks import Ranks, interrupt
-from hyperbatch.errors import InputError, RunFailed
+from hyperbatch.errors import InputError, Preempted, RunFailed
 
 PATIENCE_S = 10.0  # for the tidy part; torchrun's agent kills after 30
 GRACE_S = 2.0  # for a main thread that is about to raise the same failure by itself, as gloo's do
@@ -46,8 +46,9 @@ def words_of(error: BaseException, rank: int, step: int | None = None) -> dict[s
     after: "exchange" or "signal" where the failure may only follow from another's. heard: True in the words of a rank
     that has taken another's for its own. step: of the run, where it has one.
     """
+    kinds = (kind.__name__ for kind in (InputError, Preempted) if isinstance(error, kind))
     words: dict[str, Any] = {
-        "kind": "InputError" if isinstance(error, InputError) else "RunFailed",
+        "kind": next(kinds, "RunFailed"),
         "time": time.time(),
         "rank": rank,
         "host": socket.gethostname(),

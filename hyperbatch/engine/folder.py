@@ -8,14 +8,16 @@ import itertools
 import os
 import shutil
 import time
+import tomllib
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from hyperbatch.config import Config
+from hyperbatch.durable import FULL, replace_text
 from hyperbatch.engine.ranks import Ranks, errors_shared, share
 from hyperbatch.errors import InputError
-from hyperbatch.recipes.files import RUN_CONFIG, located, save_config
+from hyperbatch.recipes.files import RUN_CONFIG, format_config, located
 from hyperbatch.record import RunRecord
 
 DEFAULT_PARENT = Path("runs")
@@ -68,7 +70,8 @@ def claimed(out: Path, *, resume: str) -> Iterator[None]:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise InputError(f"--out {out} cannot be written: {error.strerror}; choose another folder") from None
+        if error.errno not in FULL or not _goes_on(out, resume):
+            raise _unwritable(out, error) from None
     with contextlib.nullcontext() if os.environ.get(HELD) == _name(out) else _lock(out):
         if resume == "no" if has_checkpoint(out) else resume != "yes" and _is_finished(out):
             raise InputError(f"--out {out} already holds a run; continue it with --resume or choose another folder")
@@ -93,9 +96,23 @@ def _tidied(out: Path, *, existed: bool) -> Iterator[None]:
         raise
 
 
+def _goes_on(out: Path, resume: str) -> bool:
+    """Whether the folder holds this run already. Then a full disk is no reason to refuse it: it can train on until
+    there is room, as a run does whose disk is full in the middle."""
+    return resume != "no" and (has_checkpoint(out) or (out / RUN_CONFIG).exists())
+
+
+def _unwritable(out: Path, error: OSError) -> InputError:
+    return InputError(f"--out {out} cannot be written: {error.strerror}; choose another folder")
+
+
 @contextlib.contextmanager
 def _lock(out: Path) -> Iterator[None]:
-    with (out / LOCK).open("w") as file:
+    try:
+        file = (out / LOCK).open("w")
+    except OSError as error:
+        raise _unwritable(out, error) from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -124,9 +141,27 @@ def has_checkpoint(out: Path) -> bool:
     return any((out / "checkpoints").glob("step-*.pt"))
 
 
-def keep_config(config: Config, out: Path) -> None:
-    """Leaves in the run's folder what `--resume` takes from there."""
-    save_config(located(config), out / RUN_CONFIG)
+def keep_config(config: Config, out: Path) -> str:
+    """Leaves in the run's folder what `--resume` takes from there. Returns what to tell the user where that is not
+    possible and the run goes on without it, else nothing."""
+    path, text = out / RUN_CONFIG, format_config(located(config))
+    if _says(path, text):
+        return ""
+    try:
+        replace_text(path, text)
+    except OSError as error:
+        if not _goes_on(out, config.run.resume):
+            raise _unwritable(out, error) from None
+        return f"{path} cannot be written and stays as it was: {error.strerror}"
+    return ""
+
+
+def _says(path: Path, text: str) -> bool:
+    """Whether the file sets what the text does: a recipe may say 2 where a file that was read says 2.0."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8")) == tomllib.loads(text)
+    except (OSError, ValueError):
+        return False
 
 
 def resume_hint(out: Path) -> str:

@@ -27,6 +27,7 @@ from hyperbatch.engine.run import Run
 from hyperbatch.engine.step import MicroStep, Work
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.errors import Diverged, RunFailed
+from hyperbatch.models.norm import persistent_buffers
 from hyperbatch.schedule import Stride
 
 SPIKE_STEPS = 64  # whose median a loss is compared with
@@ -70,7 +71,7 @@ class Guard:
         learner, flats = self._run.learner, list(self._flats())
         with torch.no_grad():
             sums = [word_sum(flat.values) for flat in flats if flat.same and self._every_steps != 0]
-            bounds = extremes([flat.values for flat in flats] + self._statistics())
+            bounds = extremes([*(flat.values for flat in flats), *self._statistics().values()])
             finite = torch.isfinite(bounds).all().to(torch.int64)
             self._pending = self._run.progress.step, gather_rows(torch.stack([*sums, finite]), learner.comm)
 
@@ -98,8 +99,10 @@ class Guard:
                     flat = view.as_strided((values.numel(),), (1,), 0)
                     yield _Flat(name.replace("_", " "), dtype, flat, same=whole)
 
-    def _statistics(self) -> list[Tensor]:
-        return [buffer for buffer in self._run.learner.model.buffers() if buffer.is_floating_point()]
+    def _statistics(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps of the model's buffers; masks, which it does not, may be infinite."""
+        kept = persistent_buffers(self._run.learner.model)
+        return {name: buffer for name, buffer in kept.items() if buffer.is_floating_point()}
 
     # --- on every rank alike, once something was found ------------------------------------------------------------
 
@@ -149,8 +152,8 @@ class Guard:
             for slot in _slots(self._run.learner.arena, flat.dtype):
                 if not torch.isfinite(flat.values[slot.offset : slot.end]).all():
                     return f"the {flat.role} of {slot.name}"
-        for name, buffer in self._run.learner.model.named_buffers():
-            if buffer.is_floating_point() and not torch.isfinite(buffer).all():
+        for name, buffer in self._statistics().items():
+            if not torch.isfinite(buffer).all():
                 return f"the buffer {name}"
         return ""
 

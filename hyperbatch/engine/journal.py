@@ -5,6 +5,7 @@ Steps are logged one stride late: their losses travel to the host behind them, a
 
 from __future__ import annotations
 
+import contextlib
 import platform
 from collections import deque
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from hyperbatch.engine.run import Run
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.stragglers import Stragglers
 from hyperbatch.engine.tracing import Tracer
+from hyperbatch.errors import Preempted, RunFailed
 from hyperbatch.mllog import MlperfEvents
 from hyperbatch.plan.types import StepTiming
 from hyperbatch.record import RunRecord, RunWriter, Span, commit
@@ -65,9 +67,15 @@ class Journal:
         self._written: deque[tuple[CheckpointEvent, Span]] = deque()  # that nobody has been told of
         self._words: dict[str, Any] = {}  # of the rank whose failure ended the run
         chief = ranks.rank == 0
+        self.console = Console(enabled=chief and not quiet)
         self.writer = None
         if chief and out is not None:
-            self.writer = RunWriter(out, resume_from_step=resume_from_step, world_size=ranks.world_size)
+            self.writer = RunWriter(
+                out,
+                resume_from_step=resume_from_step,
+                world_size=ranks.world_size,
+                warn=lambda line: self.console.say(f"warning: {line}"),
+            )
         self._code = {
             "date": datetime.now().astimezone().isoformat(timespec="seconds"),
             "commit": None if self.writer is None else commit(),
@@ -75,7 +83,6 @@ class Journal:
         self.mlperf = MlperfEvents(self.writer, config, platform=platform.node()) if self.writer is not None else None
         if self.mlperf is not None:
             self.mlperf.init_start()
-        self.console = Console(enabled=chief and not quiet)
         self.run: Run | None = None
         self.failure: RunRecord | None = None  # of a run that has failed
         self._booked: list[Booked] = []  # steps whose loss has not been looked at
@@ -120,7 +127,8 @@ class Journal:
             self.failure = self._record(self.run, bad_samples=self._bad_samples(self.run), error=reason)
             self.failure.failure = self._words
             if self.writer is not None:
-                self.failure.save(self.writer.folder)
+                with contextlib.suppress(OSError):  # the user is told all the same
+                    self.failure.save(self.writer.folder)
 
     def start(self, run: Run, evals: EpochGrid, guard: LossGuard) -> None:
         """The run's time begins right after it. guard: looks at all losses."""
@@ -315,7 +323,10 @@ class Journal:
         self._unreadable.update(dict.fromkeys(lines))
 
     def finish(self, run: Run, *, error: str = "") -> RunRecord:
-        """Writes what is pending and the record. error: why the run ended early, if it did."""
+        """Writes what is pending and the record. error: why the run ended early, if it did.
+
+        A run whose record cannot be written has failed: nobody would know that it is over, or that it can go on.
+        """
         self.flush()
         self.clock.switch("pause")
         if self.mlperf is not None:
@@ -328,7 +339,11 @@ class Journal:
         ranks = gather(self._gauges.to_dict() if self._gauges is not None else {}, run.ranks)
         record = self._record(run, bad_samples=bad_samples, by_class=by_class, ranks=ranks, error=error)
         if self.writer is not None:
-            record.save(self.writer.folder)
+            try:
+                record.save(self.writer.folder)
+            except OSError as problem:
+                line = f"{self.writer.folder / 'record.json'} could not be written: {problem.strerror or problem}"
+                raise (Preempted(f"{error}, but {line}") if error else RunFailed(line)) from None
         return record
 
     def _bad_samples(self, run: Run) -> list[str]:

@@ -90,8 +90,8 @@ def run(
                 how = snapshot.how_to_go_on(config, saved)
                 Console(enabled=ranks.rank == 0).say(f"nothing is left to do in {out}: {how}")
                 return record
-        if keeps_config and ranks.rank == 0:
-            keep_config(config, out)
+        if keeps_config and ranks.rank == 0 and (problem := keep_config(config, out)):
+            told += (problem,)
         config = at_precision(config, device, saved)
         resume_from = None if saved is None else saved.progress.step + 1
         with Journal(config, ranks, out, clock, resume_from_step=resume_from, hooks=hooks) as journal, ending.told():
@@ -122,7 +122,7 @@ def train(
     stage = journal.console.stage
     compiled = run.learner.compiled
     stage(compiled.stage if isinstance(compiled, CompiledRegions) else "compiling kernels")
-    runner.compile(shapes_ahead(run), journal.console.count)
+    runner.compile(shapes_ahead(run), other_trials=run.validation.rehearse, count=journal.console.count)
     workers.stop()
     stage("preparing evaluation")
     reason = run.validation.prepare(capture=runner.captures)

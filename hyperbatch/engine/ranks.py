@@ -148,8 +148,6 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
     import torch
     import torch.distributed as dist
 
-    from hyperbatch.engine import stores
-
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -167,6 +165,8 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
         _leave_processors_to_nccl(ranks)
         yield chosen
         return
+    from hyperbatch.engine import stores  # with torch's rendezvous, which a rank alone has no use for
+
     os.environ.setdefault("NCCL_MAX_CTAS", "32")
     _leave_processors_to_nccl(ranks)
     resolve(ranks.master_addr, min(timeout_s, RESOLVE_S))

@@ -9,6 +9,7 @@ every stride:            batch -> micro-steps -> losses, already updated weights
 from __future__ import annotations
 
 import contextlib
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -91,21 +92,28 @@ class StepRunner:
         """Whether the stride can run at once."""
         return self._captured is None or self._stride_shape(stride) in self._captured.shapes
 
-    def compile(self, steps: Iterable[Step], count: Callable[[int, int], None] | None = None) -> None:
+    def compile(
+        self,
+        steps: Iterable[Step],
+        *,
+        other_trials: Callable[[], None] | None = None,
+        count: Callable[[int, int], None] | None = None,
+    ) -> None:
         """Compiles what steps of these shapes need: the model's regions, or the fused kernels side by side, some of
         which evaluation launches, too.
 
-        count: is told how many are compiled, and how many of them are known so far.
+        other_trials: runs what else of the model has kernels to be chosen, while ours are compiled. count: is told how
+        many are compiled, and how many of them are known so far.
         """
         steps = list(steps)
         self._compile_regions(steps, count)
         # Norms over ranks exchange sums in forward: a rank that fails to compile would leave the others waiting.
         if not self._learner.fused or self._config.model.bn_group_ranks > 1:
             return
-        for shape in map(self.shape, steps):
-            if self._warm and shape not in self._compiled:
-                self._compiled.add(shape)
-                self._compile(shape, count)
+        shapes = [shape for shape in dict.fromkeys(map(self.shape, steps)) if shape not in self._compiled]
+        if self._warm and shapes:
+            self._compiled.update(shapes)
+            self._compile(shapes, other_trials, count)
 
     def warm_up(self, steps: Iterable[Step]) -> None:
         """Runs steps of these shapes without a trace: kernels are chosen and compiled, communicators opened."""
@@ -273,20 +281,23 @@ class StepRunner:
         captured = self._captured
         return contextlib.nullcontext() if captured is None else captured.backend.on_capture_stream()
 
-    def _compile(self, shape: StepShape, count: Callable[[int, int], None] | None) -> None:
-        learner = self._learner
-        with self._on_capture_stream(), preserved_state(learner):
-            for images, labels in self._blank_batches(shape):
-                reason = compile_kernels(
-                    learner,
-                    self._work,
-                    images,
-                    labels,
-                    self.losses[0],
-                    ranks_per_host=self._ranks.local_size,
-                    count=count,
-                )
-                self._warn_of_slow_start(reason)
+    def _compile(
+        self,
+        shapes: Sequence[StepShape],
+        other_trials: Callable[[], None] | None,
+        count: Callable[[int, int], None] | None,
+    ) -> None:
+        with self._on_capture_stream(), preserved_state(self._learner):
+            reason = compile_kernels(
+                self._learner,
+                self._work,
+                lambda: itertools.chain.from_iterable(map(self._blank_batches, shapes)),
+                self.losses[0],
+                ranks_per_host=self._ranks.local_size,
+                other_trials=other_trials,
+                count=count,
+            )
+        self._warn_of_slow_start(reason)
 
     def _warn_of_slow_start(self, reason: str | None) -> None:
         if reason is not None:

@@ -24,7 +24,7 @@ from hyperbatch.engine.learner import Learner, frozen
 from hyperbatch.engine.ranks import Ranks, errors_shared, host_group, share
 from hyperbatch.engine.run import Run
 from hyperbatch.errors import Damaged
-from hyperbatch.models.norm import merge_norm_statistics
+from hyperbatch.models.norm import merge_norm_statistics, persistent_buffers
 from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.optim.sharded import ShardedUpdate
 from hyperbatch.optim.tensors import write_setting
@@ -83,7 +83,7 @@ def snapshot(run: Run, memory: HostMemory | None) -> Checkpoint | None:
     learner = run.learner
     if isinstance(learner.update, ShardedUpdate):
         learner.update.gather_state()
-    norm = gather_rows(dict(learner.model.named_buffers()), run.ranks)
+    norm = gather_rows(persistent_buffers(learner.model), run.ranks)
     average_norm = {} if learner.average is None else gather_rows(learner.average.statistics(), run.ranks)
     if memory is None:
         return None
@@ -331,5 +331,5 @@ def row_of(stacked: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
 def _load_buffers(model: nn.Module, stacked: Mapping[str, Tensor], ranks: Ranks) -> None:
     row = row_of(stacked, ranks)
     with torch.no_grad():
-        for name, buffer in model.named_buffers():
+        for name, buffer in persistent_buffers(model).items():
             buffer.copy_(row[name])

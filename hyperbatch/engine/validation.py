@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 
 import torch
@@ -55,10 +56,21 @@ class Validation:
         backend = self.backend if capture else None
         if backend is None and learner.device.type != "cuda":
             return None
+        return self.evaluator.prepare(self._blank_batch(), backend)
+
+    def rehearse(self) -> None:
+        """Counts a batch without a trace, so that cuDNN has chosen by the time of `prepare`. What keeps it from doing
+        so, `prepare` meets again."""
+        if not self._prepared:
+            with contextlib.suppress(RuntimeError):  # of memory, too
+                self.evaluator.prepare(self._blank_batch(), None)
+
+    def _blank_batch(self) -> Batch:
+        learner, size = self._learner, self._config.data.eval_size
         shape = (self._batch_per_rank, size, size, learner.in_channels)
         images = torch.zeros(shape, dtype=learner.dtype, device=learner.device).permute(0, 3, 1, 2)
         labels = torch.zeros(self._batch_per_rank, dtype=torch.int64, device=learner.device)
-        return self.evaluator.prepare(Batch(images, labels), backend)
+        return Batch(images, labels)
 
     def evaluate(self) -> Score:
         """Every rank calls it."""

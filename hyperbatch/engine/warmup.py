@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from hyperbatch.engine.compiled import CompiledRegions, reason_of
 from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.step import MicroStep, Work
 from hyperbatch.engine.steptimer import StepTimer
-from hyperbatch.kernels.compile import compiling
+from hyperbatch.kernels.compile import asking, compiling
 from hyperbatch.models.quick import compile_quick, has_quick_kernels
 from hyperbatch.optim.tensors import Scalar, write_setting
 
@@ -58,27 +58,41 @@ def preserved_state(learner: Learner) -> Iterator[None]:
 def compile_kernels(
     learner: Learner,
     work: Work,
-    images: Tensor,
-    labels: Tensor,
+    batches: Callable[[], Iterable[tuple[Tensor, Tensor]]],
     total: Tensor,
     *,
     ranks_per_host: int,
+    other_trials: Callable[[], None] | None = None,
     count: Callable[[int, int], None] | None = None,
 ) -> str | None:
-    """Compiles what the fused kernels of a step need side by side, while cuDNN makes its trials.
+    """Compiles what the fused kernels of steps need side by side, while cuDNN makes its trials.
 
     For inside of `preserved_state`: our kernels are not launched, so what lay in memory goes through the rest of the
     model. It only speeds up what comes next: if it fails, the reason is returned, and the steps compile for themselves.
-    count: as for `compiling`.
+    batches: one of each shape, made anew by every call. other_trials: runs other convolutions of the model, after
+    those of the steps. count: as for `compiling`.
     """
+
+    def step(images: Tensor, labels: Tensor) -> None:
+        # Not the last of its step: no exchange.
+        part = MicroStep(len(labels), 2 * len(labels), first=True, last=False)
+        work(learner, part, images, labels, total, StepTimer(learner.device))
+        if learner.update is learner.optimizer:  # a sharded one exchanges weights
+            with torch.no_grad():
+                learner.optimizer.step_fused()
+        learner.sync.forget()
+
     try:
-        with compiling(ranks=ranks_per_host, count=count):
-            # Not the last of its step: no exchange.
-            part = MicroStep(len(labels), 2 * len(labels), first=True, last=False)
-            work(learner, part, images, labels, total, StepTimer(learner.device))
-            if learner.update is learner.optimizer:  # a sharded one exchanges weights
-                with torch.no_grad():
-                    learner.optimizer.step_fused()
+        with compiling(ranks=ranks_per_host, count=count) as wait_for_cores:
+            with asking():
+                for batch in batches():
+                    step(*batch)
+            # The first shape's trials take about as long as most kernels do; the others are made when it is quiet.
+            for batch in batches():
+                step(*batch)
+                wait_for_cores()
+            if other_trials is not None:
+                other_trials()
     except Exception as error:
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     finally:

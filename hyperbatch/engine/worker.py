@@ -24,15 +24,20 @@ def main(config_path: Path) -> int:
     gc.disable()  # torch's modules make 200,000 objects that stay; to look through them meanwhile takes 0.2 s
     from hyperbatch.config import Config
     from hyperbatch.engine.agent import PREEMPT_FILE
+    from hyperbatch.engine.logfile import let_log_fill
     from hyperbatch.engine.ranks import ended_by_sigterm, find_ranks
 
+    let_log_fill()
     ranks = find_ranks()
     assert ranks is not None, "the agent sets RANK and WORLD_SIZE"
     config = Config.from_dict(json.loads(config_path.read_text()))
     said = config_path.parent / f"rank-{ranks.rank}.json"
 
     def report(words: dict[str, Any]) -> None:
-        said.write_text(json.dumps(words))
+        try:
+            said.write_text(json.dumps(words))
+        except OSError:  # a full disk: the command reads nothing, and the user at least this
+            print(f"{words.get('traceback', '')}hyperbatch: {words['message']}", file=sys.stderr, flush=True)
 
     parent_file = config_path.parent / PREEMPT_FILE
     if parent_file.exists():

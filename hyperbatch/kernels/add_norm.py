@@ -1,12 +1,14 @@
 """A residual sum and the layer norm behind it, and their gradients, of 16-bit rows (Triton).
 
     forward     x, branch [m, c]   ->  s = x + branch, n = norm(s); mean and 1 / deviation of each row
-    backward    ds, dn, s          ->  d = ds + gradient of s through the norm; partial sums for scale and shift
-    sum         partials           ->  gradients of scale and shift
+    backward    ds, dn, s          ->  d = ds + gradient of s through the norm; partial sums for scale, shift and biases
+    sum         partials           ->  gradients of scale, shift and biases
 
 d is the gradient of x and of the branch: what comes back through the norm and what passes it by are added on the way.
-Without a branch, s is x. Sums are taken in fp32, and in their order: the bits are always the same. Reference:
-`hyperbatch.models.residual`.
+So the column sums of d are the gradient of a bias that the branch ends with. Those of ds are the gradient of the one
+that ends the branch behind the norm, which is added to s next.
+Without a branch, s is x, and where nothing passes the norm by, there is no ds. Sums are taken in fp32, and in their
+order: the bits are always the same. Reference: `hyperbatch.models.residual`.
 """
 
 # Triton's decorator hides what a kernel takes from the type checker.
@@ -20,12 +22,17 @@ import triton.language as tl
 from torch import Tensor
 
 from hyperbatch.kernels.compile import kernel
+from hyperbatch.kernels.depthwise import copies
 from hyperbatch.kernels.gelu import ALIGNED, add_up
 from hyperbatch.kernels.norm.tiles import processors
 
 SIZES = ("M", "ROWS")  # numbers a kernel is not compiled anew for
+MOST_BLOCKS = 3  # of columns in a row: with more, their sums would not fit into registers
 WIDEST = 4096  # columns: a program has whole rows
-ELEMENTS = 4096  # of a tile
+
+
+# A row is K blocks of BC columns. The next power of two of 384 would leave a quarter of the threads idle, and lay a row
+# across warps, which wait for each other at its sums.
 
 
 @kernel(do_not_specialize=SIZES)
@@ -42,28 +49,53 @@ def _add_norm_kernel(
     M,
     C: tl.constexpr,
     ADD: tl.constexpr,
+    K: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.arange(0, BC)
-    there = c < C
-    inside = (r < M)[:, None] & there[None, :]
+    inside = (r < M)[:, None] & (c < C)[None, :]
     at = r.to(tl.int64)[:, None] * C + c[None, :]
-    v = tl.load(x + at, mask=inside, other=0.0)
-    if ADD:
-        v = (v.to(tl.float32) + tl.load(branch + at, mask=inside, other=0.0).to(tl.float32)).to(s.dtype.element_ty)
-        tl.store(s + at, v, mask=inside)
-    v = v.to(tl.float32)  # as it is stored: backward sees the same
-    middle = tl.sum(v, 1) / C
-    apart = tl.where(there[None, :], v - middle[:, None], 0.0)
-    inverse = tl.rsqrt(tl.sum(apart * apart, 1) / C + eps)
+    values = ()
+    total = tl.zeros([BM, BC], tl.float32)
+    for k in tl.static_range(K):
+        v = tl.load(x + at + k * BC, mask=inside, other=0.0)
+        if ADD:
+            v = v.to(tl.float32) + tl.load(branch + at + k * BC, mask=inside, other=0.0).to(tl.float32)
+            v = v.to(s.dtype.element_ty)
+            tl.store(s + at + k * BC, v, mask=inside)
+        values = values + (v.to(tl.float32),)  # as it is stored: backward sees the same
+        total += values[k]
+    middle = tl.sum(total, 1) / C
+    total = tl.zeros([BM, BC], tl.float32)
+    for k in tl.static_range(K):
+        apart = tl.where((c < C)[None, :], values[k] - middle[:, None], 0.0)
+        total += apart * apart
+    inverse = tl.rsqrt(tl.sum(total, 1) / C + eps)
     tl.store(mean + r, middle, mask=r < M)
     tl.store(rstd + r, inverse, mask=r < M)
-    scale = tl.load(weight + c, mask=there, other=0.0).to(tl.float32)
-    shift = tl.load(bias + c, mask=there, other=0.0).to(tl.float32)
-    out = apart * inverse[:, None] * scale[None, :] + shift[None, :]
-    tl.store(n + at, out.to(n.dtype.element_ty), mask=inside)
+    # A whole tile of them, so that each thread has its own columns, and nothing is moved between threads.
+    column = tl.broadcast_to(c[None, :], [BM, BC])
+    for k in tl.static_range(K):
+        scale = tl.load(weight + k * BC + column, mask=column < C, other=0.0).to(tl.float32)
+        shift = tl.load(bias + k * BC + column, mask=column < C, other=0.0).to(tl.float32)
+        out = (values[k] - middle[:, None]) * inverse[:, None] * scale + shift
+        tl.store(n + at + k * BC, out.to(n.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _added(sums, at: tl.constexpr, v):
+    """The tuple with v added to one of its tensors."""
+    return sums[:at] + (sums[at] + v,) + sums[at + 1 :]
+
+
+@triton.jit
+def _store_sums(part, first, second, c, C: tl.constexpr, K: tl.constexpr, BC: tl.constexpr):
+    """Of the columns of two tuples of tiles; in pairs, so that warps meet half as often."""
+    at = tl.arange(0, 2)[None, :] * C + c[:, None]
+    for k in tl.static_range(K):
+        tl.store(part + k * BC + at, tl.sum(tl.join(first[k], second[k]), 0), mask=c[:, None] < C)
 
 
 @kernel(do_not_specialize=SIZES)
@@ -79,6 +111,9 @@ def _add_norm_gradient_kernel(
     M,
     ROWS,
     C: tl.constexpr,
+    PASS: tl.constexpr,
+    BIASES: tl.constexpr,
+    K: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
     STAGES: tl.constexpr,
@@ -86,36 +121,63 @@ def _add_norm_gradient_kernel(
     p = tl.program_id(0)
     rows = tl.minimum(M - p * ROWS, ROWS)
     c = tl.arange(0, BC)
-    there = c < C
-    scale = tl.load(weight + c, mask=there, other=0.0).to(tl.float32)
+    scale = ()
+    for k in tl.static_range(K):
+        scale = scale + (tl.load(weight + k * BC + c, mask=c < C, other=0.0).to(tl.float32),)
     # Tiles of sums, folded once at the end: a fold in every turn would cost more than the loads.
-    to_scale = tl.zeros([BM, BC], tl.float32)
-    to_shift = tl.zeros([BM, BC], tl.float32)
+    nothing = tl.zeros([BM, BC], tl.float32)
+    to_scale, to_shift = copies(nothing, K), copies(nothing, K)
+    to_next, to_branch = copies(nothing, K), copies(nothing, K)
     for i in tl.range(0, rows, BM, num_stages=STAGES):
         r = i + tl.arange(0, BM)
         row = p * ROWS + r
-        inside = (r < rows)[:, None] & there[None, :]
+        inside = (r < rows)[:, None] & (c < C)[None, :]
         at = row.to(tl.int64)[:, None] * C + c[None, :]
-        passing = tl.load(ds + at, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(dn + at, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(s + at, mask=inside, other=0.0).to(tl.float32)
-        middle = tl.load(mean + row, mask=r < rows, other=0.0)
-        inverse = tl.load(rstd + row, mask=r < rows, other=0.0)
-        v = tl.where(inside, (v - middle[:, None]) * inverse[:, None], 0.0)
-        to_scale += g * v
-        to_shift += g
-        g *= scale[None, :]
-        across, along = tl.sum(g, 1) / C, tl.sum(g * v, 1) / C
-        out = passing + inverse[:, None] * (g - across[:, None] - v * along[:, None])
-        tl.store(d + at, out.to(d.dtype.element_ty), mask=inside)
-    tl.store(part + p * (2 * C) + c, tl.sum(to_scale, 0), mask=there)
-    tl.store(part + p * (2 * C) + C + c, tl.sum(to_shift, 0), mask=there)
+        middle = tl.load(mean + row, mask=r < rows, other=0.0)[:, None]
+        inverse = tl.load(rstd + row, mask=r < rows, other=0.0)[:, None]
+        passing, scaled, normalised = (), (), ()
+        across, along = nothing, nothing
+        for k in tl.static_range(K):
+            if PASS:
+                passing = passing + (tl.load(ds + at + k * BC, mask=inside, other=0.0).to(tl.float32),)
+            g = tl.load(dn + at + k * BC, mask=inside, other=0.0).to(tl.float32)
+            v = (tl.load(s + at + k * BC, mask=inside, other=0.0).to(tl.float32) - middle) * inverse
+            to_scale = _added(to_scale, k, g * v)
+            to_shift = _added(to_shift, k, g)
+            g *= scale[k][None, :]
+            across += g
+            along += g * v
+            scaled = scaled + (g,)
+            normalised = normalised + (v,)
+        across, along = (tl.sum(across, 1) / C)[:, None], (tl.sum(along, 1) / C)[:, None]
+        for k in tl.static_range(K):
+            out = inverse * (scaled[k] - across - normalised[k] * along)
+            if PASS:
+                out += passing[k]
+            tl.store(d + at + k * BC, out.to(d.dtype.element_ty), mask=inside)
+            if BIASES:
+                to_next = _added(to_next, k, passing[k])
+                to_branch = _added(to_branch, k, out)
+    part += p * ((4 if BIASES else 2) * C)
+    _store_sums(part, to_scale, to_shift, c, C, K, BC)
+    if BIASES:
+        _store_sums(part + 2 * C, to_next, to_branch, c, C, K, BC)
 
 
 def takes(x: Tensor) -> bool:
     """Whether these kernels are made for a tensor: 16 bits, and rows of whole vectors that a program can hold."""
     c = x.shape[-1]
     return x.dtype in (torch.float16, torch.bfloat16) and c % ALIGNED == 0 and c <= WIDEST and x.numel() > 0
+
+
+def _tile_of(c: int) -> dict[str, int]:
+    """Blocks of columns in a row, rows of a tile, columns of a block; some of these are masked where blocks would be
+    too many."""
+    columns = c & -c  # the largest power of two that divides c
+    if c // columns > MOST_BLOCKS:
+        columns = 1 << (c - 1).bit_length()
+    blocks = -(-c // columns)
+    return {"K": blocks, "BM": max(1, (2048 if blocks == 1 else 1024) // columns), "BC": columns}
 
 
 def forward(
@@ -126,10 +188,9 @@ def forward(
     m = x.numel() // c
     s, n = x if branch is None else torch.empty_like(x), torch.empty_like(x)
     mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2))
-    columns = triton.next_power_of_2(c)
-    rows = max(1, ELEMENTS // 2 // columns)
+    tile = _tile_of(c)
     with torch.cuda.device_of(x):
-        _add_norm_kernel[(triton.cdiv(m, rows),)](
+        _add_norm_kernel[(triton.cdiv(m, tile["BM"]),)](
             x,
             x if branch is None else branch,
             weight,
@@ -142,26 +203,28 @@ def forward(
             m,
             C=c,
             ADD=branch is not None,
-            BM=rows,
-            BC=columns,
+            **tile,
             num_warps=4,
         )
     return s, n, mean, rstd
 
 
-def backward(ds: Tensor, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """(d, [gradient of the scale, of the shift]), the second in the weight's precision. Tensors are contiguous."""
+def backward(
+    ds: Tensor | None, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, *, biases: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(d, [gradient of the scale, of the shift], [column sums of ds, of d]); the second in the weight's precision. The
+    third in fp32, and only with `biases`, which need ds. Tensors are contiguous."""
     c = s.shape[-1]
     m = s.numel() // c
     d, sums = torch.empty_like(s), torch.empty(2, c, dtype=weight.dtype, device=s.device)
-    columns = triton.next_power_of_2(c)
-    rows = max(1, ELEMENTS // columns)
-    rows_per_program = triton.cdiv(triton.cdiv(m, 2 * processors()), rows) * rows
+    totals = torch.empty(2, c, dtype=torch.float32, device=s.device) if biases else None
+    tile = _tile_of(c)
+    rows_per_program = triton.cdiv(triton.cdiv(m, 2 * processors()), tile["BM"]) * tile["BM"]
     programs = triton.cdiv(m, rows_per_program)
-    part = torch.empty(programs, 2 * c, dtype=torch.float32, device=s.device)
+    part = torch.empty(programs, (4 if biases else 2) * c, dtype=torch.float32, device=s.device)
     with torch.cuda.device_of(s):
         _add_norm_gradient_kernel[(programs,)](
-            ds,
+            dn if ds is None else ds,
             dn,
             s,
             weight,
@@ -172,10 +235,11 @@ def backward(ds: Tensor, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rs
             m,
             rows_per_program,
             C=c,
-            BM=rows,
-            BC=columns,
+            PASS=ds is not None,
+            BIASES=biases,
+            **tile,
             STAGES=3,
             num_warps=8,
         )
-    add_up(part, sums)
-    return d, sums
+    add_up(part, sums, totals)
+    return d, sums, totals

@@ -1,8 +1,10 @@
 """Kernels whose variants are compiled side by side, before they are first launched.
 
-    @kernel                     with compiling():     this thread     a step: convolution trials, products
-    def add(x, y, N): ...           step()            other threads   add  add'  mul  ...   each variant once
-    add[grid](x, y, n)          step()                                now they are there
+    @kernel                     with compiling():     this thread     a step that asks, a step: convolution trials
+    def add(x, y, N): ...           with asking():    other threads        add  add'  mul  ...   each variant once
+    add[grid](x, y, n)                  step()
+                                    step()
+                                step()                                now they are there
 
 Triton compiles a variant (types, constants, alignment of pointers) when it is first launched: half a second each, one
 after the other. Where processes stand by for it (`kernels.workers`), each thread has one of them do the work: much of
@@ -26,6 +28,7 @@ _kernels: list[Kernel] = []
 # Triton's own mode for this holds in one context, and backward runs in autograd's threads: all of them enter that one.
 _mode: contextvars.Context | None = None  # None: kernels are launched
 _launches = True
+_asks = False
 
 
 class Kernel:
@@ -58,6 +61,23 @@ def is_compiling() -> bool:
     return _mode is not None
 
 
+def is_asking() -> bool:
+    """Whether results of whatever size may be left as they lie in memory: nothing but kernels is wanted."""
+    return _asks
+
+
+@contextlib.contextmanager
+def asking() -> Iterator[None]:
+    """For inside of `compiling`: convolutions, by any thread, are not computed either (`kernels.conv`). So all kernels
+    of a step are asked for at once, and not one by one between cuDNN's trials."""
+    global _asks
+    _asks = True
+    try:
+        yield
+    finally:
+        _asks = False
+
+
 @contextlib.contextmanager
 def without_launches() -> Iterator[None]:
     """Kernels called inside, by any thread, are neither compiled nor launched: to see what memory a step takes."""
@@ -82,9 +102,10 @@ def hash_triton() -> None:
 
 
 @contextlib.contextmanager
-def compiling(*, ranks: int = 1, count: Callable[[int, int], None] | None = None) -> Iterator[None]:
+def compiling(*, ranks: int = 1, count: Callable[[int, int], None] | None = None) -> Iterator[Callable[[], None]]:
     """Kernels called inside, by any thread, are compiled and not launched. Waits for all, raises the first error.
 
+    Gives a function that waits until so few are left that most cores are idle: a measurement may follow.
     ranks: processes of this host that do so at once. count: is told (variants compiled, variants known so far) when
     either has changed, one call at a time, by the threads that compile.
     """
@@ -100,7 +121,7 @@ def compiling(*, ranks: int = 1, count: Callable[[int, int], None] | None = None
         context.run(mode.__enter__)
         _mode = context
         try:
-            yield
+            yield lambda: pool.wait(_cores(ranks) // 4)
         finally:
             _mode = None
             pool.shutdown()
@@ -115,14 +136,20 @@ class _Pool(ThreadPoolExecutor):
     def __init__(self, threads: int, count: Callable[[int, int], None] | None, helpers: workers.Workers | None) -> None:
         super().__init__(max_workers=threads, thread_name_prefix="compile")
         self._helpers = helpers
-        self._count, self._counting = count, threading.Lock()
+        self._count, self._counting = count, threading.Condition()
         self._done = self._known = 0
 
     def _note(self, *, done: int = 0, known: int = 0) -> None:
         with self._counting:
             self._done, self._known = self._done + done, self._known + known
+            self._counting.notify_all()
             if self._count is not None:
                 self._count(self._done, self._known)
+
+    def wait(self, left: int) -> None:
+        """Until no more than that are left of those that were submitted."""
+        with self._counting:
+            self._counting.wait_for(lambda: self._known - self._done <= left)
 
     def submit(self, compile: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
         from triton.runtime import driver
@@ -141,9 +168,14 @@ class _Pool(ThreadPoolExecutor):
         return super().submit(work)
 
 
+def _cores(ranks: int) -> int:
+    """That each of them may use."""
+    return len(os.sched_getaffinity(0)) // ranks
+
+
 def _threads(ranks: int) -> int:
     """Leaves room for the thread that goes on meanwhile."""
-    return max(2, min(MAX_THREADS, len(os.sched_getaffinity(0)) // ranks - 1))
+    return max(2, min(MAX_THREADS, _cores(ranks) - 1))
 
 
 def _settle(mode: Any) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hyperbatch.choices import choices_of
-from hyperbatch.kernels.compile import is_compiling
+from hyperbatch.kernels.compile import is_asking, is_compiling
 from hyperbatch.kernels.memsets import replace_memsets
 from hyperbatch.stopwatch import device_s
 
@@ -43,6 +43,8 @@ def padded(images: Tensor) -> Tensor:
 
 def convolve(x: Tensor, conv: nn.Conv2d) -> Tensor:
     """z = conv(x), without a bias. x may be `padded`."""
+    if is_asking():
+        return _room_for_output(x, conv)
     w = _padded(conv.weight, x, conv)
 
     def by_cudnn() -> Tensor:
@@ -51,27 +53,31 @@ def convolve(x: Tensor, conv: nn.Conv2d) -> Tensor:
 
     if not is_product(conv):
         return by_cudnn()
-    return by_fastest("convolve", x, conv.weight, by_cudnn, lambda: _image(torch.mm(rows(x), w.flatten(1).t()), x))
+    return by_fastest("convolve", x, conv.weight, by_cudnn, lambda: image_of(torch.mm(rows(x), w.flatten(1).t()), x))
 
 
 def input_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, weight: Tensor) -> Tensor:
     """dx from dz. weight: that of the forward."""
+    if is_asking():
+        return torch.empty_like(x)
 
     def by_cudnn() -> Tensor:
         return channels_last(_backward(dz, x, _padded(weight, x, conv), conv, (True, False, False))[0])
 
     if not is_product(conv):
         return by_cudnn()
-    return by_fastest("input", x, conv.weight, by_cudnn, lambda: _image(torch.mm(rows(dz), weight.flatten(1)), x))
+    return by_fastest("input", x, conv.weight, by_cudnn, lambda: image_of(torch.mm(rows(dz), weight.flatten(1)), x))
 
 
 def read_pixels_gradient(dz: Tensor, weight: Tensor) -> Tensor:
     """The gradient of the pixels that a 1x1 convolution reads, those of its stride; the others' is zero."""
-    return _image(torch.mm(rows(dz), weight.flatten(1)), dz)
+    return image_of(torch.mm(rows(dz), weight.flatten(1)), dz)
 
 
 def weight_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, out: Tensor | None) -> Tensor:
     """dw from dz: in `out` when a matrix product makes it, else where cuDNN puts it."""
+    if is_asking():
+        return torch.empty_like(conv.weight)
 
     def by_cudnn() -> Tensor:
         dw = _backward(dz, x, _room_for_weight(x, conv), conv, (False, True, False))[1]
@@ -97,7 +103,7 @@ def rows(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
 
 
-def _image(matrix: Tensor, like: Tensor) -> Tensor:
+def image_of(matrix: Tensor, like: Tensor) -> Tensor:
     """The matrix as a channels-last tensor with the pixels of `like`."""
     n, _, h, w = like.shape
     return matrix.view(n, h, w, matrix.shape[1]).permute(0, 3, 1, 2)
@@ -120,6 +126,19 @@ def _backward(
     return torch.ops.aten.convolution_backward(
         dz, x, weight, None, conv.stride, conv.padding, conv.dilation, False, (0, 0), conv.groups, wanted
     )
+
+
+def _room_for_output(x: Tensor, conv: nn.Conv2d) -> Tensor:
+    """Of the size of conv(x)."""
+    assert not isinstance(conv.padding, str)
+    sides = [
+        (side + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+        for side, padding, dilation, kernel, stride in zip(
+            x.shape[2:], conv.padding, conv.dilation, conv.kernel_size, conv.stride, strict=True
+        )
+    ]
+    shape = (len(x), conv.out_channels, *sides)
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
 
 
 def _room_for_weight(x: Tensor, conv: nn.Conv2d) -> Tensor:

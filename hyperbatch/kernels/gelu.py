@@ -25,7 +25,7 @@ from hyperbatch.kernels.norm.tiles import Tiling, own_rows, own_tile, processors
 
 SIZES = ("M", "ROWS", "PARTIALS")  # numbers a kernel is not compiled anew for
 ALIGNED = 8  # columns: a thread reads as many at once
-SUM_COLUMNS, SUM_ROWS = 32, 64  # of a program that adds up partials
+SUM_COLUMNS, SUM_ROWS = 32, 256  # of a program that adds up partials: as many loads at once
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -119,14 +119,16 @@ def _gelu_gradient_kernel(
 
 
 @kernel(do_not_specialize=SIZES)
-def _sum_kernel(part, out, PARTIALS, C, BM: tl.constexpr, BC: tl.constexpr):
+def _sum_kernel(part, out, rest, PARTIALS, C, SPLIT, BM: tl.constexpr, BC: tl.constexpr):
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     total = tl.zeros([BM, BC], tl.float32)
     for i in range(0, PARTIALS, BM):
         p = i + tl.arange(0, BM)
         there = (p < PARTIALS)[:, None] & (c < C)[None, :]
         total += tl.load(part + p[:, None] * C + c[None, :], mask=there, other=0.0)
-    tl.store(out + c, tl.sum(total, 0).to(out.dtype.element_ty), mask=c < C)
+    sums = tl.sum(total, 0)
+    tl.store(out + c, sums.to(out.dtype.element_ty), mask=c < SPLIT)
+    tl.store(rest + (c - SPLIT), sums.to(rest.dtype.element_ty), mask=(c >= SPLIT) & (c < C))
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
@@ -165,8 +167,12 @@ def backward(dy: Tensor, h: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     return dh, total
 
 
-def add_up(part: Tensor, out: Tensor) -> None:
-    """The sums of partials' columns, in whatever shape and precision `out` has them."""
+def add_up(part: Tensor, out: Tensor, rest: Tensor | None = None) -> None:
+    """The sums of partials' columns, in whatever shape and precision `out` has them; those that it has no room for go
+    to `rest`."""
     programs, c = part.shape
+    split = out.numel()
+    rest = out if rest is None else rest
+    grid = (triton.cdiv(c, SUM_COLUMNS),)
     with torch.cuda.device_of(part):
-        _sum_kernel[(triton.cdiv(c, SUM_COLUMNS),)](part, out, programs, c, BM=SUM_ROWS, BC=SUM_COLUMNS, num_warps=4)
+        _sum_kernel[grid](part, out, rest, programs, c, split, BM=SUM_ROWS, BC=SUM_COLUMNS, num_warps=8)

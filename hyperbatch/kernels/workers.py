@@ -1,6 +1,6 @@
 """Processes that compile kernels, because a compiler written in Python holds Python's lock half of the time.
 
-    command     start ──> one process imports torch and the kernels' modules, then forks: worker, worker, ...
+    command     start ──> one process imports torch and the kernels' modules, hashes Triton, then forks: worker, ...
     compiling   job ────> a worker: triton.compile, into Triton's cache on disk ──> done
                           the thread that asked compiles too, and finds the result in the cache
 
@@ -12,6 +12,7 @@ Neither torch nor Triton is imported with this module.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import importlib
 import importlib.util
@@ -30,7 +31,15 @@ from typing import Any
 MAX_WORKERS = 12
 SPARED_CORES = 3  # for the process that is setting up a run meanwhile
 PATIENCE_S = 60.0  # for one kernel; the largest take a few seconds
-MODULES = ("torch", "triton", "hyperbatch.kernels.norm", "hyperbatch.kernels.norm.unit", "hyperbatch.kernels.muon")
+MODULES = (
+    "torch",
+    "triton",
+    "hyperbatch.kernels.norm.conv_pool",
+    "hyperbatch.kernels.whiten",
+    "hyperbatch.kernels.loss",
+    "hyperbatch.kernels.layerwise",
+    "hyperbatch.kernels.muon",
+)
 _LENGTH = struct.Struct("<I")
 
 _running: Workers | None = None
@@ -183,15 +192,29 @@ def _exactly(source: socket.socket, length: int) -> bytes:
     return data
 
 
-def main(descriptors: list[int]) -> None:
-    """Imports once and forks: nothing runs beside it yet, and no device is touched."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command: these end with it
-    sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+def prepare() -> None:
+    """Does once what each worker would do before its first kernel."""
     for module in MODULES:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
+    with contextlib.suppress(Exception):
+        from triton import knobs
+        from triton.runtime.cache import triton_key
+
+        triton_key()  # hashes Triton itself, and remembers it
+        _ = knobs.nvidia.ptxas  # asks the assembler for its version, and remembers it
+
+
+def main(descriptors: list[int]) -> None:
+    """Prepares and forks: nothing runs beside it yet, and no device is touched."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command: these end with it
+    sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    gc.disable()  # what is made here stays, and the workers share its memory
+    prepare()
+    gc.freeze()
     for own in sockets:
         if os.fork() == 0:
+            gc.enable()
             for other in sockets:
                 if other is not own:
                     other.close()

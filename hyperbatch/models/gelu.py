@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hyperbatch.kernels import has_triton, interpreted
-from hyperbatch.models.layers import Linear
+from hyperbatch.models.layers import Linear, with_constant_bias
 
 FEW_ROWS = 16  # of a launch that is there for its kernel to be compiled
 _FORMS = {False: "none", True: "tanh"}
@@ -90,9 +90,7 @@ class LinearGelu(Linear):
     tanh: bool
 
     def forward(self, input: Tensor) -> Tensor:
-        dtype = self.weight.dtype
-        h = F.linear(input.to(dtype), self.weight, self.bias.detach().to(dtype))
-        return gelu(h, self.bias, self.tanh)
+        return gelu(with_constant_bias(self, input), self.bias, self.tanh)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, gelu={_FORMS[self.tanh]}"

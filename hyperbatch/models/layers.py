@@ -31,6 +31,12 @@ class Linear(nn.Linear):
         return F.linear(input.to(dtype), self.weight, as_dtype(self.bias, dtype))
 
 
+def with_constant_bias(layer: nn.Linear, input: Tensor) -> Tensor:
+    """A linear layer's output, for a caller that finds the gradient of its bias on another way."""
+    dtype = layer.weight.dtype
+    return F.linear(input.to(dtype), layer.weight, layer.bias.detach().to(dtype))
+
+
 class Conv2d(nn.Conv2d):
     """Computes in the weight's dtype, as `Linear` does."""
 

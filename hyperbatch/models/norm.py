@@ -217,6 +217,21 @@ def norm_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to the model's state, by name; not copies.
+
+    What a module registers with persistent=False it makes again from its arguments: masks, tables of positions, the
+    rate of a branch. No state dict has it, and an exported model that had it could not be loaded by others. So neither
+    averages nor checkpoints keep it; a resumed run has the one of the model that it builds.
+    """
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
 def merged_buffers(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
     """`merge_over_ranks` of the model's norm buffers; its own stay as they are."""
     return merge_over_ranks(norm_buffers(model), process_group)

@@ -1,9 +1,13 @@
 """Quicker forms of layers that others' models are made of, in the place where they stand.
 
     Conv2d, kernel = stride    ->  patches as rows, and one matrix product      stems, patch embeddings, downsampling
+    Conv2d, 1x1                ->  a matrix product, where it is faster         `models/pointwise.py`
     Conv2d, depthwise          ->  kernels of ours, where they are faster       `models/depthwise.py`
     Mlp: fc1, GELU             ->  LinearGelu, Identity                         transformers, ConvNeXt
     Block: x + f(norm(x))      ->  residual sums and norms in one operation     transformers
+    Attention                  ->  gradients of q, k and v meet in one pass     transformers
+    Block: g * fc2(...) + x    ->  the scale's gradient from that of fc2        ConvNeXt: `models/layer_scale.py`
+    LayerNorm, LayerNorm2d     ->  kernels of ours, outside of compiled code    `models/lone_norm.py`
 
 A layer stays the module that it was: parameters, names and state dict do not change, only its class does. It is
 recognised by its class and settings; nothing is run to find out. Reference: the layers' own forward.
@@ -14,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +28,27 @@ from hyperbatch.kernels import has_triton
 from hyperbatch.kernels.conv import fastest
 from hyperbatch.models.depthwise import DepthwiseConv2d, compile_depthwise, depthwise_layers, is_depthwise
 from hyperbatch.models.gelu import LinearGelu, compile_gelus
+from hyperbatch.models.heads import QuickAttention, compile_heads, quick_timm_attention
+from hyperbatch.models.layer_scale import quick_convnext_block
 from hyperbatch.models.layers import Conv2d, LayerNorm, Linear, as_dtype
+from hyperbatch.models.lone_norm import compile_lone_norms, is_lone_norm, quick_norm
+from hyperbatch.models.pointwise import PointwiseConv2d, is_pointwise
 from hyperbatch.models.residual import QuickBlock, compile_norms, quick_timm_block
 
 GELU_COLUMNS = 64  # a multiple of these: else its kernels would read memory in small pieces
 # (module, name) of classes whose forward begins with self.act(self.fc1(x)), and needs neither of them again
-_MLPS = {("timm.layers.mlp", "Mlp"), ("hyperbatch.models.vit", "Mlp")}
+_MLP, _TIMM_MLP = ("hyperbatch.models.vit", "Mlp"), ("timm.layers.mlp", "Mlp")
 # Blocks of a vision transformer: x + attn(norm1(x)), then x + mlp(norm2(x)), with layers behind attn and mlp in timm's
 _BLOCK, _TIMM_BLOCK = ("hyperbatch.models.vit", "Block"), ("timm.models.vision_transformer", "Block")
 _TIMM_LAYERS = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
-_TIMM_NORM = ("timm.layers.norm", "LayerNorm")
+# Attention of a product for queries, keys and values, torch's own function, and one more product
+_ATTENTION, _TIMM_ATTENTION = ("hyperbatch.models.vit", "Attention"), ("timm.layers.attention", "Attention")
+_TIMM_ATTENTION_LAYERS = {"qkv", "q_norm", "k_norm", "attn_drop", "norm", "proj", "proj_drop"}
+# A block of ConvNeXt: gamma * mlp(norm(conv_dw(x))) + x
+_CONVNEXT_BLOCK = ("timm.models.convnext", "ConvNeXtBlock")
+_CONVNEXT_LAYERS = {"conv_dw", "norm", "mlp", "shortcut", "drop_path"}
+_TIMM_MLP_LAYERS = {"fc1", "act", "drop1", "norm", "fc2", "drop2"}
+_TIMM_NORM, _TIMM_NORM2D = ("timm.layers.norm", "LayerNorm"), ("timm.layers.norm", "LayerNorm2d")
 # timm's own names for torch's function
 _GELUS = {("timm.layers.activations", "GELU"): "none", ("timm.layers.activations", "GELUTanh"): "tanh"}
 
@@ -83,22 +98,34 @@ def patch_rows(images: Tensor, down: int, across: int) -> Tensor:
 def quicken(model: nn.Module) -> nn.Module:
     """Replaces what it knows, in place."""
     places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
-    for module in list(model.modules()):
+    for module in reversed(list(model.modules())):  # layers before what they stand in
         if is_patch_conv(module):
             module.__class__ = PatchConv2d
-        elif _class_of(module) in _MLPS and places[getattr(module, "fc1", module)] == places[module]:
+        elif _class_of(module) in (_MLP, _TIMM_MLP) and places[getattr(module, "fc1", module)] == places[module]:
             _fuse_gelu(module)
         elif _class_of(module) in (_BLOCK, _TIMM_BLOCK):
             _fuse_norms(module)
+        elif _class_of(module) in (_ATTENTION, _TIMM_ATTENTION):
+            _stack_heads(module)
+        elif _class_of(module) == _CONVNEXT_BLOCK:
+            _fuse_scale(module)
         elif is_depthwise(module):
             module.__class__ = DepthwiseConv2d
+        elif is_pointwise(module):
+            module.__class__ = PointwiseConv2d
+    for module in filter(_is_norm, model.modules()):  # blocks have looked at theirs
+        module.__class__ = quick_norm(type(module), images=_class_of(module) == _TIMM_NORM2D)
     return model
 
 
 def has_quick_kernels(model: nn.Module) -> bool:
     """Whether there are layers whose kernels could be compiled before a step meets them."""
-    kinds = DepthwiseConv2d, LinearGelu
-    return has_triton() and any(isinstance(module, kinds) or _joins_norms(module) for module in model.modules())
+
+    def has_kernels(module: nn.Module) -> bool:
+        known = isinstance(module, DepthwiseConv2d | LinearGelu) or is_lone_norm(module)
+        return known or _joins_norms(module) or _stacks_heads(module)
+
+    return has_triton() and any(has_kernels(module) for module in model.modules())
 
 
 def compile_quick(model: nn.Module, dtype: torch.dtype) -> None:
@@ -107,10 +134,16 @@ def compile_quick(model: nn.Module, dtype: torch.dtype) -> None:
     compile_depthwise(depthwise_layers(model))
     compile_gelus([module for module in modules if isinstance(module, LinearGelu)], dtype)
     compile_norms([module for module in modules if _joins_norms(module)], dtype)
+    compile_heads([module for module in modules if _stacks_heads(module)], dtype)
+    compile_lone_norms([module for module in modules if is_lone_norm(module)], dtype)
 
 
 def _joins_norms(module: nn.Module) -> bool:
     return getattr(type(module), "joins_norms", False)
+
+
+def _stacks_heads(module: nn.Module) -> bool:
+    return getattr(type(module), "stacks_heads", False)
 
 
 def is_patch_conv(module: nn.Module) -> bool:
@@ -129,9 +162,7 @@ def _fuse_gelu(mlp: nn.Module) -> None:
     """fc1 comes to do both, and act nothing. Others may look at what they gave through hooks: then they stay."""
     linear, act = mlp.get_submodule("fc1"), mlp.get_submodule("act")
     form = act.approximate if type(act) is nn.GELU else _GELUS.get(_class_of(act))
-    if form is None or not isinstance(linear, nn.Linear) or type(linear) not in (nn.Linear, Linear):
-        return
-    if linear.bias is None or linear.out_features % GELU_COLUMNS or _is_hooked(linear) or _is_hooked(act):
+    if form is None or not _is_plain_linear(linear) or linear.out_features % GELU_COLUMNS or _is_hooked(act):
         return
     cast(Any, linear).__class__ = LinearGelu
     cast(Any, linear).tanh = form == "tanh"
@@ -140,16 +171,67 @@ def _fuse_gelu(mlp: nn.Module) -> None:
 
 def _fuse_norms(block: nn.Module) -> None:
     timms = _class_of(block) == _TIMM_BLOCK
-    if timms and {name for name, _ in block.named_children()} != _TIMM_LAYERS:
+    if timms and _layers(block) != _TIMM_LAYERS:
         return  # of a version that we do not know
     if all(_is_plain_norm(block.get_submodule(name)) for name in ("norm1", "norm2")):
         block.__class__ = quick_timm_block(type(block)) if timms else QuickBlock
+        cast(Any, block).sums_biases = _has_plain_branches(block, _TIMM_MLP if timms else _MLP)
+
+
+def _has_plain_branches(block: nn.Module, known_mlp: tuple[str, str]) -> bool:
+    """Whether attention and MLP are known to end with linear layers, and nobody looks at what they or others give."""
+    attention, mlp = block.get_submodule("attn"), block.get_submodule("mlp")
+    if not _stacks_heads(attention) or _class_of(mlp) != known_mlp:
+        return False
+    looked_into = (attention, *attention.children(), mlp, *mlp.children(), *block.children())
+    ends = attention.get_submodule("proj"), mlp.get_submodule("fc2")
+    return all(map(_is_plain_linear, ends)) and not any(map(_is_hooked, looked_into))
+
+
+def _stack_heads(attention: nn.Module) -> None:
+    timms = _class_of(attention) == _TIMM_ATTENTION
+    layers = dict(attention.named_children())
+    if timms:
+        if layers.keys() != _TIMM_ATTENTION_LAYERS or not attention.fused_attn:
+            return  # of a version that we do not know, or without torch's function
+        if not all(type(layers[name]) is nn.Identity for name in ("q_norm", "k_norm", "norm")):
+            return
+    if _is_plain_linear(layers["qkv"]) and not any(map(_is_hooked, layers.values())):
+        attention.__class__ = quick_timm_attention(type(attention)) if timms else QuickAttention
+
+
+def _is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """With a bias, and nobody looks at what it gives."""
+    known = isinstance(layer, nn.Linear) and type(layer) in (nn.Linear, Linear)
+    return known and layer.bias is not None and not _is_hooked(layer)
+
+
+def _fuse_scale(block: nn.Module) -> None:
+    if _layers(block) != _CONVNEXT_LAYERS or getattr(block, "gamma", None) is None:
+        return
+    mlp = block.get_submodule("mlp")
+    if _class_of(mlp) != _TIMM_MLP or _layers(mlp) != _TIMM_MLP_LAYERS:
+        return  # of a version that we do not know
+    linear = mlp.get_submodule("fc2")
+    if type(linear) not in (nn.Linear, Linear) or linear.bias is None or _is_hooked(mlp) or _is_hooked(linear):
+        return
+    if _is_plain_norm(block.get_submodule("norm")):
+        block.__class__ = quick_convnext_block(type(block))
+
+
+def _layers(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
 
 
 def _is_plain_norm(layer: nn.Module) -> bool:
-    """A layer norm of one dimension with scale and shift, whose results nobody looks at."""
-    known = type(layer) in (nn.LayerNorm, LayerNorm) or _class_of(layer) == _TIMM_NORM
-    if not (known and isinstance(layer, nn.LayerNorm)) or _is_hooked(layer):
+    """A norm of the last dimension whose results nobody looks at."""
+    return _is_norm(layer) and _class_of(layer) != _TIMM_NORM2D and not _is_hooked(layer)
+
+
+def _is_norm(layer: nn.Module) -> bool:
+    """A layer norm of one dimension with scale and shift."""
+    known = type(layer) in (nn.LayerNorm, LayerNorm) or _class_of(layer) in (_TIMM_NORM, _TIMM_NORM2D)
+    if not (known and isinstance(layer, nn.LayerNorm)):
         return False
     return len(layer.normalized_shape) == 1 and layer.weight is not None and layer.bias is not None
 

@@ -5,8 +5,9 @@
                                          x = x + mlp(n)
 
 Inductor fuses the sum with the norm, too, but leaves the gradients of scale and shift in partial sums that torch adds
-up in a launch for each. Operations are registered with torch; on a CPU, in other precisions and without Triton they run
-torch's own.
+up in a launch for each. Where attention and MLP end with a linear layer, and nothing is dropped or scaled behind it,
+its bias is a summand of x: the pass that makes or reads the gradient of x sums up the bias's as well. Operations are
+registered with torch; on a CPU, in other precisions and without Triton they run torch's own.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from torch import Tensor, nn
 
 from hyperbatch.kernels import has_triton, interpreted
 from hyperbatch.models.gelu import FEW_ROWS
+from hyperbatch.models.layers import DropPath, with_constant_bias
 from hyperbatch.models.vit import Block
 
 
 @torch.library.custom_op("hyperbatch::norm", mutates_args=())
 def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(layer norm of the last dimension, mean and 1 / deviation of each row)."""
-    if _by_kernels(x):
+    if by_kernels(x):
         from hyperbatch.kernels import add_norm
 
         return add_norm.forward(x.contiguous(), None, weight, bias, eps)[1:]
@@ -38,7 +40,7 @@ def add_norm(
     x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(s = x + branch, and of s what `norm` gives)."""
-    if _by_kernels(x):
+    if by_kernels(x):
         from hyperbatch.kernels import add_norm
 
         return add_norm.forward(x.contiguous(), branch.contiguous(), weight, bias, eps)
@@ -46,22 +48,56 @@ def add_norm(
     return s, *_normalised(s, weight, bias, eps)
 
 
-@torch.library.custom_op("hyperbatch::add_norm_backward", mutates_args=())
+# Torch's caches of compiled code know operations by name: one that gives something else needs another.
+
+
+@torch.library.custom_op(
+    "hyperbatch::add_norm_backward",
+    mutates_args=(),
+    schema="(Tensor? ds, Tensor dn, Tensor s, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor)",
+)
 def add_norm_backward(
-    ds: Tensor, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+    ds: Tensor | None, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(gradient of s: what passes the norm by and what comes through it, [gradient of the scale, of the shift])."""
-    if _by_kernels(s):
+    if by_kernels(s):
         from hyperbatch.kernels import add_norm
 
-        return add_norm.backward(ds.contiguous(), dn.contiguous(), s.contiguous(), weight, mean, rstd)
+        passing = None if ds is None else ds.contiguous()
+        return add_norm.backward(passing, dn.contiguous(), s.contiguous(), weight, mean, rstd)[:2]
+    d, sums = _gradients(ds, dn, s, weight, mean, rstd)
+    return d.to(s.dtype), sums
+
+
+@torch.library.custom_op("hyperbatch::add_norm_bias_backward", mutates_args=())
+def add_norm_bias_backward(
+    ds: Tensor, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(..., as `add_norm_backward`, [column sums of ds, of the gradient of s]); the last in fp32 or wider."""
+    if by_kernels(s):
+        from hyperbatch.kernels import add_norm
+
+        d, sums, totals = add_norm.backward(
+            ds.contiguous(), dn.contiguous(), s.contiguous(), weight, mean, rstd, biases=True
+        )
+        assert totals is not None
+        return d, sums, totals
+    d, sums = _gradients(ds, dn, s, weight, mean, rstd)
+    return d.to(s.dtype), sums, torch.stack([each.to(d.dtype).flatten(0, -2).sum(0) for each in (ds, d)])
+
+
+def _gradients(
+    ds: Tensor | None, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """By torch's own operations; the gradient of s is not rounded yet."""
     wide = mean.dtype
     rows = [tensor.to(wide).reshape(-1, s.shape[-1]) for tensor in (dn, s)]
     g, v = rows[0], (rows[1] - mean[:, None]) * rstd[:, None]
     sums = torch.stack([(g * v).sum(0), g.sum(0)]).to(weight.dtype)
     g = g * weight.to(wide)
     d = rstd[:, None] * (g - g.mean(1, keepdim=True) - v * (g * v).mean(1, keepdim=True))
-    return (ds.to(wide) + d.view(s.shape)).to(s.dtype).contiguous(), sums
+    d = d.view(s.shape)
+    return (d if ds is None else ds.to(wide) + d).contiguous(), sums
 
 
 @norm.register_fake
@@ -75,8 +111,13 @@ def _(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tu
 
 
 @add_norm_backward.register_fake
-def _(ds: Tensor, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def _(ds: Tensor | None, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     return _like(s), weight.new_empty(2, s.shape[-1])
+
+
+@add_norm_bias_backward.register_fake
+def _(ds: Tensor, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(s), weight.new_empty(2, s.shape[-1]), mean.new_empty(2, s.shape[-1])
 
 
 def _like(x: Tensor) -> Tensor:
@@ -95,7 +136,8 @@ def _normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Te
     return n.to(x.dtype).contiguous(), mean.flatten(), rstd.flatten()
 
 
-def _by_kernels(x: Tensor) -> bool:
+def by_kernels(x: Tensor) -> bool:
+    """Whether these operations run our kernels on a tensor."""
     if not (has_triton() and (x.is_cuda or interpreted())):
         return False
     from hyperbatch.kernels import add_norm
@@ -120,19 +162,33 @@ class _Fork(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """x, branch -> s = x + branch, norm(s)."""
+    """x, branch -> s = x + branch, norm(s). Biases, where given, were added before, or will be: see `join`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        branch: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        branch_bias: Tensor | None,
+        next_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         s, n, mean, rstd = add_norm(x, branch, weight, bias, eps)
         ctx.save_for_backward(s, weight, mean, rstd)
+        ctx.dtypes = None if branch_bias is None or next_bias is None else (branch_bias.dtype, next_bias.dtype)
         return s, n
 
     @staticmethod
     def backward(ctx: Any, ds: Tensor, dn: Tensor) -> tuple[Tensor | None, ...]:
         s, weight, mean, rstd = ctx.saved_tensors
-        d, sums = add_norm_backward(ds, dn, s, weight, mean, rstd)
-        return d, d, sums[0], sums[1], None
+        if ctx.dtypes is None:
+            d, sums = add_norm_backward(ds, dn, s, weight, mean, rstd)
+            return d, d, sums[0], sums[1], None, None, None
+        d, sums, totals = add_norm_bias_backward(ds, dn, s, weight, mean, rstd)
+        of_branch, of_next = ctx.dtypes
+        return d, d, sums[0], sums[1], None, totals[1].to(of_branch), totals[0].to(of_next)
 
 
 def fork(x: Tensor, layer: nn.LayerNorm) -> tuple[Tensor, Tensor]:
@@ -140,18 +196,50 @@ def fork(x: Tensor, layer: nn.LayerNorm) -> tuple[Tensor, Tensor]:
     return _Fork.apply(x, layer.weight, layer.bias, layer.eps)  # pyright: ignore[reportReturnType]
 
 
-def join(x: Tensor, branch: Tensor, layer: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """(s = x + branch, norm(s))."""
-    return _Join.apply(x, branch, layer.weight, layer.bias, layer.eps)  # pyright: ignore[reportReturnType]
+def join(
+    x: Tensor,
+    branch: Tensor,
+    layer: nn.LayerNorm,
+    branch_bias: Tensor | None = None,
+    next_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(s = x + branch, norm(s)).
+
+    With biases, both of them get their gradients here, and nowhere else. branch_bias: was the last summand of the
+    branch. next_bias: is the last one of the branch that s is added to, which is all that s is for.
+    """
+    args = (x, branch, layer.weight, layer.bias, layer.eps, branch_bias, next_bias)
+    return _Join.apply(*args)  # pyright: ignore[reportReturnType]
+
+
+def _behind_fork(block: Any, x: Tensor, n: Tensor) -> Tensor:
+    """The rest of a block whose branches end with linear layers, and with nothing behind them."""
+    proj, fc2 = block.attn.proj, block.mlp.fc2
+    branch = with_constant_bias(proj, block.attn.mixed(n))
+    x, n = join(x, branch, block.norm2, proj.bias, fc2.bias)
+    return x + with_constant_bias(fc2, block.mlp.act(block.mlp.fc1(n)))
+
+
+def _is_idle(layer: Any) -> bool:
+    """Whether it gives what it gets, in training as well."""
+    if isinstance(layer, DropPath):
+        return layer.kept is None
+    return isinstance(layer, nn.Identity) or (isinstance(layer, nn.Dropout) and layer.p == 0)
 
 
 class QuickBlock(Block):
     joins_norms = True
+    sums_biases = False  # whether its branches are what `_behind_fork` knows; `quicken` says
 
     def forward(self, x: Tensor) -> Tensor:
         x, n = fork(x, self.norm1)
+        if self.leaves_biases():
+            return _behind_fork(self, x, n)
         x, n = join(x, self.drop_path(self.attn(n)), self.norm2)
         return x + self.drop_path(self.mlp(n))
+
+    def leaves_biases(self) -> bool:
+        return self.sums_biases and all(_is_idle(layer) for layer in (self.drop_path, self.attn.drop, self.mlp.drop))
 
 
 @functools.cache
@@ -162,23 +250,35 @@ def quick_timm_block(block: type[nn.Module]) -> type[nn.Module]:
         if args or named:
             return block.forward(self, x, *args, **named)
         x, n = fork(x, self.norm1)
+        if self.leaves_biases():
+            return _behind_fork(self, x, n)
         x, n = join(x, self.drop_path1(self.ls1(self.attn(n))), self.norm2)
         return x + self.drop_path2(self.ls2(self.mlp(n)))
 
-    return type(f"Quick{block.__name__}", (block,), {"forward": forward, "joins_norms": True, "__module__": __name__})
+    def leaves_biases(self: Any) -> bool:
+        if not self.sums_biases:
+            return False
+        attn, mlp = self.attn, self.mlp
+        behind = self.ls1, self.drop_path1, attn.proj_drop, self.ls2, self.drop_path2, mlp.drop2
+        return all(_is_idle(layer) for layer in (*behind, mlp.drop1, mlp.norm))
+
+    methods = {"forward": forward, "leaves_biases": leaves_biases, "joins_norms": True, "sums_biases": False}
+    return type(f"Quick{block.__name__}", (block,), {**methods, "__module__": __name__})
 
 
-def compile_norms(blocks: Iterable[nn.Module], dtype: torch.dtype) -> None:
+def compile_norms(blocks: Iterable[Any], dtype: torch.dtype) -> None:
     """Launches each variant of the kernels once, on a few rows; for inside of `kernels.compile.compiling`."""
     from hyperbatch.kernels import add_norm
 
+    blocks = list(blocks)
     variants = {(layer.weight.shape, layer.weight.dtype, layer.bias.dtype): layer for layer in _norms(blocks)}
     for layer in variants.values():
         x = torch.empty(FEW_ROWS, *layer.normalized_shape, dtype=dtype, device=layer.weight.device)
         if add_norm.takes(x):
             _, _, mean, rstd = add_norm.forward(x, x, layer.weight, layer.bias, layer.eps)
             add_norm.forward(x, None, layer.weight, layer.bias, layer.eps)
-            add_norm.backward(x, x, x, layer.weight, mean, rstd)
+            for biases in {False, *(block.leaves_biases() for block in blocks)}:
+                add_norm.backward(x, x, x, layer.weight, mean, rstd, biases=biases)
 
 
 def _norms(blocks: Iterable[Any]) -> Iterator[nn.LayerNorm]:

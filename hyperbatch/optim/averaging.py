@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hyperbatch.arena import Arena
 from hyperbatch.config import OptimConfig
+from hyperbatch.models.norm import persistent_buffers
 from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.params import HALF_DTYPES
 
@@ -56,7 +57,8 @@ class WeightAverage:
         self._arena, self._optimizer = arena, optimizer
         self._weights = arena.new_buffers()  # averages: fp32, or fp64 where the weights are
         wide = torch.float64 if arena.dtype == torch.float64 else torch.float32
-        self._buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+        kept = persistent_buffers(model)
+        self._buffers = {name: buffer for name, buffer in kept.items() if buffer.is_floating_point()}
         self._sizes = [buffer.numel() for buffer in self._buffers.values()]
         self._now = torch.zeros(sum(self._sizes), dtype=wide, device=arena.device)  # the model's buffers, side by side
         self._statistics = torch.zeros_like(self._now)  # their average

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hyperbatch.config import Config, FieldSpec, fields, section_titles
+from hyperbatch.durable import replace_text
 from hyperbatch.errors import InputError, nearest
 from hyperbatch.recipes import DEFAULT, adapted, find_recipe, stretched
 
@@ -155,7 +156,7 @@ def save_config(config: Config, path: str | Path, *, recipe: str | None = None) 
     recipe: the name by which the recipe is found, if that is not the config's label.
     """
     try:
-        Path(path).write_text(format_config(config, recipe=recipe))
+        replace_text(Path(path), format_config(config, recipe=recipe))
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}; choose another file") from None
 

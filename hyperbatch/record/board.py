@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -44,12 +45,11 @@ class Tensorboard:
         self._next_point = now + INTERVAL_S
         self._waiting.append((time.time(), step, {f"{prefix}/{name}": value for name, value in scalars.items()}))
         if not self._loader.is_alive():
-            self._drain()
-            if now >= self._flush_at and self._write:
-                self._file.flush()
+            self._drain(flush=now >= self._flush_at)
+            if now >= self._flush_at:
                 self._flush_at = now + 2
 
-    def _drain(self) -> None:
+    def _drain(self, *, flush: bool) -> None:
         try:
             if self._failed:
                 raise self._failed
@@ -58,6 +58,8 @@ class Tensorboard:
             for wall_time, step, scalars in self._waiting:
                 values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
                 self._put(wall_time=wall_time, step=step, summary=self._summary(value=values))
+            if flush:
+                self._file.flush()
         except Exception as error:  # a full disk or a foreign tensorboard: the other files still tell the story
             self._failed = error
             warning = f"tensorboard/ is missing or ends early: {error}"
@@ -80,6 +82,7 @@ class Tensorboard:
 
     def close(self) -> None:
         self._loader.join()
-        self._drain()
+        self._drain(flush=True)
         if self._write:
-            self._file.close()
+            with contextlib.suppress(OSError):  # of what could not be flushed
+                self._file.close()

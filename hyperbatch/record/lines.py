@@ -6,10 +6,11 @@ import contextlib
 import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hyperbatch.record.text import strict_json
+from hyperbatch.durable import replace_text
 
 
 def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -21,7 +22,7 @@ def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, An
     return [line for line in map(parse_metric_line, text.splitlines()) if line is not None]
 
 
-def parse_metric_line(text: str) -> dict[str, Any] | None:
+def parse_metric_line(text: str | bytes) -> dict[str, Any] | None:
     """One line of metrics.jsonl or layers.jsonl, or None when it is not whole."""
     try:
         line = json.loads(text)
@@ -30,29 +31,39 @@ def parse_metric_line(text: str) -> dict[str, Any] | None:
     return line if isinstance(line, dict) and isinstance(line.get("step"), int) and "event" in line else None
 
 
-def drop_lines(folder: Path, step: int) -> None:
-    """Of metrics.jsonl and layers.jsonl, those at or after the step."""
-    for name in ("metrics.jsonl", "layers.jsonl"):
-        kept = [line for line in read_metrics(folder, name) if line["step"] < step]
-        _replace(folder / name, "".join(strict_json(line) + "\n" for line in kept))
+def drop_lines(folder: Path, step: int) -> list[str]:
+    """Of metrics.jsonl and layers.jsonl, those at or after the step, and what is not whole. Returns what could not be
+    dropped, a line each.
+
+    They are the end of the file, unless somebody has edited it: cutting it off needs no room on a disk that is full.
+    """
+    failed = []
+    for path in (folder / "metrics.jsonl", folder / "layers.jsonl"):
+        try:
+            before = path.read_bytes() if path.exists() else b""
+            kept = b"".join(line for line in before.splitlines(keepends=True) if _is_before(line, step))
+            if not before.startswith(kept):
+                replace_text(path, kept.decode())
+            elif kept != before:
+                os.truncate(path, len(kept))
+        except OSError as error:
+            reason = error.strerror or error
+            failed.append(f"{path.name} keeps lines of steps from {step} on, which are done again: {reason}")
+    return failed
 
 
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+def _is_before(line: bytes, step: int) -> bool:
+    parsed = parse_metric_line(line) if line.endswith(b"\n") else None
+    return parsed is not None and parsed["step"] < step
 
 
 class Lines:
     """Lines that are appended to a file, one write each. One that cannot be written, for a full disk, say, is left out
     whole: it is not worth a run."""
 
-    def __init__(self, path: Path, *, go_on: bool) -> None:
-        """go_on: keep what is there."""
-        self.name, self.lost, self.reason = path.name, 0, ""
+    def __init__(self, path: Path, *, go_on: bool, warn: Callable[[str], None] = lambda line: None) -> None:
+        """go_on: keep what is there. warn: is told why, when the first line is left out."""
+        self.name, self.lost, self.reason, self._warn = path.name, 0, "", warn
         self._file = open(path, "ab" if go_on else "wb", buffering=0)  # noqa: SIM115
         self._end = self._file.seek(0, os.SEEK_END)
 
@@ -66,6 +77,8 @@ class Lines:
             self.lost, self.reason = self.lost + 1, error.strerror or str(error)
             with contextlib.suppress(OSError):
                 self._file.truncate(self._end)
+            if self.lost == 1:
+                self._warn(self.reason)
 
     def close(self) -> None:
         self._file.close()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from hyperbatch.durable import replace_text
 from hyperbatch.errors import InputError
 from hyperbatch.record.lines import read_metrics
 from hyperbatch.record.text import strict_json
@@ -88,10 +88,8 @@ class RunRecord:
         return [row for row in rows if event in (None, row["event"])]
 
     def save(self, folder: Path) -> None:
-        """Writes record.json in one atomic move, so a reader never sees half of it."""
-        partial = folder / "record.json.partial"
-        partial.write_text(strict_json(self.to_dict(), indent=1) + "\n")
-        os.replace(partial, folder / "record.json")
+        """Writes record.json in one atomic move, so a reader never sees half of it; an OSError leaves the old one."""
+        replace_text(folder / "record.json", strict_json(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> Self:

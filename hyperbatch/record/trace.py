@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
@@ -36,14 +37,15 @@ class TraceFile:
     """A trace that opens in Perfetto: spans on tracks, tracks in processes. Chrome's trace format.
 
     It grows at its end: each flush writes over the closing brackets, so the file is JSON all the time. The first
-    `limit` spans are kept; `dropped` counts the rest.
+    `limit` spans are kept; `dropped` counts the rest, and those that could not be written, for the `reason`.
     """
 
-    TAIL = b"\n]}\n"
+    HEAD, TAIL = b'{"displayTimeUnit":"ms","traceEvents":[\n', b"\n]}\n"
 
     def __init__(self, path: Path, *, go_on: bool = False, limit: int = MAX_SPANS) -> None:
         """go_on: keep what an earlier attempt wrote there. Call `process` before the first span."""
-        self.limit, self.dropped = limit, 0
+        self.limit, self.dropped, self.reason = limit, 0, ""
+        self._names: list[bytes] = []  # of processes and tracks: they wait until they can be written
         self._pending: list[bytes] = []
         self._spans = self._process = 0
         old = path.read_bytes() if go_on and path.exists() else b""
@@ -51,17 +53,18 @@ class TraceFile:
             self._spans = old.count(b'"ph":"X"')
             self._process = old.count(b'"process_name"')
             self._file = open(path, "r+b", buffering=0)  # noqa: SIM115
-            self._end = len(old) - len(self.TAIL)
+            self._end, self._before = len(old) - len(self.TAIL), b",\n"
         else:
             self._file = open(path, "wb", buffering=0)  # noqa: SIM115
-            self._end = self._file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+            self._end, self._before = 0, self.HEAD
 
     def process(self, name: str) -> None:
         """The spans that follow are drawn in a process of their own, below the ones before."""
         self.flush()
         self._tracks: dict[str, int] = {}
         self._process += 1
-        self._put((b",\n" if self._process > 1 else b"") + self._meta("process_name", name))
+        self._names.append(self._meta("process_name", name))
+        self.flush()
 
     def span(self, span: Span) -> None:
         if self._spans >= self.limit:
@@ -71,7 +74,7 @@ class TraceFile:
         name, start_s, duration_s, track, args = span
         if track not in self._tracks:
             self._tracks[track] = len(self._tracks)
-            self._pending.append(self._meta("thread_name", track, self._tracks[track]))
+            self._names.append(self._meta("thread_name", track, self._tracks[track]))
         event = {
             "name": name,
             "ph": "X",
@@ -85,17 +88,19 @@ class TraceFile:
             self.flush()
 
     def flush(self) -> None:
-        if self._pending:
+        if self._names or self._pending:
             try:
-                self._put(b"".join(b",\n" + event for event in self._pending))
-            except OSError:  # a full disk is not worth a run
-                self.dropped += len(self._pending)
+                self._put(b",\n".join([*self._names, *self._pending]))
+                self._names.clear()
+            except OSError as error:  # a full disk is not worth a run
+                self.dropped, self.reason = self.dropped + len(self._pending), error.strerror or str(error)
             self._pending.clear()
         self._flush_at = time.monotonic() + 1
 
     def close(self) -> None:
+        self.flush()
         if self.dropped:
-            self._pending.append(self._meta("process_labels", f"{self.dropped} later spans left out"))
+            self._names.append(self._meta("process_labels", f"{self.dropped} later spans left out"))
         self.flush()
         self._file.close()
 
@@ -104,10 +109,18 @@ class TraceFile:
         return strict_json({"name": kind, "ph": "M", "pid": self._process, "tid": thread, "args": args}).encode()
 
     def _put(self, events: bytes) -> None:
-        self._file.seek(self._end)
-        if self._file.write(events + self.TAIL) != len(events) + len(self.TAIL):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._end += len(events)
+        new = self._before + events
+        try:
+            self._file.seek(self._end)
+            if self._file.write(new + self.TAIL) != len(new) + len(self.TAIL):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with contextlib.suppress(OSError):  # what was there needs no more room than it had
+                self._file.seek(self._end)
+                self._file.write(self.TAIL if self._end else b"")
+                self._file.truncate()
+            raise
+        self._end, self._before = self._end + len(new), b",\n"
 
 
 def group_spans(groups: Sequence[GroupTiming], start_s: float = 0.0) -> list[Span]:
@@ -135,5 +148,7 @@ def write_trace(path: str | Path, steps: Mapping[str, StepTiming]) -> None:
             for span in group_spans(timing.groups):
                 trace.span(span)
         trace.close()
+        if trace.reason:
+            raise InputError(f"{path}: cannot be written ({trace.reason})")
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from None

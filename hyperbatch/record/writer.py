@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,16 +26,22 @@ class RunWriter:
     """
 
     def __init__(
-        self, folder: Path, *, resume_from_step: int | None = None, tensorboard: bool = True, world_size: int = 1
+        self,
+        folder: Path,
+        *,
+        resume_from_step: int | None = None,
+        tensorboard: bool = True,
+        world_size: int = 1,
+        warn: Callable[[str], None] = lambda line: None,
     ) -> None:
         """resume_from_step: drop metric lines of steps at or after it, which the resumed run will write again.
-        world_size: ranks that share the room in trace.json.
+        world_size: ranks that share the room in trace.json. warn: is told at once when a file cannot be written.
 
         It is in the numbers that `step` and `eval` are given: a run that counts its steps from 1 and goes on after N
         of them passes N + 1.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
+        self.folder, self._warn, self._told = folder, warn, False
         self.warnings: list[str] = []
         fresh = resume_from_step is None
         if fresh:
@@ -43,10 +49,10 @@ class RunWriter:
             for old in [folder / "record.json", folder / "report.html", *(folder / "tensorboard").glob("events.out.*")]:
                 old.unlink(missing_ok=True)
         else:
-            drop_lines(folder, resume_from_step)
-        self._metrics = Lines(folder / "metrics.jsonl", go_on=not fresh)
-        self._layers = Lines(folder / "layers.jsonl", go_on=not fresh)
-        self._mllog = Lines(folder / "mllog.txt", go_on=not fresh)
+            self._drop(resume_from_step)
+        self._metrics, self._layers, self._mllog = (
+            self._lines(name, go_on=not fresh) for name in ("metrics.jsonl", "layers.jsonl", "mllog.txt")
+        )
         self._trace = TraceFile(folder / "trace.json", go_on=not fresh, limit=spans_per_rank(world_size))
         self._trace.process("rank 0" if fresh else f"rank 0, resumed at step {resume_from_step}")
         wanted = tensorboard and importlib.util.find_spec("tensorboard") is not None  # an extra of the package
@@ -54,15 +60,33 @@ class RunWriter:
 
     def go_back(self, step: int) -> None:
         """Drops metric lines of steps at or after this one, which the run will write again."""
-        self._metrics.close()
-        self._layers.close()
-        drop_lines(self.folder, step)
-        self._metrics = Lines(self.folder / "metrics.jsonl", go_on=True)
-        self._layers = Lines(self.folder / "layers.jsonl", go_on=True)
+        self._end(self._metrics, self._layers)
+        self._drop(step)
+        self._metrics, self._layers = (self._lines(name, go_on=True) for name in ("metrics.jsonl", "layers.jsonl"))
         self._trace.process(f"rank 0, back at step {step}")
         if self._board:
             self._board.close()
             self._board = Tensorboard(self.folder / "tensorboard", step, self.warnings)
+
+    def _lines(self, name: str, *, go_on: bool) -> Lines:
+        return Lines(self.folder / name, go_on=go_on, warn=self._tell_once)
+
+    def _end(self, *files: Lines) -> None:
+        for lines in files:
+            lines.close()
+            if lines.lost:
+                self.warnings.append(f"{lines.lost} lines could not be written to {lines.name}: {lines.reason}")
+
+    def _tell_once(self, reason: str) -> None:
+        """A disk that is full is full for all files."""
+        if not self._told:
+            self._told = True
+            self._warn(f"{self.folder} cannot be written: {reason}; the run goes on without these lines of its metrics")
+
+    def _drop(self, step: int) -> None:
+        for line in drop_lines(self.folder, step):
+            self.warnings.append(line)
+            self._warn(line)
 
     def step(
         self,
@@ -128,10 +152,7 @@ class RunWriter:
         if self._metrics.closed:
             return
         self._trace.close()
-        for lines in (self._metrics, self._layers, self._mllog):
-            lines.close()
-            if lines.lost:
-                self.warnings.append(f"{lines.lost} lines could not be written to {lines.name}: {lines.reason}")
+        self._end(self._metrics, self._layers, self._mllog)
         if self._trace.dropped:
             kept, dropped = self._trace.limit, self._trace.dropped
             self.warnings.append(f"trace.json keeps the first {kept:,} spans that fit; {dropped:,} were left out")

@@ -17,14 +17,14 @@ from harness import run_ranks
 from test_training import metrics, ranks_here, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from toy import config, same_bits
+from toy import Masked, config, same_bits
 
 from hyperbatch import checkpoint, durable
 from hyperbatch.engine import loop, saver
 from hyperbatch.engine.loop import run
 from hyperbatch.engine.saver import Deadline
 from hyperbatch.errors import InputError
-from hyperbatch.export import export_dcp
+from hyperbatch.export import export_dcp, load_trained
 from hyperbatch.record import RunRecord
 
 
@@ -317,6 +317,18 @@ def test_the_best_of_a_run_is_kept_through_a_resume(tmp_path, monkeypatch):
 
 
 # For others
+
+
+@pytest.mark.parametrize("averaging", ["none", "ema"])
+def test_a_checkpoint_holds_what_the_models_state_dict_does(tmp_path, averaging):
+    values = {"model": "toy:Masked", "averaging": averaging, "keep_checkpoints": 1}
+    _, whole = train(1, tmp_path / "whole", max_steps=6, **values)
+    train(1, tmp_path / "parts", max_steps=3, **values)
+    _, resumed = train(1, tmp_path / "parts", max_steps=6, resume=True, **values)
+    assert same_bits(whole, resumed)
+    weights = checkpoint.load(tmp_path / "parts").weights()
+    assert weights.keys() == Masked(4, 1).state_dict().keys()
+    load_trained(tmp_path / "parts").build(trust_code=True)
 
 
 def read_by_dcp(rank, folder, shapes):

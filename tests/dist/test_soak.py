@@ -12,11 +12,12 @@ from toy import same_bits
 
 from benchmarks import soak, soak_runs
 from benchmarks.soak import plans, summary, table
-from benchmarks.soak_runs import train
+from benchmarks.soak_runs import small_disk, train
 
 OPTIONS = {"nproc": 2, "by_rank": False, "arguments": ["--device", "cpu", "--epochs", "3", "--decay-epochs", "3"]}
 FAULTS = [
     Fault("kill in set-up", 1, 0, 0.3),
+    Fault("full disk", 0, 14, 0.0),  # until step 29: ranks are started again meanwhile
     Fault("kill", 1, 15, 0.6),
     Fault("flipped checkpoint", 0, 34, 0.4),
     Fault("preempt", 0, 42, 0.1),
@@ -24,9 +25,11 @@ FAULTS = [
 
 
 def test_a_run_that_is_hit_again_and_again_ends_as_if_nothing_had_happened(tmp_path):
+    with small_disk(tmp_path / "probe") as can_fill:
+        faults = [fault for fault in FAULTS if can_fill or fault.kind != "full disk"]
     _, wanted = train(tmp_path / "plain", [], **OPTIONS)
-    run, found = train(tmp_path / "hit", FAULTS, **OPTIONS)
-    assert run["made"] == len(FAULTS)
+    run, found = train(tmp_path / "hit", faults, **OPTIONS)
+    assert run["made"] == len(faults)
     assert same_bits(found, wanted)
     assert run["left_processes"] == 0
     assert run["left_files"] == []

@@ -88,6 +88,20 @@ def normed(classes, in_channels):
     )
 
 
+class Masked(nn.Module):
+    """A part of its input counts for nothing, by a buffer that is in no state dict."""
+
+    def __init__(self, classes, in_channels):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(in_channels)
+        self.head = nn.Linear(64 * in_channels, classes)
+        mask = torch.where(torch.arange(64 * in_channels) < 8, -torch.inf, 0.0)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, x):
+        return self.head(torch.sigmoid(self.norm(x).flatten(1) + self.mask))
+
+
 class Dropping(nn.Module):
     """Dropout and stochastic depth at rates that a config sets; it keeps what was dropped in training."""
 

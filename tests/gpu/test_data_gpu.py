@@ -6,6 +6,7 @@ import dataclasses
 import io
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from PIL import Image
 from hyperbatch.config import BatchPhase, DataConfig
 from hyperbatch.data import augment, stream, trivial
 from hyperbatch.data.buffers import copy_to_device
+from hyperbatch.data.cache import cache_of
 from hyperbatch.data.decode import decode_full, decode_view, gpu_frame
 from hyperbatch.data.decoders import brightness_difference, measured_decoder
 from hyperbatch.data.gpu import hardware, maker, nvjpeg
@@ -305,6 +307,16 @@ def test_kept_images_give_the_same_batches(source, place):
     expected, _, _ = batches(source, CONFIG)
     kept, _, _ = batches(source, dataclasses.replace(CONFIG, cache=place))
     assert torch.equal(kept, expected)
+
+
+@pytest.mark.parametrize("decoder", ["nvjpeg", "pillow"])
+def test_loaders_that_share_kept_images_show_none_before_it_has_arrived(decoder):
+    shared, config = Files(), dataclasses.replace(CONFIG, cache="gpu", decoder=decoder)
+    expected, _, _ = batches(shared, dataclasses.replace(config, cache="none"))
+    cache_of(shared, config, CUDA, 1)  # empty, and there before both ask for it
+    with ThreadPoolExecutor(2) as threads:
+        made = list(threads.map(lambda busy: batches(shared, config, busy=busy)[0], (True, False)))
+    assert all(torch.equal(images, expected) for images in made)
 
 
 def test_bad_files_are_replaced_as_on_the_cpu():

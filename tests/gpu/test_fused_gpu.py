@@ -556,6 +556,7 @@ def smoothed_losses(out: Path, seed: int, fused: str) -> list[float]:
             target_top1=None,
             seed=seed,
             fused=fused,
+            precision="fp16",
             device="cuda",
             out=str(out),
         )

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import signal
+from types import SimpleNamespace
 
+import pytest
+
+from hyperbatch.engine.agent import _explain
 from hyperbatch.engine.culprit import Exit, first_cause
+from hyperbatch.errors import InputError, Preempted, RunFailed
 
 TERM, KILL = -signal.SIGTERM, -signal.SIGKILL
 
 
 def words(message, time, **more):
-    return {"kind": "RunFailed", "message": message, "time": time, **more}
+    return {"kind": "RunFailed", "message": message, "time": time} | more
 
 
 def lost(rank, time=2.0):
@@ -57,3 +63,11 @@ def test_a_rank_that_hangs_after_another_failed_is_mentioned():
 
 def test_a_broken_exchange_is_told_where_nobody_knows_more():
     assert cause({0: 1, 1: 1}, {0: lost(0, 2.0), 1: lost(1, 1.0)})["message"].startswith("rank 1: RuntimeError")
+
+
+@pytest.mark.parametrize("kind", [InputError, RunFailed, Preempted])
+def test_the_command_ends_as_the_rank_says(tmp_path, kind):
+    """A rank that made room exits with 1 when it could not leave a record, and the command with 75 all the same."""
+    (tmp_path / "rank-0.json").write_text(json.dumps(words("it ends", 1.0, kind=kind.__name__)))
+    failed = SimpleNamespace(failures={0: SimpleNamespace(pid=100, exitcode=1)})
+    assert type(_explain(failed, tmp_path, str)) is kind

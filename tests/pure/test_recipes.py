@@ -93,6 +93,11 @@ def test_recipe_is_complete(name):
     assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
+@pytest.mark.parametrize("name", ["digits", "cifar10_resnet", "vit_cifar10", "imagenette", "tinyimagenet", "finetune"])
+def test_small_recipes_train_in_fp32_on_a_cpu(name):
+    assert find_recipe(name).config().with_precision("fp32").optim.precision == "fp32"
+
+
 @pytest.mark.parametrize("name", PUBLISHED + EVERYDAY)
 def test_rate_starts_low_peaks_after_the_warm_up_and_ends_low(name):
     config = find_recipe(name).config()

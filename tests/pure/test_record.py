@@ -82,6 +82,34 @@ def test_resume_drops_the_steps_it_will_write_again_and_a_torn_line(tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_lines_that_are_dropped_are_cut_off_in_place(tmp_path):
+    """A full disk has no room for a second file."""
+    with RunWriter(tmp_path, tensorboard=False) as writer:
+        for step in range(6):
+            write_step(writer, step)
+    before = (tmp_path / "metrics.jsonl").stat().st_ino
+    (tmp_path / "metrics.jsonl.partial").symlink_to("/dev/full")
+    with RunWriter(tmp_path, resume_from_step=4, tensorboard=False) as writer:
+        write_step(writer, 4)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
+    assert (tmp_path / "metrics.jsonl").stat().st_ino == before
+    assert writer.warnings == []
+
+
+def test_lines_that_cannot_be_dropped_stay_with_a_warning(tmp_path):
+    with RunWriter(tmp_path, tensorboard=False) as writer:
+        for step in (0, 5, 1):  # as nobody but a text editor leaves them
+            write_step(writer, step)
+    told = []
+    (tmp_path / "metrics.jsonl.partial").symlink_to("/dev/full")
+    with RunWriter(tmp_path, resume_from_step=4, tensorboard=False, warn=told.append) as writer:
+        write_step(writer, 4)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [0, 5, 1, 4]
+    line = "metrics.jsonl keeps lines of steps from 4 on, which are done again: No space left on device"
+    assert told == writer.warnings == [line]
+    assert not list(tmp_path.glob("*.partial"))
+
+
 def test_resume_in_a_folder_without_metrics(tmp_path):
     with RunWriter(tmp_path / "new", resume_from_step=3) as writer:
         write_step(writer, 3)

@@ -19,7 +19,7 @@ import torch
 from fused_reference import CLASSES, residual
 
 from hyperbatch.kernels import compile as kernels
-from hyperbatch.kernels.compile import compiling, is_compiling, without_launches
+from hyperbatch.kernels.compile import asking, compiling, is_compiling, without_launches
 
 KIND = os.environ.get("HYPERBATCH_TEST_KERNELS")
 played = pytest.mark.skipif(KIND != "played", reason="runs in the process with a GPU that is played")
@@ -164,6 +164,20 @@ def test_threads_have_no_influence_on_what_is_compiled(gpu, monkeypatch, tmp_pat
 
 
 @played
+def test_a_measurement_waits_until_most_cores_are_idle(gpu):
+    x, counts = torch.zeros(64), [(0, 0)]
+    with compiling(count=lambda *numbers: counts.append(numbers)) as wait_for_cores:
+        wait_for_cores()  # for nothing
+        for size in (8, 16, 32, 64):
+            double[(1,)](x, x, 5, BLOCK=size)
+        wait_for_cores()
+        done, known = counts[-1]
+        assert known == 4
+        assert done >= 3, "one of four cores may be busy"
+    assert counts[-1] == (4, 4)
+
+
+@played
 def test_other_threads_compile_too(gpu, compiled):
     """Backward runs in threads of autograd's."""
     x = torch.zeros(64)
@@ -231,9 +245,17 @@ def test_a_fused_network_finds_all_its_kernels(gpu, compiled, monkeypatch):
         model.zero_grad()
         torch.nn.functional.cross_entropy(model(images), torch.arange(2) % CLASSES).backward()
 
-    with compiling():
+    known = []
+    with compiling(count=lambda done, count: known.append(count)):
+        with asking(), monkeypatch.context() as patched:
+            patched.setattr(torch.ops.aten, "convolution", None)  # not even asked
+            patched.setattr(torch.ops.aten, "convolution_backward", None)
+            step()
+        asked = max(known)
         step()
+    assert max(known) == asked, "a step whose convolutions are computed needs no other kernels"
     names = [name for name, _ in compiled]
+    assert len(names) == asked
     of_norms = {"_statistics_kernel", "_one_pass_kernel", "_one_pass_join_backward_kernel"}
     assert of_norms | {"_pool_kernel", "_pool_apply_kernel"} <= set(names)
     assert not gpu.launched

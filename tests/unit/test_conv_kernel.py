@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hyperbatch.kernels import conv as convolution
+from hyperbatch.kernels.compile import asking
 
 # [kernel, stride, padding]
 PRODUCT = (1, 1, 0)
@@ -48,6 +49,26 @@ def test_agrees_with_autograd(window, weights):
     assert z.is_contiguous(memory_format=torch.channels_last)
     for a, b in zip(got, autograd(conv, x, dz), strict=True):
         torch.testing.assert_close(a, b, rtol=ROUND_OFF, atol=ROUND_OFF)
+
+
+@pytest.mark.parametrize(("window", "padding"), [*((window, 0) for window in (PRODUCT, *OTHERS)), ((7, 2, 3), 2)])
+def test_results_have_their_places_where_only_kernels_are_asked_for(window, padding):
+    conv, x, dz = make(*window)
+    x = F.pad(x, (0, 0, 0, 0, 0, padding)).to(memory_format=torch.channels_last)
+
+    def results():
+        yield convolution.convolve(x, conv)
+        yield convolution.input_gradient(dz, x, conv, conv.weight)
+        yield convolution.weight_gradient(dz, x, conv, None)
+
+    with torch.no_grad():
+        expected = list(results())
+        with asking():
+            got = list(results())
+    for a, b in zip(got, expected, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    assert [a.stride() for a in got[:2]] == [b.stride() for b in expected[:2]]
+    assert not convolution.is_asking()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -315,6 +315,19 @@ def test_kept_images_give_the_same_batches_and_are_not_read_again(place):
 
 
 @inside
+@pytest.mark.parametrize("decoder", ["nvjpeg", "pillow"])
+def test_other_loaders_find_kept_images_only_once_their_batch_is_cut(decoder, monkeypatch):
+    source, cache, found = Files(), DeviceCache(6, 1 << 20), []
+    maker = device_maker(source, decoder=decoder, cache=cache)
+    render = maker._render
+    monkeypatch.setattr(maker, "_render", lambda draft: found.append(len(cache)) or render(draft))
+    plans = [planned(source, CONFIG, n=3, epoch=epoch) for epoch in range(2)]
+    made(maker, *plans)
+    assert found == [0, 3]  # while a batch is queued, what it has brought may still be on its way
+    assert len(cache) == len({*plans[0].ids, *plans[1].ids})
+
+
+@inside
 @pytest.mark.parametrize("form", ["folder", "set.tar", "shards", "decoded"])
 def test_reading_processes_give_the_batches_of_threads(form, tmp_path):
     for split in ("train", "val"):

@@ -301,19 +301,19 @@ def test_verify_names_members_that_do_not_belong(packed, tmp_path, kind):
 # --- recompression
 
 
-def test_images_with_a_longer_side_are_shrunk(tree, tmp_path):
-    assert pack(tree, tmp_path / "dst", max_side=25).unreadable == 0
+def test_images_are_shrunk_to_the_shorter_side(tree, tmp_path):
+    assert pack(tree, tmp_path / "dst", short_side=18).unreadable == 0
     assert verify(tmp_path / "dst").ok
     for before, after in zip(opened(tree), opened(tmp_path / "dst"), strict=True):
         assert len(after) == len(before)
         assert sorted(after.labels.tolist()) == sorted(before.labels.tolist())
-        assert max(after.index["width"].max(), after.index["height"].max()) == 25
-    # 30 x 20 becomes 25 x 17: the picture, not a part of it.
-    assert (25, 17) in zip(after.index["width"].tolist(), after.index["height"].tolist())
+        assert set(np.minimum(after.index["width"], after.index["height"]).tolist()) == {18}
+    # 30 x 20 becomes 27 x 18: the picture, not a part of it.
+    assert (27, 18) in zip(after.index["width"].tolist(), after.index["height"].tolist())
 
 
 def test_small_images_keep_their_bytes_when_others_are_shrunk(tree, tmp_path):
-    pack(tree, tmp_path / "dst", max_side=35)
+    pack(tree, tmp_path / "dst", short_side=25)
     before, after = (set(contents(opened(folder)[0])) for folder in (tree, tmp_path / "dst"))
     assert 0 < len(before & after) < len(before)
 
@@ -346,18 +346,31 @@ def test_plain_pixels_are_those_of_the_files(tree, tmp_path):
 def test_damaged_images_are_kept_as_they_are(tree, tmp_path):
     path = next((tree / "train" / "a").iterdir())
     path.write_bytes(path.read_bytes()[:300])
-    pack(tree, tmp_path / "dst", max_side=10)
+    pack(tree, tmp_path / "dst", short_side=10)
     source = opened(tmp_path / "dst")[0]
     assert path.read_bytes() in [source.read(i) for i in range(len(source))]
 
 
+@pytest.mark.parametrize(("max_side", "goes_on"), [("None", True), ("25", False)])
+def test_a_pack_of_a_version_that_measured_the_longer_side_goes_on_without_it(tree, tmp_path, max_side, goes_on):
+    pack(tree, tmp_path / "dst", split="train", short_side=None if goes_on else 25)
+    plan = tmp_path / "dst" / "pack.json"
+    plan.write_text(plan.read_text().replace(f"short_side={max_side}", f"max_side={max_side}"))
+    assert "max_side" in plan.read_text()
+    if goes_on:
+        assert pack(tree, tmp_path / "dst").unreadable == 0
+        return
+    with pytest.raises(InputError, match="other options for its images"):
+        pack(tree, tmp_path / "dst", short_side=25)
+
+
 def test_options_of_recompression_belong_to_the_set(tree, tmp_path):
-    pack(tree, tmp_path / "dst", max_side=25)
+    pack(tree, tmp_path / "dst", short_side=25)
     with pytest.raises(InputError, match="give an empty folder"):
-        pack(tree, tmp_path / "dst", max_side=20)
+        pack(tree, tmp_path / "dst", short_side=20)
     with pytest.raises(InputError, match="another shard size, or other options"):
-        pack(tree, tmp_path / "dst", shard_bytes=8000, max_side=25)
-    for options in ({"max_side": 0}, {"quality": 101}, {"quality": 50, "decoded": True}):
+        pack(tree, tmp_path / "dst", shard_bytes=8000, short_side=25)
+    for options in ({"short_side": 0}, {"quality": 101}, {"quality": 50, "decoded": True}):
         with pytest.raises(InputError, match="--"):
             pack(tree, tmp_path / "other", **options)
 

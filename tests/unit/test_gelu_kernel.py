@@ -16,7 +16,7 @@ from hopper import compile_launches, spilled_bytes
 from torch.nn import functional as F
 
 from hyperbatch.arena import Arena
-from hyperbatch.models import create_model, residual
+from hyperbatch.models import create_model, heads, residual
 from hyperbatch.models import gelu as model_gelu
 from hyperbatch.models.gelu import gelu
 from hyperbatch.models.quick import compile_quick, quicken
@@ -147,7 +147,7 @@ def test_strided_gradients_and_what_is_left_to_torch():
 def test_every_variant_that_a_model_launches_is_compiled_ahead(monkeypatch):
     """What is launched ahead on a few rows, and then by a step, has the same types, constants and options."""
     pytest.importorskip("triton")
-    from hyperbatch.kernels import add_norm
+    from hyperbatch.kernels import add_norm, stack
     from hyperbatch.kernels import gelu as kernels
 
     launched = set()
@@ -163,10 +163,10 @@ def test_every_variant_that_a_model_launches_is_compiled_ahead(monkeypatch):
             types = tuple(arg.dtype if isinstance(arg, torch.Tensor) else type(arg) for arg in args)
             launched.add((self.name, types, tuple(sorted(options.items()))))
 
-    for module in (kernels, add_norm):
+    for module in (kernels, add_norm, stack):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Noted(name))
-    for module in (model_gelu, residual):
+    for module in (model_gelu, residual, heads):
         monkeypatch.setattr(module, "_by_kernels", lambda x: True)
     model = create_model("vit_cifar", classes=10)
     model.blocks = model.blocks[:2]
@@ -176,6 +176,7 @@ def test_every_variant_that_a_model_launches_is_compiled_ahead(monkeypatch):
     quicken(model)
     compile_quick(model, arena.dtype)
     ahead, launched = launched, set()
-    assert len(ahead) == 6
+    # GELU and its gradient; norms with a sum and without; their gradients with biases and without; heads; sums of these
+    assert len(ahead) == 8
     model(images.half()).sum().backward()
     assert launched == ahead

@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from hyperbatch.engine import compiled
-from hyperbatch.models import create_model, quick, residual
+from hyperbatch.models import create_model, heads, lone_norm, quick, residual, vit
 from hyperbatch.models.gelu import LinearGelu, gelu
-from hyperbatch.models.layers import Conv2d, Linear, adopt
+from hyperbatch.models.layers import Conv2d, DropPath, Linear, adopt
+from hyperbatch.models.lone_norm import norm_rows, quick_norm
 from hyperbatch.models.quick import PatchConv2d, patch_rows, quicken
 from hyperbatch.models.regions import find_regions
 
@@ -118,7 +119,6 @@ class Own(nn.Conv2d):
 @pytest.mark.parametrize(
     "layer",
     [
-        nn.Conv2d(4, 4, 1),
         nn.Conv2d(4, 4, 3, 2),
         nn.Conv2d(4, 4, 2, 2, padding=1),
         nn.Conv2d(4, 4, 2, 2, dilation=2),
@@ -126,7 +126,7 @@ class Own(nn.Conv2d):
         Own(4, 4, 2, 2),
         nn.ConvTranspose2d(4, 4, 2, 2),
     ],
-    ids=["1x1", "overlapping", "padded", "dilated", "grouped", "another class", "transposed"],
+    ids=["overlapping", "padded", "dilated", "grouped", "another class", "transposed"],
 )
 def test_other_layers_stay_as_they_are(layer):
     before = type(layer)
@@ -164,16 +164,45 @@ class TimmNorm(nn.LayerNorm):
     """timm's."""
 
 
+class Norm2d(nn.LayerNorm):
+    """timm's."""
+
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
 class Attention(nn.Module):
-    """What matters here of an attention: values of other tokens, and a mask."""
+    """timm's."""
+
+    def __init__(self, width, rate=0.0, heads=2):
+        super().__init__()
+        self.num_heads, self.head_dim, self.fused_attn = heads, width // heads, True
+        self.qkv = nn.Linear(width, 3 * width)
+        self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
+        self.attn_drop = nn.Dropout(0.0)
+        self.norm = nn.Identity()
+        self.proj = nn.Linear(width, width)
+        self.proj_drop = nn.Dropout(rate)
+
+    def forward(self, x, attn_mask=None, is_causal=False):
+        samples, tokens, width = x.shape
+        qkv = self.qkv(x).reshape(samples, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        q, k = self.q_norm(q), self.k_norm(k)
+        dropped = self.attn_drop.p if self.training else 0.0
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropped, is_causal=is_causal)
+        return self.proj_drop(self.proj(self.norm(x.transpose(1, 2).reshape(samples, tokens, width))))
+
+
+class LayerScale(nn.Module):
+    """timm's."""
 
     def __init__(self, width):
         super().__init__()
-        self.proj = nn.Linear(width, width)
+        self.gamma = nn.Parameter(torch.full((width,), 0.5))
 
-    def forward(self, x, attn_mask=None):
-        mixed = x + x.mean(1, keepdim=True)
-        return self.proj(mixed if attn_mask is None else mixed * attn_mask)
+    def forward(self, x):
+        return x * self.gamma
 
 
 class Block(nn.Module):
@@ -186,14 +215,15 @@ class Block(nn.Module):
         self.norm2, self.mlp = norm(width, eps=1e-6), Mlp(width, 4 * width)
         self.ls2, self.drop_path2 = nn.Identity(), nn.Dropout(rate)
 
-    def forward(self, x, attn_mask=None):
-        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask)))
+    def forward(self, x, attn_mask=None, is_causal=False):
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
 Mlp.__module__, GELU.__module__ = "timm.layers.mlp", "timm.layers.activations"
 TimmNorm.__module__, TimmNorm.__qualname__ = "timm.layers.norm", "LayerNorm"
-Block.__module__ = "timm.models.vision_transformer"
+Norm2d.__module__, Norm2d.__qualname__ = "timm.layers.norm", "LayerNorm2d"
+Attention.__module__, Block.__module__ = "timm.layers.attention", "timm.models.vision_transformer"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -226,10 +256,15 @@ def test_operations_are_what_torch_asks_of_one():
     torch.library.opcheck(residual.norm, (plain, *numbers), test_utils=tests)
     torch.library.opcheck(residual.add_norm, (plain, plain, *numbers), test_utils=tests)
     rows = torch.ones(6, dtype=torch.float64)
-    torch.library.opcheck(residual.add_norm_backward, (plain, plain, plain, numbers[0], rows, rows), test_utils=tests)
+    args = (plain, plain, plain, numbers[0], rows, rows)
+    for passing in (plain, None):
+        torch.library.opcheck(residual.add_norm_backward, (passing, *args[1:]), test_utils=tests)
+    torch.library.opcheck(residual.add_norm_bias_backward, args, test_utils=tests)
+    torch.library.opcheck(heads.stack_heads, (plain[None], plain[None] + 1, plain[None] + 2), test_utils=tests)
     both = torch.randn_like(plain).requires_grad_()
     torch.autograd.gradcheck(lambda x, y, *_: residual.join(x, y, layer), (z, both, *layer.parameters()))
     torch.autograd.gradcheck(lambda x, *_: residual.fork(x, layer), (z, *layer.parameters()))
+    torch.autograd.gradcheck(lambda x, *_: norm_rows(x, layer), (z, *layer.parameters()))
 
 
 def hooked(mlp):
@@ -284,21 +319,179 @@ def test_blocks_of_timm_compute_what_they_did(dtype, norm):
     check_same(block, x, rtol=wide, atol=wide)
     assert type(block).__name__ == "QuickBlock"
     assert list(block.state_dict()) == list(plain.state_dict())
-    mask = torch.rand(2, 5, 1, dtype=dtype)
-    torch.testing.assert_close(block(x, attn_mask=mask), plain(x, attn_mask=mask), rtol=wide, atol=wide)
+    assert type(block.attn).__name__ == "QuickAttention"
+    assert block.leaves_biases()
+    for named in ({"attn_mask": torch.rand(2, 2, 5, 5, dtype=dtype)}, {"is_causal": True}):
+        for each in (block, plain):
+            each.zero_grad()
+            each(x, **named).square().sum().backward()
+        for (name, ours), (_, theirs) in zip(block.named_parameters(), plain.named_parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=20 * wide, atol=20 * wide, msg=name)
     assert type(copy.deepcopy(block)) is type(block) is type(quicken(Block(16)))
 
 
-def test_what_is_dropped_in_a_block_is_dropped():
+def dropped_paths(block):
+    block.drop_path1, block.drop_path2 = nn.Dropout(0.5), nn.Dropout(0.5)
+
+
+def dropped_samples(block):
+    block.drop_path2 = DropPath(0.5)
+
+
+def dropped_projection(block):
+    block.attn.proj_drop.p = 0.5
+
+
+def dropped_weights(block):
+    block.attn.attn_drop.p = 0.5
+
+
+def dropped_inside(block):
+    block.mlp.drop1.p = 0.5
+
+
+def dropped_mlp(block):
+    block.mlp.drop2.p = 0.5
+
+
+def scaled(block):
+    block.ls1 = LayerScale(16)
+
+
+def scaled_mlp(block):
+    block.ls2 = LayerScale(16)
+
+
+def normed_mlp(block):
+    block.mlp.norm = nn.LayerNorm(64)
+
+
+def no_bias(block):
+    block.attn.proj = nn.Linear(16, 16, bias=False)
+
+
+def unknown_mlp(block):
+    block.mlp = SubMlp(16, 64)
+
+
+def watched_mlp(block):
+    block.mlp.register_forward_hook(lambda *_: None)
+
+
+def watched_proj(block):
+    block.attn.proj.register_forward_hook(lambda *_: None)
+
+
+BEHIND = [
+    dropped_paths,
+    dropped_samples,
+    dropped_projection,
+    dropped_inside,
+    dropped_mlp,
+    scaled,
+    scaled_mlp,
+    normed_mlp,
+]
+UNKNOWN = [no_bias, unknown_mlp, watched_mlp, watched_proj]
+
+
+@pytest.mark.parametrize(
+    ("change", "early"),
+    [(change, True) for change in (*BEHIND, *UNKNOWN, dropped_weights)] + [(change, False) for change in BEHIND],
+)
+def test_what_a_block_does_behind_its_linear_layers_is_done(change, early):
+    """Set before layers are replaced, or after. Biases that are no plain summands get their gradients as ever."""
     torch.manual_seed(0)
-    block, x = Block(16, rate=0.5), torch.randn(2, 5, 16)
+    block, x = Block(16), torch.randn(2, 5, 16)
+    if early:
+        change(block)
     plain = copy.deepcopy(block)
     quicken(block)
+    assert type(block).__name__ == "QuickBlock"
+    if not early:
+        change(block), change(plain)
+    assert block.leaves_biases() == (change is dropped_weights)
     for each in (block, plain):
         torch.manual_seed(1)
         each(x).square().sum().backward()
-    for ours, theirs in zip(block.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+    for (name, ours), (_, theirs) in zip(block.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def gated(attention):
+    attention.gate = nn.Linear(16, 16)
+
+
+def without_torchs_function(attention):
+    attention.fused_attn = False
+
+
+def normed_queries(attention):
+    attention.q_norm = nn.LayerNorm(8)
+
+
+def bare_product(attention):
+    attention.qkv = nn.Linear(16, 48, bias=False)
+
+
+def watched_product(attention):
+    attention.qkv.register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("change", [gated, without_torchs_function, normed_queries, bare_product, watched_product])
+def test_attention_that_is_not_known_stays(change):
+    block = Block(16)
+    change(block.attn)
+    quicken(block)
+    assert type(block.attn) is Attention
+    assert not block.leaves_biases()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("make", [lambda: Attention(16), lambda: vit.Attention(16, 2, 0.0)], ids=["timm's", "ours"])
+def test_attention_computes_what_it_did(make, dtype):
+    torch.manual_seed(0)
+    attention = adopt(make().to(dtype))
+    wide = 1e-12 if dtype == torch.float64 else 2e-5
+    check_same(attention, torch.randn(2, 5, 16, dtype=dtype), rtol=wide, atol=wide)
+    assert attention.stacks_heads
+
+
+def test_gradients_of_heads_are_stacked_as_they_lie():
+    """What torch's attention leaves is no copy; other layouts give the same."""
+    gradients = [torch.randn(2, 5, 3, 4).transpose(1, 2) for _ in range(3)]
+    stacked, total = heads.stack_heads(*gradients)
+    expect = torch.stack(gradients).permute(1, 3, 0, 2, 4).reshape(2, 5, 36)
+    assert torch.equal(stacked, expect)
+    torch.testing.assert_close(total, expect.sum((0, 1)))
+    again, _ = heads.stack_heads(*(gradient.contiguous() for gradient in gradients))
+    assert torch.equal(again, expect)
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, TimmNorm, Norm2d])
+def test_a_norm_is_ours_outside_of_compiled_code(monkeypatch, kind):
+    monkeypatch.setattr(lone_norm, "by_kernels", lambda x: x.shape[-1] == 8)
+    plain = kind(8)
+    layer, x = quicken(copy.deepcopy(plain)), torch.randn(2, 8, 8, 8)
+    assert type(layer) is quick_norm(kind, images=kind is Norm2d)
+    assert list(layer.state_dict()) == list(plain.state_dict())
+    monkeypatch.setattr(lone_norm, "norm_rows", lambda *args: rows.append(args) or norm_rows(*args))
+    rows = []
+    torch.testing.assert_close(layer(x), plain(x))
+    assert len(rows) == 1
+    compiled_layer = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
+    torch.testing.assert_close(compiled_layer(x), plain(x))
+    assert len(rows) == 1
+    monkeypatch.setattr(lone_norm, "by_kernels", lambda x: False)
+    assert torch.equal(layer(x), plain(x))
+    assert len(rows) == 1
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm(8, bias=False), nn.LayerNorm((4, 8)), nn.RMSNorm(8)])
+def test_other_norms_stay(layer):
+    before = type(layer)
+    assert type(quicken(layer)) is before
 
 
 def other_version(block):
@@ -334,6 +527,7 @@ def test_a_transformer_keeps_its_blocks_parameters_and_state(name):
     quicken(model)
     assert type(model.patch_embed.proj) is PatchConv2d
     assert all(type(block.mlp.fc1) is LinearGelu for block in model.blocks)
+    assert [block.leaves_biases() for block in model.blocks] == [True] + [False] * (len(model.blocks) - 1)  # dropped
     assert all(parameters[name] is param for name, param in model.named_parameters())
     assert list(model.state_dict()) == state
     assert [(region.name, region.kind) for region in find_regions(model)] == regions
@@ -346,6 +540,7 @@ def test_a_transformer_computes_what_it_did():
     nn.init.normal_(model.head.weight)
     model.blocks = model.blocks[:2]
     check_same(model, torch.randn(2, 3, 16, 16, dtype=torch.float64), rtol=1e-10, atol=1e-12)
+    assert all(block.leaves_biases() for block in model.blocks)
 
 
 def test_convolutions_of_others_are_replaced_once_they_are_ours():

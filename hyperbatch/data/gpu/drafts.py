@@ -37,6 +37,7 @@ class Draft:
     shown: np.ndarray  # int64[n]: the plan's ids, but for replaced samples
     images: np.ndarray  # int64[n, 6]: the kernel's table of addresses, sizes and strides
     memory: list[Tensor] = field(default_factory=list)  # where the addresses point
+    to_keep: list[tuple[int, np.ndarray, Tensor]] = field(default_factory=list)  # what `DeviceCache.put` is to get
     bad: BadSamples = field(default_factory=list)
     uploaded: torch.cuda.Event | None = None  # when the pixels are there
 
@@ -97,7 +98,7 @@ class Drafter:
         for row, (offset, width, height) in zip(block.rows.tolist(), block.places.tolist(), strict=True):
             index, span = int(draft.shown[row]), slice(offset, offset + width * height * channels)
             if self.device_cache is not None:
-                self.device_cache.put(index, draft.images[row], pixels[span])
+                draft.to_keep.append((index, draft.images[row], pixels[span]))
             elif self.host_cache is not None:
                 self.host_cache.put(index, block.pixels[span].view(height, width, channels).numpy().copy())
 
@@ -115,13 +116,13 @@ class Drafter:
         draft.memory += decoded.memory
         if self.device_cache is not None or self.host_cache is not None:
             for i, index in enumerate(draft.shown[files.rows].tolist()):
-                self._keep(index, decoded.pixels(i))
+                self._keep(draft, index, decoded.pixels(i))
 
-    def _keep(self, index: int, pixels: Tensor) -> None:
+    def _keep(self, draft: Draft, index: int, pixels: Tensor) -> None:
         """Decoded images lie together in memory that goes with the batch: the cache gets a copy."""
         if self.device_cache is not None and self.device_cache.has_room(index, pixels.nbytes):
             decoded = Decoded.of([pixels.clone()])
-            self.device_cache.put(index, decoded.images[0], decoded.memory[0])
+            draft.to_keep.append((index, decoded.images[0], decoded.memory[0]))
         elif self.host_cache is not None and self.host_cache.bytes < self.host_cache.limit_bytes:
             self.host_cache.put(index, pixels.permute(1, 2, 0).contiguous().cpu().numpy())
 

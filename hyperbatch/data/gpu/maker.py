@@ -53,15 +53,6 @@ def _lent_stream(maker: object, device: torch.device, purpose: str) -> torch.cud
     return stream
 
 
-def _let_go(cut: _Cut) -> None:
-    """The host waits until the last batch's images have been read: then decoders may write over them, and readers over
-    the memory that they were copied from."""
-    for ready, _ in cut:
-        if ready is not None:
-            ready.synchronize()
-    cut.clear()
-
-
 @dataclass(eq=False)
 class DeviceMaker(Maker):
     """Makes batches ahead of the step. `decoder` is "nvjpeg" or one of the CPU's.
@@ -120,7 +111,7 @@ class DeviceMaker(Maker):
             yield from self.prefetch(plans, start)
         finally:
             device_thread.shutdown(wait=True, cancel_futures=True)
-            _let_go(cut)
+            self._let_go(cut)
             if self._last_ready is not None:
                 self._last_ready.synchronize()  # the set may be gone next, and with it what the last batch is made from
             readers.close()
@@ -235,7 +226,7 @@ class DeviceMaker(Maker):
     ) -> tuple[Batch, BadSamples, torch.cuda.Event | None]:
         draft = self._drafter.make(plan, promises)  # while the last batch is cut
         start_s = time.perf_counter()
-        _let_go(cut)
+        self._let_go(cut)
         with self._on_stream():
             if self._stream is not None and draft.uploaded is not None:
                 self._stream.wait_event(draft.uploaded)
@@ -244,6 +235,17 @@ class DeviceMaker(Maker):
         cut.append((ready, draft))
         self.meter.add("device", time.perf_counter() - start_s)
         return batch, draft.bad, ready
+
+    def _let_go(self, cut: _Cut) -> None:
+        """The host waits until the last batch's images have been read: then decoders may write over them, readers over
+        the memory that they were copied from, and other loaders may read those that are kept."""
+        for ready, draft in cut:
+            if ready is not None:
+                ready.synchronize()
+            if self._device_cache is not None:
+                for kept in draft.to_keep:
+                    self._device_cache.put(*kept)
+        cut.clear()
 
     def _render(self, draft: Draft) -> Batch:
         from hyperbatch.kernels import augment as kernels  # here, because it loads Triton
