@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hyperbatch.kernels.conv import is_product
+from hyperbatch.models.layers import Conv2d
 
 PARTS = ("conv1", "bn1", "act1", "maxpool", "layer1", "layer2", "layer3", "layer4", "global_pool")
 _RESNET = ("timm.models.resnet", "ResNet")
@@ -53,7 +54,7 @@ def why_not_as_a_whole(model: Any) -> str | None:
 def gates(module: Any) -> bool:
     """Whether a squeeze-excite module is x * sigmoid(fc2(relu(fc1(mean of x)))), by 1x1 convolutions with biases."""
     layers = module.fc1, module.fc2
-    plain = all(isinstance(fc, nn.Conv2d) and is_product(fc) and fc.bias is not None for fc in layers)
+    plain = all(type(fc) in (nn.Conv2d, Conv2d) and is_product(fc) and fc.bias is not None for fc in layers)
     known = type(module.bn) is nn.Identity and type(module.act) is nn.ReLU and _name(type(module.gate)) in _SIGMOIDS
     return plain and known and not module.add_maxpool
 

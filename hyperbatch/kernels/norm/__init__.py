@@ -23,7 +23,8 @@ Each way of doing it has a file, and a reference that it must agree with:
     unit         with a max-pool before, and SiLU or GELU behind                 torch.max_pool2d, batch_norm, silu
 
 and they share how rows are dealt to programs (tiles) and how programs add up what they found (sums). The tests hold all
-of them to float64: tests/norm_reference.py, product_reference.py, pool_reference.py, unit_reference.py.
+of them to float64: tests/norm_reference.py, product_reference.py, gated_reference.py, pool_reference.py and
+unit_reference.py.
 """
 
 from hyperbatch.kernels.norm.dispatch import join_backward, norm_join, norm_relu, norm_relu_backward

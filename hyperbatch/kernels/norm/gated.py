@@ -156,7 +156,8 @@ def reduce_gated(
     Arguments: `two_pass.reduce_joined_gradient`. Of the branches, the first one is gated: `finish_gated` fills its
     gradients, which hold something else until then.
     """
-    return two_pass.reduce_joined_in(_one_image_each(branches[0].x), dy, bits, branches, counters, dy2=dy2)
+    g, sums, part = two_pass.reduce_joined_in(_one_image_each(branches[0].x), dy, bits, branches, counters, dy2=dy2)
+    return g, sums, part[:2]
 
 
 def finish_gated(
