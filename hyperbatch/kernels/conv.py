@@ -53,7 +53,7 @@ def convolve(x: Tensor, conv: nn.Conv2d) -> Tensor:
 
     if not is_product(conv):
         return by_cudnn()
-    return by_fastest("convolve", x, conv.weight, by_cudnn, lambda: image_of(torch.mm(rows(x), w.flatten(1).t()), x))
+    return by_fastest("convolve", x, conv.weight, by_cudnn, lambda: _image(torch.mm(rows(x), w.flatten(1).t()), x))
 
 
 def input_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, weight: Tensor) -> Tensor:
@@ -66,12 +66,12 @@ def input_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, weight: Tensor) -> Te
 
     if not is_product(conv):
         return by_cudnn()
-    return by_fastest("input", x, conv.weight, by_cudnn, lambda: image_of(torch.mm(rows(dz), weight.flatten(1)), x))
+    return by_fastest("input", x, conv.weight, by_cudnn, lambda: _image(torch.mm(rows(dz), weight.flatten(1)), x))
 
 
 def read_pixels_gradient(dz: Tensor, weight: Tensor) -> Tensor:
     """The gradient of the pixels that a 1x1 convolution reads, those of its stride; the others' is zero."""
-    return image_of(torch.mm(rows(dz), weight.flatten(1)), dz)
+    return _image(torch.mm(rows(dz), weight.flatten(1)), dz)
 
 
 def weight_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, out: Tensor | None) -> Tensor:
@@ -103,7 +103,7 @@ def rows(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
 
 
-def image_of(matrix: Tensor, like: Tensor) -> Tensor:
+def _image(matrix: Tensor, like: Tensor) -> Tensor:
     """The matrix as a channels-last tensor with the pixels of `like`."""
     n, _, h, w = like.shape
     return matrix.view(n, h, w, matrix.shape[1]).permute(0, 3, 1, 2)

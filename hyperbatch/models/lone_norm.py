@@ -3,8 +3,8 @@
     LayerNorm      rows -> norm -> rows                             after the last block of a transformer
     LayerNorm2d    NCHW -> [pixels, channels] -> norm -> NCHW       timm's; no copy where images are channels-last
 
-Torch's own kernels give each row a block of threads, and are slow at the few channels of ConvNeXt's first stage. In
-compiled code a norm stays as it is: inductor fuses it with what is around it. Reference: the layers' own forward.
+Torch's own kernels give each row a block of threads, and are slow at the few channels of ConvNeXt's first stage. Inside
+of regions a norm stays as it is: inductor fuses it with what is around it. Reference: the layers' own forward.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def quick_norm(layer: type[nn.Module], *, images: bool) -> type[nn.Module]:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         rows = x.permute(0, 2, 3, 1) if images else x
-        if torch.compiler.is_compiling() or not by_kernels(rows):
+        if not by_kernels(rows):
             return layer.forward(self, x)
         n = norm_rows(rows, self)
         return n.permute(0, 3, 1, 2) if images else n

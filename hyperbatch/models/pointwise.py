@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.library import custom_op
 from torch.nn import functional as F
 
-from hyperbatch.kernels.conv import by_fastest, channels_last, image_of, is_product, rows
+from hyperbatch.kernels.conv import by_fastest, channels_last, is_product, rows
 from hyperbatch.models.layers import Conv2d, as_dtype
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -47,7 +47,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x,
         weight,
         lambda: channels_last(F.conv2d(x, weight, bias)),
-        lambda: image_of(F.linear(rows(x), weight.flatten(1), bias), x),
+        lambda: _product(x, weight.flatten(1).t(), bias),
     )
 
 
@@ -59,20 +59,33 @@ def input_gradient(dz: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         dz,
         weight,
         lambda: channels_last(_backward(dz, x, weight, (True, False, False))[0]),
-        lambda: image_of(torch.mm(rows(dz), weight.flatten(1)), dz),
+        lambda: _product(dz, weight.flatten(1)),
     )
 
 
 @custom_op("hyperbatch::pointwise_weight", mutates_args=(), schema="(Tensor dz, Tensor x, Tensor weight) -> Tensor")
 def weight_gradient(dz: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     dz, x = channels_last(dz), channels_last(x)
-    return by_fastest(
-        "pointwise weight",
-        x,
-        weight,
-        lambda: _backward(dz, x, weight, (False, True, False))[1].contiguous(),
-        lambda: torch.mm(rows(dz).t(), rows(x)).view(weight.shape),
-    )
+
+    def by_product() -> Tensor:
+        dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        torch.mm(rows(dz).t(), rows(x), out=dw.flatten(1))
+        return dw
+
+    def by_cudnn() -> Tensor:
+        return _backward(dz, x, weight, (False, True, False))[1].contiguous()
+
+    return by_fastest("pointwise weight", x, weight, by_cudnn, by_product)
+
+
+def _product(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Each pixel of x times the matrix. An activation may change the result in place, so it is no view of rows."""
+    y = _images(x, matrix.shape[1])
+    if bias is None:
+        torch.mm(rows(x), matrix, out=rows(y))
+    else:
+        torch.addmm(bias, rows(x), matrix, out=rows(y))
+    return y
 
 
 def _backward(dz: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]) -> tuple[Tensor, ...]:

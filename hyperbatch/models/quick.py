@@ -7,7 +7,7 @@
     Block: x + f(norm(x))      ->  residual sums and norms in one operation     transformers
     Attention                  ->  gradients of q, k and v meet in one pass     transformers
     Block: g * fc2(...) + x    ->  the scale's gradient from that of fc2        ConvNeXt: `models/layer_scale.py`
-    LayerNorm, LayerNorm2d     ->  kernels of ours, outside of compiled code    `models/lone_norm.py`
+    LayerNorm, LayerNorm2d     ->  kernels of ours, outside of regions          `models/lone_norm.py`
 
 A layer stays the module that it was: parameters, names and state dict do not change, only its class does. It is
 recognised by its class and settings; nothing is run to find out. Reference: the layers' own forward.
@@ -33,6 +33,7 @@ from hyperbatch.models.layer_scale import quick_convnext_block
 from hyperbatch.models.layers import Conv2d, LayerNorm, Linear, as_dtype
 from hyperbatch.models.lone_norm import compile_lone_norms, is_lone_norm, quick_norm
 from hyperbatch.models.pointwise import PointwiseConv2d, is_pointwise
+from hyperbatch.models.regions import find_regions
 from hyperbatch.models.residual import QuickBlock, compile_norms, quick_timm_block
 
 GELU_COLUMNS = 64  # a multiple of these: else its kernels would read memory in small pieces
@@ -113,8 +114,10 @@ def quicken(model: nn.Module) -> nn.Module:
             module.__class__ = DepthwiseConv2d
         elif is_pointwise(module):
             module.__class__ = PointwiseConv2d
-    for module in filter(_is_norm, model.modules()):  # blocks have looked at theirs
-        module.__class__ = quick_norm(type(module), images=_class_of(module) == _TIMM_NORM2D)
+    compiled = {module for region in find_regions(model) for module in region.module.modules()}
+    for module in model.modules():
+        if _is_norm(module) and module not in compiled:
+            module.__class__ = quick_norm(type(module), images=_class_of(module) == _TIMM_NORM2D)
     return model
 
 

@@ -48,6 +48,15 @@ def test_agrees_with_torch(size, bias):
         torch.testing.assert_close(got, grad, rtol=1e-12, atol=1e-12)
 
 
+def test_its_output_may_be_changed_in_place():
+    """As by the activation of a squeeze-excite."""
+    inputs = make((1, 1))
+    expect = torch.autograd.grad(F.silu(F.conv2d(*inputs)).sum(), inputs)
+    ours = torch.autograd.grad(F.silu(pointwise(*inputs), inplace=True).sum(), inputs)
+    for got, grad in zip(ours, expect, strict=True):
+        torch.testing.assert_close(got, grad, rtol=1e-12, atol=1e-12)
+
+
 def test_a_wider_bias_keeps_its_dtype():
     x, weight, bias = (tensor.detach() for tensor in make(dtype=torch.bfloat16))
     bias = bias.float().requires_grad_()
