@@ -13,6 +13,17 @@ def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
 
 
+class SEModule(nn.Module):
+    def __init__(self, channels: int, reduced: int) -> None:
+        super().__init__()
+        self.add_maxpool = False
+        self.fc1, self.bn, self.act = nn.Conv2d(channels, reduced, 1), nn.Identity(), nn.ReLU(inplace=True)
+        self.fc2, self.gate = nn.Conv2d(reduced, channels, 1), nn.Sigmoid()
+
+    def forward(self, x):
+        return x * self.gate(self.fc2(self.act(self.bn(self.fc1(x.mean((2, 3), keepdim=True))))))
+
+
 class BasicBlock(nn.Module):
     expansion = 1
 
@@ -87,8 +98,9 @@ class ResNet(nn.Module):
         deep: bool = False,
         averages: bool = False,
         replace_stem_pool: bool = False,
+        gated: bool = False,
     ) -> None:
-        """deep, averages: as "d" has both. replace_stem_pool: as ResNet-RS has."""
+        """deep, averages: as "d" has both. ResNet-RS has all four."""
         super().__init__()
         self.drop_rate, self.grad_checkpointing = 0.0, False
         norm, relu = nn.BatchNorm2d, nn.ReLU
@@ -115,6 +127,7 @@ class ResNet(nn.Module):
                     before = [pool, conv(inputs, outputs, 1)] if averages else [conv(inputs, outputs, 1, stride)]
                     shortcut = nn.Sequential(*before, norm(outputs))
                 made.append(block(inputs, width, stride, shortcut))
+                made[-1].se = SEModule(outputs, max(8, outputs // 4)) if gated else None
                 inputs = outputs
             self.add_module(f"layer{stage}", nn.Sequential(*made))
         self.global_pool, self.fc = SelectAdaptivePool2d(), nn.Linear(inputs, classes)
@@ -129,11 +142,16 @@ class ResNet(nn.Module):
 
 for kind in (BasicBlock, Bottleneck, ResNet):
     kind.__module__ = "timm.models.resnet"
+SEModule.__module__ = "timm.layers.squeeze_excite"
 SelectAdaptivePool2d.__module__ = "timm.layers.adaptive_avgmax_pool"
 
 
 def resnet50d(classes: int) -> ResNet:
     return ResNet(classes=classes, deep=True, averages=True)
+
+
+def resnetrs50(classes: int) -> ResNet:
+    return ResNet(classes=classes, deep=True, averages=True, replace_stem_pool=True, gated=True)
 
 
 def small(block: type[BasicBlock] | type[Bottleneck] = Bottleneck, **options: Any) -> torch.nn.Module:

@@ -20,7 +20,7 @@ from hyperbatch.models.blur import BlurConv2d, BlurMaxPool2d
 from hyperbatch.models.layers import Conv2d
 from hyperbatch.models.norm import BatchNorm2d, keeps_statistics
 from hyperbatch.models.resnet import BasicBlock, Bottleneck, ResNet
-from hyperbatch.models.timm_resnet import PARTS, is_timm_resnet, timm_types, why_not_as_a_whole, with_fused
+from hyperbatch.models.timm_resnet import PARTS, gates, is_timm_resnet, timm_types, why_not_as_a_whole, with_fused
 from hyperbatch.models.whitenet import ConvGroup, ConvUnit, WhiteNet
 
 HALF_DTYPES = tuple(getattr(torch, name) for name in vocabulary.HALF_DTYPES)
@@ -74,6 +74,10 @@ def fused_parts(model: nn.Module) -> tuple[str, ...]:
 
 def _why_not(name: str, module: nn.Module, types: tuple[type[nn.Module], ...]) -> str | None:
     """The same for one module: the kernels run in its place, whatever its own forward is."""
+    if ".se." in name:  # of a squeeze-excite, which is looked at as a whole
+        return None
+    if name.endswith(".se") and type(module) in types:
+        return None if gates(module) else f"{name} gates in another way"
     if type(module) is nn.BatchNorm2d:
         return f"{name} averages its statistics in another way"
     averages = name.endswith(".downsample.0")  # in the shortcut of a ResNet-D

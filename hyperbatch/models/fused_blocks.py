@@ -3,8 +3,8 @@
 One autograd function per residual block, so that its gradients are there, and can travel, as soon as its backward is
 done; weight gradients are written where the arena keeps them.
 
-    x ─┬─ conv norm relu ─ conv norm relu ─ conv norm ─(+)─ relu ─ out
-       └───────────── [mean of 2x2] [conv norm] ────────┘
+    x ─┬─ conv norm relu ─ conv norm relu ─ conv norm ─ [gate] ─(+)─ relu ─ out
+       └───────────── [mean of 2x2] [conv norm] ─────────────────┘
 
 Kept for backward: inputs and outputs of the convolutions, and one bit per element of out. The widest tensor, the output
 of the last 1x1 convolution, is not kept: its norm follows from the moments of its input (`kernels.norm.product`).
@@ -26,9 +26,10 @@ from torch.autograd.function import once_differentiable
 from hyperbatch.kernels import conv as convolution
 from hyperbatch.kernels import norm as kernels
 from hyperbatch.kernels.average import average
-from hyperbatch.kernels.norm import pool
+from hyperbatch.kernels.norm import gated, pool
 from hyperbatch.kernels.norm.moments import normalise_with_moments
 from hyperbatch.kernels.norm.product import ProductNorm, product_backward, product_statistics
+from hyperbatch.models.fused_gate import Gate, Opened
 from hyperbatch.models.norm import BatchNorm2d, gather_rows, pool_moments
 
 # A convolution's output from which on its norm is taken from the moments of the input: measured on an H200, 26 MB win
@@ -60,6 +61,11 @@ class ConvNorm:
         """coef of the norm for the convolution's output z."""
         coef = kernels.statistics(z, self.norm, self.counters, local=self.shared)
         return share_statistics(coef, kernels.matrix(z)[0], self.norm) if self.shared else coef
+
+    def image_statistics(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """(coef, mean of z over the pixels of each image)."""
+        coef, means = gated.image_statistics(z, self.norm, self.counters, local=self.shared)
+        return (share_statistics(coef, kernels.matrix(z)[0], self.norm) if self.shared else coef), means
 
     def norm_relu(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """(relu(norm(z)), coef)."""
@@ -150,7 +156,7 @@ class Residual(torch.autograd.Function):
         moments = None
         for i, layer in enumerate(block.path[:-1]):
             outputs[i] = convolution.convolve(inputs[-1], layer.conv)
-            if i == depth - 2 and block.path[-1].by_moments(outputs[i]):
+            if i == depth - 2 and block.gate is None and block.path[-1].by_moments(outputs[i]):
                 norms[i] = layer.statistics(outputs[i])
                 y, moments = normalise_with_moments(outputs[i], norms[i], block.counters)
             else:
@@ -166,7 +172,12 @@ class Residual(torch.autograd.Function):
             shortcut_coef = coef_of(norms[depth])
         last, end = block.path[-1], depth - 1
         outputs[end] = convolution.convolve(inputs[-1], last.conv)
-        if moments is None:
+        opened: Opened | None = None
+        if block.gate is not None:
+            norms[end], means = last.image_statistics(outputs[end])
+            opened = block.gate.open(means, norms[end], parameters[3 * len(layers) :], x.dtype)
+            out, bits = gated.gated_join(outputs[end], norms[end], opened.gate, shortcut, shortcut_coef)
+        elif moments is None:
             out, bits, norms[end] = last.norm_join(outputs[end], shortcut, shortcut_coef)
         else:
             norms[end] = product_statistics(moments, last.conv.weight, last.norm, block.counters)
@@ -176,6 +187,7 @@ class Residual(torch.autograd.Function):
         products = [norm if isinstance(norm, ProductNorm) else None for norm in norms]
         ctx.save_for_backward(
             *parameters,
+            *(opened or ()),
             bits,
             averaged,
             *inputs,
@@ -191,7 +203,8 @@ class Residual(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         block: FusedBlock = ctx.block
-        layers, (bits, averaged, *kept) = saved_by(ctx, block.layers)
+        layers, kept = saved_by(ctx, block.layers)
+        of_gate, opened, (bits, averaged, *kept) = block.split_gate(kept)
         depth = len(block.path)
         inputs, rest = kept[:depth], kept[depth:]
         outputs, coefs, centred, sums = (rest[i : i + len(layers)] for i in range(0, len(rest), len(layers)))
@@ -204,7 +217,10 @@ class Residual(torch.autograd.Function):
             grads[i] = layers[i].new_gradients()
         plain = [i for i in ends if outputs[i] is not None]
         branches = [kernels.Branch(outputs[i], coefs[i], grads[i]) for i in plain]
-        g, sum_g, dzs = block.join_backward(dy, ctx.after.take(), bits, branches)
+        if opened is None:
+            g, sum_g, dzs = block.join_backward(dy, ctx.after.take(), bits, branches)
+        else:
+            g, sum_g, dzs, of_gate = block.gated_backward(dy, ctx.after.take(), bits, branches, opened, of_gate)
 
         def through(i: int, x: Tensor) -> Tensor:
             """The gradient of x, the input of the layer at an end; leaves that of its weight."""
@@ -232,7 +248,7 @@ class Residual(torch.autograd.Function):
         else:
             d = d.add_(through_shortcut if averaged is None else spread(through_shortcut, inputs[0]))
         parameters = [tensor for w, norm in zip(weights, grads) for tensor in (w, norm.weight, norm.bias)]
-        return d, None, None, None, *parameters
+        return d, None, None, None, *parameters, *of_gate
 
 
 class ConvNormPool(torch.autograd.Function):
@@ -269,44 +285,6 @@ class ConvNormPool(torch.autograd.Function):
         return dx, None, None, dw, grads.weight, grads.bias
 
 
-class MeanOfPixels(torch.autograd.Function):
-    """x.mean((2, 3)), whose gradient stays one value per image and channel for the block before to spread."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.shape = x.shape
-        return x.mean((2, 3))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
-        n, c, h, w = ctx.shape
-        return (dy / (h * w)).view(n, c, 1, 1).expand(ctx.shape)
-
-
-class Classify(torch.autograd.Function):
-    """fc(x.mean((2, 3))) in few kernels: an fp32 bias is added as it is, and widens the logits; the gradient of x is
-    divided by the number of pixels in the product that makes it, and stays one value per image and channel."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        mean = x.mean((2, 3))
-        ctx.save_for_backward(mean, weight, bias)
-        ctx.shape = x.shape
-        return torch.mm(mean, weight.t()) + bias
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        mean, weight, bias = ctx.saved_tensors
-        n, c, h, w = ctx.shape
-        db = torch.sum(dy, 0, out=new_grad(bias))
-        dy = dy.to(weight.dtype)
-        dw = torch.mm(dy.t(), mean, out=new_grad(weight))
-        dx = torch.addmm(mean, dy, weight, beta=0, alpha=1 / (h * w))  # of the mean, its shape alone
-        return dx.view(n, c, 1, 1).expand(ctx.shape), dw, db
-
-
 class FusedBlock:
     def __init__(self, block: Any, counters: Tensor) -> None:
         """block: a BasicBlock or Bottleneck, ours or timm's."""
@@ -314,6 +292,8 @@ class FusedBlock:
         if hasattr(block, "conv3"):
             pairs.append((block.conv3, block.bn3))
         self.counters = counters
+        se = getattr(block, "se", None)
+        self.gate = None if se is None else Gate(se)
         self.path = [ConvNorm(conv, norm, counters) for conv, norm in pairs]
         self.shortcut = None
         self.averages = False  # 2x2 pixels, before the shortcut's convolution
@@ -330,6 +310,35 @@ class FusedBlock:
         """Those of the path, then the shortcut's."""
         return self.path if self.shortcut is None else [*self.path, self.shortcut]
 
+    def split_gate(self, kept: list[Any]) -> tuple[list[Tensor], Opened | None, list[Any]]:
+        """(parameters of the gate, what else it keeps, the rest) of what a forward has saved behind its layers."""
+        if self.gate is None:
+            return [], None, kept
+        count = len(self.gate.parameters)
+        return kept[:count], Opened(*kept[count : count + len(Opened._fields)]), kept[count + len(Opened._fields) :]
+
+    def gated_backward(
+        self,
+        dy: Tensor,
+        dy2: Tensor | kernels.OfMeans | None,
+        bits: Tensor,
+        branches: list[kernels.Branch],
+        opened: Opened,
+        parameters: list[Tensor],
+    ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+        """(g, sums of its columns, dz of each branch, gradients of the gate); the first branch is gated."""
+        assert self.gate is not None
+        first, *others = branches
+        g, sums, of_images = gated.reduce_gated(dy, bits, branches, self.counters, dy2=dy2)
+        ds, of_gate = self.gate.backward(of_images, first.coef, opened, parameters, [new_grad(p) for p in parameters])
+        gated.finish_gated(of_images, opened.means, opened.gate, ds, first.coef, first.grads, first.x)
+        if self.path[-1].shared:
+            for branch, layer in zip(branches, self.layers[len(self.path) - 1 :], strict=True):
+                share_sums(branch.grads, branch.coef, layer.norm)
+        dz = gated.apply_gated(g, first.x, opened.gate, ds, first.grads.back)
+        more = [kernels.apply_gradient(g, b.x, b.coef, b.grads.back, relu=False) for b in others]
+        return g, sums, [dz, *more], of_gate
+
     def join_backward(
         self, dy: Tensor, dy2: Tensor | kernels.OfMeans | None, bits: Tensor, branches: list[kernels.Branch]
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -344,6 +353,7 @@ class FusedBlock:
     def __call__(self, x: Tensor, before: Handover | None) -> tuple[Tensor, Handover]:
         after = Handover()
         parameters = [tensor for layer in self.layers for tensor in layer.parameters]
+        parameters += [] if self.gate is None else self.gate.parameters
         return Residual.apply(x, self, before, after, *parameters), after  # pyright: ignore[reportReturnType]
 
 

@@ -18,7 +18,8 @@ from hyperbatch.kernels import norm as kernels
 from hyperbatch.models.alexnet import AlexNetBN, classify
 from hyperbatch.models.blur import BlurConv2d, BlurMaxPool2d
 from hyperbatch.models.fused import fused_parts
-from hyperbatch.models.fused_blocks import Classify, ConvNorm, ConvNormPool, FusedBlock, MeanOfPixels
+from hyperbatch.models.fused_blocks import ConvNorm, ConvNormPool, FusedBlock
+from hyperbatch.models.fused_head import Classify, MeanOfPixels
 from hyperbatch.models.layers import Linear, to_logits
 from hyperbatch.models.norm import BatchNorm2d, keeps_statistics
 

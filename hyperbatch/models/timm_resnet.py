@@ -2,6 +2,7 @@
 
     ResNet        conv1 bn1 act1 maxpool layer1 .. layer4 global_pool fc       conv1: one convolution, or a "deep" stem
     its blocks    conv1 bn1 act1 conv2 bn2 act2 [conv3 bn3 act3] downsample    maxpool: or a convolution, norm and ReLU
+                  se: squeeze-excite, or None
 
 They are recognised by the names of their classes; `models.fused` looks at each layer. A model stays the object that it
 was, with all that timm gave it: only `forward` is another one, and in training alone.
@@ -14,13 +15,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hyperbatch.kernels.conv import is_product
+from hyperbatch.models.layers import Conv2d
+
 PARTS = ("conv1", "bn1", "act1", "maxpool", "layer1", "layer2", "layer3", "layer4", "global_pool")
 _RESNET = ("timm.models.resnet", "ResNet")
 _KNOWN = {
     ("timm.models.resnet", "BasicBlock"),
     ("timm.models.resnet", "Bottleneck"),
     ("timm.layers.adaptive_avgmax_pool", "SelectAdaptivePool2d"),
+    ("timm.layers.squeeze_excite", "SEModule"),
 }
+_SIGMOIDS = {("timm.layers.activations", "Sigmoid"), ("torch.nn.modules.activation", "Sigmoid")}
 
 
 def is_timm_resnet(model: nn.Module) -> bool:
@@ -43,6 +49,14 @@ def why_not_as_a_whole(model: Any) -> str | None:
     if model.global_pool.pool_type != "avg" or not isinstance(model.global_pool.flatten, nn.Flatten):
         return "global_pool pools in another way"
     return None
+
+
+def gates(module: Any) -> bool:
+    """Whether a squeeze-excite module is x * sigmoid(fc2(relu(fc1(mean of x)))), by 1x1 convolutions with biases."""
+    layers = module.fc1, module.fc2
+    plain = all(type(fc) in (nn.Conv2d, Conv2d) and is_product(fc) and fc.bias is not None for fc in layers)
+    known = type(module.bn) is nn.Identity and type(module.act) is nn.ReLU and _name(type(module.gate)) in _SIGMOIDS
+    return plain and known and not module.add_maxpool
 
 
 @functools.cache

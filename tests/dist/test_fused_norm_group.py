@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import pytest
+import timm_reference
 import torch
 import torch.distributed as dist
 from fused_reference import alexnet, batch, check, error, errors, exact_step, residual, shuffled, step
@@ -19,6 +20,7 @@ from harness import run_ranks
 
 from hyperbatch.models import set_norm_group
 from hyperbatch.models.fused import fuse
+from hyperbatch.models.layers import adopt
 from hyperbatch.models.resnet import BasicBlock, Bottleneck
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -39,6 +41,7 @@ NETWORKS = {
     "bottlenecks": (lambda: residual(Bottleneck, (1, 1), (16, 8), small_stem=True), (4, 5)),
     "basic blocks under a pool": (lambda: residual(BasicBlock, (1,), (8,)), (17, 15)),
     "alexnet": (alexnet, (64, 63)),
+    "gates": (lambda: adopt(timm_reference.small(timm_reference.BasicBlock, averages=True, gated=True)), (21, 18)),
 }
 
 
@@ -75,7 +78,13 @@ def train(rank: int, network: str, counts: tuple[int, ...]) -> None:
 @inside
 @pytest.mark.parametrize(
     ("network", "counts"),
-    [("bottlenecks", (2, 2)), ("bottlenecks", (1, 3)), ("basic blocks under a pool", (2, 2)), ("alexnet", (1, 1))],
+    [
+        ("bottlenecks", (2, 2)),
+        ("bottlenecks", (1, 3)),
+        ("basic blocks under a pool", (2, 2)),
+        ("alexnet", (1, 1)),
+        ("gates", (2, 1)),
+    ],
 )
 def test_equals_one_process(network, counts):
     run_ranks(RANKS, train, network, counts, timeout_s=120, collective_timeout_s=60)

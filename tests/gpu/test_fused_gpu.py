@@ -23,6 +23,7 @@ from hyperbatch.models.resnet import BasicBlock, Bottleneck
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 if torch.cuda.is_available():
+    from gated_reference import check as check_gated
     from norm_reference import check as check_norms
     from norm_reference import forward as forward_norms
     from norm_reference import make, new_gradients
@@ -114,6 +115,15 @@ def test_each_pixel_takes_its_share_of_a_gradient_of_means(pixels):
     case.x2.copy_((before + 40 * before.sign()).to(FP16))
     dy2 = kernels.OfMeans(means.to(memory_format=torch.channels_last))
     check_norms(case, "plain", kernels.new_counters(CUDA), dy2=dy2)
+
+
+@pytest.mark.parametrize("size", [(8, 256, 56, 56), (33, 2048, 7, 7), (3, 512, 13, 27)], ids=str)
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+def test_gates_agree_with_float64(size, dtype):
+    counters = kernels.new_counters(CUDA)
+    for plain in (True, False):
+        check_gated(make(*size, dtype, device="cuda"), counters, plain=plain)
+        assert not counters.any()
 
 
 @pytest.mark.usefixtures("launches")
@@ -269,6 +279,8 @@ NETWORKS = [
     ("resnet50", 1, 224, FP16),
     ("resnet50d", 16, 224, FP16),
     ("resnet50d", 7, 104, BF16),
+    ("timm_reference:resnetrs50", 16, 224, FP16),
+    ("timm_reference:resnetrs50", 7, 104, BF16),
     ("resnet18", 7, 224, FP16),
     ("resnet18", 1, 64, FP16),
     ("resnet18", 16, 32, BF16),
@@ -360,11 +372,18 @@ def fill_with_nan(gibibytes: int) -> None:
 
 @pytest.mark.parametrize("moments", [True, False], ids=["moments", "outputs"])
 @pytest.mark.parametrize(
-    ("name", "n", "size"), [("resnet50", 16, 224), ("resnet50d", 8, 104), ("resnet18", 3, 64), ("alexnet_bn", 5, 224)]
+    ("name", "n", "size"),
+    [
+        ("resnet50", 16, 224),
+        ("resnet50d", 8, 104),
+        ("timm_reference:resnetrs50", 8, 104),
+        ("resnet18", 3, 64),
+        ("alexnet_bn", 5, 224),
+    ],
 )
 @pytest.mark.usefixtures("same_algorithms")
 def test_poisoned_memory_leaves_no_trace(name, n, size, moments, monkeypatch):
-    if moments and not name.startswith("resnet50"):
+    if moments and "50" not in name:
         pytest.skip("has no product")
     monkeypatch.setattr(fused_blocks, "BY_MOMENTS_BYTES", 0 if moments else 1 << 60)
     model, arena = network(name, FP16)
@@ -388,10 +407,13 @@ def test_poisoned_memory_leaves_no_trace(name, n, size, moments, monkeypatch):
 
 
 @pytest.mark.parametrize("moments", [True, False], ids=["moments", "outputs"])
-@pytest.mark.parametrize(("name", "n", "size"), [("resnet50", 16, 160), ("resnet50d", 8, 104), ("alexnet_bn", 7, 224)])
+@pytest.mark.parametrize(
+    ("name", "n", "size"),
+    [("resnet50", 16, 160), ("resnet50d", 8, 104), ("timm_reference:resnetrs50", 8, 104), ("alexnet_bn", 7, 224)],
+)
 @pytest.mark.usefixtures("same_algorithms")
 def test_a_captured_step_gives_the_same_bits(name, n, size, moments, monkeypatch):
-    if moments and not name.startswith("resnet50"):
+    if moments and "50" not in name:
         pytest.skip("has no product")
     monkeypatch.setattr(fused_blocks, "BY_MOMENTS_BYTES", 0 if moments else 1 << 60)
     model, arena = network(name, FP16)

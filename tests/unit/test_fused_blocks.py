@@ -37,7 +37,7 @@ if importlib.util.find_spec("triton"):
     from norm_reference import poisoned
 
     from hyperbatch.kernels.norm import one_pass
-    from hyperbatch.models import fused_blocks
+    from hyperbatch.models import fused_blocks, fused_head
 
 FP32 = 5e-5  # relative, per tensor: some ten layers of fp32 on both ways, each amplified by the norms behind it
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -134,6 +134,7 @@ def test_all_blocks_of_a_resnet_d_are_fused():
 TIMMS = {
     "resnet50d": (timm_reference.Bottleneck, {"deep": True, "averages": True}),
     "a convolution in the place of the pool": (timm_reference.BasicBlock, {"deep": True, "replace_stem_pool": True}),
+    "gates": (timm_reference.Bottleneck, {"averages": True, "gated": True}),
 }
 
 
@@ -416,7 +417,7 @@ def test_the_head_in_16_bits(bias_dtype):
     x = torch.randn(4, 6, 5, 3).half().requires_grad_()
     fc = nn.Linear(6, 3).half()
     fc.bias = nn.Parameter(torch.full((3,), 1 + 2.0**-12, dtype=bias_dtype))
-    logits = fused_blocks.Classify.apply(x, fc.weight, fc.bias)
+    logits = fused_head.Classify.apply(x, fc.weight, fc.bias)
     exact = torch.nn.functional.linear(x.double().mean((2, 3)), fc.weight.double())
     assert logits.dtype == bias_dtype
     torch.testing.assert_close(logits.double() - fc.bias.double(), exact, rtol=0, atol=4e-3)
@@ -796,8 +797,17 @@ def test_layers_that_compute_something_else_are_named(reason):
     assert reason in str(why_not_fused(model, torch.float16, CUDA))
 
 
+def gate_of(channels, **changes):
+    module = timm_reference.SEModule(channels, 8)
+    for name, value in changes.items():
+        setattr(module, name, value)
+    return module
+
+
 TIMM_CHANGED = {
     "layer1.0.se is of type Dropout": lambda model: setattr(model.layer1[0], "se", nn.Dropout()),
+    "layer1.0.se gates": lambda model: setattr(model.layer1[0], "se", gate_of(32, act=nn.SiLU())),
+    "layer2.0.se gates": lambda model: setattr(model.layer2[0], "se", gate_of(64, add_maxpool=True)),
     "layer2.0.drop_path is of type Dropout": lambda model: setattr(model.layer2[0], "drop_path", nn.Dropout()),
     "layer2.0.aa is of type AvgPool2d": lambda model: setattr(model.layer2[0], "aa", nn.AvgPool2d(2)),
     "maxpool is of type AdaptiveAvgPool2d": lambda model: setattr(model, "maxpool", nn.AdaptiveAvgPool2d(8)),

@@ -18,6 +18,8 @@ import torch
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
 if importlib.util.find_spec("triton"):
+    from gated_reference import check as check_gated
+    from gated_reference import new_gate
     from hopper import before_the_wait, compile_launches, spilled_bytes
     from norm_reference import (
         FP32,
@@ -34,7 +36,8 @@ if importlib.util.find_spec("triton"):
     )
 
     from hyperbatch.kernels import norm as kernels
-    from hyperbatch.kernels.norm import one_pass, sums, tiles, two_pass
+    from hyperbatch.kernels.norm import gated, one_pass, sums, tiles, two_pass
+    from hyperbatch.models.fused_gate import Gate
 
 # [n, c, h, w] and what is added: odd rows, one row, one image, few and many columns, several blocks of them.
 CASES = [
@@ -83,6 +86,28 @@ def test_kernels_compiled_for_hopper_wait_before_they_read_what_may_still_be_wri
         assert before_the_wait(compiled["_join_reduce_kernel"]) == 0
         assert spilled_bytes(compiled["_join_reduce_kernel"]) == 0
     assert before_the_wait(compiled["_apply_kernel"]) == loads, "x alone: the reduction makes g"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@pytest.mark.parametrize("pixels", [56, 7])
+def test_gates_compile_for_hopper_without_spilling(monkeypatch, pixels):
+    pytest.importorskip("triton")
+    compiled = compile_launches(monkeypatch, gated, two_pass)
+    case, counters = make(2, 256, pixels, pixels, torch.float16), kernels.new_counters(torch.device("cpu"))
+    gate, grads = Gate(new_gate(case)), new_gradients(case.norm)
+    coef, means = gated.image_statistics(case.x, case.norm, counters)
+    opened = gate.open(means, coef, gate.parameters, torch.float16)
+    _, bits = gated.gated_join(case.x, coef, opened.gate, case.x2, coef)
+    branches = [kernels.Branch(case.x, coef, grads)] * 2
+    g, _, part = gated.reduce_gated(case.dy, bits, branches, counters)
+    gated.finish_gated(part, means, opened.gate, means, coef, grads, case.x)
+    gated.apply_gated(g, case.x, opened.gate, means, grads.back)
+    assert len(compiled) == 5
+    for name, ptx in compiled.items():
+        assert spilled_bytes(ptx) == 0, name
+    for name in ("_gated_join_kernel", "_gated_apply_kernel"):
+        assert "ld.global.v4.b32" in compiled[name]
+        assert "st.global.v4.b32" in compiled[name]
 
 
 @pytest.fixture
@@ -250,6 +275,29 @@ def test_of_a_gradient_of_2x2_means_each_pixel_takes_its_share(shortcut, size, c
     n, c, h, w = size
     means = torch.randn(n, c, (h + 1) // 2, (w + 1) // 2, generator=random).to(memory_format=torch.channels_last)
     check(case, shortcut, counters, dy2=kernels.OfMeans(means))
+
+
+@inside
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "norm"])
+@pytest.mark.parametrize(
+    "size", [(17, 8, 5, 7), (2, 192, 9, 8), (3, 24, 1, 1)], ids=str
+)  # more images, rows than a tile's
+def test_gates_agree_with_float64(size, plain, counters):
+    check_gated(make(*size), counters, plain=plain)
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_gates_of_16_bits(dtype, counters):
+    check_gated(make(3, 24, 9, 7, dtype), counters, plain=False)
+
+
+@inside
+def test_gates_take_a_second_part_of_the_gradient(counters):
+    case = make(2, 24, 5, 7)
+    means = torch.randn(2, 24, 3, 4, generator=torch.Generator().manual_seed(1)).to(memory_format=torch.channels_last)
+    for dy2 in (torch.randn_like(case.x), kernels.OfMeans(means)):
+        check_gated(case, counters, plain=True, dy2=dy2)
 
 
 @inside

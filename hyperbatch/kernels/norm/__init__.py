@@ -18,11 +18,13 @@ Each way of doing it has a file, and a reference that it must agree with:
     dispatch     what a layer calls: one_pass where the tensor is small, else two_pass
     product      after a 1x1 convolution, from the moments of its input:         two_pass after torch's convolution
     moments      no read of the convolution's output
+    gated        before a sum, each image scaling its channels (squeeze-excite)  torch.batch_norm, mean, mul, add, relu
     pool         with a max-pool behind, which stores nothing of x's size        torch.batch_norm, relu, max_pool2d
     unit         with a max-pool before, and SiLU or GELU behind                 torch.max_pool2d, batch_norm, silu
 
 and they share how rows are dealt to programs (tiles) and how programs add up what they found (sums). The tests hold all
-of them to float64: tests/norm_reference.py, product_reference.py, pool_reference.py, unit_reference.py.
+of them to float64: tests/norm_reference.py, product_reference.py, gated_reference.py, pool_reference.py and
+unit_reference.py.
 """
 
 from hyperbatch.kernels.norm.dispatch import join_backward, norm_join, norm_relu, norm_relu_backward

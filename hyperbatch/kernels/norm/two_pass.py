@@ -33,6 +33,7 @@ from hyperbatch.kernels.norm.tiles import (
     JoinedGradient,
     OfMeans,
     Output,
+    Tiling,
     matrix,
     overlapping,
     own_rows,
@@ -226,14 +227,20 @@ def statistics(x: Tensor, norm: nn.BatchNorm2d, counters: Tensor, *, local: bool
 
     local: mean and variance alone, for ranks that share their statistics.
     """
+    return statistics_in(reducing(*matrix(x)), x, norm, counters, local=local)[0]
+
+
+def statistics_in(
+    tiling: Tiling, x: Tensor, norm: nn.BatchNorm2d, counters: Tensor, *, local: bool
+) -> tuple[Tensor, Tensor]:
+    """(coef, [2, programs, c]: of the rows of each program, the mean and the sum of squares about it)."""
     m, c = matrix(x)
-    tiling = reducing(m, c)
     part, coef = x.new_empty(2, tiling.programs, c, dtype=torch.float32), new_coef(norm)
     own = m, c, tiling.rows_per_program
     _statistics_kernel[tiling.grid](
         x, operands(norm), part, counters, coef, *own, LOCAL=local, **tiling.in_stages, **overlapping()
     )
-    return coef
+    return coef, part
 
 
 def normalise(x: Tensor, coef: Tensor) -> Tensor:
@@ -298,10 +305,24 @@ def reduce_joined_gradient(
     A dy that repeats each image's value over its pixels (strides of 0) is read once per image. A dy2 of half as many
     pixels each way belongs to the even ones: what a convolution of stride 2 has read.
     """
+    m, c = matrix(dy)
+    tiling = reducing(m, c) if len(branches) == 2 else reducing(m, c, per_processor=3, stages=1)
+    return reduce_joined_in(tiling, dy, bits, branches, counters, dy2=dy2)[:2]
+
+
+def reduce_joined_in(
+    tiling: Tiling,
+    dy: Tensor,
+    bits: Tensor,
+    branches: Sequence[Branch],
+    counters: Tensor,
+    *,
+    dy2: Tensor | OfMeans | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(g, its column sums, [1 + branches, programs, c]: of the rows of each program sums of g, of g * (x - mean))."""
     joined = JoinedGradient.of(dy, dy2, bits)
     g, sums = joined.g, joined.sums
     m, c = matrix(g)
-    tiling = reducing(m, c) if len(branches) == 2 else reducing(m, c, per_processor=3, stages=1)
     part = sums.new_empty(1 + len(branches), tiling.programs, c)
     first, last = (branches[0], branches[-1]) if branches else (Branch(g, sums, NormGradients(sums, sums, sums)),) * 2
     _join_reduce_kernel[tiling.grid](
@@ -322,4 +343,4 @@ def reduce_joined_gradient(
         **tiling.in_stages,
         **overlapping(),
     )
-    return g, sums
+    return g, sums, part
