@@ -1,5 +1,8 @@
-"""Transformers that drop, compiled with quick layers, on a GPU: what each way of dropping does to a run that is repeated,
-and to one that is captured. A run that fails here says which of its steps was the first to differ."""
+"""Transformers that drop, compiled with quick layers, on a GPU: repeated and captured runs, for each way of dropping.
+
+What fails here says whether other code was compiled, a plain run does not repeat, or capture is to blame, and in which
+step it was seen first.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ if not torch.cuda.is_available():
 from test_regions_gpu import same_bits, train
 
 from hyperbatch.models import create_model
+from hyperbatch.models.layers import DropPath
 from hyperbatch.models.vit import VisionTransformer
 
 SETTINGS = {
@@ -53,8 +57,9 @@ def in_blocks(classes, in_channels):
 def branches(classes, in_channels):
     """One value for each sample; all blocks are of one kind."""
     model = transformer(classes, in_channels)
-    for block in model.blocks:
-        block.drop_path.set_rate(0.2)
+    for module in model.modules():
+        if isinstance(module, DropPath):
+            module.set_rate(0.2)
     return model
 
 
