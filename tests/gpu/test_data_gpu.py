@@ -19,7 +19,7 @@ from hyperbatch.data.buffers import copy_to_device
 from hyperbatch.data.cache import cache_of
 from hyperbatch.data.decode import decode_full, decode_view, gpu_frame
 from hyperbatch.data.decoders import brightness_difference, measured_decoder
-from hyperbatch.data.gpu import hardware, maker, nvjpeg
+from hyperbatch.data.gpu import hardware, nvjpeg, reader_pool
 from hyperbatch.data.gpu.hardware import HardwareDecoder, hardware_decoder, load_api
 from hyperbatch.data.gpu.jpegs import JpegFiles
 from hyperbatch.data.gpu.render import render_reference, view_table
@@ -273,7 +273,7 @@ def test_reading_processes_give_the_batches_of_threads(source, tmp_path, monkeyp
             (tmp_path / split / "a" / f"{i:02}.jpg").write_bytes(data)
     folder, _ = open_data(DataConfig(data=str(tmp_path)))
     expected, labels, _ = batches(folder, CONFIG)
-    monkeypatch.setattr(maker, "_WORTH_PROCESSES", 1)
+    monkeypatch.setattr(reader_pool, "_WORTH_PROCESSES", 1)
     ours, ours_labels, loader = batches(folder, CONFIG, busy=True)
     assert loader.bad_samples == []
     assert torch.equal(ours, expected)
