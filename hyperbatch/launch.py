@@ -20,10 +20,11 @@ from typing import Any
 from hyperbatch.callbacks import Hooks, forwarded
 from hyperbatch.config import Config
 from hyperbatch.data.source import DataCounts, check_data
-from hyperbatch.engine.agent import check_nproc, count_gpus, default_nproc, scratch_folder, start_ranks
+from hyperbatch.engine.agent import check_nproc, count_gpus, default_nproc, start_ranks
 from hyperbatch.engine.context import open_context
 from hyperbatch.engine.folder import claimed, default_out, has_checkpoint, keep_config, resume_hint
 from hyperbatch.engine.ranks import Ranks, ended_by_sigterm, find_ranks
+from hyperbatch.engine.scratch import scratch_folder
 from hyperbatch.errors import Damaged, InputError, Interrupted, Preempted, RunFailed
 from hyperbatch.kernels import workers
 from hyperbatch.plan import inventory

@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # what it ends the ranks for
 RANK_BYTES = 128 << 20  # of memory that a process with torch has for itself, at the very least
-MEMORY_FOLDER = "/dev/shm"
-SCRATCH_BYTES = 1 << 18  # for what ranks say when they fail
 PREEMPT_FILE = "preempt"  # beside the argument: ranks see there that the command was asked to make room
 
 
@@ -66,24 +63,6 @@ def _gpus_of_host() -> int:
         return 0
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False).stdout
     return sum(line.startswith("GPU ") for line in listed.splitlines())
-
-
-@contextlib.contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """Where the command and its ranks leave each other a few kB; in memory where no disk has room for them."""
-    problem = ""
-    with contextlib.ExitStack() as held:
-        for parent in (None, MEMORY_FOLDER):
-            try:
-                folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hyperbatch-", dir=parent)))
-                (folder / "room").write_bytes(bytes(SCRATCH_BYTES))
-                (folder / "room").unlink()
-                break
-            except OSError as error:
-                problem = problem or error.strerror or str(error)
-        else:
-            raise RunFailed(f"temporary files cannot be written: {problem}; set TMPDIR to a folder with some room")
-        yield folder
 
 
 def start_ranks(

@@ -9,13 +9,13 @@ import platform
 import shutil
 import socket
 import sys
-import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyperbatch.engine.agent import check_nproc, default_nproc, start_ranks
 from hyperbatch.engine.ranks import Ranks, find_ranks
+from hyperbatch.engine.scratch import scratch_folder
 from hyperbatch.errors import InputError
 from hyperbatch.tables import text_table
 
@@ -130,8 +130,8 @@ def _disk() -> Check:
 def _start_and_check(nproc: int) -> list[CollectiveCheck]:
     from hyperbatch.comm.doctor import CollectiveCheck
 
-    with tempfile.TemporaryDirectory(prefix="hyperbatch-") as scratch:
-        answer = Path(scratch) / "collectives.json"
+    with scratch_folder() as scratch:
+        answer = scratch / "collectives.json"
         start_ranks(nproc, "hyperbatch.engine.doctor", answer)
         return [CollectiveCheck(**row) for row in json.loads(answer.read_text())]
 

@@ -17,8 +17,8 @@ from toy import config, flat_weights, same_bits
 
 from benchmarks.soak_runs import small_disk
 from hyperbatch.callbacks import EVENTS_FILE, Callback, Forward, Hooks, StepEvent, forwarded
-from hyperbatch.engine import agent
-from hyperbatch.engine.agent import scratch_folder
+from hyperbatch.engine import scratch
+from hyperbatch.engine.scratch import scratch_folder
 from hyperbatch.errors import InputError, Preempted, RunFailed
 from hyperbatch.launch import train
 from hyperbatch.record import Span, TraceFile, read_metrics
@@ -181,10 +181,10 @@ def test_temporary_files_are_kept_in_memory_where_no_disk_has_room(disk, monkeyp
     monkeypatch.setattr(tempfile, "tempdir", str(disk))
     fill(disk, files=False)
     with scratch_folder() as folder:
-        assert str(folder.parent) == agent.MEMORY_FOLDER
+        assert str(folder.parent) == scratch.MEMORY_FOLDER
         (folder / "words").write_text("some")
     assert not folder.exists()
-    monkeypatch.setattr(agent, "MEMORY_FOLDER", str(disk))
+    monkeypatch.setattr(scratch, "MEMORY_FOLDER", str(disk))
     with pytest.raises(RunFailed, match=f"temporary files cannot be written: {FULL}; set TMPDIR"), scratch_folder():
         pass
     assert [path.name for path in disk.iterdir()] == ["filler"]

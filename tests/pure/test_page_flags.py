@@ -19,7 +19,7 @@ torchrun: --nnodes --nproc-per-node --node-rank --master-addr --rdzv-backend --r
     --shutdown-timeout --signals-to-handle
 Slurm: --nodes --ntasks --ntasks-per-node --gpus-per-node --job-name --time --signal --requeue --open-mode
 containers: --ipc --stop-timeout --restart --nv --bind
-git and pip: --depth --branch --filter --sparse --no-deps --target
+git, pip and uv: --depth --branch --filter --sparse --no-deps --target --compile-bytecode
 """
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 

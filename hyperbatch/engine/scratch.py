@@ -1,0 +1,58 @@
+"""The folder where a command and its ranks leave each other a few kB.
+
+A command that is killed cannot remove its folder. The lock in it goes with the command, so the next one can tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from hyperbatch.errors import RunFailed
+
+PREFIX = "hyperbatch-run-"
+MEMORY_FOLDER = "/dev/shm"
+ROOM_BYTES = 1 << 18  # for what ranks say when they fail
+UNLOCKED_S = 60.0  # for which a folder may be without its lock
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """In memory where no disk has room for it."""
+    problem = ""
+    with contextlib.ExitStack() as held:
+        for parent in (tempfile.gettempdir(), MEMORY_FOLDER):
+            _remove_abandoned(Path(parent))
+            try:
+                folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent)))
+                (folder / "room").write_bytes(bytes(ROOM_BYTES))
+                (folder / "room").unlink()
+                fcntl.flock(held.enter_context((folder / "lock").open("w")), fcntl.LOCK_EX)
+                break
+            except OSError as error:
+                problem = problem or error.strerror or str(error)
+        else:
+            raise RunFailed(f"temporary files cannot be written: {problem}; set TMPDIR to a folder with some room")
+        yield folder
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Those of this user whose command has gone."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # in use, or just removed
+            status = folder.lstat()
+            if status.st_uid != os.getuid() or folder.is_symlink():
+                continue
+            lock = folder / "lock"
+            if lock.exists():
+                with lock.open("r") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
+            elif time.time() - status.st_mtime > UNLOCKED_S:
+                shutil.rmtree(folder)
