@@ -132,26 +132,32 @@ def _train_here(config: Config, ranks: Ranks, hooks: Hooks, *, keeps_config: boo
 
 
 @contextlib.contextmanager
-def _loading_torch() -> Iterator[None]:
-    """Its modules make 200,000 objects that stay. To look through them meanwhile takes 0.2 s, and steps would wait for
-    it again: what is there by now is never looked through. Nothing of it where torch is loaded already."""
+def _torch_loaded() -> Iterator[None]:
+    """Its modules make 200,000 objects that stay. To look through them takes 0.2 s, meanwhile and again in a step: what
+    is there before the run is not looked through until it is over. Nothing of it where torch is loaded already."""
     if not gc.isenabled() or "torch" in sys.modules:
         yield
         return
-    gc.collect()  # what the caller has let go, too, would stay
+    others = gc.get_freeze_count()  # that the caller does not want to be looked through, at any time
+    gc.collect()  # what the caller has let go would stay, too
     gc.disable()
     try:
-        yield
+        import hyperbatch.engine.loop  # noqa: F401
+
         gc.freeze()
     finally:
         gc.enable()
+    try:
+        yield
+    finally:
+        if not others:
+            gc.unfreeze()
 
 
 def _train_as(config: Config, ranks: Ranks, hooks: Hooks, keeps_config: bool) -> RunRecord:
-    with _loading_torch():
+    with _torch_loaded(), ended_by_sigterm():
         from hyperbatch.engine.loop import run
 
-    with ended_by_sigterm():
         try:
             record = run(config, ranks, hooks=hooks, keeps_config=keeps_config)
         except RunFailed as error:

@@ -49,10 +49,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def command() -> NoReturn:
     """What the shell starts: `main`, then out."""
-    from hyperbatch.engine.logfile import let_log_fill
     from hyperbatch.engine.ranks import find_ranks
 
-    let_log_fill()
     with contextlib.suppress(InputError):  # of the environment: `main` tells it
         if find_ranks() is None:  # the ranks of a launcher would all write to one home
             keep_byte_code()

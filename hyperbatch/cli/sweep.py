@@ -50,6 +50,9 @@ def _sweep(args: argparse.Namespace) -> int:
         row = command.rerun(plan_file, args.row, data=args.data)
         show(args, row.to_dict(), lambda: command.progress_line(row))
     else:
+        from hyperbatch.engine.logfile import let_log_fill
+
+        let_log_fill()
         options = {"until_s": args.until, "retry_failed": args.retry_failed, "keep_runs": args.keep_runs}
         if args.side_by_side > 1:
             result = command.side_by_side(plan_file, out, args.side_by_side, data=args.data, **options)

@@ -88,8 +88,10 @@ def _train(args: argparse.Namespace) -> int:
         answer = preview(config, _world_size(args, config.run.nproc, config.run.device))
         show(args, answer.to_dict(), lambda: format_preview(answer))
         return 0
+    from hyperbatch.engine.logfile import let_log_fill
     from hyperbatch.launch import train
 
+    let_log_fill()
     record = train(config)
     if is_first_rank():
         from hyperbatch.report.summary import summary

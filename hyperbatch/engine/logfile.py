@@ -1,4 +1,8 @@
-"""The output of a command that goes to a file, as under a scheduler: a full disk costs lines of it, not the run."""
+"""The output of a run that goes to a file, as under a scheduler: a full disk costs lines of it, not the run.
+
+For commands that train: what they say is in the run's folder, too. Where the output is all that a command leaves, a
+part that finds no room is an error.
+"""
 
 from __future__ import annotations
 

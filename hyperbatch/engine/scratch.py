@@ -27,13 +27,15 @@ def scratch_folder() -> Iterator[Path]:
     """In memory where no disk has room for it."""
     problem = ""
     with contextlib.ExitStack() as held:
-        for parent in (tempfile.gettempdir(), MEMORY_FOLDER):
-            _remove_abandoned(Path(parent))
+        for parent in (None, MEMORY_FOLDER):
             try:
+                parent = parent or tempfile.gettempdir()  # which raises where all folders that it knows are full
+                _remove_abandoned(Path(parent))
                 folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent)))
                 (folder / "room").write_bytes(bytes(ROOM_BYTES))
                 (folder / "room").unlink()
-                fcntl.flock(held.enter_context((folder / "lock").open("w")), fcntl.LOCK_EX)
+                fcntl.flock(held.enter_context((folder / "new_lock").open("w")), fcntl.LOCK_EX)
+                os.replace(folder / "new_lock", folder / "lock")  # nobody finds one that is not held yet
                 break
             except OSError as error:
                 problem = problem or error.strerror or str(error)

@@ -1,5 +1,7 @@
 """The folder of a command and its ranks, and those that killed commands have left."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -50,3 +52,31 @@ def test_folders_without_a_lock_are_left_for_a_minute_and_links_for_good(tmp_pat
         assert not old.exists()
         assert link.is_symlink()
         assert target.exists()
+
+
+def test_it_is_in_memory_where_no_folder_for_temporary_files_can_be_written(tmp_path, monkeypatch):
+    def none_usable():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none_usable)
+    monkeypatch.setattr(scratch, "MEMORY_FOLDER", str(tmp_path))
+    with scratch_folder() as folder:
+        assert folder.parent == tmp_path
+        assert [path.name for path in folder.iterdir()] == ["lock"]
+
+
+def test_a_lock_is_held_when_others_find_it(tmp_path, monkeypatch):
+    """Another command that looks at this moment must not take the folder for one that was left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    flock = fcntl.flock
+
+    def look_first(file, how):
+        if how == fcntl.LOCK_EX:
+            scratch._remove_abandoned(tmp_path)
+        flock(file, how)
+
+    monkeypatch.setattr(scratch.fcntl, "flock", look_first)
+    with scratch_folder() as folder:
+        assert folder.exists()
+        scratch._remove_abandoned(tmp_path)
+        assert folder.exists()
