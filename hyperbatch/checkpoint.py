@@ -85,6 +85,7 @@ class Fixed:
     plan: GroupPlan
     max_batch_per_rank: int  # samples of a micro-step that fit into memory
     decoder: str | None = None  # of JPEG files; older checkpoints do not have it
+    cpu_decode_share: float = 0.0  # of JPEG files, beside a GPU's decoder; nor this
     data: dict[str, dict[str, Any]] | None = None  # split -> which samples it holds (data/identity.py); nor this
 
 

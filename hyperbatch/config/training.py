@@ -192,6 +192,12 @@ class DataConfig:
         NOT_NEGATIVE,
     )
     decoder: str = option("auto", "JPEG decoder.", ("auto", "pillow", "simplejpeg", "torchvision", "nvjpeg"))
+    cpu_decode_share: float | None = option(
+        None,
+        "Share of the training JPEGs of up to a megapixel that CPU cores decode while nvjpeg decodes the others, in "
+        "[0, 1). By default, 0.3 where --decoder auto chooses nvjpeg and a rank has at least 8 cores, else 0.",
+        BELOW_ONE,
+    )
     data_threads: int = option(
         0, "Decoding threads per rank. 0 chooses the number from the CPU cores.", NOT_NEGATIVE, free=True
     )

@@ -97,7 +97,7 @@ def cache_of(
     source: Source, config: DataConfig, device: torch.device, ranks_per_host: int
 ) -> PixelCache | DeviceCache | None:
     """`make_cache` for the first reader of this set on this device; the same cache for those who follow."""
-    key = device, config.cache, config.cache_bytes, config.decoder, ranks_per_host
+    key = device, config.cache, config.cache_bytes, config.decoder, config.cpu_decode_share or 0.0, ranks_per_host
     try:
         known = _caches.setdefault(source, {})
     except TypeError:  # somebody's own kind of set that cannot be a key

@@ -106,6 +106,12 @@ class JpegFrame(NamedTuple):
     kind: int
 
 
+def frame_left_to_gpu(data: bytes | bytearray | memoryview, cpu_pixels: int) -> JpegFrame | None:
+    """The frame of a file that nvJPEG can decode, unless the CPU is to decode those of up to so many pixels."""
+    frame = gpu_frame(data)
+    return None if frame is None or frame.width * frame.height <= cpu_pixels else frame
+
+
 def gpu_frame(data: bytes | bytearray | memoryview) -> JpegFrame | None:
     """The frame of a file that nvJPEG decodes as libjpeg does: a whole 8-bit JPEG, grey or YCbCr. None: the CPU must.
 

@@ -1,7 +1,8 @@
 """Which decoder a run uses: what was asked for, or what a short measurement on the set's own files shows.
 
 Decoders differ by grey levels, so the choice belongs to a run: shared by all ranks, kept on resume. It is measured once
-for a set on a machine, and kept on disk (`hyperbatch.choices`).
+for a set on a machine, and kept on disk (`hyperbatch.choices`). The share of the files that the CPU decodes beside the
+GPU belongs to the run as well; it is a constant, since one that was measured would differ from run to run.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from hyperbatch.config import DataConfig
 from hyperbatch.data.decode import choose_decoder, decode_full, gpu_frame, load_torchvision
 from hyperbatch.data.gpu import nvjpeg
 from hyperbatch.data.gpu.jpegs import Decoded, JpegFiles
+from hyperbatch.data.gpu.reader_pool import worth_processes
 from hyperbatch.data.identity import sample_list
 from hyperbatch.data.maker import threads_per_rank
 from hyperbatch.data.source import BadSample, EncodedSource, Source, spread_ids
@@ -30,6 +32,9 @@ _PROBED_SAMPLES = 256  # a fraction of a second of decoding
 # colours differ at edges; brightness does not.
 _MEAN_TOLERANCE = 1.5
 _BRIGHTNESS = np.array([0.299, 0.587, 0.114])
+# Beside a ResNet-50 step that takes 98 us an image, an H200 decodes one in 115 us: with 0.3 of them elsewhere it keeps
+# up. A core decodes one of 500x375 in 2.3 ms, so 8 decode that share.
+_CPU_SHARE, _CPU_SHARE_CORES = 0.3, 8
 
 
 def resolve_decoders(name: str, device: torch.device) -> tuple[str, str]:
@@ -68,6 +73,17 @@ def measured_decoder(source: Source, config: DataConfig, device: torch.device, *
         choice = _faster_decoder(source, device, cpu_decoder, fallback, threads)
         kept.keep(key, choice)
     return choice
+
+
+def cpu_decode_share(source: Source, config: DataConfig, decoder: str, *, ranks_per_host: int = 1) -> float:
+    """The share of the JPEGs that the CPU decodes beside this decoder: what was asked for, or what `auto` stands for,
+    which needs idle cores and processes that leave Python's lock alone."""
+    if decoder != "nvjpeg":
+        return 0.0
+    if config.cpu_decode_share is not None:
+        return config.cpu_decode_share
+    enough = threads_per_rank(config, ranks_per_host) >= _CPU_SHARE_CORES and worth_processes(source)
+    return _CPU_SHARE if config.decoder == "auto" and enough else 0.0
 
 
 def _faster_decoder(source: EncodedSource, device: torch.device, cpu_decoder: str, fallback: str, threads: int) -> str:

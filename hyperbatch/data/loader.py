@@ -147,6 +147,16 @@ class TrainLoader:
         return self._meter.report()
 
     @property
+    def decoder(self) -> str | None:
+        """Of the set's files; None where it has none."""
+        return self._maker.decoder if isinstance(self.source, EncodedSource) else None
+
+    @property
+    def cpu_decode_share(self) -> float:
+        """The share of the files that the CPU decodes beside the GPU."""
+        return (self.config.cpu_decode_share or 0.0) if self.decoder == "nvjpeg" else 0.0
+
+    @property
     def bad_samples(self) -> list[str]:
         """One line per sample that could not be read and was replaced."""
         return list(self._bad.values())

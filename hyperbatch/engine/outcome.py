@@ -74,6 +74,7 @@ def record_of(
         classes=list(run.train_set.classes),
         by_class={} if by_class is None else by_class.to_dict(),
         data=run.loader.report().to_dict()
+        | {"decoder": run.loader.decoder, "cpu_decode_share": run.loader.cpu_decode_share}
         | {"train_samples": samples, "eval_samples": len(run.eval_set), "classes": len(run.train_set.classes)},
         timing=typical(timings).to_dict() if timings else {},
         stragglers=[slow.to_dict() for slow in stragglers.found()] if stragglers else [],

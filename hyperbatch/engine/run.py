@@ -10,7 +10,7 @@ import torch
 from hyperbatch.checkpoint import Checkpoint, Progress
 from hyperbatch.config import Config
 from hyperbatch.data.cache import gpu_cache_bytes
-from hyperbatch.data.decoders import measured_decoder
+from hyperbatch.data.decoders import cpu_decode_share, measured_decoder
 from hyperbatch.data.identity import check_same_data
 from hyperbatch.data.loader import TrainLoader
 from hyperbatch.data.source import Source, open_data
@@ -99,11 +99,12 @@ def build_run(
     stage("starting the data loader")
     if saved is None:
         decoder = share(measured_decoder(train_set, config.data, device, ranks_per_host=ranks.local_size), ranks)
+        cpu_share = share(cpu_decode_share(train_set, config.data, decoder, ranks_per_host=ranks.local_size), ranks)
     else:
-        decoder = saved.fixed.decoder or config.data.decoder
+        decoder, cpu_share = saved.fixed.decoder or config.data.decoder, saved.fixed.cpu_decode_share
     loader = TrainLoader(
         train_set,
-        replace(config.data, decoder=decoder),
+        replace(config.data, decoder=decoder, cpu_decode_share=cpu_share),
         seed=config.run.seed,
         rank=ranks.rank,
         world_size=ranks.world_size,

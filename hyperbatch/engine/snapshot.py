@@ -97,6 +97,7 @@ def snapshot(run: Run, memory: HostMemory | None) -> Checkpoint | None:
             plan=learner.sync.plan,
             max_batch_per_rank=learner.max_batch_per_rank,
             decoder=run.loader.config.decoder,
+            cpu_decode_share=run.loader.config.cpu_decode_share or 0.0,
             data={"train": sample_list(run.train_set).to_dict(), "val": sample_list(run.eval_set).to_dict()},
         ),
         clock=run.clock.state_dict(),

@@ -1,6 +1,7 @@
 """A run goes on only on the data it began with, wherever they lie and in whatever form they have the same order."""
 
 import io
+import json
 import os
 import shutil
 import tarfile
@@ -15,6 +16,7 @@ from web_server import WebServer
 
 from hyperbatch import checkpoint
 from hyperbatch.config import BatchPhase
+from hyperbatch.data.decoders import resolve_decoders
 from hyperbatch.data.identity import check_same_data, sample_list
 from hyperbatch.data.pack import pack
 from hyperbatch.data.remote import store
@@ -127,6 +129,25 @@ def test_another_order_is_refused(tree, begun, tmp_path):
     train(tmp_path / "one", tmp_path / "of_tars", max_steps=4)
     with pytest.raises(InputError, match="train holds the same samples in another order; val holds the same"):
         train(tmp_path / "other", tmp_path / "of_tars", resume=True)
+
+
+def test_a_continued_run_keeps_its_decoder_and_the_cpus_share(tree, begun):
+    saved = checkpoint.load(begun)
+    assert (saved.fixed.decoder, saved.fixed.cpu_decode_share) == (resolve_decoders("auto", torch.device("cpu"))[0], 0)
+    path = max((begun / "checkpoints").glob("*.pt"))
+    values = torch.load(path, weights_only=True)
+    values["fixed"] |= {
+        "decoder": "pillow",
+        "cpu_decode_share": 0.25,
+    }  # as on a machine with a GPU, but for its decoder
+    del values["checksums"]
+    torch.save(values, path)
+    train(tree, begun, resume=True)
+    again = checkpoint.load(begun)
+    assert again.progress.step > saved.progress.step
+    assert (again.fixed.decoder, again.fixed.cpu_decode_share) == ("pillow", 0.25)
+    data = json.loads((begun / "record.json").read_text())["data"]
+    assert (data["decoder"], data["cpu_decode_share"]) == ("pillow", 0)  # it has no other to share with
 
 
 def test_a_run_saved_before_there_were_lists_is_continued(tree, begun):

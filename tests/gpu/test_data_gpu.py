@@ -17,9 +17,9 @@ from hyperbatch.config import BatchPhase, DataConfig
 from hyperbatch.data import augment, stream, trivial
 from hyperbatch.data.buffers import copy_to_device
 from hyperbatch.data.cache import cache_of
-from hyperbatch.data.decode import decode_full, decode_view, gpu_frame
+from hyperbatch.data.decode import choose_decoder, decode_full, decode_view, gpu_frame
 from hyperbatch.data.decoders import brightness_difference, measured_decoder
-from hyperbatch.data.gpu import hardware, maker, nvjpeg
+from hyperbatch.data.gpu import hardware, nvjpeg, reader_pool
 from hyperbatch.data.gpu.hardware import HardwareDecoder, hardware_decoder, load_api
 from hyperbatch.data.gpu.jpegs import JpegFiles
 from hyperbatch.data.gpu.render import render_reference, view_table
@@ -266,16 +266,57 @@ def test_a_busy_device_changes_no_pixel(source, policy):
     assert loader.bad_samples == []
 
 
-def test_reading_processes_give_the_batches_of_threads(source, tmp_path, monkeypatch):
+def in_a_folder(files, folder):
+    """A class for each file: its label is its number."""
     for split in ("train", "val"):
-        (tmp_path / split / "a").mkdir(parents=True)
-        for i, data in enumerate(source.files):
-            (tmp_path / split / "a" / f"{i:02}.jpg").write_bytes(data)
-    folder, _ = open_data(DataConfig(data=str(tmp_path)))
+        for i, data in enumerate(files):
+            (folder / split / f"{i:02}").mkdir(parents=True)
+            (folder / split / f"{i:02}" / "image.jpg").write_bytes(data)
+    return open_data(DataConfig(data=str(folder)))[0]
+
+
+def test_reading_processes_give_the_batches_of_threads(source, tmp_path, monkeypatch):
+    folder = in_a_folder(source.files, tmp_path)
     expected, labels, _ = batches(folder, CONFIG)
-    monkeypatch.setattr(maker, "_WORTH_PROCESSES", 1)
+    monkeypatch.setattr(reader_pool, "_WORTH_PROCESSES", 1)
     ours, ours_labels, loader = batches(folder, CONFIG, busy=True)
     assert loader.bad_samples == []
+    assert torch.equal(ours, expected)
+    assert torch.equal(ours_labels, labels)
+
+
+SHARED = dataclasses.replace(CONFIG, cpu_decode_share=0.5)
+ON_CPU = (5, 6, 7, 11, 12, 14, 15, 17, 23, 24, 27, 32, 35, 37, 38, 39, 41, 44, 46)  # of half of 48 samples
+
+
+@pytest.mark.parametrize("cache", ["none", "gpu", "host"])
+def test_a_share_of_the_images_is_the_cpus(source, tmp_path, monkeypatch, cache):
+    folder = in_a_folder(source.files, tmp_path)
+    by_gpu, labels, _ = batches(folder, CONFIG)
+    by_cpu, _, _ = batches(folder, dataclasses.replace(CONFIG, decoder=choose_decoder("auto")))
+    on_cpu = torch.isin(labels, torch.tensor(ON_CPU, device=CUDA))[:, None, None, None]
+    expected = torch.where(on_cpu, by_cpu, by_gpu)
+    assert not torch.equal(expected, by_gpu)
+    config = dataclasses.replace(SHARED, cache=cache)
+    ours, _, loader = batches(folder, config, busy=True)
+    assert torch.equal(ours, expected)
+    assert (loader.decoder, loader.cpu_decode_share) == ("nvjpeg", 0.5)
+    monkeypatch.setattr(reader_pool, "_WORTH_PROCESSES", 1)
+    again = open_data(DataConfig(data=str(tmp_path)))[0]  # nothing of it is kept yet
+    ours, ours_labels, loader = batches(again, config, busy=True)
+    assert torch.equal(ours, expected)
+    assert torch.equal(ours_labels, labels)
+    assert loader.bad_samples == []
+
+
+def test_thousands_of_batches_are_shared_with_the_cpu(tmp_path, monkeypatch):
+    """Slots, device memory and streams are used again and again: nothing is written over what is still read."""
+    folder = in_a_folder([encoded(photo(90 + i, 160 - i, i)) for i in range(48)], tmp_path)
+    config = dataclasses.replace(SHARED, image_size=32)
+    expected, labels, _ = batches(folder, config, dtype=torch.float16, epochs=700.0)
+    monkeypatch.setattr(reader_pool, "_WORTH_PROCESSES", 1)
+    ours, ours_labels, _ = batches(folder, config, busy=True, dtype=torch.float16, epochs=700.0)
+    assert len(ours) == 2100 * 16
     assert torch.equal(ours, expected)
     assert torch.equal(ours_labels, labels)
 

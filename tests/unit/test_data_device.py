@@ -112,7 +112,16 @@ def decode_on_the_cpu(files, device):
     return Decoded.of(found)
 
 
-def device_maker(source, config=CONFIG, *, decoder="nvjpeg", cache=None, dtype=torch.float32, processes=False):
+def device_maker(
+    source,
+    config=CONFIG,
+    *,
+    decoder="nvjpeg",
+    cache=None,
+    dtype=torch.float32,
+    processes=False,
+    decode=decode_on_the_cpu,
+):
     return DeviceMaker(
         source,
         config,
@@ -122,7 +131,7 @@ def device_maker(source, config=CONFIG, *, decoder="nvjpeg", cache=None, dtype=t
         cpu_decoder="pillow",
         cache=cache,
         processes=processes,
-        decode=decode_on_the_cpu,
+        decode=decode,
     )
 
 
@@ -351,6 +360,31 @@ def test_reading_processes_give_the_batches_of_threads(form, tmp_path):
         assert torch.equal(ours.labels, theirs.labels)
         assert bad == other_bad
         assert len(bad) == 1
+
+
+@inside
+def test_a_share_of_the_images_is_decoded_by_the_cpu(tmp_path):
+    """Where the GPU's decoder shows negatives, one sees who has decoded what: the same with every cache and reader."""
+    n, on_cpu = 8, [5, 6, 7]  # of half of the images
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        for i in range(n):
+            (tmp_path / split / "a" / f"{i}.jpg").write_bytes(encoded(photo(20 + i, 30 - i, i)))
+    source, _ = open_data(DataConfig(data=str(tmp_path)))
+    config = dataclasses.replace(CONFIG, cpu_decode_share=0.5)
+
+    def negatives(files, device):
+        return Decoded.of([255 - pixels for pixels in decode_on_the_cpu(files, device).memory])
+
+    def batches(config=config, **options):
+        return [batch.images for batch, _ in made(device_maker(source, config, decode=negatives, **options), *plans)]
+
+    plans = [planned(source, CONFIG, n=n, epoch=epoch) for epoch in range(2)]
+    by_gpu, by_cpu = batches(CONFIG), batches(decoder="pillow")
+    rows = [torch.from_numpy(np.isin(plan.ids, on_cpu))[:, None, None, None] for plan in plans]
+    expected = [torch.where(*images) for images in zip(rows, by_cpu, by_gpu, strict=True)]
+    for options in ({"cache": PixelCache(1 << 20)}, {"cache": DeviceCache(n, 1 << 20)}, {"processes": True}):
+        assert all(map(torch.equal, batches(**options), expected))
 
 
 @inside

@@ -1,6 +1,6 @@
 """Batches made on the GPU. The reference for all of it is `host.HostMaker`, which makes the same batches on the CPU.
 
-    plan ──> reading.py            threads of this process read files and decode what the GPU cannot; for large sets
+    plan ──> reading.py            threads of this process read files and decode what is not the GPU's; for large sets
                reader_pool.py      processes do that instead, into pinned memory they share with this one
                reader_process.py   (the program of such a process)
                  │

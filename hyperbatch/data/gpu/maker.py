@@ -22,17 +22,17 @@ from hyperbatch.data.cache import DeviceCache, PixelCache
 from hyperbatch.data.decode import choose_decoder
 from hyperbatch.data.gpu import nvjpeg
 from hyperbatch.data.gpu.drafts import Decode, Draft, Drafter
-from hyperbatch.data.gpu.reader_pool import can_use_processes
+from hyperbatch.data.gpu.reader_pool import can_serve, worth_processes
 from hyperbatch.data.gpu.reading import ProcessReaders, Promise, SampleReader, ThreadReaders
 from hyperbatch.data.gpu.render import view_table
 from hyperbatch.data.gpu.resident import ResidentSet
 from hyperbatch.data.maker import Finish, Maker
-from hyperbatch.data.source import ArraySource, EncodedSource
+from hyperbatch.data.source import ArraySource
 
 # Threads that only read: more of them fight for Python's lock (measured on 16 cores: 4 read twice as much as 16).
 _READING_THREADS = 4
 _READING_PROCESSES = 8
-_WORTH_PROCESSES = 2048  # samples; a smaller set is read before processes have started
+_DECODING_CORES = 0.75  # of a rank's, where processes decode a share of the JPEGs: the step needs some, too
 
 _Cut = list[tuple[torch.cuda.Event | None, Draft]]  # the last batch's draft, and when its images have been read
 
@@ -69,7 +69,7 @@ class DeviceMaker(Maker):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.processes is None:
-            self.processes = can_use_processes() and len(self.source) >= _WORTH_PROCESSES
+            self.processes = worth_processes(self.source)
         self._host_cache = self.cache if isinstance(self.cache, PixelCache) else None
         self._device_cache = self.cache if isinstance(self.cache, DeviceCache) else None
         self._stream = _lent_stream(self, self.device, "views")
@@ -185,28 +185,33 @@ class DeviceMaker(Maker):
 
     def _readers(self) -> ThreadReaders | ProcessReaders:
         on_gpu = self.decoder == "nvjpeg"
+        cpu_share = (self.config.cpu_decode_share or 0.0) if on_gpu else 0.0
+        only_read = on_gpu and not cpu_share
         processes = (
             self.processes
             and self._host_cache is None
             and self.config.decoder != "torchvision"  # asked for by name, and processes do not load torch
-            and isinstance(self.source, EncodedSource)
-            and self.source.locations([0]) is not None
+            and can_serve(self.source)
         )
         reader = SampleReader(
             source=self.source,
             on_gpu=on_gpu,
-            # 16 processes of Pillow decode more than 16 threads of torchvision.
-            decoder=choose_decoder("auto") if processes else self.cpu_decoder,
+            cpu_share=cpu_share,
+            # 16 processes of Pillow decode more than 16 threads of torchvision. Pixels of the CPU's share are the same
+            # whoever decodes them.
+            decoder=choose_decoder("auto") if processes or cpu_share else self.cpu_decoder,
             pin=self._stream is not None,
             meter=self.meter,
             # Copies of kept images run without Python's lock: every core helps.
-            threads=min(self.threads, _READING_THREADS) if on_gpu and self._host_cache is None else self.threads,
+            threads=min(self.threads, _READING_THREADS) if only_read and self._host_cache is None else self.threads,
             host_cache=self._host_cache,
             device_cache=self._device_cache,
         )
         if not processes:
             return ThreadReaders(reader)
         workers = min(self.threads, _READING_PROCESSES) if on_gpu else self.threads
+        if cpu_share:
+            workers = max(workers, int(self.threads * _DECODING_CORES))
         return ProcessReaders(reader, workers, slots=self.config.prefetch + 2)
 
     def _hand_over(self, batch: Batch, bad: BadSamples, ready: torch.cuda.Event | None) -> tuple[Batch, BadSamples]:

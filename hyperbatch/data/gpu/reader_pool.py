@@ -21,15 +21,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hyperbatch.data.source import DataError, Location
+from hyperbatch.data.source import DataError, EncodedSource, Location, Source
 
+_WORTH_PROCESSES = 2048  # samples; a smaller set is read before processes have started
 _PACKAGE_ROOT = str(Path(__file__).parents[3])
 # Not -m, which would name the child's classes after __main__.
 _CHILD = "from hyperbatch.data.gpu.reader_process import main; main()"
 
 
-def can_use_processes() -> bool:
-    return hasattr(os, "memfd_create") and hasattr(os, "preadv")
+def can_serve(source: Source) -> bool:
+    """Whether processes can read the set: its samples lie in files of this machine."""
+    return isinstance(source, EncodedSource) and source.locations([0]) is not None
+
+
+def worth_processes(source: Source) -> bool:
+    can_use = hasattr(os, "memfd_create") and hasattr(os, "preadv")
+    return can_use and len(source) >= _WORTH_PROCESSES and can_serve(source)
 
 
 _idle: list[ReaderPool] = []  # for the next evaluation: starting processes takes half a second
@@ -99,11 +106,12 @@ class ReaderPool:
         self._replies.append(Connection(ours_in, writable=False))
         self._requests[-1].send(f"/proc/{os.getpid()}/fd/{self._descriptor}")
 
-    def request(self, worker: int, slot: int, decoder: str, on_gpu: bool, wanted: list[Location]) -> None:
+    def request(self, worker: int, slot: int, decoder: str, wanted: list[Location], cpu_pixels: list[int]) -> None:
+        """As `reader_process.fill` takes it."""
         start = (worker * self.slots + slot) * self.slot_bytes
         with self._death_reported(worker):
             self._asked += 1
-            self._requests[worker].send((start, start + self.slot_bytes, decoder, on_gpu, wanted))
+            self._requests[worker].send((start, start + self.slot_bytes, decoder, wanted, cpu_pixels))
 
     def reply(self, worker: int) -> np.ndarray:
         """As `reader_process.fill` makes it."""

@@ -1,4 +1,4 @@
-"""A process that reads files into shared memory and decodes those the GPU cannot. No torch here: it starts at once.
+"""A process that reads files into shared memory and decodes those not left to the GPU. No torch: it starts at once.
 
     parent: (slot, options, locations) ──pipe──>  read, check, perhaps decode  ──>  shared memory
             a row for each             <──pipe──
@@ -8,6 +8,7 @@ It knows nothing of sets and ends when its pipe does, whatever became of the par
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import os
@@ -17,7 +18,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from hyperbatch.data.decode import decode_full, gpu_frame, raw_header_bytes
+from hyperbatch.data.decode import decode_full, frame_left_to_gpu, raw_header_bytes
 from hyperbatch.data.source import BadSample, Location
 
 # Columns of the reply: what was read, where it lies in the slab, a file's bytes, the size in pixels, `JpegFrame.kind`.
@@ -47,31 +48,37 @@ def _read(where: Location, room: memoryview) -> int:
     return length
 
 
-def fill(slab: memoryview, start: int, stop: int, decoder: str, on_gpu: bool, wanted: list[Location]) -> np.ndarray:
-    """int64[n, 6], the reply. Puts the samples one after the other into slab[start:stop]; one that fails is left to the
-    parent to explain."""
-    samples = []
-    for where in wanted:
-        try:
+def fill(
+    slab: memoryview, start: int, stop: int, decoder: str, wanted: list[Location], cpu_pixels: list[int]
+) -> np.ndarray:
+    """int64[n, 6], the reply. Puts files, then decoded pixels, one after the other into slab[start:stop]; a sample that
+    fails is left to the parent to explain. cpu_pixels: as `frame_left_to_gpu` takes it, of each sample."""
+    found = np.zeros((len(wanted), 6), dtype=np.int64)
+    found[:, WHAT] = FAILED
+    to_decode = {}
+    for i, where in enumerate(wanted):
+        with contextlib.suppress(BadSample, OSError):
             length = _read(where, slab[start:stop])
             data = slab[start : start + length]
             if (header := raw_header_bytes(data)) is not None:
                 width, height, size = header
-                samples.append((PIXELS, start + size, 0, width, height, 0))
-            elif on_gpu and (frame := gpu_frame(data)) is not None:
-                samples.append((FILE, start, length, *frame))
+                found[i] = PIXELS, start + size, 0, width, height, 0
+            elif (frame := frame_left_to_gpu(data, cpu_pixels[i])) is not None:
+                found[i] = FILE, start, length, *frame
             else:
-                pixels = decode_full(bytes(data), "", decoder=decoder)
-                height, width, _ = pixels.shape
-                length = pixels.size
-                if length > stop - start:
-                    raise BadSample("no room")
-                np.frombuffer(slab, np.uint8)[start : start + length] = pixels.reshape(-1)
-                samples.append((PIXELS, start, 0, width, height, 0))
+                to_decode[i] = bytes(data)
+                continue
             start += length
-        except (BadSample, OSError):
-            samples.append((FAILED, 0, 0, 0, 0, 0))
-    return np.array(samples, dtype=np.int64)
+    # Last, so that they lie together: they are uploaded in one piece.
+    for i, data in to_decode.items():
+        with contextlib.suppress(BadSample):
+            pixels = decode_full(data, "", decoder=decoder)
+            if pixels.size <= stop - start:
+                np.frombuffer(slab, np.uint8)[start : start + pixels.size] = pixels.reshape(-1)
+                height, width, _ = pixels.shape
+                found[i] = PIXELS, start, 0, width, height, 0
+                start += pixels.size
+    return found
 
 
 def main() -> None:

@@ -2,10 +2,14 @@
 
 Threads serve any source; processes serve those whose samples lie in files (`EncodedSource.locations`). Both promise
 rows that are waited for later, by calling the promise.
+
+Beside a busy step nvJPEG may be slower than the step, while cores are idle: so a share of the JPEGs can be decoded here
+(`SampleReader.cpu_pixels`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,9 +18,10 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
+from hyperbatch.data import stream
 from hyperbatch.data.batch import BadSamples, Plan
 from hyperbatch.data.cache import DeviceCache, PixelCache
-from hyperbatch.data.decode import JpegFrame, decode_full, gpu_frame
+from hyperbatch.data.decode import JpegFrame, decode_full, frame_left_to_gpu, image_size
 from hyperbatch.data.gpu.jpegs import JpegFiles, packed
 from hyperbatch.data.gpu.reader_pool import ReaderPool, return_pool, take_pool
 from hyperbatch.data.gpu.reader_process import BYTES, FAILED, FILE, HEIGHT, KIND, OFFSET, PIXELS, WHAT, WIDTH
@@ -25,6 +30,9 @@ from hyperbatch.data.meter import Meter
 from hyperbatch.data.source import EncodedSource, Source, estimated_mean
 
 _ROOM = 2  # times the mean size; what does not fit into its slot is read again by the parent
+_ALL_PIXELS = 1 << 62
+_CPU_PIXELS = 1 << 20  # of the CPU's share: its time goes with the pixels, the GPU's much less
+_DECODE_DOMAIN = 0x6465636F6465  # separates the choice of the CPU's samples from other draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +63,41 @@ class SampleReader:
     """Reads one sample at a time, in this process; finds what replaces an unreadable one."""
 
     source: Source
-    on_gpu: bool  # JPEGs are left to the GPU's decoder
+    on_gpu: bool  # JPEGs are left to the GPU's decoder,
+    cpu_share: float  # but for this share of them
     decoder: str
     pin: bool
     meter: Meter
     threads: int
     host_cache: PixelCache | None
     device_cache: DeviceCache | None
+
+    def cpu_pixels(self, ids: np.ndarray) -> np.ndarray:
+        """int64[n]: the largest JPEG that is decoded by the CPU, of each sample.
+
+        Decoders differ by grey levels. So the sample alone decides, and its pixels are the same whatever the batch, the
+        number of ranks or who reads it.
+        """
+        if not self.on_gpu or not self.cpu_share:
+            return np.full(len(ids), 0 if self.on_gpu else _ALL_PIXELS)
+        chosen = stream.uniforms(0, np.zeros_like(ids), ids, 1, domain=_DECODE_DOMAIN)[:, 0] < self.cpu_share
+        return np.where(chosen, _CPU_PIXELS, 0)
+
+    def mean_bytes(self) -> float | None:
+        """What is handed on of a sample, a file or its pixels, on average; None when none can be read."""
+        source = self.source
+        assert isinstance(source, EncodedSource)
+        shares = {_CPU_PIXELS: self.cpu_share, 0: 1 - self.cpu_share} if self.on_gpu else {_ALL_PIXELS: 1.0}
+
+        def handed_on(index: int) -> float:
+            data = source.read(index)
+            decoded = 3 * math.prod(image_size(data, source.describe(index)))
+            return sum(
+                share * (len(data) if frame_left_to_gpu(data, cpu_pixels) else decoded)
+                for cpu_pixels, share in shares.items()
+            )
+
+        return estimated_mean(source, handed_on)
 
     def read_rows(self, plan: Plan, rows: list[int]) -> ReadRows:
         read, files, images = ReadRows(), {}, {}
@@ -90,7 +126,8 @@ class SampleReader:
             return self.source.image(index)
         with self.meter.busy("read", self.threads):
             data = self.source.read_buffer(index)
-        if self.on_gpu and (frame := gpu_frame(data)) is not None:
+        cpu_pixels = int(self.cpu_pixels(np.array([index]))[0])
+        if (frame := frame_left_to_gpu(data, cpu_pixels)) is not None:
             return data, frame
         with self.meter.busy("decode", self.threads):
             return decode_full(data, self.source.describe(index), decoder=self.decoder)
@@ -134,21 +171,22 @@ class ProcessReaders:
         self._batch += 1
         source, promises = self._reader.source, []
         assert isinstance(source, EncodedSource)
-        for worker, share in enumerate(np.array_split(rows, self._workers)):
-            if len(share):
+        cpu_pixels = self._reader.cpu_pixels(plan.ids)
+        # Those to decode take a worker far longer than others: each gets as many of them.
+        to_decode = cpu_pixels[rows] > 0
+        kinds = [np.array_split(rows[kind], self._workers) for kind in (to_decode, ~to_decode)]
+        for worker, parts in enumerate(zip(*kinds, strict=True)):
+            if len(share := np.concatenate(parts)):
                 wanted = source.locations(plan.ids[share].tolist())
                 assert wanted is not None
-                pool.request(worker, slot, self._reader.decoder, self._reader.on_gpu, wanted)
+                pool.request(worker, slot, self._reader.decoder, wanted, cpu_pixels[share].tolist())
                 promises.append(partial(self._receive, pool, worker, plan, share.tolist()))
         return promises
 
     def _open(self, samples_per_worker: int) -> None:
         """Larger slots, for a first or a larger batch. Older ones stay, since batches under way lie in them."""
         self._samples_per_worker = samples_per_worker
-        source, files = self._reader.source, self._reader.on_gpu
-        assert isinstance(source, EncodedSource)
-        mean_bytes = estimated_mean(source, lambda i: len(source.read(i)) if files else source.image(i).nbytes)
-        slot_bytes = max(1 << 20, int(_ROOM * samples_per_worker * (mean_bytes or 1 << 20)))
+        slot_bytes = max(1 << 20, int(_ROOM * samples_per_worker * (self._reader.mean_bytes() or 1 << 20)))
         self._pools.append(take_pool(self._workers, self._slots, slot_bytes, pin=self._reader.pin))
 
     def _receive(self, pool: ReaderPool, worker: int, plan: Plan, rows: list[int]) -> ReadRows:
@@ -160,9 +198,9 @@ class ProcessReaders:
             read.files.append(JpegFiles.of(pool.slab, row_of[files], table))
         if (pixels := found[:, WHAT] == PIXELS).any():
             places = found[pixels][:, [OFFSET, WIDTH, HEIGHT]]
-            start, (last, width, height) = int(places[0, 0]), places[-1].tolist()
+            start, stop = int(places[:, 0].min()), int((places[:, 0] + 3 * places[:, 1] * places[:, 2]).max())
             places[:, 0] -= start
-            read.blocks.append(PixelBlock(pool.slab[start : last + 3 * width * height], row_of[pixels], places))
+            read.blocks.append(PixelBlock(pool.slab[start:stop], row_of[pixels], places))
         return read
 
     def close(self) -> None:
