@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from hyperbatch.errors import InputError
+from hyperbatch.durable import FULL
+from hyperbatch.errors import InputError, RunFailed
 from hyperbatch.record import strict_json
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -45,10 +48,14 @@ def numbers(text: str, flag: str) -> list[int]:
 
 def show(args: argparse.Namespace, values: Any, text: str | Callable[[], str]) -> None:
     """With --json one object on stdout and nothing else there; otherwise the text for a person."""
-    if args.json:
-        print(strict_json(values))
-    else:
-        print(text if isinstance(text, str) else text())
+    line = strict_json(values) if args.json else text if isinstance(text, str) else text()
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails once more when it ends
+        raise RunFailed(f"the output cannot be written: {error.strerror}; send it to a disk with some room") from None
 
 
 def is_first_rank() -> bool:

@@ -31,7 +31,7 @@ def gelu(h: Tensor, bias: Tensor, tanh: bool) -> Tensor:
 
     tanh: in the form that takes it for the normal distribution.
     """
-    if _by_kernels(h):
+    if by_kernels(h):
         from hyperbatch.kernels import gelu
 
         return gelu.forward(h.contiguous(), tanh)
@@ -41,7 +41,7 @@ def gelu(h: Tensor, bias: Tensor, tanh: bool) -> Tensor:
 @torch.library.custom_op("hyperbatch::gelu_backward", mutates_args=())
 def gelu_backward(dy: Tensor, h: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     """(gradient of h, of the bias); the second in fp32 or wider."""
-    if _by_kernels(h):
+    if by_kernels(h):
         from hyperbatch.kernels import gelu
 
         return gelu.backward(dy.contiguous(), h.contiguous(), tanh)
@@ -76,7 +76,8 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
 gelu.register_autograd(_gradients, setup_context=_keep)
 
 
-def _by_kernels(h: Tensor) -> bool:
+def by_kernels(h: Tensor) -> bool:
+    """Whether our kernels run on a tensor, here and for `models.heads`."""
     if not (has_triton() and (h.is_cuda or interpreted())):
         return False
     from hyperbatch.kernels import gelu

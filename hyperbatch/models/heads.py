@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hyperbatch.kernels import has_triton, interpreted
-from hyperbatch.models.gelu import FEW_ROWS
+from hyperbatch.models.gelu import FEW_ROWS, by_kernels
 from hyperbatch.models.layers import with_constant_bias
 from hyperbatch.models.vit import Attention
 
@@ -31,7 +30,7 @@ def stack_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     attention leaves their gradients, or are copied first.
     """
     parts = [part.transpose(1, 2).flatten(2).contiguous() for part in (q, k, v)]
-    if _by_kernels(parts[0]):
+    if by_kernels(parts[0]):
         from hyperbatch.kernels.stack import stack
 
         return stack(*parts)
@@ -45,14 +44,6 @@ def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     samples, heads, tokens, width = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(samples, tokens, 3 * heads * width), q.new_empty(3 * heads * width, dtype=wide)
-
-
-def _by_kernels(x: Tensor) -> bool:
-    if not (has_triton() and (x.is_cuda or interpreted())):
-        return False
-    from hyperbatch.kernels import gelu
-
-    return gelu.takes(x)
 
 
 class _Heads(torch.autograd.Function):

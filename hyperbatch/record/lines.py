@@ -76,7 +76,7 @@ class Lines:
         except OSError as error:
             self.lost, self.reason = self.lost + 1, error.strerror or str(error)
             with contextlib.suppress(OSError):
-                self._file.truncate(self._end)
+                self._file.truncate(self._file.seek(self._end))
             if self.lost == 1:
                 self._warn(self.reason)
 

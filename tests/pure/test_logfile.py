@@ -1,4 +1,4 @@
-"""Which commands may lose lines of an output that goes to a file on a full disk: those that train."""
+"""Output that goes to a file on a full disk: commands that train may lose lines of it, others fail in one line."""
 
 from __future__ import annotations
 
@@ -39,3 +39,12 @@ def test_only_commands_that_train_may_lose_output(tmp_path, arguments, file):
         env = {"PYTHONPATH": str(ROOT), "HYPERBATCH_CACHE": str(tmp_path)}
         done = subprocess.run(words, cwd=tmp_path, env=env, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
     assert done.stderr.strip() == file
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_an_answer_that_cannot_be_written_is_an_error_of_one_line():
+    words = [sys.executable, "-m", "hyperbatch", "recipes", "--json"]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    said = "hyperbatch: the output cannot be written: No space left on device; send it to a disk with some room\n"
+    assert (done.returncode, done.stderr) == (1, said)

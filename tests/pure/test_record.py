@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from hyperbatch.config import BatchPhase, Config
 from hyperbatch.errors import InputError
 from hyperbatch.mllog import MlperfEvents
 from hyperbatch.record import Result, RunRecord, RunWriter, Span, read_metrics
+from hyperbatch.record.lines import Lines
 
 
 def write_step(writer: RunWriter, step: int, **values) -> None:
@@ -108,6 +110,22 @@ def test_lines_that_cannot_be_dropped_stay_with_a_warning(tmp_path):
     line = "metrics.jsonl keeps lines of steps from 4 on, which are done again: No space left on device"
     assert told == writer.warnings == [line]
     assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("go_on", [False, True])
+def test_a_line_that_has_found_room_for_a_part_leaves_no_trace(tmp_path, go_on):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    lines = Lines(tmp_path / "lines", go_on=go_on)
+    lines.add("first")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9, hard))
+    try:
+        lines.add("second")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    lines.add("third")
+    lines.close()
+    assert lines.lost == 1
+    assert (tmp_path / "lines").read_bytes() == b"first\nthird\n"
 
 
 def test_resume_in_a_folder_without_metrics(tmp_path):

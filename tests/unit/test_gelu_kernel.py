@@ -167,8 +167,8 @@ def test_every_variant_that_a_model_launches_is_compiled_ahead(monkeypatch):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Noted(name))
     for module, name in (
-        (model_gelu, "_by_kernels"),
-        (heads, "_by_kernels"),
+        (model_gelu, "by_kernels"),
+        (heads, "by_kernels"),
         (residual, "by_kernels"),
         (lone_norm, "by_kernels"),
     ):
