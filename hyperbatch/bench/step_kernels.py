@@ -22,7 +22,8 @@ from hyperbatch.kernels import has_triton
 # The first family with a word that the name holds wins, so the narrow ones come first.
 FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("inductor", ("triton_poi_", "triton_red_", "triton_per_", "triton_for_")),
-    ("norm", ("bn_fw", "bn_bw", "bnfw", "bnbw", "batch_norm", "batchnorm")),
+    ("attention", ("sdpa", "flash_fwd", "flash_bwd", "fmha", "compute_dot_do_o", "convert_dq")),
+    ("norm", ("bn_fw", "bn_bw", "bnfw", "bnbw", "batch_norm", "batchnorm", "layer_norm", "gammabeta")),
     ("pooling", ("pool",)),
     ("loss", ("softmax", "nll_loss", "cross_entropy")),
     ("optimizer", ("fusedsgd", "fused_sgd", "fusedoptimizer", "amp_update_scale", "nonfinite", "non_finite")),
