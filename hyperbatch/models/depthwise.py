@@ -17,17 +17,16 @@ from torch.nn import functional as F
 
 from hyperbatch.kernels import has_triton
 from hyperbatch.kernels.conv import by_fastest, channels_last
-from hyperbatch.models.layers import Conv2d, as_dtype
+from hyperbatch.models.layers import HALF_DTYPES, Conv2d, as_dtype
 
 SIDES = (3, 5, 7)  # of the square of taps that the kernels know
-DTYPES = (torch.float16, torch.bfloat16)
 
 
 class DepthwiseConv2d(Conv2d):
     """A convolution of each channel by itself, with a stride of 1 and an output of the input's size."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.weight.dtype not in DTYPES or not input.is_cuda or input.dim() != 4:
+        if self.weight.dtype not in HALF_DTYPES or not input.is_cuda or input.dim() != 4:
             return super().forward(input)
         return torch.ops.hyperbatch.depthwise(input.to(self.weight.dtype), self.weight, self.bias)
 
@@ -136,7 +135,7 @@ def weight_gradient(dz: Tensor, x: Tensor, weight: Tensor, biased: bool) -> tupl
 
 
 def _has_kernels(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in DTYPES and has_triton()
+    return x.is_cuda and x.dtype in HALF_DTYPES and has_triton()
 
 
 def _backward(dz: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]) -> tuple[Tensor, ...]:

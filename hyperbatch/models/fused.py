@@ -12,18 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyperbatch import vocabulary
 from hyperbatch.errors import InputError
 from hyperbatch.kernels import has_triton, interpreted
 from hyperbatch.models.alexnet import AlexNetBN
 from hyperbatch.models.blur import BlurConv2d, BlurMaxPool2d
-from hyperbatch.models.layers import Conv2d
+from hyperbatch.models.layers import HALF_DTYPES, Conv2d
 from hyperbatch.models.norm import BatchNorm2d, keeps_statistics
 from hyperbatch.models.resnet import BasicBlock, Bottleneck, ResNet
 from hyperbatch.models.timm_resnet import PARTS, gates, is_timm_resnet, timm_types, why_not_as_a_whole, with_fused
 from hyperbatch.models.whitenet import ConvGroup, ConvUnit, WhiteNet
 
-HALF_DTYPES = tuple(getattr(torch, name) for name in vocabulary.HALF_DTYPES)
 # What the kernels take the place of. A subclass may compute something else. Identity: where there is no max-pool.
 TYPES = (nn.Conv2d, Conv2d, BatchNorm2d, nn.ReLU, nn.MaxPool2d, nn.Identity, nn.Sequential, BasicBlock, Bottleneck)
 RESNET_TYPES = (*TYPES, BlurConv2d, BlurMaxPool2d, nn.AvgPool2d)  # what blurs runs as it is

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hyperbatch import vocabulary
 from hyperbatch.models.norm import BatchNorm2d
+
+HALF_DTYPES = tuple(getattr(torch, name) for name in vocabulary.HALF_DTYPES)
 
 
 def as_dtype(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -17,16 +17,14 @@ from torch.library import custom_op
 from torch.nn import functional as F
 
 from hyperbatch.kernels.conv import by_fastest, channels_last, is_product, rows
-from hyperbatch.models.layers import Conv2d, as_dtype
-
-DTYPES = (torch.float16, torch.bfloat16)
+from hyperbatch.models.layers import HALF_DTYPES, Conv2d, as_dtype
 
 
 class PointwiseConv2d(Conv2d):
     """A convolution of 1x1 pixels with a stride of 1."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.weight.dtype not in DTYPES or not input.is_cuda or input.dim() != 4:
+        if self.weight.dtype not in HALF_DTYPES or not input.is_cuda or input.dim() != 4:
             return super().forward(input)
         return torch.ops.hyperbatch.pointwise(input.to(self.weight.dtype), self.weight, self.bias)
 
