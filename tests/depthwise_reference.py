@@ -1,9 +1,23 @@
-"""Depthwise convolutions in float64 by torch, and the kernels' results beside them, on any device."""
+"""Depthwise convolutions in float64 by torch, and the kernels' results beside them, on any device; a block with one."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    """As ConvNeXt has them."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.conv_dw = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(self.conv_dw(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
 
 
 def make(n, c, h, w, side, *, dtype=torch.float16, device="cpu", seed=0):

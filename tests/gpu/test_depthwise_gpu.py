@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from depthwise_reference import check, make, reference, through_kernels
+from depthwise_reference import Block, check, make, reference, through_kernels
 from torch import nn
 from torch.nn import functional as F
 
@@ -107,19 +107,6 @@ def test_no_kernel_spills_and_one_compilation_ahead_serves_the_steps():
     for (i, _), found in compiled().items():
         print(kernels[i].fn.__name__, found.n_regs, found.n_spills)
         assert found.n_spills == 0
-
-
-class Block(nn.Module):
-    """As ConvNeXt has them."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.conv_dw = nn.Conv2d(width, width, 7, padding=3, groups=width)
-        self.norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(self.conv_dw(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
 
 
 def block_and_images():

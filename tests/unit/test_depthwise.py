@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from depthwise_reference import Block
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -142,19 +143,6 @@ def test_a_replaced_layer_is_the_same_module():
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert torch.equal(model(x), expect)
     assert not depthwise_layers(model)  # whose kernels could be compiled: not on a CPU
-
-
-class Block(nn.Module):
-    """As ConvNeXt has them."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.conv_dw = nn.Conv2d(width, width, 7, padding=3, groups=width)
-        self.norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(self.conv_dw(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
 
 
 def test_blocks_are_still_found():
