@@ -19,6 +19,7 @@ from hyperbatch.sweep.page import render_sweep
 from hyperbatch.sweep.plan import Plan, load_plan
 from hyperbatch.sweep.rows import ENVIRONMENT, PLAN, REPORT, ROWS, Row, latest, read_rows
 from hyperbatch.sweep.table import (
+    CONFIRM_NOTE,
     SEARCH_NOTE,
     PointResult,
     accuracy,
@@ -28,6 +29,7 @@ from hyperbatch.sweep.table import (
     found,
     interval_note,
     points_of,
+    progress,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -97,7 +99,8 @@ def page(records: Sequence[Record]) -> str:
 
 def section(record: Record) -> str:
     failed = sum(row.error is not None for row in record.rows)
-    left = len(record.plan.runs) - len(record.rows)
+    made, planned = progress(record.plan, record.points)
+    left = planned - made
     done = f"{units.plural(len(record.rows), 'run')} of `{record.plan.recipe}`"
     done += f", {failed} of them failed" if failed else ""
     done += f"; {left} of the plan are still to be made" if left > 0 else ""
@@ -110,6 +113,8 @@ def section(record: Record) -> str:
     if sweep_charts(record.points):
         lines.append(f"![{record.plan.name}](pictures/{picture_name(record)})\n")
     lines.append(markdown(*columns(record.points)))
+    if any(point.confirms for point in record.points):
+        lines.append(f"{CONFIRM_NOTE}\n")
     return "\n".join(line for line in lines if line)
 
 
