@@ -98,7 +98,7 @@ def sweep(
     say(f"{plan.name}: {units.plural(plan.count, 'run')} of {plan.recipe}, rows and report in {folder}")
     with held(folder, f"part-{part[0]}-of-{part[1]}"), ended_by_sigterm():
         trainer = Trainer(folder if keep_runs else None)
-        missing = iter(MissingRuns(plan, folder, part=part, retry_failed=retry_failed, say=say))
+        missing = iter(MissingRuns(plan, folder, part=part, retry_failed=retry_failed))
         try:
             for run in missing:
                 if until_s is not None and time.perf_counter() - begin_s > until_s:

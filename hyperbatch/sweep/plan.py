@@ -127,8 +127,9 @@ class Plan:
 
     @property
     def every_run(self) -> tuple[PlannedRun, ...]:
-        """With those that confirm a search if their point is its best."""
-        return (*self.runs, *(run for search in self.searches for run in search.fresh))
+        """With those that confirm a search if their point is its best, in the order in which they are made."""
+        steps = [(step,) if isinstance(step, PlannedRun) else step.fresh for step in self.in_order()]
+        return tuple(itertools.chain(*steps))
 
     @property
     def count(self) -> int:
@@ -136,7 +137,7 @@ class Plan:
         return len(self.runs) + sum(len(search.seeds) for search in self.searches)
 
     def in_order(self) -> Iterator[PlannedRun | Search]:
-        """As they are made: a confirmation directly behind its search, since it trains the same arm."""
+        """A confirmation directly behind its search, since it trains the same arm."""
         ends = {search.runs[-1].number: search for search in self.searches}
         for run in self.runs:
             yield run
@@ -265,31 +266,36 @@ def _confirmed(
     places: dict[Place, list[PlannedRun]] = {}
     for run in runs:
         places.setdefault(run.point.place, []).append(run)
+    seeds = {place: _fresh_seeds(confirm.get(place, otherwise), here) for place, here in places.items()}
     number = itertools.count(len(runs) + 1)
-    more: dict[int, list[PlannedRun]] = {}
-    searches: list[Search] = []
-    for place, here in places.items():
-        points = {id(run.point): run for run in here}.values()
-        rivals = len(points) > 1
-        seeds = _fresh_seeds(confirm.get(place, otherwise), here, rivals=rivals)
-        fresh = [
-            PlannedRun(number=next(number), point=run.point, config=run.config.override(seed=seed), confirms=rivals)
+
+    def fresh(place: Place, *, confirms: bool) -> list[PlannedRun]:
+        points = {id(run.point): run for run in places[place]}.values()
+        return [
+            PlannedRun(number=next(number), point=run.point, config=run.config.override(seed=seed), confirms=confirms)
             for run in points
-            for seed in seeds
+            for seed in seeds[place]
         ]
-        if not rivals:
-            more[here[-1].number] = fresh
-        elif fresh:
-            searches.append(Search(runs=tuple(here), seeds=tuple(seeds), fresh=tuple(fresh)))
+
+    more = {here[-1].number: fresh(place, confirms=False) for place, here in places.items() if not _is_search(here)}
+    searches = [
+        Search(runs=tuple(here), seeds=tuple(seeds[place]), fresh=tuple(fresh(place, confirms=True)))
+        for place, here in places.items()
+        if _is_search(here) and seeds[place]
+    ]
     return [one for run in runs for one in (run, *more.get(run.number, ()))], searches
 
 
-def _fresh_seeds(confirm: Confirm, runs: Sequence[PlannedRun], *, rivals: bool) -> list[int]:
-    """rivals: whether the point is chosen; where it is not, seeds that it has already may be named again."""
+def _is_search(runs: Sequence[PlannedRun]) -> bool:
+    return len({id(run.point) for run in runs}) > 1
+
+
+def _fresh_seeds(confirm: Confirm, runs: Sequence[PlannedRun]) -> list[int]:
+    """Where nothing is chosen, seeds that the runs have already may be named again."""
     used = {run.seed for run in runs}
     if isinstance(confirm, int):
         return list(itertools.islice((seed for seed in itertools.count() if seed not in used), confirm))
-    if rivals and (both := sorted(used.intersection(confirm))):
+    if _is_search(runs) and (both := sorted(used.intersection(confirm))):
         raise InputError(
             f"arm {runs[0].point.arm!r}, confirm = {confirm!r}: its search has seed {both[0]}, too; "
             "give other seeds, or how many"

@@ -30,7 +30,7 @@ def test_a_plan_states_its_runs_and_its_cost(path):
     comment = " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
     stated = re.match(r"(\d+) runs\. One H200", comment)
     assert stated is not None
-    assert int(stated[1]) == len(load_plan(path).runs)
+    assert int(stated[1]) == load_plan(path).count
     assert re.search(r"[\d,]+ s( in all| and|,|\.|;| with )", comment), "seconds of a GPU"
 
 
