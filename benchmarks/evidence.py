@@ -7,6 +7,7 @@ environment, report. A README.md beside them says what the numbers mean.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from hyperbatch.sweep.table import (
     points_of,
     progress,
 )
+from hyperbatch.sweep.values import key_of
 
 ROOT = Path(__file__).parents[1]
 HEAD = """# Evidence
@@ -61,10 +63,17 @@ class Record:
 
 
 def load_record(folder: Path) -> Record:
-    """Rows as they are, under the names that they were written with: recipes may have changed since."""
-    rows = latest(read_rows(folder))
+    """Rows as they are, under the names that they were written with: recipes may have changed since.
+
+    Whether a row confirms a search is the plan's to say: a point may have got rivals since, or a search more seeds.
+    """
     environments = json.loads((folder / ENVIRONMENT).read_text())
     plan = load_plan(folder / PLAN)
+    known = {(*run.point.place, key_of(run.point.search), run.seed): run.confirms for run in plan.every_run}
+    rows = []
+    for row in latest(read_rows(folder)):
+        place = key_of(row.conditions), row.arm, key_of(row.search), row.seed
+        rows.append(dataclasses.replace(row, confirms=known.get(place, row.confirms)))
     return Record(folder=folder, plan=plan, rows=rows, points=points_of(rows), environments=environments)
 
 

@@ -99,12 +99,16 @@ def sweep(
     with held(folder, f"part-{part[0]}-of-{part[1]}"), ended_by_sigterm():
         trainer = Trainer(folder if keep_runs else None)
         missing = iter(MissingRuns(plan, folder, part=part, retry_failed=retry_failed))
+        waiting = False
         try:
             for run in missing:
                 if until_s is not None and time.perf_counter() - begin_s > until_s:
                     say(f"{until_s:g} s have passed; run the same command again to continue")
                     break
                 if run is None:
+                    if not waiting:
+                        say("waiting for the searches of the other parts")
+                    waiting = True
                     time.sleep(WAIT_S)
                     continue
                 row = trainer.row_of(run)

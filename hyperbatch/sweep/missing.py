@@ -77,7 +77,7 @@ class MissingRuns:
     def _is_done(self, run: PlannedRun) -> bool:
         """Read anew each time: other commands write there, too."""
         rows = read_rows(self._folder)
-        return any(row.digest == run.digest for row in rows) and not self._to_retry(run, rows)
+        return run.digest in {row.digest for row in rows} and not self._to_retry(run, rows)
 
     def _to_retry(self, run: PlannedRun, rows: list[Row]) -> bool:
         """Whether its last row is one of a failure, from before this command."""
