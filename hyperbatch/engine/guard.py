@@ -237,7 +237,8 @@ class LossGuard:
             where = f"first in {own}" + (f", on {culprits} ranks" if len(found) > 1 else "")
         line = (
             f"{in_a_row} steps in a row, the last of them step {step}, were skipped because gradients were inf or nan "
-            f"{where}; check the data and the model there, {_gentler(self._run.config)}; --max-skipped-steps allows more"
+            f"{where}; check the data and the model there, {_gentler(self._run.config)}, or allow more by "
+            f"--max-skipped-steps"
         )
         raise _failed(line, rank, host, step)
 
