@@ -64,8 +64,8 @@ def bench_step(
 
     On a GPU: ResNet-50, fp16, batches 16, 42, 256 and 400. On a CPU: ResNet-20, fp32, against torch eager alone.
     model: built in; `timm/NAME` or `package.module:callable`, at batch 256. precision: fp16 or bf16, on a GPU.
-    peers: of eager, graph, masters (of built-in models), compile; None for all. data: a folder, or "generated" for JPEGs like
-    ImageNet's.
+    peers: of eager, graph, masters (of built-in models), compile; None for all. data: a folder, or "generated" for
+    JPEGs like ImageNet's.
     """
     target = harness.pick_device(device)
     gpu = target.type == "cuda"
