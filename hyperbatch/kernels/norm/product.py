@@ -235,7 +235,8 @@ def _input_gradient_kernel(
         k = j + tl.arange(0, BK)
         left = tl.load(g + r[:, None] * N + k[None, :], mask=inside, other=0.0)
         product = tl.dot(left, tl.load(aw + k[:, None] * C + c[None, :]), product)
-    result = product / a_unit + tl.load(constant + c)[None, :]
+    # A power of two: its reciprocal is exact. A division of each element would take the assembler 1.6 s more.
+    result = product * (1.0 / a_unit) + tl.load(constant + c)[None, :]
     tl.store(dy + first * C + r[:, None] * C + c[None, :], result.to(dy.dtype.element_ty), mask=inside)
 
 
