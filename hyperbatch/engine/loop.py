@@ -35,7 +35,7 @@ from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.whiten import rehearse, whiten
 from hyperbatch.errors import Diverged
 from hyperbatch.kernels import workers
-from hyperbatch.kernels.compile import hash_triton
+from hyperbatch.kernels.compile import prepare_triton
 from hyperbatch.optim.averaging import new_share_at
 from hyperbatch.record import RunRecord
 from hyperbatch.schedule import (
@@ -81,7 +81,7 @@ def run(
     ):
         ending.watch(config.run.timeout_s, raises=device.type == "cpu")
         if device.type == "cuda":
-            hash_triton()
+            prepare_triton()
         out = claim_folder(config, ranks, held)
         saved, told = snapshot.find_start(config, ranks, out)
         if saved is not None and snapshot.is_over(config, saved) and (out / "record.json").exists():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -24,11 +25,13 @@ from typing import Any
 from hyperbatch.kernels import interpreted, workers
 
 MAX_THREADS = 16
+LAUNCHERS = 4  # made at once, beside kernels
 _kernels: list[Kernel] = []
 # Triton's own mode for this holds in one context, and backward runs in autograd's threads: all of them enter that one.
 _mode: contextvars.Context | None = None  # None: kernels are launched
 _launches = True
 _asks = False
+_preparation: threading.Thread | None = None
 
 
 class Kernel:
@@ -36,15 +39,26 @@ class Kernel:
 
     def __init__(self, fn: Any) -> None:
         self.fn = fn  # the name that Triton's own wrappers give it
+        self._is_hashed = False
         _kernels.append(self)
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         if not _launches or (_mode is not None and interpreted()):
             return lambda *args, **options: None
+        if not self._is_hashed:
+            self._hash()
         if _mode is None:
             return self.fn[grid]
         context = _mode.copy()  # one thread at a time can be in a context
         return lambda *args, **options: context.run(self.fn.warmup, *args, grid=grid, **options)
+
+    def _hash(self) -> None:
+        """Makes the kernel's key in Triton's cache the same in every run. Triton puts constants of a function into the
+        keys of those that call it only if it has met the function before them: here it meets it first."""
+        if workers.has_key(self.fn):  # the interpreter's functions have none
+            for function in workers.functions_of(self.fn):
+                _ = function.cache_key
+        self._is_hashed = True
 
 
 def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -89,16 +103,21 @@ def without_launches() -> Iterator[None]:
         _launches = True
 
 
-def hash_triton() -> None:
-    """Lets a thread hash Triton itself, 0.4 s of work before its cache can be asked for the first kernel."""
+def prepare_triton() -> None:
+    """Lets a thread do what Triton would do before its first kernel: it hashes itself, 0.4 s of work, and has a C
+    compiler make its link to the driver, if that is in no cache. `compiling` waits for the thread."""
+    global _preparation
 
     def work() -> None:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(Exception):  # whatever it is, the first kernel meets it again
+            from triton.runtime import driver
             from triton.runtime.cache import triton_key
 
             triton_key()  # remembers it
+            _ = driver.active
 
-    threading.Thread(target=work, name="hash-triton", daemon=True).start()
+    _preparation = threading.Thread(target=work, name="prepare-triton", daemon=True)
+    _preparation.start()
 
 
 @contextlib.contextmanager
@@ -114,6 +133,8 @@ def compiling(*, ranks: int = 1, count: Callable[[int, int], None] | None = None
     global _mode
     if _mode is not None:
         raise RuntimeError("compiling() inside of compiling()")
+    if _preparation is not None:
+        _preparation.join()
     helpers = workers.running()
     with _Pool(_threads(ranks) if helpers is None else helpers.count, count, helpers) as pool:
         mode = triton.AsyncCompileMode(pool)  # all but the compilation itself happens in the thread that calls
@@ -131,11 +152,14 @@ def compiling(*, ranks: int = 1, count: Callable[[int, int], None] | None = None
 
 
 class _Pool(ThreadPoolExecutor):
-    """Makes the launcher in the same thread: Triton 3.6 runs a C compiler for it, and finds it in its cache later."""
+    """Has what launches a kernel made while the kernel is compiled: Triton 3.6 runs a C compiler for each combination
+    of types, half as long as for a small kernel, and finds the result in its cache later."""
 
     def __init__(self, threads: int, count: Callable[[int, int], None] | None, helpers: workers.Workers | None) -> None:
         super().__init__(max_workers=threads, thread_name_prefix="compile")
         self._helpers = helpers
+        self._makers = ThreadPoolExecutor(max_workers=LAUNCHERS, thread_name_prefix="launcher")
+        self._launchers: dict[str, Future[None]] = {}  # by types
         self._count, self._counting = count, threading.Condition()
         self._done = self._known = 0
 
@@ -154,11 +178,15 @@ class _Pool(ThreadPoolExecutor):
     def submit(self, compile: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
         from triton.runtime import driver
 
+        launcher = self._launcher(compile)
+
         def work() -> Any:
             try:
                 if self._helpers is not None:
                     self._helpers.compile(compile)  # into Triton's cache, where the next line finds it
                 compiled = compile()
+                if launcher is not None:
+                    launcher.result()
                 driver.active.launcher_cls(compiled.src, compiled.metadata)  # type: ignore[attr-defined]
             finally:
                 self._note(done=1)
@@ -166,6 +194,35 @@ class _Pool(ThreadPoolExecutor):
 
         self._note(known=1)
         return super().submit(work)
+
+    def _launcher(self, compile: Callable[[], Any]) -> Future[None] | None:
+        """What will be done when the launcher of this kernel is in Triton's cache; None: it will be made later."""
+        source = inspect.getclosurevars(compile).nonlocals.get("src")
+        if source is None:  # a Triton that we do not know
+            return None
+        types = str(list(source.signature.values()))
+        if types not in self._launchers:
+            self._launchers[types] = self._makers.submit(_make_launcher, source)
+        return self._launchers[types]
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait, cancel_futures=cancel_futures)
+        self._makers.shutdown(wait, cancel_futures=cancel_futures)
+
+
+class _Unknown:
+    """What a compiler will say about a kernel: its launcher's code does not depend on it."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _make_launcher(source: Any) -> None:
+    """Into Triton's cache. Whatever goes wrong, the launcher of the compiled kernel meets it again."""
+    from triton.runtime import driver
+
+    with contextlib.suppress(Exception):
+        driver.active.launcher_cls(source, _Unknown())  # type: ignore[attr-defined]
 
 
 def _cores(ranks: int) -> int:

@@ -35,6 +35,8 @@ MODULES = (
     "torch",
     "triton",
     "hyperbatch.kernels.norm.conv_pool",
+    "hyperbatch.kernels.norm.pool",
+    "hyperbatch.kernels.norm.product",
     "hyperbatch.kernels.whiten",
     "hyperbatch.kernels.loss",
     "hyperbatch.kernels.layerwise",
@@ -124,21 +126,43 @@ def _job_of(compile: Callable[[], Any]) -> bytes | None:
         return None
 
 
+def functions_of(function: Any) -> list[Any]:
+    """A kernel and all functions that it calls, each behind those that it calls in turn."""
+    found, seen = [], set()
+
+    def visit(one: Any) -> None:
+        if (place := _place(one)) not in seen:
+            seen.add(place)
+            for _, value in _globals_of(one):
+                if has_key(value):
+                    visit(value)
+            found.append(one)
+
+    visit(function)
+    return found
+
+
+def has_key(value: Any) -> bool:
+    """Whether it is a function of Triton's. The key itself is made when it is first read."""
+    return hasattr(type(value), "cache_key") and hasattr(value, "src")
+
+
+def _place(function: Any) -> tuple[str, str]:
+    return function.fn.__module__, function.fn.__qualname__
+
+
+def _globals_of(function: Any) -> list[tuple[str, Any]]:
+    return [(name, function.fn.__globals__.get(name)) for name in function.fn.__code__.co_names]
+
+
 def _fingerprint(function: Any) -> str:
     """Of the source of a kernel, of all functions that it calls, and of the constants they use."""
-    parts, todo = {}, [function]
-    while todo:
-        found = todo.pop()
-        place = found.fn.__module__, found.fn.__qualname__
-        if place in parts:
-            continue
-        parts[place] = found.src
-        for name in found.fn.__code__.co_names:
-            value = found.fn.__globals__.get(name)
-            if hasattr(value, "cache_key") and hasattr(value, "src"):
-                todo.append(value)
-            elif type(value).__name__ == "constexpr":
-                parts[place[0], name] = repr(value)
+    parts = {}
+    for one in functions_of(function):
+        module, name = _place(one)
+        parts[module, name] = one.src
+        constants = [(name, value) for name, value in _globals_of(one) if type(value).__name__ == "constexpr"]
+        parts |= {(module, name): repr(value) for name, value in constants}
     return hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()
 
 
@@ -150,10 +174,10 @@ def _compile(job: bytes) -> None:
     (module, name, cache_key, fingerprint), (signature, constants, attrs), *rest = pickle.loads(job)
     target, options, env_vars = rest
     found = getattr(importlib.import_module(module), name)
-    function = found if hasattr(found, "cache_key") else found.fn  # without our own wrapper
+    function = found if has_key(found) else found.fn  # without our own wrapper
     if _fingerprint(function) != fingerprint:
         raise ValueError(f"{module}.{name} has changed since it was asked for")
-    # Triton's own key depends on which kernels it has looked at before. The cache is asked under the one it has there.
+    # The cache is asked under the key that Triton has there, should it be another one here.
     _ = function.cache_key
     function.hash = cache_key
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attrs)

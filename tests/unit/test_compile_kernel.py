@@ -66,6 +66,7 @@ class PlayedGpu:
     def __init__(self):
         self.launched = []
         self.launchers = 0
+        self.ahead = []  # threads that made a launcher before its kernel was there
         self.utils = SimpleNamespace(
             load_binary=lambda name, binary, shared, device: (name, name, 0, 0, 1024),
             get_device_properties=lambda device: {"max_shared_mem": 1 << 20},
@@ -83,6 +84,9 @@ class PlayedGpu:
         return 0
 
     def launcher_cls(self, src, metadata):
+        if metadata.name is None:
+            self.ahead.append(threading.current_thread().name)
+            raise OSError("no compiler")  # what goes wrong ahead is no matter
         self.launchers += 1
         return lambda *args: self.launched.append(metadata.name)
 
@@ -139,6 +143,8 @@ def test_each_variant_is_compiled_once_and_not_launched(gpu, compiled):
     assert all(thread.startswith("compile") for _, thread in compiled)
     assert not gpu.launched
     assert gpu.launchers == 6
+    assert len(gpu.ahead) == 2, "of each combination of types"
+    assert all(thread.startswith("launcher") for thread in gpu.ahead)
     assert len(tables()) == 6
     halve[(1,)](x, y, 48, BLOCK=64)
     double[(1,)](x, y, 9, BLOCK=64)
@@ -161,6 +167,50 @@ def test_threads_have_no_influence_on_what_is_compiled(gpu, monkeypatch, tmp_pat
     double[(1,)](x, y, 5, BLOCK=64)
     halve[(1,)](x, y, 5, BLOCK=64)
     assert [entry.asm["ptx"] for entry in tables()] == beside
+
+
+@played
+def test_a_kernel_is_found_in_the_cache_whatever_else_was_compiled_before_it(gpu):
+    from hyperbatch.kernels.norm import two_pass
+    from hyperbatch.kernels.workers import functions_of
+
+    one = two_pass._reduce_kernel
+    *called, itself = functions_of(one.fn)
+    assert itself is one.fn
+    assert {"add_partials", "finish_backward", "own_rows"} <= {function.fn.__name__ for function in called}
+
+    def forget():
+        for function in (*called, itself):
+            function.hash, function.used_global_vals = None, {}
+        one._is_hashed = False
+
+    forget()
+    for function in called:  # by other kernels
+        _ = function.cache_key
+    expected = itself.cache_key
+    forget()
+    _ = one[(1,)]
+    assert itself.cache_key == expected
+    assert {name for name, _ in itself.used_global_vals} == {"PARTIALS", "PARTIALS_AHEAD"}
+
+
+@played
+def test_the_first_kernel_waits_for_what_prepares_triton(gpu, monkeypatch):
+    from triton.runtime import cache
+
+    begun, prepared = threading.Event(), threading.Event()
+
+    def key():
+        begun.wait()
+        prepared.set()
+
+    monkeypatch.setattr(cache, "triton_key", key)
+    monkeypatch.setattr(kernels, "_preparation", None)
+    kernels.prepare_triton()
+    assert not prepared.is_set()
+    threading.Timer(0.05, begun.set).start()
+    with compiling():
+        assert prepared.is_set()
 
 
 @played
