@@ -17,6 +17,7 @@ import contextlib
 import contextvars
 import inspect
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +26,7 @@ from typing import Any
 from hyperbatch.kernels import interpreted, workers
 
 MAX_THREADS = 16
-LAUNCHERS = 4  # made at once, beside kernels
+LAUNCHERS = 4  # made at once, beside kernels, at most
 _kernels: list[Kernel] = []
 # Triton's own mode for this holds in one context, and backward runs in autograd's threads: all of them enter that one.
 _mode: contextvars.Context | None = None  # None: kernels are launched
@@ -104,12 +105,13 @@ def without_launches() -> Iterator[None]:
 
 
 def prepare_triton() -> None:
-    """Lets a thread do what Triton would do before its first kernel: it hashes itself, 0.4 s of work, and has a C
-    compiler make its link to the driver, if that is in no cache. `compiling` waits for the thread."""
+    """Lets a thread do what Triton would do with its first kernel: it imports more of itself (0.1 s), hashes itself
+    (0.4 s), and has a C compiler make its link to the driver, if that is in no cache. `compiling` waits for it."""
     global _preparation
 
     def work() -> None:
         with contextlib.suppress(Exception):  # whatever it is, the first kernel meets it again
+            import triton.experimental.gluon  # noqa: F401
             from triton.runtime import driver
             from triton.runtime.cache import triton_key
 
@@ -158,7 +160,8 @@ class _Pool(ThreadPoolExecutor):
     def __init__(self, threads: int, count: Callable[[int, int], None] | None, helpers: workers.Workers | None) -> None:
         super().__init__(max_workers=threads, thread_name_prefix="compile")
         self._helpers = helpers
-        self._makers = ThreadPoolExecutor(max_workers=LAUNCHERS, thread_name_prefix="launcher")
+        makers = max(1, min(LAUNCHERS, threads // 3))
+        self._makers = ThreadPoolExecutor(max_workers=makers, thread_name_prefix="launcher")
         self._launchers: dict[str, Future[None]] = {}  # by types
         self._count, self._counting = count, threading.Condition()
         self._done = self._known = 0
@@ -197,10 +200,11 @@ class _Pool(ThreadPoolExecutor):
 
     def _launcher(self, compile: Callable[[], Any]) -> Future[None] | None:
         """What will be done when the launcher of this kernel is in Triton's cache; None: it will be made later."""
-        source = inspect.getclosurevars(compile).nonlocals.get("src")
-        if source is None:  # a Triton that we do not know
+        try:
+            source = inspect.getclosurevars(compile).nonlocals["src"]
+        except (TypeError, KeyError):  # a Triton that we do not know
             return None
-        types = str(list(source.signature.values()))
+        types = re.sub(r"\*\w+", "*", str(list(source.signature.values())))  # a pointer is a pointer
         if types not in self._launchers:
             self._launchers[types] = self._makers.submit(_make_launcher, source)
         return self._launchers[types]

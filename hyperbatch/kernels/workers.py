@@ -34,6 +34,8 @@ PATIENCE_S = 60.0  # for one kernel; the largest take a few seconds
 MODULES = (
     "torch",
     "triton",
+    "triton.compiler.code_generator",  # which Triton imports with the first kernel
+    "triton.experimental.gluon",
     "hyperbatch.kernels.norm.conv_pool",
     "hyperbatch.kernels.norm.pool",
     "hyperbatch.kernels.norm.product",
