@@ -10,7 +10,7 @@ from typing import Any
 from hyperbatch.cli.flags import FullHelp, ShortHelp
 from hyperbatch.cli.shared import AddVerb, add_sizes, is_first_rank, positive, show
 from hyperbatch.config import Config, FieldSpec, fields, format_value, section_titles
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, RunFailed
 
 
 def add(verb: AddVerb) -> None:
@@ -92,7 +92,10 @@ def _train(args: argparse.Namespace) -> int:
     from hyperbatch.launch import train
 
     let_log_fill()
-    record = train(config)
+    try:
+        record = train(config)
+    except BrokenPipeError as error:  # an answer may be cut off, as by `| head`, but this is no end of a run
+        raise RunFailed("the run has ended: nobody reads the pipe any more that its output goes to") from error
     if is_first_rank():
         from hyperbatch.report.summary import summary
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from hyperbatch.cli import main
 
 ROOT = Path(__file__).parents[2]
 CODE = """
@@ -48,3 +51,30 @@ def test_an_answer_that_cannot_be_written_is_an_error_of_one_line():
         done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     said = "hyperbatch: the output cannot be written: No space left on device; send it to a disk with some room\n"
     assert (done.returncode, done.stderr) == (1, said)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_without_output_does_its_work(tmp_path, closed):
+    """A file that it opens must not be given the number of stderr, and be printed into."""
+    words = f"exec {sys.executable} -m hyperbatch train --save-config {tmp_path / 'run.toml'} {closed}"
+    assert subprocess.run(["sh", "-c", words], cwd=ROOT, check=False).returncode == 0
+    assert (tmp_path / "run.toml").read_text().startswith("recipe")
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["recipes"], 0), (["recipes", "--nonsense"], 2)])
+def test_a_reader_that_has_left_gets_no_complaint(arguments, code):
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, "-m", "hyperbatch", *arguments]
+    done = subprocess.run(words, cwd=ROOT, stdout=write, stderr=write if code else subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (code, None if code else b"")
+
+
+def test_a_run_whose_reader_has_left_is_not_done(monkeypatch, capsys):
+    def train(config):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("hyperbatch.launch.train", train)
+    assert main(["train"]) == 1
+    assert capsys.readouterr().err.startswith("hyperbatch: the run has ended: nobody reads the pipe")

@@ -174,6 +174,15 @@ def test_the_command_prints_text_json_and_csv(flowers, capsys):
         assert (row["class"], float(row["probability"])) == (best["class"], best["probability"])
 
 
+@pytest.mark.parametrize("form", ["--json", "--csv", "--top=2"])
+def test_answers_that_find_no_room_are_an_error_of_one_line(flowers, monkeypatch, capsys, form):
+    root, folder = flowers[0], flowers[0] / "data" / "val"
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert main(["predict", str(root / "run"), str(folder), "--device", "cpu", form]) == 1
+    assert capsys.readouterr().err.startswith("hyperbatch: the output cannot be written: No space left on device")
+
+
 def test_mistakes_are_one_line(flowers, tmp_path, capsys):
     root, _ = flowers
     run, image = str(root / "run"), str(root / "data" / "val" / "rose" / "0.png")
