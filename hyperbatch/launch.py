@@ -211,6 +211,9 @@ def check_input(config: Config, world_size: int, counts: DataCounts) -> None:
 
     counts: what `check_data` found.
     """
+    if counts.classes < 2:
+        where = config.data.data or config.data.dataset
+        raise InputError(f"{where} has only one class; give images of two at least, in a folder per class")
     if config.comm.grid is not None:
         RankGrid.parse(config.comm.grid).check_world(world_size)
     check_batches(config.schedule.batch_phases, counts.train_samples, config.schedule.epochs)
