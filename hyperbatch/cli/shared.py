@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -79,11 +80,14 @@ def discard_output() -> None:
 
 def open_streams() -> None:
     """Whoever started this command may have closed its stdin, stdout or stderr (`>&-`). The next files that it opens
-    would get their numbers, and whatever is printed."""
+    would get their numbers, and whatever is printed. And no text may be too foreign to be printed."""
     for descriptor, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
         if getattr(sys, name) is None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one
             setattr(sys, name, os.fdopen(descriptor, mode))
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a file or class may have a name that is not in its encoding
+        is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
+        sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "backslashreplace")
 
 
 def is_first_rank() -> bool:

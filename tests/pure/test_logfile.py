@@ -78,3 +78,20 @@ def test_a_run_whose_reader_has_left_is_not_done(monkeypatch, capsys):
     monkeypatch.setattr("hyperbatch.launch.train", train)
     assert main(["train"]) == 1
     assert capsys.readouterr().err.startswith("hyperbatch: the run has ended: nobody reads the pipe")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "printed"), [("utf-8:strict", b"\xe9t\xe9, \xe9\x87\x91"), ("ascii:strict", rb"\udce9t\udce9, \u91d1")]
+)
+def test_any_name_of_a_class_can_be_printed(tmp_path, encoding, printed):
+    """One that is not in UTF-8, as archives of old systems hold them, and one that the terminal does not know."""
+    for split in (b"train", b"val"):
+        for name in (b"\xe9t\xe9", "\u91d1".encode()):
+            folder = os.path.join(os.fsencode(tmp_path), split, name)
+            os.makedirs(folder)
+            Path(os.fsdecode(folder), "1.jpg").touch()
+    words = [sys.executable, "-m", "hyperbatch", "data", "info", str(tmp_path)]
+    env = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {*printed.split(b", ")} <= {*done.stdout.splitlines()[0].partition(b": ")[2].split(b", ")}
