@@ -53,11 +53,11 @@ def peers_of_the_bench(root: Path, name: str) -> Run:
     """torch's DataLoader, and DALI."""
     import torch
 
-    from hyperbatch.bench.peers import data_peers
+    from hyperbatch.bench.peers import NAMES, data_peers
     from hyperbatch.data.folders import FolderSource
 
     tree = FolderSource(root / "tree" / "train")
-    found = data_peers(tree, image_size=SIZE, batch=BATCH, workers=WORKERS, device=torch.device("cpu"))
+    found = data_peers(NAMES, tree, image_size=SIZE, batch=BATCH, workers=WORKERS, device=torch.device("cpu"))
     return next(candidate.run for candidate in found if candidate.name == name)
 
 

@@ -7,6 +7,7 @@ environment, report. A README.md beside them says what the numbers mean.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from hyperbatch.sweep.page import render_sweep
 from hyperbatch.sweep.plan import Plan, load_plan
 from hyperbatch.sweep.rows import ENVIRONMENT, PLAN, REPORT, ROWS, Row, latest, read_rows
 from hyperbatch.sweep.table import (
+    CONFIRM_NOTE,
     SEARCH_NOTE,
     PointResult,
     accuracy,
@@ -28,7 +30,9 @@ from hyperbatch.sweep.table import (
     found,
     interval_note,
     points_of,
+    progress,
 )
+from hyperbatch.sweep.values import key_of
 
 ROOT = Path(__file__).parents[1]
 HEAD = """# Evidence
@@ -59,10 +63,17 @@ class Record:
 
 
 def load_record(folder: Path) -> Record:
-    """Rows as they are, under the names that they were written with: recipes may have changed since."""
-    rows = latest(read_rows(folder))
+    """Rows as they are, under the names that they were written with: recipes may have changed since.
+
+    Whether a row confirms a search is the plan's to say: a point may have got rivals since, or a search more seeds.
+    """
     environments = json.loads((folder / ENVIRONMENT).read_text())
     plan = load_plan(folder / PLAN)
+    known = {(*run.point.place, key_of(run.point.search), run.seed): run.confirms for run in plan.every_run}
+    rows = []
+    for row in latest(read_rows(folder)):
+        place = key_of(row.conditions), row.arm, key_of(row.search), row.seed
+        rows.append(dataclasses.replace(row, confirms=known.get(place, row.confirms)))
     return Record(folder=folder, plan=plan, rows=rows, points=points_of(rows), environments=environments)
 
 
@@ -97,7 +108,8 @@ def page(records: Sequence[Record]) -> str:
 
 def section(record: Record) -> str:
     failed = sum(row.error is not None for row in record.rows)
-    left = len(record.plan.runs) - len(record.rows)
+    made, planned = progress(record.plan, record.points)
+    left = planned - made
     done = f"{units.plural(len(record.rows), 'run')} of `{record.plan.recipe}`"
     done += f", {failed} of them failed" if failed else ""
     done += f"; {left} of the plan are still to be made" if left > 0 else ""
@@ -110,6 +122,8 @@ def section(record: Record) -> str:
     if sweep_charts(record.points):
         lines.append(f"![{record.plan.name}](pictures/{picture_name(record)})\n")
     lines.append(markdown(*columns(record.points)))
+    if any(point.confirms for point in record.points):
+        lines.append(f"{CONFIRM_NOTE}\n")
     return "\n".join(line for line in lines if line)
 
 

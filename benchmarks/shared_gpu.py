@@ -27,11 +27,11 @@ from hyperbatch.config import Config
 from hyperbatch.engine.loop import run as train
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.record import RunRecord
-from hyperbatch.sweep.command import check_runs, format_sweep, is_done, prepare_folder, progress_line, result_of
+from hyperbatch.sweep.command import check_runs, format_sweep, prepare_folder, progress_line, result_of, run_label
+from hyperbatch.sweep.missing import confirming
 from hyperbatch.sweep.page import write_page
-from hyperbatch.sweep.plan import load_plan
-from hyperbatch.sweep.rows import REPORT, append_row, note_environment, of_plan, read_rows
-from hyperbatch.sweep.table import points_of
+from hyperbatch.sweep.plan import PlannedRun, load_plan
+from hyperbatch.sweep.rows import REPORT, append_row, note_environment, read_rows
 from hyperbatch.sweep.trainer import Trainer, ranks_of
 
 OWN_HOST = {
@@ -68,19 +68,20 @@ def rank_main(
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     place: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=120)}
     dist.init_process_group(backend, init_method=f"file://{meeting}/store", **place)
-    runs = load_plan(Path(plan_file), data=data).runs
+    plan = load_plan(Path(plan_file), data=data)
+    runs = {run.number: run for run in plan.every_run}
     for number in numbers:
         in_time = torch.tensor([time.time() < end])
         dist.broadcast(in_time, src=0)  # one clock decides
         if not in_time.item():
             break
         trainer = RankTrainer(rank, world_size, Path(meeting) / str(number))
-        row = trainer.row_of(runs[number - 1])
+        row = trainer.row_of(runs[number])
         if rank == 0:
             append_row(Path(folder), row)
             if trainer.environment is not None:
                 note_environment(Path(folder), trainer.environment)
-            print(f"{number}/{len(runs)}  {progress_line(row)}", flush=True)
+            print(f"{run_label(plan, runs[number])}  {progress_line(row)}", flush=True)
         if row.error is not None:
             raise SystemExit(f"rank {rank}: {row.error}; the process group may be broken, run the same command again")
         dist.barrier()
@@ -92,18 +93,22 @@ def sweep_ranks(plan_file: Path, folder: Path, *, data: str | None = None, until
     plan, end = load_plan(plan_file, data=data), time.time() + until_s
     check_runs(plan)
     prepare_folder(folder, plan)
-    for world_size in sorted({ranks_of(run.config) for run in plan.runs}):
-        missing = [
-            run.number
-            for run in plan.runs
-            if ranks_of(run.config) == world_size and not is_done(folder, run, retry_failed=False)
-        ]
-        if missing and time.time() < end:
-            with tempfile.TemporaryDirectory(prefix="hyperbatch-ranks-") as meeting:
-                args = (world_size, meeting, str(plan_file), data, str(folder), missing, end)
-                processes.spawn(rank_main, args=args, nprocs=world_size)  # pyright: ignore[reportPrivateImportUsage]
-    write_page(folder / REPORT, plan, points_of(of_plan(read_rows(folder), plan.runs)))
-    return format_sweep(result_of(plan, folder))
+
+    def make(runs: Sequence[PlannedRun]) -> None:
+        done = {row.digest for row in read_rows(folder)}
+        for world_size in sorted({ranks_of(run.config) for run in runs}):
+            missing = [run.number for run in runs if ranks_of(run.config) == world_size and run.digest not in done]
+            if missing and time.time() < end:
+                with tempfile.TemporaryDirectory(prefix="hyperbatch-ranks-") as meeting:
+                    args = (world_size, meeting, str(plan_file), data, str(folder), missing, end)
+                    processes.spawn(rank_main, args=args, nprocs=world_size)  # pyright: ignore[reportPrivateImportUsage]
+
+    make(plan.runs)
+    rows = read_rows(folder)
+    make([run for search in plan.searches for run in confirming(search, rows) or ()])
+    result = result_of(plan, folder)
+    write_page(folder / REPORT, plan, result.points)
+    return format_sweep(result)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from hyperbatch.bench import harness, peers
+from hyperbatch.bench import harness
 from hyperbatch.bench.data_arrays import array_rows
 from hyperbatch.bench.harness import Candidate
+from hyperbatch.bench.peers import check_names, data_peers
 from hyperbatch.config import BatchPhase, DataConfig
 from hyperbatch.data.decoders import resolve_decoders
 from hyperbatch.data.folders import FolderSource
@@ -45,12 +46,15 @@ def bench_data(
     passes: int = 0,
     threads: int = 0,
     rounds: int = 5,
+    peers: Sequence[str] | None = None,
     device: str = "auto",
 ) -> dict[str, Any]:
     """Rows of images a second. threads: of ours, and worker processes of others; 0: one per core.
 
     images, batch, passes over the set in a round: 0 for 256, 64 and 1 on a CPU; 2,048, 256 and 4 on a GPU.
+    peers: of dataloader, dali and arrays; None for all that are installed.
     """
+    names = check_names(peers)
     target = harness.pick_device(device)
     gpu = target.type == "cuda"
     images, batch, passes = images or (2048 if gpu else 256), batch or (256 if gpu else 64), passes or (4 if gpu else 1)
@@ -59,9 +63,11 @@ def bench_data(
     with tempfile.TemporaryDirectory(prefix="hyperbatch-bench-") as folder:
         root = Path(folder)
         mean_bytes = write_jpegs(root / "tree", images, width, height)
+        harness.say(f"{images} JPEGs of {width}x{height} written")
         pack(root / "tree", root / "shards")
         pack(root / "tree", root / "small", short_side=SMALL_SIDE)
         pack(root / "tree", root / "decoded", short_side=SMALL_SIDE, decoded=True)
+        harness.say(f"packed as they are, at {SMALL_SIDE} px, and decoded at {SMALL_SIDE} px")
         sets = {name: _encoded(root / name) for name in ("tree", "shards", "small", "decoded")}
         tree = sets["tree"]
         assert isinstance(tree, FolderSource)
@@ -81,10 +87,11 @@ def bench_data(
             loader = TrainLoader(source, config, seed=0, rank=0, world_size=1, device=target, dtype=dtype)
             loaders.append(loader)
             candidates.append(Candidate(name=f"hyperbatch, {name}", run=_ours(loader, len(source), batch, passes)))
-        others = peers.data_peers(tree, image_size=image_size, batch=batch, workers=threads, device=target)
+        others = data_peers(names, tree, image_size=image_size, batch=batch, workers=threads, device=target)
         candidates += [Candidate(name=c.name, run=_repeated(c.run, passes), peer=True) for c in others]
+        measure = partial(_images_per_s, device=target)
         try:
-            samples = harness.interleave(candidates, partial(_images_per_s, device=target), rounds=rounds, warmup=1)
+            samples = harness.interleave(candidates, measure, rounds=rounds, warmup=1, told=_say_speed)
         finally:
             for loader in loaders:
                 loader.close()
@@ -98,12 +105,14 @@ def bench_data(
         cache="page cache",
     )
     table += array_rows(
-        partial(_images_per_s, device=target),
+        measure,
         images=50_000 if gpu else images,
         batches=(2_000, 12_500) if gpu else (batch,),
         device=target,
         dtype=dtype,
         rounds=rounds,
+        peer="arrays" in names,
+        told=_say_speed,
     )
     return harness.result("data", table, load_1min=os.getloadavg()[0])
 
@@ -137,6 +146,10 @@ def _images_per_s(run: Callable[[], int], device: torch.device) -> float:
     counts: list[int] = []
     seconds = wall_s(lambda: counts.append(run()), device=device)  # the last batch counts when it has arrived
     return counts[0] / seconds
+
+
+def _say_speed(what: str, images_per_s: float) -> None:
+    harness.say(f"{what}: {images_per_s:,.0f} img/s")
 
 
 def _ours(loader: TrainLoader, samples: int, batch: int, passes: int) -> Callable[[], int]:

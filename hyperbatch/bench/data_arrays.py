@@ -33,8 +33,13 @@ def array_rows(
     device: torch.device,
     dtype: torch.dtype,
     rounds: int,
+    peer: bool,
+    told: Callable[[str, float], None],
 ) -> list[dict[str, Any]]:
-    """Two epochs in batches of each size; images_per_s: measures what returns how many images it made."""
+    """Two epochs in batches of each size; images_per_s: measures what returns how many images it made.
+
+    peer: beside plain torch. told: as for `harness.interleave`.
+    """
     pixels = np.random.default_rng(0).integers(0, 256, (images, _SIDE, _SIDE, 3), dtype=np.uint8)
     source = ArraySource(
         "arrays", pixels, np.arange(images) % 10, classes=tuple(map(str, range(10))), mean=(0.5,) * 3, std=(0.29,) * 3
@@ -52,9 +57,10 @@ def array_rows(
             Candidate(name=f"hyperbatch, arrays, batches of {batch}", run=_ours(loader, images, batch))
             for batch in batches
         ]
-        peer = _whole_epochs(source, batches[0], device, dtype)
-        candidates.append(Candidate(name="torch, arrays, whole epochs", run=peer, peer=True))
-        samples = harness.interleave(candidates, images_per_s, rounds=rounds, warmup=1)
+        if peer:
+            epochs = _whole_epochs(source, batches[0], device, dtype)
+            candidates.append(Candidate(name="torch, arrays, whole epochs", run=epochs, peer=True))
+        samples = harness.interleave(candidates, images_per_s, rounds=rounds, warmup=1, told=told)
     shape = f"{_SIDE}x{_SIDE} px in memory"
     return harness.rows(candidates, samples, unit="img/s", higher_is_better=True, image=shape, images=images)
 

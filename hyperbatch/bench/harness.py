@@ -38,17 +38,22 @@ def interleave(
     rounds: int,
     warmup: int = 3,
     before_round: Callable[[], None] = lambda: None,
+    told: Callable[[str, float], None] = lambda what, sample: None,
 ) -> dict[str, list[float]]:
-    """name -> one sample per round. Each round starts with another candidate."""
+    """name -> one sample per round. Each round starts with another candidate.
+
+    told: hears of each sample, the first ones of the warm-up included.
+    """
     for candidate in candidates:
         for _ in range(warmup):
-            measure(candidate.run)
+            told(f"{candidate.name}, warm-up", measure(candidate.run))
     samples: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
     for i in range(rounds):
         before_round()
         for k in range(len(candidates)):
             candidate = candidates[(i + k) % len(candidates)]
             samples[candidate.name].append(measure(candidate.run))
+            told(f"{candidate.name}, round {i + 1} of {rounds}", samples[candidate.name][-1])
     return samples
 
 

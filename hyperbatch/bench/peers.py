@@ -1,8 +1,9 @@
-"""What others offer for the work of `bench data`: PyTorch's DataLoader always, and DALI where it is installed."""
+"""What others offer for the work of `bench data`: PyTorch's DataLoader, and DALI where it is installed."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,27 +16,49 @@ from hyperbatch.bench.harness import Candidate
 from hyperbatch.config import DataConfig
 from hyperbatch.data import augment, stream
 from hyperbatch.data.folders import FolderSource
+from hyperbatch.errors import InputError
 from hyperbatch.vocabulary import IMAGENET_MEAN, IMAGENET_STD
+
+NAMES = ("dataloader", "dali", "arrays")  # the last: plain torch on small images in memory (data_arrays.py)
+
+
+def check_names(names: Sequence[str] | None) -> tuple[str, ...]:
+    """The peers that were asked for; None stands for all that are installed."""
+    for name in names or ():
+        if name not in NAMES:
+            raise InputError(f"--peers: unknown peer {name!r} of `bench data`; of {', '.join(NAMES)}, or none")
+    if names is not None and "dali" in names and not _has_dali():
+        raise InputError("--peers dali: DALI is not installed; install it or leave it out")
+    return tuple(NAMES if names is None else names)
 
 
 def data_peers(
-    tree: FolderSource, *, image_size: int, batch: int, workers: int, device: torch.device
+    names: Sequence[str], tree: FolderSource, *, image_size: int, batch: int, workers: int, device: torch.device
 ) -> list[Candidate]:
-    """Each makes one pass over the folder and returns how many images it gave."""
-    loader = DataLoader(
-        _TorchStyle(tree, image_size),
-        batch_size=batch,
-        shuffle=True,
-        num_workers=workers,
-        persistent_workers=True,
-        pin_memory=device.type == "cuda",
-    )
-    candidates = [Candidate(name="DataLoader, folder, Pillow", run=lambda: _run(loader, device), peer=True)]
-    try:
+    """Those of the names that read files. Each makes one pass over the folder and returns how many images it gave."""
+    candidates = []
+    if "dataloader" in names:
+        loader = DataLoader(
+            _TorchStyle(tree, image_size),
+            batch_size=batch,
+            shuffle=True,
+            num_workers=workers,
+            persistent_workers=True,
+            pin_memory=device.type == "cuda",
+        )
+        candidates.append(Candidate(name="DataLoader, folder, Pillow", run=lambda: _run(loader, device), peer=True))
+    if "dali" in names and _has_dali():
         dali = _dali(tree, image_size, batch, workers, device)
+        candidates.append(Candidate(name=f"DALI, folder, {device.type}", run=dali, peer=True))
+    return candidates
+
+
+def _has_dali() -> bool:
+    try:
+        importlib.import_module("nvidia.dali.fn")
     except ImportError:
-        return candidates
-    return [*candidates, Candidate(name=f"DALI, folder, {device.type}", run=dali, peer=True)]
+        return False
+    return True
 
 
 def _run(loader: DataLoader, device: torch.device) -> int:

@@ -64,8 +64,8 @@ def bench_step(
 
     On a GPU: ResNet-50, fp16, batches 16, 42, 256 and 400. On a CPU: ResNet-20, fp32, against torch eager alone.
     model: built in; `timm/NAME` or `package.module:callable`, at batch 256. precision: fp16 or bf16, on a GPU.
-    peers: of eager, graph, masters (of built-in models), compile. data: a folder, or "generated" for JPEGs like
-    ImageNet's.
+    peers: of eager, graph, masters (of built-in models), compile; None for all. data: a folder, or "generated" for
+    JPEGs like ImageNet's.
     """
     target = harness.pick_device(device)
     gpu = target.type == "cuda"
@@ -125,7 +125,7 @@ def check_precision(name: str | None, *, gpu: bool) -> str:
 def check_peers(names: list[str], max_autotune: bool, *, gpu: bool, foreign: bool = False) -> list[str]:
     for name in names:
         if name not in PEERS:
-            raise InputError(f"--peers: unknown peer {name!r}; of {', '.join(PEERS)}")
+            raise InputError(f"--peers: unknown peer {name!r}; of {', '.join(PEERS)}, or none")
         if name == "masters" and foreign:
             raise InputError("--peers: masters keeps 16-bit weights by hand, of built-in models alone; leave it out")
     names = list(dict.fromkeys([*names, *([MAX_AUTOTUNE] if max_autotune else [])]))

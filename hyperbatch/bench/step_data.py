@@ -29,7 +29,7 @@ from hyperbatch.data.source import EncodedSource, open_data
 from hyperbatch.engine.loop import run
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.errors import InputError
-from hyperbatch.record import read_metrics
+from hyperbatch.record import RunRecord, read_metrics
 
 GENERATED = "generated"
 SYNTHETIC = "synthetic"
@@ -54,19 +54,7 @@ def end_to_end(data: str, setting: Setting, batches: Sequence[int], steps: int |
     if steps < 2 * WINDOWS:
         raise InputError(f"--steps {steps}: give at least {2 * WINDOWS}, so that the start can be left out")
     with tempfile.TemporaryDirectory(prefix="hyperbatch-bench-") as scratch:
-        base = Config(recipe="bench-step").override(
-            model=setting.model,
-            image_size=setting.image_size,
-            classes=setting.classes,
-            precision=setting.precision,
-            warmup_epochs=0.0,
-            eval_every_epochs=1e9,
-            checkpoint_every_epochs=0.0,
-            max_steps=steps,
-            final_eval=False,
-            device=device,
-            nproc=1,
-        )
+        base = short_run(setting, steps)
         rows = []
         for form in forms(data, Path(scratch), setting):
             images = len(open_data(base.override(**form.overrides).data)[0])
@@ -81,6 +69,23 @@ def end_to_end(data: str, setting: Setting, batches: Sequence[int], steps: int |
                 rows.append(trained(config, f"batch {batch} / {form.name}", batch) | {"data": form.about})
     alone = {row["batch"]: row["mean"] for row in rows if row["name"].endswith(SYNTHETIC)}
     return [row | {"ratio_to_synthetic": row["mean"] / alone[row["batch"]]} for row in rows]
+
+
+def short_run(setting: Setting, steps: int) -> Config:
+    """So many steps and nothing else; data, batch and folder are left open."""
+    return Config(recipe="bench-step").override(
+        model=setting.model,
+        image_size=setting.image_size,
+        classes=setting.classes,
+        precision=setting.precision,
+        warmup_epochs=0.0,
+        eval_every_epochs=1e9,
+        checkpoint_every_epochs=0.0,
+        max_steps=steps,
+        final_eval=False,
+        device=setting.device.type,
+        nproc=1,
+    )
 
 
 def forms(data: str, scratch: Path, setting: Setting) -> Iterator[Form]:
@@ -107,8 +112,12 @@ def _files(name: str, folder: Path, cache: str) -> Form:
 
 
 def trained(config: Config, name: str, batch: int) -> dict[str, Any]:
-    """Trains as the config says, and reads the speed off the run's own metrics."""
-    record = run(config, Ranks())
+    """Trains as the config says."""
+    return row_of(run(config, Ranks()), config, name, batch)
+
+
+def row_of(record: RunRecord, config: Config, name: str, batch: int) -> dict[str, Any]:
+    """Reads the speed off the run's own metrics."""
     lines = [line for line in read_metrics(Path(record.folder)) if line["event"] == "step"]
     steady = lines[len(lines) // 5 :]  # without the start
     ends_s = [line["time_s"] for line in steady]

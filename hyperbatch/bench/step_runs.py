@@ -27,6 +27,7 @@ from hyperbatch.bench.step_device import release_memory
 from hyperbatch.config import BatchPhase, Config
 from hyperbatch.data.batch import Batch
 from hyperbatch.engine.cuda_graphs import forget_workspaces
+from hyperbatch.engine.kernel_choice import training_kernels
 from hyperbatch.engine.learner import build_learner
 from hyperbatch.engine.loop import micro_step, train_stride
 from hyperbatch.engine.measure import peak_bytes
@@ -184,6 +185,7 @@ def _can_fuse(setting: Setting) -> bool:
     return why_not_fused(model, working_dtype(setting.precision), setting.device) is None
 
 
+@training_kernels(deterministic=False)
 def ours(task: Task, *, fused: bool, graph: bool = True, compiles: bool = False) -> Built:
     """The engine's own step on one rank, as `hyperbatch train` builds, captures and runs it; only the batch is ours."""
     setting, batch = task.setting, len(task.labels)

@@ -12,7 +12,7 @@ from hyperbatch.errors import InputError
 BENCH_OPTIONS = {
     "comm": ("size_mb", "grid", "nproc", "rounds"),
     "step": ("model", "batch", "peers", "max_autotune", "precision", "rounds", "data", "steps", "image_size"),
-    "data": ("image_size", "rounds"),
+    "data": ("image_size", "rounds", "peers"),
 }
 
 
@@ -34,6 +34,11 @@ def add(verb: AddVerb) -> None:
     parser.add_argument("--rounds", type=positive, metavar="N", help=help)
     help = "Image side in pixels of `step` and `data`. [default: the usual one of the model; 224 for data]"
     parser.add_argument("--image-size", type=positive, metavar="N", help=help)
+    help = (
+        "What `step` and `data` are compared with, or none. Of `step`: eager, graph, masters and compile, which takes "
+        "about a minute per batch size. Of `data`: dataloader, dali and arrays. [default: all]"
+    )
+    parser.add_argument("--peers", metavar="NAME,...", help=help)
     step = parser.add_argument_group(
         "step",
         "Compares the whole training step with torch's, on synthetic data on the device. On a CPU it only shows that "
@@ -46,11 +51,6 @@ def add(verb: AddVerb) -> None:
         "in; on a CPU 32]"
     )
     step.add_argument("--batch", metavar="N,N,...", help=help)
-    help = (
-        "Ways to run torch's step: eager, graph, masters and compile. compile takes about a minute per batch size. "
-        "[default: all]"
-    )
-    step.add_argument("--peers", metavar="NAME,...", help=help)
     help = "Also measure torch.compile in its max-autotune mode, which takes minutes."
     step.add_argument("--max-autotune", action="store_true", default=None, help=help)
     step.add_argument("--precision", metavar="NAME", help="Precision on a GPU, fp16 or bf16. [default: fp16]")
@@ -106,7 +106,8 @@ def _bench(args: argparse.Namespace) -> int:
     if "batch" in options:
         options["batch"] = numbers(options["batch"], "--batch")
     if "peers" in options:
-        options["peers"] = [name for name in options["peers"].split(",") if name]
+        named = [name for name in options["peers"].split(",") if name]
+        options["peers"] = [] if named == ["none"] else named
     module = importlib.import_module(f"hyperbatch.bench.{args.what}")
     values = getattr(module, f"bench_{args.what}")(**options)
     from hyperbatch.bench.harness import format_table

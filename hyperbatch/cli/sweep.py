@@ -15,7 +15,8 @@ def add(verb: AddVerb) -> None:
         _sweep,
         "Train many runs of a plan in one process and compare them.",
         description="Train the runs of a plan (arms, grids and seeds, see docs/sweep.md), write a row of results after "
-        "each, and compare the arms in a table and a report. Runs that already have a row in DIR are not repeated.",
+        "each, and compare the arms in a table and a report. Runs that already have a row in DIR are not repeated. "
+        "With `confirm` in the plan, the best point of each search is trained again with fresh seeds.",
     )
     parser.add_argument("plan", metavar="PLAN.toml", help="The plan of the sweep.")
     parser.add_argument("--out", metavar="DIR", help="Folder of the rows and the report. [default: sweeps/NAME]")

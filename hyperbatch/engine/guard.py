@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hyperbatch.arena import Arena, Slot
 from hyperbatch.comm.weights import Rows, extremes, gather_rows, word_sum
+from hyperbatch.config import Config
 from hyperbatch.data.batch import Batch
 from hyperbatch.engine.ranks import gather
 from hyperbatch.engine.run import Run
@@ -143,7 +144,7 @@ class Guard:
             ((rank, item) for rank, item in enumerate(found) if item[1]), (0, (found[0][0], "a value"))
         )
         who = f"rank {rank} (host {host}): " if self._run.ranks.world_size > 1 else ""
-        advice = "lower --lr, lengthen --warmup-epochs or use --precision bf16"
+        advice = _gentler(self._run.config)
         line = f"{who}{place} was inf or nan after step {step}, and no checkpoint may hold it; {advice}"
         return _failed(line, rank, host, step, Diverged)
 
@@ -160,6 +161,14 @@ class Guard:
 
 def _slots(arena: Arena, dtype: torch.dtype) -> list[Slot]:
     return [slot for slot in arena.slots if slot.dtype == dtype]
+
+
+def _gentler(config: Config) -> str:
+    """What to do about values that are not finite."""
+    ways = ["lower --lr", "lengthen --warmup-epochs"]
+    if config.optim.precision == "fp16":
+        ways.append("use --precision bf16")
+    return f"{', '.join(ways[:-1])} or {ways[-1]}"
 
 
 def _failed(line: str, rank: int, host: str, step: int, kind: type[RunFailed] = RunFailed) -> RunFailed:
@@ -207,7 +216,7 @@ class LossGuard:
             where = f" on rank {bad[0][0]} (host {bad[0][1]})" if len(bad) == 1 else f" on {len(bad)} ranks"
         line = (
             f"the loss became {loss} at step {step} (epoch {epoch:.2f}, learning rate {rate:.4g}){where}; "
-            f"lower --lr, lengthen --warmup-epochs or use --precision bf16"
+            f"{_gentler(self._run.config)}"
         )
         raise _failed(line, *(bad or [(0, found[0][0])])[0], step, Diverged)
 
@@ -228,7 +237,7 @@ class LossGuard:
             where = f"first in {own}" + (f", on {culprits} ranks" if len(found) > 1 else "")
         line = (
             f"{in_a_row} steps in a row, the last of them step {step}, were skipped because gradients were inf or nan "
-            f"{where}; check the data and the model there, lower --lr, use --precision bf16, or allow more by "
+            f"{where}; check the data and the model there, {_gentler(self._run.config)}, or allow more by "
             f"--max-skipped-steps"
         )
         raise _failed(line, rank, host, step)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
+from hyperbatch.models.attention import without_cudnn as without_cudnn_attention
+
 
 @contextlib.contextmanager
 def cudnn_trials(enabled: bool) -> Iterator[None]:
@@ -22,11 +24,11 @@ def cudnn_trials(enabled: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def training_kernels(*, deterministic: bool) -> Iterator[None]:
-    """The fastest kernels, or those that give the same bits each time."""
+    """The fastest kernels whose gradients are right, or those that give the same bits each time."""
     before = torch.get_deterministic_debug_mode()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, at its first use
-    with cudnn_trials(not deterministic):
+    with cudnn_trials(not deterministic), without_cudnn_attention():
         _be_deterministic(2 if deterministic else 0)
         try:
             yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,10 +182,10 @@ def train_strides(
             with clock.booked("capture"):
                 runner.prepare(stride)
         rates = [learning_rate(config.schedule, step.epoch) for step in stride]
-        runner.rates.write([(rate, *other_rates(config, step)) for rate, step in zip(rates, stride, strict=True)])
+        settings = [(rate, *other_rates(config, step)) for rate, step in zip(rates, stride, strict=True)]
 
         timer.start(len(stride))
-        losses = train_stride(runner, stride, batches, timer)
+        losses = train_stride(runner, stride, batches, timer, settings)
         step = stride[-1]  # only a stride's last step may be followed by anything but the next step
         average_weights(run, step)
         progress.step, progress.position = step.index + 1, step.position + step.phase.global_batch
@@ -240,11 +240,24 @@ def share_of_weights(run: Run, step: Step) -> float | None:
     return new_share_at(run.config.optim, step=step.index + 1, done=min(1.0, done))
 
 
-def train_stride(runner: StepRunner, stride: Stride, batches: Iterator[Batch], timer: StepTimer) -> Tensor:
-    """The optimizer steps of a stride; returns this rank's mean loss of each, still on the device."""
-    for launch in runner.launches(stride):
+def train_stride(
+    runner: StepRunner,
+    stride: Stride,
+    batches: Iterator[Batch],
+    timer: StepTimer,
+    rates: Sequence[tuple[float, ...]] | None = None,
+) -> Tensor:
+    """The optimizer steps of a stride; returns this rank's mean loss of each, still on the device.
+
+    rates: of each step, what `RateTable.write` takes; None: as they are.
+    """
+    for place, launch in enumerate(runner.launches(stride)):
         batch = next(batches)
         timer.mark("data_wait")
+        if rates is not None and place == 0:
+            # No earlier: it is a copy to the device that waits for the step before, and the loader's copies, for which
+            # the host has just waited, may have to wait behind it.
+            runner.rates.write(rates)
         runner.run(stride, launch, batch, timer)  # `micro_step` after `micro_step`, as they stand or captured
     return runner.losses[: len(stride)].clone()  # the next stride writes there
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from hyperbatch.models.attention import attention
 from hyperbatch.models.gelu import FEW_ROWS, by_kernels
 from hyperbatch.models.layers import with_constant_bias
 from hyperbatch.models.vit import Attention
@@ -64,7 +64,7 @@ class _Heads(torch.autograd.Function):
 def mixed_tokens(x: Tensor, qkv: nn.Linear, heads: int, dropout: float = 0.0) -> Tensor:
     """What attention makes of tokens, before their last product: [samples, tokens, width]."""
     q, k, v = _Heads.apply(with_constant_bias(qkv, x), qkv.bias, heads)  # pyright: ignore[reportGeneralTypeIssues]
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout).transpose(1, 2).flatten(2)
+    return attention(q, k, v, dropout).transpose(1, 2).flatten(2)
 
 
 class QuickAttention(Attention):

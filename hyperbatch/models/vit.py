@@ -13,8 +13,8 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from hyperbatch.models.attention import attention
 from hyperbatch.models.layers import Conv2d, DropPath, LayerNorm, Linear, to_logits
 
 NORM_EPS = 1e-6
@@ -38,7 +38,7 @@ class Attention(nn.Module):
         samples, tokens, width = x.shape
         parts = self.qkv(x).view(samples, tokens, 3, self.heads, width // self.heads)
         q, k, v = parts.permute(2, 0, 3, 1, 4).unbind()
-        mixed = F.scaled_dot_product_attention(q, k, v)
+        mixed = attention(q, k, v)
         return self.drop(self.proj(mixed.transpose(1, 2).reshape(samples, tokens, width)))
 
 

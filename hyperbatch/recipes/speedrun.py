@@ -99,8 +99,7 @@ def cifar10() -> Config:
 
 
 @recipe(
-    claim="96 % test accuracy after 36 epochs, mean of 50 seeds, in 0.75 times the time of airbench96 on one H200: "
-    "aimed at, not measured yet",
+    claim="96.00 % test accuracy in 9.45 s on one H200, evaluation included (36 epochs, mean of 28 seeds)",
     source="CIFAR-10 (Krizhevsky, 2009); network, cutout and shifts of airbench96 (Keller Jordan, arXiv 2404.00498)",
     chosen=(
         "Muon instead of SGD with lookahead, and 36 epochs (airbench96: 37, or 45 of half the images)",
@@ -109,6 +108,7 @@ def cifar10() -> Config:
         "the bias of the whitening layer is not trained",
         "six views of the least certain quarter of the test images (airbench96: of all)",
     ),
+    record="2026-11-16_cifar10_96_50_seeds",
     published=False,
 )
 def cifar10_96() -> Config:

@@ -7,7 +7,8 @@ from typing import Any
 
 from hyperbatch.report.chart import Band, Chart, Line
 from hyperbatch.sweep.plan import setting
-from hyperbatch.sweep.table import PointResult, best_points, key_of
+from hyperbatch.sweep.table import PointResult, best_points
+from hyperbatch.sweep.values import key_of
 
 Place = tuple[float, PointResult]
 X = ""  # the x axis: its name stands in the title, where it has room
@@ -37,6 +38,7 @@ def comparison_chart(points: Sequence[PointResult]) -> Chart | None:
 def search_charts(points: Sequence[PointResult]) -> list[Chart]:
     """A chart a condition: every arm over the number that it searched first."""
     charts = []
+    points = [point for point in points if point.confirms is None]
     for conditions in dict.fromkeys(key_of(point.conditions) for point in points):
         here = [point for point in points if key_of(point.conditions) == conditions]
         axis = _varying([point.search for point in here])

@@ -20,6 +20,7 @@ from hyperbatch.engine.worker import end_with_parent
 from hyperbatch.errors import InputError, RunFailed
 from hyperbatch.launch import check_input
 from hyperbatch.report import units
+from hyperbatch.sweep.missing import MissingRuns
 from hyperbatch.sweep.page import write_page
 from hyperbatch.sweep.plan import Plan, PlannedRun, load_plan, title
 from hyperbatch.sweep.rows import (
@@ -27,14 +28,16 @@ from hyperbatch.sweep.rows import (
     REPORT,
     Row,
     append_row,
-    held,
     note_environment,
     of_plan,
     read_rows,
     replace_file,
 )
-from hyperbatch.sweep.table import PointResult, format_points, interval_note, percent, points_of
+from hyperbatch.sweep.sharing import held
+from hyperbatch.sweep.table import CONFIRM_NOTE, PointResult, format_points, interval_note, percent, points_of, progress
 from hyperbatch.sweep.trainer import Trainer, ranks_of
+
+WAIT_S = 1.0  # between two looks at rows that other commands write
 
 Say = Callable[[str], None]
 
@@ -46,6 +49,7 @@ class SweepResult:
     name: str
     folder: str
     planned: int
+    done: int  # of these; rows that confirm what is not the best any more are not counted
     rows: tuple[Row, ...]  # of the plan, in its order
     points: tuple[PointResult, ...]
 
@@ -58,7 +62,7 @@ class SweepResult:
             "name": self.name,
             "folder": self.folder,
             "planned": self.planned,
-            "done": len(self.rows),
+            "done": self.done,
             "failed": self.failed,
             "points": [point.to_dict() for point in self.points],
             "rows": [row.to_dict() for row in self.rows],
@@ -91,40 +95,48 @@ def sweep(
     check_runs(plan)
     folder = out or default_folder(plan)
     prepare_folder(folder, plan)
-    say(f"{plan.name}: {units.plural(len(plan.runs), 'run')} of {plan.recipe}, rows and report in {folder}")
+    say(f"{plan.name}: {units.plural(plan.count, 'run')} of {plan.recipe}, rows and report in {folder}")
     with held(folder, f"part-{part[0]}-of-{part[1]}"), ended_by_sigterm():
         trainer = Trainer(folder if keep_runs else None)
+        missing = iter(MissingRuns(plan, folder, part=part, retry_failed=retry_failed))
+        waiting = False
         try:
-            for run in plan.runs[part[0] - 1 :: part[1]]:
+            for run in missing:
                 if until_s is not None and time.perf_counter() - begin_s > until_s:
                     say(f"{until_s:g} s have passed; run the same command again to continue")
                     break
-                if is_done(folder, run, retry_failed=retry_failed):
+                if run is None:
+                    if not waiting:
+                        say("waiting for the searches of the other parts")
+                    waiting = True
+                    time.sleep(WAIT_S)
                     continue
                 row = trainer.row_of(run)
                 append_row(folder, row)
                 if trainer.environment is not None:
                     note_environment(folder, trainer.environment)
-                say(f"{row.run}/{len(plan.runs)}  {progress_line(row)}")
+                say(f"{run_label(plan, run)}  {progress_line(row)}")
                 trainer.check_device()
         except KeyboardInterrupt:
             done = result_of(plan, folder)
             raise RunFailed(
-                f"interrupted; {len(done.rows)} of {done.planned} rows are in {folder}; "
+                f"interrupted; {done.done} of {done.planned} rows are in {folder}; "
                 "run the same command again to continue"
             ) from None
         finally:
+            missing.close()
             trainer.close()
-            write_page(folder / REPORT, plan, points_of(of_plan(read_rows(folder), plan.runs)))
+            write_page(folder / REPORT, plan, result_of(plan, folder).points)
     return result_of(plan, folder)
 
 
 def rerun(plan_file: Path, number: int, *, data: str | None = None) -> Row:
     """Trains one run of the plan now, whether or not there is a row of it, and writes nothing."""
     plan = load_plan(plan_file, data=data)
-    if not 1 <= number <= len(plan.runs):
-        raise InputError(f"--row {number}: the plan has runs 1 to {len(plan.runs)}; --dry-run lists them")
-    run = plan.runs[number - 1]
+    runs = {run.number: run for run in plan.every_run}
+    if number not in runs:
+        raise InputError(f"--row {number}: the plan has runs 1 to {len(runs)}; --dry-run lists them")
+    run = runs[number]
     check_runs(plan, [run])
     with ended_by_sigterm(), contextlib.closing(Trainer(None)) as trainer:
         return trainer.row_of(run)
@@ -205,21 +217,18 @@ def prepare_folder(folder: Path, plan: Plan) -> None:
         raise InputError(f"--out {folder} cannot be written: {error.strerror}; choose another folder") from None
 
 
-def is_done(folder: Path, run: PlannedRun, *, retry_failed: bool) -> bool:
-    """Read anew each time: other parts write there, too."""
-    rows = [row for row in read_rows(folder) if row.digest == run.digest]
-    return bool(rows) and not (retry_failed and rows[-1].error is not None)
-
-
 def result_of(plan: Plan, folder: Path) -> SweepResult:
-    rows = of_plan(read_rows(folder), plan.runs)
+    rows = of_plan(read_rows(folder), plan.every_run)
+    points = points_of(rows)
+    done, planned = progress(plan, points)
     return SweepResult(
-        name=plan.name,
-        folder=str(folder),
-        planned=len(plan.runs),
-        rows=tuple(rows),
-        points=tuple(points_of(rows)),
+        name=plan.name, folder=str(folder), planned=planned, done=done, rows=tuple(rows), points=tuple(points)
     )
+
+
+def run_label(plan: Plan, run: PlannedRun) -> str:
+    """Its number, of how many: of those that may confirm a search, most are never made."""
+    return str(run.number) if run.confirms else f"{run.number}/{len(plan.runs)}"
 
 
 def progress_line(row: Row) -> str:
@@ -233,15 +242,24 @@ def progress_line(row: Row) -> str:
 
 def format_sweep(result: SweepResult) -> str:
     """The table, what is missing, and where the report is."""
-    left = result.planned - len(result.rows)
+    left = result.planned - result.done
     lines = [format_points(result.points), interval_note()] if result.points else ["no run has ended yet"]
-    words = [f"{len(result.rows)} of {units.plural(result.planned, 'run')} done"]
+    lines += [CONFIRM_NOTE] if any(point.confirms for point in result.points) else []
+    words = [f"{result.done} of {units.plural(result.planned, 'run')} done"]
     words += [f"{result.failed} failed"] if result.failed else []
     words += ["the same command makes the others"] if left else []
     return "\n".join([*lines, "; ".join(words), f"report: {Path(result.folder) / REPORT}"])
 
 
 def format_plan_runs(plan: Plan) -> str:
-    """What --dry-run prints: every run with its number and its own command."""
-    lines = [f"{run.number:>5}  {title(run.point)}, seed {run.seed}\n       {run.command}" for run in plan.runs]
-    return "\n".join([f"{plan.name}: {units.plural(len(plan.runs), 'run')} of {plan.recipe}", *lines])
+    """What --dry-run prints: every run with its number and its own command, and what follows from them."""
+    lines = [f"{plan.name}: {units.plural(plan.count, 'run')} of {plan.recipe}"]
+    for step in plan.in_order():
+        if isinstance(step, PlannedRun):
+            lines += [f"{step.number:>5}  {title(step.point)}, seed {step.seed}", f"       {step.command}"]
+        else:
+            seeds = units.plural(len(step.seeds), "seed") + f" ({', '.join(map(str, step.seeds))})"
+            numbers = f"numbers {step.fresh[0].number} to {step.fresh[-1].number}, {len(step.seeds)} a point"
+            these = f"of the best of these {units.plural(len(step.runs), 'run')}"
+            lines.append(f"       {step.title}: {seeds} {these}; {numbers}")
+    return "\n".join(lines)

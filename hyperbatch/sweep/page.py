@@ -16,6 +16,7 @@ from hyperbatch.sweep.charts import sweep_charts
 from hyperbatch.sweep.plan import Plan
 from hyperbatch.sweep.rows import PLAN, Row, replace_file
 from hyperbatch.sweep.table import (
+    CONFIRM_NOTE,
     SEARCH_NOTE,
     PointResult,
     accuracy,
@@ -25,6 +26,7 @@ from hyperbatch.sweep.table import (
     found,
     interval_note,
     percent,
+    progress,
     setting_names,
 )
 
@@ -35,9 +37,10 @@ def write_page(path: Path, plan: Plan, points: Sequence[PointResult]) -> None:
 
 def render_sweep(plan: Plan, points: Sequence[PointResult]) -> str:
     rows = [row for point in points for row in point.rows]
+    done, planned = progress(plan, points)
     about = [el("p", text, cls="lead") for text in plan.about.split("\n\n") if text]
     body = join(
-        top(plan.name, f"{plan.recipe} · {len(rows)} of {units.plural(len(plan.runs), 'run')}"),
+        top(plan.name, f"{plan.recipe} · {done} of {units.plural(planned, 'run')}"),
         el("section", about, cls="card") if about else None,
         _alerts(rows),
         _arms(points),
@@ -70,7 +73,8 @@ def _arms(points: Sequence[PointResult]) -> Html | None:
         cells = [units.NONE if point is None else _cell(point, best=point.top1.mean == highest) for point in here]
         rows.append([*values, *cells])
     searched = any(point.search for point in points)
-    lead = "Mean top-1 of each arm" + (f", at the best point of its own search. {SEARCH_NOTE} " if searched else ". ")
+    note = CONFIRM_NOTE if any(point.confirms for point in points) else SEARCH_NOTE
+    lead = "Mean top-1 of each arm" + (f", at the best point of its own search. {note} " if searched else ". ")
     head = [*(name.replace("_", " ") for name in names), *(join(swatch(i), arm) for i, arm in enumerate(arms))]
     return card("Arms compared", lead + interval_note(), table(head, rows, cls="compare stack"))
 
@@ -99,7 +103,7 @@ def _points(points: Sequence[PointResult]) -> Html | None:
     if not points:
         return None
     head, rows = columns(points)
-    numeric = set(range(1 + len(setting_names(points)), len(head)))
+    numeric = {place for place in range(1 + len(setting_names(points)), len(head)) if head[place] != "confirms"}
     return card(
         "Every point", interval_note(), table([*head], [[*row] for row in rows], numeric=numeric, cls="compare stack")
     )

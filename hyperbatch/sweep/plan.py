@@ -2,7 +2,8 @@
 
     name = "lars_against_sgd"
     recipe = "cifar10_resnet"
-    seeds = 5                     # 0 to 4, or a list
+    seeds = [0]                   # or how many: 0 to N-1
+    confirm = 5                   # fresh seeds for the best point of each search, or a list of them
     [fixed]                       # overrides of every run
     epochs = 30
     [grid]                        # the conditions under which arms are compared: every combination
@@ -32,19 +33,25 @@ from pathlib import Path
 from typing import Any
 
 from hyperbatch.config import Config, fields, format_value
-from hyperbatch.errors import InputError, nearest
+from hyperbatch.errors import InputError
 from hyperbatch.recipes import adapted, find_recipe
+from hyperbatch.sweep.values import (
+    GLOBAL_BATCH,
+    Confirm,
+    Values,
+    check_disjoint,
+    check_known,
+    key_of,
+    read_confirm,
+    read_grid,
+    read_overrides,
+    read_seeds,
+    read_typed,
+    show,
+)
 
-KEYS = ("name", "recipe", "seeds", "about", "fixed", "grid", "arms")
-NOT_HERE = {
-    "seed": "write seeds = N or a list at the top of the plan",
-    "seeds": "write it at the top of the plan, above the first [table], or in an arm",
-    "out": "a sweep's folder is given with --out",
-    "resume": "a sweep continues by itself",
-}
-GLOBAL_BATCH = "global_batch"  # not a field: it scales every batch phase, as --global-batch does
-
-Values = dict[str, Any]
+KEYS = ("name", "recipe", "seeds", "confirm", "about", "fixed", "grid", "arms")
+Place = tuple[tuple[tuple[str, str], ...], str]  # a condition, and an arm under it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +63,17 @@ class Point:
     search: Values  # of the arm's own grid
     overrides: Values  # of the recipe: these and all others
 
+    @property
+    def place(self) -> Place:
+        return key_of(self.conditions), self.arm
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedRun:
     number: int  # in the plan, from 1: what --row asks for
     point: Point
     config: Config
+    confirms: bool = False  # whether it is made only if its point is the best of a search
 
     @property
     def seed(self) -> int:
@@ -87,12 +99,50 @@ class PlannedRun:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Search:
+    """An arm under one condition where it has several points: the best of them is trained again with fresh seeds."""
+
+    runs: tuple[PlannedRun, ...]  # which decide on the best
+    seeds: tuple[int, ...]  # that none of them has
+    fresh: tuple[PlannedRun, ...]  # every point with these seeds, so that numbers do not depend on the best
+
+    @property
+    def point(self) -> Point:
+        """The first one, whose arm and conditions are those of all."""
+        return self.runs[0].point
+
+    @property
+    def title(self) -> str:
+        return point_title(self.point.arm, self.point.conditions)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     name: str
     recipe: str
     about: str
     text: str  # of the file
-    runs: tuple[PlannedRun, ...]
+    runs: tuple[PlannedRun, ...]  # that are made whatever comes out
+    searches: tuple[Search, ...] = ()  # that are confirmed
+
+    @property
+    def every_run(self) -> tuple[PlannedRun, ...]:
+        """With those that confirm a search if their point is its best, in the order in which they are made."""
+        steps = [(step,) if isinstance(step, PlannedRun) else step.fresh for step in self.in_order()]
+        return tuple(itertools.chain(*steps))
+
+    @property
+    def count(self) -> int:
+        """Of the runs that are made, if every search has a best point."""
+        return len(self.runs) + sum(len(search.seeds) for search in self.searches)
+
+    def in_order(self) -> Iterator[PlannedRun | Search]:
+        """A confirmation directly behind its search, since it trains the same arm."""
+        ends = {search.runs[-1].number: search for search in self.searches}
+        for run in self.runs:
+            yield run
+            if run.number in ends:
+                yield ends[run.number]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -110,6 +160,16 @@ class Plan:
                     "command": run.command,
                 }
                 for run in self.runs
+            ],
+            "confirm": [
+                {
+                    "arm": search.point.arm,
+                    "conditions": search.point.conditions,
+                    "best_of_runs": [run.number for run in search.runs],
+                    "seeds": search.seeds,
+                    "runs": [search.fresh[0].number, search.fresh[-1].number],
+                }
+                for search in self.searches
             ],
         }
 
@@ -133,24 +193,27 @@ def parse_plan(values: Mapping[str, Any], *, name: str = "sweep", text: str = ""
     for key in values:
         if key != "seed" and key in {spec.name for spec in fields()} - set(KEYS):
             raise InputError(f"{key} is a field of the config; write it below [fixed], [grid] or [[arms]]")
-    _known(values, KEYS, "the plan")
-    name = _typed(values, "name", str, name)
+    check_known(values, KEYS, "the plan")
+    name = read_typed(values, "name", str, name)
     if not name or any(letter in name for letter in "/\\ \t\n"):
         raise InputError(f"name = {name!r}: give a name without blanks and slashes, since a folder may be called so")
     if "recipe" not in values:
         raise InputError('recipe is missing; write recipe = "NAME" (`hyperbatch recipes` lists them)')
-    recipe = find_recipe(_typed(values, "recipe", str, ""))
-    fixed = _overrides(_typed(values, "fixed", dict, {}), "[fixed]")
-    grid = _grid(_typed(values, "grid", dict, {}), "[grid]")
-    _disjoint(fixed, grid, "[fixed]", "[grid]")
+    recipe = find_recipe(read_typed(values, "recipe", str, ""))
+    fixed = read_overrides(read_typed(values, "fixed", dict, {}), "[fixed]")
+    grid = read_grid(read_typed(values, "grid", dict, {}), "[grid]")
+    check_disjoint(fixed, grid, "[fixed]", "[grid]")
     runs: list[PlannedRun] = []
     known: dict[str, int] = {}
+    confirm: dict[Place, Confirm] = {}
     for block in _arms(values, name, grid):
         for conditions, found in itertools.product(list(_product(grid | block.when)), list(_product(block.search))):
             overrides = {**fixed, **conditions, **block.own, **found}
             point = Point(arm=block.name, conditions=conditions, search=found, overrides=overrides)
             if known.setdefault(title(point), block.index) != block.index:
                 raise InputError(f"two arms have the point {title(point)!r}; give one of them another name")
+            if block.confirm is not None and confirm.setdefault(point.place, block.confirm) != block.confirm:
+                raise InputError(f"arm {block.name!r} has two values of confirm for one search; leave out one of them")
             with_data = overrides if data is None else {**overrides, "data": data}
             try:
                 config = _configured(recipe.config, {"nproc": 1, **with_data})
@@ -158,10 +221,11 @@ def parse_plan(values: Mapping[str, Any], *, name: str = "sweep", text: str = ""
                 raise InputError(f"{title(point)}: {error}") from None
             for seed in block.seeds:
                 runs.append(PlannedRun(number=len(runs) + 1, point=point, config=config.override(seed=seed)))
-    _check_distinct(runs)
-    return Plan(
-        name=name, recipe=recipe.name, about=_typed(values, "about", str, "").strip(), text=text, runs=tuple(runs)
-    )
+    runs, searches = _confirmed(runs, confirm, read_confirm(values.get("confirm", 0), "confirm"))
+    about = read_typed(values, "about", str, "").strip()
+    plan = Plan(name=name, recipe=recipe.name, about=about, text=text, runs=tuple(runs), searches=tuple(searches))
+    _check_distinct(plan.every_run)
+    return plan
 
 
 def title(point: Point) -> str:
@@ -175,11 +239,6 @@ def point_title(arm: str, settings: Values) -> str:
 
 def setting(name: str, value: Any) -> str:
     return f"{name.replace('_', ' ')} {show(value)}"
-
-
-def show(value: Any) -> str:
-    """A value as the command line writes it."""
-    return format_value(_tuples(value))
 
 
 def digest(config: Config, given: set[str]) -> str:
@@ -197,32 +256,51 @@ def digest(config: Config, given: set[str]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
-# From the file's tables to values
+def _confirmed(
+    runs: Sequence[PlannedRun], confirm: Mapping[Place, Confirm], otherwise: Confirm
+) -> tuple[list[PlannedRun], list[Search]]:
+    """(the runs, those of a point without a rival followed by more seeds of it; the searches to confirm).
+
+    What `confirm` adds is numbered behind all other runs, so that it changes no number.
+    """
+    places: dict[Place, list[PlannedRun]] = {}
+    for run in runs:
+        places.setdefault(run.point.place, []).append(run)
+    seeds = {place: _fresh_seeds(confirm.get(place, otherwise), here) for place, here in places.items()}
+    number = itertools.count(len(runs) + 1)
+
+    def fresh(place: Place, *, confirms: bool) -> list[PlannedRun]:
+        points = {id(run.point): run for run in places[place]}.values()
+        return [
+            PlannedRun(number=next(number), point=run.point, config=run.config.override(seed=seed), confirms=confirms)
+            for run in points
+            for seed in seeds[place]
+        ]
+
+    more = {here[-1].number: fresh(place, confirms=False) for place, here in places.items() if not _is_search(here)}
+    searches = [
+        Search(runs=tuple(here), seeds=tuple(seeds[place]), fresh=tuple(fresh(place, confirms=True)))
+        for place, here in places.items()
+        if _is_search(here) and seeds[place]
+    ]
+    return [one for run in runs for one in (run, *more.get(run.number, ()))], searches
 
 
-def _known(values: Mapping[str, Any], names: Sequence[str], where: str) -> None:
-    for key in values:
-        if key not in names:
-            raise InputError(f"{where} must not have {key!r}{nearest(key, list(names))}")
+def _is_search(runs: Sequence[PlannedRun]) -> bool:
+    return len({id(run.point) for run in runs}) > 1
 
 
-def _typed(values: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
-    value = values.get(key, default)
-    if not isinstance(value, kind):
-        what = {str: "a text", dict: "a table", list: "a list of tables"}[kind]
-        raise InputError(f"{key} = {value!r} is not {what}")
-    return value
-
-
-def _seeds(value: Any, where: str) -> list[int]:
-    seeds = list(range(value)) if type(value) is int else value
-    if not isinstance(seeds, list) or not all(type(seed) is int and seed >= 0 for seed in seeds):
-        raise InputError(f"{where} = {value!r}: give how many (0 to N-1), or a list of whole numbers")
-    if not seeds:
-        raise InputError(f"{where} = {value!r}: no seed, so nothing to run")
-    if len(set(seeds)) < len(seeds):
-        raise InputError(f"{where} = {value!r}: a seed is there twice")
-    return seeds
+def _fresh_seeds(confirm: Confirm, runs: Sequence[PlannedRun]) -> list[int]:
+    """Where nothing is chosen, seeds that the runs have already may be named again."""
+    used = {run.seed for run in runs}
+    if isinstance(confirm, int):
+        return list(itertools.islice((seed for seed in itertools.count() if seed not in used), confirm))
+    if _is_search(runs) and (both := sorted(used.intersection(confirm))):
+        raise InputError(
+            f"arm {runs[0].point.arm!r}, confirm = {confirm!r}: its search has seed {both[0]}, too; "
+            "give other seeds, or how many"
+        )
+    return [seed for seed in confirm if seed not in used]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,75 +313,34 @@ class _Block:
     search: Values
     when: Values  # those values of the plan's grid that it is for
     seeds: list[int]
+    confirm: Confirm | None  # None: the plan's
 
 
 def _arms(values: Mapping[str, Any], name: str, grid: Values) -> Iterator[_Block]:
     """A plan without any is one arm."""
     seeds = values.get("seeds", 1)
-    _seeds(seeds, "seeds")
-    arms = _typed(values, "arms", list, [])
+    read_seeds(seeds, "seeds")
+    arms = read_typed(values, "arms", list, [])
     if "arms" in values and not arms:
         raise InputError("arms is empty; leave it out or write [[arms]]")
     for index, arm in enumerate(arms or [{"name": name}]):
         if not isinstance(arm, dict):
             raise InputError(f"arms = {arm!r} is not a table; write [[arms]]")
-        own_name = _typed(arm, "name", str, f"arm {index + 1}")
+        own_name = read_typed(arm, "name", str, f"arm {index + 1}")
         where = f"arm {own_name!r}"
-        tables = ("grid", "when", "seeds")
-        own = _overrides({key: arm[key] for key in arm if key not in ("name", *tables)}, where, tables)
-        search = _grid(_typed(arm, "grid", dict, {}), f"{where}, grid")
-        when = _grid(_typed(arm, "when", dict, {}), f"{where}, when")
-        _disjoint(own, search, where, "its grid")
-        _disjoint(own, grid, where, "[grid]")
-        _disjoint(search, grid, f"{where}, grid", "[grid]")
+        tables = ("grid", "when", "seeds", "confirm")
+        own = read_overrides({key: arm[key] for key in arm if key not in ("name", *tables)}, where, tables)
+        search = read_grid(read_typed(arm, "grid", dict, {}), f"{where}, grid")
+        when = read_grid(read_typed(arm, "when", dict, {}), f"{where}, when")
+        check_disjoint(own, search, where, "its grid")
+        check_disjoint(own, grid, where, "[grid]")
+        check_disjoint(search, grid, f"{where}, grid", "[grid]")
         for field, chosen in when.items():
             if odd := [value for value in chosen if value not in grid.get(field, [])]:
                 raise InputError(f"{where}, when: {field} = {show(odd[0])} is not in [grid]; add it there")
-        own_seeds = _seeds(arm.get("seeds", seeds), f"{where}, seeds")
-        yield _Block(index=index, name=own_name, own=own, search=search, when=when, seeds=own_seeds)
-
-
-def _overrides(table: Mapping[str, Any], where: str, more: Sequence[str] = ()) -> Values:
-    return {name: _value(name, value, where, more) for name, value in table.items()}
-
-
-def _grid(table: Mapping[str, Any], where: str) -> Values:
-    found = {}
-    for name, choices in table.items():
-        if not isinstance(choices, list):
-            raise InputError(f"{where}: {name} = {choices!r} is not a list; a grid has a list for each field")
-        if not choices:
-            raise InputError(f"{where}: {name} is an empty list, so nothing would be run")
-        found[name] = [_value(name, value, where) for value in choices]
-        if len({show(value) for value in found[name]}) < len(choices):
-            raise InputError(f"{where}: {name} = {choices!r} has a value twice")
-    return found
-
-
-def _value(name: str, value: Any, where: str, more: Sequence[str] = ()) -> Any:
-    """A field's value; texts are read as the command line reads them."""
-    known = {spec.name: spec for spec in fields()}
-    if name in NOT_HERE:
-        raise InputError(f"{where}: {name} does not belong there; {NOT_HERE[name]}")
-    if name == GLOBAL_BATCH:
-        if type(value) is not int or value < 1:
-            raise InputError(f"{where}: {name} = {value!r} is not a positive whole number")
-        return value
-    if name not in known:
-        raise InputError(f"{where} has an unknown config field {name!r}{nearest(name, [*known, GLOBAL_BATCH, *more])}")
-    try:
-        return known[name].read(value)
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from None
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(part) for part in value) if isinstance(value, list | tuple) else value
-
-
-def _disjoint(left: Values, right: Values, here: str, there: str) -> None:
-    if both := sorted(left.keys() & right.keys()):
-        raise InputError(f"{both[0]} is set in {here} and in {there}; leave it in one of them")
+        own_seeds = read_seeds(arm.get("seeds", seeds), f"{where}, seeds")
+        confirm = read_confirm(arm["confirm"], f"{where}, confirm") if "confirm" in arm else None
+        yield _Block(index=index, name=own_name, own=own, search=search, when=when, seeds=own_seeds, confirm=confirm)
 
 
 def _product(grid: Values) -> Iterator[Values]:

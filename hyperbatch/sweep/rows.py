@@ -17,7 +17,8 @@ from typing import Self
 
 from hyperbatch.errors import InputError
 from hyperbatch.record import strict_json
-from hyperbatch.sweep.plan import PlannedRun, Values, point_title
+from hyperbatch.sweep.plan import PlannedRun, point_title
+from hyperbatch.sweep.values import Values
 
 ROWS, PLAN, ENVIRONMENT, REPORT = "rows.jsonl", "plan.toml", "environment.json", "report.html"
 
@@ -32,6 +33,7 @@ class Row:
     search: Values = field(default_factory=dict)  # of the arm's own grid
     overrides: Values = field(default_factory=dict)  # of the recipe
     seed: int
+    confirms: bool = False  # a fresh seed of the best point of a search, which had no part in the choice
     digest: str  # of the config
     recipe: str
     result: Values = field(default_factory=dict)  # as in record.json: top1, train_s, epochs, steps, reached ...
@@ -53,8 +55,8 @@ class Row:
 
     @property
     def title(self) -> str:
-        """Its point in a few words."""
-        return point_title(self.arm, {**self.conditions, **self.search})
+        """Its point in a few words, and whether it confirms it."""
+        return point_title(self.arm, {**self.conditions, **self.search}) + (", confirms" if self.confirms else "")
 
     @property
     def top1(self) -> float | None:
@@ -117,6 +119,7 @@ def of_plan(rows: Iterable[Row], runs: Sequence[PlannedRun]) -> list[Row]:
             arm=run.point.arm,
             conditions=run.point.conditions,
             search=run.point.search,
+            confirms=run.confirms,
         )
         for run in runs
         if run.digest in found
@@ -137,21 +140,6 @@ def replace_file(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
-
-
-@contextlib.contextmanager
-def held(folder: Path, part: str) -> Iterator[None]:
-    """Two commands must not make the same runs in one folder; `part` names this one's."""
-    with (folder / f".{part}.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(
-                f"{folder} is being filled by another sweep; wait for it, or divide the runs with --part K/N"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        yield
 
 
 @contextlib.contextmanager

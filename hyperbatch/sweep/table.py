@@ -4,26 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from hyperbatch.report import units
-from hyperbatch.sweep.plan import Values, setting, show
+from hyperbatch.sweep.plan import Place, Plan, setting
 from hyperbatch.sweep.rows import Row
 from hyperbatch.sweep.statistics import CONFIDENCE, Spread, spread
+from hyperbatch.sweep.values import Values, key_of, show
 
 SEARCH_NOTE = "Best is the highest mean on the images that are reported, so a wide search of few seeds flatters an arm."
+CONFIRM_NOTE = (
+    "A point that confirms has the mean of fresh seeds, which had no part in the choice; one that is only the best of "
+    "its search is flattered by the seeds that it was chosen with."
+)
 OTHER_ACCURACIES = {"top1_plain": "top-1 without test-time augmentation"}
 TIMES = {"run_s": "whole run", "train_s": "training", "time_to_target_s": "to target"}
 MEASURES = ("run_s", "train_s", "time_to_target_s", "setup_s", "eval_s", "wall_s", "epochs", "steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """The search whose best point was trained again with fresh seeds."""
+
+    points: int
+    fewest_seeds: int  # of a point
+    most_seeds: int
+    stands: bool  # whether the point is the best of the search as it is now: a wider one may have found a better
+
+    def __str__(self) -> str:
+        if not self.stands:
+            return "best of an earlier search"
+        seeds = units.plural(self.most_seeds, "seed")
+        seeds = seeds if self.fewest_seeds == self.most_seeds else f"{self.fewest_seeds} to {seeds}"
+        return f"best of {self.points} points with {seeds} each"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PointResult:
-    """All runs of one point. Failed ones are counted and have no part in the means."""
+    """All runs of one point, or those that confirm it. Failed ones are counted and have no part in the means."""
 
     arm: str
     conditions: Values
     search: Values
+    confirms: Choice | None  # None: runs that were made whatever came out
     rows: tuple[Row, ...]
     top1: Spread
     measures: dict[str, Spread]  # of MEASURES, and other accuracies that a run states (e.g. without augmentation)
@@ -37,6 +59,10 @@ class PointResult:
         return sum(bool(row.result.get("reached")) for row in self.rows)
 
     @property
+    def place(self) -> Place:
+        return key_of(self.conditions), self.arm
+
+    @property
     def settings(self) -> Values:
         return {**self.conditions, **self.search}
 
@@ -45,6 +71,7 @@ class PointResult:
             "arm": self.arm,
             "conditions": self.conditions,
             "search": self.search,
+            "confirms": None if self.confirms is None else asdict(self.confirms),
             "runs": len(self.rows),
             "failed": self.failed,
             "reached": self.reached,
@@ -57,11 +84,14 @@ def points_of(rows: Iterable[Row]) -> list[PointResult]:
     """In the order in which they first appear."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault(repr((row.arm, key_of(row.conditions), key_of(row.search))), []).append(row)
-    return [_point(group) for group in groups.values()]
+        name = repr((row.arm, key_of(row.conditions), key_of(row.search), row.confirms))
+        groups.setdefault(name, []).append(row)
+    plain = {name: _point(rows) for name, rows in groups.items() if not rows[0].confirms}
+    return [plain.get(name) or _point(rows, list(plain.values())) for name, rows in groups.items()]
 
 
-def _point(rows: Sequence[Row]) -> PointResult:
+def _point(rows: Sequence[Row], among: Sequence[PointResult] | None = None) -> PointResult:
+    """among: those of which these rows confirm one."""
     first, good = rows[0], [row for row in rows if row.error is None]
     named = {name for row in good for name in row.result if name.startswith("top1_")}
     more = sorted(name for name in named if any(row.number(name) is not None for row in good))
@@ -73,25 +103,54 @@ def _point(rows: Sequence[Row]) -> PointResult:
         arm=first.arm,
         conditions=first.conditions,
         search=first.search,
+        confirms=None if among is None else _choice(first, among),
         rows=tuple(rows),
         top1=of("top1"),
         measures={name: of(name) for name in (*more, *MEASURES)},
     )
 
 
-def key_of(settings: Values) -> tuple[tuple[str, str], ...]:
-    return tuple((name, show(value)) for name, value in settings.items())
+def _choice(row: Row, among: Sequence[PointResult]) -> Choice:
+    rivals = [point for point in among if point.place == (key_of(row.conditions), row.arm)]
+    counts = [len(point.rows) for point in rivals]
+    return Choice(
+        points=len(rivals),
+        fewest_seeds=min(counts, default=0),
+        most_seeds=max(counts, default=0),
+        stands=any(key_of(best.search) == key_of(row.search) for best in best_points(rivals).values()),
+    )
 
 
-def best_points(points: Iterable[PointResult]) -> dict[tuple[Any, str], PointResult]:
-    """(condition, arm) -> the point of the arm's own search with the highest mean accuracy."""
-    best: dict[tuple[Any, str], PointResult] = {}
+def best_points(points: Iterable[PointResult]) -> dict[Place, PointResult]:
+    """Of each arm under each condition: the point with the highest mean accuracy, the first of equals.
+
+    If its fresh seeds are there, they speak for it.
+    """
+    best: dict[Place, PointResult] = {}
     for point in points:
-        place = key_of(point.conditions), point.arm
-        before = best.get(place)
-        if before is None or (point.top1.mean or 0.0) > (before.top1.mean or 0.0):
-            best[place] = point
+        if point.confirms is None or point.confirms.stands:
+            before = best.get(point.place)
+            if before is None or _merit(point) > _merit(before):
+                best[point.place] = point
     return best
+
+
+def _merit(point: PointResult) -> tuple[bool, float]:
+    return point.confirms is not None, -1.0 if point.top1.mean is None else point.top1.mean
+
+
+def progress(plan: Plan, points: Sequence[PointResult]) -> tuple[int, int]:
+    """(runs that are done, runs of the plan), without those that confirm what is not the best any more.
+
+    A search without a best point has nothing to confirm.
+    """
+    done = sum(len(point.rows) for point in points if point.confirms is None or point.confirms.stands)
+    vain = 0
+    for search in plan.searches:
+        here = [point for point in points if point.confirms is None and point.place == search.point.place]
+        complete = sum(len(point.rows) for point in here) >= len(search.runs)
+        vain += len(search.seeds) if complete and all(point.top1.mean is None for point in here) else 0
+    return done, plan.count - vain
 
 
 def arms_of(points: Iterable[PointResult]) -> list[str]:
@@ -127,7 +186,9 @@ def columns(points: Sequence[PointResult]) -> tuple[list[str], list[list[str]]]:
     more = list(dict.fromkeys(name for point in points for name in point.measures if name.startswith("top1_")))
     times = [name for name in TIMES if any(point.measures[name].n for point in points)]
     head = ["arm", *(name.replace("_", " ") for name in names), "runs", "top-1", "deviation", "range"]
+    confirmed = any(point.confirms for point in points)
     head += [*(OTHER_ACCURACIES.get(name, name.replace("_", " ")) for name in more), *(TIMES[name] for name in times)]
+    head += ["confirms"] if confirmed else []
     rows = []
     for point in points:
         shown = [show(point.settings[name]) if name in point.settings else units.NONE for name in names]
@@ -136,7 +197,8 @@ def columns(points: Sequence[PointResult]) -> tuple[list[str], list[list[str]]]:
         count = str(top1.n) + (f" + {point.failed} failed" if point.failed else "")
         row = [point.arm, *shown, count, accuracy(top1), percent(top1.deviation), low_high]
         row += [accuracy(point.measures[name]) if name in point.measures else units.NONE for name in more]
-        rows.append([*row, *(seconds(point.measures[name]) for name in times)])
+        row += [seconds(point.measures[name]) for name in times]
+        rows.append([*row, str(point.confirms or units.NONE)] if confirmed else row)
     return head, rows
 
 
@@ -160,8 +222,9 @@ def _with_interval(mean: str, half: str, values: Spread) -> str:
 
 
 def found(point: PointResult) -> str:
-    """What an arm's own search came to, e.g. `lr 2, trust coefficient 0.04`."""
-    return ", ".join(setting(name, value) for name, value in point.search.items())
+    """What an arm's own search came to, e.g. `lr 2, trust coefficient 0.04`; of what it is the best, if confirmed."""
+    settings = [setting(name, value) for name, value in point.search.items()]
+    return ", ".join(settings if point.confirms is None else [*settings, str(point.confirms)])
 
 
 def interval_note() -> str:

@@ -65,6 +65,7 @@ class Trainer:
             search=run.point.search,
             overrides=run.point.overrides,
             seed=run.seed,
+            confirms=run.confirms,
             digest=run.digest,
             recipe=run.config.recipe,
             wall_s=wall_s,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks import shared_gpu
 from benchmarks.shared_gpu import sweep_ranks
-from hyperbatch.sweep.rows import read_rows
+from hyperbatch.sweep.plan import load_plan
+from hyperbatch.sweep.rows import Row, append_row, read_rows
 
 PLAN = """
 name = "few"
@@ -43,3 +45,24 @@ def test_ranks_train_the_runs_of_a_plan_in_turn(tmp_path, capfd):
     assert (folder / "rows.jsonl").read_text() == before, "what is there is not made again"
     assert (folder / "report.html").exists()
     assert (folder / "environment.json").exists()
+
+
+def test_a_search_is_confirmed_once_its_rows_are_there(tmp_path, monkeypatch):
+    """Ranks that invent their results: which runs are they asked for?"""
+    plan, folder, asked = tmp_path / "few.toml", tmp_path / "out", []
+    plan.write_text(PLAN.replace("seeds = 2", "confirm = 2").partition("[[arms]]")[0] + "[[arms]]\ngrid.lr = [0.5, 1]")
+    runs = {run.number: run for run in load_plan(plan).every_run}
+
+    def spawn(_main, args, nprocs):
+        assert nprocs == 2
+        asked.append(args[5])
+        for run in map(runs.get, args[5]):
+            result = {"top1": run.config.schedule.lr / 2}
+            place = {"seed": run.seed, "digest": run.digest, "recipe": "digits"}
+            append_row(folder, Row(run=run.number, arm="arm 1", result=result, **place))
+
+    monkeypatch.setattr(shared_gpu.processes, "spawn", spawn)
+    assert "4 of 4 runs done" in sweep_ranks(plan, folder)
+    assert asked == [[1, 2], [5, 6]]
+    sweep_ranks(plan, folder)
+    assert len(asked) == 2

@@ -16,6 +16,7 @@ from toy import config, flat_weights, same_bits
 
 from hyperbatch.config import BatchPhase, SizePhase
 from hyperbatch.data.batch import Batch
+from hyperbatch.data.loader import TrainLoader
 from hyperbatch.engine import learner as learner_module
 from hyperbatch.engine import loop
 from hyperbatch.engine.cuda_graphs import static_inputs
@@ -25,6 +26,7 @@ from hyperbatch.engine.runner import StepRunner, stride_length
 from hyperbatch.engine.step import inputs_of, launches
 from hyperbatch.engine.steptimer import Marks
 from hyperbatch.errors import RunFailed
+from hyperbatch.optim.rates import RateTable
 from hyperbatch.plan.types import StepTiming
 
 WAYS = ("plain", "played", "played, rates on the device")
@@ -120,6 +122,33 @@ def test_a_run_stops_and_goes_on_with_other_strides(tmp_path):
     _, parts, others = train(0, tmp_path / "parts", "played", {"steps_per_launch": 5, "resume": True})
     assert parts == whole
     assert same_bits(weights, others)
+
+
+def test_rates_are_sent_once_a_stride_when_its_batch_is_there(tmp_path, monkeypatch):
+    """A copy that waits behind the step before must not be queued while the loader still copies."""
+    events = []
+
+    def noted(kind, name):
+        original = getattr(kind, name)
+
+        def call(*values, **options):
+            events.append(name)
+            return original(*values, **options)
+
+        monkeypatch.setattr(kind, name, call)
+
+    noted(StepRunner, "run")
+    noted(RateTable, "write")
+    batches = TrainLoader.batches
+
+    def given(*values, **options):
+        for batch in batches(*values, **options):
+            events.append("batch")
+            yield batch
+
+    monkeypatch.setattr(TrainLoader, "batches", given)
+    loop.run(config(out=str(tmp_path), accumulate=2, max_steps=2), Ranks())
+    assert events == ["batch", "write", "run", "batch", "run"] * 2
 
 
 def test_a_stride_is_one_launch(tmp_path, monkeypatch):

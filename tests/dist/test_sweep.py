@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import signal
@@ -9,12 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hyperbatch import cli
 from hyperbatch.sweep import command
 from hyperbatch.sweep.rows import read_rows
+from hyperbatch.sweep.sharing import searching
 
 PLAN = """
 recipe = "digits"
@@ -170,13 +173,48 @@ def test_a_plan_that_grows_is_continued(plan, tmp_path):
     assert (folder / "plan.toml").read_text() == plan.read_text()
 
 
-def test_parts_and_side_by_side_share_the_runs(plan, tmp_path, capfd):
+def test_parts_and_side_by_side_share_the_runs_and_the_confirmation(plan, tmp_path, capfd):
+    plan.write_text(PLAN.replace("[fixed]", "confirm = 3\n[fixed]") + "confirm = 0\n")
     assert cli.main(["sweep", str(plan), "--out", str(tmp_path / "one"), "--part", "2/2"]) == 0
     assert [row.run for row in read_rows(tmp_path / "one")] == [2, 4, 6]
     assert cli.main(["sweep", str(plan), "--out", str(tmp_path / "one"), "--side-by-side", "2", "--json"]) == 0
     values = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert [row["run"] for row in values["rows"]] == [1, 2, 3, 4, 5, 6]
-    assert len(read_rows(tmp_path / "one")) == 6, "each made once"
+    search, fresh, sgd = values["rows"][:4], values["rows"][4:7], values["rows"][7:]
+    assert [row["run"] for row in (*search, *sgd)] == [1, 2, 3, 4, 5, 6]
+    means = [point["top1"]["mean"] for point in values["points"]]
+    first = 7 if means[0] >= means[1] else 10
+    assert [(row["run"], row["seed"], row["confirms"]) for row in fresh] == [
+        (first + i, 2 + i, True) for i in range(3)
+    ], "of the better point"
+    assert (values["planned"], values["done"]) == (9, 9)
+    assert len(read_rows(tmp_path / "one")) == 9, "each made once"
+    assert cli.main(["sweep", str(plan), "--row", str(first + 1), "--json"]) == 0
+    again = json.loads(capfd.readouterr().out)
+    assert {name: again[name] for name in EXACT} == {name: fresh[1][name] for name in EXACT}
+
+
+@pytest.mark.parametrize("until", [[], ["--until", "1000"]])
+def test_a_part_waits_for_the_search_of_others_until_they_end_or_its_time_is_over(
+    plan, tmp_path, capsys, monkeypatch, until
+):
+    plan.write_text(PLAN.replace("seeds = 2", "confirm = 3").rpartition("[[arms]]")[0])
+    now = 0.0
+
+    def sleep(_):
+        nonlocal now
+        now = 2000.0
+        if not until:
+            others.close()
+
+    monkeypatch.setattr(command, "time", SimpleNamespace(perf_counter=lambda: now, sleep=sleep))
+    with contextlib.ExitStack() as others:
+        others.enter_context(searching(tmp_path))
+        assert cli.main(["sweep", str(plan), "--out", str(tmp_path), "--part", "1/2", *until]) == 0
+    assert [row.run for row in read_rows(tmp_path)] == [1]
+    said = capsys.readouterr()
+    assert said.err.count("waiting for the searches of the other parts") == 1
+    assert ("1000 s have passed" in said.err) == bool(until)
+    assert "1 of 5 runs done; the same command makes the others" in said.out
 
 
 def test_no_run_begins_after_the_time_is_over(plan, tmp_path, capsys):

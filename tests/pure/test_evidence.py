@@ -52,3 +52,25 @@ def test_a_row_of_a_later_run_is_on_the_page(tmp_path):
     assert "| plan | 1 | 0 + 1 failed |" in page
     xml.fromstring(files[tmp_path / "docs" / "pictures" / "evidence_2030-01-01_new.svg"])
     assert "the loss became nan" in files[folder / "report.html"]
+
+
+def test_a_confirmed_search_is_shown_with_its_fresh_seeds(tmp_path):
+    folder = tmp_path / "records" / "2030-01-01_new"
+    folder.mkdir(parents=True)
+    arms = "".join(f'[[arms]]\nname = "{arm}"\noptimizer = "{arm}"\ngrid.lr = [1, 2]\n' for arm in ("lars", "sgd"))
+    (folder / "plan.toml").write_text(f'recipe = "digits"\nconfirm = 3\n{arms}')
+    (folder / "environment.json").write_text('[{"device": "chip", "torch": "3"}]')
+    # The rate of 1 was alone at first, so that its second seed was an ordinary run.
+    made = [(1, 0, 0.5, False), (1, 1, 0.99, False), (2, 0, 0.6, False), (2, 1, 0.7, True), (2, 2, 0.8, True)]
+    for lr, seed, top1, fresh in made:
+        place = {"arm": "lars", "search": {"lr": lr}, "seed": seed, "confirms": fresh, "digest": f"{lr} {seed}"}
+        append_row(folder, Row(run=1, recipe="digits", commit="abc", result={"top1": top1, "train_s": 2}, **place))
+    for lr in (1, 2):
+        place = {"arm": "sgd", "search": {"lr": lr}, "seed": 0, "digest": f"sgd {lr}", "error": "diverged"}
+        append_row(folder, Row(run=1, recipe="digits", commit="abc", **place))
+    page = evidence.write_all(tmp_path)[tmp_path / "docs" / "evidence.md"]
+    assert "75.00 % ± 63.53 % (lr 2, best of 2 points with 1 seed each) | every run failed |" in page
+    assert "| lars | 2 | 1 | 60.00 % |" in page
+    assert "| lars | 1 | 1 | 99.00 % | – | – | 2 s | best of an earlier search |" in page
+    assert "7 runs of `digits`, 2 of them failed; 1 of the plan are still to be made." in page
+    assert "had no part in the choice" in page

@@ -167,6 +167,17 @@ WRONG = {
     "seeds = 0: no seed": "seeds = 0",
     "seeds = [1, 1]: a seed is there twice": "seeds = [1, 1]",
     "seeds = true": "seeds = true",
+    "confirm = true: give how many fresh seeds": "confirm = true",
+    "confirm = -1: give how many fresh seeds": "confirm = -1",
+    "confirm = [2, 2]: a seed is there twice": "confirm = [2, 2]",
+    "arm 'a', confirm = 'x': give how many": '[[arms]]\nname = "a"\nconfirm = "x"',
+    "arm 'a', confirm = [3, 0]: its search has seed 0, too": (
+        'confirm = [3, 0]\n[[arms]]\nname = "a"\ngrid.lr = [1, 2]'
+    ),
+    "arm 'a' has two values of confirm for one search": (
+        '[[arms]]\nname = "a"\nlr = 1\nconfirm = 2\n[[arms]]\nname = "a"\ngrid.lr = [2]\nconfirm = 3'
+    ),
+    "[fixed]: confirm does not belong there": "[fixed]\nconfirm = 3",
     "name = 'a b'": 'name = "a b"',
     "not valid TOML": "seeds = ",
 }
@@ -219,7 +230,7 @@ def test_a_mistake_that_only_the_data_shows_is_told_before_anything_is_run(tmp_p
 def test_the_example_of_the_documentation_is_a_plan():
     page = (Path(__file__).parents[2] / "docs" / "sweep.md").read_text()
     plan = parsed(page.partition("```toml\n")[2].partition("```")[0])
-    assert len(plan.runs) == 2 * 3 * 2 * 5 + 3
+    assert (len(plan.runs), plan.count) == (2 * 3 * 2 + 3 * 2, 2 * 3 * 2 + 3 * 2 + 3 * 5)
 
 
 def test_dry_run_lists_the_runs(tmp_path, capsys):

@@ -15,7 +15,8 @@ from hyperbatch.errors import InputError
 from hyperbatch.sweep.charts import comparison_chart, search_charts, seeds_chart
 from hyperbatch.sweep.page import render_sweep
 from hyperbatch.sweep.plan import parse_plan
-from hyperbatch.sweep.rows import Row, append_row, held, latest, note_environment, of_plan, read_rows
+from hyperbatch.sweep.rows import Row, append_row, latest, note_environment, of_plan, read_rows
+from hyperbatch.sweep.sharing import held
 from hyperbatch.sweep.statistics import spread, t_probability, t_quantile
 from hyperbatch.sweep.table import best_points, columns, format_points, points_of
 

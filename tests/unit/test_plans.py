@@ -28,10 +28,12 @@ def test_plans_can_be_read(path):
 @pytest.mark.parametrize("path", WAITING, ids=lambda path: path.stem)
 def test_a_plan_states_its_runs_and_its_cost(path):
     comment = " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
-    stated = re.match(r"(\d+) runs\. One H200", comment)
+    stated = re.match(r"(\d+) runs(?: that search and (\d+) that confirm)?\. (One H200|Two CPU cores)", comment)
     assert stated is not None
-    assert int(stated[1]) == len(load_plan(path).runs)
-    assert re.search(r"[\d,]+ s( in all| and|,|\.|;| with )", comment), "seconds of a GPU"
+    plan = load_plan(path)
+    assert (int(stated[1]), int(stated[2] or 0)) == (len(plan.runs), plan.count - len(plan.runs))
+    cost = r"[\d,]+ s( in all| and|,|\.|;| with )" if stated[3] == "One H200" else r"\d+ minutes"
+    assert re.search(cost, comment), "seconds of a GPU, or minutes of a CPU"
 
 
 @pytest.mark.parametrize("path", EXCHANGEABLE, ids=lambda path: path.stem)

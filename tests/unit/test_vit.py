@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from hyperbatch.engine.kernel_choice import training_kernels
 from hyperbatch.errors import InputError
 from hyperbatch.models import create_model
+from hyperbatch.models.attention import suits_cudnn
 from hyperbatch.models.layers import LayerNorm
 from hyperbatch.models.vit import DropPath, VisionTransformer
 
@@ -172,3 +174,15 @@ def test_options_that_it_cannot_have():
         create_model("vit_s16", zero_init_last_gamma=True)
     with pytest.raises(InputError, match="--activation silu: vit_cifar offers no choice"):
         create_model("vit_cifar", activation="silu")
+
+
+def test_training_leaves_cudnns_attention_out_and_torchs_settings_as_they_were():
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    with training_kernels(deterministic=False):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_cudnns_attention_is_taken_where_its_padding_is_masked():
+    assert [keys for keys in (1, 63, 64, 65, 128, 192, 196, 197, 320) if not suits_cudnn(2, keys)] == [64, 192, 320]
+    assert not suits_cudnn(1, 196)

@@ -1,0 +1,106 @@
+"""Values of a plan file: read as the config reads them, each mistake told in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hyperbatch.config import fields, format_value
+from hyperbatch.errors import InputError, nearest
+
+NOT_HERE = {
+    "seed": "write seeds = N or a list at the top of the plan",
+    **dict.fromkeys(("seeds", "confirm"), "write it at the top of the plan, above the first [table], or in an arm"),
+    "out": "a sweep's folder is given with --out",
+    "resume": "a sweep continues by itself",
+}
+GLOBAL_BATCH = "global_batch"  # not a field: it scales every batch phase, as --global-batch does
+
+Values = dict[str, Any]
+Confirm = int | list[int]  # how many fresh seeds, or which
+
+
+def show(value: Any) -> str:
+    """A value as the command line writes it."""
+    return format_value(_tuples(value))
+
+
+def key_of(settings: Values) -> tuple[tuple[str, str], ...]:
+    """Equal for equal settings, however a plan or a row writes them."""
+    return tuple((name, show(value)) for name, value in settings.items())
+
+
+def check_known(values: Mapping[str, Any], names: Sequence[str], where: str) -> None:
+    for key in values:
+        if key not in names:
+            raise InputError(f"{where} must not have {key!r}{nearest(key, list(names))}")
+
+
+def read_typed(values: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
+    value = values.get(key, default)
+    if not isinstance(value, kind):
+        what = {str: "a text", dict: "a table", list: "a list of tables"}[kind]
+        raise InputError(f"{key} = {value!r} is not {what}")
+    return value
+
+
+def read_seeds(value: Any, where: str) -> list[int]:
+    seeds = list(range(value)) if type(value) is int else value
+    if not isinstance(seeds, list) or not all(type(seed) is int and seed >= 0 for seed in seeds):
+        raise InputError(f"{where} = {value!r}: give how many (0 to N-1), or a list of whole numbers")
+    if not seeds:
+        raise InputError(f"{where} = {value!r}: no seed, so nothing to run")
+    if len(set(seeds)) < len(seeds):
+        raise InputError(f"{where} = {value!r}: a seed is there twice")
+    return seeds
+
+
+def read_confirm(value: Any, where: str) -> Confirm:
+    if value == [] or (type(value) is int and value >= 0):
+        return value or 0
+    if not isinstance(value, list):
+        raise InputError(f"{where} = {value!r}: give how many fresh seeds, or a list of whole numbers")
+    return read_seeds(value, where)
+
+
+def read_overrides(table: Mapping[str, Any], where: str, more: Sequence[str] = ()) -> Values:
+    return {name: _value(name, value, where, more) for name, value in table.items()}
+
+
+def read_grid(table: Mapping[str, Any], where: str) -> Values:
+    found = {}
+    for name, choices in table.items():
+        if not isinstance(choices, list):
+            raise InputError(f"{where}: {name} = {choices!r} is not a list; a grid has a list for each field")
+        if not choices:
+            raise InputError(f"{where}: {name} is an empty list, so nothing would be run")
+        found[name] = [_value(name, value, where) for value in choices]
+        if len({show(value) for value in found[name]}) < len(choices):
+            raise InputError(f"{where}: {name} = {choices!r} has a value twice")
+    return found
+
+
+def _value(name: str, value: Any, where: str, more: Sequence[str] = ()) -> Any:
+    """A field's value; texts are read as the command line reads them."""
+    known = {spec.name: spec for spec in fields()}
+    if name in NOT_HERE:
+        raise InputError(f"{where}: {name} does not belong there; {NOT_HERE[name]}")
+    if name == GLOBAL_BATCH:
+        if type(value) is not int or value < 1:
+            raise InputError(f"{where}: {name} = {value!r} is not a positive whole number")
+        return value
+    if name not in known:
+        raise InputError(f"{where} has an unknown config field {name!r}{nearest(name, [*known, GLOBAL_BATCH, *more])}")
+    try:
+        return known[name].read(value)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(part) for part in value) if isinstance(value, list | tuple) else value
+
+
+def check_disjoint(left: Values, right: Values, here: str, there: str) -> None:
+    if both := sorted(left.keys() & right.keys()):
+        raise InputError(f"{both[0]} is set in {here} and in {there}; leave it in one of them")
