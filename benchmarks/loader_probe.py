@@ -32,14 +32,14 @@ def queued_behind(device: torch.device) -> dict[str, Callable[[], object]]:
     """What may be queued, by name."""
     there, other = (torch.zeros(16, device=device) for _ in range(2))
     here = torch.zeros(16, pin_memory=device.type == "cuda")
-    return {
-        "nothing": lambda: None,
+    alone: dict[str, Callable[[], object]] = {
         "an event": lambda: mark(device),
         "a kernel": lambda: there.add_(1),
         "a copy to the device": lambda: there.copy_(here, non_blocking=True),
         "a copy from the device": lambda: here.copy_(there, non_blocking=True),
         "a copy on the device": lambda: other.copy_(there),
     }
+    return {"nothing": lambda: None, **alone, "all of these": lambda: [queue() for queue in alone.values()]}
 
 
 def decoded_beside(

@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import sys
 import tempfile
 import time
@@ -386,7 +387,8 @@ def main(arguments: Sequence[str]) -> None:
         classes=classes,
         device=device,
     )
-    about = {"model": model, "batch": batch, "steps": options.steps, "image_size": setting.image_size}
+    about: dict[str, Any] = {"model": model, "batch": batch, "steps": options.steps, "image_size": setting.image_size}
+    about["connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")  # queues of the hardware that streams share
     answers = Answers(options.out, options.seconds, **about)
     with (
         tempfile.TemporaryDirectory(prefix="hyperbatch-bench-") as scratch,

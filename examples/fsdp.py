@@ -1,7 +1,7 @@
 """Your own loop over a model that FSDP2 shards, on GPUs or CPUs: `torchrun --nproc-per-node 2 examples/fsdp.py [OUT]`.
 
 LAMB takes the norms of whole tensors although each rank holds a part of them, so the weights are those of one rank
-without FSDP. The data comes from scikit-learn: `pip install scikit-learn`.
+without FSDP. The data is the handwritten digits that are part of the package.
 """
 
 import os
@@ -10,13 +10,13 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hyperbatch import LAMB, create_model, param_groups
+from hyperbatch.data.digits import open_digits
 
 
 def main(out: str | None = None, epochs: int = 8, batch_per_rank: int = 32) -> float:
@@ -24,10 +24,10 @@ def main(out: str | None = None, epochs: int = 8, batch_per_rank: int = 32) -> f
     mesh = init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),))
     rank, ranks = mesh.get_rank(), mesh.size()
     torch.manual_seed(0)  # the same weights and order of samples on every rank
-    digits = load_digits()
-    images = torch.tensor(digits.images[:, None] / 16, dtype=torch.float32, device=kind)
-    labels = torch.tensor(digits.target, device=kind)
-    train, test = torch.randperm(len(labels)).split([1400, len(labels) - 1400])
+    digits = open_digits()  # a part to train on, and a part to test with
+    images = torch.cat([torch.tensor(part.images, device=kind) for part in digits]).permute(0, 3, 1, 2) / 255
+    labels = torch.cat([torch.tensor(part.labels, device=kind) for part in digits])
+    train, test = torch.arange(len(labels)).split([len(part) for part in digits])
 
     model = create_model("resnet8", classes=10, in_channels=1).to(kind)
     for stage in (model.layer1, model.layer2, model.layer3):

@@ -35,14 +35,15 @@ def write(path: Path, put: Callable[[Any], None]) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Writes a file that somebody has named: whole or not at all where it is a plain file, and what was there before
-    stays if that fails. A link stays one, and a device or a pipe is written to and not replaced."""
+    stays if that fails. A link stays one, and a device or a pipe is written to and not replaced. Names of files that
+    are not in UTF-8 are written as the bytes that they are."""
     target = path.resolve() if path.is_symlink() else path
     if target.exists() and not target.is_file():
-        with open(target, "w", encoding="utf-8") as file:
+        with open(target, "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
         return
     with _replaced(target, target.with_name(target.name + PARTIAL)) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="surrogateescape"))
 
 
 @contextlib.contextmanager

@@ -54,5 +54,9 @@ def load_object(path: str, what: str) -> Any:
         sys.path.insert(0, "")
     try:
         return getattr(importlib.import_module(module_name), name)
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"{what} {path!r}: {error}; give package.module:callable, found from this folder or in PYTHONPATH"
+        ) from error
     except (ImportError, AttributeError) as error:
         raise InputError(f"{what} {path!r}: {error}; give package.module:callable") from error

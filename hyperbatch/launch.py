@@ -23,7 +23,7 @@ from hyperbatch.data.source import DataCounts, check_data
 from hyperbatch.engine.agent import check_nproc, count_gpus, default_nproc, start_ranks
 from hyperbatch.engine.context import open_context
 from hyperbatch.engine.folder import claimed, default_out, has_checkpoint, keep_config, resume_hint
-from hyperbatch.engine.ranks import Ranks, ended_by_sigterm, find_ranks
+from hyperbatch.engine.ranks import Ranks, Terminated, ended_by_sigterm, find_ranks
 from hyperbatch.engine.scratch import scratch_folder
 from hyperbatch.errors import Damaged, InputError, Interrupted, Preempted, RunFailed
 from hyperbatch.kernels import workers
@@ -47,6 +47,17 @@ def train(config: Config, callbacks: Iterable[Any] = ()) -> RunRecord:
     callbacks: objects that are told what happens (see `Callback`). They are called in this process, or on rank 0 under
     a launcher such as torchrun.
     """
+    with ended_by_sigterm():
+        try:
+            return _train(config, callbacks)
+        except Terminated:  # outside of training, where a checkpoint answers it: engine/preempt.py
+            if "TERM" not in (config.run.preempt_signals or "").split(","):
+                raise
+            hint = "" if config.run.out is None else f"; {resume_hint(Path(config.run.out))}"
+            raise Preempted(f"preempted by SIGTERM{hint}") from None
+
+
+def _train(config: Config, callbacks: Iterable[Any]) -> RunRecord:
     ranks = find_ranks()
     hooks = Hooks([*callbacks, *trackers_of(config)] if ranks is None or ranks.rank == 0 else ())
     if config.run.resume != "no" and not config.run.out:
@@ -54,6 +65,9 @@ def train(config: Config, callbacks: Iterable[Any] = ()) -> RunRecord:
     if ranks is None:
         nproc = config.run.nproc or default_nproc(config.run.device)
         check_nproc(nproc)
+        out = Path(config.run.out or ".")
+        if config.run.resume == "yes" and out.is_dir() and not has_checkpoint(out):
+            raise InputError(f"--resume: {out} holds no checkpoint; --resume auto begins its run again")
         with _told_if_slow(opening(config, nproc)):
             counts = check_data(config.data)  # before torch is loaded: the commonest mistake is answered at once
             check_input(config, nproc, counts)
@@ -155,7 +169,7 @@ def _torch_loaded() -> Iterator[None]:
 
 
 def _train_as(config: Config, ranks: Ranks, hooks: Hooks, keeps_config: bool) -> RunRecord:
-    with _torch_loaded(), ended_by_sigterm():
+    with _torch_loaded():
         from hyperbatch.engine.loop import run
 
         try:
@@ -197,6 +211,9 @@ def check_input(config: Config, world_size: int, counts: DataCounts) -> None:
 
     counts: what `check_data` found.
     """
+    if counts.classes < 2:
+        where = config.data.data or config.data.dataset
+        raise InputError(f"{where} has only one class; give images of two at least, in a folder per class")
     if config.comm.grid is not None:
         RankGrid.parse(config.comm.grid).check_world(world_size)
     check_batches(config.schedule.batch_phases, counts.train_samples, config.schedule.epochs)

@@ -28,7 +28,7 @@ def check_names(names: Sequence[str] | None) -> tuple[str, ...]:
         if name not in NAMES:
             raise InputError(f"--peers: unknown peer {name!r} of `bench data`; of {', '.join(NAMES)}, or none")
     if names is not None and "dali" in names and not _has_dali():
-        raise InputError("--peers dali: DALI is not installed; install nvidia-dali-cuda130 or leave it out")
+        raise InputError("--peers dali: DALI is not installed; install it or leave it out")
     return tuple(NAMES if names is None else names)
 
 

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from hyperbatch.cli.byte_code import keep_byte_code
 from hyperbatch.cli.parser import parse
-from hyperbatch.cli.shared import is_first_rank
+from hyperbatch.cli.shared import discard_output, is_first_rank, open_streams
 from hyperbatch.errors import InputError, Preempted, RunFailed
 
 PREEMPTED = 75  # sysexits.h: EX_TEMPFAIL, "try again later"
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", 1)
     except BrokenPipeError:  # the reader of our output has left, as `| head` does
-        sys.stderr.close()
+        discard_output()
         return 0
 
 
@@ -51,6 +51,7 @@ def command() -> NoReturn:
     """What the shell starts: `main`, then out."""
     from hyperbatch.engine.ranks import find_ranks
 
+    open_streams()
     with contextlib.suppress(InputError):  # of the environment: `main` tells it
         if find_ranks() is None:  # the ranks of a launcher would all write to one home
             keep_byte_code()
@@ -64,5 +65,8 @@ def command() -> NoReturn:
 
 def _fail(message: object, code: int) -> int:
     if is_first_rank():  # what one rank finds wrong is told on all of them, see engine.ranks.together
-        print(f"hyperbatch: {message}", file=sys.stderr)
+        try:
+            print(f"hyperbatch: {message}", file=sys.stderr)
+        except BrokenPipeError:  # nobody reads it, and the code still counts
+            discard_output()
     return code

@@ -7,9 +7,8 @@ import csv
 import sys
 from pathlib import Path
 
-from hyperbatch.cli.shared import AddVerb, add_device, add_trust, add_weights, positive, show
+from hyperbatch.cli.shared import AddVerb, add_device, add_trust, add_weights, positive, show, written
 from hyperbatch.errors import InputError
-from hyperbatch.record import strict_json
 from hyperbatch.vocabulary import TTA
 
 MODEL = "Folder of a run, a checkpoint, or a .safetensors file written by `hyperbatch export`."
@@ -88,22 +87,22 @@ def _predict(args: argparse.Namespace) -> int:
     if args.json:
         answers = list(found)
         failed = sum(bool(answer.error) for answer in answers)
-        print(strict_json({"model": args.model, "images": [answer.to_dict() for answer in answers]}))
+        show(args, {"model": args.model, "images": [answer.to_dict() for answer in answers]}, "")
         return 1 if failed else 0
     table = csv.writer(sys.stdout, lineterminator="\n")
-    if args.csv:
-        table.writerow(("image", "rank", "class", "probability"))
     wide = min(60, max(len(str(image)) for image in images))
-    for answer in found:
-        if answer.error:
-            failed += 1
-            print(f"hyperbatch: {answer.error}", file=sys.stderr)
-        elif args.csv:
-            table.writerows((answer.image, rank, *best) for rank, best in enumerate(answer.top, start=1))
-        else:
-            print(
-                f"{answer.image:{wide}}  {', '.join(f'{name} {share:.1%}' for name, share in answer.top)}", flush=True
-            )
+    with written():
+        if args.csv:
+            table.writerow(("image", "rank", "class", "probability"))
+        for answer in found:
+            if answer.error:
+                failed += 1
+                print(f"hyperbatch: {answer.error}", file=sys.stderr)
+            elif args.csv:
+                table.writerows((answer.image, rank, *best) for rank, best in enumerate(answer.top, start=1))
+            else:
+                best = ", ".join(f"{name} {share:.1%}" for name, share in answer.top)
+                print(f"{answer.image:{wide}}  {best}", flush=True)
     return 1 if failed else 0
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from hyperbatch.durable import FULL
@@ -49,13 +51,43 @@ def numbers(text: str, flag: str) -> list[int]:
 def show(args: argparse.Namespace, values: Any, text: str | Callable[[], str]) -> None:
     """With --json one object on stdout and nothing else there; otherwise the text for a person."""
     line = strict_json(values) if args.json else text if isinstance(text, str) else text()
+    with written():
+        print(line)
+
+
+@contextlib.contextmanager
+def written() -> Iterator[None]:
+    """Around what prints an answer: it is flushed, and a disk that has no room for it is told in one line."""
     try:
-        print(line, flush=True)
+        yield
+        sys.stdout.flush()
     except OSError as error:
         if error.errno not in FULL:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails once more when it ends
+        discard_output()
         raise RunFailed(f"the output cannot be written: {error.strerror}; send it to a disk with some room") from None
+
+
+def discard_output() -> None:
+    """From here on nobody takes what is written, on which Python would fail once more when it ends."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(null, stream.fileno())
+
+
+def open_streams() -> None:
+    """Whoever started this command may have closed its stdin, stdout or stderr (`>&-`). The next files that it opens
+    would get their numbers, and whatever is printed. And no text may be too foreign to be printed."""
+    for descriptor, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        if getattr(sys, name) is None:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one
+            setattr(sys, name, os.fdopen(descriptor, mode))
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a file or class may have a name that is not in its encoding
+        is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
+        sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "backslashreplace")
 
 
 def is_first_rank() -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from hyperbatch.cli.flags import FullHelp, ShortHelp
 from hyperbatch.cli.shared import AddVerb, add_sizes, is_first_rank, positive, show
 from hyperbatch.config import Config, FieldSpec, fields, format_value, section_titles
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, RunFailed
 
 
 def add(verb: AddVerb) -> None:
@@ -92,7 +92,10 @@ def _train(args: argparse.Namespace) -> int:
     from hyperbatch.launch import train
 
     let_log_fill()
-    record = train(config)
+    try:
+        record = train(config)
+    except BrokenPipeError as error:  # an answer may be cut off, as by `| head`, but this is no end of a run
+        raise RunFailed("the run has ended: nobody reads the pipe any more that its output goes to") from error
     if is_first_rank():
         from hyperbatch.report.summary import summary
 
@@ -123,20 +126,24 @@ def config_of(args: argparse.Namespace) -> Config:
     if global_batch is not None and "batch_phases" in given:
         raise InputError("--batch-phases sets the batch of every phase; leave out --global-batch and --batch-per-rank")
     resumes = given.get("resume") not in (None, False, "no")
-    if resumes and (saved := _saved_config(given.get("out"))) is not None:
+    if resumes and (saved := _saved_config(given.get("out"), is_named=bool(args.recipe or args.config))) is not None:
         return _resumed(saved, args.recipe, file.values if file is not None else {}, given, global_batch)
     return layered(args.recipe, file, given, global_batch=global_batch)
 
 
-def _saved_config(out: str | None) -> Config | None:
-    """Of the run in that folder; None: there is none to continue, which `train` will say."""
+def _saved_config(out: str | None, *, is_named: bool) -> Config | None:
+    """Of the run in that folder; None: there is none to continue, which `train` will say.
+
+    is_named: the command says what to train. Otherwise a run that ended before its first checkpoint begins again as it
+    was started, and not as the default recipe.
+    """
     from hyperbatch.engine.folder import has_checkpoint
     from hyperbatch.recipes.files import run_config
 
-    if out is None or not has_checkpoint(Path(out)):
+    if out is None or (is_named and not has_checkpoint(Path(out))):
         return None
     config = run_config(Path(out))
-    if config is None:  # of an older version
+    if config is None and has_checkpoint(Path(out)):  # of an older version
         from hyperbatch.checkpoint import load
 
         config = load(Path(out)).config

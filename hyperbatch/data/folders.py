@@ -165,7 +165,9 @@ def list_classes(tree: Tree, name: str) -> Listed:
     for folder in classes:
         images = tree.within(folder).images()
         if not images:
-            raise InputError(f"class folder {tree.within(folder)} has no images; add some or remove the folder")
+            others = tree.within(folder).files()
+            kinds = f" ({others[0]} is none of {', '.join(IMAGE_SUFFIXES)})" if others else ""
+            raise InputError(f"class folder {tree.within(folder)} has no images{kinds}; add some or remove the folder")
         paths += [f"{folder}/{image}" for image in images]
         counts.append(len(images))
     return Listed(name, classes, np.repeat(np.arange(len(classes)), counts), paths)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hyperbatch.data.batch import Batch
 from hyperbatch.data.loader import eval_batches
+from hyperbatch.data.remote.store import is_address
 from hyperbatch.data.source import open_eval
 from hyperbatch.engine.cuda_graphs import Backend, NotCaptured, Replay
 from hyperbatch.engine.ranks import Ranks, join
@@ -31,6 +32,7 @@ from hyperbatch.export import load_trained
 from hyperbatch.models.norm import merge_over_ranks, norm_buffers
 from hyperbatch.models.tta import VIEWS, plain_and_averaged
 from hyperbatch.optim.averaging import WeightAverage
+from hyperbatch.recipes.files import run_config
 
 PIXELS = 2500 * 32 * 32  # of a batch on a GPU, at least: smaller ones leave it idle
 MAX_CLASSES = 1024  # whose answers are counted one by one: the table has the square of them
@@ -227,6 +229,14 @@ def even_batch(samples: int, world_size: int, limit: int) -> int:
     return -(-per_rank // -(-per_rank // limit))
 
 
+def _data_of_run(path: Path, given: str | None) -> str | None:
+    """Where the data of a run lies that was started in another folder with a relative path; None: as it was given."""
+    if given is None or is_address(given) or Path(given).exists():
+        return None
+    config = run_config(path if path.is_dir() else path.parent.parent)  # RUN/checkpoints/FILE
+    return None if config is None else config.data.data
+
+
 def evaluate_checkpoint(
     path: Path,
     *,
@@ -244,6 +254,7 @@ def evaluate_checkpoint(
     trained = load_trained(path, averaged=averaged)
     trained.check_trust(trust_code, data=True)
     config = trained.config
+    data = data or _data_of_run(path, config.data.data)
     if data is not None:
         config = config.override(data=data)
     if tta is not None:

@@ -336,6 +336,9 @@ class Journal:
             self.writer.close()
         by_class = run.validation.by_class()
         bad_samples = of_all_ranks(self._bad_samples(run), run.ranks)
+        if bad_samples and run.ranks.rank == 0:
+            what = "1 image" if len(bad_samples) == 1 else f"{len(bad_samples):,} images"
+            self.console.say(f"warning: {what} could not be read, the first: {bad_samples[0]}; the report lists all")
         ranks = gather(self._gauges.to_dict() if self._gauges is not None else {}, run.ranks)
         record = self._record(run, bad_samples=bad_samples, by_class=by_class, ranks=ranks, error=error)
         if self.writer is not None:

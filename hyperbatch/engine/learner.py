@@ -128,7 +128,7 @@ def build_learner(
     size = config.data.largest_image_size  # what fits then fits in every step
     sample = torch.zeros(2, size, size, in_channels, device=device).permute(0, 3, 1, 2)
     if saved is None:
-        order, sample_bytes = probe(model, sample)
+        order, sample_bytes = probe(model, sample, classes)
         order = share(order, ranks)
     else:
         order, sample_bytes = saved.fixed.order, 0

@@ -16,6 +16,7 @@ from hyperbatch.comm import GridComm, all_reduce
 from hyperbatch.config import CommConfig, OptimConfig
 from hyperbatch.engine.kernel_choice import cudnn_trials
 from hyperbatch.engine.ranks import Ranks, gather
+from hyperbatch.errors import InputError
 from hyperbatch.kernels.compile import without_launches
 from hyperbatch.memory import free_host_memory_bytes
 from hyperbatch.models import smoothed_cross_entropy
@@ -34,8 +35,13 @@ LINK_ROUNDS = 5
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 22  # messages that tell what a message and what a byte costs
 
 
-def probe(model: nn.Module, images: Tensor) -> tuple[list[str], int]:
-    """(parameters in the order in which backward finishes them, bytes kept for backward per sample)."""
+def probe(model: nn.Module, images: Tensor, classes: int = 1) -> tuple[list[str], int]:
+    """(parameters in the order in which backward finishes them, bytes kept for backward per sample).
+
+    InputError for a model that has none, or that does not answer with a number for each of the classes.
+    """
+    if next(model.parameters(), None) is None:
+        raise InputError("--model: the network has no parameters, so nothing can be trained")
     images = images.to(next(model.parameters()).dtype)
     kept: dict[int, int] = {}
     own = {param.untyped_storage().data_ptr() for param in model.parameters()}
@@ -48,12 +54,27 @@ def probe(model: nn.Module, images: Tensor) -> tuple[list[str], int]:
 
     def run_backward() -> None:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = model(images).float().sum()
+            logits = model(images)
+            _check_logits(logits, len(images), classes)
+            loss = logits.float().sum()
         loss.backward()
 
     with cudnn_trials(False):  # for convolutions that run once, in a shape and precision that training never uses
         order = backward_order(model, run_backward)
     return order, sum(kept.values()) // len(images)
+
+
+def _check_logits(output: object, samples: int, classes: int) -> None:
+    if isinstance(output, Tensor):
+        if output.dim() == 2 and output.shape[0] == samples and output.shape[1] >= classes:
+            return
+        what = f"a tensor of {list(output.shape)}"
+    else:
+        what = f"a {type(output).__name__}"
+    raise InputError(
+        f"--model: for {samples} images of {classes:,} classes the network returns {what}; it must return the logits, "
+        f"a tensor of [{samples}, {classes}]"
+    )
 
 
 def fitting_batch(

@@ -294,9 +294,13 @@ def ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, where it ends a run as Ctrl-C does."""
+
+
 def interrupt(*_: object) -> None:
     """The handler of `ended_by_sigterm`."""
-    raise KeyboardInterrupt
+    raise Terminated
 
 
 def host_grid(ranks: Ranks) -> RankGrid:

@@ -19,7 +19,7 @@ from hyperbatch.engine.learner import Learner, build_learner
 from hyperbatch.engine.ranks import Ranks, errors_shared, share
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.validation import Validation
-from hyperbatch.recipes import batch_note, size_note
+from hyperbatch.recipes import batch_note, size_note, weights_note
 from hyperbatch.schedule import Phase, repeats_note, resolve_phases
 
 
@@ -163,7 +163,8 @@ def at_precision(config: Config, device: torch.device, saved: Checkpoint | None 
 
 def notes(config: Config, device: torch.device, train_samples: int) -> list[str]:
     """What the user should know about this run before it starts."""
-    found = [batch_note(config), size_note(config), repeats_note(config.schedule.batch_phases, train_samples)]
+    repeats = repeats_note(config.schedule.batch_phases, train_samples)
+    found = [weights_note(config), batch_note(config), size_note(config), repeats]
     if device.type == "cpu" and config.optim.precision in ("fp16", "bf16"):
         found.append(f"{config.optim.precision} is many times slower than fp32 on a CPU; use --precision fp32 here")
     return [note for note in found if note]

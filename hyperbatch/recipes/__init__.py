@@ -200,6 +200,13 @@ def batch_note(config: Config) -> str | None:
     return None if recipe is None else recipe.batch_note(config)
 
 
+def weights_note(config: Config) -> str | None:
+    """One line when the recipe that starts from the weights of others is given none."""
+    if config.recipe != "finetune" or config.model.init_from is not None:
+        return None
+    return "finetune starts from random weights here; give it those of a trained network with --init-from"
+
+
 def size_note(config: Config) -> str | None:
     """`Recipe.size_note` of the built-in recipe a config came from."""
     recipe = all_recipes().get(config.recipe)

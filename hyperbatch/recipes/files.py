@@ -40,10 +40,11 @@ class ConfigFile:
 def read_config(path: Path) -> ConfigFile:
     """InputError names the file and what is wrong in it."""
     try:
-        tables = tomllib.loads(path.read_text())
+        # Paths in it may have names that are not in UTF-8.
+        tables = tomllib.loads(path.read_text(encoding="utf-8", errors="surrogateescape"))
     except OSError as error:
         raise InputError(f"--config {path}: cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except tomllib.TOMLDecodeError as error:
         raise InputError(f"--config {path}: not valid TOML ({error})") from None
     try:
         return parse_config(tables)

@@ -56,7 +56,9 @@ def watch(folder: Path, *, once: bool = False, console: Console | None = None) -
     folder = Path(folder)
     if once:
         check_run(folder, BEGUN)
-    check_folder(folder)  # one that is empty may be waited for
+    check_folder(folder)
+    if any(folder.iterdir()):  # one that is empty may be waited for
+        check_run(folder, (*BEGUN, "config.toml"))
     console = console or Console()
     follower = Follower(folder / "metrics.jsonl")
     follower.look()

@@ -38,6 +38,20 @@ def unpack(folder: Path) -> None:
         assert len(counts) == 10
 
 
+def test_classes_are_split_as_the_page_does(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {f"{name}/{number}.jpg" for name in ("church", "truck") for number in range(10)}
+    for name in names:
+        path = tmp_path / "all" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    exec("\n".join(pages.blocks(PAGE, "python")), {})
+    val, train = (
+        {str(p.relative_to(f"photos/{s}")) for p in Path(f"photos/{s}").glob("*/*")} for s in ("val", "train")
+    )
+    assert (len(val), len(train), val | train) == (4, 16, names)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif("HYPERBATCH_TEST_DATA" not in os.environ, reason="HYPERBATCH_TEST_DATA names no folder")
 def test_the_commands_of_the_page(tmp_path):

@@ -200,10 +200,13 @@ def test_mistakes_get_one_line_and_exit_code_2(capsys, arguments, words, tmp_pat
         ([], "is empty"),
         (["train/a/1.jpg", "val/a/1.jpg", "train/b/", "val/b/1.jpg"], "train/b"),
         (["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"], "only in train: b"),
+        (["train/a/1.HEIC", "val/a/1.jpg"], "train/a has no images (1.HEIC is none of .jpg, .jpeg, .png,"),
+        (["train/a/1.jpg", "val/a/1.jpg"], "has only one class; give images of two at least"),
+        (["a/1.jpg", "b/1.jpg"], "has class folders but no train/ and val/ folders; move each CLASS/ to"),
     ],
 )
 def test_data_folders_that_cannot_be_trained_on(capsys, tmp_path, monkeypatch, files, words):
-    """Empty; a class without images; a class that validation lacks."""
+    """Empty; a class without images; a class that validation lacks; a single class; classes that are not split."""
     monkeypatch.setattr("hyperbatch.launch.OPENING_S", 1e6)
     (tmp_path / "data").mkdir()
     for name in files:

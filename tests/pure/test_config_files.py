@@ -1,6 +1,7 @@
 """Config files: what they may say, which layer wins, and that what is written is read back."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,20 @@ def test_a_recipe_with_fields_replaced():
         hyperbatch.get_recipe("digits", epoch=5)
     with pytest.raises(InputError, match="leave out global_batch"):
         hyperbatch.get_recipe("digits", global_batch=128, batch_phases=(BatchPhase(0, 64),))
+
+
+def test_a_run_without_a_checkpoint_begins_again_as_it_was_started(capsys, tmp_path):
+    saved = hyperbatch.get_recipe("cifar10_resnet", epochs=3)
+    save_config(saved, tmp_path / "config.toml")
+    found = resolved(capsys, "--resume", "auto", "--out", tmp_path, "--seed", 5)
+    assert (found.recipe, found.schedule, found.run.seed) == ("cifar10_resnet", saved.schedule, 5)
+    assert resolved(capsys, "digits", "--resume", "auto", "--out", tmp_path).recipe == "digits"
+    assert main(["train", "digits", "--resume", "--out", str(tmp_path)]) == 2
+    assert "holds no checkpoint; --resume auto begins its run again" in capsys.readouterr().err
+
+
+def test_a_path_that_is_not_in_utf_8_is_kept(tmp_path):
+    config = hyperbatch.get_recipe("imagenette", data=os.fsdecode(b"/data/\xe9t\xe9"))
+    save_config(config, tmp_path / "config.toml")
+    assert b"/data/\xe9t\xe9" in (tmp_path / "config.toml").read_bytes()
+    assert run_config(tmp_path) == config

@@ -11,7 +11,7 @@ import pytest
 from hyperbatch.cli import main
 from hyperbatch.config import Config, SizePhase
 from hyperbatch.errors import InputError
-from hyperbatch.recipes import DEFAULT, all_recipes, find_recipe, get_recipe
+from hyperbatch.recipes import DEFAULT, all_recipes, find_recipe, get_recipe, weights_note
 from hyperbatch.recipes.listing import format_recipes, list_recipes
 from hyperbatch.recipes.mlperf import IMAGENET_SAMPLES, POINTS, nearest_point
 from hyperbatch.schedule import full_size_epochs, learning_rate, resolve_phases, size_spans, total_steps
@@ -381,3 +381,9 @@ def test_the_docs_list_every_recipe_with_its_claim():
     for name, recipe in all_recipes().items():
         assert f"| `{name}` |" in text
         assert recipe.claim in text
+
+
+def test_fine_tuning_without_weights_is_told():
+    assert "give it those of a trained network with --init-from" in str(weights_note(get_recipe("finetune")))
+    assert weights_note(get_recipe("finetune", init_from="timm")) is None
+    assert weights_note(get_recipe("resnet50")) is None

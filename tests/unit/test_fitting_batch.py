@@ -11,6 +11,7 @@ from hyperbatch.arena import Arena
 from hyperbatch.config import OptimConfig
 from hyperbatch.engine import measure
 from hyperbatch.engine.ranks import Ranks
+from hyperbatch.errors import InputError
 from hyperbatch.plan import fit
 
 CPU = torch.device("cpu")
@@ -115,3 +116,22 @@ def test_a_control_group_bounds_what_is_free(monkeypatch, tmp_path):
     limit.write_text(f"{1 << 20}\n")
     assert memory.host_memory_bytes() == memory.free_host_memory_bytes() == 1 << 20
     assert measure.free_bytes(CPU, Ranks(local_size=4)) == 1 << 18
+
+
+class Pair(Network):
+    def forward(self, images: torch.Tensor):
+        return super().forward(images), images
+
+
+@pytest.mark.parametrize(
+    ("network", "words"),
+    [
+        (nn.Flatten(), "the network has no parameters"),
+        (Pair(), r"returns a tuple; it must return the logits, a tensor of \[2, 10\]"),
+        (nn.Linear(8, 10), r"returns a tensor of \[2, 1, 8, 10\]"),
+        (Network(), r"2 images of 10 classes the network returns a tensor of \[2, 3\]"),
+    ],
+)
+def test_a_network_that_cannot_be_trained_is_refused(network, words):
+    with pytest.raises(InputError, match=words):
+        measure.probe(network, torch.zeros(2, 1, 8, 8), 10)

@@ -27,6 +27,7 @@ from hyperbatch.config import BatchPhase, Config
 from hyperbatch.data.source import open_eval
 from hyperbatch.engine import loop
 from hyperbatch.engine.evaluate import evaluate_checkpoint
+from hyperbatch.engine.folder import keep_config
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.errors import InputError
 from hyperbatch.export import export, load_trained
@@ -174,6 +175,15 @@ def test_the_command_prints_text_json_and_csv(flowers, capsys):
         assert (row["class"], float(row["probability"])) == (best["class"], best["probability"])
 
 
+@pytest.mark.parametrize("form", ["--json", "--csv", "--top=2"])
+def test_answers_that_find_no_room_are_an_error_of_one_line(flowers, monkeypatch, capsys, form):
+    root, folder = flowers[0], flowers[0] / "data" / "val"
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert main(["predict", str(root / "run"), str(folder), "--device", "cpu", form]) == 1
+    assert capsys.readouterr().err.startswith("hyperbatch: the output cannot be written: No space left on device")
+
+
 def test_mistakes_are_one_line(flowers, tmp_path, capsys):
     root, _ = flowers
     run, image = str(root / "run"), str(root / "data" / "val" / "rose" / "0.png")
@@ -199,6 +209,21 @@ def test_mistakes_are_one_line(flowers, tmp_path, capsys):
         assert told in captured.err
         assert captured.err.count("\n") == 1
         assert captured.out.count("\n") == (1 if code == 1 else 0)
+
+
+def test_the_data_of_a_run_is_found_from_any_folder(flowers, tmp_path, monkeypatch, capsys):
+    """It was started with a path that leads nowhere from here."""
+    root, run = flowers[0], tmp_path / "run"
+    monkeypatch.chdir(root)
+    relative = config(data="data", out=str(run), averaging="ema")
+    loop.run(relative, Ranks())
+    keep_config(relative, run)
+    monkeypatch.chdir(tmp_path)
+    for path in (run, run / "checkpoints" / "best.pt"):
+        assert main(["eval", str(path), "--device", "cpu"]) == 0, capsys.readouterr().err
+    (run / "config.toml").unlink()
+    assert main(["eval", str(run), "--device", "cpu"]) == 2
+    assert "data folder data does not exist; give --data DIR" in capsys.readouterr().err
 
 
 def test_an_export_is_all_that_prediction_and_evaluation_need(flowers, tmp_path, capsys):

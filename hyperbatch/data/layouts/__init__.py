@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from hyperbatch.data.folders import FolderTree, TarSource, Tree, list_classes, tar_paths
+from hyperbatch.data.folders import FolderTree, TarSource, Tree, is_image, list_classes, tar_paths
 from hyperbatch.data.layouts import archives
 from hyperbatch.data.layouts.found import TEST, TRAIN, VAL_NAMES, Found, files_by_split, val_name
 from hyperbatch.data.layouts.imagenet import imagenet_tars, imagenet_tree
@@ -61,6 +61,12 @@ def recognise(path: Path | Address) -> Found:
     if not path.is_dir():
         kinds = ", ".join((*archives.SUFFIXES, *TABLES))
         raise InputError(f"{path} is not a folder, nor a file of a kind that is read ({kinds}); see docs/data.md")
+    tree = FolderTree(path)
+    if any(is_image(name) for folder in tree.folders()[:_MAX_INNER] for name in tree.within(folder).files()):
+        raise InputError(
+            f"{path} has class folders but no train/ and val/ folders; move each CLASS/ to {path}/train/CLASS/, and "
+            f"some of its images, a fifth say, to {path}/val/CLASS/"
+        )
     raise InputError(
         f"{path} has no train/ and val/ folders, no train*.tar and val*.tar, no packed shards, and nothing else that "
         "docs/data.md lists; give --data the folder that holds them"
