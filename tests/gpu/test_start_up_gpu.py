@@ -74,3 +74,35 @@ def test_kernels_of_both_sizes_and_of_evaluation_are_compiled_side_by_side(tmp_p
     side_by_side = {name for name, thread in compiled if thread.startswith("compile")}
     assert {"_conv_pool_kernel", "_whiten_kernel", "direction_kernel", "apply_kernel"} <= side_by_side
     assert {name for name, thread in compiled if not thread.startswith("compile")} <= COMPILED_ELSEWHERE
+
+
+def test_what_launches_kernels_is_made_before_they_are_launched_and_once_for_all_of_the_same_types(
+    tmp_path, monkeypatch
+):
+    """By a C compiler, in Triton 3.6; later versions need none."""
+    pytest.importorskip("triton")
+    from triton.runtime import build
+
+    from hyperbatch.kernels import norm
+    from hyperbatch.models.norm import BatchNorm2d
+
+    layers = [(torch.randn(64, c, 32, 32, device="cuda").half(), BatchNorm2d(c).cuda()) for c in (64, 256)]
+    layers = [(x.contiguous(memory_format=torch.channels_last), layer) for x, layer in layers]
+    counters = norm.new_counters(torch.device("cuda"))
+    norm.statistics(*layers[0], counters)  # Triton has its link to the driver
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for one in kernels._kernels:
+        one.fn.device_caches.clear()
+    built, make = [], build._build
+    monkeypatch.setattr(
+        build, "_build", lambda name, *args, **options: built.append(name) or make(name, *args, **options)
+    )
+    with kernels.compiling():
+        for x, layer in layers:
+            norm.statistics(x, layer, counters)
+    assert len(built) <= 1
+    before = list(built)
+    for x, layer in layers:
+        coef = norm.statistics(x, layer, counters)
+        assert torch.allclose(coef[0], x.float().mean((0, 2, 3)), atol=1e-4)
+    assert built == before
