@@ -105,18 +105,18 @@ def without_launches() -> Iterator[None]:
 
 
 def prepare_triton() -> None:
-    """Lets a thread do what Triton would do with its first kernel: it imports more of itself (0.1 s), hashes itself
-    (0.4 s), and has a C compiler make its link to the driver, if that is in no cache. `compiling` waits for it."""
+    """Lets a thread do what Triton would do with its first kernel: it hashes itself (0.4 s), has a C compiler make its
+    link to the driver, if that is in no cache, and imports more of itself (0.1 s). `compiling` waits for the thread."""
     global _preparation
 
     def work() -> None:
         with contextlib.suppress(Exception):  # whatever it is, the first kernel meets it again
-            import triton.experimental.gluon  # noqa: F401
             from triton.runtime import driver
             from triton.runtime.cache import triton_key
 
             triton_key()  # remembers it
             _ = driver.active
+            import triton.experimental.gluon  # noqa: F401
 
     _preparation = threading.Thread(target=work, name="prepare-triton", daemon=True)
     _preparation.start()
