@@ -34,6 +34,11 @@ class Preempted(Interrupted):
     """It was asked to make room, and can go on later with --resume. The command line exits with 75 (EX_TEMPFAIL)."""
 
 
+def notes_of(error: BaseException) -> tuple[str, ...]:
+    """What was added to it with `add_note` on its way."""
+    return tuple(getattr(error, "__notes__", ()))
+
+
 def nearest(name: str, known: list[str] | tuple[str, ...]) -> str:
     """`; did you mean 'x'?` for a misspelt name, or the list of known ones when nothing is close."""
     import difflib
