@@ -61,7 +61,7 @@ def own_code(what: str, rule: str) -> Iterator[None]:
         import traceback
 
         frames = traceback.extract_tb(error.__traceback__)
-        others = (str(Path(__file__).parent), "site-packages")  # ours, and libraries that the user's code calls
+        others = (f"{Path(__file__).parent}/", "/site-packages/")  # ours, and libraries that the user's code calls
         frame = next((f for f in reversed(frames) if not any(part in f.filename for part in others)), frames[-1])
         place, message = f"in {frame.name}, {frame.filename}:{frame.lineno}", str(error).partition("\n")[0]
         raise InputError(f"{what} raised {type(error).__name__}: {message} ({place}); {rule}") from error

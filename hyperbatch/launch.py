@@ -47,17 +47,18 @@ def train(config: Config, callbacks: Iterable[Any] = ()) -> RunRecord:
     callbacks: objects that are told what happens (see `Callback`). They are called in this process, or on rank 0 under
     a launcher such as torchrun.
     """
+    ranks = find_ranks()
     with ended_by_sigterm():
         try:
-            return _train(config, callbacks)
+            return _train(config, callbacks, ranks)
         except Terminated as error:  # outside of training, where a checkpoint answers it: engine/preempt.py
-            if "TERM" not in (config.run.preempt_signals or "").split(","):
+            # A launcher sends it, too, when another rank has failed, which would fail again.
+            if ranks is not None or "TERM" not in (config.run.preempt_signals or "").split(","):
                 raise
             raise Preempted("; ".join(("preempted by SIGTERM", *notes_of(error)))) from None
 
 
-def _train(config: Config, callbacks: Iterable[Any]) -> RunRecord:
-    ranks = find_ranks()
+def _train(config: Config, callbacks: Iterable[Any], ranks: Ranks | None) -> RunRecord:
     hooks = Hooks([*callbacks, *trackers_of(config)] if ranks is None or ranks.rank == 0 else ())
     if config.run.resume != "no" and not config.run.out:
         raise InputError("--resume needs the folder of the run to continue: give it with --out")

@@ -97,6 +97,7 @@ def test_public_names_are_these():
         "load_config",
         "load_model",
         "make_plan",
+        "open_digits",
         "param_groups",
         "param_specs",
         "plan_groups",

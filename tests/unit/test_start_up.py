@@ -99,7 +99,7 @@ def test_a_run_of_one_process_on_a_gpu_begins_with_its_context_and_helpers(
 def test_sigterm_before_the_first_step_is_a_preemption(tmp_path, monkeypatch):
     """A scheduler that starts jobs with exit code 75 again would lose those that it stops while they start."""
 
-    def begins(*args):
+    def begins(*args, **options):
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(launch, "_train_here", begins)
@@ -109,4 +109,8 @@ def test_sigterm_before_the_first_step_is_a_preemption(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt) as ended:
         launch.train(config.override(preempt_signals=None))
     assert notes_of(ended.value)[0].startswith("it had saved no checkpoint yet")
+    # A launcher ends the other ranks by it when one has failed: to start that again would not help.
+    monkeypatch.setattr(launch, "find_ranks", lambda: Ranks(rank=1, world_size=2))
+    with pytest.raises(KeyboardInterrupt):
+        launch.train(config)
     assert signal.getsignal(signal.SIGTERM) is before
