@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from hyperbatch.report.chart import Band, Chart, Line
 from hyperbatch.sweep.plan import setting
-from hyperbatch.sweep.table import PointResult, best_points
+from hyperbatch.sweep.table import PointResult, arms_of, best_points
 from hyperbatch.sweep.values import key_of
 
 Place = tuple[float, PointResult]
@@ -32,27 +33,27 @@ def comparison_chart(points: Sequence[PointResult]) -> Chart | None:
         lines.setdefault(", ".join([point.arm, *rest]), []).append((float(point.conditions[axis]), point))
     words = axis.replace("_", " ")
     tuned = ", best of its own search" if any(point.search for point in best) else ""
-    return _chart("compared", f"Top-1 against {words}{tuned}", lines)
+    return _chart("compared", f"Top-1 against {words}{tuned}", lines, _colors(points))
 
 
 def search_charts(points: Sequence[PointResult]) -> list[Chart]:
-    """A chart a condition: every arm over the number that it searched first."""
+    """A chart for each condition and each number that arms searched first: those arms over that number."""
     charts = []
+    colors = _colors(points)
     points = [point for point in points if point.confirms is None]
     for conditions in dict.fromkeys(key_of(point.conditions) for point in points):
         here = [point for point in points if key_of(point.conditions) == conditions]
-        axis = _varying([point.search for point in here])
-        if axis is None:
-            continue
-        lines: dict[str, list[Place]] = {}
-        for point in here:
-            if axis in point.search:
-                rest = [setting(name, value) for name, value in point.search.items() if name != axis]
-                lines.setdefault(", ".join([point.arm, *rest]), []).append((float(point.search[axis]), point))
-        where = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in conditions)
-        title = f"Top-1 against {axis.replace('_', ' ')}" + (f" at {where}" if where else "")
-        chart = _chart(f"search{len(charts)}", title, lines)
-        charts += [] if chart is None else [chart]
+        axes = {arm: _varying([point.search for point in here if point.arm == arm]) for arm in arms_of(here)}
+        for axis in dict.fromkeys(axis for axis in axes.values() if axis is not None):
+            lines: dict[str, list[Place]] = {}
+            for point in here:
+                if axes[point.arm] == axis and axis in point.search:
+                    rest = [setting(name, value) for name, value in point.search.items() if name != axis]
+                    lines.setdefault(", ".join([point.arm, *rest]), []).append((float(point.search[axis]), point))
+            where = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in conditions)
+            title = f"Top-1 against {axis.replace('_', ' ')}" + (f" at {where}" if where else "")
+            chart = _chart(f"search{len(charts)}", title, lines, colors)
+            charts += [] if chart is None else [chart]
     return charts
 
 
@@ -83,15 +84,23 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _chart(key: str, title: str, series: dict[str, list[Place]]) -> Chart | None:
-    """Means over seeds; bands are their confidence intervals."""
+def _colors(points: Sequence[PointResult]) -> dict[str, int]:
+    """Of the arms: the same in every chart and in the table."""
+    return {arm: color for color, arm in enumerate(arms_of(points))}
+
+
+def _chart(key: str, title: str, series: dict[str, list[Place]], colors: dict[str, int]) -> Chart | None:
+    """Means over seeds; bands are their confidence intervals. Of several lines of an arm the first has its color."""
     lines: list[Line] = []
     bands: list[Band] = []
     every: list[float] = []
-    for color, (label, places) in enumerate(series.items()):
+    others = itertools.count(len(colors))
+    for label, places in series.items():
         known = sorted(((x, p.top1) for x, p in places if p.top1.mean is not None), key=lambda place: place[0])
         if not known:
             continue
+        own = colors[places[0][1].arm]
+        color = next(others) if any(line.color == own for line in lines) else own
         x = {X: [place for place, _ in known]}
         every += x[X]
         means = [values.mean or 0.0 for _, values in known]

@@ -81,8 +81,9 @@ def _arms(points: Sequence[PointResult]) -> Html | None:
 
 def _cell(point: PointResult, *, best: bool) -> Html:
     text = accuracy(point.top1) if point.top1.n else "every run failed"
-    runs = units.plural(len(point.rows), "run") + (f", {point.failed} failed" if point.failed else "")
-    more = el("span", f" {', '.join(filter(None, [found(point), runs]))}", cls="note")
+    runs = units.plural(len(point.rows), "run" if point.confirms is None else "fresh seed")
+    failed = f"{point.failed} failed" if point.failed else ""
+    more = el("span", f" {', '.join(filter(None, [found(point), runs, failed]))}", cls="note")
     return join(el("span", text, cls="best") if best else text, more)
 
 

@@ -222,9 +222,8 @@ def _with_interval(mean: str, half: str, values: Spread) -> str:
 
 
 def found(point: PointResult) -> str:
-    """What an arm's own search came to, e.g. `lr 2, trust coefficient 0.04`; of what it is the best, if confirmed."""
-    settings = [setting(name, value) for name, value in point.search.items()]
-    return ", ".join(settings if point.confirms is None else [*settings, str(point.confirms)])
+    """What an arm's own search came to, e.g. `lr 2, trust coefficient 0.04`."""
+    return ", ".join(setting(name, value) for name, value in point.search.items())
 
 
 def interval_note() -> str:

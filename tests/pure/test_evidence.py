@@ -69,7 +69,7 @@ def test_a_confirmed_search_is_shown_with_its_fresh_seeds(tmp_path):
         place = {"arm": "sgd", "search": {"lr": lr}, "seed": 0, "digest": f"sgd {lr}", "error": "diverged"}
         append_row(folder, Row(run=1, recipe="digits", commit="abc", **place))
     page = evidence.write_all(tmp_path)[tmp_path / "docs" / "evidence.md"]
-    assert "75.00 % ± 63.53 % (lr 2, best of 2 points with 1 seed each) | every run failed |" in page
+    assert "75.00 % ± 63.53 % (lr 2) | every run failed |" in page
     assert "| lars | 2 | 1 | 60.00 % |" in page
     assert "| lars | 1 | 1 | 99.00 % | – | – | 2 s | best of an earlier search |" in page
     assert "7 runs of `digits`, 2 of them failed; 1 of the plan are still to be made." in page

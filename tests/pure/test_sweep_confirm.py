@@ -349,7 +349,7 @@ def test_the_report_says_what_was_searched_and_which_runs_confirm(points):
     plan = parsed(PLAN)
     page = render_sweep(plan, points)
     assert f"{plan.count} of {plan.count} runs" in page
-    assert "lr 1, best of 3 points with 1 seed each, 3 runs" in page
+    assert "lr 1, 3 fresh seeds" in page
     assert "best of 4 points with 1 seed each" in page
     assert "had no part in the choice" in page
     assert page.count("LARS, global batch 32, lr 1, confirms") == 3
