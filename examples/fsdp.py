@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hyperbatch import LAMB, create_model, param_groups
-from hyperbatch.data.digits import open_digits
+from hyperbatch import LAMB, create_model, open_digits, param_groups
 
 
 def main(out: str | None = None, epochs: int = 8, batch_per_rank: int = 32) -> float:

@@ -5,8 +5,7 @@ and the data, the handwritten digits that are part of the package.
 import torch
 from torch import nn
 
-from hyperbatch import LARS, create_model, param_groups
-from hyperbatch.data.digits import open_digits
+from hyperbatch import LARS, create_model, open_digits, param_groups
 
 
 def main(epochs: int = 12, batch: int = 64) -> float:

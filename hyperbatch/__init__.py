@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hyperbatch.config import Config as Config
     from hyperbatch.config import ModelConfig as ModelConfig
     from hyperbatch.config import ScheduleConfig as ScheduleConfig
+    from hyperbatch.data.digits import open_digits as open_digits
     from hyperbatch.data.source import ArraySource as ArraySource
     from hyperbatch.data.source import EncodedSource as EncodedSource
     from hyperbatch.engine.session import Session as Session
@@ -102,6 +103,7 @@ _HOME = {
     "load_config": "recipes.files",
     "load_model": "predict",
     "make_plan": "plan.planner",
+    "open_digits": "data.digits",
     "param_groups": "params",
     "param_specs": "comm",
     "plan_groups": "plan.strategies",

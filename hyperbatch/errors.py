@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -34,12 +36,35 @@ class Preempted(Interrupted):
     """It was asked to make room, and can go on later with --resume. The command line exits with 75 (EX_TEMPFAIL)."""
 
 
+def notes_of(error: BaseException) -> tuple[str, ...]:
+    """What was added to it with `add_note` on its way."""
+    return tuple(getattr(error, "__notes__", ()))
+
+
 def nearest(name: str, known: list[str] | tuple[str, ...]) -> str:
     """`; did you mean 'x'?` for a misspelt name, or the list of known ones when nothing is close."""
     import difflib
 
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+
+
+@contextlib.contextmanager
+def own_code(what: str, rule: str) -> Iterator[None]:
+    """Around code of the user's own: what it raises is told in one line, with its place there and the rule that the
+    code has to follow."""
+    try:
+        yield
+    except (InputError, RunFailed):
+        raise
+    except Exception as error:
+        import traceback
+
+        frames = traceback.extract_tb(error.__traceback__)
+        others = (f"{Path(__file__).parent}/", "/site-packages/")  # ours, and libraries that the user's code calls
+        frame = next((f for f in reversed(frames) if not any(part in f.filename for part in others)), frames[-1])
+        place, message = f"in {frame.name}, {frame.filename}:{frame.lineno}", str(error).partition("\n")[0]
+        raise InputError(f"{what} raised {type(error).__name__}: {message} ({place}); {rule}") from error
 
 
 def load_object(path: str, what: str) -> Any:
@@ -58,5 +83,7 @@ def load_object(path: str, what: str) -> Any:
         raise InputError(
             f"{what} {path!r}: {error}; give package.module:callable, found from this folder or in PYTHONPATH"
         ) from error
+    except SyntaxError as error:  # says where it is
+        raise InputError(f"{what} {path!r} cannot be imported: {error}; repair it") from error
     except (ImportError, AttributeError) as error:
         raise InputError(f"{what} {path!r}: {error}; give package.module:callable") from error

@@ -25,7 +25,7 @@ from hyperbatch.engine.context import open_context
 from hyperbatch.engine.folder import claimed, default_out, has_checkpoint, keep_config, resume_hint
 from hyperbatch.engine.ranks import Ranks, Terminated, ended_by_sigterm, find_ranks
 from hyperbatch.engine.scratch import scratch_folder
-from hyperbatch.errors import Damaged, InputError, Interrupted, Preempted, RunFailed
+from hyperbatch.errors import Damaged, InputError, Interrupted, Preempted, RunFailed, notes_of
 from hyperbatch.kernels import workers
 from hyperbatch.plan import inventory
 from hyperbatch.plan.files import check_names, load_groups
@@ -47,18 +47,18 @@ def train(config: Config, callbacks: Iterable[Any] = ()) -> RunRecord:
     callbacks: objects that are told what happens (see `Callback`). They are called in this process, or on rank 0 under
     a launcher such as torchrun.
     """
+    ranks = find_ranks()
     with ended_by_sigterm():
         try:
-            return _train(config, callbacks)
-        except Terminated:  # outside of training, where a checkpoint answers it: engine/preempt.py
-            if "TERM" not in (config.run.preempt_signals or "").split(","):
+            return _train(config, callbacks, ranks)
+        except Terminated as error:  # outside of training, where a checkpoint answers it: engine/preempt.py
+            # A launcher sends it, too, when another rank has failed, which would fail again.
+            if ranks is not None or "TERM" not in (config.run.preempt_signals or "").split(","):
                 raise
-            hint = "" if config.run.out is None else f"; {resume_hint(Path(config.run.out))}"
-            raise Preempted(f"preempted by SIGTERM{hint}") from None
+            raise Preempted("; ".join(("preempted by SIGTERM", *notes_of(error)))) from None
 
 
-def _train(config: Config, callbacks: Iterable[Any]) -> RunRecord:
-    ranks = find_ranks()
+def _train(config: Config, callbacks: Iterable[Any], ranks: Ranks | None) -> RunRecord:
     hooks = Hooks([*callbacks, *trackers_of(config)] if ranks is None or ranks.rank == 0 else ())
     if config.run.resume != "no" and not config.run.out:
         raise InputError("--resume needs the folder of the run to continue: give it with --out")
@@ -130,7 +130,9 @@ def _end_told(hooks: Hooks, out: Path) -> Iterator[None]:
     """A run that fails has an end, too, as far as its folder says something of it."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note(resume_hint(out))
         if hooks.wants("on_end") and (out / "record.json").exists():
             hooks.tell("on_end", RunRecord.load(out))
         raise

@@ -19,13 +19,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from typing import NoReturn
 
 from hyperbatch.cli.byte_code import keep_byte_code
 from hyperbatch.cli.parser import parse
 from hyperbatch.cli.shared import discard_output, is_first_rank, open_streams
-from hyperbatch.errors import InputError, Preempted, RunFailed
+from hyperbatch.errors import InputError, Preempted, RunFailed, notes_of
 
+RANK_0_S = 2.0  # a launcher ends all ranks with the first that fails, and it is rank 0 that says what is wrong
 PREEMPTED = 75  # sysexits.h: EX_TEMPFAIL, "try again later"
 
 
@@ -40,8 +42,8 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(error, PREEMPTED)
     except RunFailed as error:
         return _fail(error, 1)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 1)
+    except KeyboardInterrupt as error:
+        return _fail("; ".join(("interrupted", *notes_of(error))), 1)
     except BrokenPipeError:  # the reader of our output has left, as `| head` does
         discard_output()
         return 0
@@ -69,4 +71,6 @@ def _fail(message: object, code: int) -> int:
             print(f"hyperbatch: {message}", file=sys.stderr)
         except BrokenPipeError:  # nobody reads it, and the code still counts
             discard_output()
+    elif code == 2:
+        time.sleep(RANK_0_S)
     return code

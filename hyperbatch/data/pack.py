@@ -11,13 +11,14 @@ import hashlib
 import json
 import os
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hyperbatch.config import DataConfig
+from hyperbatch.data.folders import FolderSource, is_image
 from hyperbatch.data.layouts import PACKED, open_images, open_one, recognise
 from hyperbatch.data.recompress import Recompress
 from hyperbatch.data.shard_writer import (
@@ -72,6 +73,7 @@ class SplitInfo:
     median_width: int | None = None
     median_height: int | None = None
     unreadable: int | None = None
+    other_files: int | None = None  # of kinds that are not read, such as .heic, beside the images of an image folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +165,18 @@ def info(folder: str | Path) -> DataInfo:
         kind=kind,
         classes=len(classes),
         class_names=classes,
-        splits={split: _split_info(source) for split, source in sources.items()},
+        splits={
+            split: replace(_split_info(source), other_files=_other_files(source) if kind == "folder" else None)
+            for split, source in sources.items()
+        },
     )
+
+
+def _other_files(source: EncodedSource) -> int | None:
+    """None: there are none."""
+    assert isinstance(source, FolderSource)
+    names = (name for _, _, files in os.walk(source.folder) for name in files)
+    return sum(not is_image(name) and not name.startswith(".") for name in names) or None
 
 
 def _split_info(source: EncodedSource) -> SplitInfo:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import traceback
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ import numpy as np
 
 from hyperbatch.config import DataConfig
 from hyperbatch.data.remote.store import Address, is_address
-from hyperbatch.errors import InputError, RunFailed, load_object, nearest
+from hyperbatch.errors import InputError, RunFailed, load_object, nearest, own_code
 from hyperbatch.vocabulary import IMAGENET_MEAN, IMAGENET_STD
 
 _PROBED_SAMPLES = 32
@@ -360,16 +359,8 @@ def check_same_classes(train: tuple[str, ...], val: tuple[str, ...], where: Path
 
 def _user_data(config: DataConfig) -> tuple[Source, Source]:
     build = load_object(config.dataset, "dataset")
-    try:
+    with own_code(f"dataset {config.dataset!r}", "it must take a DataConfig and return (train, val)"):
         made: Any = build(config)
-    except (InputError, RunFailed):
-        raise
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise InputError(
-            f"dataset {config.dataset!r} raised {type(error).__name__}: {error} (in {frame.name}, "
-            f"{frame.filename}:{frame.lineno}); it must take a DataConfig and return (train, val)"
-        ) from error
     if not (isinstance(made, tuple) and len(made) == 2 and all(isinstance(part, Source) for part in made)):
         raise InputError(
             f"dataset {config.dataset!r} must return (train, val), each with name, classes, channels, mean, std, "

@@ -13,7 +13,7 @@ _MB = 1e6
 def format_info(info: DataInfo) -> str:
     names = ", ".join(info.class_names[:_NAMES_SHOWN]) + (", ..." if info.classes > _NAMES_SHOWN else "")
     titles = ("split", "images", "MB", "kB per image", "smallest class", "largest class")
-    titles += ("median width px", "median height px", "unreadable")
+    titles += ("median width px", "median height px", "unreadable", "other files")
     rows = [
         (
             name,
@@ -23,7 +23,7 @@ def format_info(info: DataInfo) -> str:
             *(f"{count:,}" for count in split.samples_per_class),
             split.median_width,
             split.median_height,
-            None if split.unreadable is None else f"{split.unreadable:,}",
+            *(None if count is None else f"{count:,}" for count in (split.unreadable, split.other_files)),
         )
         for name, split in info.splits.items()
     ]

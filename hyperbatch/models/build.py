@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hyperbatch.config import ModelConfig
-from hyperbatch.errors import InputError, load_object, nearest
+from hyperbatch.errors import InputError, load_object, nearest, own_code
 from hyperbatch.models.alexnet import AlexNetBN
 from hyperbatch.models.initial import dirac_
 from hyperbatch.models.layers import adopt
@@ -230,10 +230,8 @@ def _own_model(
         signature.bind(**given)
     except TypeError as error:
         raise InputError(f"model {path!r}: {error}; only {', '.join(given) or 'nothing'} can be given to it") from error
-    if passes_on:
-        model = _from_factory(build, path, given, offered)
-    else:
-        model = build(**given)
+    with own_code(f"model {path!r}", "it must return a torch.nn.Module"):
+        model = _from_factory(build, path, given, offered) if passes_on else build(**given)
     if not isinstance(model, nn.Module):
         raise InputError(f"model {path!r} returned a {type(model).__name__}; it must return a torch.nn.Module")
     return model

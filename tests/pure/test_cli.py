@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hyperbatch.cli import main
+from hyperbatch.cli import RANK_0_S, main
 from hyperbatch.cli.flags import SYNONYMS, translated
 from hyperbatch.cli.parser import build_parser
 from hyperbatch.config import fields, section_titles
@@ -97,6 +97,7 @@ def test_public_names_are_these():
         "load_config",
         "load_model",
         "make_plan",
+        "open_digits",
         "param_groups",
         "param_specs",
         "plan_groups",
@@ -356,3 +357,15 @@ def test_the_opening_line_comes_before_torch_is_loaded(tmp_path):
     words = [sys.executable, "-c", script, str(tmp_path / "run")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.startswith("False digits: resnet8 on digits"), done.stderr
+
+
+def test_rank_0_says_what_is_wrong_before_a_launcher_ends_it(capsys, monkeypatch):
+    """The others wait: the first rank that ends takes all of them with it."""
+    waited = []
+    monkeypatch.setattr("hyperbatch.cli.time.sleep", waited.append)
+    for rank, said in ((0, 1), (1, 0)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        code, _, err = command(capsys, "train", "--epoch", "3")
+        assert (code, err.count("did you mean '--epochs'?")) == (2, said)
+    assert waited == [RANK_0_S]

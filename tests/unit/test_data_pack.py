@@ -17,6 +17,7 @@ from hyperbatch.data.identity import sample_list
 from hyperbatch.data.pack import info, pack
 from hyperbatch.data.shards import INDEX_DTYPE, ShardSource, _checksum, index_path
 from hyperbatch.data.source import BadSample, check_data, open_data
+from hyperbatch.data.texts import format_info
 from hyperbatch.data.verify import verify
 from hyperbatch.errors import InputError
 
@@ -150,6 +151,10 @@ def test_info_describes_folders_and_shards(tree, tmp_path):
     assert packed.splits["val"].samples_per_class == (5, 5)
     assert (plain.splits["val"].median_width, packed.splits["val"].median_width) == (None, 30)
     assert packed.to_dict()["splits"]["val"]["samples"] == 10
+    assert "other files" not in format_info(plain)
+    (tree / "train" / "a" / "photo.HEIC").touch()
+    assert {name: split.other_files for name, split in info(tree).splits.items()} == {"train": 1, "val": None}
+    assert "other files" in format_info(info(tree))
 
 
 # --- damaged and hostile sets

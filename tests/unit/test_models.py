@@ -221,7 +221,12 @@ def own_not_a_module(classes):
     return classes
 
 
+def own_broken(classes):
+    return nn.Conv2d(3, classes, 3, groups=2)
+
+
 OWN = (
+    own_broken,
     *(own_plain, own_keywords, own_factory, own_factory_of_nothing, own_num_classes, own_needs_more),
     own_not_a_module,
 )
@@ -257,6 +262,10 @@ def test_own_model_gets_what_its_signature_takes(function):
             "someones_models:own_factory_of_nothing",
             "accepts the number of classes neither as classes nor as num_classes",
         ),
+        (
+            "someones_models:own_broken",
+            r"raised ValueError: in_channels must be divisible by groups \(in own_broken, .*test_models.py:\d+\);",
+        ),
         ("someones_models:number", "is a int"),
         ("someones_models:missing", "missing"),
         ("no_such_package.module:f", "no_such_package"),
@@ -266,6 +275,15 @@ def test_wrong_names_get_one_line(name, message):
     with pytest.raises(InputError, match=message) as caught:
         create_model(name)
     assert "\n" not in str(caught.value)
+
+
+def test_a_module_that_is_no_python_gets_one_line(tmp_path, monkeypatch):
+    (tmp_path / "mistyped_models.py").write_text("def network(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        InputError, match=r"cannot be imported: invalid syntax \(mistyped_models.py, line 1\); repair it"
+    ):
+        create_model("mistyped_models:network")
 
 
 @pytest.mark.usefixtures("own_module")

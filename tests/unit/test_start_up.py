@@ -14,7 +14,7 @@ from hyperbatch import get_recipe, launch
 from hyperbatch.callbacks import NO_HOOKS
 from hyperbatch.engine import context
 from hyperbatch.engine.ranks import Ranks
-from hyperbatch.errors import Preempted
+from hyperbatch.errors import Preempted, notes_of
 
 
 def test_training_does_not_load_torch_compile_nor_decoders_that_it_does_not_need(tmp_path):
@@ -99,13 +99,18 @@ def test_a_run_of_one_process_on_a_gpu_begins_with_its_context_and_helpers(
 def test_sigterm_before_the_first_step_is_a_preemption(tmp_path, monkeypatch):
     """A scheduler that starts jobs with exit code 75 again would lose those that it stops while they start."""
 
-    def begins(*args):
+    def begins(*args, **options):
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(launch, "_train_here", begins)
     config, before = get_recipe("digits", nproc=1, out=str(tmp_path / "run")), signal.getsignal(signal.SIGTERM)
     with pytest.raises(Preempted, match="preempted by SIGTERM; it had saved no checkpoint yet"):
         launch.train(config)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as ended:
         launch.train(config.override(preempt_signals=None))
+    assert notes_of(ended.value)[0].startswith("it had saved no checkpoint yet")
+    # A launcher ends the other ranks by it when one has failed: to start that again would not help.
+    monkeypatch.setattr(launch, "find_ranks", lambda: Ranks(rank=1, world_size=2))
+    with pytest.raises(KeyboardInterrupt):
+        launch.train(config)
     assert signal.getsignal(signal.SIGTERM) is before
