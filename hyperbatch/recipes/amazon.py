@@ -8,7 +8,7 @@ from hyperbatch.recipes.facebook import GOYAL_SGD
 
 
 @recipe(
-    claim="77.8 % top-1 at a batch of 5,120, as at 256",
+    claim="77.8 % top-1 at a batch of 5,120, the same as at 256",
     source="Li, Scaling Distributed Machine Learning with System and Algorithm Co-design, thesis 2017; as "
     "cited by You et al., SysML 2018, table 2",
     chosen=(
