@@ -23,16 +23,18 @@ def add(verb: AddVerb) -> None:
     pack = action("pack", "Write a data set as tar shards with an index.")
     pack.add_argument("source", metavar="SRC", help="Folder, archive or table of the data set (see docs/data.md).")
     pack.add_argument("target", metavar="DST", help="Folder to write the shards to.")
-    pack.add_argument("--workers", type=positive, default=None, metavar="N", help="Threads. [default: one per core]")
+    pack.add_argument(
+        "--workers", type=positive, default=None, metavar="N", help="Number of threads. [default: one per core]"
+    )
     pack.add_argument("--shard-mb", type=positive, default=512, metavar="N", help="Shard size in MiB. [default: 512]")
     pack.add_argument("--split", choices=("train", "val"), help="Pack only this split. [default: both]")
     pack.add_argument("--append", action="store_true", help="Add new classes after those that DST already holds.")
     help = "Leave out images that cannot be decoded and list them in skipped.txt."
     pack.add_argument("--skip-bad", action="store_true", help=help)
-    help = "Shrink images whose shorter side exceeds this to it, as resizing for ImageNet does."
+    help = "Shrink larger images so that their shorter side has this length."
     pack.add_argument("--short-side", type=positive, metavar="PIXELS", help=help)
     pack.add_argument("--quality", type=positive, metavar="1-100", help="Re-encode images as JPEG of this quality.")
-    help = "Store decoded pixels, which take more space and no decoding."
+    help = "Store decoded pixels, which take more space but need no decoding."
     pack.add_argument("--decoded", action="store_true", help=help)
     verify = action("verify", "Check every sample, label and checksum of a packed data set.")
     verify.add_argument("folder", metavar="DIR", help="Folder of the packed data set.")

@@ -30,19 +30,19 @@ def add(verb: AddVerb) -> None:
     parser = verb("bench", _bench, "Compare the speed of one part with its alternatives.")
     parts = ("lars", "muon", "step", "comm", "data")
     parser.add_argument("what", choices=parts, metavar="PART", help=f"The part to measure: {', '.join(parts)}.")
-    help = "Interleaved rounds of `comm`, `data` and `step`. [default: 5; 10 for step, 3 on a CPU]"
+    help = "Number of interleaved rounds of `comm`, `data` and `step`. [default: 5; 10 for step, 3 on a CPU]"
     parser.add_argument("--rounds", type=positive, metavar="N", help=help)
     help = "Image side in pixels of `step` and `data`. [default: the usual one of the model; 224 for data]"
     parser.add_argument("--image-size", type=positive, metavar="N", help=help)
     help = (
-        "What `step` and `data` are compared with, or none. Of `step`: eager, graph, masters and compile, which takes "
-        "about a minute per batch size. Of `data`: dataloader, dali and arrays. [default: all]"
+        "Peers to compare with, or none. For `step`: eager, graph, masters (a graph with fp32 master weights) and "
+        "compile (about a minute per batch size). For `data`: dataloader, dali and arrays. [default: all]"
     )
     parser.add_argument("--peers", metavar="NAME,...", help=help)
     step = parser.add_argument_group(
         "step",
         "Compares the whole training step with torch's, on synthetic data on the device. On a CPU it only shows that "
-        "everything runs.",
+        "the command works.",
     )
     help = "Built-in model, timm/NAME, or package.module:callable. [default: resnet50; on a CPU resnet20]"
     step.add_argument("--model", metavar="NAME", help=help)
@@ -55,15 +55,15 @@ def add(verb: AddVerb) -> None:
     step.add_argument("--max-autotune", action="store_true", default=None, help=help)
     step.add_argument("--precision", metavar="NAME", help="Precision on a GPU, fp16 or bf16. [default: fp16]")
     help = (
-        'Train on these images through the whole engine instead, and on synthetic pixels; "generated" makes JPEG files '
-        "and trains on them, on shards of images with a shorter side of 256 px (JPEGs and decoded) and on pixels kept "
-        "in memory."
+        'Measure whole training runs on this data set, and on synthetic pixels, instead of single steps. "generated" '
+        "writes JPEG files and trains on them, on shards with a shorter side of 256 px (JPEGs and decoded) and on "
+        "pixels in memory."
     )
     step.add_argument("--data", metavar="DIR", help=help)
     step.add_argument("--steps", type=positive, metavar="N", help="Steps with --data. [default: 200; on a CPU 20]")
     comm = parser.add_argument_group(
         "comm",
-        "Compares every all-reduce with the backend's own, under torchrun, srun or mpirun, or on this host alone.",
+        "Compares every all-reduce with that of the backend, on this host, or on all ranks under torchrun, srun or mpirun.",
     )
     comm.add_argument("--size-mb", type=positive, metavar="N", help="Megabytes to all-reduce. [default: 25]")
     help = "Grid of the ranks. [default: hosts x ranks per host]"

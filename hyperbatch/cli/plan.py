@@ -29,7 +29,7 @@ def add(verb: AddVerb) -> None:
 def _add_workload(parser: Parser, *, grid: str) -> None:
     help = "The recipe. [default: fujitsu_resnet50]"
     parser.add_argument("recipe", nargs="?", default="fujitsu_resnet50", metavar="RECIPE", help=help)
-    help = "Name of a cluster, or a machine file. [default: the recipe's cluster]"
+    help = "Name of a built-in cluster, or a machine file (*.toml). [default: the recipe's cluster]"
     parser.add_argument("--cluster", default=None, metavar="NAME|FILE", help=help)
     help = f"Grid of the ranks; a row is one node. [default: the recipe's, or {grid}]"
     parser.add_argument("--grid", metavar="ROWSxCOLUMNS", help=help)

@@ -21,7 +21,7 @@ def add(verb: AddVerb) -> None:
         _train,
         "Train a recipe until it reaches its target accuracy.",
         description="Train a recipe until it reaches its target accuracy. RECIPE is a name that `hyperbatch recipes` "
-        "lists, or package.module:function for a recipe of your own. A default in brackets applies where the recipe "
+        "lists, or package.module:function for a recipe of your own. A default in brackets applies if the recipe "
         "sets no value. --flag turns a switch on, and --no-flag turns it off.",
         usage="hyperbatch train [RECIPE] [--data DIR] [--nproc N] [--out DIR] [--resume [auto]] [--dry-run] "
         "[--FIELD VALUE]",

@@ -50,14 +50,18 @@ class CommConfig:
         "Take the gradient groups from this file, written by `hyperbatch plan --output`, instead of --grouping.",
         free=True,
     )
-    sharded_update: bool = option(False, "Let each rank update its shard of the weights (Google).")
+    sharded_update: bool = option(
+        False, "Let each rank update only its shard of the weights, and gather them afterwards (Google)."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """The target, evaluations, checkpoints, processes and everything else about one run."""
 
-    target_top1: float | None = option(None, "Accuracy to train to, in (0, 1]. By default, the run trains all epochs.")
+    target_top1: float | None = option(
+        None, "Target accuracy (top-1), in (0, 1]. By default, the run trains all epochs."
+    )
     stop_at_target: bool = option(True, "Stop at the first evaluation that reaches the target.", free=True)
     patience_evals: int = option(
         0,
@@ -66,7 +70,7 @@ class RunConfig:
         free=True,
     )
     eval_every_epochs: float = option(4.0, "Epochs between evaluations.", POSITIVE)
-    final_eval: bool = option(True, "Evaluate after the last step, also if --max-steps ends the run.", free=True)
+    final_eval: bool = option(True, "Evaluate after the last step, even if --max-steps ends the run.", free=True)
     eval_offset_epochs: float = option(0.0, "Shift of the evaluations in epochs (MLPerf: 0 to 3).", NOT_NEGATIVE)
     eval_batch_per_rank: int = option(
         0,
@@ -76,9 +80,7 @@ class RunConfig:
         free=True,
     )
     tta: str = option("none", "Test-time augmentation: the views of each image that evaluation averages over.", TTA)
-    tta_share: float = option(
-        1.0, "Share of each batch, the least certain images, that gets more than one view.", SHARE
-    )
+    tta_share: float = option(1.0, "Share of each batch that gets more than one view: the least certain images.", SHARE)
     seed: int = option(0, "Seed of the initial weights, the sample order and the augmentation.", NOT_NEGATIVE)
     deterministic: bool = option(False, "Use bit-exact kernels on GPUs. CPU runs are always bit-exact.")
     device: str = option("auto", "Where to run.", ("auto", "cpu", "cuda"), free=True)
@@ -90,7 +92,7 @@ class RunConfig:
     )
     steps_per_launch: int = option(
         0,
-        "Steps per launch of a CUDA graph. 0 chooses several where steps are short, otherwise 1.",
+        "Steps per launch of a CUDA graph. 0 chooses several if steps are short, otherwise 1.",
         NOT_NEGATIVE,
         free=True,
     )

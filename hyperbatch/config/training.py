@@ -63,11 +63,11 @@ class ModelConfig:
         ("default", "dirac"),
     )
     blurpool: bool = option(
-        False, "Blur before strides of the built-in ResNets, but for the first one (anti-aliased down-sampling)."
+        False, "Blur before every stride of a built-in ResNet except the first one (anti-aliased down-sampling)."
     )
     whiten_samples: int = option(
         0,
-        "Number of training images from which the filters of whitenet's first layer are computed. 0 uses none.",
+        "Number of training images from which the filters of whitenet's first layer are computed. 0 turns it off.",
         NOT_NEGATIVE,
     )
     fused: str = option(
@@ -122,8 +122,8 @@ class DataConfig:
     image_size: int = option(224, "Side of the training images in pixels.", POSITIVE)
     size_phases: tuple[SizePhase, ...] = option(
         (),
-        "Progressive resizing, as EPOCH:PIXELS,EPOCH:PIXELS. Where only --epochs is given, a recipe's phases begin "
-        "at the same shares of the run.",
+        "Progressive resizing, as EPOCH:PIXELS,EPOCH:PIXELS. If you change only --epochs, the phases of a recipe start "
+        "at the same fractions of the run.",
     )
     eval_size: int = option(224, "Side of the evaluation crop in pixels.", POSITIVE)
     eval_resize: int = option(
@@ -162,40 +162,41 @@ class DataConfig:
     )
     cutout: int = option(
         0,
-        "Side in pixels of a square at a random place of each training image that is set to the mean colour. 0 cuts "
-        "out none. With --size-phases, smaller images lose as large a share.",
+        "Cutout: side in pixels of a random square of each training image that is set to the mean colour. 0 turns it "
+        "off. With --size-phases, the square shrinks with the image.",
         NOT_NEGATIVE,
     )
     color_noise: float = option(0.0, "Standard deviation of PCA colour noise (AlexNet). 0 adds none.", NOT_NEGATIVE)
     auto_augment: str = option(
         "none",
-        "Automatic augmentation; trivial applies one random operation of random strength to each training image "
-        "(TrivialAugment), rand applies --rand-ops of them of one strength (RandAugment).",
+        "Automatic augmentation of training images. trivial applies one random operation with a random strength "
+        "(TrivialAugment); rand applies --rand-ops random operations with the same strength (RandAugment).",
         ("none", "trivial", "rand"),
     )
     rand_ops: int = option(2, "Number of operations of `--auto-augment rand`.", POSITIVE)
     rand_magnitude: int = option(
         9,
-        "Strength of the operations of `--auto-augment rand`, from 0 to 30 as in torchvision. Level 10 of the "
-        "RandAugment paper's code and of timm is 30.",
+        "Strength of the operations of `--auto-augment rand`, from 0 to 30 as in torchvision. Level 10 in timm "
+        "and in the code of the RandAugment paper is 30 here.",
         NOT_NEGATIVE,
     )
     mixup: float = option(
         0.0,
-        "Mix training images and labels in pairs, with weights drawn from Beta(ALPHA, ALPHA). 0 turns it off.",
+        "Alpha of mixup: training images and labels are mixed in pairs, with weights from Beta(alpha, alpha). 0 turns "
+        "it off.",
         NOT_NEGATIVE,
     )
     cutmix: float = option(
         0.0,
-        "Paste a box of another training image into each one, of an area drawn from Beta(ALPHA, ALPHA). 0 turns it "
-        "off. Together with --mixup, each step does one of the two.",
+        "Alpha of CutMix: a box of another training image is pasted into each image, with an area from "
+        "Beta(alpha, alpha). 0 turns it off. With --mixup as well, each step uses one of the two at random.",
         NOT_NEGATIVE,
     )
     decoder: str = option("auto", "JPEG decoder.", ("auto", "pillow", "simplejpeg", "torchvision", "nvjpeg"))
     cpu_decode_share: float | None = option(
         None,
         "Share of the training JPEGs of up to a megapixel that CPU cores decode while nvjpeg decodes the others, in "
-        "[0, 1). By default, 0.3 where --decoder auto chooses nvjpeg and a rank has at least 8 cores, else 0.",
+        "[0, 1). By default, 0.3 if --decoder auto chooses nvjpeg and a rank has at least 8 cores, otherwise 0.",
         BELOW_ONE,
     )
     data_threads: int = option(
@@ -234,31 +235,30 @@ class OptimConfig:
     weight_decay: float = option(5e-5, "Weight decay.", NOT_NEGATIVE)
     clip_norm: float = option(
         0.0,
-        "Largest norm of the gradient of all parameters together; a longer gradient is scaled down to it. 0 does not "
-        "clip.",
+        "Clip the gradient to this global norm: the norm over all parameters. 0 turns clipping off.",
         NOT_NEGATIVE,
     )
     trust_coefficient: float = option(0.001, "Trust coefficient of LARS.", POSITIVE)
     lars_eps: float = option(0.0, "Constant added to the denominator of the trust ratio.", NOT_NEGATIVE)
     lars_precision: str = option(
         "fp32",
-        "Precision in which LARS and SGD compute their update. fp16 is for comparison: rates and small updates get "
-        "lost in it.",
+        "Precision in which LARS and SGD compute their update. fp16 is only for comparison: it loses small "
+        "updates and learning rates.",
         ("fp32", "fp16"),
     )
     nesterov: bool = option(False, "Use Nesterov momentum.")
-    trust_clip: bool = option(False, "Never exceed the plain learning rate (LARC).")
+    trust_clip: bool = option(False, "Limit the learning rate of each layer to the global learning rate (LARC).")
     momentum_rule: str = option("lr_inside", "How the learning rate enters the momentum update.", MOMENTUM_RULES)
     decoupled_weight_decay: bool = option(
         False,
         "Apply weight decay separately from the gradient, with its own schedule (Fujitsu). For SGD, LARS and Muon; "
-        "LAMB and AdamW apply it separately in any case.",
+        "LAMB and AdamW always apply it separately.",
     )
     decay_norm_bias: bool = option(
-        False, "Apply weight decay to norm parameters, biases, position embeddings and class tokens, too."
+        False, "Also apply weight decay to norm parameters, biases, position embeddings and class tokens."
     )
     adapt_norm_bias: bool = option(
-        False, "Apply the trust ratio to norm parameters, biases, position embeddings and class tokens, too."
+        False, "Also apply the trust ratio to norm parameters, biases, position embeddings and class tokens."
     )
     bias_lr_scale: float = option(
         1.0,
@@ -278,14 +278,14 @@ class OptimConfig:
     )
     layer_decay: float = option(
         1.0,
-        "Layer-wise rate decay: each block of the model has this factor of the next one's learning rate, and the head "
-        "the whole rate. 1 turns it off; 0.65 to 0.8 is usual for fine-tuning.",
+        "Layer-wise learning-rate decay: the head has the full learning rate, and each block has this factor times "
+        "that of the next block. 1 turns it off; 0.65 to 0.8 is usual for fine-tuning.",
         SHARE,
     )
     whiten_bias_epochs: float | None = option(
         None,
-        "Number of epochs over which the bias of the whitening layer follows the whole schedule; 0 freezes it. "
-        "By default, all epochs.",
+        "Number of epochs in which the bias of the whitening layer is trained; its learning rate completes the "
+        "schedule in this time. 0 freezes it. By default, all epochs.",
         NOT_NEGATIVE,
     )
     muon_steps: int = option(5, "Number of orthogonalisation iterations of Muon.", POSITIVE)
@@ -299,20 +299,20 @@ class OptimConfig:
     )
     loss: str = option(
         "cross_entropy",
-        "What training minimises: the cross entropy of the classes, or the binary cross entropy of each class (bce). "
+        "Training loss: the cross entropy of the classes, or the binary cross entropy of each class (bce). "
         "Evaluation always reports the cross entropy.",
         LOSSES,
     )
     bce_threshold: float = option(
         0.0,
         "With --loss bce and mixed images, the share of an image above which a class counts as fully present. 0 uses "
-        "the shares as they are.",
+        "the shares themselves.",
         BELOW_ONE,
     )
     label_smoothing: float = option(0.1, "Label smoothing, in [0, 1).", BELOW_ONE)
     precision: str = option(
         "fp32",
-        "Precision of forward and backward. auto is fp32 on a CPU, and bf16 on a GPU that supports it, else fp16.",
+        "Precision of forward and backward. auto is fp32 on a CPU, bf16 on a GPU that supports it, and fp16 on others.",
         PRECISIONS,
     )
     averaging: str = option(
@@ -324,7 +324,7 @@ class OptimConfig:
     averaging_every_steps: int = option(1, "Steps between two updates of the average.", POSITIVE)
     averaging_decay: float = option(0.999, "Share of the old average that an update keeps, in [0, 1).", BELOW_ONE)
     averaging_power: float = option(
-        0.0, "The decay grows as the completed share of the run to this power. 0 keeps it constant.", NOT_NEGATIVE
+        0.0, "Multiply the decay by the completed share of the run to this power. 0 keeps it constant.", NOT_NEGATIVE
     )
 
 
