@@ -42,7 +42,7 @@ def bench_emulated(
     if backward_shares is None:
         backward_shares = (1.0, 0.25) if ablate else (0.25,)
     if size_mb <= 0 or rounds < 1:
-        raise InputError(f"{size_mb} MB in {rounds} rounds measures nothing; give positive numbers")
+        raise InputError(f"{size_mb} MB in {rounds} rounds measures nothing; use positive numbers")
     settings = Settings(
         hosts=hosts,
         ranks_per_host=ranks,

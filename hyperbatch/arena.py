@@ -175,7 +175,8 @@ class Arena:
                 missing.append(view)
             elif grad.layout != torch.strided:
                 raise InputError(
-                    f"the gradient of {slot.name} is sparse; an arena holds dense ones: use sparse=False in its layer"
+                    f"the gradient of {slot.name} is sparse, and an arena supports only dense gradients; "
+                    "use sparse=False in its layer"
                 )
             elif grad.data_ptr() != view.data_ptr():
                 sources.setdefault(slot.dtype, []).append(grad.detach())

@@ -146,7 +146,7 @@ class Forward(Hooks):
 
     @staticmethod
     def _warn(reason: str) -> None:
-        print(f"warning: callbacks are not told of all events: {reason}", file=sys.stderr, flush=True)
+        print(f"warning: callbacks do not receive all events: {reason}", file=sys.stderr, flush=True)
 
     def wants(self, name: str) -> bool:
         return name in self._wanted

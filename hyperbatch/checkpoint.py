@@ -209,7 +209,7 @@ def load(path: Path, *, before_step: int | None = None) -> Checkpoint:
         # EINVAL: in a torn file torch looks for what would lie before its beginning.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
-        raise Damaged(f"{path} cannot be read: it is damaged, or no checkpoint ({type(error).__name__})") from error
+        raise Damaged(f"{path} cannot be read: it is damaged or not a checkpoint ({type(error).__name__})") from error
     if not _is_checkpoint(values):
         raise InputError(f"{path} is not a hyperbatch checkpoint of format {FORMAT}")
     try:
@@ -283,7 +283,7 @@ def _load_newest(folder: Path, before_step: int | None) -> Checkpoint:
             continue
         return replace(saved, skipped=tuple(map(str, failures)))
     if not failures:
-        raise InputError(f"{folder} holds no checkpoint; give the folder of a run that has saved one")
+        raise InputError(f"{folder} has no checkpoint; use the folder of a run that has saved one")
     kind = Damaged if all(isinstance(failure, Damaged) for failure in failures) else InputError
     raise kind("; ".join(map(str, failures)))
 
@@ -307,7 +307,9 @@ def check_same_run(saved: Config, config: Config) -> None:
         if not spec.free and spec.of(saved) != spec.of(config) and not _may_become(spec.name, saved, config)
     ]
     if differences:
-        raise InputError(f"--resume: the saved run had another config: {'; '.join(differences)}; use another --out")
+        raise InputError(
+            f"--resume: the config differs from that of the saved run: {'; '.join(differences)}; use another --out"
+        )
 
 
 def _may_become(name: str, saved: Config, config: Config) -> bool:

@@ -114,7 +114,7 @@ class TrainedModel:
             raise
         except (KeyError, TypeError, ValueError, AttributeError):
             raise InputError(
-                f"{path} holds weights, but does not say of which model and classes; give a run's folder, a "
+                f"{path} contains weights, but not the names of the model and the classes; give a run's folder, a "
                 "checkpoint, or a file that `hyperbatch export` wrote"
             ) from None
 
@@ -124,8 +124,8 @@ class TrainedModel:
         for what, name in named.items():
             if ":" in name and not name.startswith("timm/") and not trust_code:
                 raise InputError(
-                    f"{self.path} names {name} as its {what}: code that would be imported and run; give --trust-code "
-                    "(in Python trust_code=True) if you trust it"
+                    f"{self.path} names {name} as its {what}, which is Python code that would be imported and run; "
+                    "use --trust-code (in Python trust_code=True) if you trust it"
                 )
 
     def build(self, *, trust_code: bool = False) -> nn.Module:
@@ -145,7 +145,7 @@ def load_trained(path: Path, *, averaged: bool = True) -> TrainedModel:
     """
     if path.suffix == ".onnx" and path.exists():
         raise InputError(
-            f"{path} is meant for other programs; give the run, a checkpoint, or a .safetensors file of it"
+            f"{path} is an export for other programs; use the run, a checkpoint, or a .safetensors file of it"
         )
     if path.suffix != ".safetensors" or path.is_dir():
         return TrainedModel.of_checkpoint(checkpoint.load(path), averaged=averaged)

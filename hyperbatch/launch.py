@@ -67,7 +67,7 @@ def _train(config: Config, callbacks: Iterable[Any], ranks: Ranks | None) -> Run
         check_nproc(nproc)
         out = Path(config.run.out or ".")
         if config.run.resume == "yes" and out.is_dir() and not has_checkpoint(out):
-            raise InputError(f"--resume: {out} holds no checkpoint; --resume auto begins its run again")
+            raise InputError(f"--resume: {out} holds no checkpoint; use --resume auto to start the run again")
         with _told_if_slow(opening(config, nproc)):
             counts = check_data(config.data)  # before torch is loaded: the commonest mistake is answered at once
             check_input(config, nproc, counts)
@@ -86,7 +86,7 @@ def _train(config: Config, callbacks: Iterable[Any], ranks: Ranks | None) -> Run
     else:
         if config.run.max_restarts:
             raise InputError(
-                f"--max-restarts {config.run.max_restarts}: only {ranks.launcher} can start these ranks again; use its "
+                f"--max-restarts {config.run.max_restarts}: only {ranks.launcher} can restart these ranks; use its "
                 f"own option (torchrun --max-restarts, sbatch --requeue) and --resume auto"
             )
         if ranks.rank == 0:
@@ -215,7 +215,7 @@ def check_input(config: Config, world_size: int, counts: DataCounts) -> None:
     """
     if counts.classes < 2:
         where = config.data.data or config.data.dataset
-        raise InputError(f"{where} has only one class; give images of two at least, in a folder per class")
+        raise InputError(f"{where} has only one class; use at least two, with one folder per class")
     if config.comm.grid is not None:
         RankGrid.parse(config.comm.grid).check_world(world_size)
     check_batches(config.schedule.batch_phases, counts.train_samples, config.schedule.epochs)
@@ -266,10 +266,10 @@ def _train_elastic(config: Config, nproc: int, hooks: Hooks) -> RunRecord:
             print(f"hyperbatch: {faults[-1]}; restart {len(faults)} of {most}", file=sys.stderr, flush=True)
             config = config.override(resume="auto")
     if not (out / "record.json").exists():  # only ranks that made room end well without one
-        raise Preempted(f"preempted, and the run has no record yet; {resume_hint(out)}")
+        raise Preempted(f"preempted before the run had a record; {resume_hint(out)}")
     record = RunRecord.load(out)
     _check_preempted(record)
-    record.warnings += [f"the ranks were started again: {fault}" for fault in faults]
+    record.warnings += [f"the ranks were restarted: {fault}" for fault in faults]
     with _told_if_full():
         record.save(out)
     finish(record)

@@ -79,7 +79,9 @@ def param_groups(
     times `layer_decay` to the power of its distance from the head (`layer_depths`), which is each group's `lr_scale`.
     """
     if layer_decay != 1.0 and lr is None:
-        raise ValueError("layer_decay gives every group a rate of its own: give param_groups the lr of the head, too")
+        raise ValueError(
+            "layer_decay gives every group its own learning rate; pass that of the head to param_groups as lr"
+        )
     plain, depths = undecayed(model), {} if layer_decay == 1.0 else layer_depths(model)
     head = max(depths.values(), default=0)
     groups: dict[tuple[bool, int], dict[str, Any]] = {}

@@ -110,8 +110,8 @@ class Classifier:
     def __init__(self, trained: TrainedModel, device: torch.device, *, trust_code: bool = False) -> None:
         if not trained.mean:
             raise InputError(
-                f"{trained.path} does not say how its images are normalised: an older version wrote it; train it for "
-                "one more step with --resume"
+                f"{trained.path} has no normalisation of its images, because an older version wrote it; train one more "
+                "step with --resume"
             )
         self.config: Config = trained.config
         self.classes: tuple[str, ...] = trained.classes

@@ -91,7 +91,7 @@ class Tracker(Callback):
         except Exception as error:
             self._broken = True
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            print(f"hyperbatch: {self.name} fails, and the run goes on without it: {reason}", file=sys.stderr)
+            print(f"hyperbatch: {self.name} failed, and the run continues without it: {reason}", file=sys.stderr)
 
 
 class Wandb(Tracker):

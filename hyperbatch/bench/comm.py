@@ -43,13 +43,15 @@ def bench_comm(
     one per GPU.
     """
     if size_mb <= 0 or rounds < 1:
-        raise InputError(f"bench comm: {size_mb} MB in {rounds} rounds measures nothing; give positive numbers")
+        raise InputError(f"bench comm: {size_mb} MB in {rounds} rounds measures nothing; use positive numbers")
     ranks = find_ranks()
     if ranks is not None and nproc is not None:
-        raise InputError("--nproc starts processes on one host; leave it out where a launcher has started them")
+        raise InputError("--nproc starts processes on one host; leave it out if a launcher has started the ranks")
     world_size = ranks.world_size if ranks is not None else nproc or default_nproc("auto")
     if world_size < 2:
-        raise InputError("one process exchanges nothing; give --nproc 2 or more, or start several with torchrun")
+        raise InputError(
+            "a single rank has nothing to all-reduce; use --nproc 2 or more, or start several ranks with torchrun"
+        )
     if grid is not None:
         RankGrid.parse(grid).check_world(world_size)
     order = {"size_bytes": int(size_mb * MB), "rounds": rounds, "grid": grid}

@@ -26,7 +26,7 @@ def check_names(names: Sequence[str] | None) -> tuple[str, ...]:
     """The peers that were asked for; None stands for all that are installed."""
     for name in names or ():
         if name not in NAMES:
-            raise InputError(f"--peers: unknown peer {name!r} of `bench data`; of {', '.join(NAMES)}, or none")
+            raise InputError(f"--peers: unknown peer {name!r} of `bench data`; use some of {', '.join(NAMES)}, or none")
     if names is not None and "dali" in names and not _has_dali():
         raise InputError("--peers dali: DALI is not installed; install it or leave it out")
     return tuple(NAMES if names is None else names)

@@ -42,7 +42,7 @@ FOREIGN_BATCHES = (256,)  # of timm's models and of own ones
 CPU_BATCHES = (32,)
 SAMPLE_S = 0.1  # a sample is at least this long, in as many steps as that takes
 MOST_CALLS = 30
-CPU_NOTE = "measured on a CPU: small model, fp32, no CUDA graph; absolute times mean something on a GPU only"
+CPU_NOTE = "measured on a CPU: small model, fp32, no CUDA graph; only times on a GPU are meaningful"
 
 format_result = format_step  # what the command line prints
 
@@ -86,10 +86,10 @@ def bench_step(
     batches = tuple(batch or (usual_batches if gpu else CPU_BATCHES))
     if data is not None:
         if peers is not None or rounds is not None or max_autotune:
-            raise InputError("--data runs one training and no rounds; give --steps, --batch and --model with it")
+            raise InputError("--data trains once and has no rounds; combine it only with --steps, --batch and --model")
         return harness.result("step", step_data.end_to_end(data, setting, batches, steps), **about)
     if steps is not None:
-        raise InputError("--steps belongs to `bench step --data`; give --rounds here")
+        raise InputError("--steps needs --data; without --data use --rounds")
     usual_peers = [name for name in PEERS if not (foreign and name == "masters")] if gpu else PEERS[:1]
     names = check_peers([*(usual_peers if peers is None else peers)], max_autotune, gpu=gpu, foreign=foreign)
 
@@ -125,7 +125,7 @@ def check_precision(name: str | None, *, gpu: bool) -> str:
 def check_peers(names: list[str], max_autotune: bool, *, gpu: bool, foreign: bool = False) -> list[str]:
     for name in names:
         if name not in PEERS:
-            raise InputError(f"--peers: unknown peer {name!r}; of {', '.join(PEERS)}, or none")
+            raise InputError(f"--peers: unknown peer {name!r}; use some of {', '.join(PEERS)}, or none")
         if name == "masters" and foreign:
             raise InputError("--peers: masters keeps 16-bit weights by hand, of built-in models alone; leave it out")
     names = list(dict.fromkeys([*names, *([MAX_AUTOTUNE] if max_autotune else [])]))

@@ -52,7 +52,7 @@ def end_to_end(data: str, setting: Setting, batches: Sequence[int], steps: int |
     device = setting.device.type
     steps = steps or (200 if device == "cuda" else 2 * WINDOWS)
     if steps < 2 * WINDOWS:
-        raise InputError(f"--steps {steps}: give at least {2 * WINDOWS}, so that the start can be left out")
+        raise InputError(f"--steps {steps}: give at least {2 * WINDOWS}, so that the first steps can be excluded")
     with tempfile.TemporaryDirectory(prefix="hyperbatch-bench-") as scratch:
         base = short_run(setting, steps)
         rows = []

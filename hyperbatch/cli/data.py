@@ -54,7 +54,7 @@ def _data(args: argparse.Namespace) -> int:
     given = args.source if args.action == "pack" else args.folder
     folder, remote = Path(given), is_address(given)
     if remote and args.action == "verify":
-        raise InputError(f"{given}: data verify reads a folder; copy the set to this host first")
+        raise InputError(f"{given}: data verify reads only local folders; copy the data set to this host first")
     if not remote and (not folder.exists() or (args.action == "verify" and not folder.is_dir())):
         raise InputError(f"{folder} is not a folder" if folder.exists() else f"{folder} does not exist")
     if args.action == "info":

@@ -48,17 +48,17 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "--ema": ("--averaging", "ema"),
     "--ema-decay": ("--averaging-decay",),
 }
-_BATCH = "give --global-batch N for the samples of a step over all ranks, or --batch-per-rank N for those of one"
+_BATCH = "use --global-batch N for the samples per step over all ranks, or --batch-per-rank N for each rank"
 # What people type that could mean several things -> what to give instead.
 UNCLEAR = {
     "--batch-size": _BATCH,
     "--bs": _BATCH,
     "--batch": _BATCH,
     "-b": _BATCH,
-    "--pretrained": "give --init-from FILE with the weights to start from",
-    "--checkpoint": "give --init-from FILE to start from its weights, or --resume --out RUN to continue its run",
-    "--warmup-steps": "give --warmup-epochs; parts of an epoch are fine",
-    "--recipe": "give the recipe's name by itself, as in `hyperbatch train digits`",
+    "--pretrained": "use --init-from FILE for the initial weights",
+    "--checkpoint": "use --init-from FILE to start from its weights, or --resume --out RUN to continue its run",
+    "--warmup-steps": "use --warmup-epochs, which may be a fraction",
+    "--recipe": "write the name of the recipe without a flag, as in `hyperbatch train digits`",
 }
 
 

@@ -63,7 +63,7 @@ def add(verb: AddVerb) -> None:
     step.add_argument("--steps", type=positive, metavar="N", help="Steps with --data. [default: 200; on a CPU 20]")
     comm = parser.add_argument_group(
         "comm",
-        "Compares every all-reduce with that of the backend, on this host, or on all ranks under torchrun, srun or mpirun.",
+        "Compares every all-reduce with that of the backend, on this host or under torchrun, srun or mpirun.",
     )
     comm.add_argument("--size-mb", type=positive, metavar="N", help="Megabytes to all-reduce. [default: 25]")
     help = "Grid of the ranks. [default: hosts x ranks per host]"

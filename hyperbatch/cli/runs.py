@@ -33,7 +33,7 @@ def _watch(args: argparse.Namespace) -> int:
     from hyperbatch.report.watch import state, watch
 
     if args.json and not args.once:
-        raise InputError("watch --json prints one object: give --once, too")
+        raise InputError("watch --json needs --once, because it prints one object; add --once")
     if args.json:
         print(strict_json(state(Path(args.run))))
     else:

@@ -65,7 +65,7 @@ def written() -> Iterator[None]:
         if error.errno not in FULL:
             raise
         discard_output()
-        raise RunFailed(f"the output cannot be written: {error.strerror}; send it to a disk with some room") from None
+        raise RunFailed(f"the output cannot be written: {error.strerror}; write it to a disk with free space") from None
 
 
 def discard_output() -> None:

@@ -73,7 +73,7 @@ def _train(args: argparse.Namespace) -> int:
     from hyperbatch.engine.ranks import find_ranks
 
     if args.world_size and not args.dry_run:
-        raise InputError("--world-size belongs to --dry-run; start N processes with --nproc N or a launcher")
+        raise InputError("--world-size needs --dry-run; to start N processes, use --nproc N or a launcher")
     config = config_of(args)
     if args.save_config:
         from hyperbatch.recipes.files import save_config
@@ -95,7 +95,7 @@ def _train(args: argparse.Namespace) -> int:
     try:
         record = train(config)
     except BrokenPipeError as error:  # an answer may be cut off, as by `| head`, but this is no end of a run
-        raise RunFailed("the run has ended: nobody reads the pipe any more that its output goes to") from error
+        raise RunFailed("the run has ended, because the pipe that reads its output was closed") from error
     if is_first_rank():
         from hyperbatch.report.summary import summary
 

@@ -18,7 +18,7 @@ def check_agreement(
     description: Sequence[str],
     problem: str | None = None,
     *,
-    advice: str = "give all the same",
+    advice: str = "use the same on all ranks",
 ) -> None:
     """Raises InputError on every rank of the group when one has a problem, or when descriptions differ.
 

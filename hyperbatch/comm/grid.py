@@ -169,7 +169,7 @@ def _nothing() -> None:
 def _placement(grid: RankGrid | DeviceMesh, ranks: Sequence[Sequence[int]] | None) -> tuple[RankGrid, list[list[int]]]:
     if isinstance(grid, DeviceMesh):
         if grid.mesh.ndim > 2 or ranks is not None:
-            raise InputError("GridComm takes a mesh of one or two dimensions, and no ranks beside it")
+            raise InputError("GridComm accepts a mesh of one or two dimensions, and no ranks in addition")
         table = grid.mesh.reshape(-1, grid.mesh.shape[-1]).tolist()
         return RankGrid(len(table), len(table[0])), table
     if ranks is None:

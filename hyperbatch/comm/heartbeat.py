@@ -259,7 +259,7 @@ class Heartbeat:
             if silent_s > self._timeout_s:
                 who, whose = "the store", {}
                 if self._keeper is not None:
-                    who = f"rank {self._keeper}, which keeps the store,"
+                    who = f"rank {self._keeper}, which hosts the store,"
                     whose = {"rank": self._keeper, "host": self._keeper_process.host}
                 self._doomed = self._keeper_process.name
                 self.given_up = {"message": f"{who} has not responded for {silent_s:.1f} s{self._problem}", **whose}

@@ -50,7 +50,7 @@ def check_usage(bits: Tensor, names: Sequence[str], comm: GridComm) -> None:
     more = len(alike) - _SHOWN_NAMES
     shown = ", ".join(names[i] for i in alike[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
     raise InputError(
-        f"{shown}: used in backward on {len(users)} of {comm.size} ranks only ({_ranges(users)}); "
+        f"{shown}: got a gradient on {len(users)} of {comm.size} ranks only ({_ranges(users)}); "
         "make every rank run the same layers in each step, or freeze these parameters"
     )
 

@@ -185,7 +185,12 @@ def check(config: Config) -> None:
             raise InputError(f"{spec.flag} {format_value(spec.of(config))}: {what}")
 
     o, s, d, r = config.optim, config.schedule, config.data, config.run
-    need(s.warmup_epochs <= s.epochs, "warmup_epochs", f"must not be longer than the whole run (--epochs {s.epochs:g})")
+    if s.warmup_epochs > s.epochs:
+        epochs = "1 epoch" if s.epochs == 1 else f"{s.epochs:g} epochs"
+        raise InputError(
+            f"--warmup-epochs {s.warmup_epochs:g} is longer than the whole run ({epochs}); use --warmup-epochs 0 or a "
+            "larger --epochs"
+        )
     need(bool(s.batch_phases) and s.batch_phases[0].from_epoch == 0, "batch_phases", "must start at epoch 0")
     need(all(p.global_batch > 0 for p in s.batch_phases), "batch_phases", "every global batch must be positive")
     starts = [p.from_epoch for p in s.batch_phases]
@@ -206,19 +211,23 @@ def check(config: Config) -> None:
     need(
         not o.decoupled_weight_decay or o.optimizer not in ("lamb", "adamw"),
         "decoupled_weight_decay",
-        f"{o.optimizer} always decays beside the gradient, by the learning rate; use --no-decoupled-weight-decay",
+        f"{o.optimizer} always decouples weight decay, scaled by the learning rate; use --no-decoupled-weight-decay",
     )
     need(
         o.averaging == "none" or not config.comm.sharded_update or o.precision in ("fp32", "fp64"),
         "averaging",
-        "with --sharded-update no rank has all fp32 weights of a 16-bit run; leave one of the two out",
+        "in 16 bits, cannot be combined with --sharded-update: no rank has all fp32 weights; leave one of them out",
     )
-    need(r.spike_factor == 0 or r.spike_factor > 1, "spike_factor", "must be above 1, or 0")
+    need(r.spike_factor == 0 or r.spike_factor > 1, "spike_factor", "must be above 1, or 0 to turn it off")
     signals = () if r.preempt_signals is None else r.preempt_signals.split(",")
     known = all(hasattr(signal, f"SIG{name}") and name not in NEVER_SEEN for name in signals)
     need(known, "preempt_signals", "must be names of signals that a process may handle, e.g. TERM,USR1")
     unsharded = o.optimizer in ("lars", "sgd") and not config.comm.sharded_update
-    need(o.lars_precision != "fp16" or unsharded, "lars_precision", "needs lars or sgd, unsharded")
+    need(
+        o.lars_precision != "fp16" or unsharded,
+        "lars_precision",
+        "needs --optimizer lars or sgd, and --no-sharded-update",
+    )
     target = r.target_top1
     percent = 75.9 if target is None or not 1 < target <= 100 else target
     said = f"must be in (0, 1]; for {percent:g} % write {percent / 100:g}"

@@ -137,7 +137,7 @@ def gpu_cache_bytes(source: Source, config: DataConfig, device: torch.device) ->
 def _choose_cache(source: Source, config: DataConfig, device: torch.device, ranks_per_host: int) -> tuple[str, int]:
     """("none", "host" or "gpu", limit in bytes). Depends on the set and the machine only, so a rerun does the same."""
     if config.cache == "gpu" and device.type != "cuda":
-        raise InputError("--cache gpu: this run uses no GPU; use --cache host, or --device cuda")
+        raise InputError("--cache gpu: this run does not use a GPU; use --cache host, or --device cuda")
     limits = {"host": int(host_memory_bytes() * _HOST_SHARE) // ranks_per_host}
     if device.type == "cuda":
         limits["gpu"] = int(torch.cuda.get_device_properties(device).total_memory * _GPU_SHARE)

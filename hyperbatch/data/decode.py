@@ -344,7 +344,8 @@ def _open(data: bytes | bytearray, where: object) -> Image.Image:
     image = Image.open(io.BytesIO(data))
     if not fits(image.width, image.height, len(data)):
         raise BadSample(
-            f"{where}: {image.width}x{image.height} pixels in {len(data):,} bytes is too large to be a photograph"
+            f"{where}: {image.width}x{image.height} pixels in {len(data):,} bytes is too large for a "
+            "photograph of this file size"
         )
     return image
 

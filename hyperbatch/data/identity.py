@@ -121,8 +121,8 @@ def check_same_data(
             differences += [f"{split} {text}"] if text else []
     if differences:
         raise InputError(
-            f"--resume: the data are not those of the saved run: {'; '.join(differences)}; "
-            "give --data the set that the run began with, or start anew with another --out"
+            f"--resume: the data set differs from that of the saved run: {'; '.join(differences)}; "
+            "use --data with the original data set, or start a new run with another --out"
         )
 
 
@@ -132,7 +132,7 @@ def _difference(before: SampleList, now: SampleList) -> str:
     if before.samples != now.samples:
         return f"had {before.samples} samples and now has {now.samples}"
     if before.members == now.members:
-        return "holds the same samples in another order"
+        return "has the same samples in another order"
     if before.form != now.form:
         return f"was read from {before.form} and is now read from {now.form}, whose samples have another order or name"
-    return "holds as many samples, but not the same"
+    return "has the same number of samples, but other samples"

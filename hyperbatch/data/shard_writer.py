@@ -154,8 +154,8 @@ def _write_shard(plan: ShardPlan, prepared: Iterator[Sample], report: Callable[[
     except OSError as error:
         part.unlink(missing_ok=True)
         raise InputError(
-            f"cannot write {plan.path}: {error.strerror}; run the same command again once that is mended, "
-            "finished shards are kept"
+            f"cannot write {plan.path}: {error.strerror}; fix this and run the same command again. "
+            "Finished shards are kept"
         ) from error
     except InputError:
         part.unlink(missing_ok=True)

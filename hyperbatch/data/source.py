@@ -204,7 +204,7 @@ def check_colors(name: str, channels: int, mean: Any, std: Any) -> None:
         found = np.asarray(values)
         numbers = found.shape == (channels,) and found.dtype.kind in "iuf" and bool(np.isfinite(found).all())
         if not numbers or (what == "std" and not (found > 0).all()):
-            raise InputError(f"{name}: {what} must be {channels} numbers, one a channel, got {values!r}")
+            raise InputError(f"{name}: {what} must be {channels} numbers, one per channel, got {values!r}")
 
 
 class PixelFiles(EncodedSource):
@@ -306,8 +306,8 @@ def check_data(config: DataConfig) -> DataCounts:
 def _takes_no_folder(config: DataConfig) -> None:
     if config.data:
         raise InputError(
-            f"--data {config.data}: the {config.dataset} data set takes no folder; name a recipe for your images, "
-            "such as imagenette"
+            f"--data {config.data}: the {config.dataset} data set needs no folder; choose a recipe for your own "
+            "images, such as imagenette"
         )
 
 
@@ -339,7 +339,7 @@ def data_path(config: DataConfig) -> Path:
     except OSError as error:
         raise InputError(f"data folder {folder} cannot be listed: {error.strerror}; check its permissions") from error
     if empty:
-        raise InputError(f"data folder {folder} is empty; give --data the folder that holds the data set")
+        raise InputError(f"data folder {folder} is empty; use --data with the folder of the data set")
     return folder
 
 
@@ -375,9 +375,9 @@ def _check_own(source: Source) -> None:
     """InputError for what would otherwise fail, or train on wrong labels, in the middle of a run."""
     name, samples = source.name, len(source)
     if samples == 0 or samples != len(source.labels):
-        raise InputError(f"{name} has {samples} samples and {len(source.labels)} labels; give one label a sample")
+        raise InputError(f"{name} has {samples} samples and {len(source.labels)} labels; give one label per sample")
     if isinstance(source, ArraySource) and samples != len(source.images):
-        raise InputError(f"{name} has {samples} labels and {len(source.images)} images; give one image a label")
+        raise InputError(f"{name} has {samples} labels and {len(source.images)} images; give one image per label")
     if not isinstance(source.labels, np.ndarray):
         raise InputError(f"{name}: labels must be a numpy array, got {type(source.labels).__name__}")
     checked_labels(name, source.labels, len(source.classes))

@@ -14,9 +14,9 @@ def check_end(tar: tarfile.TarFile) -> None:
     file = cast(IO[bytes], tar.fileobj)
     file.seek(tar.offset)
     if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-        raise tarfile.ReadError("no end mark after the last member, so it is cut off or damaged")
+        raise tarfile.ReadError("there is no end mark after the last member, so it is truncated or damaged")
     while piece := file.read(_PIECE_BYTES):
         if piece.strip(b"\0"):
             raise tarfile.ReadError(
-                "it goes on after its end mark, so a header is damaged or several tars were joined into one"
+                "there is data after its end mark, so a header is damaged or several tars were concatenated"
             )

@@ -55,11 +55,13 @@ def format_pack(report: PackReport) -> str:
         lines.append(f"  {_counted(report.resumed_shards, 'shard')} had been written before")
     if report.unreadable:
         lines.append(
-            f"warning: {_counted(report.unreadable, 'image')} with an unreadable header packed as well; --skip-bad "
-            f"leaves out what cannot be decoded"
+            f"warning: {_counted(report.unreadable, 'image')} with an unreadable header packed; --skip-bad leaves out "
+            f"images that cannot be decoded"
         )
     if report.skipped:
-        lines.append(f"warning: {_counted(report.skipped, 'sample')} left out, listed in {report.skipped_list}")
+        lines.append(
+            f"warning: {_counted(report.skipped, 'sample')} left out; they are listed in {report.skipped_list}"
+        )
     return "\n".join(lines)
 
 

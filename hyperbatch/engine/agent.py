@@ -43,7 +43,7 @@ def check_nproc(nproc: int) -> None:
     needed, there = nproc * RANK_BYTES, host_memory_bytes()
     if needed > there:
         raise InputError(
-            f"--nproc {nproc}: this many processes need at least {needed >> 30:,} GiB of memory, and this host has "
+            f"--nproc {nproc}: they need at least {needed >> 30:,} GiB of memory, and this host has "
             f"{there >> 30:,}; start fewer, at most one per GPU or core"
         )
 
@@ -130,7 +130,7 @@ def _passed_on(signals: Sequence[signal.Signals], asked: Path) -> Iterator[None]
             name = signal.Signals(number).name
             os.replace(names[signal.Signals(number)], asked)  # nobody reads half a name
             with contextlib.suppress(OSError):  # a log on a full disk
-                os.write(sys.stderr.fileno(), f"hyperbatch: {name}: the run ends with a checkpoint\n".encode())
+                os.write(sys.stderr.fileno(), f"hyperbatch: {name}: the run will end after a checkpoint\n".encode())
 
     before = {number: signal.signal(number, handle) for number in own}
     try:

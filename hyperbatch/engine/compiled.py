@@ -180,18 +180,18 @@ def choose_regions(
     if choice == "off":
         reason = "--compile off"
     elif fused:
-        reason = "fused kernels run in the place of its layers"
+        reason = "fused kernels replace its layers"
     elif config.model.bn_group_ranks > 1:
-        reason = "--bn-group-ranks exchanges statistics inside of its layers"
+        reason = "with --bn-group-ranks, its layers exchange statistics"
     elif choice == "auto":
         if device.type != "cuda":
-            reason = f"auto compiles on a GPU, not on the {device.type.upper()}"
+            reason = f"--compile auto compiles only on a GPU, not on the {device.type.upper()}"
         elif dtype not in HALF_DTYPES:
-            reason = "auto compiles in fp16 and bf16"
+            reason = "--compile auto compiles only in fp16 and bf16"
         elif isinstance(model, ResNet | AlexNetBN | WhiteNet):
-            reason = "auto leaves models that have fused kernels to them"
+            reason = "--compile auto does not compile models that have fused kernels"
         elif config.run.deterministic:
-            reason = "auto leaves --deterministic to torch's own kernels"
+            reason = "--compile auto does not compile with --deterministic"
     if reason:
         return Compilation(choice=choice, reason=reason)
     options: dict[str, Any] = {"triton.cudagraphs": False}

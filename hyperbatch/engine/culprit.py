@@ -78,4 +78,8 @@ def _first(said: Mapping[int, Mapping[str, Any]]) -> int:
 def _unheard(exits: Mapping[int, Exit], said: Mapping[int, Mapping[str, Any]], message: str) -> str:
     """A rank that had to be killed after another had failed hangs, or is stopped."""
     killed = [rank for rank, exit in exits.items() if exit.signal == signal.SIGKILL and rank not in said]
-    return f"; rank {killed[0]} did not answer and was ended" if killed and f"rank {killed[0]}" not in message else ""
+    return (
+        f"; rank {killed[0]} did not respond and was terminated"
+        if killed and f"rank {killed[0]}" not in message
+        else ""
+    )

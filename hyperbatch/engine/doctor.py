@@ -60,20 +60,20 @@ def doctor(*, collectives: bool = False, nproc: int | None = None) -> Diagnosis:
     rows: list[CollectiveCheck] = []
     ranks = find_ranks()
     if ranks is not None and nproc is not None:
-        raise InputError("--nproc starts processes on one host; leave it out where a launcher has started them")
+        raise InputError("--nproc starts processes on one host; leave it out if a launcher has started the ranks")
     if ranks is not None and ranks.world_size > 1:
         rows, others = _join_and_check(ranks, collectives, [check for check in checks if not check.ok])
         checks += others
     elif collectives:
         count = nproc or default_nproc("auto")
         if ranks is not None or count == 1:
-            detail = "one process exchanges nothing; start two or more, with --nproc 2 or a launcher"
+            detail = "a single rank has nothing to all-reduce; start two or more with --nproc 2 or a launcher"
             checks.append(Check("collectives", False, detail))
         else:
             rows = _start_and_check(count)
     if rows:
         wrong = [row.name for row in rows if not row.correct]
-        detail = f"wrong values: {', '.join(wrong)}" if wrong else f"all {len(rows)} cases are right"
+        detail = f"wrong values: {', '.join(wrong)}" if wrong else f"all {len(rows)} cases are correct"
         checks.append(Check("collectives", not wrong, detail))
     return Diagnosis(checks=tuple(checks), collectives=tuple(rows))
 

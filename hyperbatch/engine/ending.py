@@ -310,7 +310,7 @@ def _who_is_lost(lost: list[int], error: BaseException, rank: int) -> str:
     who, have, it = f"rank {lost[0]}", "has", "it"
     if len(lost) > 1:
         who, have, it = f"ranks {', '.join(map(str, lost))}", "have", "them"
-    return f"{who} {have} ended or cannot be reached: the exchange with {it} failed on rank {rank}: {reason}"
+    return f"{who} {have} ended or cannot be reached: communication with {it} failed on rank {rank}: {reason}"
 
 
 def _interrupts(number: int) -> bool:

@@ -263,7 +263,7 @@ def evaluate_checkpoint(
         eval_set = open_eval(config.data)
         if tuple(eval_set.classes) != trained.classes:
             raise InputError(
-                f"the {len(eval_set.classes)} classes of the data are not those of the checkpoint; check --data"
+                f"the {len(eval_set.classes)} classes of the data set differ from those of the checkpoint; check --data"
             )
         model = trained.build(trust_code=trust_code)
         dtype = torch.float64 if config.optim.precision == "fp64" else torch.float32

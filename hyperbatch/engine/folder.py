@@ -152,7 +152,7 @@ def keep_config(config: Config, out: Path) -> str:
     except OSError as error:
         if not _goes_on(out, config.run.resume):
             raise _unwritable(out, error) from None
-        return f"{path} cannot be written and stays as it was: {error.strerror}"
+        return f"{path} cannot be written and keeps its old content: {error.strerror}"
     return ""
 
 
@@ -168,4 +168,4 @@ def resume_hint(out: Path) -> str:
     """How to go on after a run that was cut short."""
     if has_checkpoint(out):
         return f"--resume --out {out} continues from the newest checkpoint"
-    return "it had saved no checkpoint yet, so it can only be started from the beginning"
+    return "no checkpoint had been saved yet, so the run can only be started from the beginning"

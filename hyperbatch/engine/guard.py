@@ -123,7 +123,7 @@ class Guard:
         odd = [rank for rank in range(len(rows)) if rows[rank] != row]
         pairs = zip(names, found[usual][1], found[odd[0]][1], strict=True)
         place = next((name for name, mine, theirs in pairs if mine != theirs), "a value that has changed again since")
-        when = f"after step {step}; after step {self._equal_at} all ranks were the same"
+        when = f"after step {step}; after step {self._equal_at} all ranks agreed"
         advice = "check the memory, GPU and software there"
         if most > others[0][1]:
             who = f"rank {odd[0]} (host {found[odd[0]][0]}) has"
@@ -145,7 +145,7 @@ class Guard:
         )
         who = f"rank {rank} (host {host}): " if self._run.ranks.world_size > 1 else ""
         advice = _gentler(self._run.config)
-        line = f"{who}{place} was inf or nan after step {step}, and no checkpoint may hold it; {advice}"
+        line = f"{who}{place} was inf or nan after step {step}, so this step was not saved; {advice}"
         return _failed(line, rank, host, step, Diverged)
 
     def _first_not_finite(self) -> str:
@@ -230,14 +230,14 @@ class LossGuard:
         rank, (host, own) = next(((rank, item) for rank, item in enumerate(found) if item[1]), (0, (found[0][0], "")))
         culprits = sum(bool(item[1]) for item in found)
         if not own:
-            where = f"first in {layer}" if layer else "of a layer that is not known"
+            where = f"first in {layer}" if layer else "in an unknown layer"
         elif culprits == 1 < len(found):
             where = f"on rank {rank} (host {host}), first in {own}"
         else:
             where = f"first in {own}" + (f", on {culprits} ranks" if len(found) > 1 else "")
         line = (
-            f"{in_a_row} steps in a row, the last of them step {step}, were skipped because gradients were inf or nan "
-            f"{where}; check the data and the model there, {_gentler(self._run.config)}, or allow more by "
+            f"{in_a_row} steps in a row, up to step {step}, were skipped because gradients were inf or nan "
+            f"{where}; check the data and the model there, {_gentler(self._run.config)}, or allow more with "
             f"--max-skipped-steps"
         )
         raise _failed(line, rank, host, step)

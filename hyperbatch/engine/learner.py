@@ -294,7 +294,9 @@ def choose_grid(config: Config, ranks: Ranks) -> RankGrid:
 def _norm_group(size: int, ranks: Ranks) -> dist.ProcessGroup | None:
     """The neighbours this rank shares batch-norm statistics with; every rank makes every group, as torch requires."""
     if ranks.world_size % size:
-        raise InputError(f"--bn-group-ranks {size} does not divide the {ranks.world_size} ranks")
+        raise InputError(
+            f"--bn-group-ranks {size} does not divide the number of ranks, {ranks.world_size}; use a divisor of it"
+        )
     mine: Any = None
     for first in range(0, ranks.world_size, size):
         group = dist.new_group(list(range(first, first + size)))

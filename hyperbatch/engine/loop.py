@@ -88,7 +88,7 @@ def run(
             record = RunRecord.load(out)
             if not record.error:
                 how = snapshot.how_to_go_on(config, saved)
-                Console(enabled=ranks.rank == 0).say(f"nothing is left to do in {out}: {how}")
+                Console(enabled=ranks.rank == 0).say(f"nothing to do in {out}: {how}")
                 return record
         if keeps_config and ranks.rank == 0 and (problem := keep_config(config, out)):
             told += (problem,)
@@ -310,7 +310,7 @@ def evaluate_run(run: Run, journal: Journal) -> bool:
     run.progress.note_eval(score.top1)
     journal.eval(run, score)
     if impatient := run.progress.is_stale(run.config.run.patience_evals):
-        journal.note(f"stopped early: the last {run.progress.stale_evals} evaluations brought no better accuracy")
+        journal.note(f"stopped early: the last {run.progress.stale_evals} evaluations did not improve the accuracy")
     return impatient or (reached and run.config.run.stop_at_target)
 
 

@@ -41,7 +41,7 @@ def probe(model: nn.Module, images: Tensor, classes: int = 1) -> tuple[list[str]
     InputError for a model that has none, or that does not answer with a number for each of the classes.
     """
     if next(model.parameters(), None) is None:
-        raise InputError("--model: the network has no parameters, so nothing can be trained")
+        raise InputError("--model: the network has no parameters to train")
     images = images.to(next(model.parameters()).dtype)
     kept: dict[int, int] = {}
     own = {param.untyped_storage().data_ptr() for param in model.parameters()}

@@ -159,7 +159,7 @@ class Preemption:
         keys = [f"begun-{rank}" for rank in range(self._ranks.world_size)]
         while not store.check(keys):
             silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            self._problem = f"; no answer of rank {', '.join(map(str, silent[:8]))}" if silent else ""
+            self._problem = f"; no response from rank {', '.join(map(str, silent[:8]))}" if silent else ""
             if self._over.wait(INTERVAL_S / 10):
                 return
         self._decide(max(map(int, store.multi_get(keys))))

@@ -80,7 +80,7 @@ def profile(
     size = image_size or usual_size
     layers(model, classes=classes, image_size=size)  # an unknown model is refused before anything starts
     if not output.parent.is_dir() or output.is_dir():
-        raise InputError(f"--output {output}: give a file in a folder that is there")
+        raise InputError(f"--output {output}: use a file in an existing folder")
     if not os.access(output if output.exists() else output.parent, os.W_OK):
         raise InputError(f"--output {output} cannot be written; give another file")
     if batches is not None and (not batches or min(batches) < 1):
@@ -90,7 +90,10 @@ def profile(
         grid = host_grid(ranks)
         hosts = grid.rows
         if grid.columns != ranks.local_size:
-            raise InputError("profile: the hosts have different numbers of ranks, which a machine file cannot say")
+            raise InputError(
+                "profile: the hosts have different numbers of ranks, which a machine file cannot describe; start "
+                "the same number on each host"
+            )
         precision = "fp16" if place.type == "cuda" else "fp32"
         found = [
             step_profile(

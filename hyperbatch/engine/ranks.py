@@ -129,7 +129,7 @@ def _tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise InputError(f"environment variable SLURM_TASKS_PER_NODE={text!r} is not understood")
+            raise InputError(f"environment variable SLURM_TASKS_PER_NODE={text!r} cannot be parsed; check the launcher")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -138,7 +138,7 @@ def first_host(nodes: str) -> str:
     """The first host of Slurm's folded list: "rack[1-2]node[03-07,9],login1" gives rack1node03."""
     match = re.match(r"((?:[^,\[\]]|\[\d[\d,-]*\])+)(?:,|$)", nodes)
     if match is None:
-        raise InputError(f"the Slurm node list {nodes!r} is not understood; set MASTER_ADDR")
+        raise InputError(f"the Slurm node list {nodes!r} cannot be parsed; set MASTER_ADDR")
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[1])
 
 

@@ -35,7 +35,7 @@ class Rollback:
     def message(self) -> str:
         return (
             f"rolled back from step {self.step} to the checkpoint of step {self.to_step}, and {self.passed_over:,} "
-            f"samples were passed over: {self.reason}"
+            f"samples were skipped: {self.reason}"
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -301,7 +301,7 @@ class StepRunner:
 
     def _warn_of_slow_start(self, reason: str | None) -> None:
         if reason is not None:
-            self._warnings.append(f"kernels are compiled one after the other: {reason}")
+            self._warnings.append(f"kernels are not compiled in parallel: {reason}")
 
     def _warm_up(self, shape: StepShape) -> None:
         micro_batches, image_size = shape
@@ -318,7 +318,9 @@ class StepRunner:
             after = _random_state(learner.device)
             self._draws |= after != before
             if self._captured is not None and len(after) > 1 and after[0] != before[0]:
-                raise NotCaptured(RuntimeError("it draws random numbers on the host, and a graph would repeat them"))
+                raise NotCaptured(
+                    RuntimeError("it uses random numbers from the CPU generator, which a graph would repeat")
+                )
             # Once: other shapes run the same code, and later the loader's threads wait for the device as they may.
             if self._captured is not None and not self._warmed:
                 try:

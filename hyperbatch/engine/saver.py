@@ -109,7 +109,7 @@ class Saver:
             path = checkpoint.save(folder, owned(saved), keep=config.keep_checkpoints, keep_best=config.keep_best)
         except OSError as error:
             step, reason = saved.progress.step, error.strerror or error
-            self._warn(f"the checkpoint of step {step} could not be written: {reason}; the run goes on without it")
+            self._warn(f"the checkpoint of step {step} could not be written: {reason}; the run continues without it")
             return False
         if self._tell is not None:
             self._tell(saved, path, time.perf_counter() - start_s)

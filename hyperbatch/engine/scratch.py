@@ -40,7 +40,7 @@ def scratch_folder() -> Iterator[Path]:
             except OSError as error:
                 problem = problem or error.strerror or str(error)
         else:
-            raise RunFailed(f"temporary files cannot be written: {problem}; set TMPDIR to a folder with some room")
+            raise RunFailed(f"temporary files cannot be written: {problem}; set TMPDIR to a folder with free space")
         yield folder
 
 

@@ -150,7 +150,7 @@ def longer_run(before: ScheduleConfig, now: ScheduleConfig, epoch: float) -> str
     rate = f"stays {old:.4g}" if old == new else f"goes from {old:.4g} to {new:.4g}"
     return (
         f"--epochs {before.epochs:g} -> {now.epochs:g}: the schedule now runs to epoch {now.epochs:g}, and at epoch "
-        f"{epoch:.4g} the learning rate {rate}; a run of {now.epochs:g} epochs from the start would give another result"
+        f"{epoch:.4g} the learning rate {rate}; the result differs from a run started with {now.epochs:g} epochs"
     )
 
 
@@ -191,7 +191,7 @@ def find_start(config: Config, ranks: Ranks, out: Path) -> tuple[Checkpoint | No
                 if resume == "yes":
                     raise
                 checkpoint.set_aside(out)
-                told = (f"{error}; no other checkpoint is left, so the run begins again",)
+                told = (f"{error}; there is no other checkpoint, so the run starts again from the beginning",)
     return _on_every_rank(saved, ranks), told
 
 

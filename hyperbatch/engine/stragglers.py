@@ -41,7 +41,7 @@ class Straggler:
     @property
     def message(self) -> str:
         return (
-            f"rank {self.rank} (host {self.host}) is slow: in every step its {OWN[self.phase]} takes "
+            f"rank {self.rank} (host {self.host}) is slow: its {OWN[self.phase]} takes "
             f"{self.lost_s * 1e3:.1f} ms longer than the median rank's, {self.share:.0%} of a step"
         )
 

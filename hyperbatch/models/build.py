@@ -74,7 +74,7 @@ def create_model(
     dropout, drop_path: for models that take them; None leaves the model its own.
     """
     if activation is not None and name not in _WHITENETS:
-        raise InputError(f"--activation {activation}: {name} offers no choice; leave it out")
+        raise InputError(f"--activation {activation}: {name} has a fixed activation; leave it out")
     if blurpool and name not in _RESNETS:
         raise InputError(f"--blurpool: only the built-in ResNets have it, not {name}; leave it off")
     if zero_init_last_gamma and name in (*_ALEXNETS, *_WHITENETS, *_VITS):
@@ -189,13 +189,13 @@ def pretrained_weights(model: str, *, in_channels: int, fetch: bool = True) -> d
     with. fetch=False: their shapes alone, on torch's meta device."""
     name = model.removeprefix("timm/")
     if not model.startswith("timm/") and name not in ("resnet50d", *(f"resnet{depth}" for depth in IMAGENET_DEPTHS)):
-        raise InputError(f"--init-from timm: timm has no weights of {model}; use --model timm/NAME or resnet50")
+        raise InputError(f"--init-from timm: timm has no weights for {model}; use --model timm/NAME or resnet50")
     try:
         timm = _timm()
     except InputError as error:
         raise InputError(f"--init-from timm: {error}") from error
     if not timm.is_model_pretrained(name):
-        raise InputError(f"--init-from timm: timm has no pretrained weights of {name!r}; see timm.list_pretrained()")
+        raise InputError(f"--init-from timm: timm has no pretrained weights for {name!r}; see timm.list_pretrained()")
     try:
         with contextlib.nullcontext() if fetch else torch.device("meta"):
             return timm.create_model(name, pretrained=fetch, in_chans=in_channels).state_dict()

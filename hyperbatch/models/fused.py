@@ -33,13 +33,13 @@ def why_not_fused(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
     """One line saying why the fused kernels cannot train this model; None when they can."""
     of_timm = is_timm_resnet(model)
     if not of_timm and not isinstance(model, ResNet | AlexNetBN | WhiteNet):
-        return f"{type(model).__name__} is none of our ResNets, AlexNets and whitening networks, nor timm's ResNet"
+        return f"{type(model).__name__} is not a built-in ResNet, AlexNet or whitening network, nor timm's ResNet"
     if not has_triton():
         return "Triton is not installed"
     if device.type != "cuda" and not interpreted():
         return f"the kernels run on CUDA devices, not on a {device.type}"
     if dtype not in HALF_DTYPES and not interpreted():
-        return f"they compute in fp16 and bf16, not in {str(dtype).removeprefix('torch.')}"
+        return f"the kernels compute in fp16 and bf16, not in {str(dtype).removeprefix('torch.')}"
     if device.type == "cuda" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(device)
         if not is_large_enough(properties):
@@ -75,9 +75,9 @@ def _why_not(name: str, module: nn.Module, types: tuple[type[nn.Module], ...]) -
     if ".se." in name:  # of a squeeze-excite, which is looked at as a whole
         return None
     if name.endswith(".se") and type(module) in types:
-        return None if gates(module) else f"{name} gates in another way"
+        return None if gates(module) else f"{name} uses an unsupported gate"
     if type(module) is nn.BatchNorm2d:
-        return f"{name} averages its statistics in another way"
+        return f"{name} has running statistics that the kernels do not support"
     averages = name.endswith(".downsample.0")  # in the shortcut of a ResNet-D
     is_nothing = averages or name.rpartition(".")[2] in ("maxpool", "pool", "drop_block", "aa")
     misplaced = (
@@ -86,27 +86,27 @@ def _why_not(name: str, module: nn.Module, types: tuple[type[nn.Module], ...]) -
         or (type(module) in (nn.AdaptiveAvgPool2d, nn.Flatten) and not name.startswith("global_pool."))
     )
     if type(module) not in types or misplaced:
-        return f"{name} is of type {type(module).__name__}, which the kernels do not compute"
+        return f"{name} is of type {type(module).__name__}, which the kernels do not support"
     if isinstance(module, nn.Conv2d):
         if not _takes(module.out_channels) or module.bias is not None:
-            return f"{name} has a bias, or a number of channels that the kernels cannot take"
+            return f"{name} has a bias, or a number of channels that the kernels do not support"
         if module.padding_mode != "zeros" or isinstance(module.padding, str):
-            return f"{name} pads in another way"
+            return f"{name} uses unsupported padding"
     if isinstance(module, ConvGroup) and (len(module) < 2 or any(unit.pooled for unit in list(module)[1:])):
-        return f"{name} is no group of a unit that pools and others that do not"
+        return f"{name} is not a group of one unit with pooling and others without"
     if isinstance(module, ConvUnit) and module.pooled:
         pool = module.pool
         if not isinstance(pool, nn.MaxPool2d) or (pool.kernel_size, pool.stride, pool.padding) != (2, 2, 0):
-            return f"{name} pools in another way"
+            return f"{name} uses unsupported pooling"
     if isinstance(module, nn.GELU) and module.approximate != "none":
         return f"{name} is an approximation"
     if isinstance(module, nn.AvgPool2d) and not _averages_by_two(module):
-        return f"{name} pools in another way"
+        return f"{name} uses unsupported pooling"
     if isinstance(module, nn.MaxPool2d) and (module.dilation != 1 or module.ceil_mode):
-        return f"{name} pools in another way"
+        return f"{name} uses unsupported pooling"
     if isinstance(module, BatchNorm2d):
         if module.momentum is None or not module.track_running_stats:
-            return f"{name} averages its statistics in another way"
+            return f"{name} has running statistics that the kernels do not support"
         if module.weight is None or module.weight.dtype != torch.float32:
             return f"{name} has no fp32 scale and shift"
     return None

@@ -45,9 +45,9 @@ def why_not_as_a_whole(model: Any) -> str | None:
     if model.drop_rate:
         return "it drops features before its head"
     if model.grad_checkpointing:
-        return "it computes its blocks anew in backward"
+        return "it recomputes its blocks in backward (activation checkpointing)"
     if model.global_pool.pool_type != "avg" or not isinstance(model.global_pool.flatten, nn.Flatten):
-        return "global_pool pools in another way"
+        return "global_pool uses unsupported pooling"
     return None
 
 

@@ -29,7 +29,9 @@ class FusedStep:
         groups = optimizer.param_groups
         self._params = _params_of(groups)
         if capturing(self._params[0].device):
-            raise RuntimeError("run one step of the optimizer before capturing it: its tables are made there")
+            raise RuntimeError(
+                "run one step of the optimizer before capturing it, because that step creates its tables"
+            )
         for param in self._params:
             _fit_state(param, optimizer.init_state(param))
         self._names = [name for _, part in optimizer.group_names() for name in part]

@@ -321,7 +321,9 @@ class Muon(LayerwiseOptimizer):
         from hyperbatch.optim.shares import MatrixShares
 
         if self.foreach is False:
-            raise InputError("the reference path (foreach=False) of Muon is not shared out over ranks; leave it out")
+            raise InputError(
+                "the reference path of Muon (foreach=False) cannot be distributed over ranks; leave foreach out"
+            )
         self.shares = MatrixShares(comm)
         self.rule = replace(MUON_RULE, foreach=partial(muon_foreach, factors=self.shares.polar_factors))
         self._fused_step = None

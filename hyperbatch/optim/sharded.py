@@ -50,7 +50,9 @@ class ShardedUpdate:
         if optimizer.foreach is False:
             raise InputError("the sharded update has no reference path (foreach=False): it takes norms of whole layers")
         if not sync.sharded:
-            raise InputError("ShardedUpdate needs GradSync(sharded=True): every gradient would arrive whole")
+            raise InputError(
+                "ShardedUpdate needs GradSync(sharded=True): otherwise every rank receives the whole gradient"
+            )
         self.optimizer, self._arena, self._sync, self._comm = optimizer, arena, sync, sync.comm
         self._number: dict[Tensor, int] = {slot.param: i for i, slot in enumerate(arena.slots)}
         self._parts: list[tuple[int, int]] = [(0, 0)] * len(arena.slots)  # of each slot, in elements; mostly empty

@@ -175,7 +175,7 @@ class _Builder:
 def _out_side(name: str, side: int, kernel: int, stride: int, padding: int) -> int:
     out = (side + 2 * padding - kernel) // stride + 1
     if out < 1:
-        raise InputError(f"image size too small: {name} has nothing left to work on; use a larger --image-size")
+        raise InputError(f"image size too small: {name} would get an empty input; use a larger --image-size")
     return out
 
 

@@ -80,7 +80,7 @@ def split_by_precision(params: Sequence[TensorSpec]) -> tuple[list[TensorSpec], 
     """(the tensors a strategy groups, those of the one last group); the second is empty with a single dtype."""
     dtypes = sorted({spec.dtype for spec in params}, key=lambda name: DTYPE_BYTES[name])
     if len(dtypes) > 2:
-        raise InputError(f"gradients in {', '.join(dtypes)}: a plan holds one working precision and one for the rest")
+        raise InputError(f"gradients in {', '.join(dtypes)}: a plan supports one working precision and fp32")
     return [p for p in params if p.dtype == dtypes[0]], [p for p in params if p.dtype != dtypes[0]]
 
 
@@ -159,7 +159,9 @@ def _optimal(
     options: dict[str, Any],
 ) -> GroupPlan:
     if ready_s is None or cost is None:
-        raise InputError("grouping 'optimal' needs ready_s (when each gradient is there) and cost (seconds of n bytes)")
+        raise InputError(
+            "grouping 'optimal' needs ready_s (when each gradient is ready) and cost (seconds for n bytes)"
+        )
     from hyperbatch.plan.optimal import optimal_groups  # imported when asked for: no other strategy needs the search
 
     return optimal_groups(params, ready_s=ready_s, cost=cost, **options)

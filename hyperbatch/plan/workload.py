@@ -74,7 +74,7 @@ def resolve(
         if fitted != phases:
             config = config.override(batch_phases=fitted, lr_batch=config.schedule.lr_batch or first)
             notes.append(
-                f"global batch {first:,} does not divide over {ranks:,} ranks: {fitted[0].global_batch:,} used"
+                f"global batch {first:,} cannot be divided by {ranks:,} ranks; {fitted[0].global_batch:,} is used"
             )
     if ranks > cluster.devices:
         notes.append(f"{cluster.name} has {cluster.devices:,} devices; {ranks:,} are simulated")

@@ -109,7 +109,7 @@ class Recipe:
         if now == before or not phases or phases != stretched(own.data.size_phases, now / before):
             return None
         return (
-            f"image sizes change at the same shares of the run as in {self.name}, which has {before:g} epochs: "
+            f"image sizes change at the same fractions of the run as in {self.name} ({before:g} epochs): "
             f"--size-phases {format_value(phases)}"
         )
 
@@ -204,7 +204,7 @@ def weights_note(config: Config) -> str | None:
     """One line when the recipe that starts from the weights of others is given none."""
     if config.recipe != "finetune" or config.model.init_from is not None:
         return None
-    return "finetune starts from random weights here; give it those of a trained network with --init-from"
+    return "finetune starts from random weights; use --init-from to start from pretrained weights"
 
 
 def size_note(config: Config) -> str | None:

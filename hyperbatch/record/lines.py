@@ -48,7 +48,7 @@ def drop_lines(folder: Path, step: int) -> list[str]:
                 os.truncate(path, len(kept))
         except OSError as error:
             reason = error.strerror or error
-            failed.append(f"{path.name} keeps lines of steps from {step} on, which are done again: {reason}")
+            failed.append(f"{path.name} keeps the old lines of the steps from {step} on, which are repeated: {reason}")
     return failed
 
 

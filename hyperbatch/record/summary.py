@@ -99,7 +99,7 @@ class RunRecord:
         except FileNotFoundError:
             raise InputError(f"{folder} is not a run folder: it has no record.json") from None
         except ValueError as error:
-            raise InputError(f"{path} is not valid JSON ({error}); the run that wrote it was damaged") from None
+            raise InputError(f"{path} is not valid JSON ({error}); the file is damaged") from None
         if not isinstance(values, dict) or values.get("schema") != SCHEMA:
             schema = values.get("schema") if isinstance(values, dict) else None
             raise InputError(f"{path}: schema {schema} is not {SCHEMA}; use the version that wrote it")

@@ -81,7 +81,7 @@ class RunWriter:
         """A disk that is full is full for all files."""
         if not self._told:
             self._told = True
-            self._warn(f"{self.folder} cannot be written: {reason}; the run goes on without these lines of its metrics")
+            self._warn(f"{self.folder} cannot be written: {reason}; the run continues without these lines of metrics")
 
     def _drop(self, step: int) -> None:
         for line in drop_lines(self.folder, step):

@@ -25,8 +25,8 @@ def write_report(folders: list[Path], output: Path | None = None) -> Path:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, ZeroDivisionError) as error:
         # Anybody may have written the files.
         raise InputError(
-            f"{runs[0].folder}: its record or metrics cannot be drawn ({type(error).__name__}: {error}); they are not "
-            f"as a run writes them"
+            f"{runs[0].folder}: its record or metrics cannot be drawn ({type(error).__name__}: {error}); they are "
+            f"damaged"
         ) from error
     try:
         replace_text(path, text)

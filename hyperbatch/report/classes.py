@@ -34,7 +34,7 @@ def by_class(run: Run) -> Html | None:
     if confusions:
         columns = ["images of", "taken for", "images", "of the class"]
         found = table(columns, confusions[:SHOWN], numeric={2, 3})
-        parts.append(el("div", el("h3", "Confused most often"), found))
+        parts.append(el("div", el("h3", "Most frequent confusions"), found))
     more = folded(f"all {len(rows)} classes", table(head, rows, numeric={2, 3})) if len(rows) > SHOWN else None
     lead = f"The last evaluation by class; {len(names):,} classes in all."
     return card("Classes", lead, el("div", join(*parts), cls="pair"), more)

@@ -58,7 +58,9 @@ def comparison(runs: list[Run]) -> Html:
         f"{len(runs)} runs compared",
         join(
             "Times count training and evaluation, from the first training sample.",
-            " TTA is test-time augmentation: the mean answer to several views of each image." if with_views else "",
+            " TTA is test-time augmentation: the mean prediction over several views of each image."
+            if with_views
+            else "",
         ),
         table(head, rows, numeric=set(range(2, 3 + len(columns))), cls="compare stack"),
     )

@@ -71,7 +71,7 @@ def load_run(folder: Path) -> Run:
     except InputError as error:
         problem = str(error)
         if not (folder / "record.json").exists():
-            problem = "There is no record.json: the run is still going, or it ended before it could write one."
+            problem = "There is no record.json: the run is still running, or it ended before it could write one."
     lines = read_metrics(folder)
     return Run(
         folder=folder,

@@ -120,7 +120,7 @@ def reproduce(run: Run) -> Html | None:
             f"On several hosts start the {record.world_size} ranks with torchrun, srun or mpirun in place of --nproc."
         )
     return card(
-        "How to run it again",
+        "How to repeat it",
         "The same seed on as many ranks gives the same result, bit for bit (on GPUs with --deterministic).",
         el("pre", again) if again else None,
         el("p", note, cls="note") if note else None,

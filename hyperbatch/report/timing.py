@@ -87,7 +87,7 @@ def where_time_went(run: Run) -> Html | None:
         heads = [el("h3", title) for title in titles]
         blocks.append(el("div", [part for pair in zip(heads, bars, strict=True) for part in pair], note))
         picture = step_picture(steps)
-    lead = "Exposed communication is what backward did not hide. The run's time counts training and evaluation."
+    lead = "Exposed communication does not overlap with backward. The time of the run is training plus evaluation."
     return card("Where the time went", lead, el("div", blocks, cls="split"), picture)
 
 

@@ -24,10 +24,10 @@ def trust_ratios(run: Run, number: int = 0) -> Html | None:
     adapted, shown = _adapted(ratios), _adapted(ratios) or ratios
     rows = {name: [_ratio(moment, name) for moment in history] or [shown[name]] for name in shown}
     lead = (
-        f"How much of the learning rate each layer was given: from {min(shown.values()):.3g} to "
+        f"Factor of the learning rate for each layer: from {min(shown.values()):.3g} to "
         f"{max(shown.values()):.3g} over {units.plural(len(shown), 'layer')} at the last step"
         + (
-            f"; {units.plural(len(ratios) - len(adapted), 'tensor')} of norms and biases take it whole."
+            f"; {units.plural(len(ratios) - len(adapted), 'tensor')} of norms and biases have a factor of 1."
             if adapted and len(adapted) < len(ratios)
             else "."
         )
@@ -158,6 +158,6 @@ def _scale_key(low: float, high: float) -> Html:
         el("span", f"{low:.2g}"),
         el("span", [el("i", style=f"background:var(--h{level})") for level in range(LEVELS)], cls="ramp"),
         el("span", f"{high:.2g}"),
-        el("span", f"logarithmic scale, {middle:.2g} in the middle; the last value stands on the right", cls="note"),
+        el("span", f"logarithmic scale, {middle:.2g} in the middle; the last value is on the right", cls="note"),
         cls="scale",
     )

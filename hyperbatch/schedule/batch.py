@@ -64,7 +64,7 @@ def repeats_note(phases: tuple[BatchPhase, ...], train_samples: int) -> str | No
         return None
     return (
         f"the global batch of {largest:,} is larger than the training set of {train_samples:,} images: every step "
-        f"takes some of them more than once; use a --global-batch of {train_samples:,} or less"
+        f"uses some images more than once; use a --global-batch of {train_samples:,} or less"
     )
 
 

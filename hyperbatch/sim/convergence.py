@@ -64,8 +64,8 @@ def epochs_to_target(config: Config, recipe_batch: int, global_batch: int) -> In
     """
     if global_batch > LARGEST_BATCH:
         raise InputError(
-            f"a global batch of {global_batch:,} is beyond prediction: the curve of epochs ends at "
-            f"{EPOCHS_TO_TARGET[-1][0]:,} and is followed to {LARGEST_BATCH:,}; give fewer --gpus or a smaller batch"
+            f"a global batch of {global_batch:,} is too large to predict: the curve of epochs ends at "
+            f"{EPOCHS_TO_TARGET[-1][0]:,}, extrapolated to {LARGEST_BATCH:,}; use fewer --gpus or a smaller batch"
         )
     mid = config.schedule.epochs * mlperf_epochs(global_batch) / mlperf_epochs(recipe_batch)
     beyond = max(0.0, math.log2(global_batch / EPOCHS_TO_TARGET[-1][0]))

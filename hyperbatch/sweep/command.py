@@ -88,7 +88,8 @@ def sweep(
     """
     if find_ranks() is not None:
         raise InputError(
-            "a sweep is one process: start it without torchrun, srun or mpirun; nproc in the plan has ranks"
+            "a sweep runs in one process; start it without torchrun, srun or mpirun, and set nproc in "
+            "the plan for several ranks"
         )
     begin_s = time.perf_counter()
     plan = load_plan(plan_file, data=data)
@@ -179,7 +180,7 @@ def side_by_side(
         codes = [child.wait() for child in children]
     if worst := max(abs(code) for code in codes):
         raise (InputError if worst == 2 else RunFailed)(
-            "a part of the sweep ended early, see above; run the same command again to continue"
+            "a part of the sweep ended early (see above); run the same command again to continue"
         )
     return result_of(plan, folder)
 
@@ -247,7 +248,7 @@ def format_sweep(result: SweepResult) -> str:
     lines += [CONFIRM_NOTE] if any(point.confirms for point in result.points) else []
     words = [f"{result.done} of {units.plural(result.planned, 'run')} done"]
     words += [f"{result.failed} failed"] if result.failed else []
-    words += ["the same command makes the others"] if left else []
+    words += ["run the same command again for the others"] if left else []
     return "\n".join([*lines, "; ".join(words), f"report: {Path(result.folder) / REPORT}"])
 
 

@@ -58,7 +58,9 @@ def _alerts(rows: Sequence[Row]) -> Html | None:
         return el("p", "No run has ended yet.", cls="alert warn")
     if not failed:
         return None
-    return el("p", f"{len(failed)} of {units.plural(len(rows), 'run')} failed; they are in no mean.", cls="alert warn")
+    return el(
+        "p", f"{len(failed)} of {units.plural(len(rows), 'run')} failed; the means exclude them.", cls="alert warn"
+    )
 
 
 def _arms(points: Sequence[PointResult]) -> Html | None:
@@ -124,7 +126,7 @@ def _rows(rows: Sequence[Row]) -> Html | None:
     commands = el("pre", "\n".join(row.command for row in rows))
     return card(
         "Every run",
-        "Set-up is what a run did before its first step; in all includes evaluation and what comes between runs.",
+        "Set-up is the time before the first step; in all includes evaluation and the time between runs.",
         folded(f"all {units.plural(len(rows), 'row')}", table([*head], lines, numeric={0, *range(2, 9)})),
         folded("the command of each run alone", commands),
     )
@@ -136,8 +138,8 @@ def _again(rows: Sequence[Row]) -> Html | None:
     made = dict.fromkeys((row.device, row.torch, row.commit) for row in rows if row.device)
     shown = [[device, torch, commit or units.NONE] for device, torch, commit in made]
     return card(
-        "How to run it again",
-        "--row makes one run once more and prints its row.",
+        "How to repeat it",
+        "--row repeats one run and prints its row.",
         table(["device", "torch", "commit"], shown, cls="tight") if shown else None,
         el("pre", f"hyperbatch sweep {PLAN} --out DIR\nhyperbatch sweep {PLAN} --row {rows[0].run}"),
     )

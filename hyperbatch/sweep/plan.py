@@ -196,7 +196,7 @@ def parse_plan(values: Mapping[str, Any], *, name: str = "sweep", text: str = ""
     check_known(values, KEYS, "the plan")
     name = read_typed(values, "name", str, name)
     if not name or any(letter in name for letter in "/\\ \t\n"):
-        raise InputError(f"name = {name!r}: give a name without blanks and slashes, since a folder may be called so")
+        raise InputError(f"name = {name!r}: use a name without blanks and slashes, because a folder may get this name")
     if "recipe" not in values:
         raise InputError('recipe is missing; write recipe = "NAME" (`hyperbatch recipes` lists them)')
     recipe = find_recipe(read_typed(values, "recipe", str, ""))
@@ -297,8 +297,8 @@ def _fresh_seeds(confirm: Confirm, runs: Sequence[PlannedRun]) -> list[int]:
         return list(itertools.islice((seed for seed in itertools.count() if seed not in used), confirm))
     if _is_search(runs) and (both := sorted(used.intersection(confirm))):
         raise InputError(
-            f"arm {runs[0].point.arm!r}, confirm = {confirm!r}: its search has seed {both[0]}, too; "
-            "give other seeds, or how many"
+            f"arm {runs[0].point.arm!r}, confirm = {confirm!r}: its search already uses seed {both[0]}; "
+            "give other seeds, or a number of seeds"
         )
     return [seed for seed in confirm if seed not in used]
 

@@ -23,7 +23,7 @@ def held(folder: Path, part: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(
-                f"{folder} is being filled by another sweep; wait for it, or divide the runs with --part K/N"
+                f"{folder} is in use by another sweep; wait for it, or divide the runs with --part K/N"
             ) from None
         except OSError:
             pass  # a file system without locks

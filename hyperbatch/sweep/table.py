@@ -11,10 +11,12 @@ from hyperbatch.sweep.rows import Row
 from hyperbatch.sweep.statistics import CONFIDENCE, Spread, spread
 from hyperbatch.sweep.values import Values, key_of, show
 
-SEARCH_NOTE = "Best is the highest mean on the images that are reported, so a wide search of few seeds flatters an arm."
+SEARCH_NOTE = (
+    "Best is the highest mean on the same images that are reported, so a wide search with few seeds is biased upwards."
+)
 CONFIRM_NOTE = (
-    "A point that confirms has the mean of fresh seeds, which had no part in the choice; one that is only the best of "
-    "its search is flattered by the seeds that it was chosen with."
+    "A confirmed point has the mean of fresh seeds, which had no part in the selection; the mean of a point that is "
+    "only the best of its search is biased upwards by the selection."
 )
 OTHER_ACCURACIES = {"top1_plain": "top-1 without test-time augmentation"}
 TIMES = {"run_s": "whole run", "train_s": "training", "time_to_target_s": "to target"}
@@ -228,7 +230,7 @@ def found(point: PointResult) -> str:
 
 def interval_note() -> str:
     share = f"{CONFIDENCE:.0%}".replace("%", " %")
-    return f"± is the {share} confidence interval of the mean (Student's t); failed runs are in no mean."
+    return f"± is the {share} confidence interval of the mean (Student's t); the means exclude failed runs."
 
 
 def format_points(points: Sequence[PointResult]) -> str:

@@ -103,7 +103,7 @@ class Trainer:
                     torch.cuda.synchronize()
             except RuntimeError as error:
                 raise RunFailed(
-                    f"the GPU is lost to this process ({str(error).splitlines()[0]}); start it again"
+                    f"the GPU no longer works in this process ({str(error).splitlines()[0]}); start it again"
                 ) from None
             self._suspect = False
 

@@ -12,7 +12,7 @@ NOT_HERE = {
     "seed": "write seeds = N or a list at the top of the plan",
     **dict.fromkeys(("seeds", "confirm"), "write it at the top of the plan, above the first [table], or in an arm"),
     "out": "a sweep's folder is given with --out",
-    "resume": "a sweep continues by itself",
+    "resume": "a sweep continues automatically",
 }
 GLOBAL_BATCH = "global_batch"  # not a field: it scales every batch phase, as --global-batch does
 
@@ -49,9 +49,9 @@ def read_seeds(value: Any, where: str) -> list[int]:
     if not isinstance(seeds, list) or not all(type(seed) is int and seed >= 0 for seed in seeds):
         raise InputError(f"{where} = {value!r}: give how many (0 to N-1), or a list of whole numbers")
     if not seeds:
-        raise InputError(f"{where} = {value!r}: no seed, so nothing to run")
+        raise InputError(f"{where} = {value!r}: contains no seed; give at least one")
     if len(set(seeds)) < len(seeds):
-        raise InputError(f"{where} = {value!r}: a seed is there twice")
+        raise InputError(f"{where} = {value!r}: contains a seed twice")
     return seeds
 
 
@@ -73,7 +73,7 @@ def read_grid(table: Mapping[str, Any], where: str) -> Values:
         if not isinstance(choices, list):
             raise InputError(f"{where}: {name} = {choices!r} is not a list; a grid has a list for each field")
         if not choices:
-            raise InputError(f"{where}: {name} is an empty list, so nothing would be run")
+            raise InputError(f"{where}: {name} is an empty list; give at least one value")
         found[name] = [_value(name, value, where) for value in choices]
         if len({show(value) for value in found[name]}) < len(choices):
             raise InputError(f"{where}: {name} = {choices!r} has a value twice")

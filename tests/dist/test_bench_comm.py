@@ -59,7 +59,7 @@ def test_the_command_starts_ranks_of_its_own(capfd):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"nproc": 1}, "one process exchanges nothing"),
+        ({"nproc": 1}, "a single rank has nothing to all-reduce"),
         ({"nproc": 2, "grid": "3x1"}, "grid 3x1 holds 3 ranks, but there are 2"),
         ({"size_mb": 0}, "measures nothing"),
     ],

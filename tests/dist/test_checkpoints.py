@@ -147,7 +147,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path, step):
     _, whole = train(2, tmp_path / "whole")
     values = {"out": str(tmp_path / "full"), "keep_checkpoints": 9}
     record = run_ranks(2, disk_is_full, values, step, timeout_s=120)[0]
-    told = f"the checkpoint of step {step} could not be written: No space left on device; the run goes on without it"
+    told = f"the checkpoint of step {step} could not be written: No space left on device; the run continues without it"
     assert record["warnings"] == RunRecord.load(tmp_path / "full").warnings == [told]
     assert steps_kept(tmp_path / "full") == [other for other in (10, 20, 25, 30) if other != step]
     assert not list((tmp_path / "full" / "checkpoints").glob("*.partial"))
@@ -224,7 +224,7 @@ def test_with_resume_auto_a_run_whose_only_checkpoint_is_damaged_begins_again(tm
         train(2, tmp_path / "torn", model="toy:normed", resume=True)
     record, again = train(2, tmp_path / "torn", model="toy:normed", resume="auto")
     assert len(record["warnings"]) == 1
-    assert record["warnings"][0].endswith("no other checkpoint is left, so the run begins again")
+    assert record["warnings"][0].endswith("there is no other checkpoint, so the run starts again from the beginning")
     assert same_bits(whole, again)
     assert metrics(tmp_path / "torn") == metrics(tmp_path / "whole")
     assert (folder / "step-00000008.pt.damaged").exists()

@@ -60,7 +60,7 @@ def test_a_compiled_run_trains_as_a_plain_one(tmp_path, capsys):
 def test_auto_leaves_a_cpu_alone(tmp_path):
     record, weights = train(tmp_path / "auto")
     assert record.compiled["regions"] == 0
-    assert record.compiled["reason"] == "auto compiles on a GPU, not on the CPU"
+    assert record.compiled["reason"] == "--compile auto compiles only on a GPU, not on the CPU"
     assert not record.warnings
     assert "compiled" not in summary(record)
     assert same_bits(weights, train(tmp_path / "off", compile="off")[1])

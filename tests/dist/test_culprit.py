@@ -40,7 +40,7 @@ def test_an_exception_of_the_model_is_told_whichever_rank_ends_first(tmp_path, s
     resume = (
         f"--resume --out {tmp_path / 'run'} continues from the newest checkpoint"
         if step > 3
-        else "it can only be started from the beginning"
+        else "the run can only be started from the beginning"
     )
     assert last_line(done).startswith(f"hyperbatch: {cause}; ")
     assert last_line(done).endswith(resume)
@@ -131,7 +131,7 @@ def test_rank_0_that_is_stopped_with_the_store_of_all_ends_the_run(tmp_path):
     ]
     try:
         _, said = ranks[1].communicate(timeout=120)
-        assert "hyperbatch: rank 0, which keeps the store, has not responded for 6." in said.decode()
+        assert "hyperbatch: rank 0, which hosts the store, has not responded for 6." in said.decode()
         assert ranks[0].wait(60) == -9, "its neighbour has killed it"
     finally:
         for rank in ranks:
@@ -156,7 +156,7 @@ def test_a_slow_rank_is_named_in_output_record_and_report(tmp_path):
     done, _ = train(run, "sleeping", "--max-steps", "30", "--eval-every-epochs", "0.5")
     assert done.returncode == 3, done.stderr  # trained, missed its target
     line = "rank 1 (host "
-    slow = "is slow: in every step its forward pass takes "
+    slow = "is slow: its forward pass takes "
     assert any(text.startswith(f"note: {line}") and slow in text for text in done.stderr.splitlines())
     (found,) = RunRecord.load(run).stragglers
     assert (found["rank"], found["phase"]) == (1, "forward")

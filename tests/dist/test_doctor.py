@@ -127,10 +127,10 @@ def test_wrong_values_on_one_rank_fail_on_all() -> None:
 def test_one_process_is_told_to_start_more(monkeypatch: pytest.MonkeyPatch) -> None:
     values = doctor(collectives=True, nproc=1)
     assert not values.ok
-    assert "one process exchanges nothing" in values.checks[-1].detail
+    assert "a single rank has nothing to all-reduce" in values.checks[-1].detail
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
-    assert "one process exchanges nothing" in doctor(collectives=True).checks[-1].detail
+    assert "a single rank has nothing to all-reduce" in doctor(collectives=True).checks[-1].detail
     with pytest.raises(InputError, match="--nproc"):
         doctor(collectives=True, nproc=2)
 

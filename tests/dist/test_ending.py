@@ -250,7 +250,7 @@ def exchange_fails(rank, folder, port, killed):
 def test_an_exchange_that_fails_names_the_rank_that_was_killed(tmp_path):
     """It ends at once: NCCL would keep it for minutes, and there is nothing left that it could do."""
     ended, killed = run_ranks(2, exchange_fails, tmp_path, free_port(), True, may_die=[0, 1], timeout_s=40)
-    line = f"rank 1 has ended or cannot be reached: the exchange with it failed on rank 0: {NCCL.splitlines()[0]}"
+    line = f"rank 1 has ended or cannot be reached: communication with it failed on rank 0: {NCCL.splitlines()[0]}"
     assert ended is None
     assert killed is None
     words = json.loads((tmp_path / "rank-0.json").read_text())

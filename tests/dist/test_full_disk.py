@@ -94,10 +94,12 @@ def test_a_run_that_is_started_again_on_a_full_disk_is_not_lost(disk, capfd):
     names = [event["name"] for event in json.loads((out / "trace.json").read_text())["traceEvents"]]
     assert names.count("process_name") == 4
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning")]
-    assert told[0] == f"warning: {out / 'config.toml'} cannot be written and stays as it was: {FULL}"
-    assert told[1] == f"warning: {out} cannot be written: {FULL}; the run goes on without these lines of its metrics"
+    assert told[0] == f"warning: {out / 'config.toml'} cannot be written and keeps its old content: {FULL}"
+    assert told[1] == f"warning: {out} cannot be written: {FULL}; the run continues without these lines of metrics"
     steps = (20, 25, 30, 35, 40)
-    lost = [f"the checkpoint of step {step} could not be written: {FULL}; the run goes on without it" for step in steps]
+    lost = [
+        f"the checkpoint of step {step} could not be written: {FULL}; the run continues without it" for step in steps
+    ]
     assert told[2:] == [f"warning: {line}" for line in lost]
     assert record.warnings[: len(lost)] == lost
     assert any(line.endswith(f"lines could not be written to metrics.jsonl: {FULL}") for line in record.warnings)
@@ -174,7 +176,7 @@ def test_callbacks_are_told_what_the_disk_has_room_for(disk, capfd):
     assert told == sorted(set(told))
     assert (told[0], told[-1]) == (1, 501)
     assert len(told) < 500
-    assert capfd.readouterr().err == f"warning: callbacks are not told of all events: {FULL}\n"
+    assert capfd.readouterr().err == f"warning: callbacks do not receive all events: {FULL}\n"
 
 
 def test_temporary_files_are_kept_in_memory_where_no_disk_has_room(disk, monkeypatch):

@@ -421,7 +421,7 @@ def partly_used(rank: int, algorithm: str, options: dict) -> str:
     return message_of(lambda: steps.step(rank != 1))
 
 
-PARTLY = "InputError: second: used in backward on 2 of 3 ranks only (0, 2); make every rank run the same layers"
+PARTLY = "InputError: second: got a gradient on 2 of 3 ranks only (0, 2); make every rank run the same layers"
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ def captured(rank: int) -> list[str]:
 
 def test_what_a_captured_step_uses_is_compared_after_the_capture() -> None:
     for first, second in run_ranks(3, captured, timeout_s=20):
-        assert first.startswith("InputError: second: used in backward on 1 of 3 ranks only (1);")
+        assert first.startswith("InputError: second: got a gradient on 1 of 3 ranks only (1);")
         assert second == "no error", "once per capture"
 
 
@@ -506,7 +506,7 @@ def test_usage_of_any_number_of_ranks_tells_them_apart(size: int) -> None:
 
 def test_many_partly_used_parameters_make_one_short_line() -> None:
     comm: Any = Place(0, [0, 1])
-    with pytest.raises(InputError, match=r"^a0, a1, a2 and 97 more: used in backward on 1 of 2 ranks only \(1\); "):
+    with pytest.raises(InputError, match=r"^a0, a1, a2 and 97 more: got a gradient on 1 of 2 ranks only \(1\); "):
         usage.check_usage(torch.full((1, 100), 2), [f"a{i}" for i in range(100)], comm)
 
 

@@ -83,7 +83,7 @@ def test_a_flipped_weight_names_the_rank_that_differs_from_the_others(tmp_path):
     line = faulty(3, tmp_path, "weight", at=15)
     assert line.startswith("rank 2 (host ")
     assert "has drifted from the other 2 ranks: the weight of " in line
-    assert "differs after step 20; after step 10 all ranks were the same" in line
+    assert "differs after step 20; after step 10 all ranks agreed" in line
     assert RunRecord.load(tmp_path).failure["rank"] == 2
     assert len(checkpoints(tmp_path)) == 1, "the one of step 10: nothing that has drifted is kept"
 
@@ -91,7 +91,7 @@ def test_a_flipped_weight_names_the_rank_that_differs_from_the_others(tmp_path):
 def test_a_flipped_momentum_is_found_before_it_has_reached_a_weight(tmp_path):
     line = faulty(3, tmp_path, "momentum", at=10)  # between the update and the comparison
     assert line.startswith("rank 2 (host ")
-    assert "the momentum buffer of 5.weight differs after step 10; after step 0 all ranks were the same" in line
+    assert "the momentum buffer of 5.weight differs after step 10; after step 0 all ranks agreed" in line
 
 
 def test_of_two_ranks_nobody_can_say_which_is_right(tmp_path):
@@ -117,7 +117,7 @@ def test_sharded_and_16_bit_ranks_are_compared_in_what_must_be_equal(tmp_path):
 def test_no_checkpoint_holds_values_that_are_not_finite(tmp_path):
     line = faulty(2, tmp_path, "statistics", model="toy:normed", at=20)
     assert line.startswith("rank 1 (host ")
-    assert "the buffer 1.running_var was inf or nan after step 20, and no checkpoint may hold it" in line
+    assert "the buffer 1.running_var was inf or nan after step 20, so this step was not saved" in line
     assert len(checkpoints(tmp_path)) == 1
 
 
@@ -131,7 +131,7 @@ def test_a_loss_that_is_not_finite_names_its_rank_whatever_is_logged(tmp_path):
 
 def test_gradients_that_are_never_finite_name_rank_and_layer(tmp_path):
     line = faulty(3, tmp_path, "inf_gradients", max_skipped_steps=4, log_every_steps=1)
-    assert line.startswith("4 steps in a row, the last of them step 9, were skipped because gradients were inf or nan ")
+    assert line.startswith("4 steps in a row, up to step 9, were skipped because gradients were inf or nan ")
     assert "on rank 2 (host " in line
     assert ", first in 2.weight; " in line
 
@@ -139,5 +139,5 @@ def test_gradients_that_are_never_finite_name_rank_and_layer(tmp_path):
 def test_a_few_skipped_steps_are_no_fault_and_zero_allows_any_number(tmp_path):
     assert faulty(1, tmp_path / "any", "inf_gradients", max_skipped_steps=0) == 30
     line = faulty(1, tmp_path / "alone", "inf_gradients", max_skipped_steps=20)
-    assert line.startswith("20 steps in a row, the last of them step 25, were skipped")
+    assert line.startswith("20 steps in a row, up to step 25, were skipped")
     assert "first in 2.weight; " in line

@@ -142,7 +142,7 @@ def test_a_store_that_never_answers_is_given_up() -> None:
         assert heart.places() == []
         assert heart.silent() == []
     (words,) = told
-    assert words["message"].startswith("rank 0, which keeps the store, has not responded for 1.")
+    assert words["message"].startswith("rank 0, which hosts the store, has not responded for 1.")
     assert (words["rank"], words["host"]) == (0, "a host")
     server.stdout.close()
 

@@ -163,16 +163,14 @@ def test_a_run_is_resumed_from_its_folder_alone_wherever_that_is(tmp_path):
 
     again = command("--resume", "--out", there / "moved", "--json", cwd=here)  # it is finished
     assert json.loads(again.stdout)["result"] == record["result"]
-    said = (
-        f"nothing is left to do in {there / 'moved'}: it has completed its 2 epochs; use a larger --epochs to continue"
-    )
+    said = f"nothing to do in {there / 'moved'}: it has completed its 2 epochs; use a larger --epochs to continue"
     assert said in again.stderr
     refused = command("cifar10", "--resume", "--out", there / "moved", cwd=here)
     assert refused.returncode == 2
     assert "is of recipe digits, not cifar10; leave the recipe out" in refused.stderr
     refused = command("--resume", "--out", there / "moved", "--lr", "0.123", cwd=here)
     assert refused.returncode == 2
-    assert "the saved run had another config: lr" in refused.stderr
+    assert "the config differs from that of the saved run: lr" in refused.stderr
 
 
 def test_a_run_becomes_longer_and_says_what_that_does(tmp_path):
@@ -187,7 +185,7 @@ def test_a_run_becomes_longer_and_says_what_that_does(tmp_path):
     (note,) = [line for line in record.warnings if line.startswith("--epochs")]
     assert note == (
         "--epochs 4 -> 6: the schedule now runs to epoch 6, and at epoch 4 the learning rate goes from 0.0001 to "
-        "0.04808; a run of 6 epochs from the start would give another result"
+        "0.04808; the result differs from a run started with 6 epochs"
     )
     assert hyperbatch.load_config(out).schedule.epochs == 6.0  # the next --resume goes on with them
     with pytest.raises(InputError, match="epochs 6 -> 5"):

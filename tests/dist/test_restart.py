@@ -67,7 +67,7 @@ def test_ranks_are_started_again_after_a_fault(tmp_path, unbroken, fault):
     assert done.returncode == 0, done.stderr
     assert "; restart 1 of 1" in done.stderr
     record = check_whole(out, unbroken)
-    assert [line for line in record.warnings if line.startswith("the ranks were started again")]
+    assert [line for line in record.warnings if line.startswith("the ranks were restarted")]
 
 
 def test_a_fault_that_comes_again_ends_the_run(tmp_path):
@@ -156,7 +156,7 @@ def test_resume_auto_begins_continues_and_is_done(tmp_path):
     before = (tmp_path / "run" / "record.json").stat().st_mtime_ns
     assert run(max_steps=20) == 20
     assert (tmp_path / "run" / "record.json").stat().st_mtime_ns == before
-    with pytest.raises(InputError, match=r"another config: seed 0 -> 3"):
+    with pytest.raises(InputError, match=r"differs from that of the saved run: seed 0 -> 3"):
         run(max_steps=20, seed=3)
 
 

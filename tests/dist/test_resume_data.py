@@ -99,9 +99,9 @@ OTHER_DATA = {
     "more": (add_class, r"3 classes then and 4 now \(only now: dog\); train had 24 samples and now has 32"),
     "names": (
         lambda tree: os.rename(tree / "train/ant/0.png", tree / "train/ant/9.png"),
-        "train holds as many samples",
+        "train has the same number of samples",
     ),
-    "swap": (swap, "train holds as many samples, but not the same"),
+    "swap": (swap, "train has the same number of samples, but other samples"),
     "val": (lambda tree: (tree / "val" / "cow" / "3.png").unlink(), "val had 24 samples and now has 23"),
 }
 
@@ -116,7 +116,7 @@ def begun(tree, tmp_path):
 def test_other_data_are_refused(tree, begun, kind):
     change, text = OTHER_DATA[kind]
     change(tree)
-    with pytest.raises(InputError, match=rf"--resume: the data are not those of the saved run: {text}"):
+    with pytest.raises(InputError, match=rf"--resume: the data set differs from that of the saved run: {text}"):
         train(tree, begun, resume=True)
 
 
@@ -127,7 +127,7 @@ def test_another_order_is_refused(tree, begun, tmp_path):
     write_tars(tree, tmp_path / "one")
     write_tars(tree, tmp_path / "other", order=lambda paths: sorted(paths, key=lambda path: path.name))
     train(tmp_path / "one", tmp_path / "of_tars", max_steps=4)
-    with pytest.raises(InputError, match="train holds the same samples in another order; val holds the same"):
+    with pytest.raises(InputError, match="train has the same samples in another order; val has the same"):
         train(tmp_path / "other", tmp_path / "of_tars", resume=True)
 
 
@@ -194,7 +194,7 @@ def test_sets_that_cannot_be_keys_are_compared_too():
     one, other = Own([0, 1, 0]), Own([0, 0, 1])
     saved = {split: sample_list(one).to_dict() for split in ("train", "val")}
     check_same_data(saved, classes=["a", "b"], samples=3, train=one, val=one)
-    with pytest.raises(InputError, match="val holds the same samples in another order"):
+    with pytest.raises(InputError, match="val has the same samples in another order"):
         check_same_data(saved, classes=["a", "b"], samples=3, train=one, val=other)
 
 

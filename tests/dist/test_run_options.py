@@ -57,7 +57,7 @@ def test_a_run_that_gets_no_better_stops_early_and_goes_on_with_more_patience(tm
     values = {"lr": 1e-12, "eval_every_epochs": 0.5}  # its weights hardly move: every evaluation says the same
     record = train(tmp_path, patience_evals=2, **values)
     assert [row["step"] for row in record.metrics("eval")] == [5, 10, 15]
-    note = "stopped early: the last 2 evaluations brought no better accuracy"
+    note = "stopped early: the last 2 evaluations did not improve the accuracy"
     assert note in record.warnings
     assert f"note: {note}" in capsys.readouterr().err
     again = train(tmp_path, patience_evals=2, resume=True, **values)

@@ -275,7 +275,7 @@ def test_compiling_before_the_first_step_leaves_no_trace(tmp_path, monkeypatch, 
     assert losses == expected_losses
     assert same_bits(weights, expected)
     told = [line for line in record.warnings if "compiled" in line]
-    assert told == (["kernels are compiled one after the other: no room for 3 GiB"] if failure else [])
+    assert told == (["kernels are not compiled in parallel: no room for 3 GiB"] if failure else [])
 
 
 def test_state_is_preserved_when_a_step_fails():
@@ -543,7 +543,7 @@ def captures_another_step(rank, differs):
 def test_ranks_that_captured_different_steps_are_told_before_the_first_replay():
     assert run_ranks(2, captures_another_step, False) == [("", True)] * 2
     for message, pinned in run_ranks(2, captures_another_step, True):
-        assert message.startswith("0.weight, 0.bias: used in backward on 1 of 2 ranks only (0)")
+        assert message.startswith("0.weight, 0.bias: got a gradient on 1 of 2 ranks only (0)")
         assert not pinned
 
 

@@ -214,7 +214,7 @@ def test_a_part_waits_for_the_search_of_others_until_they_end_or_its_time_is_ove
     said = capsys.readouterr()
     assert said.err.count("waiting for the searches of the other parts") == 1
     assert ("1000 s have passed" in said.err) == bool(until)
-    assert "1 of 5 runs done; the same command makes the others" in said.out
+    assert "1 of 5 runs done; run the same command again for the others" in said.out
 
 
 def test_no_run_begins_after_the_time_is_over(plan, tmp_path, capsys):

@@ -122,7 +122,7 @@ def test_a_service_that_fails_costs_no_run(tmp_path, services, monkeypatch, caps
     monkeypatch.setattr(trackers.Wandb, what, fails)
     record = hyperbatch.train(config(out=str(tmp_path / "run"), tracker="wandb", **VALUES))
     assert record.result.steps == 12
-    said = "hyperbatch: wandb fails, and the run goes on without it: no route to host\n"
+    said = "hyperbatch: wandb failed, and the run continues without it: no route to host\n"
     assert capsys.readouterr().err.count(said) == 1
 
 

@@ -138,7 +138,7 @@ def test_a_stopped_rank_is_missed_within_the_timeout(tmp_path, world_size, graph
         run.processes[victim].send_signal(signal.SIGSTOP)
         codes = run.wait(TIMEOUT_S + LEAVE_S, besides=victim)
         assert all(code not in (0, None) for rank, code in enumerate(codes) if rank != victim), codes
-        who = "rank 0, which keeps the store," if victim == 0 else "rank 1"
+        who = "rank 0, which hosts the store," if victim == 0 else "rank 1"
         assert f"{who} has not responded" in run.said(1 - victim), run.said()
 
 

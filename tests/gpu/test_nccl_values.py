@@ -233,7 +233,7 @@ def use_unevenly(rank, capture):
         run_captured(step) if capture else step()
         sync.check()
 
-    with pytest.raises(InputError, match=r"second\.\w+, second\.\w+: used in backward on 1 of \d ranks only \(0\)"):
+    with pytest.raises(InputError, match=r"second\.\w+, second\.\w+: got a gradient on 1 of \d ranks only \(0\)"):
         uneven_step()
     return True
 

@@ -70,7 +70,7 @@ def test_text_that_cannot_be_read(field, text, words):
     [
         ({"momentum": 1.0}, "--momentum 1: must be in"),
         ({"lr": -1.0}, "--lr -1: must be positive"),
-        ({"warmup_epochs": 1000.0}, "--warmup-epochs"),
+        ({"warmup_epochs": 1000.0}, "--warmup-epochs 1000 is longer than the whole run (90 epochs); use"),
         ({"batch_phases": (BatchPhase(1, 64),)}, "must start at epoch 0"),
         ({"batch_phases": (BatchPhase(0, 64), BatchPhase(0, 32))}, "epochs must increase"),
         ({"algorithm": "tree"}, "--algorithm: 'tree' is not one of flat"),
@@ -85,7 +85,7 @@ def test_text_that_cannot_be_read(field, text, words):
         ({"milestones": (-1.0, 3.0)}, "--milestones -1,3: must not be negative"),
         ({"milestones": (float("nan"),)}, "--milestones nan: must be a finite number"),
         ({"flip": False, "flip_alternates": True}, "--flip-alternates true: needs --flip"),
-        ({"optimizer": "adamw", "decoupled_weight_decay": True}, "adamw always decays beside the gradient"),
+        ({"optimizer": "adamw", "decoupled_weight_decay": True}, "adamw always decouples weight decay"),
         ({"seed": 10**400}, "must be below 2^63"),
         ({"momentun": 0.9}, "did you mean 'momentum'"),
     ],

@@ -144,7 +144,7 @@ def test_a_run_without_a_checkpoint_begins_again_as_it_was_started(capsys, tmp_p
     assert (found.recipe, found.schedule, found.run.seed) == ("cifar10_resnet", saved.schedule, 5)
     assert resolved(capsys, "digits", "--resume", "auto", "--out", tmp_path).recipe == "digits"
     assert main(["train", "digits", "--resume", "--out", str(tmp_path)]) == 2
-    assert "holds no checkpoint; --resume auto begins its run again" in capsys.readouterr().err
+    assert "holds no checkpoint; use --resume auto to start the run again" in capsys.readouterr().err
 
 
 def test_a_path_that_is_not_in_utf_8_is_kept(tmp_path):

@@ -49,7 +49,7 @@ def test_a_recipe_takes_its_own_epochs_at_its_own_batch() -> None:
 
 def test_batches_beyond_all_knowledge_are_refused() -> None:
     assert epochs_to_target(config(90), 8192, LARGEST_BATCH).high < float("inf")
-    with pytest.raises(InputError, match="a global batch of 999,999,999 is beyond prediction"):
+    with pytest.raises(InputError, match="a global batch of 999,999,999 is too large to predict"):
         epochs_to_target(config(90), 8192, 999_999_999)
 
 

@@ -73,4 +73,4 @@ def test_a_confirmed_search_is_shown_with_its_fresh_seeds(tmp_path):
     assert "| lars | 2 | 1 | 60.00 % |" in page
     assert "| lars | 1 | 1 | 99.00 % | – | – | 2 s | best of an earlier search |" in page
     assert "7 runs of `digits`, 2 of them failed; 1 of the plan are still to be made." in page
-    assert "had no part in the choice" in page
+    assert "had no part in the selection" in page

@@ -58,7 +58,7 @@ def test_a_silent_rank_is_told_by_those_who_miss_it():
 
 def test_a_rank_that_hangs_after_another_failed_is_mentioned():
     found = cause({0: 1, 1: KILL}, {0: words("11 unreadable training samples", 1.0)})
-    assert found["message"] == "11 unreadable training samples; rank 1 did not answer and was ended"
+    assert found["message"] == "11 unreadable training samples; rank 1 did not respond and was terminated"
 
 
 def test_a_broken_exchange_is_told_where_nobody_knows_more():

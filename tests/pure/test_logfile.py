@@ -49,7 +49,7 @@ def test_an_answer_that_cannot_be_written_is_an_error_of_one_line():
     words = [sys.executable, "-m", "hyperbatch", "recipes", "--json"]
     with open("/dev/full", "wb") as full:
         done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    said = "hyperbatch: the output cannot be written: No space left on device; send it to a disk with some room\n"
+    said = "hyperbatch: the output cannot be written: No space left on device; write it to a disk with free space\n"
     assert (done.returncode, done.stderr) == (1, said)
 
 
@@ -77,7 +77,7 @@ def test_a_run_whose_reader_has_left_is_not_done(monkeypatch, capsys):
 
     monkeypatch.setattr("hyperbatch.launch.train", train)
     assert main(["train"]) == 1
-    assert capsys.readouterr().err.startswith("hyperbatch: the run has ended: nobody reads the pipe")
+    assert capsys.readouterr().err.startswith("hyperbatch: the run has ended, because the pipe")
 
 
 @pytest.mark.parametrize(

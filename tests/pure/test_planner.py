@@ -131,7 +131,7 @@ def test_bad_requests_are_refused() -> None:
 def test_the_recipe_s_own_batch_is_moved_to_one_that_divides() -> None:
     values = make_plan(config(1000), cluster="abci", gpus=48).to_dict()
     assert values["global_batch"] == 21 * 48
-    assert "does not divide over 48 ranks" in values["notes"][0]
+    assert "cannot be divided by 48 ranks" in values["notes"][0]
 
 
 def test_a_sharded_update_is_shorter_and_sends_as_much() -> None:

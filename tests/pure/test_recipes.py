@@ -301,7 +301,7 @@ def test_image_sizes_follow_the_epochs(epochs):
     assert [span.image_size for span in size_spans(config)] == [24, 32]
     note = recipe.size_note(config)
     assert note is not None
-    assert "the same shares of the run as in cifar10, which has 9.5232 epochs: --size-phases 0:24," in note
+    assert "the same fractions of the run as in cifar10 (9.5232 epochs): --size-phases 0:24," in note
     assert recipe.size_note(whole) is None
 
 
@@ -384,6 +384,6 @@ def test_the_docs_list_every_recipe_with_its_claim():
 
 
 def test_fine_tuning_without_weights_is_told():
-    assert "give it those of a trained network with --init-from" in str(weights_note(get_recipe("finetune")))
+    assert "use --init-from to start from pretrained weights" in str(weights_note(get_recipe("finetune")))
     assert weights_note(get_recipe("finetune", init_from="timm")) is None
     assert weights_note(get_recipe("resnet50")) is None

@@ -107,7 +107,7 @@ def test_lines_that_cannot_be_dropped_stay_with_a_warning(tmp_path):
     with RunWriter(tmp_path, resume_from_step=4, tensorboard=False, warn=told.append) as writer:
         write_step(writer, 4)
     assert [line["step"] for line in read_metrics(tmp_path)] == [0, 5, 1, 4]
-    line = "metrics.jsonl keeps lines of steps from 4 on, which are done again: No space left on device"
+    line = "metrics.jsonl keeps the old lines of the steps from 4 on, which are repeated: No space left on device"
     assert told == writer.warnings == [line]
     assert not list(tmp_path.glob("*.partial"))
 

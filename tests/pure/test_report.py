@@ -153,7 +153,7 @@ def test_a_report_says_what_the_run_did(tmp_path):
         "exposed communication 1.5 ms",
         "fc.weight … fc.bias",
         "torus",
-        "How to run it again",
+        "How to repeat it",
         "hyperbatch train digits --nproc 2",
         "2.13.0",
     ):
@@ -337,7 +337,10 @@ def test_what_was_compiled_is_shown(tmp_path):
     assert "  compiled  12 blocks of 1 kind, 9.3 s of the set-up\n" in summary(record)
     make_run(tmp_path, compiled=made | {"regions": 1, "cache_misses": 0})
     assert "compiled the whole model 9.3 s of the set-up, from the disk" in report(tmp_path).text
-    make_run(tmp_path, compiled={"choice": "auto", "regions": 0, "reason": "auto compiles on a GPU, not on the CPU"})
+    make_run(
+        tmp_path,
+        compiled={"choice": "auto", "regions": 0, "reason": "--compile auto compiles only on a GPU, not on the CPU"},
+    )
     assert "of the set-up" not in report(tmp_path).text
 
 

@@ -135,7 +135,7 @@ def test_zero_gpus() -> None:
 
 
 def test_more_gpus_than_anything_can_be_said_of() -> None:
-    with pytest.raises(InputError, match="is beyond prediction"):
+    with pytest.raises(InputError, match="is too large to predict"):
         simulate(LARGE, gpus=[999_999_999])
 
 

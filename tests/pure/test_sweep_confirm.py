@@ -351,8 +351,8 @@ def test_the_report_says_what_was_searched_and_which_runs_confirm(points):
     assert f"{plan.count} of {plan.count} runs" in page
     assert "lr 1, 3 fresh seeds" in page
     assert "best of 4 points with 1 seed each" in page
-    assert "had no part in the choice" in page
+    assert "had no part in the selection" in page
     assert page.count("LARS, global batch 32, lr 1, confirms") == 3
     without = render_sweep(plan, [point for point in points if point.confirms is None])
     assert "confirms" not in without
-    assert "flatters an arm" in without
+    assert "is biased upwards" in without

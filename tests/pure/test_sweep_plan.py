@@ -149,7 +149,7 @@ WRONG = {
     "plan: --epochs: True is not a number": "[fixed]\nepochs = true",
     "plan, lr -1: --lr -1: must be positive": "[grid]\nlr = [-1]",
     "plan: --optimizer: 'larz' is not one of": '[fixed]\noptimizer = "larz"',
-    "plan: --warmup-epochs 50: must not be longer": "[fixed]\nwarmup_epochs = 50",
+    "plan: --warmup-epochs 50 is longer than the whole run": "[fixed]\nwarmup_epochs = 50",
     "plan: --batch-phases: (1, 2) is not a list EPOCH:VALUE": "[fixed]\nbatch_phases = [1, 2]",
     "[grid]: lr is an empty list": "[grid]\nlr = []",
     "[grid]: lr = 1 is not a list": "[grid]\nlr = 1",
@@ -164,14 +164,14 @@ WRONG = {
     "runs 1 (a) and 2 (b) are the same": '[[arms]]\nname = "a"\n[[arms]]\nname = "b"',
     "arms is empty": "arms = []",
     "arms = 3 is not a list of tables": "arms = 3",
-    "seeds = 0: no seed": "seeds = 0",
-    "seeds = [1, 1]: a seed is there twice": "seeds = [1, 1]",
+    "seeds = 0: contains no seed": "seeds = 0",
+    "seeds = [1, 1]: contains a seed twice": "seeds = [1, 1]",
     "seeds = true": "seeds = true",
     "confirm = true: give how many fresh seeds": "confirm = true",
     "confirm = -1: give how many fresh seeds": "confirm = -1",
-    "confirm = [2, 2]: a seed is there twice": "confirm = [2, 2]",
+    "confirm = [2, 2]: contains a seed twice": "confirm = [2, 2]",
     "arm 'a', confirm = 'x': give how many": '[[arms]]\nname = "a"\nconfirm = "x"',
-    "arm 'a', confirm = [3, 0]: its search has seed 0, too": (
+    "arm 'a', confirm = [3, 0]: its search already uses seed 0": (
         'confirm = [3, 0]\n[[arms]]\nname = "a"\ngrid.lr = [1, 2]'
     ),
     "arm 'a' has two values of confirm for one search": (
@@ -208,7 +208,7 @@ def test_a_plan_that_is_not_there(tmp_path, capsys):
         (["--part", "0/2"], "'0/2' is not K/N"),
         (["--until", "soon"], "'soon' is not a number of seconds"),
         (["--row", "9"], "--row 9: the plan has runs 1 to 2"),
-        (["--data", "nowhere"], "plan: --data nowhere: the digits data set takes no folder"),
+        (["--data", "nowhere"], "plan: --data nowhere: the digits data set needs no folder"),
     ],
 )
 def test_wrong_flags_are_one_line(flags, words, tmp_path, capsys):

@@ -35,7 +35,7 @@ def test_every_batch_has_ours_and_the_eager_peer(report):
     names = [row["name"] for row in report["rows"]]
     assert names == [f"batch {n} / {who}" for n in (2, 4) for who in ("hyperbatch plain", "torch eager")]
     assert report["bench"] == "step"
-    assert "GPU only" in report["notes"][0]
+    assert "only times on a GPU" in report["notes"][0]
 
 
 def test_rows_hold_what_is_promised(report):
@@ -193,8 +193,8 @@ def test_a_step_with_a_nan_is_not_finite():
         ({"precision": "bf16"}, "--precision bf16 needs a GPU"),
         ({"model": "blocky:nothing"}, "no attribute 'nothing'"),
         ({"max_autotune": True}, "max-autotune needs a GPU"),
-        ({"steps": 5}, "--steps belongs to"),
-        ({"data": "generated", "rounds": 2}, "--data runs one training and no rounds"),
+        ({"steps": 5}, "--steps needs --data"),
+        ({"data": "generated", "rounds": 2}, "--data trains once and has no rounds"),
         ({"data": "generated", "steps": 5}, "--steps 5: give at least"),
     ],
 )

@@ -193,12 +193,12 @@ def test_auto_compiles_what_has_no_fused_kernels_on_a_gpu_in_16_bits():
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"device": CPU}, "auto compiles on a GPU, not on the CPU"),
-        ({"dtype": torch.float32}, "auto compiles in fp16 and bf16"),
-        ({"deterministic": True}, "auto leaves --deterministic to torch's own kernels"),
+        ({"device": CPU}, "--compile auto compiles only on a GPU, not on the CPU"),
+        ({"dtype": torch.float32}, "--compile auto compiles only in fp16 and bf16"),
+        ({"deterministic": True}, "--compile auto does not compile with --deterministic"),
         ({"compile": "off"}, "--compile off"),
-        ({"compile": "on", "fused": True}, "fused kernels run in the place of its layers"),
-        ({"compile": "on", "bn_group_ranks": 2}, "--bn-group-ranks exchanges statistics inside of its layers"),
+        ({"compile": "on", "fused": True}, "fused kernels replace its layers"),
+        ({"compile": "on", "bn_group_ranks": 2}, "with --bn-group-ranks, its layers exchange statistics"),
     ],
 )
 def test_why_nothing_is_compiled(values, reason):

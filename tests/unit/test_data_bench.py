@@ -53,7 +53,9 @@ def test_peers_of_bench_data_are_named_on_the_command_line(flag, asked, monkeypa
 def test_a_peer_that_cannot_be_had_is_refused(monkeypatch):
     monkeypatch.setattr(peers, "_has_dali", lambda: False)
     assert peers.check_names(None) == peers.NAMES
-    with pytest.raises(InputError, match="unknown peer 'ffcv' of `bench data`; of dataloader, dali, arrays, or none"):
+    with pytest.raises(
+        InputError, match="unknown peer 'ffcv' of `bench data`; use some of dataloader, dali, arrays, or none"
+    ):
         bench_data(**TINY, peers=["ffcv"])
     with pytest.raises(InputError, match="DALI is not installed"):
         bench_data(**TINY, peers=["dali"])

@@ -471,7 +471,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
 def test_a_server_without_ranges_is_told(packed):
     server = WebServer(packed.parent, ranges=False)
     ours, _ = opened(f"{server.url}/packed", cache_gb=0.0)
-    with pytest.raises(DataError, match="does not answer range requests"):
+    with pytest.raises(DataError, match="does not support range requests"):
         contents(ours)
     server.die()
 
@@ -509,7 +509,7 @@ def test_a_cache_folder_that_cannot_be_written(server, tmp_path, monkeypatch):
 
 def test_only_local_sets_are_verified(server, capsys):
     assert main(["data", "verify", f"{server.url}/packed"]) == 2
-    assert "copy the set to this host first" in capsys.readouterr().err
+    assert "copy the data set to this host first" in capsys.readouterr().err
 
 
 def test_a_manifest_that_is_damaged_or_old_is_refused(server, packed):

@@ -496,9 +496,9 @@ def test_a_tar_that_goes_on_after_its_end_is_named(tmp_path):
     with tarfile.open(path) as tar:
         third = tar.getmembers()[2].offset
     path.write_bytes(whole[:third] + bytes(512) + whole[third + 512 :])
-    assert f"{path} cannot be read as a tar: it goes on after its end mark" in message(images(tmp_path))
+    assert f"{path} cannot be read as a tar: there is data after its end mark" in message(images(tmp_path))
     path.write_bytes(whole + whole)
-    assert f"{path} cannot be read as a tar: it goes on after its end mark" in message(images(tmp_path))
+    assert f"{path} cannot be read as a tar: there is data after its end mark" in message(images(tmp_path))
     path.write_bytes(whole + bytes(3 << 20))  # padding, of whatever length
     assert check_data(images(tmp_path)).train_samples == 5
 

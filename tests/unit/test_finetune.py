@@ -275,9 +275,9 @@ def test_what_timm_cannot_give_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", Timm(offline=True))
     for model, told in (
         ("timm/tiny", "the weights of 'tiny' cannot be fetched: no connection to the hub$"),
-        ("whitenet", "timm has no weights of whitenet; use --model timm/NAME or resnet50"),
-        ("resnet34", "timm has no pretrained weights of 'resnet34'"),
-        ("resnet50d", "timm has no pretrained weights of 'resnet50d'"),  # by its name, but this timm has none
+        ("whitenet", "timm has no weights for whitenet; use --model timm/NAME or resnet50"),
+        ("resnet34", "timm has no pretrained weights for 'resnet34'"),
+        ("resnet50d", "timm has no pretrained weights for 'resnet50d'"),  # by its name, but this timm has none
     ):
         with pytest.raises(InputError, match=told):
             pretrained_weights(model, in_channels=3)

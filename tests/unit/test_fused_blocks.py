@@ -127,7 +127,7 @@ def test_all_blocks_of_a_resnet_d_are_fused():
     assert len(model.fused.stem) == 3
     assert not [name for name, module in model.named_modules() if module in model.fused.blocks]
     model.maxpool = nn.AvgPool2d(2, 2)
-    with pytest.raises(InputError, match="maxpool is of type AvgPool2d, which the kernels do not compute"):
+    with pytest.raises(InputError, match="maxpool is of type AvgPool2d, which the kernels do not support"):
         fuse(model)
 
 
@@ -741,7 +741,7 @@ def test_reasons_are_given():
     model = residual()
     assert why_not_fused(model, torch.float16, CUDA) is None
     assert why_not_fused(alexnet(), torch.bfloat16, CUDA) is None
-    assert "Linear is none of our" in str(why_not_fused(nn.Linear(2, 2), torch.float16, CUDA))
+    assert "Linear is not a built-in" in str(why_not_fused(nn.Linear(2, 2), torch.float16, CUDA))
     model.layer1[0].conv2.bias = nn.Parameter(torch.zeros(16))  # type: ignore[index]
     assert "layer1.0.conv2 has a bias" in str(why_not_fused(model, torch.float16, CUDA))
     assert "channels" in str(why_not_fused(create_narrow(), torch.float16, CUDA))
@@ -756,8 +756,8 @@ def create_narrow():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"momentum": None}, "averages its statistics in another way"),
-        ({"track_running_stats": False}, "averages its statistics in another way"),
+        ({"momentum": None}, "has running statistics that the kernels do not support"),
+        ({"track_running_stats": False}, "has running statistics that the kernels do not support"),
         ({"affine": False}, "no fp32 scale and shift"),
         ({"dtype": torch.float16}, "no fp32 scale and shift"),
     ],
@@ -769,7 +769,7 @@ def test_other_norms_are_named(change, reason):
     model.layer2[1].bn2 = BatchNorm2d(32, **change)  # type: ignore[index]
     assert f"layer2.1.bn2 {reason}" in str(why_not_fused(model, torch.float16, CUDA)).replace("has no", "no")
     model.layer2[1].bn2 = nn.BatchNorm2d(32)  # type: ignore[index]
-    assert "in another way" in str(why_not_fused(model, torch.float16, CUDA))
+    assert "running statistics that the kernels do not support" in str(why_not_fused(model, torch.float16, CUDA))
 
 
 class Halved(Bottleneck):
@@ -812,11 +812,13 @@ TIMM_CHANGED = {
     "layer2.0.aa is of type AvgPool2d": lambda model: setattr(model.layer2[0], "aa", nn.AvgPool2d(2)),
     "maxpool is of type AdaptiveAvgPool2d": lambda model: setattr(model, "maxpool", nn.AdaptiveAvgPool2d(8)),
     "layer2.0.downsample.0 pools": lambda model: setattr(model.layer2[0].downsample[0], "ceil_mode", False),
-    "global_pool pools": lambda model: setattr(model, "global_pool", timm_reference.SelectAdaptivePool2d("max")),
+    "global_pool uses unsupported pooling": lambda model: setattr(model, "global_pool", timm_reference.SelectAdaptivePool2d("max")),
     "it drops features": lambda model: setattr(model, "drop_rate", 0.1),
-    "it computes its blocks anew": lambda model: setattr(model, "grad_checkpointing", True),
-    "bn1 averages its statistics": lambda model: setattr(model, "bn1", nn.BatchNorm2d(16)),
-    "Other is none of our": lambda model: setattr(model, "__class__", type("Other", (type(model),), {})),
+    "it recomputes its blocks": lambda model: setattr(model, "grad_checkpointing", True),
+    "bn1 has running statistics that the kernels do not support": lambda model: setattr(
+        model, "bn1", nn.BatchNorm2d(16)
+    ),
+    "Other is not a built-in": lambda model: setattr(model, "__class__", type("Other", (type(model),), {})),
 }
 
 

@@ -79,5 +79,7 @@ def test_the_config_chooses_it():
     for precision, kind in (("fp32", LARS), ("fp16", HalfLARS)):
         config = Config().override(lars_precision=precision)
         assert type(build_optimizer(config.optim, model, arena, lr=0.1)) is kind
-    with pytest.raises(InputError, match="--lars-precision fp16: needs lars or sgd, unsharded"):
+    with pytest.raises(
+        InputError, match="--lars-precision fp16: needs --optimizer lars or sgd, and --no-sharded-update"
+    ):
         Config().override(lars_precision="fp16", optimizer="muon")

@@ -250,7 +250,7 @@ def test_groups_for_ones_own_loop_have_rates_by_depth():
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1)
     assert {group["lr"] for group in optimizer.param_groups} == {lr * 0.1 for lr in (0.1, 0.2, 0.4, 0.8)}
     assert schedule.get_last_lr()
-    with pytest.raises(ValueError, match="give param_groups the lr"):
+    with pytest.raises(ValueError, match="to param_groups as lr"):
         param_groups(model, 0.05, layer_decay=0.5)
 
 

@@ -198,9 +198,9 @@ def test_mistakes_are_one_line(flowers, tmp_path, capsys):
         ([run, str(empty)], 2, "holds no images"),
         ([run, image, "--json", "--csv"], 2, "--json and --csv cannot be combined"),
         (["nowhere", image], 2, "nowhere does not exist; give the folder of a run, a checkpoint or an exported model"),
-        ([str(foreign), image], 2, "holds weights, but does not say of which model and classes"),
+        ([str(foreign), image], 2, "contains weights, but not the names of the model and the classes"),
         ([str(tmp_path / "broken.safetensors"), image], 2, "cannot be read"),
-        ([onnx, image], 2, "model.onnx is meant for other programs"),
+        ([onnx, image], 2, "model.onnx is an export for other programs"),
         (["nowhere.onnx", image], 2, "nowhere.onnx does not exist"),
         ([run, image, tmp_path / "text.jpg"], 1, "text.jpg: not a readable image"),
     ):
@@ -282,7 +282,7 @@ def test_a_checkpoint_of_an_older_version_says_what_it_lacks(digits, tmp_path):
     for name in ("mean", "std", "whole", "checksums"):
         del values[name]
     torch.save(values, tmp_path / "old.pt")
-    with pytest.raises(InputError, match="does not say how its images are normalised"):
+    with pytest.raises(InputError, match="has no normalisation of its images"):
         hyperbatch.load_model(tmp_path / "old.pt", device="cpu")
 
 
@@ -317,7 +317,10 @@ def test_code_that_a_file_names_is_not_run_unasked(tmp_path, monkeypatch, capsys
         capsys.readouterr()
         assert main([*arguments, *(["--device", "cpu"] if arguments[0] != "export" else [])]) == 2, arguments
         told = capsys.readouterr().err
-        assert "names somebodys:net as its model: code that would be imported and run; give --trust-code" in told
+        assert (
+            "names somebodys:net as its model, which is Python code that would be imported and run; use --trust-code"
+            in told
+        )
         assert not Path("ran").exists()
     for arguments in (
         ["report", "run"],

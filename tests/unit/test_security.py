@@ -49,7 +49,7 @@ def test_a_checkpoint_that_names_code_runs_none_of_it(tmp_path, monkeypatch, fie
         path="x.pt",
     )
     monkeypatch.setattr(evaluate, "load_trained", lambda path, **_: saved)
-    with pytest.raises(InputError, match=r"names evil:(model|data) as its (model|data set): code .* give --trust-code"):
+    with pytest.raises(InputError, match=r"names evil:(model|data) as its (model|data set), which is Python code .* use --trust-code"):
         evaluate.evaluate_checkpoint(tmp_path)
 
 
@@ -179,7 +179,7 @@ def test_more_processes_than_memory_are_refused(capsys):
     check_nproc(2)
     for words in (["doctor", "--collectives", "--nproc", "100000"], ["train", "digits", "--nproc", "100000"]):
         assert main(words) == 2
-        assert "--nproc 100000: this many processes need at least" in capsys.readouterr().err
+        assert "--nproc 100000: they need at least" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -104,11 +104,11 @@ def test_sigterm_before_the_first_step_is_a_preemption(tmp_path, monkeypatch):
 
     monkeypatch.setattr(launch, "_train_here", begins)
     config, before = get_recipe("digits", nproc=1, out=str(tmp_path / "run")), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Preempted, match="preempted by SIGTERM; it had saved no checkpoint yet"):
+    with pytest.raises(Preempted, match="preempted by SIGTERM; no checkpoint had been saved yet"):
         launch.train(config)
     with pytest.raises(KeyboardInterrupt) as ended:
         launch.train(config.override(preempt_signals=None))
-    assert notes_of(ended.value)[0].startswith("it had saved no checkpoint yet")
+    assert notes_of(ended.value)[0].startswith("no checkpoint had been saved yet")
     # A launcher ends the other ranks by it when one has failed: to start that again would not help.
     monkeypatch.setattr(launch, "find_ranks", lambda: Ranks(rank=1, world_size=2))
     with pytest.raises(KeyboardInterrupt):

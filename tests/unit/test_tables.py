@@ -69,7 +69,7 @@ def test_packing_is_told_in_sentences():
     )
     lines = format_pack(full).splitlines()
     assert lines[1] == "  1 shard had been written before"
-    assert lines[3] == "warning: 3 samples left out, listed in /x/skipped.txt"
+    assert lines[3] == "warning: 3 samples left out; they are listed in /x/skipped.txt"
 
 
 def test_doctor_is_a_table():

@@ -354,10 +354,10 @@ def test_what_the_kernels_do_not_compute_is_refused():
     assert why_not_fused(create_model("whitenet_deep", classes=10), torch.float16, cpu) is None
     model = _narrow()
     model.group1 = ConvGroup(model.group1[0], model.group1[0])
-    assert "group1 is no group" in why_not_fused(model, torch.float16, cpu)
+    assert "group1 is not a group" in why_not_fused(model, torch.float16, cpu)
     model = _narrow()
     model.group1[0].act = nn.GELU("tanh")
     assert "approximation" in why_not_fused(model, torch.float16, cpu)
     model = _narrow()
     model.group2[0].pool = nn.MaxPool2d(3, 2, 1)
-    assert "group2.0 pools in another way" in why_not_fused(model, torch.float16, cpu)
+    assert "group2.0 uses unsupported pooling" in why_not_fused(model, torch.float16, cpu)

@@ -172,7 +172,7 @@ def test_dropout_works_in_training_alone():
 def test_options_that_it_cannot_have():
     with pytest.raises(InputError, match="--zero-init-last-gamma: vit_s16 has no norms that end its blocks"):
         create_model("vit_s16", zero_init_last_gamma=True)
-    with pytest.raises(InputError, match="--activation silu: vit_cifar offers no choice"):
+    with pytest.raises(InputError, match="--activation silu: vit_cifar has a fixed activation"):
         create_model("vit_cifar", activation="silu")
 
 

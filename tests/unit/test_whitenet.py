@@ -116,7 +116,7 @@ def test_bn_eps_reaches_other_models():
     ("name", "options", "message"),
     [
         ("whitenet", {"zero_init_last_gamma": True}, "no trained norm scales; leave it off"),
-        ("resnet8", {"activation": "gelu"}, "--activation gelu: resnet8 offers no choice; leave it out"),
+        ("resnet8", {"activation": "gelu"}, "--activation gelu: resnet8 has a fixed activation; leave it out"),
     ],
 )
 def test_options_that_do_not_apply(name, options, message):

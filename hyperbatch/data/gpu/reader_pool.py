@@ -126,7 +126,9 @@ class ReaderPool:
             yield
         except (EOFError, OSError) as error:
             code = self._processes[worker].poll()
-            raise DataError(f"a data reading process ended ({code}); is the machine out of memory?") from error
+            raise DataError(
+                f"a worker process of the data loader ended ({code}); is the machine out of memory?"
+            ) from error
 
     @property
     def unanswered(self) -> int:

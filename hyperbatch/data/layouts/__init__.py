@@ -60,16 +60,16 @@ def recognise(path: Path | Address) -> Found:
             return found
     if not path.is_dir():
         kinds = ", ".join((*archives.SUFFIXES, *TABLES))
-        raise InputError(f"{path} is not a folder, nor a file of a kind that is read ({kinds}); see docs/data.md")
+        raise InputError(f"{path} is neither a folder nor a supported file ({kinds}); see docs/data.md")
     tree = FolderTree(path)
     if any(is_image(name) for folder in tree.folders()[:_MAX_INNER] for name in tree.within(folder).files()):
         raise InputError(
             f"{path} has class folders but no train/ and val/ folders; move each CLASS/ to {path}/train/CLASS/, and "
-            f"some of its images, a fifth say, to {path}/val/CLASS/"
+            f"about a fifth of its images to {path}/val/CLASS/"
         )
     raise InputError(
         f"{path} has no train/ and val/ folders, no train*.tar and val*.tar, no packed shards, and nothing else that "
-        "docs/data.md lists; give --data the folder that holds them"
+        "docs/data.md lists; use --data with the folder of the data set"
     )
 
 

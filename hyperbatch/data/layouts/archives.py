@@ -322,7 +322,7 @@ def _zip_members(path: Path) -> tuple[list[str], np.ndarray]:
         if member.flag_bits & 1:
             raise InputError(f"{path}: {member.filename} is encrypted; write the zip without a password")
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise InputError(f"{path}: {member.filename} is compressed by a method that is not read; use deflate")
+            raise InputError(f"{path}: {member.filename} is compressed with an unsupported method; use deflate")
         deflated = member.compress_type == zipfile.ZIP_DEFLATED
         rows[number] = (0, member.header_offset, member.compress_size, member.file_size, member.CRC, deflated)
     return [member.filename for member in members], rows

@@ -74,8 +74,8 @@ def _unpacked(files: list[Path]) -> tuple[Content, kept.Arrays]:
     path = kept.made_once(name, lambda file: _unpack(files, file))
     if path is None:
         raise InputError(
-            f"the images of {files[0].parent} are unpacked once into {kept.cache_folder()}, and that failed; set "
-            "XDG_CACHE_HOME to a folder that can be written and has room for them"
+            f"the images of {files[0].parent} could not be unpacked into {kept.cache_folder()}; set XDG_CACHE_HOME to "
+            "a writable folder with enough space"
         )
     content = Content(path, path)
     try:
@@ -83,7 +83,7 @@ def _unpacked(files: list[Path]) -> tuple[Content, kept.Arrays]:
         with np.load(io.BytesIO(content.read(start, content.length - 8 - start)), allow_pickle=False) as index:
             return content, {key: index[key] for key in index.files}
     except Exception as error:  # damaged by somebody else
-        raise InputError(f"{path} is damaged: {error}; delete it, and it is made anew") from error
+        raise InputError(f"{path} is damaged: {error}; delete it, and the next run writes it again") from error
 
 
 def _unpack(files: list[Path], out: IO[bytes]) -> None:

@@ -154,7 +154,7 @@ def _columns(path: Path, header: list[str]) -> tuple[int, int, int | None]:
         found = [header.index(name) for name in names if name in header]
         if len(found) != 1:
             problem = "no" if not found else "more than one"
-            raise InputError(f"{path} has {problem} {what} column; name one of its columns {what!r}, and no other so")
+            raise InputError(f"{path} has {problem} {what} column; name exactly one of its columns {what!r}")
         places.append(found[0])
     return places[0], places[1], header.index(_SPLIT) if _SPLIT in header else None
 

@@ -47,7 +47,7 @@ class HttpStore:
             place = response.getheader("Content-Range") if response.status in (206, 416) else None
             size = place.rpartition("/")[2] if place else response.getheader("Content-Length")
             if size is None or not size.isdigit():
-                raise Refused("the server does not say how long the file is")
+                raise Refused("the server does not report the size of the file")
             return Stat(int(size), _version(response))
 
     def read(self, name: str, start: int, stop: int, version: str | None = None) -> Iterator[bytes]:
@@ -55,7 +55,7 @@ class HttpStore:
             if response.status == 416:
                 raise Refused(f"the file ends before byte {start}")
             if response.status == 200 and start > 0:
-                raise Refused("the server does not answer range requests; use one that does, such as nginx")
+                raise Refused("the server does not support range requests; use one that does, such as nginx")
             if version not in (None, _version(response)):
                 raise Refused("the file has changed since it was opened")
             left = stop - start
@@ -83,7 +83,7 @@ class HttpStore:
                 if response.status in _REDIRECTS:
                     url = urljoin(url, response.getheader("Location") or "")
                     if urlsplit(url).scheme not in ("http", "https"):
-                        raise Refused(f"the server sends us on to {url!r}")
+                        raise Refused(f"the server redirects to {url!r}")
                     continue
                 _check_status(response)
                 yield response
@@ -99,7 +99,7 @@ class HttpStore:
             finally:
                 if not kept:
                     connection.close()
-        raise Refused("the server sends us from one address to the next")
+        raise Refused("the server redirects too many times")
 
     def _take(self, scheme: str, netloc: str) -> http.client.HTTPConnection:
         with self._lock:

@@ -57,7 +57,7 @@ class Mirror:
         except OSError as error:
             raise InputError(
                 f"the cache folder {self.folder.parent} cannot be written: {error.strerror}; "
-                "set XDG_CACHE_HOME to a folder that can"
+                "set XDG_CACHE_HOME to a writable folder"
             ) from error
 
     def _hold(self) -> bool:
@@ -201,7 +201,7 @@ def fetch_all(store: Store, files: dict[str, Stat], limit_bytes: int) -> Path:
     if total > limit_bytes:
         raise InputError(
             f"{store.url} has {total / 1e9:.1f} GB, which must be fetched before it can be read, and the cache may "
-            f"hold {limit_bytes / 1e9:g} GB; raise --data-cache-gb, or pack the set: packed shards need no room"
+            f"hold {limit_bytes / 1e9:g} GB; raise --data-cache-gb, or pack the set: packed shards need no cache"
         )
     own_name = store.url.partition("?")[0].rstrip("/").rpartition("/")[2]
     try:

@@ -34,7 +34,7 @@ class ObjectStore:
         if found.get("type") == "directory":
             raise Missing("it is a folder")
         if found.get("size") is None:
-            raise Refused("the store does not say how long the file is")
+            raise Refused("the store does not report the size of the file")
         return Stat(int(found["size"]), str(_asked(lambda: self._files.ukey(path))))
 
     def read(self, name: str, start: int, stop: int, version: str | None = None) -> Iterator[bytes]:

@@ -44,7 +44,7 @@ class RemoteShards:
     def __init__(self, address: Address, store: Store, content: bytes) -> None:
         self.manifest: Manifest = parse_manifest(content, file_url(address.url, MANIFEST))
         if self.manifest.schema == 1:
-            raise InputError(f"{address} was packed without checksums, which are needed here; pack it again")
+            raise InputError(f"{address} was packed without checksums, which remote data needs; pack it again")
         self._address, self._store = address, store
         self._version = str(zlib.crc32(content))
 
@@ -245,14 +245,16 @@ def _fill_cache(mirror: Mirror, names: list[str], stopped: threading.Event) -> N
             stat = persist(partial(mirror.store.stat, name), patient=True, stopped=stopped)
             mirror.fetch(name, stat, wait=False, stopped=stopped)
         except DiskFull as error:
-            _say(f"{error}; samples that are not kept are read from {mirror.store.url}")
+            _say(f"{error}; samples that are not cached are read from {mirror.store.url}")
             return
         except NoRoom:
             return
         except RemoteError:
             pass  # who needs the shard's samples will say so
         except OSError as error:
-            _say(f"nothing more is kept in {mirror.folder}: {error.strerror}; samples are read from {mirror.store.url}")
+            _say(
+                f"no more data is cached in {mirror.folder}: {error.strerror}; samples are read from {mirror.store.url}"
+            )
             return
         if stopped.is_set():
             return
