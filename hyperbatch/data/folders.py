@@ -203,7 +203,7 @@ class TarSource(EncodedSource):
                             spans.append((number, member.offset_data, member.size))
                     check_end(tar)
             except (ValueError, OverflowError) as error:  # a map cannot seek behind its end
-                raise InputError(f"{path} is truncated or damaged ({error}); download or write it again") from error
+                raise InputError(f"{path} is truncated or damaged ({error}); fetch or write it again") from error
             except tarfile.TarError as error:
                 raise InputError(f"{path} cannot be read as a tar: {error}; fetch or write it again") from error
         if not classes:

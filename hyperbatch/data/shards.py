@@ -263,9 +263,7 @@ def read_index(
     except OSError as error:
         raise InputError(f"{path}: {error}; pack the set again") from error
     if checksum is not None and zlib.crc32(data) != checksum:
-        raise InputError(
-            f"{path} does not match the checksum in the manifest, so labels may be wrong; pack the data set again"
-        )
+        raise InputError(f"{path} does not match the manifest's checksum, so labels may be wrong; pack the set again")
     header = _INDEX_HEADER.match(data)
     if header is None or int.from_bytes(header[1], "little") != header.end() - 10:
         raise InputError(f"{path} is not a shard index; pack the set again")

@@ -84,7 +84,7 @@ def test_the_command_line_takes_files_and_folders(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("ok: ")
     assert main(["data", "verify", str(path)]) == 2
     os.mkfifo(tmp_path / "pipe.zip")
-    assert "is not a folder" in message(tmp_path / "pipe.zip")
+    assert "is neither a folder nor a supported file" in message(tmp_path / "pipe.zip")
 
 
 def test_a_flat_validation_set_without_labels(tmp_path):
@@ -324,7 +324,7 @@ def test_webdataset_shards_without_labels_or_cut(tmp_path):
     assert "train-0.tar: sample '1' has no .cls" in message(tmp_path)
     path = Files({"0.jpg": jpeg(1), "0.cls": b"0"}).tar(tmp_path / "train-0.tar")
     path.write_bytes(path.read_bytes() * 2)
-    assert "goes on after its end mark" in message(tmp_path)
+    assert "data after its end mark" in message(tmp_path)
     path.unlink()
     assert "no shards of the train set" in message(tmp_path)
 

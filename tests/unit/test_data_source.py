@@ -191,7 +191,7 @@ def test_missing_empty_and_wrong_folders(tmp_path):
     assert "does not exist" in message(images(tmp_path / "nowhere"))
     assert "is empty" in message(images(tmp_path))
     (tmp_path / "file").write_text("x")
-    assert "is not a folder" in message(images(tmp_path / "file"))
+    assert "is neither a folder nor a supported file" in message(images(tmp_path / "file"))
     assert "no train/ and val/ folders" in message(images(tmp_path))
     assert "does not hold CIFAR-10" in message(DataConfig(dataset="cifar10", data=str(tmp_path)))
 

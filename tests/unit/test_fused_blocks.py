@@ -784,8 +784,8 @@ CHANGED = {
     "layer1.2 is of type Dropout": lambda model: model.layer1.append(nn.Dropout()),
     "layer2.0 is of type Halved": lambda model: setattr(model.layer2[0], "__class__", Halved),
     "layer1.0.conv2 is of type ParametrizedConv2d": lambda model: parametrizations.weight_norm(model.layer1[0].conv2),
-    "maxpool pools": lambda model: setattr(model, "maxpool", nn.MaxPool2d(3, 2, 1, ceil_mode=True)),
-    "layer1.0.conv2 pads": lambda model: setattr(model.layer1[0].conv2, "padding_mode", "reflect"),
+    "maxpool uses unsupported pooling": lambda model: setattr(model, "maxpool", nn.MaxPool2d(3, 2, 1, ceil_mode=True)),
+    "layer1.0.conv2 uses unsupported padding": lambda model: setattr(model.layer1[0].conv2, "padding_mode", "reflect"),
 }
 
 
@@ -806,18 +806,20 @@ def gate_of(channels, **changes):
 
 TIMM_CHANGED = {
     "layer1.0.se is of type Dropout": lambda model: setattr(model.layer1[0], "se", nn.Dropout()),
-    "layer1.0.se gates": lambda model: setattr(model.layer1[0], "se", gate_of(32, act=nn.SiLU())),
-    "layer2.0.se gates": lambda model: setattr(model.layer2[0], "se", gate_of(64, add_maxpool=True)),
+    "layer1.0.se uses an unsupported gate": lambda model: setattr(model.layer1[0], "se", gate_of(32, act=nn.SiLU())),
+    "layer2.0.se uses an unsupported gate": lambda model: setattr(model.layer2[0], "se", gate_of(64, add_maxpool=True)),
     "layer2.0.drop_path is of type Dropout": lambda model: setattr(model.layer2[0], "drop_path", nn.Dropout()),
     "layer2.0.aa is of type AvgPool2d": lambda model: setattr(model.layer2[0], "aa", nn.AvgPool2d(2)),
     "maxpool is of type AdaptiveAvgPool2d": lambda model: setattr(model, "maxpool", nn.AdaptiveAvgPool2d(8)),
-    "layer2.0.downsample.0 pools": lambda model: setattr(model.layer2[0].downsample[0], "ceil_mode", False),
-    "global_pool uses unsupported pooling": lambda model: setattr(model, "global_pool", timm_reference.SelectAdaptivePool2d("max")),
+    "layer2.0.downsample.0 uses unsupported pooling": lambda model: setattr(
+        model.layer2[0].downsample[0], "ceil_mode", False
+    ),
+    "global_pool uses unsupported": lambda model: setattr(
+        model, "global_pool", timm_reference.SelectAdaptivePool2d("max")
+    ),
     "it drops features": lambda model: setattr(model, "drop_rate", 0.1),
     "it recomputes its blocks": lambda model: setattr(model, "grad_checkpointing", True),
-    "bn1 has running statistics that the kernels do not support": lambda model: setattr(
-        model, "bn1", nn.BatchNorm2d(16)
-    ),
+    "bn1 has running statistics": lambda model: setattr(model, "bn1", nn.BatchNorm2d(16)),
     "Other is not a built-in": lambda model: setattr(model, "__class__", type("Other", (type(model),), {})),
 }
 

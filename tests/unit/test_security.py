@@ -49,7 +49,9 @@ def test_a_checkpoint_that_names_code_runs_none_of_it(tmp_path, monkeypatch, fie
         path="x.pt",
     )
     monkeypatch.setattr(evaluate, "load_trained", lambda path, **_: saved)
-    with pytest.raises(InputError, match=r"names evil:(model|data) as its (model|data set), which is Python code .* use --trust-code"):
+    with pytest.raises(
+        InputError, match=r"names evil:(model|data) as its (model|data set), which is Python code .* use --trust-code"
+    ):
         evaluate.evaluate_checkpoint(tmp_path)
 
 
