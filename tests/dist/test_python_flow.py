@@ -213,7 +213,7 @@ def test_paths_are_kept_so_that_they_are_found_from_anywhere(tmp_path, monkeypat
 def test_a_run_that_is_over_says_what_would_let_it_go_on(tmp_path, capfd):
     def said(**values):
         hyperbatch.train(config(out=str(tmp_path / "run"), nproc=1, resume=True, **values))
-        return next(line for line in capfd.readouterr().err.splitlines() if line.startswith("nothing is left"))
+        return next(line for line in capfd.readouterr().err.splitlines() if line.startswith("nothing to do"))
 
     values = {"lr": 1e-12, "eval_every_epochs": 0.5, "target_top1": 0.01}
     hyperbatch.train(config(out=str(tmp_path / "run"), nproc=1, **values))
