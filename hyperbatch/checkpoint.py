@@ -406,10 +406,10 @@ def start_from(model: nn.Module, weights: Weights, *, classes: Sequence[str] | N
     fill_model(model, body | {name: param.detach() for name, param in own.items()}, where=where)
     ours, theirs = own.get(f"{head}.weight"), weights.tensors.get(f"{head}.weight")
     if ours is None or theirs is None:
-        return f"the head ({head}) starts anew: {where} has none"
+        return f"the head ({head}) is initialised anew: {where} has none"
     if len(ours) == len(theirs):
-        return f"the head ({head}) starts anew: {where} was trained for {len(theirs):,} other classes"
-    return f"the head ({head}) starts anew with {len(ours):,} classes: {where} was trained for {len(theirs):,}"
+        return f"the head ({head}) is initialised anew: {where} was trained for {len(theirs):,} other classes"
+    return f"the head ({head}) is initialised anew with {len(ours):,} classes: {where} was trained for {len(theirs):,}"
 
 
 def head_of_others(model: nn.Module, weights: Weights, classes: Sequence[str] | None) -> str | None:

@@ -61,7 +61,7 @@ def train(config: Config, callbacks: Iterable[Any] = ()) -> RunRecord:
 def _train(config: Config, callbacks: Iterable[Any], ranks: Ranks | None) -> RunRecord:
     hooks = Hooks([*callbacks, *trackers_of(config)] if ranks is None or ranks.rank == 0 else ())
     if config.run.resume != "no" and not config.run.out:
-        raise InputError("--resume needs the folder of the run to continue: give it with --out")
+        raise InputError("--resume needs the folder of the run to continue; add --out DIR")
     if ranks is None:
         nproc = config.run.nproc or default_nproc(config.run.device)
         check_nproc(nproc)

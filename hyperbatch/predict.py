@@ -202,7 +202,7 @@ def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
         if path.is_dir():
             inside = [str(path / name) for name in FolderTree(path).images()]
             if not inside:
-                raise InputError(f"{path} holds no images")
+                raise InputError(f"{path} has no images")
             found += inside
         elif path.exists():
             found.append(str(path))

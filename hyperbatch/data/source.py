@@ -324,14 +324,14 @@ def data_path(config: DataConfig) -> Path:
     """The --data folder or file; InputError when it is not given, missing, or an empty folder. What is at
     an address is fetched."""
     if not config.data:
-        raise InputError(f"dataset {config.dataset!r} needs a data folder; give --data DIR")
+        raise InputError(f"dataset {config.dataset!r} needs a data folder; add --data DIR")
     if is_address(config.data):
         from hyperbatch.data.remote.source import fetched
 
         return fetched(_address(config))
     folder = Path(config.data)
     if not folder.exists():
-        raise InputError(f"data folder {folder} does not exist; give --data DIR")
+        raise InputError(f"data folder {folder} does not exist; check --data")
     if not folder.is_dir():
         return folder
     try:

@@ -62,7 +62,7 @@ def claimed(out: Path, *, resume: str) -> Iterator[None]:
     kernel lets go of the lock when the process ends, however it ends.
     """
     if resume == "yes" and not out.is_dir():
-        raise InputError(f"--resume: {out} does not exist; give --out the folder of the run to continue")
+        raise InputError(f"--resume: {out} does not exist; use --out with the folder of the run to continue")
     existed = out.is_dir()
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -83,9 +83,9 @@ def _value(name: str, value: Any, known: Mapping[str, FieldSpec], *, section: st
         raise InputError(f"unknown config field {name!r}{nearest(name, [*known, GLOBAL_BATCH])}")
     spec = known[name]
     if section not in (None, spec.section):
-        raise InputError(f"{name} is in [{section}], but belongs into [{spec.section}]")
+        raise InputError(f"{name} is in [{section}], but belongs in [{spec.section}]")
     if not spec.repeated:
-        raise InputError(f"{name} does not belong into a config file; give {spec.flag} on the command line")
+        raise InputError(f"{name} does not belong in a config file; use {spec.flag} on the command line")
     return spec.read(value)
 
 

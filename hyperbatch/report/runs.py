@@ -60,7 +60,7 @@ def check_run(folder: Path, files: tuple[str, ...] = ("record.json", "metrics.js
 
 
 def _not_a_run(path: Path, why: str) -> InputError:
-    return InputError(f"{path} is not a run folder: it {why}; give the folder that `hyperbatch train` named")
+    return InputError(f"{path} is not a run folder: it {why}; use a folder that `hyperbatch train` has written")
 
 
 def load_run(folder: Path) -> Run:

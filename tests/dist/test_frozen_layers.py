@@ -87,7 +87,7 @@ def test_a_run_with_layer_decay_resumes_and_its_record_tells_the_rates(tmp_path,
 def test_a_new_head_is_said_once_and_its_run_goes_on_without_the_file(tmp_path, base):
     values = {"model": "toy:normed", "dataset": "toy:renamed", "init_from": str(base)}
     record, _ = train(2, tmp_path, max_steps=3, **values)
-    line = f"the head (5) starts anew: {base} was trained for 4 other classes"
+    line = f"the head (5) is initialised anew: {base} was trained for 4 other classes"
     assert record["warnings"] == [line]
     assert record["classes"] == ["e", "f", "g", "h"]
     record, _ = train(2, tmp_path, max_steps=5, resume=True, **{**values, "init_from": "gone"})

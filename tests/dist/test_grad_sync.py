@@ -500,7 +500,9 @@ def test_usage_of_any_number_of_ranks_tells_them_apart(size: int) -> None:
         usage.check_usage(total, names, comm)  # nobody used them
         return
     users = "11" if size == 3 else f"11-{size + 8}"
-    with pytest.raises(InputError, match=rf"layer3, layer7: got a gradient on {size - 2} of {size} ranks only \({users}\)"):
+    with pytest.raises(
+        InputError, match=rf"layer3, layer7: got a gradient on {size - 2} of {size} ranks only \({users}\)"
+    ):
         usage.check_usage(total, names, comm)
 
 

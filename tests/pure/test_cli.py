@@ -150,7 +150,7 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["train", "digits", "cifar10"], "'cifar10' is an unexpected argument"),
         (["train", "--recipe", "digits"], "write the name of the recipe without a flag"),
         (["train", "--resume", "--out", "nowhere"], "nowhere does not exist"),
-        (["train", "--resume"], "--resume needs the folder of the run to continue: give it with --out"),
+        (["train", "--resume"], "--resume needs the folder of the run to continue; add --out DIR"),
         (["train", "--data", "somewhere"], "--data somewhere: the digits data set needs no folder"),
         (["train", "--init-from", "nowhere.pt"], "--init-from nowhere.pt: no such file"),
         (["train", "--init-from", "nowhere.pt", "--dry-run"], "--init-from nowhere.pt: no such file"),

@@ -97,11 +97,11 @@ def test_layers_are_checked_together():
     ("text", "words"),
     [
         ("epoch = 5", "unknown config field 'epoch'; did you mean 'epochs'?"),
-        ("[optim]\nepochs = 5", "epochs is in [optim], but belongs into [schedule]"),
+        ("[optim]\nepochs = 5", "epochs is in [optim], but belongs in [schedule]"),
         ("epochs = 5\n[schedule]\nepochs = 6", "epochs is set twice"),
         ('epochs = "ten"', "--epochs: 'ten' is not a number"),
         ("epochs = true", "--epochs: True is not a number"),
-        ('out = "here"', "out does not belong into a config file; give --out on the command line"),
+        ('out = "here"', "out does not belong in a config file; use --out on the command line"),
         ("global_batch = 0", "global_batch = 0 is not a positive whole number"),
         ("global_batch = 64\nbatch_phases = [[0, 32]]", "leave out global_batch"),
         ("recipe = 3", "recipe = 3 is not a text"),

@@ -181,7 +181,7 @@ def test_a_head_for_other_classes_starts_anew():
     model, fresh = network(classes=3), network(classes=3)
     theirs = network(classes=9, seed=1).state_dict()
     line = start_from(model, Weights(theirs, None), classes=None, where="base.pt")
-    assert line == "the head (5) starts anew with 3 classes: base.pt was trained for 9"
+    assert line == "the head (5) is initialised anew with 3 classes: base.pt was trained for 9"
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, (fresh.state_dict() if name.startswith("5") else theirs)[name]), name
 
@@ -190,7 +190,7 @@ def test_a_head_of_as_many_other_classes_starts_anew_where_names_are_known():
     theirs = network(seed=1).state_dict()
     for ours, known, line in (
         ("abcd", "abcd", None),
-        ("abcd", "abce", "the head (5) starts anew: base was trained for 4 other classes"),
+        ("abcd", "abce", "the head (5) is initialised anew: base was trained for 4 other classes"),
         ("abcd", None, None),
         (None, "abcd", None),
     ):
@@ -204,7 +204,10 @@ def test_a_head_of_as_many_other_classes_starts_anew_where_names_are_known():
 def test_weights_without_a_head_are_taken():
     theirs = {name: tensor for name, tensor in network(seed=1).state_dict().items() if not name.startswith("5")}
     model = network()
-    assert start_from(model, Weights(theirs, None), classes=None, where="x") == "the head (5) starts anew: x has none"
+    assert (
+        start_from(model, Weights(theirs, None), classes=None, where="x")
+        == "the head (5) is initialised anew: x has none"
+    )
     assert torch.equal(model[0].weight, theirs["0.weight"])
 
 
@@ -255,7 +258,7 @@ def test_timms_weights_are_fetched_when_asked_for_and_the_dry_run_fetches_nothin
     config = Config().override(model=model, init_from="timm")
     made = initial_model(config, Ranks(), classes=5, in_channels=1, notes=notes)
     name = model.removeprefix("timm/")
-    assert notes == [f"the head (fc) starts anew with 5 classes: timm's {name} was trained for 9"]
+    assert notes == [f"the head (fc) is initialised anew with 5 classes: timm's {name} was trained for 9"]
     assert torch.all(made.conv1.weight == 0.5)
     assert made.fc.weight.shape == (5, 512)
     assert timm.asked[-1] == (name, 9, 1, True)
@@ -263,7 +266,7 @@ def test_timms_weights_are_fetched_when_asked_for_and_the_dry_run_fetches_nothin
     command = ["train", "digits", "--model", model, "--image-size", "32", "--init-from", "timm", "--dry-run"]
     assert main([*command, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["start_note"]
-    assert told == f"the head (fc) starts anew with 10 classes: timm's {name} was trained for 9"
+    assert told == f"the head (fc) is initialised anew with 10 classes: timm's {name} was trained for 9"
     assert not any(pretrained for *_, pretrained in timm.asked)
     assert main(command) == 0
     assert f"note      {told}" in capsys.readouterr().out

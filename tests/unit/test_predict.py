@@ -195,7 +195,7 @@ def test_mistakes_are_one_line(flowers, tmp_path, capsys):
     empty.mkdir()
     for arguments, code, told in (
         ([run, "nowhere.jpg"], 2, "nowhere.jpg does not exist; give image files or folders of them"),
-        ([run, str(empty)], 2, "holds no images"),
+        ([run, str(empty)], 2, "has no images"),
         ([run, image, "--json", "--csv"], 2, "--json and --csv cannot be combined"),
         (["nowhere", image], 2, "nowhere does not exist; give the folder of a run, a checkpoint or an exported model"),
         ([str(foreign), image], 2, "contains weights, but not the names of the model and the classes"),
@@ -223,7 +223,7 @@ def test_the_data_of_a_run_is_found_from_any_folder(flowers, tmp_path, monkeypat
         assert main(["eval", str(path), "--device", "cpu"]) == 0, capsys.readouterr().err
     (run / "config.toml").unlink()
     assert main(["eval", str(run), "--device", "cpu"]) == 2
-    assert "data folder data does not exist; give --data DIR" in capsys.readouterr().err
+    assert "data folder data does not exist; check --data" in capsys.readouterr().err
 
 
 def test_an_export_is_all_that_prediction_and_evaluation_need(flowers, tmp_path, capsys):
@@ -242,7 +242,7 @@ def test_an_export_is_all_that_prediction_and_evaluation_need(flowers, tmp_path,
     told = evaluate_checkpoint(path, data=str(root / "data"), device="cpu")
     assert (told["top1"], told["samples"], told["weights"]) == (record.result.top1, 15, "averaged")
     assert main(["eval", str(path), "--device", "cpu"]) == 2
-    assert "dataset 'images' needs a data folder; give --data DIR" in capsys.readouterr().err
+    assert "dataset 'images' needs a data folder; add --data DIR" in capsys.readouterr().err
     assert main(["eval", str(path), "--device", "cpu", "--weights", "trained"]) == 2
     assert "holds averaged weights only" in capsys.readouterr().err
     assert main(["export", str(path), "--output", str(tmp_path / "again.safetensors")]) == 0

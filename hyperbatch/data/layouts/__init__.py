@@ -69,7 +69,7 @@ def recognise(path: Path | Address) -> Found:
         )
     raise InputError(
         f"{path} has no train/ and val/ folders, no train*.tar and val*.tar, no packed shards, and nothing else that "
-        "docs/data.md lists; use --data with the folder of the data set"
+        "docs/data.md lists; use the folder of the data set"
     )
 
 
