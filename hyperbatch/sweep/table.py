@@ -213,8 +213,13 @@ def percent(share: float | None) -> str:
 
 
 def seconds(values: Spread) -> str:
-    text = units.NONE if values.mean is None else f"{values.mean:.4g} s"
-    return _with_interval(text, f"{values.half_width or 0:.2g} s", values)
+    text = units.NONE if values.mean is None else f"{_significant(values.mean, 4)} s"
+    return _with_interval(text, f"{_significant(values.half_width or 0.0, 2)} s", values)
+
+
+def _significant(value: float, digits: int) -> str:
+    """At least so many digits, and never an exponent for what is large."""
+    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
 
 def _with_interval(mean: str, half: str, values: Spread) -> str:

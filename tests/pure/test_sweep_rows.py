@@ -18,7 +18,7 @@ from hyperbatch.sweep.plan import parse_plan
 from hyperbatch.sweep.rows import Row, append_row, latest, note_environment, of_plan, read_rows
 from hyperbatch.sweep.sharing import held
 from hyperbatch.sweep.statistics import spread, t_probability, t_quantile
-from hyperbatch.sweep.table import best_points, columns, format_points, points_of
+from hyperbatch.sweep.table import best_points, columns, format_points, points_of, seconds
 
 
 def row(top1=0.9, *, arm="LARS", seed=0, error=None, conditions=None, search=None, digest="", **result):
@@ -92,6 +92,15 @@ def test_a_torn_line_costs_its_own_row_only(tmp_path):
     assert [found.seed for found in read_rows(tmp_path)] == [0, 1]
 
 
+@pytest.mark.parametrize("line", ["[]", "3", "null", '"text"', "{}", '{"run": 2}', '{"run": 2, "arm": "\udcff'])
+def test_a_line_that_is_no_row_is_left_out(tmp_path, line):
+    append_row(tmp_path, row(seed=0))
+    with (tmp_path / "rows.jsonl").open("ab") as file:
+        file.write(line.encode(errors="surrogateescape") + b"\n")
+    append_row(tmp_path, row(seed=1))
+    assert [found.seed for found in read_rows(tmp_path)] == [0, 1]
+
+
 def _append_many(folder, first):
     for seed in range(first, first + 40):
         append_row(folder, row(seed=seed, note="x" * 5000))
@@ -119,12 +128,22 @@ def test_rows_follow_the_plan_as_it_is_now():
 
 
 def test_one_command_at_a_time_fills_a_part(tmp_path):
-    with held(tmp_path, "part-1-of-1"):
-        with pytest.raises(InputError, match="another sweep"), held(tmp_path, "part-1-of-1"):
+    with held(tmp_path, (1, 2)):
+        with pytest.raises(InputError, match="another sweep"), held(tmp_path, (1, 2)):
             pass
-        with held(tmp_path, "part-2-of-2"):
+        with held(tmp_path, (2, 2)):
             pass
-    with held(tmp_path, "part-1-of-1"):
+    with held(tmp_path, (1, 2)):
+        pass
+
+
+def test_commands_that_divide_the_runs_differently_do_not_share_a_folder(tmp_path):
+    """Both would make most of the runs."""
+    with held(tmp_path, (1, 1)), pytest.raises(InputError, match="with one N"), held(tmp_path, (2, 2)):
+        pass
+    with held(tmp_path, (2, 2)), pytest.raises(InputError, match="with one N"), held(tmp_path, (1, 12)):
+        pass
+    with held(tmp_path, (1, 1)):
         pass
 
 
@@ -186,6 +205,20 @@ def test_the_table_has_a_line_a_point_and_a_column_for_other_accuracies():
 
 
 # --- the report
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([0.76, 0.77], "0.765 s ± 0.064 s"),
+        ([210.0, 250.0], "230 s ± 254 s"),
+        ([12000.0, 12345.6], "12,173 s ± 2,196 s"),
+        ([3.0], "3 s"),
+        ([], "–"),
+    ],
+)
+def test_times_have_no_exponents(values, text):
+    assert seconds(spread(values)) == text
 
 
 def test_the_charts_compare_arms_at_their_best_and_show_each_search():
