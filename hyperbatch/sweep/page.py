@@ -25,6 +25,7 @@ from hyperbatch.sweep.table import (
     compared,
     found,
     interval_note,
+    is_unconfirmed,
     percent,
     progress,
     setting_names,
@@ -70,7 +71,9 @@ def _arms(points: Sequence[PointResult]) -> Html | None:
     rows = []
     for values, here in lines:
         highest = max((point.top1.mean or 0.0 for point in here if point is not None), default=None)
-        cells = [units.NONE if point is None else _cell(point, best=point.top1.mean == highest) for point in here]
+        cells = [
+            units.NONE if point is None else _cell(point, points, best=point.top1.mean == highest) for point in here
+        ]
         rows.append([*values, *cells])
     searched = any(point.search for point in points)
     note = CONFIRM_NOTE if any(point.confirms for point in points) else SEARCH_NOTE
@@ -79,11 +82,12 @@ def _arms(points: Sequence[PointResult]) -> Html | None:
     return card("Arms compared", lead + interval_note(), table(head, rows, cls="compare stack"))
 
 
-def _cell(point: PointResult, *, best: bool) -> Html:
+def _cell(point: PointResult, points: Sequence[PointResult], *, best: bool) -> Html:
     text = accuracy(point.top1) if point.top1.n else "every run failed"
     runs = units.plural(len(point.rows), "run" if point.confirms is None else "fresh seed")
     failed = f"{point.failed} failed" if point.failed else ""
-    more = el("span", f" {', '.join(filter(None, [found(point), runs, failed]))}", cls="note")
+    chosen = "not confirmed" if is_unconfirmed(point, points) else ""
+    more = el("span", f" {', '.join(filter(None, [found(point), runs, failed, chosen]))}", cls="note")
     return join(el("span", text, cls="best") if best else text, more)
 
 

@@ -135,6 +135,17 @@ def best_points(points: Iterable[PointResult]) -> dict[Place, PointResult]:
     return best
 
 
+def is_unconfirmed(point: PointResult, points: Iterable[PointResult]) -> bool:
+    """Whether it stands for an arm because it was the best of several, by the very runs that are shown."""
+    rivals = {key_of(other.search) for other in points if other.place == point.place and other.confirms is None}
+    return point.confirms is None and len(rivals) > 1
+
+
+def counted(point: PointResult) -> str:
+    """`10`, or `9 + 1 failed`."""
+    return str(point.top1.n) + (f" + {point.failed} failed" if point.failed else "")
+
+
 def _merit(point: PointResult) -> tuple[bool, float]:
     return point.confirms is not None, -1.0 if point.top1.mean is None else point.top1.mean
 
@@ -194,8 +205,7 @@ def columns(points: Sequence[PointResult]) -> tuple[list[str], list[list[str]]]:
         shown = [show(point.settings[name]) if name in point.settings else units.NONE for name in names]
         top1 = point.top1
         low_high = f"{percent(top1.low)} to {percent(top1.high)}" if top1.n > 1 else units.NONE
-        count = str(top1.n) + (f" + {point.failed} failed" if point.failed else "")
-        row = [point.arm, *shown, count, accuracy(top1), percent(top1.deviation), low_high]
+        row = [point.arm, *shown, counted(point), accuracy(top1), percent(top1.deviation), low_high]
         row += [accuracy(point.measures[name]) if name in point.measures else units.NONE for name in more]
         row += [seconds(point.measures[name]) for name in times]
         rows.append([*row, str(point.confirms or units.NONE)] if confirmed else row)
