@@ -29,13 +29,13 @@ from hyperbatch.sweep.table import (
     accuracy,
     arms_of,
     columns,
-    compared,
     counted,
     found,
     interval_note,
     is_unconfirmed,
     points_of,
     progress,
+    side_by_side,
 )
 from hyperbatch.sweep.values import key_of
 
@@ -211,12 +211,12 @@ def points_page(record: Record) -> str:
 
 
 def comparison(points: Sequence[PointResult]) -> str:
-    """Conditions down, arms across, each arm at the best point of its own search."""
-    names, lines = compared(points)
-    rows = [
-        [*values, *(units.NONE if point is None else _cell(point, points) for point in here)] for values, here in lines
-    ]
-    return markdown([*(name.replace("_", " ") for name in names), *arms_of(points)], rows)
+    """Each arm at the best point of its own search."""
+
+    def cells(here: Sequence[PointResult | None]) -> list[str]:
+        return [units.NONE if point is None else _cell(point, points) for point in here]
+
+    return markdown(*side_by_side(points, arms_of(points), cells))
 
 
 def _cell(point: PointResult, points: Sequence[PointResult]) -> str:

@@ -161,6 +161,7 @@ td { overflow-wrap: anywhere; }
 .compare th, .compare td { padding-right: 14px; }
 .compare td:last-child { white-space: normal; overflow-wrap: normal; }
 .compare td .note { display: block; white-space: normal; margin: 0; }
+.figure { white-space: nowrap; }
 .best { font-weight: 700; color: var(--good); }
 .swatch { display: inline-block; width: 10px; height: 10px; border-radius: 3px; margin-right: 8px; }
 .config { columns: 3 270px; column-gap: 36px; margin-top: 10px; }

@@ -381,5 +381,6 @@ def _check_distinct(runs: Sequence[PlannedRun]) -> None:
         twin = seen.setdefault(run.digest, run)
         if twin is not run:
             raise InputError(
-                f"runs {twin.number} ({title(twin.point)}) and {run.number} ({title(run.point)}) are the same"
+                f"runs {twin.number} ({title(twin.point)}) and {run.number} ({title(run.point)}) are the same; "
+                "leave out one of them"
             )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from hyperbatch.report import units
 from hyperbatch.sweep.plan import Place, Plan, setting
@@ -16,6 +17,7 @@ CONFIRM_NOTE = (
     "A point that confirms has the mean of fresh seeds, which had no part in the choice; one that is only the best of "
     "its search is flattered by the seeds that it was chosen with."
 )
+ACROSS = 5  # arms for which a page is wide enough
 OTHER_ACCURACIES = {"top1_plain": "top-1 without test-time augmentation"}
 TIMES = {"run_s": "whole run", "train_s": "training", "time_to_target_s": "to target"}
 MEASURES = ("run_s", "train_s", "time_to_target_s", "setup_s", "eval_s", "wall_s", "epochs", "steps")
@@ -174,6 +176,25 @@ def compared(points: Sequence[PointResult]) -> tuple[list[str], list[tuple[list[
     names = list(dict.fromkeys(name for point in points for name in point.conditions))
     places = sorted({key_of(point.conditions) for point in points}, key=lambda place: [_in_order(v) for _, v in place])
     return names, [([value for _, value in place], [best.get((place, arm)) for arm in arms]) for place in places]
+
+
+def side_by_side(
+    points: Sequence[PointResult], arms: Sequence[Any], cells: Callable[[Sequence[PointResult | None]], Sequence[Any]]
+) -> tuple[list[Any], list[list[Any]]]:
+    """The arms compared, as (head, rows): conditions down and arms across, or arms down where they are many.
+
+    arms: their names as they are shown. cells: what is shown of the points of one condition.
+    """
+    names, lines = compared(points)
+    if len(arms) <= ACROSS:
+        head = [*(name.replace("_", " ") for name in names), *arms]
+        return head, [[*values, *cells(here)] for values, here in lines]
+    conditions = [
+        ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in zip(names, values, strict=True)) or "top-1"
+        for values, _ in lines
+    ]
+    columns = [cells(here) for _, here in lines]
+    return ["arm", *conditions], [[arm, *(column[i] for column in columns)] for i, arm in enumerate(arms)]
 
 
 def _in_order(text: str) -> tuple[float, str]:

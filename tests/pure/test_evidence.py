@@ -44,14 +44,14 @@ def test_a_record_is_whole(folder):
 def test_a_row_of_a_later_run_is_on_the_page(tmp_path):
     folder = tmp_path / "records" / "2030-01-01_new"
     folder.mkdir(parents=True)
-    (folder / "plan.toml").write_text('recipe = "digits"\nabout = "Newer."\n[grid]\nlr = [0.5, 1.0]\n')
+    (folder / "plan.toml").write_text('recipe = "digits"\nabout = "Newer."\n[grid]\nlr = [0.5, 0.7, 1.0]\n')
     (folder / "environment.json").write_text('[{"device": "chip", "torch": "3"}]')
-    for lr, top1, error in ((0.5, 0.25, None), (1.0, None, "the loss became nan")):
+    for lr, top1, error in ((0.5, 0.25, None), (0.7, 0.5, None), (1.0, None, "the loss became nan")):
         place = {"conditions": {"lr": lr}, "digest": str(lr), "error": error, "result": {"top1": top1, "train_s": 2.5}}
         append_row(folder, Row(run=1, arm="plan", seed=0, recipe="digits", commit="abc", **place))
     files = evidence.write_all(tmp_path)
     page = files[tmp_path / "docs" / "evidence.md"]
-    assert "2 runs of `digits`, 1 of them failed. Made on chip, torch 3, commit abc." in page
+    assert "3 runs of `digits`, 1 of them failed. Made on chip, torch 3, commit abc." in page
     assert "| plan | 0.5 | 1 | 25.00 % |" in page
     assert "| plan | 1 | 0 + 1 failed |" in page
     xml.fromstring(files[tmp_path / "docs" / "pictures" / "evidence_2030-01-01_new.svg"])

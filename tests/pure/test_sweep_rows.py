@@ -12,13 +12,14 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from hyperbatch.errors import InputError
+from hyperbatch.report import units
 from hyperbatch.sweep.charts import comparison_chart, search_charts, seeds_chart
 from hyperbatch.sweep.page import render_sweep
 from hyperbatch.sweep.plan import parse_plan
 from hyperbatch.sweep.rows import Row, append_row, latest, note_environment, of_plan, read_rows
 from hyperbatch.sweep.sharing import held
 from hyperbatch.sweep.statistics import spread, t_probability, t_quantile
-from hyperbatch.sweep.table import best_points, columns, format_points, points_of, seconds
+from hyperbatch.sweep.table import ACROSS, best_points, columns, format_points, points_of, seconds, side_by_side
 
 
 def row(top1=0.9, *, arm="LARS", seed=0, error=None, conditions=None, search=None, digest="", **result):
@@ -205,6 +206,49 @@ def test_the_table_has_a_line_a_point_and_a_column_for_other_accuracies():
 
 
 # --- the report
+
+
+def test_an_interval_is_drawn_as_far_as_accuracies_go():
+    """Of two seeds it is 12.7 deviations wide, and made the axis begin at - 100 %."""
+    found = [row(top1, seed=seed, conditions={"lr": lr}) for lr in (1, 2) for seed, top1 in enumerate((0.2, 0.9))]
+    chart = comparison_chart(points_of(found))
+    assert (chart.bands[0].low, chart.bands[0].high) == ([0.0, 0.0], [1.0, 1.0])
+
+
+def test_a_search_of_which_one_point_is_left_has_no_chart():
+    found = [row(0.9, search={"lr": 1.0}), row(None, search={"lr": 2.0}, error="diverged")]
+    assert search_charts(points_of(found)) == []
+
+
+def test_many_arms_stand_below_each_other():
+    """Side by side the last of them were beyond the edge of the page."""
+    names = [f"arm {i}" for i in range(ACROSS + 1)]
+    found = [row(0.9, arm=name, conditions={"global_batch": b}) for name in names for b in (256, 64)]
+    cells = [units.NONE, "x"]
+    for count, shape in ((ACROSS, (2, 1 + ACROSS)), (ACROSS + 1, (ACROSS + 1, 3))):
+        few = points_of(r for r in found if r.arm in names[:count])
+        head, rows = side_by_side(few, names[:count], lambda here: [cells[point is not None] for point in here])
+        assert (len(rows), len(head), {len(line) for line in rows}) == (*shape, {shape[1]})
+    assert head == ["arm", "global batch 64", "global batch 256"]
+    assert rows[-1] == [names[-1], "x", "x"]
+
+
+def test_an_arm_has_one_colour_in_every_chart():
+    found = [
+        row(0.9 + seed / 100, arm=arm, seed=seed, conditions={"lr": lr}, digest=f"{arm}{lr}{seed}")
+        for arm in ("a", "b", "c")
+        for lr in (1, 2)
+        for seed in range(3)
+    ]
+    points = points_of(found)
+    for chart in (comparison_chart(points), seeds_chart(points)):
+        assert {
+            line.label: line.color for line in chart.lines if line.label in ("a", "b", "c", "a, lr 1", "c, lr 1")
+        } in (
+            {"a": 0, "b": 1, "c": 2},
+            {"a, lr 1": 0, "c, lr 1": 2},
+        )
+        assert len({line.color for line in chart.lines}) == len(chart.lines)
 
 
 @pytest.mark.parametrize(
