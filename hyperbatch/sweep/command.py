@@ -98,11 +98,10 @@ def sweep(
     check_runs(plan)
     folder = out or default_folder(plan)
     with written(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)  # for the locks; the plan of a command that is refused is not written
     say(f"{plan.name}: {units.plural(plan.count, 'run')} of {plan.recipe}, rows and report in {folder}")
     with held(folder, part), ended_by_sigterm():
-        with written(folder):
-            replace_file(folder / PLAN, plan.text)
+        prepare_folder(folder, plan)
         trainer = Trainer(folder if keep_runs else None)
         missing = iter(MissingRuns(plan, folder, part=part, retry_failed=retry_failed))
         waiting = False
@@ -212,6 +211,13 @@ def check_runs(plan: Plan, runs: Sequence[PlannedRun] | None = None) -> None:
             check_input(config, ranks_of(config), counts[config.data])
         except InputError as error:
             raise InputError(f"{title(run.point)}: {error}") from None
+
+
+def prepare_folder(folder: Path, plan: Plan) -> None:
+    """Makes it, with the plan in it."""
+    with written(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / PLAN, plan.text)
 
 
 @contextlib.contextmanager
