@@ -181,7 +181,7 @@ WRONG = {
     "name = 'a b'": 'name = "a b"',
     "name = '..'": 'name = ".."',
     "name = 'a\\x07'": 'name = "a\\u0007"',
-    "give a name of at most 200 bytes": f'name = "{"ü" * 101}"',
+    "use at most 200 bytes without blanks": f'name = "{"ü" * 101}"',
     "arm name = '': give a name": '[[arms]]\nname = ""',
     "arm name = 'a\\nb': give a name of 1 to 200 printable characters": '[[arms]]\nname = "a\\nb"',
     "recipe = 'runs/1/config.toml' is a file; give the name of a recipe": 'recipe = "runs/1/config.toml"',
