@@ -128,8 +128,9 @@ def stretch(cluster: Cluster, precision: str) -> float:
 def _stretch_of(cluster: Cluster, point: Measured) -> float:
     """A measured speed includes its own all-reduce, update and slowest device: taken off before it is compared."""
     device = cluster.device
-    table = layers(point.model, classes=point.classes, image_size=point.image_size)
-    specs = tensors(point.model, classes=point.classes, dtype=PRECISION_DTYPE[point.precision])
+    shape = {"classes": point.classes, "image_size": point.image_size}
+    table = layers(point.model, **shape)
+    specs = tensors(point.model, **shape, dtype=PRECISION_DTYPE[point.precision])
     nbytes = sum(spec.nbytes for spec in specs)
     exchange = 0.0
     if not point.overlapped:
