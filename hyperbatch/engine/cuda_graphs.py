@@ -4,10 +4,10 @@
     replay    batch -> copy into the graph's inputs -> launch the graph
 
 There is one graph per image size and launch; a launch names the samples, the share of the step and the position of each
-of its micro-steps. A single micro-step has two, which are replayed in turn: each replay overwrites the time marks of its graph,
-and the journal reads those of one while the other runs. The graph of a stride has no marks, and exists once: batches are
-copied to its inputs, and rates to its table, on the stream that it runs on. All graphs share one memory pool; tensors
-that outlive a replay (inputs, losses, gradients, state) are outside it.
+of its micro-steps. A single micro-step has two, which are replayed in turn: each replay overwrites the time marks of
+its graph, and the journal reads those of one while the other runs. The graph of a stride has no marks, and exists once:
+batches are copied to its inputs, and rates to its table, on the stream that it runs on. All graphs share one memory
+pool; tensors that outlive a replay (inputs, losses, gradients, state) are outside it.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -218,7 +218,7 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def no_synchronisation(self) -> Iterator[None]:
-        # A capture that breaks is harder to clean up after than a step that stops.
+        # Found here, in a plain step, since a failed capture is harder to clean up.
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Synchronization debug mode")

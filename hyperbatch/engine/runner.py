@@ -1,6 +1,6 @@
 """Runs the steps of a learner: as plain code, or as replays of CUDA graphs (engine/cuda_graphs.py).
 
-before the run:          every shape ahead is warmed up, since kernels are slow to choose and compile (state is restored);
+before the run:          every shape ahead is warmed up, since choosing and compiling kernels is slow;
                          a step is measured, and several short steps are launched together, as a stride
 a shape's first stride:  it is captured, if steps are captured
 every stride:            batch -> micro-steps -> losses, updated weights
@@ -193,7 +193,7 @@ class StepRunner:
         self._captured.replay(launch, batch, timer)
 
     def follow(self, config: Config) -> None:
-        """Continues with another run's config; it may differ only in what captured steps do not hold (engine/session.py)."""
+        """Continues with another run's config, which may differ only in what no graph holds (engine/session.py)."""
         self._config = config
 
     def close(self) -> None:
