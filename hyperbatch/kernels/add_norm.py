@@ -11,7 +11,7 @@ Without a branch, s is x, and where nothing passes the norm by, there is no ds. 
 order: the bits are always the same. Reference: `hyperbatch.models.residual`.
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hyperbatch.kernels.depthwise import copies
 from hyperbatch.kernels.gelu import ALIGNED, add_up
 from hyperbatch.kernels.norm.tiles import processors
 
-SIZES = ("M", "ROWS")  # numbers a kernel is not compiled anew for
+SIZES = ("M", "ROWS")  # arguments whose values need no new compilation
 MOST_BLOCKS = 3  # of columns in a row: with more, their sums would not fit into registers
 WIDEST = 4096  # columns: a program has whole rows
 
@@ -124,7 +124,7 @@ def _add_norm_gradient_kernel(
     scale = ()
     for k in tl.static_range(K):
         scale = scale + (tl.load(weight + k * BC + c, mask=c < C, other=0.0).to(tl.float32),)
-    # Tiles of sums, folded once at the end: a fold in every turn would cost more than the loads.
+    # Tiles of sums, folded once at the end: a fold in every iteration would cost more than the loads.
     nothing = tl.zeros([BM, BC], tl.float32)
     to_scale, to_shift = copies(nothing, K), copies(nothing, K)
     to_next, to_branch = copies(nothing, K), copies(nothing, K)

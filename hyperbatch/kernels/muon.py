@@ -11,7 +11,7 @@ Matrices are read as they lie in memory: kernels of a convolution in channels-la
 the reference's out x (in kh kw) with its columns in another order, and so is its polar factor.
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 

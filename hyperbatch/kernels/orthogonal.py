@@ -15,7 +15,7 @@ Matrices, A and B are padded with zeros to multiples of 64, so that no mask is n
 its norm before the first iteration: its products are, in fp32.
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 

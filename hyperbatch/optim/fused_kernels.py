@@ -5,7 +5,7 @@ grads    [ address or 0 ]             new after zero_grad(set_to_none=True); con
 numbers  [ lr, decay, momentum, ... ] per group; capturable rates are read where they are
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
