@@ -4,11 +4,11 @@
     backward    ds, dn, s          ->  d = ds + gradient of s through the norm; partial sums for scale, shift and biases
     sum         partials           ->  gradients of scale, shift and biases
 
-d is the gradient of x and of the branch: what comes back through the norm and what passes it by are added on the way.
-So the column sums of d are the gradient of a bias that the branch ends with. Those of ds are the gradient of the one
-that ends the branch behind the norm, which is added to s next.
-Without a branch, s is x, and where nothing passes the norm by, there is no ds. Sums are taken in fp32, and in their
-order: the bits are always the same. Reference: `hyperbatch.models.residual`.
+d is the gradient of x and of the branch: the sum of the gradient through the norm and of ds, which bypasses the norm.
+The column sums of d are therefore the gradient of a bias at the end of the branch. Those of ds are the gradient of the
+bias at the end of the next branch, which follows the norm and is added to s next.
+Without a branch, s is x, and if nothing bypasses the norm, there is no ds. Sums are taken in fp32 and in a fixed order,
+so the bits are always the same. Reference: `hyperbatch.models.residual`.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.

@@ -4,10 +4,10 @@
     backward    dy, h      ->  dh = dy * gelu'(h), partial sums of dh     2 reads, 1 write
     sum         partials   ->  the column sums of dh: the gradient of a bias that was added to h, in fp32
 
-Sums are of what is not rounded yet. Partials are added up in their order: the bits of a gradient are always the same.
+Sums are taken before rounding. Partials are added in a fixed order, so the bits of a gradient are always the same.
 
-The exact form takes the normal distribution from one exponential and one reciprocal, to 4e-6 of its value at any place
-(a rounding to fp16: 2e-4). Triton's erf takes twice the instructions, and the kernel waits for them, not for memory.
+The exact form computes the normal distribution from one exponential and one reciprocal, with a relative error of 4e-6
+(rounding to fp16: 2e-4). Triton's erf takes twice the instructions, and these, not memory, limit the kernel.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.

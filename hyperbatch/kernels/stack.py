@@ -3,8 +3,9 @@
     q, k, v [m, c]   ->  [q | k | v] [m, 3 c], partial sums of its columns      3 reads, 3 writes
     partials         ->  the sums, in fp32
 
-Such are the gradients of queries, keys and values, and what the product before them and its bias need. Partials are
-added up in their order: the bits of a gradient are always the same. Reference: `hyperbatch.models.heads`.
+It is for the gradients of queries, keys and values, which the product before them and its bias need in one matrix.
+Partials are added in a fixed order, so the bits of a gradient are always the same.
+Reference: `hyperbatch.models.heads`.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
