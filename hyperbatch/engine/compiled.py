@@ -141,7 +141,8 @@ def _call_module(module: nn.Module, *args: Any, **named: Any) -> Any:
 
 def _function(name: str) -> Callable[..., Any]:
     """`_call_module` with its own code object, under this name. torch stores compiled variants, and limits their
-    number, per code object, which kinds would otherwise share with each other and with modules that other code compiles."""
+    number, per code object; kinds would otherwise share one with each other and with modules that other code compiles.
+    """
     return FunctionType(_call_module.__code__.replace(co_name=name), globals(), name)
 
 
