@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hyperbatch.config import Config, DataConfig
 from hyperbatch.data import augment
-from hyperbatch.data.decode import choose_decoder, decode_full, decode_view, render_array
+from hyperbatch.data.decode import as_rgb, choose_decoder, decode_full, decode_view, render_array
 from hyperbatch.data.folders import FolderTree
 from hyperbatch.data.source import BadSample
 from hyperbatch.errors import InputError
@@ -73,7 +73,7 @@ class Preprocessing:
                 return decode_view(data, where, self._view, self.size, decoder=choose_decoder("auto"), exact=True)
             found = decode_full(data, where)
         else:
-            found = np.asarray(image.convert("RGB") if isinstance(image, Image.Image) else image)
+            found = np.asarray(as_rgb(image) if isinstance(image, Image.Image) else image)
         found = self._in_channels(found)
         return render_array(found, self._view(found.shape[1], found.shape[0]), self.size)
 
