@@ -175,8 +175,11 @@ def info(folder: str | Path) -> DataInfo:
 def _other_files(source: EncodedSource) -> int | None:
     """None: there are none."""
     assert isinstance(source, FolderSource)
-    names = (name for _, _, files in os.walk(source.folder) for name in files)
-    return sum(not is_image(name) and not name.startswith(".") for name in names) or None
+    count = 0
+    for _, folders, files in os.walk(source.folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        count += sum(not is_image(name) and not name.startswith(".") for name in files)
+    return count or None
 
 
 def _split_info(source: EncodedSource) -> SplitInfo:

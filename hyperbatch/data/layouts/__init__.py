@@ -125,16 +125,19 @@ def _any_folder_tree(folder: Path) -> Found | None:
 
 
 def _tars(folder: Path) -> Found | None:
-    """SPLIT*.tar with members SPLIT/CLASS/FILE."""
-    val = val_name([name for name in (*VAL_NAMES, TEST) if tar_paths(folder, name)], folder)
-    train = bool(tar_paths(folder, TRAIN))
-    if not train and val is None:
+    """SPLIT*.tar with members SPLIT/CLASS/.../FILE."""
+    names = (TRAIN, *VAL_NAMES, TEST)
+    files: dict[str, list[Path]] = {}
+    for path in tar_paths(folder, names):
+        files.setdefault(max((name for name in names if path.name.startswith(name)), key=len), []).append(path)
+    val = val_name(files, folder)
+    if TRAIN not in files and val is None:
         return None
     return Found(
         kind="tars",
         where=str(folder),
-        train=(lambda: TarSource(tar_paths(folder, TRAIN), TRAIN)) if train else None,
-        val=(lambda: TarSource(tar_paths(folder, val), val)) if val is not None else None,
+        train=(lambda: TarSource(files[TRAIN], TRAIN)) if TRAIN in files else None,
+        val=(lambda: TarSource(files[val], val)) if val is not None else None,
         expected=lambda split: f"no {split}*.tar; expected {split}.tar, .tar.gz or .tar.xz",
     )
 
