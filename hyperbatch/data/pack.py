@@ -117,6 +117,10 @@ def pack(
     _, sources = open_splits(src, split)
     if any(isinstance(source, ShardSource) for source in sources.values()):
         raise InputError(f"{src} is packed already; give the folder tree or tars it was made from")
+    for source in sources.values():
+        # Below src itself it changes nothing, as a rule; below a split it would be a class.
+        if isinstance(source, FolderSource) and source.folder != src and _is_below(dst, source.folder):
+            raise InputError(f"{dst} lies among the images of {source.folder}; give an empty folder elsewhere")
     names = {name: _source_names(source, src) for name, source in sources.items()}
     sizes = {name: source.sizes_bytes() for name, source in sources.items()}
     fingerprints = {name: _fingerprints(source, names[name], sizes[name]) for name, source in sources.items()}
@@ -155,6 +159,10 @@ def pack(
     written = {plan.path for plan in todo if not is_finished(plan)}
     write_shards([plan for plan in todo if plan.path in written], todo, recompress, skip_bad, workers, progress)
     return _finish(dst, before, classes, sources, todo, missing, written=len(written))
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    return path.resolve().is_relative_to(folder.resolve())
 
 
 def info(folder: str | Path) -> DataInfo:

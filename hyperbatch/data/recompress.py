@@ -61,6 +61,15 @@ class Recompress:
         return out.getvalue(), "jpg"
 
 
+def image_format(data: bytes) -> str:
+    """What the bytes are, as a file's ending: "jpeg", "png", ...; "bin" where that cannot be told."""
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return (image.format or "bin").lower()
+    except Exception:  # whatever a damaged header does
+        return "bin"
+
+
 def header_size(data: bytes) -> tuple[int, int]:
     """(width, height) from the image's header; (0, 0) where it cannot be read."""
     try:

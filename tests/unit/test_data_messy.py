@@ -1,13 +1,18 @@
 """Sets as other people's tools leave them: hidden copies, hard links, names in other encodings, odd tables."""
 
+import json
 import os
 import tarfile
 import zipfile
 
 import pytest
-from layout_files import Files, cache, folder_set, images, is_read, jpeg
+from layout_files import Files, cache, folder_set, images, is_read, jpeg, message
 
+from hyperbatch.data.layouts import recognise
+from hyperbatch.data.pack import pack
 from hyperbatch.data.source import open_data
+from hyperbatch.data.verify import verify
+from hyperbatch.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("cache")
 __all__ = ("cache",)  # a fixture is used by its name
@@ -92,3 +97,137 @@ def test_names_in_zips_are_read_as_unzip_reads_them(tmp_path, maker):
             file.writestr(member, data)
     known = {"kind": "folder in a zip", "classes": ("été", "日本"), "train": expected[:4], "val": expected[4:]}
     is_read(tmp_path / "set.zip", tmp_path, **known)
+
+
+def test_any_set_one_folder_further_down(tmp_path):
+    files, train, val = folder_set()
+    for split in ("train", "val"):
+        part = Files({path.removeprefix(f"{split}/"): data for path, data in files.items() if path.startswith(split)})
+        (tmp_path / "set" / "default").mkdir(parents=True, exist_ok=True)
+        part.zip(tmp_path / "set" / "default" / f"{split}.zip")
+    is_read(tmp_path / "set", tmp_path, kind="zips", classes=("a", "b"), train=train, val=val)
+    # What was made of an image folder may lie beside it.
+    files.folder(tmp_path / "set" / "images")
+    assert recognise(tmp_path / "set").kind == "folder"
+
+
+# --- tables
+
+
+def of_table(root, name, content):
+    """Two classes, listed by a table for each split: `content` makes its text of (path, label) rows."""
+    files = Files().images(*(f"images/{i}.jpg" for i in range(4))).folder(root)
+    rows = [(f"images/{i}.jpg", "cat" if i % 2 else "dog") for i in range(4)]
+    for split, part in (("train", rows[:2]), ("val", rows[2:])):
+        (files / name.replace("SPLIT", split)).write_text(content(part), encoding="utf-8", newline="")
+    return files
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("SPLIT.csv", lambda rows: "path;label\r\n" + "".join(f"{p};{c}\r\n" for p, c in rows)),
+        ("SPLIT.csv", lambda rows: "\ufeffpath\tlabel\n" + "".join(f"{p}\t{c}\n" for p, c in rows)),
+        ("SPLIT.csv", lambda rows: "".join(f"{p};{c}\n" for p, c in rows)),
+        ("SPLIT.csv", lambda rows: "path,label\n" + "".join(f'"{p}","{c}"\n' for p, c in rows) + ",\n  \n\n"),
+        ("SPLIT.jsonl", lambda rows: "\r\n".join(json.dumps({"path": p, "label": c}) for p, c in rows)),
+        (
+            "SPLIT.jsonl",
+            lambda rows: "\n".join(
+                json.dumps({"path": p, "label": c, "text": "one\u2028two\x85"}, ensure_ascii=False) for p, c in rows
+            ),
+        ),
+    ],
+    ids=["semicolons", "tabs", "no header", "empty rows", "CRLF", "line separators"],
+)
+def test_tables_as_excel_and_others_write_them(tmp_path, name, content):
+    train, val = open_data(images(of_table(tmp_path, name, content)))
+    assert train.classes == ("cat", "dog")
+    assert (train.labels.tolist(), val.labels.tolist()) == ([1, 0], [1, 0])
+    assert train.read(0) == (tmp_path / "images/0.jpg").read_bytes()
+
+
+@pytest.mark.parametrize("value", ["a\0b.jpg", "a\ud800.jpg"])
+def test_a_path_that_no_file_can_have_is_told(tmp_path, value):
+    root = of_table(tmp_path, "SPLIT.jsonl", lambda rows: json.dumps({"path": rows[0][0], "label": "dog"}))
+    with open(root / "train.jsonl", "a") as file:
+        file.write("\n" + json.dumps({"path": value, "label": "dog"}))
+    assert "train.jsonl line 2 has a path that no file can have" in message(root)
+
+
+def test_a_table_with_a_split_column_beside_a_hidden_copy(tmp_path):
+    Files().images("0.jpg", "1.jpg").folder(tmp_path)
+    (tmp_path / "labels.csv").write_text("path,label,split\n0.jpg,a,train\n1.jpg,a,{dev}\n")
+    (tmp_path / "._labels.csv").write_bytes(b"\0\5\x16\7")
+    assert "labels.csv has no row whose 'split' is val, only train and {dev}; call one of them val" in message(tmp_path)
+
+
+# --- labels and images of shards and parquet
+
+
+def shards_of(root, sample):
+    for split in ("train", "val"):
+        members = Files()
+        for number in range(4):
+            members.update(sample(f"{number:04d}", number % 2))
+        members.tar(root / f"{split}-000000.tar")
+    return root
+
+
+@pytest.mark.parametrize("label", [None, [1], {"a": 1}, 0.5, float("nan"), " "])
+def test_what_is_no_label_becomes_no_class(tmp_path, label):
+    shards_of(tmp_path, lambda key, c: {f"{key}.jpg": jpeg(c), f"{key}.json": json.dumps({"label": label}).encode()})
+    assert "sample '0000' has no .cls, and no label in its .json" in message(tmp_path)
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "hub").mkdir()
+    for split in ("train", "test"):
+        table = pyarrow.table({"image": [jpeg(1), jpeg(2)], "label": [label, label]})
+        parquet.write_table(table, tmp_path / "hub" / f"{split}.parquet")
+    assert "train.parquet row 0 has no image or no label" in message(tmp_path / "hub")
+
+
+def test_whole_numbers_that_pandas_made_floats_are_whole_numbers(tmp_path):
+    shards_of(tmp_path, lambda key, c: {f"{key}.jpg": jpeg(c), f"{key}.json": b'{"label": %d.0}' % (10 - 8 * c)})
+    assert open_data(images(tmp_path))[0].classes == ("2", "10")
+
+
+def test_the_image_of_a_sample_is_not_its_mask(tmp_path):
+    shards_of(tmp_path, lambda key, c: {f"{key}.mask.png": b"mask", f"{key}.jpg": jpeg(c), f"{key}.cls": b"%d" % c})
+    train, _ = open_data(images(tmp_path))
+    assert [train.read(i) for i in range(2)] == [jpeg(0), jpeg(1)]
+
+
+def test_shards_written_on_a_mac(tmp_path):
+    """tar of macOS puts ._NAME before each member that has attributes."""
+
+    def sample(key, label):
+        parts = {f"{key}.jpg": jpeg(label), f"{key}.cls": b"%d" % label}
+        return {name: data for part, data in parts.items() for name, data in ((f"._{part}", b"x"), (part, data))}
+
+    train, _ = open_data(images(shards_of(tmp_path, sample)))
+    assert train.labels.tolist() == [0, 1, 0, 1]
+
+
+# --- packing
+
+
+def test_files_of_any_name_are_packed_under_their_own_kind(tmp_path):
+    names = ["no ending", "photo.jpg?ixlib=" + "a" * 150, "x.été", "y.cls", "z.JPG", "no image.php"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"text" if name.endswith("php") else jpeg(len(name)))
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.csv").write_text("path,label\n" + "".join(f"{name},a\n" for name in names))
+    pack(tmp_path, tmp_path / "packed")
+    with tarfile.open(tmp_path / "packed" / "val-000000.tar") as tar:
+        assert sorted(name.partition(".")[2] for name in tar.getnames()) == ["bin"] + 6 * ["cls"] + 5 * ["jpg"]
+    (tmp_path / "no image.php").unlink()
+    assert verify(tmp_path / "packed").problem_count == 2  # the text, once in each split
+
+
+def test_a_set_is_not_packed_among_its_own_images(tmp_path):
+    root = folder_set()[0].folder(tmp_path / "set")
+    with pytest.raises(InputError, match=r"lies among the images of .*train; give an empty folder elsewhere"):
+        pack(root, root / "train" / "packed")
+    assert not (root / "train" / "packed").exists()
+    assert pack(root, root / "packed").samples == 8
+    assert recognise(root).kind == "folder"

@@ -215,6 +215,18 @@ def test_a_flipped_bit_is_found(packed):
     assert "[7]" in result.problems[0]
 
 
+def test_a_flipped_bit_between_two_members_is_found(packed):
+    train, _ = opened(packed)
+    end = int(train.index["offset"][7] + train.index["length"][7])
+    assert end % 512
+    with open(packed / "train-000000.tar", "r+b") as file:
+        file.seek(end)
+        file.write(b"\1")
+    result = verify(packed)
+    assert result.problem_count == 1
+    assert "what fills the block after" in result.problems[0]
+
+
 def set_field(name, value):
     def change(index):
         index[name][3] = value

@@ -204,14 +204,16 @@ def _further_down(folder: Path) -> Found | None:
     """The only set that the folder holds, one folder further down or in an archive."""
     tree, splits = FolderTree(folder), (TRAIN, *VAL_NAMES, TEST)
     names = [name for name in tree.folders() if name not in splits]
-    # More of them are class folders, each of which would be listed for nothing.
-    inner = [_image_tree(tree.within(name)) for name in names] if len(names) <= _MAX_INNER else []
-    inner = [found for found in inner if found is not None]
-    if len(inner) > 1:
-        named = ", ".join(found.where for found in inner)
-        raise InputError(f"{folder} holds several data sets: {named}; give --data one of them")
-    if inner:
-        return inner[0]
+    # More of them are class folders, each of which would be listed for nothing. What was made of an image folder, such
+    # as packed shards, may lie beside it.
+    for layouts in ((_folder_tree,), _OF_SETS) if len(names) <= _MAX_INNER else ():
+        answers = ((layout(folder / name) for layout in layouts) for name in names)
+        inner = [found for each in answers if (found := next(filter(None, each), None)) is not None]
+        if len(inner) > 1:
+            named = ", ".join(found.where for found in inner)
+            raise InputError(f"{folder} holds several data sets: {named}; give --data one of them")
+        if inner:
+            return inner[0]
     files = [folder / name for name in tree.files() if name.endswith(archives.SUFFIXES)]
     if len(files) > 1:
         named = ", ".join(path.name for path in files)
@@ -220,7 +222,7 @@ def _further_down(folder: Path) -> Found | None:
 
 
 Layout = Callable[[Path], Found | None]
-_OF_FOLDERS: tuple[Layout, ...] = (
+_OF_SETS: tuple[Layout, ...] = (
     _packed,
     _cifar,
     _folder_tree,
@@ -231,7 +233,6 @@ _OF_FOLDERS: tuple[Layout, ...] = (
     tables,
     parquet,
     _any_folder_tree,
-    _further_down,
-    only_table,
 )
+_OF_FOLDERS: tuple[Layout, ...] = (*_OF_SETS, _further_down, only_table)
 _OF_FILES: tuple[Layout, ...] = (_cifar, _archive, table_file)

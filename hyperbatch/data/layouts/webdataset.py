@@ -16,7 +16,7 @@ import numpy as np
 from hyperbatch.data import kept
 from hyperbatch.data.folders import Listed, is_image
 from hyperbatch.data.layouts.archives import Content, MemberSource, Window, plain_rows, tar_members, whole
-from hyperbatch.data.layouts.found import TRAIN, Found, classes_of, files_by_split, numbered, val_name
+from hyperbatch.data.layouts.found import TRAIN, Found, classes_of, files_by_split, label_text, numbered, val_name
 from hyperbatch.errors import InputError
 
 _PEEKED_MEMBERS = 16
@@ -75,12 +75,16 @@ def _index(path: Path) -> kept.Arrays:
 
 
 def _samples(path: Path, content: Content, window: Window) -> Iterator[tuple[bytes, tuple[int, int], bytes]]:
-    """(name, (offset, length), label): members that follow each other and have one key are one sample."""
-    for key, members in itertools.groupby(tar_members(window, str(path)), lambda member: _key(member[0])):
+    """(name, (offset, length), label): members that follow each other and have one key are one sample. Its image is
+    KEY.jpg, before KEY.mask.png and the like."""
+    # macOS puts a hidden member before each of its own.
+    shown = (member for member in tar_members(window, str(path)) if not os.path.basename(member[0]).startswith("."))
+    for key, members in itertools.groupby(shown, lambda member: _key(member[0])):
         parts = {name[len(key) + 1 :].lower(): (name, offset, length) for name, offset, length in members}
-        image = next((part for part in parts.values() if is_image(os.path.basename(part[0]))), None)
-        if image is None:
+        suffixes = [suffix for suffix, part in parts.items() if is_image(os.path.basename(part[0]))]
+        if not suffixes:
             continue
+        image = parts[min(suffixes, key=lambda suffix: suffix.count("."))]
         label = _label(content, parts)
         if label is None:
             raise InputError(f"{path}: sample {key!r} has no .cls, and no label in its .json; label it or remove it")
@@ -101,9 +105,11 @@ def _label(content: Content, parts: dict[str, tuple[str, int, int]]) -> bytes | 
         try:
             if suffix == "json":
                 fields = json.loads(text)
-                text = str(next(fields[name] for name in _JSON_LABELS if name in fields)).encode()
-            if text.decode().strip():
-                return text.strip()
+                found = label_text(next(fields[name] for name in _JSON_LABELS if name in fields))
+            else:
+                found = label_text(text.decode())
+            if found is not None:
+                return found.encode()
         except (ValueError, RecursionError, StopIteration, TypeError):
             continue
     return None
