@@ -12,13 +12,15 @@ _PIECE_BYTES = 1 << 20
 
 def plain_files(file: IO[bytes]) -> Iterator[tuple[str, int, int]]:
     """(name, offset, length) of every plain file, and after them of every further name of one (a hard link). Symbolic
-    links, devices and sparse files are passed over. tarfile.TarError, ValueError or OverflowError for a tar that is not
-    whole."""
+    links and devices are passed over. tarfile.TarError, ValueError or OverflowError for a tar that is not whole, or
+    has sparse files, whose bytes do not lie one after the other."""
     names: dict[str, list[str]] = {}  # first name -> the others
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in _members(tar):
             if member.isreg() and not member.issparse():
                 yield member.name, member.offset_data, member.size
+            elif member.issparse():
+                raise tarfile.ReadError(f"{member.name!r} is stored with holes, so write the tar without --sparse")
             elif member.islnk():
                 names.setdefault(member.linkname, []).append(member.name)
         check_end(tar)

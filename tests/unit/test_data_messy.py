@@ -1,14 +1,16 @@
 """Sets as other people's tools leave them: hidden copies, hard links, names in other encodings, odd tables."""
 
+import io
 import json
 import os
+import resource
 import tarfile
 import zipfile
 
 import pytest
 from layout_files import Files, cache, folder_set, images, is_read, jpeg, message
 
-from hyperbatch.data.layouts import recognise
+from hyperbatch.data.layouts import archives, recognise
 from hyperbatch.data.pack import pack
 from hyperbatch.data.source import open_data
 from hyperbatch.data.verify import verify
@@ -165,12 +167,12 @@ def test_a_table_with_a_split_column_beside_a_hidden_copy(tmp_path):
 # --- labels and images of shards and parquet
 
 
-def shards_of(root, sample):
+def shards_of(root, sample, suffix="tar"):
     for split in ("train", "val"):
         members = Files()
         for number in range(4):
             members.update(sample(f"{number:04d}", number % 2))
-        members.tar(root / f"{split}-000000.tar")
+        members.tar(root / f"{split}-000000.{suffix}")
     return root
 
 
@@ -206,6 +208,44 @@ def test_shards_written_on_a_mac(tmp_path):
 
     train, _ = open_data(images(shards_of(tmp_path, sample)))
     assert train.labels.tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("suffix", ["tar.gz", "tgz"])
+def test_compressed_shards(tmp_path, suffix):
+    shards_of(tmp_path, lambda key, c: {f"{key}.jpg": jpeg(c), f"{key}.cls": b"%d" % c}, suffix)
+    train, val = open_data(images(tmp_path))
+    assert [train.read(i) for i in range(4)] == [jpeg(0), jpeg(1)] * 2
+    assert train.labels.tolist() == val.labels.tolist() == [0, 1, 0, 1]
+
+
+def test_more_shards_than_files_may_be_open(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for number in range(60):
+        for split in ("train", "val"):
+            Files({"0.jpg": jpeg(number), "0.cls": b"%d" % (number % 2)}).tar(tmp_path / f"{split}-{number:06d}.tar")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, limits[1]))
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(archives, "_MAX_OPEN", 8)
+            train, _ = open_data(images(tmp_path))
+            assert train.read(59) == jpeg(59)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_tar_with_sparse_files_is_refused(tmp_path):
+    """Their bytes do not lie one after the other, and left out they would be missed by nobody."""
+    files, _, _ = folder_set()
+    with tarfile.open(tmp_path / "set.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            if name == "train/b/1.jpg":
+                member.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "4096"}
+                data = b"1\n0\n4\n".ljust(512, b"\0") + b"data"
+                member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    assert "'train/b/1.jpg' is stored with holes, so write the tar without --sparse" in message(tmp_path / "set.tar")
 
 
 # --- packing

@@ -60,9 +60,13 @@ class Content:
         if self.file is not None and self._descriptor < 0:
             self._descriptor = os.open(self.file, os.O_RDONLY)
 
-    def __del__(self) -> None:
+    def close(self) -> None:
+        """Later reads open the file each time."""
         if getattr(self, "_descriptor", -1) >= 0:
             os.close(self._descriptor)
+            self._descriptor = -1
+
+    __del__ = close
 
     def read(self, offset: int, length: int) -> bytes:
         if isinstance(self._data, bytes):
