@@ -10,7 +10,7 @@ import zipfile
 import pytest
 from layout_files import Files, cache, folder_set, images, is_read, jpeg, message
 
-from hyperbatch.data.layouts import archives, recognise
+from hyperbatch.data.layouts import recognise
 from hyperbatch.data.pack import pack
 from hyperbatch.data.source import open_data
 from hyperbatch.data.verify import verify
@@ -218,17 +218,19 @@ def test_compressed_shards(tmp_path, suffix):
     assert train.labels.tolist() == val.labels.tolist() == [0, 1, 0, 1]
 
 
-def test_more_shards_than_files_may_be_open(tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for number in range(60):
+@pytest.mark.parametrize("form", ["others' shards", "packed shards"])
+def test_more_shards_than_files_may_be_open(tmp_path, form):
+    for number in range(100):
         for split in ("train", "val"):
             Files({"0.jpg": jpeg(number), "0.cls": b"%d" % (number % 2)}).tar(tmp_path / f"{split}-{number:06d}.tar")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, limits[1]))
+    if form == "packed shards":
+        assert pack(tmp_path, tmp_path / "packed", shard_bytes=1).shards == 200
+    expected = {jpeg(number) for number in range(100)}
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 80, limits[1]))
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(archives, "_MAX_OPEN", 8)
-            train, _ = open_data(images(tmp_path))
-            assert train.read(59) == jpeg(59)
+        train, _ = open_data(images(tmp_path / "packed" if form == "packed shards" else tmp_path))
+        assert {train.read(i) for i in range(100)} == expected
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 

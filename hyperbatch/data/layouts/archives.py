@@ -22,13 +22,12 @@ import numpy as np
 
 from hyperbatch.data import kept
 from hyperbatch.data.folders import Listed, decoded, is_image, read_into_memory
-from hyperbatch.data.source import BadSample, EncodedSource, Location
+from hyperbatch.data.source import BadSample, EncodedSource, Location, max_open_files
 from hyperbatch.data.tars import plain_files
 from hyperbatch.errors import InputError
 
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz")
 SUFFIXES = (*TAR_SUFFIXES, ".zip")
-_MAX_OPEN = 256  # files kept open; of a larger set the rest are opened for each read
 _CHUNK_BYTES = 1 << 20
 _UTF8 = 0x800  # among the flags of a zip's member: its name is in UTF-8
 _WINDOWS = 0  # where a zip was made
@@ -86,7 +85,7 @@ class MemberSource(EncodedSource):
         self._contents = contents
         self._rows = rows
         self._lies_in_files = all(content.file is not None for content in contents) and not rows["deflated"].any()
-        for content in contents[:_MAX_OPEN]:
+        for content in contents[: max_open_files()]:
             content.open()
 
     def read(self, index: int) -> bytes:
