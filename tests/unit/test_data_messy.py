@@ -157,6 +157,11 @@ def test_a_path_that_no_file_can_have_is_told(tmp_path, value):
     assert "train.jsonl line 2 has a path that no file can have" in message(root)
 
 
+def test_a_label_that_cannot_be_printed_is_told(tmp_path):
+    root = of_table(tmp_path, "SPLIT.jsonl", lambda rows: json.dumps({"path": rows[0][0], "label": "d\ud800g"}))
+    assert "train.jsonl line 1 has no path or no label" in message(root)
+
+
 def test_a_table_with_a_split_column_beside_a_hidden_copy(tmp_path):
     Files().images("0.jpg", "1.jpg").folder(tmp_path)
     (tmp_path / "labels.csv").write_text("path,label,split\n0.jpg,a,train\n1.jpg,a,{dev}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -86,6 +87,10 @@ def label_text(value: Any) -> str | None:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = str(value).strip() if isinstance(value, (str, int)) else ""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:  # half of a pair that stands for one character: it cannot be printed
+        return None
     return text or None
 
 
