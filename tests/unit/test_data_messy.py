@@ -10,6 +10,7 @@ import zipfile
 import pytest
 from layout_files import Files, cache, folder_set, images, is_read, jpeg, message
 
+from hyperbatch.data import kept
 from hyperbatch.data.layouts import recognise
 from hyperbatch.data.pack import pack
 from hyperbatch.data.source import open_data
@@ -253,6 +254,21 @@ def test_a_tar_with_sparse_files_is_refused(tmp_path):
                 member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     assert "'train/b/1.jpg' is stored with holes, so write the tar without --sparse" in message(tmp_path / "set.tar")
+
+
+def test_an_archive_that_was_asked_for_something_else_before(tmp_path, monkeypatch):
+    """Its index is kept beside it, and a file of a layout may first have been given by itself."""
+    monkeypatch.setattr(kept, "WORTH_KEEPING_BYTES", 0)
+    shards_of(tmp_path, lambda key, c: {f"{key}.jpg": jpeg(c), f"{key}.cls": b"%d" % c})
+    assert "has no train/ and val/ folders inside" in message(tmp_path / "train-000000.tar")
+    assert open_data(images(tmp_path))[0].labels.tolist() == [0, 1, 0, 1]
+    inner = {f"{wnid}.tar": Files().images(f"{wnid}_0.JPEG", f"{wnid}_1.JPEG") for wnid in ("n01", "n02")}
+    (tmp_path / "official").mkdir()
+    tars = Files({name: part.tar(tmp_path / "official" / name).read_bytes() for name, part in inner.items()})
+    path = tars.tar(tmp_path / "official" / "ILSVRC2012_img_train.tar")
+    assert "has no train/ and val/ folders inside" in message(path)
+    train = recognise(tmp_path / "official").open("train")
+    assert (train.classes, train.labels.tolist()) == (("n01", "n02"), [0, 0, 1, 1])
 
 
 # --- packing

@@ -222,7 +222,7 @@ def open_archive(path: Path) -> ArchiveTree:
         names, stored, rows = _zip_members(path)
     else:
         content = tar_content(path)
-        index = kept.indexed(path, lambda: _arrays_of(tar_members(whole(content), str(path))))
+        index = kept.indexed(path, "files", lambda: _arrays_of(tar_members(whole(content), str(path))))
         names, rows = [os.fsdecode(name) for name in index["names"].tolist()], plain_rows(index["spans"])
     top = _Folder({}, {})
     for row, name in enumerate(names):

@@ -88,7 +88,7 @@ def _index(content: Content) -> kept.Arrays:
         names, spans, labels = zip(*samples, strict=True)
         return {"names": np.array(names), "spans": np.array(spans, dtype=np.int64), "labels": np.array(labels)}
 
-    return kept.indexed(content.path, walk)
+    return kept.indexed(content.path, "labelled images", walk)
 
 
 def _samples(content: Content) -> Iterator[tuple[bytes, tuple[int, int], bytes]]:
