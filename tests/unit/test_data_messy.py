@@ -110,7 +110,7 @@ def test_any_set_one_folder_further_down(tmp_path):
         part.zip(tmp_path / "set" / "default" / f"{split}.zip")
     is_read(tmp_path / "set", tmp_path, kind="zips", classes=("a", "b"), train=train, val=val)
     # What was made of an image folder may lie beside it.
-    files.folder(tmp_path / "set" / "images")
+    files.images("preview.jpg").folder(tmp_path / "set" / "images")
     assert recognise(tmp_path / "set").kind == "folder"
 
 

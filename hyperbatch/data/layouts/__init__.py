@@ -201,15 +201,16 @@ def _zips(folder: Path) -> Found | None:
 
 
 def _is_class_folder(tree: FolderTree) -> bool:
+    """It holds images and nothing else."""
     files = tree.files()
-    return any(map(is_image, files)) and not any(name.endswith(TABLES) for name in files)
+    return bool(files) and all(map(is_image, files)) and not tree.folders()
 
 
 def _further_down(folder: Path) -> Found | None:
     """The only set that the folder holds, one folder further down or in an archive."""
     tree, splits = FolderTree(folder), (TRAIN, *VAL_NAMES, TEST)
     names = [name for name in tree.folders() if name not in splits]
-    # More of them, or some that hold images and no table, are class folders, which would be listed for nothing.
+    # More of them are class folders, which would be listed for nothing.
     names = [name for name in names if not _is_class_folder(tree.within(name))] if len(names) <= _MAX_INNER else []
     # What was made of an image folder, such as packed shards, may lie beside it.
     for layouts in ((_folder_tree,), _OF_SETS):
