@@ -192,27 +192,26 @@ class TarSource(EncodedSource):
     def __init__(self, paths: list[Path], split: str) -> None:
         self._paths = paths
         self._contents = [_tar_content(path) for path in paths]
-        classes, names, spans = [], [], []
+        # tar file, class, file -> where: a file that was written again later counts once, as it is then
+        found: dict[tuple[int, str, str], tuple[int, int]] = {}
         for number, (path, content) in enumerate(zip(paths, self._contents, strict=True)):
             try:
-                for name, *span in plain_files(_file_over(content)):
+                for name, offset, length in plain_files(_file_over(content)):
                     *folders, file = (part for part in name.split("/") if part != ".")
                     if len(folders) < 2 or folders[0] != split or not is_image(file):
                         continue
                     if all(folder and not folder.startswith(".") for folder in folders):
-                        classes.append(folders[1])
-                        names.append(os.fsencode("/".join([*folders[2:], file])))
-                        spans.append((number, *span))
+                        found[number, folders[1], "/".join([*folders[2:], file])] = offset, length
             except (ValueError, OverflowError) as error:  # a map cannot seek behind its end
                 raise InputError(f"{path} is cut off or damaged ({error}); fetch or write it again") from error
             except tarfile.TarError as error:
                 raise InputError(f"{path} cannot be read as a tar: {error}; fetch or write it again") from error
-        if not classes:
+        if not found:
             raise InputError(f"{paths[0]} has no members named {split}/CLASS/IMAGE.jpg; write the tar with such names")
-        unique, labels = np.unique(np.array(classes), return_inverse=True)
+        unique, labels = np.unique(np.array([name for _, name, _ in found]), return_inverse=True)
         super().__init__(split, tuple(unique.tolist()), labels.astype(np.int64))
-        self._names = np.array(names)
-        self._spans = np.array(spans, dtype=np.int64)
+        self._names = np.array([os.fsencode(name) for _, _, name in found])
+        self._spans = np.array([(number, *span) for (number, _, _), span in found.items()], dtype=np.int64)
 
     def read(self, index: int) -> bytes:
         number, offset, size = (int(v) for v in self._spans[index])

@@ -64,6 +64,24 @@ def test_tars_hold_images_at_any_depth(tmp_path):
     is_read(tmp_path / "set", tmp_path, kind="tars", classes=("a", "b"), train=train, val=val)
 
 
+@pytest.mark.parametrize("form", ["tar", "tars"])
+def test_a_file_that_was_written_again_counts_once(tmp_path, form):
+    """tar --update appends what is newer."""
+    files, train, _ = folder_set()
+    for split in ("train", "val"):
+        part = Files({path: data for path, data in files.items() if path.startswith(split)})
+        part.tar(tmp_path / f"{split}.tar")
+    path = tmp_path / "train.tar"
+    if form == "tar":
+        path = files.tar(tmp_path / "set.tar")
+    with tarfile.open(path, "a") as tar:
+        member = tarfile.TarInfo("train/a/1.jpg")
+        member.size = len(jpeg(250))
+        tar.addfile(member, io.BytesIO(jpeg(250)))
+    source, _ = open_data(images(path if form == "tar" else tmp_path))
+    assert [source.read(i) for i in range(len(source))] == [train[0][0], jpeg(250), train[2][0], train[3][0]]
+
+
 @pytest.mark.parametrize("name", ["set.tar", "set.tgz"])
 def test_hard_links_in_a_tar_are_files(tmp_path, name):
     """tar writes the second name of a file as a link to the first."""
