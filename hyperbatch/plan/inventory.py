@@ -1,9 +1,9 @@
 """Tensor tables of the known models, computed from their architecture and tested against the models themselves.
 
-A model is written down once, as the layers of its forward pass; sizes, multiply-adds, the order in which backward
-finishes its parameters and the memory of a step all follow from that. Frozen parameters are not in the tables: nobody
-exchanges or updates them. The table of a model of timm's, or of the user's own, is made by building and tracing the
-model (hyperbatch/tracing.py), which is the one case in which torch is loaded.
+A model is described once, by the layers of its forward pass. Sizes, multiply-adds, the order in which backward finishes
+its parameters and the memory of a step follow from that. Frozen parameters are not in the tables, because they are
+neither exchanged nor updated. The table of a timm model or of the user's own is made by building and tracing the
+model (hyperbatch/tracing.py); only then is torch loaded.
 
     forward    conv1 bn1 maxpool  layer1.0.conv1 ... layer1.0.bn3 layer1.0.downsample.0/.1  ...  avgpool fc
     backward   fc  ...  layer1.0.downsample.1/.0 layer1.0.bn3 ... layer1.0.conv1  bn1 conv1

@@ -1,6 +1,6 @@
 """Chooses grid, algorithm, groups and wire precision for a run on a cluster, and times the step that results.
 
-`plan_step` answers for given choices; `make_plan` is the `hyperbatch plan` verb: it makes the ones left open.
+`plan_step` predicts a step with given choices. `make_plan`, the verb `hyperbatch plan`, makes the choices left open.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hyperbatch.schedule import Phase
 from hyperbatch.tables import text_table
 from hyperbatch.vocabulary import ALGORITHMS, DTYPE_BYTES, PRECISION_DTYPE, STRATEGIES
 
-# What a group may travel by when the planner chooses; hybrid is a choice among them by size.
+# The algorithms among which the planner chooses for a group; hybrid is a choice among them by size.
 CHOICES = tuple(name for name in ALGORITHMS if name != "hybrid")
 
 
@@ -288,7 +288,7 @@ def grids(ranks: int) -> Iterator[RankGrid]:
 def best_grid(
     network: Network, ranks: int, nbytes: float, algorithm: str = "torus", *, sharded: bool = False
 ) -> RankGrid:
-    """The grid on which an exchange of so many bytes takes least; on a tie, rows nearest to nodes."""
+    """The grid on which an exchange of so many bytes is fastest; on a tie, the one whose rows are closest to nodes."""
 
     def order(grid: RankGrid) -> tuple[float, int]:
         if sharded:

@@ -1,4 +1,4 @@
-"""What is asked of a cluster: a recipe, its batch over so many ranks, its layers and tensors."""
+"""The workload of a prediction: a recipe, its batch over a number of ranks, its layers and tensors."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def resolve(
 ) -> Request:
     """Names to values, and the batch to one that divides over the ranks.
 
-    A recipe knows where its claim was made, so cluster and size may be left out. The name of a model stands for a run
-    with the defaults of `train`. model: in the place of the recipe's. A batch that was asked for must divide; the
-    recipe's own is moved to the nearest one that does.
+    A recipe names the cluster of its claim, so cluster and size may be left out. The name of a model stands for a run
+    with the defaults of `train`. model: replaces the recipe's. A requested batch must divide over the ranks; the
+    recipe's own is changed to the nearest one that does.
     """
     known = find_recipe(recipe) if isinstance(recipe, str) and not is_model(recipe) else None
     if not isinstance(cluster, Cluster):

@@ -10,6 +10,7 @@ from torch import nn
 
 from hyperbatch import make_plan, simulate
 from hyperbatch.cli import main
+from hyperbatch.engine.profile import profile
 from hyperbatch.errors import InputError
 from hyperbatch.plan.inventory import layers, model_names, tensors, training_flops, usual_data
 from hyperbatch.plan.planner import format_plan
@@ -136,6 +137,18 @@ def test_an_own_model_is_planned_and_simulated(name):
     point = simulate("cifar10_resnet", model=model, cluster="h200x8", gpus=[8]).points[0]
     assert point.step.plan.groups
     assert training_flops(model, classes=10, image_size=32) > 0
+
+
+def test_an_own_model_is_profiled_and_planned_with_the_profile(tmp_path):
+    """It holds layers that are never called as modules, and parameters in modules that hold others."""
+    model, machine = "traced_networks:network", tmp_path / "here.toml"
+    measured = profile(model, device="cpu", output=machine, batches=[2], image_size=32, rounds=1)
+    rows = {row.layer: row for row in measured.layers}
+    assert rows["patches"].forward_s > 0
+    assert rows[""].forward_s == rows["blocks.0"].forward_s == rows["unused"].forward_s == 0
+    assert sum(row.backward_s for row in measured.layers) > 0
+    plan = make_plan("cifar10_resnet", model=model, cluster=str(machine), gpus=2)
+    assert plan.step.timing.step_s > 0
 
 
 def test_a_model_without_a_recipe_is_planned_with_the_defaults():
