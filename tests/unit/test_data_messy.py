@@ -244,17 +244,17 @@ def test_compressed_shards(tmp_path, suffix):
 
 @pytest.mark.parametrize("form", ["others' shards", "packed shards"])
 def test_more_shards_than_files_may_be_open(tmp_path, form):
-    for number in range(100):
+    for number in range(50):
         for split in ("train", "val"):
             Files({"0.jpg": jpeg(number), "0.cls": b"%d" % (number % 2)}).tar(tmp_path / f"{split}-{number:06d}.tar")
     if form == "packed shards":
-        assert pack(tmp_path, tmp_path / "packed", shard_bytes=1).shards == 200
-    expected = {jpeg(number) for number in range(100)}
+        assert pack(tmp_path, tmp_path / "packed", shard_bytes=1).shards == 100
+    expected = {jpeg(number) for number in range(50)}
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 80, limits[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, limits[1]))
     try:
         train, _ = open_data(images(tmp_path / "packed" if form == "packed shards" else tmp_path))
-        assert {train.read(i) for i in range(100)} == expected
+        assert {train.read(i) for i in range(50)} == expected
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
