@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.weak import TensorWeakRef
 
-from hyperbatch.errors import InputError
-from hyperbatch.params import HALF_DTYPES, kind_of, owners
+from hyperbatch.errors import InputError, check_kind, shown
+from hyperbatch.params import FLOAT_DTYPES, HALF_DTYPES, kind_of, owners
 from hyperbatch.plan.types import TensorSpec
 
 ALIGN_BYTES = 256
@@ -70,6 +70,9 @@ class Arena:
 
         copy_on_ready: False leaves gradients where autograd put them until `collect` moves a whole group at once.
         """
+        check_kind("model", model, nn.Module, "give a torch module")
+        if dtype not in FLOAT_DTYPES:
+            raise InputError(f"dtype is {shown(dtype)}; give one of {', '.join(map(str, FLOAT_DTYPES))}")
         self.dtype = dtype
         self.copy_on_ready = copy_on_ready
         self.pinned = False  # set once a graph holds the addresses: the buffers may not move any more
@@ -345,10 +348,14 @@ def _is_trainable(owner: tuple[nn.Module, str]) -> bool:
 
 
 def _check_order(order: Sequence[str], known: dict[str, Any]) -> None:
+    if isinstance(order, str) or not isinstance(order, Sequence):
+        raise InputError(f"order is {shown(order)}; give the names of backward_order(model, probe)")
     missing, unknown = set(known) - set(order), set(order) - set(known)
-    if missing or unknown or len(order) != len(set(order)):
-        raise ValueError(
-            f"order must name each trainable parameter once: missing {sorted(missing)}, unknown {sorted(unknown)}"
+    twice = {name for name in order if order.count(name) > 1} if len(order) != len(set(order)) else set()
+    if missing or unknown or twice:
+        raise InputError(
+            f"order must name each trainable parameter once: missing {sorted(missing)}, unknown {sorted(unknown)}, "
+            f"twice {sorted(twice)}"
         )
 
 

@@ -14,9 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hyperbatch.comm.collectives import HYBRID_SWITCH_BYTES, all_reduce_now, resolve_algorithm
+from hyperbatch.comm.collectives import (
+    HYBRID_SWITCH_BYTES,
+    all_reduce_now,
+    check_comm,
+    message_bytes,
+    resolve_algorithm,
+)
 from hyperbatch.comm.grid import GridComm
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, check_kind, shown
 from hyperbatch.plan.types import GroupPlan
 
 MIB = 1 << 20
@@ -30,6 +36,7 @@ def ddp_kwargs(plan: GroupPlan) -> dict[str, Any]:
     several dtypes DDP starts the list anew for each. Older: one `bucket_cap_mb`, the mean group, so the number of
     buckets is about right and their sizes are even. `ddp_bucket_bytes` says what DDP made of it.
     """
+    check_kind("plan", plan, GroupPlan, "give the GroupPlan of plan_groups")
     if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel.__init__).parameters:
         return {"bucket_cap_mb_list": [group.bytes / MIB for group in plan.groups]}
     return {"bucket_cap_mb": plan.bytes / len(plan.groups) / MIB}
@@ -37,6 +44,7 @@ def ddp_kwargs(plan: GroupPlan) -> dict[str, Any]:
 
 def ddp_bucket_bytes(ddp_model: DistributedDataParallel) -> tuple[int, ...]:
     """The buckets DDP uses now, in launch order; the rebuilt ones from its second step on."""
+    _check_ddp(ddp_model)
     data = ddp_model._get_ddp_logging_data()
     sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes", "")
     return tuple(int(size) for size in str(sizes).split(", ") if size)
@@ -53,7 +61,9 @@ class GridHookState:
         wire_dtype: torch.dtype | None = None,
         hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES,
     ) -> None:
-        resolve_algorithm(algorithm, 0)  # a misspelt name should not wait for the first backward
+        # What is wrong should not wait for the first backward.
+        check_comm(comm)
+        resolve_algorithm(algorithm, message_bytes(0, torch.float32, wire_dtype), hybrid_switch_bytes)
         self.comm, self.algorithm, self.wire_dtype = comm, algorithm, wire_dtype
         self.hybrid_switch_bytes = hybrid_switch_bytes
 
@@ -62,7 +72,7 @@ def grid_hook(state, bucket):  # bare: DDP compares annotations by identity, and
     """A communication hook of DistributedDataParallel: the bucket's mean over the ranks of the grid."""
     buffer = bucket.buffer()
     future: torch.futures.Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
-    wire_bytes = buffer.numel() * (state.wire_dtype or buffer.dtype).itemsize
+    wire_bytes = message_bytes(buffer.numel(), buffer.dtype, state.wire_dtype)
     chosen = resolve_algorithm(state.algorithm, wire_bytes, state.hybrid_switch_bytes)
 
     def exchange() -> None:
@@ -87,6 +97,8 @@ def register_ddp_hook(
     hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES,
 ) -> None:
     """DDP's buckets travel by our all-reduce, in this precision; the gradients are the mean over ranks as before."""
+    _check_ddp(ddp_model)
+    check_comm(comm)
     theirs = dist.get_process_group_ranks(ddp_model.process_group)
     if theirs != comm.members:
         raise InputError(
@@ -95,3 +107,8 @@ def register_ddp_hook(
         )
     options = {"algorithm": algorithm, "wire_dtype": wire_dtype, "hybrid_switch_bytes": hybrid_switch_bytes}
     ddp_model.register_comm_hook(GridHookState(comm, **options), grid_hook)
+
+
+def _check_ddp(model: Any) -> None:
+    if not hasattr(model, "register_comm_hook"):  # not by type: torch.compile wraps one in a module of its own
+        raise InputError(f"ddp_model is {shown(model)}; give a DistributedDataParallel")

@@ -9,20 +9,22 @@ param (16 or 32 bit) --grad--> [ norms | inf? ] --> update of master and state i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from hyperbatch.arena import Arena
+from hyperbatch.errors import InputError, check_kind
 from hyperbatch.kernels import has_triton, interpreted
 from hyperbatch.optim.dtensor import agreed, is_dtensor, local, local_grad, spread_of
 from hyperbatch.optim.rule import Entry, Rule, norms_of_layers
 from hyperbatch.optim.tensors import (
     adopt_writes,
     capturing,
+    check_setting,
     is_dense,
-    is_number,
     on_device,
     read_is_free,
     scalar,
@@ -31,7 +33,6 @@ from hyperbatch.optim.tensors import (
 from hyperbatch.params import HALF_DTYPES
 
 if TYPE_CHECKING:
-    from hyperbatch.arena import Arena
     from hyperbatch.optim.fused import FusedStep
     from hyperbatch.optim.shares import MatrixShares
 
@@ -80,9 +81,13 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         if foreach and fused:
             raise ValueError("foreach and fused cannot both be True")
         scalar(defaults["lr"], "lr")  # before anything else, as in torch
+        if arena is not None:
+            check_kind("arena", arena, Arena, "give the Arena of the model")
         self._setup(arena, capturable, foreach, fused)
         super().__init__(params, defaults)
         if arena is not None:
+            if not any(param in self._arena_names for group in self.param_groups for param in group["params"]):
+                raise InputError("arena holds none of the parameters; give the Arena of the same model")
             arena.call_on_load(self.refresh)
 
     def _setup(self, arena: Arena | None, capturable: bool, foreach: bool | None, fused: bool | None) -> None:
@@ -129,19 +134,17 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             self._to_device(group)
 
     def _check(self, group: dict[str, Any]) -> None:
-        # Values on the device are not read here: that would synchronise.
         if group["lr"] is None:
             raise ValueError(f"lr is missing: give {type(self).__name__} an lr, or put one into every param group")
-        for name in ("lr", "weight_decay", "eps"):
-            value = scalar(group[name], name)
-            if is_number(value) and not value >= 0.0:
-                raise ValueError(f"{name} must not be negative, but is {value}")
+        settings = self.rule.read(group)
+        for field in fields(settings):
+            check_setting(field.name, getattr(settings, field.name), field.type)
         for param in group["params"]:
             if not param.is_floating_point():
                 raise ValueError(f"params must be real floating-point tensors, not {param.dtype}")
             if is_dtensor(param) and self.foreach is False:
                 raise ValueError("foreach=False takes norms of whole tensors; leave it out for DTensor parameters")
-        self.rule.read(group).check()
+        settings.check()
 
     def _to_device(self, group: dict[str, Any]) -> None:
         """A captured graph must read its rates from device memory, or it would replay the captured ones."""
