@@ -268,7 +268,7 @@ class Arena:
         return buffer.as_strided(shape, strides, slot.offset)
 
     def _hook(self, model: nn.Module) -> None:
-        # Hooks hold the arena weakly and check whom they serve: a deep copy of the model carries copies of them.
+        # Hooks hold the arena weakly and check whom they serve: a copy of the model carries them, too.
         me: weakref.ref[Arena] = weakref.ref(self)
         for slot in self.slots:
             slot.param.place_of_grad = GradPlace(me, slot.name)  # type: ignore[attr-defined]
@@ -277,8 +277,8 @@ class Arena:
         for module in model.modules():
             mine = {name: local[p] for name, p in module.named_parameters(recurse=False) if p in local}
             if mine:
-                module.register_load_state_dict_pre_hook(_load_hook(me, weakref.ref(module), mine))
-        model.register_load_state_dict_post_hook(_loaded_hook(me, weakref.ref(model)))
+                module.register_load_state_dict_pre_hook(_LoadHook(me, module, mine))
+        model.register_load_state_dict_post_hook(_LoadedHook(me, model, {}))
 
 
 class GradPlace:
@@ -314,32 +314,50 @@ def _copy_hook(arena_ref: weakref.ref[Arena], name: str) -> Callable[[Tensor], N
     return hook
 
 
-def _load_hook(arena_ref: weakref.ref[Arena], owner: weakref.ref[nn.Module], names: dict[str, str]) -> Callable:
+class _Hook:
+    """Serves one module and its arena. A copy of the module carries it, too; there, and unpickled, it does nothing."""
+
+    def __init__(self, arena_ref: weakref.ref[Arena], module: nn.Module, names: Mapping[str, str]) -> None:
+        self._arena_ref, self._module, self._names = arena_ref, weakref.ref(module), names
+
+    def arena(self, module: nn.Module) -> Arena | None:
+        return self._arena_ref() if module is self._module() else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+class _LoadHook(_Hook):
     """Masters are filled from the state dict itself, before it is rounded to the working precision."""
 
-    def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-        arena = arena_ref()
-        if arena is None or module is not owner():
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+    ) -> None:
+        arena = self.arena(module)
+        if arena is None:
             return
         if metadata.get("assign_to_params_buffers"):
             raise RuntimeError("load_state_dict(assign=True) would take the model out of its arena; load by copy")
         arena.reclaim()
-        for local, name in names.items():
+        for local, name in self._names.items():
             tensor = state_dict.get(prefix + local)
             slot = arena.slot(name)
             if isinstance(tensor, Tensor) and tensor.shape == slot.param.shape and slot.dtype in HALF_DTYPES:
                 arena._fill({name: tensor})
 
-    return hook
 
-
-def _loaded_hook(arena_ref: weakref.ref[Arena], owner: weakref.ref[nn.Module]) -> Callable:
-    def hook(module: nn.Module, _: Any) -> None:
-        arena = arena_ref()
-        if arena is not None and module is owner():
+class _LoadedHook(_Hook):
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        if arena := self.arena(module):
             arena.notify_loaded()
-
-    return hook
 
 
 def _is_trainable(owner: tuple[nn.Module, str]) -> bool:
