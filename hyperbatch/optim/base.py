@@ -97,7 +97,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._arena_state = [] if arena is None else [arena.views(arena.new_buffers()) for _ in self.state_names]
         self._arena_masters = {} if arena is None else arena.named_masters()
         self._stats: list[LayerStats] = []  # in tensors of `_stats_tables`
-        self._stats_tables: dict[tuple[str, ...], Tensor] = {}  # by the names of the layers
+        # By the names of the layers: of the last step, and of captured ones, whose replays write there.
+        self._stats_tables: dict[tuple[str, ...], Tensor] = {}
+        self._captured_tables: set[tuple[str, ...]] = set()
         self.last_found_inf: Tensor | None = None  # 1 when the last step was skipped; a device tensor
         self.skipped_steps: Tensor | None = None  # how many were; a device tensor
 
@@ -203,6 +205,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 stats = self._update_group(group, part, grad_norms[done : done + len(part)], skip)
                 self._stats.append(self._keep(stats, skip))
                 done += len(part)
+        if len(self._stats_tables) > len(self._stats):  # other layers had gradients in the step before
+            needed = {tuple(stats.names) for stats in self._stats} | self._captured_tables
+            self._stats_tables = {names: table for names, table in self._stats_tables.items() if names in needed}
         half = [entry for _, part in work for entry in part if entry.weight is not entry.param]
         if half:
             torch._foreach_copy_([entry.param for entry in half], [entry.weight for entry in half])
@@ -319,10 +324,12 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     def _keep(self, stats: LayerStats, skip: Tensor | None) -> LayerStats:
         """In tensors that stay: every replay of a captured step writes to them, and a skipped step leaves them."""
-        new = torch.stack([stats.weight_norms, stats.grad_norms, stats.trust])
-        kept = self._stats_tables.get(tuple(stats.names))
+        new, names = torch.stack([stats.weight_norms, stats.grad_norms, stats.trust]), tuple(stats.names)
+        kept = self._stats_tables.get(names)
         if kept is None or kept.device != new.device:
-            kept = self._stats_tables[tuple(stats.names)] = torch.full_like(new, torch.nan)
+            kept = self._stats_tables[names] = torch.full_like(new, torch.nan)
+        if capturing(new.device):
+            self._captured_tables.add(names)
         kept.copy_(new if skip is None else torch.where(skip, kept, new))
         return LayerStats(stats.names, *kept.unbind())
 

@@ -192,6 +192,25 @@ def test_layer_stats_are_copies_and_stay_in_place_inside(kind, path):
     assert optimizer.layer_stats()[0].grad_norms.tolist() != expected
 
 
+@every_kind
+def test_statistics_of_changing_sets_of_layers_do_not_pile_up(kind, path, monkeypatch):
+    """Layers that a model skips at random (stochastic depth, experts) make a new set of them in nearly every step."""
+    params = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+    optimizer = kind(params, lr=0.1, **path)
+    tables = []
+    for step in range(1, 8):
+        for i, param in enumerate(params):
+            param.grad = torch.ones(2) if step >> i & 1 else None
+        with monkeypatch.context() as patch:
+            patch.setattr(base, "capturing", lambda device, step=step: step == 3)
+            optimizer.step()
+        tables.append(set(optimizer._stats_tables))
+    captured = ("0.0", "0.1")
+    assert tables[4] == {captured, ("0.0", "0.2")}, "replays write to the captured step's table for ever"
+    assert tables[6] == {captured, ("0.0", "0.1", "0.2")}
+    assert set(optimizer.layer_norms()) == {"0.0", "0.1", "0.2"}
+
+
 # --- loading --------------------------------------------------------------------------------------------------------
 
 
