@@ -93,37 +93,37 @@ def test_a_setting_of_one_group():
 
 
 CALLS = {
-    "rows and columns must be positive whole numbers": lambda: RankGrid("2", 1),  # pyright: ignore
-    "grid 2.0x1: rows and columns": lambda: RankGrid(2.0, 1),  # pyright: ignore
-    "grid is (1, 1); give a RankGrid(rows, columns)": lambda: GridComm((1, 1)),  # pyright: ignore
-    "ranks is [0]; give 1 rows of 1 ranks": lambda: GridComm(RankGrid(1, 1), ranks=[0]),  # pyright: ignore
-    "timeout is 5; give a datetime.timedelta": lambda: GridComm(RankGrid(1, 1), timeout=5),  # pyright: ignore
+    "rows and columns must be positive whole numbers": lambda: RankGrid("2", 1),
+    "grid 2.0x1: rows and columns": lambda: RankGrid(2.0, 1),
+    "grid is (1, 1); give a RankGrid(rows, columns)": lambda: GridComm((1, 1)),
+    "ranks is [0]; give 1 rows of 1 ranks": lambda: GridComm(RankGrid(1, 1), ranks=[0]),
+    "timeout is 5; give a datetime.timedelta": lambda: GridComm(RankGrid(1, 1), timeout=5),
     "algorithm None is unknown; known: flat": lambda: reduced(algorithm=None),
     "wire_dtype is 'bf16'; give one of torch.float16": lambda: reduced(wire_dtype="bf16"),
     "wire_dtype is torch.int8;": lambda: reduced(wire_dtype=torch.int8),  # which would round gradients to 0
     "hybrid_switch_bytes is '1'; give a number": lambda: reduced(hybrid_switch_bytes="1"),
     "tensor is [1.0]; give a torch.Tensor": lambda: reduced([1.0]),
-    "comm is None; give a GridComm": lambda: all_reduce(torch.ones(2), None),  # pyright: ignore
+    "comm is None; give a GridComm": lambda: all_reduce(torch.ones(2), None),
     "arena is a value of type Sequential; give the Arena": lambda: sync(arena=nn.Sequential(layer(), layer())),
     "plan is None; give the GroupPlan": lambda: sync(plan=None),
     "comm is 2; give a GridComm": lambda: sync(comm=2),
     "wire_dtype is 'fp16'; give one of": lambda: sync(wire_dtype="fp16"),
-    "comm is 'world'; give a GridComm": lambda: GridHookState("world"),  # pyright: ignore
+    "comm is 'world'; give a GridComm": lambda: GridHookState("world"),
     "wire_dtype is 16; give one of": lambda: hook(wire_dtype=16),
     "hybrid_switch_bytes is None; give a number": lambda: hook(hybrid_switch_bytes=None),
-    "give a DistributedDataParallel": lambda: register_ddp_hook(layer(), GridComm(RankGrid(1, 1))),  # pyright: ignore
-    "ddp_model is None; give a Distributed": lambda: ddp_bucket_bytes(None),  # pyright: ignore
-    "plan is 'cubic'; give the GroupPlan": lambda: ddp_kwargs("cubic"),  # pyright: ignore
-    "grouping None is unknown; known: cubic": lambda: plan_groups(layer(), None),  # pyright: ignore
-    "grouping option count is 2.5; give a whole number": lambda: plan_groups(layer(), "equal", count=2.5),  # pyright: ignore
+    "give a DistributedDataParallel": lambda: register_ddp_hook(layer(), GridComm(RankGrid(1, 1))),
+    "ddp_model is None; give a Distributed": lambda: ddp_bucket_bytes(None),
+    "plan is 'cubic'; give the GroupPlan": lambda: ddp_kwargs("cubic"),
+    "grouping None is unknown; known: cubic": lambda: plan_groups(layer(), None),
+    "grouping option count is 2.5; give a whole number": lambda: plan_groups(layer(), "equal", count=2.5),
     "grouping option base is 0; give a whole number of at least 1": lambda: plan_groups(layer(), "cubic", base=0),
-    "an element of params is": lambda: plan_groups([nn.Parameter(torch.ones(2))], "single"),  # pyright: ignore
-    "3 has no named parameters; give a torch module": lambda: plan_groups(3, "single"),  # pyright: ignore
+    "an element of params is": lambda: plan_groups([nn.Parameter(torch.ones(2))], "single"),
+    "3 has no named parameters; give a torch module": lambda: plan_groups(3, "single"),
     "order names 'weights', which is no trainable parameter": lambda: param_specs(layer(), ["weights"]),
-    "model is None; give a torch module": lambda: Arena(None, ORDER),  # pyright: ignore
-    "dtype is 'bf16'; give one of torch.float16": lambda: Arena(layer(), ORDER, dtype="bf16"),  # pyright: ignore
+    "model is None; give a torch module": lambda: Arena(None, ORDER),
+    "dtype is 'bf16'; give one of torch.float16": lambda: Arena(layer(), ORDER, dtype="bf16"),
     "dtype is torch.int8; give one of": lambda: Arena(layer(), ORDER, dtype=torch.int8),
-    "order is None; give the names of backward_order": lambda: Arena(layer(), None),  # pyright: ignore
+    "order is None; give the names of backward_order": lambda: Arena(layer(), None),
     "order is 'weight'; give the names": lambda: Arena(layer(), "weight"),
     "twice ['bias']": lambda: Arena(layer(), [*ORDER, "bias"]),
     "unknown precision None; known: bf16": lambda: scaler(None),
@@ -133,11 +133,11 @@ CALLS = {
     "growth_factor is 0.5; give a number above 1": lambda: scaler(growth_factor=0.5),
     "backoff_factor is 2.0; give a number between 0 and 1": lambda: scaler(backoff_factor=2.0),
     "growth_interval_steps is 0; give a whole number": lambda: scaler(growth_interval_steps=0),
-    "comm is 4; give a GridComm": lambda: Muon(layer().parameters(), lr=0.1).share(4),  # pyright: ignore
-    "model is [1]; give a torch module": lambda: param_groups([1], 0.1),  # pyright: ignore
-    "weight_decay is None; give a number": lambda: param_groups(layer(), None),  # pyright: ignore
+    "comm is 4; give a GridComm": lambda: Muon(layer().parameters(), lr=0.1).share(4),
+    "model is [1]; give a torch module": lambda: param_groups([1], 0.1),
+    "weight_decay is None; give a number": lambda: param_groups(layer(), None),
     "layer_decay is 0; give a number above 0": lambda: param_groups(layer(), 0.1, layer_decay=0, lr=0.1),
-    "lr is 'high'; give a number": lambda: param_groups(layer(), 0.1, lr="high"),  # pyright: ignore
+    "lr is 'high'; give a number": lambda: param_groups(layer(), 0.1, lr="high"),
 }
 
 
