@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from hyperbatch.comm.agree import check_agreement
 from hyperbatch.comm.collectives import (
     HYBRID_SWITCH_BYTES,
     all_reduce_now,
@@ -96,17 +97,27 @@ def register_ddp_hook(
     wire_dtype: torch.dtype | None = None,
     hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES,
 ) -> None:
-    """DDP's buckets travel by our all-reduce, in this precision; the gradients are the mean over ranks as before."""
+    """DDP's buckets travel by our all-reduce, in this precision; the gradients are the mean over ranks as before.
+
+    Every rank calls it at the same point. They compare what they were given: a difference is an error on each of them.
+    """
     _check_ddp(ddp_model)
     check_comm(comm)
-    theirs = dist.get_process_group_ranks(ddp_model.process_group)
-    if theirs != comm.members:
-        raise InputError(
-            f"this DDP model averages over ranks {theirs}, and the grid holds {comm.members}; "
-            "give both the same ranks (DistributedDataParallel has process_group=)"
-        )
     options = {"algorithm": algorithm, "wire_dtype": wire_dtype, "hybrid_switch_bytes": hybrid_switch_bytes}
-    ddp_model.register_comm_hook(GridHookState(comm, **options), grid_hook)
+    state = problem = None
+    try:
+        state = GridHookState(comm, **options)
+        theirs = dist.get_process_group_ranks(ddp_model.process_group)
+        if theirs != comm.members:
+            raise InputError(
+                f"this DDP model averages over ranks {theirs}, and the grid holds {comm.members}; "
+                "give both the same ranks (DistributedDataParallel has process_group=)"
+            )
+    except InputError as error:
+        problem = str(error)
+    comm.drain()  # another hook may share the groups
+    check_agreement(comm.world, "the DDP hook", [f"{name} {value}" for name, value in options.items()], problem)
+    ddp_model.register_comm_hook(state, grid_hook)
 
 
 def _check_ddp(model: Any) -> None:
