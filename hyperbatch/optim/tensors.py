@@ -109,4 +109,6 @@ def _cpu_norm(tensor: Tensor) -> Tensor:
     flat = tensor.as_strided((n,), (1,))
     whole = n // row * row
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, row), dim=1)
-    return torch.linalg.vector_norm(torch.cat([rows, flat[whole:]]), dtype=torch.float64)
+    norm = torch.linalg.vector_norm(torch.cat([rows, flat[whole:]]), dtype=torch.float64)
+    # Squares of elements below 1e-19 lose digits in fp32, and those below 1e-23 are lost: nothing beside such a norm.
+    return norm if norm >= 1e-12 else torch.linalg.vector_norm(tensor, dtype=torch.float64)
