@@ -414,10 +414,16 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     def _load(self, groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
         """groups: as torch prepared them from those that were saved."""
-        for group, before in zip(groups, self.param_groups, strict=True):
+        saved_order = [index for group in saved["param_groups"] for index in group["params"]]
+        order = [param for group in groups for param in group["params"]]
+        self._check_shapes(order, [saved["state"].get(index, {}) for index in saved_order])
+        for group, before, indices in zip(groups, self.param_groups, saved["param_groups"], strict=True):
             group.setdefault("base_weight_decay", float(group.get("weight_decay", before["weight_decay"])))
+            for name in self.group_state_names:  # torch's AdamW counts the steps of each parameter
+                own = [saved["state"].get(index, {}).get(name) for index in indices["params"]]
+                group.setdefault(name, max((float(x) for x in own if x is not None), default=self.defaults[name]))
             for name, value in before.items():
-                group.setdefault(name, self.defaults[name] if name in self.group_state_names else value)
+                group.setdefault(name, value)
             group["capturable"] = before["capturable"]
             self._check(group)
         for group, before in zip(groups, self.param_groups, strict=True):
@@ -426,9 +432,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                     value, group[name] = group[name], before[name]
                     write_setting(group, name, value)
         self.param_groups = groups
-        saved_order = [index for group in saved["param_groups"] for index in group["params"]]
         self.state.update((key, value) for key, value in saved["state"].items() if key not in saved_order)  # of hooks
-        order = [param for group in groups for param in group["params"]]
         with torch.no_grad():
             for param, index in zip(order, saved_order, strict=True):
                 values = saved["state"].get(index, {})
@@ -436,10 +440,22 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                     continue
                 # Filled in place: the arena, kernels' tables and captured graphs point there.
                 for key, value in self.init_state(param).items():
-                    if key in values:
+                    if values.get(key) is not None:
                         value.copy_(values[key])
                     elif key in self.state_names:
                         value.zero_()
+
+    def _check_shapes(self, order: list[Tensor], saved: list[dict[str, Any]]) -> None:
+        """A copy would be broadcast where shapes allow it."""
+        names = [name for _, part in self.group_names() for name in part]
+        for name, param, state in zip(names, order, saved, strict=True):
+            for key in (*self.state_names, "master"):
+                value = state.get(key)
+                if value is not None and value.shape != param.shape:
+                    raise InputError(
+                        f"the state dict has a {key} of shape {tuple(value.shape)} for {name}, which has shape "
+                        f"{tuple(param.shape)}; give the parameters in the order in which they were saved"
+                    )
 
 
 def why_not_fused(groups: list[dict[str, Any]]) -> str | None:

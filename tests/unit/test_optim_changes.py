@@ -245,6 +245,42 @@ def test_load_hooks_see_and_shape_what_is_loaded(kind, path):
 
 
 @every_kind
+def test_state_of_another_shape_is_refused_and_changes_nothing(kind, path):
+    saved = kind([nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(5, 7))], lr=0.1, **path)
+    set_grads(saved.param_groups[0]["params"])
+    saved.step()
+    params = make_params()
+    optimizer = kind(params, lr=0.2, **path)
+    with pytest.raises(ValueError, match=r"of shape \(7,\) for 0\.0, which has shape \(5, 7\)"):
+        optimizer.load_state_dict(saved.state_dict())  # a vector of 7 would fit every row of 5 x 7
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_run_goes_on_from_the_state_of_torchs_sgd_and_adamw(momentum):
+    sgd = {"lr": 0.1, "momentum": momentum}
+    for theirs, kind, options in (
+        (torch.optim.SGD(make_params(), **sgd), LARS, {"momentum_rule": "lr_outside"}),
+        (torch.optim.AdamW(make_params(), lr=0.1, betas=(momentum, 0.99)), LAMB, {}),
+    ):
+        expected = theirs.param_groups[0]["params"]
+        for step in range(5):
+            set_grads(expected, step)
+            theirs.step()
+        params = [nn.Parameter(param.detach().clone()) for param in expected]
+        optimizer = kind([{"params": params, "adapt": False}], lr=0.5, **options)
+        optimizer.load_state_dict(theirs.state_dict())
+        for step in range(5, 8):
+            set_grads(params, step)
+            set_grads(expected, step)
+            optimizer.step()
+            theirs.step()
+        for a, b in zip(params, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@every_kind
 def test_group_keys_that_are_missing_stay_as_they_are(kind, path):
     """State dicts of other optimizers, and of older versions, lack some."""
     params = make_params()
