@@ -286,6 +286,7 @@ def test_groups_for_ones_own_loop_have_rates_by_depth():
 def test_groups_are_timms(name):
     """Only the norm behind a ViT's blocks goes with the head here, as in BEiT, and with the last block there."""
     timm = pytest.importorskip("timm")
+    pytest.importorskip("timm.optim")  # timm itself imports it only for some of its parts
     with torch.device("meta"):
         model = timm.create_model(name)
     listed = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
