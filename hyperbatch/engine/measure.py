@@ -35,10 +35,11 @@ LINK_ROUNDS = 5
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 22  # messages that tell what a message and what a byte costs
 
 
-def probe(model: nn.Module, images: Tensor, classes: int = 1) -> tuple[list[str], int]:
+def probe(model: nn.Module, images: Tensor, classes: int | None = None) -> tuple[list[str], int]:
     """(parameters in the order in which backward finishes them, bytes kept for backward per sample).
 
-    InputError for a model that has none, or that does not answer with a number for each of the classes.
+    InputError for a model without parameters, or one that does not return a logit for each of the classes. None: it may
+    return anything, as a part of a model does.
     """
     if next(model.parameters(), None) is None:
         raise InputError("--model: the network has no parameters, so nothing can be trained")
@@ -55,7 +56,8 @@ def probe(model: nn.Module, images: Tensor, classes: int = 1) -> tuple[list[str]
     def run_backward() -> None:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             logits = model(images)
-            _check_logits(logits, len(images), classes)
+            if classes is not None:
+                _check_logits(logits, len(images), classes)
             loss = logits.float().sum()
         loss.backward()
 
