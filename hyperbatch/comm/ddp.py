@@ -1,4 +1,4 @@
-"""Our parts in a plain DistributedDataParallel script.
+"""Planned gradient groups and our all-reduce in a plain DistributedDataParallel script.
 
 plan = plan_groups(model, "cubic")
 ddp = DistributedDataParallel(model, **ddp_kwargs(plan))            # DDP's buckets follow the plan
@@ -32,10 +32,10 @@ MIB = 1 << 20
 def ddp_kwargs(plan: GroupPlan) -> dict[str, Any]:
     """Arguments of DistributedDataParallel that make its buckets follow the plan.
 
-    torch >= 2.13: one cap per bucket (`bucket_cap_mb_list`). A bucket closes once it holds its cap, so with one dtype
-    it ends exactly where the group does, as soon as DDP has rebuilt its buckets in backward order (second step); with
-    several dtypes DDP starts the list anew for each. Older: one `bucket_cap_mb`, the mean group, so the number of
-    buckets is about right and their sizes are even. `ddp_bucket_bytes` says what DDP made of it.
+    torch >= 2.13: one cap per bucket (`bucket_cap_mb_list`). A bucket closes once it holds its cap. With one dtype it
+    therefore ends exactly where the group does, once DDP has rebuilt its buckets in backward order (second step); with
+    several dtypes DDP starts the list again for each. Older versions get one `bucket_cap_mb` of the mean group size:
+    the number of buckets is about right, and their sizes are equal. `ddp_bucket_bytes` returns the actual buckets.
     """
     check_kind("plan", plan, GroupPlan, "give the GroupPlan of plan_groups")
     if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel.__init__).parameters:
@@ -44,7 +44,7 @@ def ddp_kwargs(plan: GroupPlan) -> dict[str, Any]:
 
 
 def ddp_bucket_bytes(ddp_model: DistributedDataParallel) -> tuple[int, ...]:
-    """The buckets DDP uses now, in launch order; the rebuilt ones from its second step on."""
+    """The sizes of the buckets that DDP uses now, in launch order; from its second step on, of the rebuilt ones."""
     _check_ddp(ddp_model)
     data = ddp_model._get_ddp_logging_data()
     sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes", "")
@@ -52,7 +52,7 @@ def ddp_bucket_bytes(ddp_model: DistributedDataParallel) -> tuple[int, ...]:
 
 
 class GridHookState:
-    """What `grid_hook` needs to know, for `ddp_model.register_comm_hook(GridHookState(comm), grid_hook)`."""
+    """The state of `grid_hook`, for `ddp_model.register_comm_hook(GridHookState(comm), grid_hook)`."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class GridHookState:
 
 
 def grid_hook(state, bucket):  # bare: DDP compares annotations by identity, and ours are strings
-    """A communication hook of DistributedDataParallel: the bucket's mean over the ranks of the grid."""
+    """A communication hook of DistributedDataParallel: returns a future of the bucket's mean over the grid's ranks."""
     buffer = bucket.buffer()
     future: torch.futures.Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
     wire_bytes = message_bytes(buffer.numel(), buffer.dtype, state.wire_dtype)
@@ -97,9 +97,9 @@ def register_ddp_hook(
     wire_dtype: torch.dtype | None = None,
     hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES,
 ) -> None:
-    """DDP's buckets travel by our all-reduce, in this precision; the gradients are the mean over ranks as before.
+    """Makes DDP send its buckets with our all-reduce, in this precision. Gradients remain the mean over ranks.
 
-    Every rank calls it at the same point. They compare what they were given: a difference is an error on each of them.
+    Every rank must call it at the same point. The ranks compare their arguments; a difference is an error on all ranks.
     """
     _check_ddp(ddp_model)
     check_comm(comm)
