@@ -39,8 +39,8 @@ def model_names() -> list[str]:
 
 
 def ask_for(model: str) -> None:
-    """Lets the table of a model of timm's or of the user's own be made. That runs the model's code, so the name must come
-    from the user, and never from a machine file or a checkpoint."""
+    """Lets the table of a model of timm's or of the user's own be made. That runs the model's code, so the name must be
+    given by the user, and never by a machine file or a checkpoint."""
     if is_foreign(model):
         _ASKED_FOR.add(model)
 
