@@ -17,8 +17,8 @@ from torch import Tensor
 
 from hyperbatch.arena import Arena
 from hyperbatch.errors import InputError, check_kind
-from hyperbatch.kernels import has_triton, interpreted
 from hyperbatch.optim.dtensor import agreed, is_dtensor, local, local_grad, spread_of
+from hyperbatch.optim.loading import load
 from hyperbatch.optim.rule import Entry, Rule, norms_of_layers
 from hyperbatch.optim.tensors import (
     adopt_writes,
@@ -28,6 +28,7 @@ from hyperbatch.optim.tensors import (
     on_device,
     read_is_free,
     scalar,
+    why_not_fused,
     write_setting,
 )
 from hyperbatch.params import HALF_DTYPES
@@ -108,7 +109,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if self._loaded is not None:
-            self._load(state["param_groups"], self._loaded)
+            load(self, state["param_groups"], self._loaded)
             return
         if "defaults" in state:  # unpickled or deep-copied: an optimizer of ordinary parameters
             self._setup(None, state["defaults"]["capturable"], state.get("_foreach"), state.get("_fused"))
@@ -122,7 +123,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         plain(self, param_group)
         group = self.param_groups[-1]
         try:
-            self._check(group)
+            self.check_group(group)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -135,7 +136,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         if self._capturable:
             self._to_device(group)
 
-    def _check(self, group: dict[str, Any]) -> None:
+    def check_group(self, group: dict[str, Any]) -> None:
         if group["lr"] is None:
             raise ValueError(f"lr is missing: give {type(self).__name__} an lr, or put one into every param group")
         settings = self.rule.read(group)
@@ -414,67 +415,3 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         finally:
             self._loaded = None
             handle.remove()
-
-    def _load(self, groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
-        """groups: as torch prepared them from those that were saved."""
-        saved_order = [index for group in saved["param_groups"] for index in group["params"]]
-        order = [param for group in groups for param in group["params"]]
-        self._check_shapes(order, [saved["state"].get(index, {}) for index in saved_order])
-        for group, before, indices in zip(groups, self.param_groups, saved["param_groups"], strict=True):
-            group.setdefault("base_weight_decay", float(group.get("weight_decay", before["weight_decay"])))
-            for name in self.group_state_names:  # torch's AdamW counts the steps of each parameter
-                own = [saved["state"].get(index, {}).get(name) for index in indices["params"]]
-                group.setdefault(name, max((float(x) for x in own if x is not None), default=self.defaults[name]))
-            for name, value in before.items():
-                group.setdefault(name, value)
-            group["capturable"] = before["capturable"]
-            self._check(group)
-        for group, before in zip(groups, self.param_groups, strict=True):
-            for name in ("lr", "weight_decay", *self.group_state_names):
-                if isinstance(before[name], Tensor):  # a captured graph reads this very tensor
-                    value, group[name] = group[name], before[name]
-                    write_setting(group, name, value)
-        self.param_groups = groups
-        self.state.update((key, value) for key, value in saved["state"].items() if key not in saved_order)  # of hooks
-        with torch.no_grad():
-            for param, index in zip(order, saved_order, strict=True):
-                values = saved["state"].get(index, {})
-                if not values and param not in self.state:
-                    continue
-                # Filled in place: the arena, kernels' tables and captured graphs point there.
-                for key, value in self.init_state(param).items():
-                    if values.get(key) is not None:
-                        value.copy_(values[key])
-                    elif key in self.state_names:
-                        value.zero_()
-
-    def _check_shapes(self, order: list[Tensor], saved: list[dict[str, Any]]) -> None:
-        """A copy would be broadcast where shapes allow it."""
-        names = [name for _, part in self.group_names() for name in part]
-        for name, param, state in zip(names, order, saved, strict=True):
-            for key in (*self.state_names, "master"):
-                value = state.get(key)
-                if value is not None and value.shape != param.shape:
-                    raise InputError(
-                        f"the state dict has a {key} of shape {tuple(value.shape)} for {name}, which has shape "
-                        f"{tuple(param.shape)}; give the parameters in the order in which they were saved"
-                    )
-
-
-def why_not_fused(groups: list[dict[str, Any]]) -> str | None:
-    """Why the fused kernels cannot update these parameters, in a line; None if they can."""
-    params = [param for group in groups for param in group["params"]]
-    dtypes = {param.dtype for param in params}
-    if any(is_dtensor(param) for param in params):
-        return "some parameters are DTensors; leave fused out for them"
-    if not has_triton():
-        return "Triton is not installed"
-    if any(param.device != params[0].device for param in params):
-        return "the parameters are on several devices"
-    if params and params[0].device.type != ("cpu" if interpreted() else "cuda"):
-        return f"the parameters are on {params[0].device}, not on a CUDA device"
-    if not dtypes <= {torch.float32, torch.float16, torch.bfloat16}:
-        return f"parameters are {', '.join(sorted(map(str, dtypes)))}"
-    if {torch.float16, torch.bfloat16} <= dtypes:
-        return "some parameters are float16 and some bfloat16"
-    return None

@@ -338,10 +338,10 @@ class Muon(LayerwiseOptimizer):
         self.rule = replace(MUON_RULE, foreach=partial(muon_foreach, factors=self.shares.polar_factors))
         self._fused_step = None
 
-    def _check(self, group: dict[str, Any]) -> None:
+    def check_group(self, group: dict[str, Any]) -> None:
         if any(is_dtensor(param) for param in group["params"]):
             raise ValueError("Muon needs whole matrices and takes no DTensor parameters; use LARS for sharded models")
-        super()._check(group)
+        super().check_group(group)
 
     def why_not_fused(self) -> str | None:
         settings = [self.rule.read(group) for group in self.param_groups]

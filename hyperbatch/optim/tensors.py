@@ -1,4 +1,5 @@
-"""Numbers on the host or on the device, norms in fp64, and the comparison of 16-bit weights with their masters."""
+"""Numbers on the host or on the device, norms in fp64, the comparison of 16-bit weights with their masters, and which
+parameters the fused kernels take."""
 
 # pyright: reportPrivateImportUsage=false
 # torch._foreach_* is the multi-tensor interface that torch.optim itself is written in.
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from hyperbatch.errors import shown
+from hyperbatch.kernels import has_triton, interpreted
+from hyperbatch.optim.dtensor import is_dtensor
 
 Scalar = float | Tensor  # a Tensor stays on the device: capturable rates, loss scales
 
@@ -112,3 +115,22 @@ def _cpu_norm(tensor: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(torch.cat([rows, flat[whole:]]), dtype=torch.float64)
     # Squares of elements below 1e-19 lose digits in fp32, and those below 1e-23 are lost: nothing beside such a norm.
     return norm if norm >= 1e-12 else torch.linalg.vector_norm(tensor, dtype=torch.float64)
+
+
+def why_not_fused(groups: list[dict[str, Any]]) -> str | None:
+    """Why the fused kernels cannot update these parameters, in a line; None if they can."""
+    params = [param for group in groups for param in group["params"]]
+    dtypes = {param.dtype for param in params}
+    if any(is_dtensor(param) for param in params):
+        return "some parameters are DTensors; leave fused out for them"
+    if not has_triton():
+        return "Triton is not installed"
+    if any(param.device != params[0].device for param in params):
+        return "the parameters are on several devices"
+    if params and params[0].device.type != ("cpu" if interpreted() else "cuda"):
+        return f"the parameters are on {params[0].device}, not on a CUDA device"
+    if not dtypes <= {torch.float32, torch.float16, torch.bfloat16}:
+        return f"parameters are {', '.join(sorted(map(str, dtypes)))}"
+    if {torch.float16, torch.bfloat16} <= dtypes:
+        return "some parameters are float16 and some bfloat16"
+    return None
