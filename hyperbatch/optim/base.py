@@ -9,29 +9,31 @@ param (16 or 32 bit) --grad--> [ norms | inf? ] --> update of master and state i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hyperbatch.kernels import has_triton, interpreted
+from hyperbatch.arena import Arena
+from hyperbatch.errors import InputError, check_kind
 from hyperbatch.optim.dtensor import agreed, is_dtensor, local, local_grad, spread_of
+from hyperbatch.optim.loading import load
 from hyperbatch.optim.rule import Entry, Rule, norms_of_layers
 from hyperbatch.optim.tensors import (
     adopt_writes,
     capturing,
+    check_setting,
     is_dense,
-    is_number,
     on_device,
     read_is_free,
     scalar,
+    why_not_fused,
     write_setting,
 )
 from hyperbatch.params import HALF_DTYPES
 
 if TYPE_CHECKING:
-    from hyperbatch.arena import Arena
     from hyperbatch.optim.fused import FusedStep
     from hyperbatch.optim.shares import MatrixShares
 
@@ -80,9 +82,13 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         if foreach and fused:
             raise ValueError("foreach and fused cannot both be True")
         scalar(defaults["lr"], "lr")  # before anything else, as in torch
+        if arena is not None:
+            check_kind("arena", arena, Arena, "give the Arena of the model")
         self._setup(arena, capturable, foreach, fused)
         super().__init__(params, defaults)
         if arena is not None:
+            if not any(param in self._arena_names for group in self.param_groups for param in group["params"]):
+                raise InputError("arena holds none of the parameters; give the Arena of the same model")
             arena.call_on_load(self.refresh)
 
     def _setup(self, arena: Arena | None, capturable: bool, foreach: bool | None, fused: bool | None) -> None:
@@ -92,7 +98,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._arena_state = [] if arena is None else [arena.views(arena.new_buffers()) for _ in self.state_names]
         self._arena_masters = {} if arena is None else arena.named_masters()
         self._stats: list[LayerStats] = []  # in tensors of `_stats_tables`
-        self._stats_tables: dict[tuple[str, ...], Tensor] = {}  # by the names of the layers
+        # By the names of the layers: of the last step, and of captured ones, whose replays write there.
+        self._stats_tables: dict[tuple[str, ...], Tensor] = {}
+        self._captured_tables: set[tuple[str, ...]] = set()
         self.last_found_inf: Tensor | None = None  # 1 when the last step was skipped; a device tensor
         self.skipped_steps: Tensor | None = None  # how many were; a device tensor
 
@@ -101,7 +109,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if self._loaded is not None:
-            self._load(state["param_groups"], self._loaded)
+            load(self, state["param_groups"], self._loaded)
             return
         if "defaults" in state:  # unpickled or deep-copied: an optimizer of ordinary parameters
             self._setup(None, state["defaults"]["capturable"], state.get("_foreach"), state.get("_fused"))
@@ -115,7 +123,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         plain(self, param_group)
         group = self.param_groups[-1]
         try:
-            self._check(group)
+            self.check_group(group)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -128,20 +136,18 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         if self._capturable:
             self._to_device(group)
 
-    def _check(self, group: dict[str, Any]) -> None:
-        # Values on the device are not read here: that would synchronise.
+    def check_group(self, group: dict[str, Any]) -> None:
         if group["lr"] is None:
             raise ValueError(f"lr is missing: give {type(self).__name__} an lr, or put one into every param group")
-        for name in ("lr", "weight_decay", "eps"):
-            value = scalar(group[name], name)
-            if is_number(value) and not value >= 0.0:
-                raise ValueError(f"{name} must not be negative, but is {value}")
+        settings = self.rule.read(group)
+        for field in fields(settings):
+            check_setting(field.name, getattr(settings, field.name), field.type)
         for param in group["params"]:
             if not param.is_floating_point():
                 raise ValueError(f"params must be real floating-point tensors, not {param.dtype}")
             if is_dtensor(param) and self.foreach is False:
                 raise ValueError("foreach=False takes norms of whole tensors; leave it out for DTensor parameters")
-        self.rule.read(group).check()
+        settings.check()
 
     def _to_device(self, group: dict[str, Any]) -> None:
         """Moves rates to the device. A captured graph must read them there; else it would replay the old values."""
@@ -200,6 +206,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 stats = self._update_group(group, part, grad_norms[done : done + len(part)], skip)
                 self._stats.append(self._keep(stats, skip))
                 done += len(part)
+        if len(self._stats_tables) > len(self._stats):  # other layers had gradients in the step before
+            needed = {tuple(stats.names) for stats in self._stats} | self._captured_tables
+            self._stats_tables = {names: table for names, table in self._stats_tables.items() if names in needed}
         half = [entry for _, part in work for entry in part if entry.weight is not entry.param]
         if half:
             torch._foreach_copy_([entry.param for entry in half], [entry.weight for entry in half])
@@ -319,10 +328,12 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     def _keep(self, stats: LayerStats, skip: Tensor | None) -> LayerStats:
         """Keeps statistics in fixed tensors: replays of a captured step write to them; skipped steps do not."""
-        new = torch.stack([stats.weight_norms, stats.grad_norms, stats.trust])
-        kept = self._stats_tables.get(tuple(stats.names))
+        new, names = torch.stack([stats.weight_norms, stats.grad_norms, stats.trust]), tuple(stats.names)
+        kept = self._stats_tables.get(names)
         if kept is None or kept.device != new.device:
-            kept = self._stats_tables[tuple(stats.names)] = torch.full_like(new, torch.nan)
+            kept = self._stats_tables[names] = torch.full_like(new, torch.nan)
+        if capturing(new.device):
+            self._captured_tables.add(names)
         kept.copy_(new if skip is None else torch.where(skip, kept, new))
         return LayerStats(stats.names, *kept.unbind())
 
@@ -404,51 +415,3 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         finally:
             self._loaded = None
             handle.remove()
-
-    def _load(self, groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
-        """groups: as torch prepared them from those that were saved."""
-        for group, before in zip(groups, self.param_groups, strict=True):
-            group.setdefault("base_weight_decay", float(group.get("weight_decay", before["weight_decay"])))
-            for name, value in before.items():
-                group.setdefault(name, self.defaults[name] if name in self.group_state_names else value)
-            group["capturable"] = before["capturable"]
-            self._check(group)
-        for group, before in zip(groups, self.param_groups, strict=True):
-            for name in ("lr", "weight_decay", *self.group_state_names):
-                if isinstance(before[name], Tensor):  # a captured graph reads this very tensor
-                    value, group[name] = group[name], before[name]
-                    write_setting(group, name, value)
-        self.param_groups = groups
-        saved_order = [index for group in saved["param_groups"] for index in group["params"]]
-        self.state.update((key, value) for key, value in saved["state"].items() if key not in saved_order)  # of hooks
-        order = [param for group in groups for param in group["params"]]
-        with torch.no_grad():
-            for param, index in zip(order, saved_order, strict=True):
-                values = saved["state"].get(index, {})
-                if not values and param not in self.state:
-                    continue
-                # Filled in place: the arena, kernels' tables and captured graphs point there.
-                for key, value in self.init_state(param).items():
-                    if key in values:
-                        value.copy_(values[key])
-                    elif key in self.state_names:
-                        value.zero_()
-
-
-def why_not_fused(groups: list[dict[str, Any]]) -> str | None:
-    """Why the fused kernels cannot update these parameters, in a line; None if they can."""
-    params = [param for group in groups for param in group["params"]]
-    dtypes = {param.dtype for param in params}
-    if any(is_dtensor(param) for param in params):
-        return "some parameters are DTensors; leave fused out for them"
-    if not has_triton():
-        return "Triton is not installed"
-    if any(param.device != params[0].device for param in params):
-        return "the parameters are on several devices"
-    if params and params[0].device.type != ("cpu" if interpreted() else "cuda"):
-        return f"the parameters are on {params[0].device}, not on a CUDA device"
-    if not dtypes <= {torch.float32, torch.float16, torch.bfloat16}:
-        return f"parameters are {', '.join(sorted(map(str, dtypes)))}"
-    if {torch.float16, torch.bfloat16} <= dtypes:
-        return "some parameters are float16 and some bfloat16"
-    return None
