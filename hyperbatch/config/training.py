@@ -217,9 +217,17 @@ class DataConfig:
     )
 
     @property
+    def image_sizes(self) -> tuple[int, ...]:
+        """Sides that training images have, in order of size."""
+        sizes = {phase.image_size for phase in self.size_phases}
+        if not self.size_phases or self.size_phases[0].from_epoch > 0:
+            sizes.add(self.image_size)
+        return tuple(sorted(sizes))
+
+    @property
     def largest_image_size(self) -> int:
         """Side of the largest training images of the run: memory must hold those."""
-        return max([self.image_size, *(phase.image_size for phase in self.size_phases)])
+        return self.image_sizes[-1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
