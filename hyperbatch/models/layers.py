@@ -98,6 +98,14 @@ def to_logits(output: Tensor) -> Tensor:
     return output if output.dtype == torch.float64 else output.float()
 
 
+def to_channels_last(model: nn.Module) -> nn.Module:
+    """In place. As `Module.to(memory_format=...)`, which fails at parameters of five dimensions (Conv3d)."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+    return model
+
+
 _OURS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: Linear,
     nn.Conv2d: Conv2d,
