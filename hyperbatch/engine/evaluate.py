@@ -29,7 +29,7 @@ from hyperbatch.engine.cuda_graphs import Backend, NotCaptured, Replay
 from hyperbatch.engine.ranks import Ranks, join
 from hyperbatch.errors import InputError
 from hyperbatch.export import load_trained
-from hyperbatch.models.layers import to_channels_last
+from hyperbatch.models.layers import in_evaluation, to_channels_last
 from hyperbatch.models.norm import merge_over_ranks, norm_buffers
 from hyperbatch.models.tta import VIEWS, plain_and_averaged
 from hyperbatch.optim.averaging import WeightAverage
@@ -185,16 +185,14 @@ class Evaluator:
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
-        training, fast = self._model.training, torch.backends.mha.get_fastpath_enabled()
-        self._model.eval()
+        fast = torch.backends.mha.get_fastpath_enabled()
         # A layer of torch's transformer would give all its tensors to one kernel, which takes them in one dtype only.
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            with torch.no_grad():
+            with in_evaluation(self._model):
                 yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
-            self._model.train(training)
 
 
 def at_all_places(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from hyperbatch.errors import InputError, own_code
 from hyperbatch.kernels.compile import without_launches
 from hyperbatch.memory import free_host_memory_bytes
 from hyperbatch.models import smoothed_cross_entropy
+from hyperbatch.models.layers import in_evaluation
 from hyperbatch.models.norm import persistent_buffers
 from hyperbatch.optim.precision import working_dtype
 from hyperbatch.params import HALF_DTYPES, backward_order
@@ -83,12 +84,8 @@ def probe(model: nn.Module, images: Tensor, classes: int = 1) -> tuple[list[str]
 def probe_evaluation(model: nn.Module, images: Tensor, classes: int) -> None:
     """InputError for a model that does not evaluate such images: a run would find out after hours of training."""
     images = images.to(next(model.parameters()).dtype)
-    training = model.training
-    try:
-        with _told_in_a_line("evaluate", images, "--eval-size"), cudnn_trials(False), torch.no_grad():
-            _logits(model.eval(), images, classes)
-    finally:
-        model.train(training)
+    with _told_in_a_line("evaluate", images, "--eval-size"), cudnn_trials(False), in_evaluation(model):
+        _logits(model, images, classes)
 
 
 @contextlib.contextmanager

@@ -19,8 +19,9 @@ from hyperbatch import checkpoint, get_recipe
 from hyperbatch.arena import Arena
 from hyperbatch.cli import main
 from hyperbatch.config import Config, SizePhase
+from hyperbatch.data.batch import Batch
 from hyperbatch.engine import loop, measure
-from hyperbatch.engine.evaluate import at_all_places, evaluate_checkpoint
+from hyperbatch.engine.evaluate import Evaluator, at_all_places, evaluate_checkpoint
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.errors import InputError
 from hyperbatch.models import create_model
@@ -315,6 +316,17 @@ def test_a_network_is_called_with_others_tensors_and_keeps_its_own():
     answer = torch.func.functional_call(network, at_all_places(network, others), (images,), tie_weights=False)
     torch.testing.assert_close(answer, expect(images))
     assert all(param is own[name] for name, param in network.named_parameters())
+
+
+def test_parts_that_are_never_in_training_mode_stay_so():
+    network = Network(3)
+    network.body.eval()
+    images, labels = torch.randn(2, 1, 8, 8), torch.tensor([0, 2])
+    measure.probe_evaluation(network, images, 3)
+    Evaluator(network, torch.device("cpu")).evaluate([Batch(images, labels)])
+    assert network.training
+    assert network.head.training
+    assert not any(module.training for module in network.body.modules())
 
 
 def test_a_probe_puts_buffers_back_that_forward_has_replaced():
