@@ -93,12 +93,8 @@ def exposed_comm_s(config: Config, gpus: int) -> list[float]:
     """Simulated seconds of a step, for each size, that the exchange of gradients adds; of one GPU none."""
     if gpus == 1:
         return [0.0] * len(size_spans(config))
-    cluster = find_recipe(config.recipe).cluster
-    found = []
-    for span in size_spans(config):
-        whole = config.override(image_size=span.image_size, size_phases=())
-        found.append(simulate(whole, cluster=cluster, gpus=[gpus]).points[0].step.timing.exposed_comm_s)
-    return found
+    point = simulate(config, cluster=find_recipe(config.recipe).cluster, gpus=[gpus]).points[0]
+    return [span.exposed_comm_s for span in point.spans]
 
 
 def measure(config: Config, *, gpus: int = 1, steps: int = STEPS, images: int = IMAGENET_SAMPLES) -> dict[str, Any]:

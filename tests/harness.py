@@ -137,6 +137,7 @@ def _rank_main(
     import torch.distributed as dist
 
     sys.path[:] = path
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job would ignore
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     if cuda:

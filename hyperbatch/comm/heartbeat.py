@@ -131,7 +131,7 @@ class Heartbeat:
 
     def start(self) -> Heartbeat:
         self._store.set(f"process-{self._rank}", json.dumps(_Process(_name_of(os.getpid()), socket.gethostname())))
-        self._store.set(self._key(self._rank), "0")
+        self._store.set(self._key(self._rank), self._beat(0, time.monotonic()))  # who is stopped now has a place, too
         if self._keeper is not None:  # it starts now, too, and might be stopped before the first beat
             text = within(_ANSWER_S, lambda: self._store.get(f"process-{self._keeper}"), b"[]")
             self._keeper_process = _Process(*json.loads(text))

@@ -38,11 +38,12 @@ LINK_ROUNDS = 5
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 22  # messages that tell what a message and what a byte costs
 
 
-def probe(model: nn.Module, images: Tensor, classes: int = 1) -> tuple[list[str], int]:
+def probe(model: nn.Module, images: Tensor, classes: int | None = None) -> tuple[list[str], int]:
     """(parameters in the order in which backward finishes them, bytes kept for backward per sample).
 
-    InputError for a model that has none, that does not take the images, or that does not answer with a number for each
-    of the classes, which follows from parameters that are trained.
+    InputError for a model without parameters, one that does not take the images, or one that does not return a logit for
+    each of the classes that follows from parameters that are trained. None: it may return anything, as a part of a model
+    does.
     """
     if next(model.parameters(), None) is None:
         raise InputError("--model: the network has no parameters, so nothing can be trained")
@@ -59,7 +60,8 @@ def probe(model: nn.Module, images: Tensor, classes: int = 1) -> tuple[list[str]
 
     def run_backward() -> None:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = _logits(model, images, classes).float().sum()
+            output = model(images) if classes is None else _logits(model, images, classes)
+            loss = output.float().sum()
         if not loss.requires_grad:
             raise InputError(
                 "--model: the network's logits depend on no parameter that is trained; look for requires_grad, detach "
@@ -73,10 +75,8 @@ def probe(model: nn.Module, images: Tensor, classes: int = 1) -> tuple[list[str]
                     "with persistent=False"
                 )
 
-    with (
-        _told_in_a_line("train on", images, "--image-size"),
-        cudnn_trials(False),
-    ):  # for convolutions that run once, in a shape and precision that training never uses
+    told = _told_in_a_line("train on", images, "--image-size")
+    with told, cudnn_trials(False):  # for convolutions that run once, in a shape and precision that training never uses
         order = backward_order(model, run_backward)
     return order, sum(kept.values()) // len(images)
 

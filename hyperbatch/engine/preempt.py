@@ -138,9 +138,10 @@ class Preemption:
             self._end_at_once()
 
     def _end_at_once(self) -> None:
-        """This rank alone was told to end. Rank 0 leaves a record, as after Ctrl-C; the others have nothing to leave,
-        and may be waiting for it in code that no signal interrupts."""
-        if self._ranks.rank != 0:
+        """This rank alone was told to end. Rank 0 leaves a record, as after Ctrl-C, unless it ignores SIGINT, as a job
+        in the background of a shell does. The others have nothing to leave, and may be waiting for rank 0 in code that
+        no signal interrupts."""
+        if self._ranks.rank != 0 or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             os._exit(128 + signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
 

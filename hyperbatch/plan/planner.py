@@ -17,7 +17,7 @@ from hyperbatch.plan.machine import Cluster, Network
 from hyperbatch.plan.strategies import group_options, plan_groups
 from hyperbatch.plan.timeline import parameter_ready_s, step_timing
 from hyperbatch.plan.types import GradGroup, GroupPlan, RankGrid, StepTiming, TensorSpec
-from hyperbatch.plan.workload import main_phase, model_tensors, model_times, resolve, resolve_all
+from hyperbatch.plan.workload import at_size, main_span, model_tensors, model_times, resolve, resolve_all, run_spans
 from hyperbatch.recipes import find_recipe
 from hyperbatch.schedule import Phase
 from hyperbatch.tables import text_table
@@ -121,7 +121,8 @@ def make_plan(
     """The plan for a recipe on a cluster, both by name or as values; what is None is chosen for the shortest step."""
     request = resolve(recipe, cluster, gpus, global_batch=global_batch, batch_per_rank=batch_per_rank)
     config, machine, ranks, notes = request.config, request.cluster, request.ranks, list(request.notes)
-    phase = resolve_all(config, machine.device.memory_bytes, ranks)[main_phase(config)]
+    main = main_span(run_spans(config, resolve_all(config, machine.device.memory_bytes, ranks)))
+    phase, config = main.phase, at_size(config, main.image_size)
 
     wanted = strategy or "optimal"
 

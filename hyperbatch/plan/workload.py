@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,7 +17,7 @@ from hyperbatch.plan.inventory import kept_bytes, model_names, tensors
 from hyperbatch.plan.machine import Cluster
 from hyperbatch.plan.types import TensorSpec
 from hyperbatch.recipes import find_recipe
-from hyperbatch.schedule import Phase, resolve_phases
+from hyperbatch.schedule import Phase, resolve_phases, size_spans
 from hyperbatch.vocabulary import PRECISION_DTYPE
 
 
@@ -92,11 +93,53 @@ def resolve_all(config: Config, memory_bytes: float, ranks: int, channels: int |
     )
 
 
-def main_phase(config: Config) -> int:
-    """The phase that takes most epochs."""
-    starts = [phase.from_epoch for phase in config.schedule.batch_phases] + [config.schedule.epochs]
-    lengths = [after - before for before, after in pairwise(starts)]
-    return lengths.index(max(lengths))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSpan:
+    """A part of a run in which neither the batch nor the image size changes."""
+
+    from_position: float
+    to_position: float
+    phase: Phase
+    image_size: int
+
+    @property
+    def steps(self) -> float:
+        return (self.to_position - self.from_position) / self.phase.global_batch
+
+    @property
+    def pixels(self) -> float:
+        return (self.to_position - self.from_position) * self.image_size**2
+
+
+def run_spans(config: Config, phases: Sequence[Phase], epochs: float | None = None) -> list[RunSpan]:
+    """The run, cut where its batch or its image size changes.
+
+    epochs: of a run that is longer or shorter than the recipe. Its image sizes keep their shares of the run, as they do
+    in `train --epochs`; its batch phases keep their epochs.
+    """
+    samples, planned = config.data.train_samples, config.schedule.epochs
+    end = (planned if epochs is None else epochs) * samples
+    sizes = [(span.from_epoch / planned * end, span.image_size) for span in size_spans(config)]
+    starts = {*(phase.from_position for phase in phases), *(start for start, _ in sizes)}
+    return [
+        RunSpan(
+            from_position=start,
+            to_position=stop,
+            phase=next(phase for phase in reversed(phases) if phase.from_position <= start),
+            image_size=next(size for first, size in reversed(sizes) if first <= start),
+        )
+        for start, stop in pairwise([*sorted(start for start in starts if start < end), end])
+    ]
+
+
+def main_span(spans: Sequence[RunSpan]) -> RunSpan:
+    """The one with most pixels: that of most epochs where images have one size."""
+    return max(spans, key=lambda span: span.pixels)
+
+
+def at_size(config: Config, image_size: int) -> Config:
+    """The same run with images of one size from its first step to its last."""
+    return config.override(image_size=image_size, size_phases=())
 
 
 def largest_batch(config: Config, memory_bytes: float, channels: int | None = None) -> int | None:
@@ -119,6 +162,7 @@ def model_tensors(config: Config, channels: int | None = None) -> tuple[TensorSp
 
 
 def model_times(cluster: Cluster, config: Config, batch_per_rank: int) -> list[LayerTime]:
+    """Of a step with images of `image_size`."""
     return layer_times(cluster, config.model.model, batch_per_rank, config.optim.precision, **_shape(config))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import zip_longest
 from typing import Any
 
 from hyperbatch.config import Config
@@ -14,19 +13,24 @@ from hyperbatch.plan.machine import Cluster
 from hyperbatch.plan.planner import StepPlan, plan_step
 from hyperbatch.plan.workload import (
     Request,
+    RunSpan,
+    at_size,
     image_channels,
-    main_phase,
+    main_span,
     model_times,
     resolve,
     resolve_all,
+    run_spans,
     step_memory,
 )
-from hyperbatch.schedule import Phase
+from hyperbatch.schedule import Phase, size_spans
 from hyperbatch.sim.convergence import Interval, epochs_to_target, evaluations, failure_overhead
 from hyperbatch.tables import text_table
 
 STEP_ERROR = 0.15  # nine in ten published runs are predicted within it, see docs/simulator_validation.md
 YEAR_S = 365 * 24 * 3600
+
+Steps = dict[tuple[Phase, int], StepPlan]  # by batch phase and image size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,14 +48,29 @@ class RunSeconds:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SpanSpeed:
+    """How fast a run is as long as neither its batch nor its image size changes."""
+
+    epochs: float
+    image_size: int
+    global_batch: int
+    step_s: float
+    exposed_comm_s: float
+    images_per_s: float
+    train_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """The run on one number of GPUs. `phase` and `step` are of the batch phase that takes most epochs."""
+    """The run on one number of GPUs. `phase`, `image_size` and `step` are of the span that takes most pixels."""
 
     gpus: int
     nodes: int
     algorithm: str  # that of the request; the groups of a step may differ
     phase: Phase
+    image_size: int
     step: StepPlan
+    spans: tuple[SpanSpeed, ...]
     epochs: Interval
     time_to_target_s: Interval
     run: RunSeconds
@@ -81,6 +100,7 @@ class Prediction:
             "global_batch": self.phase.global_batch,
             "batch_per_rank": self.phase.batch_per_rank,
             "accumulation": self.phase.accumulation,
+            "image_size": self.image_size,
             "step_s": timing.step_s,
             "slow_step_s": self.step.slow_step_s,
             "forward_s": timing.forward_s,
@@ -94,6 +114,7 @@ class Prediction:
             "epochs_interval": asdict(self.epochs),
             "time_to_target_s": asdict(self.time_to_target_s),
             "run": asdict(self.run),
+            "spans": [asdict(span) for span in self.spans],
             "lower_bound_s": self.lower_bound_s,
             "memory_bytes": self.memory_bytes,
             "energy_kwh": self.energy_kwh,
@@ -156,13 +177,19 @@ def _predict(request: Request, *, algorithm: str | None, grid: str | None, strat
     config, machine, ranks = request.config, request.cluster, request.ranks
     phases = resolve_all(config, machine.device.memory_bytes, ranks)
     name = algorithm or config.comm.algorithm
-    steps = [plan_step(machine, config, ranks, phase, grid=grid, algorithm=name, strategy=strategy) for phase in phases]
+    spans = run_spans(config, phases)
+    steps: Steps = {}
+    for span in spans:
+        sized = at_size(config, span.image_size)
+        steps[span.phase, span.image_size] = plan_step(
+            machine, sized, ranks, span.phase, grid=grid, algorithm=name, strategy=strategy
+        )
     epochs = epochs_to_target(config, request.written_for, max(phase.global_batch for phase in phases))
     low, run, high = (
         _run(config, machine, ranks, phases, steps, count) for count in (epochs.low, epochs.mid, epochs.high)
     )
     total = Interval(low.total_s * (1 - STEP_ERROR), run.total_s, high.total_s * (1 + STEP_ERROR))
-    main = main_phase(config)
+    main = main_span(spans)
     nodes = machine.network.nodes(ranks)
     hours = total.mid / 3600
     price = machine.price_usd_per_device_hour
@@ -170,13 +197,15 @@ def _predict(request: Request, *, algorithm: str | None, grid: str | None, strat
         gpus=ranks,
         nodes=nodes,
         algorithm=name,
-        phase=phases[main],
-        step=steps[main],
+        phase=main.phase,
+        image_size=main.image_size,
+        step=steps[main.phase, main.image_size],
+        spans=tuple(_speed(config, span, steps) for span in run_spans(config, phases, run.epochs)),
         epochs=epochs,
         time_to_target_s=total,
         run=run,
         lower_bound_s=lower_bound(machine, config, ranks, epochs.mid),
-        memory_bytes=step_memory(config, phases[main].batch_per_rank).total,
+        memory_bytes=step_memory(config, main.phase.batch_per_rank).total,
         energy_kwh=nodes * machine.node_power_w / 1e3 * hours,
         cost_usd=None if price is None else ranks * price * hours,
         notes=request.notes,
@@ -186,25 +215,40 @@ def _predict(request: Request, *, algorithm: str | None, grid: str | None, strat
 def lower_bound(cluster: Cluster, config: Config, ranks: int, epochs: float) -> float:
     """Seconds if every device did nothing but the network's arithmetic at its peak: no run can be shorter."""
     data = config.data
-    work = training_flops(
-        config.model.model, classes=data.classes, image_size=data.image_size, in_channels=image_channels(config)
+    work = {
+        size: training_flops(
+            config.model.model, classes=data.classes, image_size=size, in_channels=image_channels(config)
+        )
+        for size in {span.image_size for span in size_spans(config)}
+    }
+    planned = sum(span.epochs * work[span.image_size] for span in size_spans(config))
+    images = epochs / config.schedule.epochs * data.train_samples
+    return images * planned / (ranks * peak_flops(cluster.device, config.optim.precision))
+
+
+def _speed(config: Config, span: RunSpan, steps: Steps) -> SpanSpeed:
+    timing = steps[span.phase, span.image_size].timing
+    return SpanSpeed(
+        epochs=(span.to_position - span.from_position) / config.data.train_samples,
+        image_size=span.image_size,
+        global_batch=span.phase.global_batch,
+        step_s=timing.step_s,
+        exposed_comm_s=timing.exposed_comm_s,
+        images_per_s=span.phase.global_batch / timing.step_s,
+        train_s=span.steps * timing.step_s,
     )
-    images = epochs * data.train_samples
-    return images * work / (ranks * peak_flops(cluster.device, config.optim.precision))
 
 
 def _run(
-    config: Config, cluster: Cluster, ranks: int, phases: Sequence[Phase], steps: Sequence[StepPlan], epochs: float
+    config: Config, cluster: Cluster, ranks: int, phases: Sequence[Phase], steps: Steps, epochs: float
 ) -> RunSeconds:
     count, last_epoch = evaluations(config, epochs)
-    end = last_epoch * config.data.train_samples
-    train = 0.0
-    for phase, step, following in zip_longest(phases, steps, phases[1:]):
-        samples = max(0.0, min(end, following.from_position if following else end) - phase.from_position)
-        train += samples / phase.global_batch * step.timing.step_s
+    spans = run_spans(config, phases, last_epoch)
+    train = sum(span.steps * steps[span.phase, span.image_size].timing.step_s for span in spans)
 
     batch = max(1, min(phases[-1].batch_per_rank, -(-config.data.eval_samples // ranks)))
-    forward = sum(layer.forward_s for layer in model_times(cluster, config, batch))
+    evaluated = at_size(config, config.data.eval_size)
+    forward = sum(layer.forward_s for layer in model_times(cluster, evaluated, batch))
     rounds = -(-config.data.eval_samples // (batch * ranks))
     evaluation = count * (rounds * forward + cluster.eval_overhead_s)
 
@@ -274,8 +318,31 @@ def format_simulation(simulation: Simulation) -> str:
         "exposed: communication that the backward pass does not hide    low, high: the interval of the prediction",
         "at best: all GPUs at the peak of their arithmetic from start to end",
     ]
+    if any(len(point.spans) > 1 for point in points):
+        lines += ["", *_format_spans(points, unit, unit_s)]
     notes = [f"note ({point.gpus:,} GPUs): {note}" for point in points for note in point.notes]
     return "\n".join([*lines, *notes])
+
+
+def _format_spans(points: Sequence[Prediction], unit: str, unit_s: float) -> list[str]:
+    """The parts of a run that changes its batch or image size; the table before has the speed of the main part."""
+    titles = ("GPUs", "epochs", "px", "batch", "step ms", "exposed ms", "images/s", f"training {unit}")
+    rows = [
+        (
+            f"{point.gpus:,}",
+            f"{span.epochs:.1f}",
+            span.image_size,
+            f"{span.global_batch:,}",
+            f"{span.step_s * 1e3:.2f}",
+            f"{span.exposed_comm_s * 1e3:.2f}",
+            f"{span.images_per_s:,.0f}",
+            _in_unit(span.train_s, unit_s),
+        )
+        for point in points
+        for span in point.spans
+    ]
+    title = "The run changes its batch or image size; the table above shows the step of the part with most pixels."
+    return [title, "", *text_table(titles, rows, left=0)]
 
 
 def _time_unit(longest_s: float) -> tuple[str, float]:

@@ -29,17 +29,14 @@ def test_the_command_line_knows_every_command(page):
 
 @pytest.mark.slow
 def test_the_commands_of_the_readme(tmp_path):
-    trained, evaluated, exported, *others = pages.run(README, tmp_path)
+    trained, exported, recipes, simulation, plan, doctor = pages.run(README, tmp_path)
     assert trained.startswith("digits reached 99 % top-1 in ")
     shown = next(block for block in pages.blocks(README, "") if "digits reached" in block)
     assert labels(shown) == labels(trained), "the page shows what a run prints"
     assert RunRecord.load(tmp_path / "runs" / "first").result.reached
-    assert "top-1 99." in evaluated or "top-1 100." in evaluated
     assert (tmp_path / "runs" / "first" / "model.safetensors").exists()
     assert "model.safetensors" in exported
-    recipes, preview, simulation, plan, doctor = others
     assert "fujitsu_resnet50" in recipes
-    assert "2,048 in a grid of 512x4" in preview
     assert "2,048" in simulation
     assert "h200x8" in plan
     assert "torus" in doctor

@@ -225,8 +225,10 @@ def test_a_signal_that_comes_during_a_look_at_the_store_is_spread():
     assert store.asked == "SIGUSR1"
 
 
-def is_told_to_end(rank, folder):
+def is_told_to_end(rank, folder, in_background):
     """By an agent, after a fault of the other rank: the command's file does not appear."""
+    if in_background:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell has it
     preemption = Preemption("TERM", Ranks(rank=rank, world_size=2), timeout_s=30, parent_file=folder / "preempt")
     store = dist.distributed_c10d._get_default_store().clone()
     with preemption, preemption.watched(store), contextlib.suppress(KeyboardInterrupt):
@@ -237,7 +239,11 @@ def is_told_to_end(rank, folder):
 
 
 def test_a_rank_whose_command_was_not_asked_ends(tmp_path):
-    assert run_ranks(2, is_told_to_end, tmp_path, may_die=[1]) == ["ended", None]
+    assert run_ranks(2, is_told_to_end, tmp_path, False, may_die=[1]) == ["ended", None]
+
+
+def test_a_rank_in_the_background_whose_command_was_not_asked_ends(tmp_path):
+    assert run_ranks(2, is_told_to_end, tmp_path, True, may_die=[0, 1], timeout_s=30) == [None, None]
 
 
 def test_ranks_meet_in_a_store_of_dead_ones():

@@ -1,5 +1,7 @@
 """Whole runs on several real processes: exactness over world sizes, determinism, resume, evaluation."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -456,24 +458,32 @@ def test_evaluation_counts_each_sample_once(tmp_path, world_size):
     assert all((line["top1"] * 50).is_integer() for line in evals)
 
 
+def train_aloud(rank, values):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        record = train_rank(rank, values)
+    return record, said.getvalue()
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_unreadable_images_of_every_rank_are_reported_once(tmp_path, capfd, world_size):
+def test_unreadable_images_of_every_rank_are_reported_once(tmp_path, capsys, world_size):
     """Every image comes up in the two epochs, and the validation set is gone through twice."""
     values = {"dataset": "toy:files", "augment": "random_resized_crop", "epochs": 2.0, "decoder": "pillow"}
-    record, _ = train(world_size, tmp_path, batch_phases=(BatchPhase(0, 24),), **values)
+    values |= {"out": str(tmp_path), "batch_phases": (BatchPhase(0, 24),)}
+    (record, _), *_ = answers = run_ranks(world_size, train_aloud, values)
     train_set, eval_set = files(None)
     bad = len(train_set.bad + eval_set.bad)
-    assert capfd.readouterr().err.count(f"warning: {bad} images could not be read, the first: ") == 1
+    said = "".join(text for _, text in answers)
+    assert said.count(f"warning: {bad} images could not be read, the first: ") == 1
     warnings = [line for line in record["warnings"] if "not a readable image" in line]
     assert sorted(warnings) == sorted(f"{name}: not a readable image" for name in train_set.bad + eval_set.bad)
 
     assert main(["eval", str(tmp_path), "--device", "cpu", "--trust-code"]) == 0
     assert (
         "5 images were unreadable and counted as black, the first: val[0]: not a readable image"
-        in capfd.readouterr().out
+        in capsys.readouterr().out
     )
     assert main(["eval", str(tmp_path), "--device", "cpu", "--trust-code", "--json"]) == 0
-    told = json.loads(capfd.readouterr().out)["warnings"]
+    told = json.loads(capsys.readouterr().out)["warnings"]
     assert told == [f"{name}: not a readable image" for name in eval_set.bad]
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from hyperbatch.config import BatchPhase, CommConfig, Config, OptimConfig, ScheduleConfig
+from hyperbatch.config import BatchPhase, CommConfig, Config, OptimConfig, ScheduleConfig, SizePhase
 from hyperbatch.errors import InputError
 from hyperbatch.sim.sweep import format_simulation, simulate
 
@@ -66,6 +66,49 @@ def test_batch_size_control_runs_both_phases() -> None:
     single = LARGE.override(batch_phases=(BatchPhase(0, 69_632),))
     one = simulate(single, cluster="abci", gpus=[1088]).to_dict()["points"][0]
     assert point["run"]["train_s"] > one["run"]["train_s"], "the small batch of the first half is less efficient"
+
+
+def test_progressive_resizing_takes_each_part_at_its_size() -> None:
+    """The time of a part is its share of a run that has its size from the start to the end."""
+    sizes = ((0, 96), (30, 160), (60, 224))
+    grows = LARGE.override(size_phases=tuple(SizePhase(*size) for size in sizes))
+    point = simulate(grows, cluster="abci", gpus=[512]).points[0]
+    assert [(span.epochs, span.image_size) for span in point.spans] == [(30, 96), (30, 160), (30, 224)]
+    for span in point.spans:
+        whole = simulate(LARGE.override(image_size=span.image_size), cluster="abci", gpus=[512]).points[0]
+        assert span.train_s == pytest.approx(whole.run.train_s / 3)
+        assert span.exposed_comm_s == whole.step.timing.exposed_comm_s
+    assert point.run.train_s == pytest.approx(sum(span.train_s for span in point.spans))
+    full = simulate(LARGE, cluster="abci", gpus=[512]).points[0]
+    assert (point.image_size, point.step) == (224, full.step), "the part with most pixels"
+    pixels = (96**2 + 160**2 + 224**2) / (3 * 224**2)
+    assert point.lower_bound_s == pytest.approx(pixels * full.lower_bound_s, rel=0.01)
+    assert point.run.eval_s == full.run.eval_s
+
+
+def test_one_image_size_is_no_progressive_resizing() -> None:
+    same = LARGE.override(size_phases=(SizePhase(0, 224), SizePhase(45, 224)))
+    assert simulate(same, cluster="abci", gpus=[512]) == simulate(LARGE, cluster="abci", gpus=[512])
+
+
+def test_image_sizes_keep_their_shares_of_a_longer_run_and_batch_phases_their_epochs() -> None:
+    grows = LARGE.override(
+        batch_phases=(BatchPhase(0, 8_192), BatchPhase(30, 16_384)), size_phases=(SizePhase(0, 128), SizePhase(45, 224))
+    )
+    point = simulate(grows, cluster="abci", gpus=[512], global_batch=32_768).points[0]
+    assert point.run.epochs > 90
+    small, large = point.spans[0], point.spans[-1]
+    assert (small.epochs, small.image_size, small.global_batch) == (30, 128, 32_768)
+    assert (large.image_size, large.global_batch) == (224, 65_536)
+    assert large.epochs == pytest.approx(point.run.epochs / 2)
+    assert sum(span.epochs for span in point.spans) == pytest.approx(point.run.epochs)
+
+
+def test_a_second_table_lists_the_parts_of_a_run_that_changes() -> None:
+    grows = LARGE.override(size_phases=(SizePhase(0, 96), SizePhase(45, 224)))
+    text = format_simulation(simulate(grows, cluster="abci", gpus=[512, 1024]))
+    parts = [line.split()[:3] for line in text.splitlines()[-4:]]
+    assert parts == [["512", "45.0", "96"], ["512", "45.0", "224"], ["1,024", "45.0", "96"], ["1,024", "45.0", "224"]]
 
 
 def test_energy_and_cost_follow_time() -> None:
