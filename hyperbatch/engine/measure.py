@@ -41,8 +41,8 @@ SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 22  # messages that tell what a message
 def probe(model: nn.Module, images: Tensor, classes: int | None = None) -> tuple[list[str], int]:
     """(parameters in the order in which backward finishes them, bytes kept for backward per sample).
 
-    InputError for a model without parameters, one that does not take the images, or one that does not return a logit for
-    each of the classes that follows from parameters that are trained. None: it may return anything, as a part of a model
+    InputError for a model without parameters, one that does not take the images, or one that does not return a logit
+    for each of the classes that follows from trained parameters. None: it may return anything, as a part of a model
     does.
     """
     if next(model.parameters(), None) is None:
