@@ -218,11 +218,8 @@ class DataConfig:
 
     @property
     def image_sizes(self) -> tuple[int, ...]:
-        """Sides that training images have, in order of size."""
-        sizes = {phase.image_size for phase in self.size_phases}
-        if not self.size_phases or self.size_phases[0].from_epoch > 0:
-            sizes.add(self.image_size)
-        return tuple(sorted(sizes))
+        """Sides that training images may have, in order of size."""
+        return tuple(sorted({self.image_size, *(phase.image_size for phase in self.size_phases)}))
 
     @property
     def largest_image_size(self) -> int:

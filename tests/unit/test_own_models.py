@@ -264,10 +264,6 @@ def test_what_cannot_be_trained_is_refused_before_the_first_step(name, values, w
     assert "\n" not in str(caught.value)
 
 
-def test_sizes_that_no_phase_has_need_not_be_trained(tmp_path):
-    loop.run(config("OneSize", tmp_path, image_size=9, size_phases=(SizePhase(0, 8),), max_steps=1), Ranks())
-
-
 @pytest.mark.parametrize(("code", "words"), [("1 / 0", "ZeroDivisionError"), ("raise SystemExit(0)", "SystemExit: 0")])
 def test_a_module_that_fails_while_it_is_imported_gets_one_line(code, words, tmp_path, monkeypatch):
     (tmp_path / "failing_models.py").write_text(f"import math\n{code}\n")
