@@ -1,7 +1,8 @@
-"""docs/evidence.md from records/: `python -m benchmarks.evidence` writes the page, its pictures and each report anew.
+"""docs/evidence.md from records/: `python -m benchmarks.evidence` writes the page, its pictures, and the report and the
+table of points of each record anew.
 
 A record is a folder `records/<date>_<name>/` that `hyperbatch sweep PLAN.toml --out` has filled: plan, rows,
-environment, report. A README.md beside them says what the numbers mean.
+environment, report. A README.md beside them says what the numbers mean. records/questions.toml says what they answer.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.questions import FILE, OPEN, VERDICTS, Answer, Question, answered, read_questions
+from hyperbatch.recipes import all_recipes
 from hyperbatch.report import units
 from hyperbatch.report.picture import charts_picture
 from hyperbatch.sweep.charts import sweep_charts
@@ -26,27 +29,41 @@ from hyperbatch.sweep.table import (
     accuracy,
     arms_of,
     columns,
-    compared,
+    counted,
     found,
     interval_note,
+    is_unconfirmed,
     points_of,
     progress,
+    side_by_side,
 )
 from hyperbatch.sweep.values import key_of
 
 ROOT = Path(__file__).parents[1]
 HEAD = """# Evidence
 
-What was trained here, with every row behind it. `python -m benchmarks.evidence` writes this page from the folders under
-`records/`; each holds its plan, its rows as they were written when a run ended (failed and worse ones, too), the
-environment and a report. [docs/sweep.md](sweep.md) describes the plans. One run of a record is made again by
+What is claimed of hyperbatch, and what runs say about it: shown, missed, or open. Speeds of single parts are in
+[docs/measured.md](measured.md).
+"""
+RULE = (
+    "A claim is shown where the whole 95 % interval is on its side of the goal, missed where all of it is on the other "
+    "side, and open otherwise. Differences are by pairs of equal seeds. n counts runs."
+)
+RECORDS = """## Records
+
+A record is a folder under `records/` with its plan, its rows as they were written when a run ended (failed and worse
+ones, too), the environment and a report. [docs/sweep.md](sweep.md) describes the plans. One run of a record is made
+again by
 
 ```sh
 hyperbatch sweep records/NAME/plan.toml --data DIR --row N
 ```
 
-and a record goes on growing by the same command with `--out records/NAME` in place of `--row N`.
+and a record goes on growing by the same command with `--out records/NAME` in place of `--row N`. This page is written
+by `python -m benchmarks.evidence` from the records and from [questions.toml](../records/questions.toml).
 """
+POINTS = "points.md"
+SHORT = 8  # points of a record that the page shows; more are on the record's own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,9 +102,10 @@ def load_records(root: Path) -> list[Record]:
 def write_all(root: Path = ROOT) -> dict[Path, str]:
     """Every file that the tool writes, with its text."""
     records = load_records(root / "records")
-    files = {root / "docs" / "evidence.md": page(records)}
+    files = {root / "docs" / "evidence.md": page(records, read_questions(root / "records" / FILE))}
     for record in records:
         files[record.folder / REPORT] = render_sweep(record.plan, record.points)
+        files[record.folder / POINTS] = points_page(record)
         if charts := sweep_charts(record.points):
             files[root / "docs" / "pictures" / picture_name(record)] = charts_picture(*charts)
     return files
@@ -97,13 +115,56 @@ def picture_name(record: Record) -> str:
     return f"evidence_{record.name}.svg"
 
 
-def page(records: Sequence[Record]) -> str:
-    listed = [
-        [f"[{record.name}](#{record.name})", f"`{record.plan.recipe}`", str(len(record.rows)), _devices(record)]
-        for record in records
+def page(records: Sequence[Record], questions: Sequence[Question]) -> str:
+    """Answers first; then the records behind them in the same order, then the other ones, the newest first."""
+    by_name = {record.name: record for record in records}
+    names = [question.record for question in questions if question.record]
+    behind = [by_name[name] for name in dict.fromkeys(names)]
+    others = [record for record in records if record not in behind]
+    parts = [HEAD, *(summary(questions, by_name) if questions else []), RECORDS, index([*behind, *others])]
+    parts.append(f"{interval_note()} {SEARCH_NOTE}\n")
+    return "\n".join([*parts, *(section(record) for record in [*behind, *others])])
+
+
+def summary(questions: Sequence[Question], records: Mapping[str, Record]) -> list[str]:
+    """A line for each question, in the order of the file, and one for what others have published."""
+    answers = [answered(one, records[one.record].points if one.record else []) for one in questions]
+    lines = [
+        [answer.question.claim, f"**{answer.verdict}**", answer.question.answer, answer.figure, _source(answer)]
+        for answer in answers
     ]
-    parts = [HEAD, markdown(["record", "recipe", "runs", "made on"], listed), f"{interval_note()} {SEARCH_NOTE}\n"]
-    return "\n".join([*parts, *(section(record) for record in records)])
+    published = [recipe.name for recipe in all_recipes().values() if recipe.published and not recipe.record]
+    lines.append(
+        [
+            f"What others have published of their systems, by the {len(published)} recipes that are made after them",
+            f"**{OPEN}**",
+            "None was trained here; the configs are resolved and checked.",
+            "not run",
+            "[recipes](recipes.md)",
+        ]
+    )
+    verdicts = [*(answer.verdict for answer in answers), OPEN]
+    counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS)
+    return [f"## Claims and answers\n\n{counts}. {RULE}\n", markdown(["claim", "", "answer", "figure", "from"], lines)]
+
+
+def _source(answer: Answer) -> str:
+    question = answer.question
+    if question.record:
+        return f"[{question.record}](#{question.record})"
+    if path := question.file or question.plan:
+        place = Path(path).relative_to("docs") if path.startswith("docs/") else Path("..") / path
+        return f"[{Path(path).name}]({place})"
+    return units.NONE
+
+
+def index(records: Sequence[Record]) -> str:
+    lines = []
+    for record in records:
+        failed = sum(row.error is not None for row in record.rows)
+        runs = f"{len(record.rows)}" + (f", {failed} of them failed" if failed else "")
+        lines.append([f"[{record.name}](#{record.name})", f"`{record.plan.recipe}`", runs, _devices(record)])
+    return markdown(["record", "recipe", "runs", "made on"], lines)
 
 
 def section(record: Record) -> str:
@@ -114,30 +175,57 @@ def section(record: Record) -> str:
     done += f", {failed} of them failed" if failed else ""
     done += f"; {left} of the plan are still to be made" if left > 0 else ""
     commits = ", ".join(dict.fromkeys(str(row.commit) for row in record.rows))
-    links = [f"[{name}](../records/{record.name}/{name})" for name in _files(record)]
+    folder = f"../records/{record.name}"
+    links = [f"[{name}]({folder}/{name})" for name in _files(record)]
     lines = [f"## {record.name}\n", f"{record.plan.about}\n" if record.plan.about else ""]
     lines += [f"{done}. Made on {_devices(record)}, commit {commits}. Files: {', '.join(links)}.\n"]
     if len(arms_of(record.points)) > 1:
         lines.append(comparison(record.points))
     if sweep_charts(record.points):
         lines.append(f"![{record.plan.name}](pictures/{picture_name(record)})\n")
-    lines.append(markdown(*columns(record.points)))
+    if len(record.points) <= SHORT:
+        lines.append(markdown(*columns(record.points)))
+    else:
+        lines.append(
+            f"All {len(record.points)} points, the worse and the failed ones, too: [{POINTS}]({folder}/{POINTS}).\n"
+        )
     if any(point.confirms for point in record.points):
         lines.append(f"{CONFIRM_NOTE}\n")
     return "\n".join(line for line in lines if line)
 
 
+def points_page(record: Record) -> str:
+    """A record's own page: every point, and every run that failed."""
+    failed = [row for row in record.rows if row.error is not None]
+    lines = [
+        f"# {record.name}: every point\n",
+        f"Written by `python -m benchmarks.evidence` from {ROWS}. {interval_note()}\n",
+    ]
+    lines.append(markdown(*columns(record.points)))
+    if any(point.confirms for point in record.points):
+        lines.append(f"{CONFIRM_NOTE}\n")
+    if failed:
+        rows = [[str(row.run), row.title, str(row.seed), str(row.error)] for row in failed]
+        lines += ["## Failed runs\n", markdown(["run", "point", "seed", "error"], rows)]
+    return "\n".join(lines)
+
+
 def comparison(points: Sequence[PointResult]) -> str:
-    """Conditions down, arms across, each arm at the best point of its own search."""
-    names, lines = compared(points)
-    rows = [[*values, *(units.NONE if point is None else _cell(point) for point in here)] for values, here in lines]
-    return markdown([*(name.replace("_", " ") for name in names), *arms_of(points)], rows)
+    """Each arm at the best point of its own search."""
+
+    def cells(here: Sequence[PointResult | None]) -> list[str]:
+        return [units.NONE if point is None else _cell(point, points) for point in here]
+
+    return markdown(*side_by_side(points, arms_of(points), cells))
 
 
-def _cell(point: PointResult) -> str:
+def _cell(point: PointResult, points: Sequence[PointResult]) -> str:
+    """Mean and interval; how many runs, what was searched, and whether it was chosen by these very runs."""
     if not point.top1.n:
         return "every run failed"
-    return accuracy(point.top1) + (f" ({found(point)})" if point.search else "")
+    chosen = "not confirmed" if is_unconfirmed(point, points) else ""
+    more = ", ".join(filter(None, [f"n = {counted(point)}", found(point), chosen]))
+    return f"{accuracy(point.top1)} ({more})"
 
 
 def _devices(record: Record) -> str:
@@ -146,8 +234,8 @@ def _devices(record: Record) -> str:
 
 
 def _files(record: Record) -> list[str]:
-    names = ("README.md", PLAN, ROWS, ENVIRONMENT, REPORT)
-    return [name for name in names if name == REPORT or (record.folder / name).exists()]
+    names = ("README.md", PLAN, ROWS, ENVIRONMENT, REPORT, POINTS)
+    return [name for name in names if name in (REPORT, POINTS) or (record.folder / name).exists()]
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -156,7 +244,9 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write docs/evidence.md, its pictures and the records' reports anew.")
+    parser = argparse.ArgumentParser(
+        description="Write docs/evidence.md, its pictures, and the records' reports and tables anew."
+    )
     parser.add_argument("root", nargs="?", type=Path, default=ROOT, help="the checkout [this one]")
     files = write_all(parser.parse_args().root)
     for path, text in files.items():

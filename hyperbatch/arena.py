@@ -1,4 +1,4 @@
-"""Flat storage: parameters in the order in which backward finishes them, one buffer per role and dtype.
+"""Flat storage of a model's parameters, in the order in which backward finishes them: one buffer per role and dtype.
 
     16-bit arena  [ fc.w | layer4... | layer3... | ... | conv1 ]      a gradient group is a slice of it
     fp32 arena    [ norm scales and shifts ]                          small: one last group
@@ -29,7 +29,7 @@ ALIGN_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one parameter lives: elements [offset, offset + numel) of its dtype's buffers."""
+    """The place of one parameter: elements [offset, offset + numel) of its dtype's buffers."""
 
     name: str
     param: nn.Parameter
@@ -40,17 +40,17 @@ class Slot:
 
     @property
     def end(self) -> int:
-        """Where the next slot begins: padding included."""
+        """The offset of the next slot, after this one's padding."""
         return _aligned(self.offset + self.numel, self.dtype)
 
 
 class Arena:
     """Owns the storage of a model's trainable parameters; `param.data` and `param.grad` become views of it.
 
-    After `zero_grad()` each `param.grad` is None. Backward writes a gradient, a hook copies it into its place and makes
-    `param.grad` the view of it; further micro-steps accumulate there. A parameter that backward did not touch keeps
-    `param.grad` None, so optimizers skip it. Its place in the buffers keeps what was there before: `collect` makes
-    zeros of it, for those who read the buffers themselves.
+    After `zero_grad()` each `param.grad` is None. When backward has computed a gradient, a hook copies it into the
+    arena and sets `param.grad` to that view; further micro-steps accumulate into it. If backward does not reach a
+    parameter, its `param.grad` stays None, and optimizers skip it. Its place in the buffers still holds an earlier
+    gradient until `collect` fills it with zeros; code that reads the buffers directly must call `collect` first.
     """
 
     slots: tuple[Slot, ...]  # in arena order
@@ -66,13 +66,15 @@ class Arena:
         dtype: torch.dtype = torch.float32,
         copy_on_ready: bool = True,
     ) -> None:
-        """dtype: working precision of weights; norm parameters stay fp32 (fp64 when dtype is).
+        """Moves the model's trainable parameters into new buffers.
 
-        copy_on_ready: False leaves gradients where autograd put them until `collect` moves a whole group at once.
+        order: names of all trainable parameters, e.g. from `backward_order`. dtype: working precision of weights;
+        parameters of batch norm stay fp32 (fp64 if dtype is fp64). copy_on_ready: False leaves gradients where
+        autograd allocated them until `collect` copies a whole group at once.
         """
         self.dtype = dtype
         self.copy_on_ready = copy_on_ready
-        self.pinned = False  # set once a graph holds the addresses: the buffers may not move any more
+        self.pinned = False  # True once a captured graph holds the addresses: the buffers must not move any more
         self._on_load: list[weakref.WeakMethod[Callable[[], None]]] = []
         by_name = {name: owner for name, owner in owners(model).items() if _is_trainable(owner)}
         _check_order(order, by_name)
@@ -103,7 +105,7 @@ class Arena:
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """The same layout for the planner."""
+        """The layout as the planner's tensor specs, in arena order."""
         return tuple(
             TensorSpec(name=s.name, shape=tuple(s.param.shape), kind=s.kind, dtype=str(s.dtype).removeprefix("torch."))
             for s in self.slots
@@ -117,7 +119,10 @@ class Arena:
         return self._by_name[name]
 
     def slice_of(self, names: Sequence[str], buffers: dict[torch.dtype, Tensor]) -> Tensor:
-        """The contiguous slice, padding included, that holds these neighbours of one dtype."""
+        """The contiguous slice of `buffers`, with padding, that holds these parameters.
+
+        They must be neighbours in the arena, in its order and of one dtype; otherwise a ValueError is raised.
+        """
         slots = [self._by_name[name] for name in names]
         if not slots:
             raise ValueError("slice_of needs at least one parameter")
@@ -127,7 +132,7 @@ class Arena:
         return buffers[slots[0].dtype][slots[0].offset : slots[-1].end]
 
     def new_buffers(self) -> dict[torch.dtype, Tensor]:
-        """Zeros laid out as the weights, in the precision of their masters: one more role, e.g. momentum."""
+        """Zeros in the layout of the weights and the precision of their masters, for another role such as momentum."""
         return {
             dtype: torch.zeros(size, dtype=_master_dtype(dtype), device=self.device)
             for dtype, size in self._sizes.items()
@@ -142,29 +147,29 @@ class Arena:
         return {slot.name: self._full_view(slot) for slot in self.slots if slot.dtype in HALF_DTYPES}
 
     def flat_weights(self) -> list[Tensor]:
-        """Every buffer that holds weights, masters included: what a broadcast must carry."""
+        """Every buffer that holds weights or masters: what a broadcast of the weights must send."""
         return [*self.weights.values(), *([] if self.masters is None else [self.masters])]
 
     def holds(self, slot: Slot) -> bool:
-        """Whether the parameter's data still lies in the arena (`.to()` moves it out)."""
+        """Whether the parameter's data is still in the arena; `.to()` moves it out."""
         return slot.param.data_ptr() == self._weight_views[slot.name].data_ptr()
 
     # --- a step -------------------------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
-        """Forgets every gradient; lays the arena out anew if the model was moved to another device since.
+        """Sets every `param.grad` to None. If the model was moved to another device, the arena follows first.
 
-        The buffers are not touched: backward writes over them, and `collect` clears what it left out.
+        The buffers keep their values: backward overwrites them, and `collect` clears those that it did not reach.
         """
         self.reclaim()
         for slot in self.slots:
             slot.param.grad = None
 
     def collect(self, names: Sequence[str] | None = None) -> None:
-        """From here on the buffers hold the gradients of these parameters (of all: once backward is done).
+        """Brings the gradients of these parameters, by default of all, into the buffers. To be called after backward.
 
-        Those that autograd left elsewhere are moved, one multi-tensor copy per dtype; where there is none, an old one
-        makes room for zeros.
+        Gradients that autograd allocated elsewhere are copied, with one multi-tensor copy per dtype. A parameter
+        without a gradient gets zeros.
         """
         slots = self.slots if names is None else [self._by_name[name] for name in names]
         sources: dict[torch.dtype, list[Tensor]] = {}
@@ -188,13 +193,13 @@ class Arena:
             torch._foreach_zero_(missing)  # pyright: ignore[reportPrivateImportUsage]
 
     def grad_view(self, name: str) -> Tensor:
-        """Where a kernel writes this gradient itself; it then sets `param.grad` to this view."""
+        """The view into which a kernel writes this gradient directly; the caller then sets `param.grad` to it."""
         return self._grad_views[name]
 
     # --- changes from outside -----------------------------------------------------------------------------------
 
     def reclaim(self) -> None:
-        """Takes parameters back in that `.to()` moved out of the arena. Nothing to do in a normal step."""
+        """Lays the arena out again on the new device if `.to()` moved parameters out of it; otherwise does nothing."""
         if [slot.param.data_ptr() for slot in self.slots] == self._addresses:
             return
         if self.pinned:
@@ -214,7 +219,7 @@ class Arena:
         self.notify_loaded()
 
     def call_on_load(self, callback: Callable[[], None]) -> None:
-        """Bound methods to call after weights changed from outside (held weakly)."""
+        """Registers a bound method, held weakly, to be called after weights were loaded or moved."""
         self._on_load.append(weakref.WeakMethod(callback))
 
     def notify_loaded(self) -> None:
@@ -223,7 +228,7 @@ class Arena:
                 callback()
 
     def load_masters(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fills masters, then the working weights from them. Names the arena does not hold are passed over."""
+        """Fills masters from `tensors`, then the working weights from the masters. Unknown names are ignored."""
         self.reclaim()
         self._fill({name: tensor for name, tensor in tensors.items() if name in self._by_name})
         self.notify_loaded()
@@ -255,7 +260,7 @@ class Arena:
     def _bind(self) -> None:
         for slot in self.slots:
             grad = slot.param.grad
-            slot.param.grad = None  # torch refuses data of another dtype while a gradient is there
+            slot.param.grad = None  # torch rejects data of another dtype while a gradient exists
             slot.param.data = self._weight_views[slot.name]
             if grad is not None:
                 self._grad_views[slot.name].copy_(grad)
@@ -266,7 +271,8 @@ class Arena:
         return buffer.as_strided(shape, strides, slot.offset)
 
     def _hook(self, model: nn.Module) -> None:
-        # Hooks hold the arena weakly and check whom they serve: a deep copy of the model carries copies of them.
+        # A deep copy of the model has copies of these hooks, which must not act on this arena. So they hold the arena
+        # weakly and compare the module that they run for.
         me: weakref.ref[Arena] = weakref.ref(self)
         for slot in self.slots:
             slot.param.place_of_grad = GradPlace(me, slot.name)  # type: ignore[attr-defined]
@@ -280,17 +286,17 @@ class Arena:
 
 
 class GradPlace:
-    """Tells whoever computes a gradient itself where the arena keeps it. Copied or pickled, it knows no arena."""
+    """Gives code that computes a gradient itself the arena's view of it. A copy of this object belongs to no arena."""
 
     def __init__(self, arena_ref: weakref.ref[Arena] | None, name: str) -> None:
         self._arena_ref, self._name = arena_ref, name
         self._last: TensorWeakRef | None = None
 
     def __call__(self) -> Tensor | None:
-        """A fresh view: autograd keeps a gradient that nobody else holds, and copies any other.
+        """A new view of the gradient's place: autograd copies a gradient that has other references.
 
-        None while the last view is alive: a parameter that a graph uses twice has a first gradient there, which
-        autograd holds until it can add the second one.
+        None while the last view is alive. This happens when a graph uses a parameter twice: autograd holds the first
+        gradient there until it adds the second one, which needs memory of its own.
         """
         arena = None if self._arena_ref is None else self._arena_ref()
         if arena is None or (self._last is not None and self._last() is not None):
@@ -313,7 +319,7 @@ def _copy_hook(arena_ref: weakref.ref[Arena], name: str) -> Callable[[Tensor], N
 
 
 def _load_hook(arena_ref: weakref.ref[Arena], owner: weakref.ref[nn.Module], names: dict[str, str]) -> Callable:
-    """Masters are filled from the state dict itself, before it is rounded to the working precision."""
+    """Fills masters from the state dict before torch rounds its values to the working precision."""
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         arena = arena_ref()
@@ -363,10 +369,10 @@ def _master_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _working_dtype(module: nn.Module, kind: str, param: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Norm parameters and biases stay fp32 where their module takes them so beside 16-bit activations.
+    """The dtype of a parameter: norm parameters and biases stay fp32 if their module accepts that.
 
-    torch's batch norm does; its convolutions, linear layers and layer norm on a GPU do not. Another module says that
-    it does by an attribute `takes_fp32_parameters = True`.
+    torch's batch norm accepts fp32 parameters with 16-bit activations; its convolutions, linear layers, and layer norm
+    on a GPU do not. Other modules declare it with the attribute `takes_fp32_parameters = True`.
     """
     if not param.is_floating_point():
         raise InputError(
@@ -378,12 +384,12 @@ def _working_dtype(module: nn.Module, kind: str, param: Tensor, dtype: torch.dty
 
 
 def _dense_strides(param: Tensor) -> tuple[int, ...]:
-    """The parameter's own strides (channels_last stays), or contiguous ones when it has gaps or overlaps."""
+    """The parameter's own strides (channels_last is kept), or contiguous ones if it has gaps or overlaps."""
     return torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride()
 
 
 def _cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Frozen parameters follow the same policy, outside the arena; buffers stay, except that fp64 casts them too."""
+    """Casts frozen parameters, which stay outside the arena, by the same policy. Buffers are cast for fp64 only."""
     for module, name in owners(model).values():
         param = module.get_parameter(name)
         if not param.requires_grad and param.is_floating_point():

@@ -1,4 +1,4 @@
-"""A model's parameters: whose they are, of which kind, and in which order backward finishes them."""
+"""A model's parameters: their modules, kinds, groups and depths, and the order in which backward finishes them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NORM_TYPES = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def kind_of(module: nn.Module, name: str, param: nn.Parameter) -> str:
-    """ "norm" by the owner's type, "bias" for other parameters of one dimension and fewer, else "weight".
+    """The kind of a parameter: "norm" by its module's type, "bias" for others of at most one dimension, else "weight".
 
-    Types count, never attribute names: the norm of a ResNet's shortcut is called `downsample.1`. A norm layer of
-    someone else's is recognised by its class name.
+    Attribute names are not used, because the norm of a ResNet's shortcut is called `downsample.1`. Norm layers of
+    other libraries are recognised by their class name.
     """
     foreign_norm = param.ndim <= 1 and "norm" in type(module).__name__.lower()
     if isinstance(module, NORM_TYPES) or foreign_norm:
@@ -30,7 +30,7 @@ def kind_of(module: nn.Module, name: str, param: nn.Parameter) -> str:
 
 
 def owners(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Each parameter's owner and its name there, by the first full name a tied parameter is met under."""
+    """Maps each parameter's full name to its module and its name there. A tied parameter has only its first name."""
     found: dict[str, tuple[nn.Module, str]] = {}
     seen: set[nn.Parameter] = set()
     for prefix, module in model.named_modules():
@@ -42,11 +42,11 @@ def owners(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def undecayed(model: nn.Module) -> set[str]:
-    """Names of the parameters that are no weights to be kept small: weight decay and trust ratios leave them alone.
+    """Names of the parameters that by default get neither weight decay nor a trust ratio.
 
-    They are norm parameters and biases; position embeddings, class tokens and scales that are broadcast over the batch
-    (a first dimension of 1, and not called `weight`); embeddings by number (`nn.Embedding`); and what a model, or a
-    part of it, lists itself in a method `no_weight_decay()`, as timm's models do.
+    These are norm parameters and biases; position embeddings, class tokens and scales that are broadcast over the batch
+    (a first dimension of 1, and not called `weight`); `nn.Embedding` layers; and whatever the model, or a part of it,
+    lists in a method `no_weight_decay()`, as timm's models do.
     """
     own = owners(model)
     found = set()
@@ -72,11 +72,12 @@ def param_groups(
     layer_decay: float = 1.0,
     lr: float | None = None,
 ) -> list[dict[str, Any]]:
-    """The model's trainable parameters as groups for any torch optimizer, with names as `named_parameters()` has them.
+    """The model's trainable parameters as groups for any torch optimizer, with their names of `named_parameters()`.
 
-    There are two: weights, and the `undecayed` rest (norm parameters, biases, position embeddings, tokens), which by
-    default gets neither weight decay nor a trust ratio. `layer_decay` divides them further: a parameter's rate is `lr`
-    times `layer_decay` to the power of its distance from the head (`layer_depths`), which is each group's `lr_scale`.
+    There are two groups: weights, and the `undecayed` rest (norm parameters, biases, position embeddings, tokens),
+    which by default gets neither weight decay nor a trust ratio. `layer_decay` divides them further by depth
+    (`layer_depths`): a group's rate is `lr` times its `lr_scale`, which is `layer_decay` to the power of its distance
+    from the head.
     """
     if layer_decay != 1.0 and lr is None:
         raise ValueError("layer_decay gives every group a rate of its own: give param_groups the lr of the head, too")
@@ -101,17 +102,17 @@ def param_groups(
     return list(groups.values())
 
 
-# How deep a parameter lies
+# --- the depth of a parameter -----------------------------------------------------------------------------------------
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def layer_depths(model: nn.Module) -> dict[str, int]:
-    """How deep each parameter lies, by its full name: 0 for the stem, 1, 2, ... for the repeated blocks, then the head.
+    """Maps each parameter's full name to its depth: 0 for the stem, 1, 2, ... for the repeated blocks, then the head.
 
-    Only the structure of the modules counts, in the order of definition. What lies between two blocks belongs to the
-    next one, and what follows the last block to the head, to which the last linear layer belongs in any case. In a
-    model without repeated blocks, each weight begins a layer of its own.
+    The depth follows from the order in which modules are defined. Layers between two blocks belong to the next block,
+    and layers after the last block to the head, which always includes the last linear layer. In a model without
+    repeated blocks, each weight starts a new layer.
     """
     own, blocks, head = owners(model), repeated_blocks(model), head_layer(model)
     depths: dict[str, int] = {}
@@ -133,12 +134,12 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
-    """Names of the blocks that a model repeats (a ResNet's bottlenecks, a transformer's layers), in their order; none
-    where they hold no more than half of its weights.
+    """Names of the blocks that a model repeats (a ResNet's bottlenecks, a transformer's layers), as they are defined.
 
-    A block is a module of a type that occurs several times, and has at least two weights: a convolution with its norm
-    is none. A stage, which holds several blocks of one type in a list or a sequence, is none either, but its blocks
-    are. Shapes may differ, unlike in `models.regions`, where one compilation is to serve all blocks of a kind.
+    A block is a module with at least two weights whose type occurs several times; a convolution with its norm is not
+    one. A stage, which holds several blocks of one type in a list or a sequence, does not count, but its blocks do. If
+    all blocks together hold no more than half of the model's weights, the list is empty. Shapes may differ, unlike in
+    `models.regions`, where one compilation serves all blocks of a kind.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     types = Counter(map(type, modules.values()))
@@ -173,17 +174,17 @@ def _is_stage(module: nn.Module, repeated: set[nn.Module], weights: dict[nn.Modu
     return False
 
 
-# Heads, and the order of backward
+# --- the head, and the order of backward ------------------------------------------------------------------------------
 
 
 def head_weight(model: nn.Module) -> str | None:
-    """The name of the last linear layer's weight, in the order of definition; None: the model has no such layer."""
+    """The name of the weight of the model's last linear layer by definition; None if the model has no linear layer."""
     head = head_layer(model)
     return None if head is None else f"{head}.weight"
 
 
 def head_layer(model: nn.Module) -> str | None:
-    """The name of the last linear layer, in the order of definition; None: the model has no such layer."""
+    """The name of the model's last linear layer by definition; None if the model has no linear layer."""
     names = [full.rpartition(".")[0] for full, (module, _) in owners(model).items() if isinstance(module, nn.Linear)]
     return names[-1] if names else None
 
@@ -191,8 +192,8 @@ def head_layer(model: nn.Module) -> str | None:
 def backward_order(model: nn.Module, run_backward: Callable[[], None]) -> list[str]:
     """Names of trainable parameters in the order in which one probe backward finishes their gradients.
 
-    Parameters the probe does not touch come last, in definition order. Buffers, gradients and RNG state are restored
-    after it.
+    run_backward: runs one forward and backward pass of the model. Parameters that it does not reach come last, in the
+    order of definition. Buffers, gradients and the random state are restored afterwards.
     """
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     finished: dict[str, None] = {}

@@ -46,7 +46,7 @@ class Preview:
     specs: tuple[TensorSpec, ...]
     optimizer_groups: GroupSummary
     plan: GroupPlan
-    memory: StepMemory | None  # of the largest micro-step; None for a model without a table
+    memory: StepMemory  # of the largest micro-step
     memory_bytes_available: int
     start_note: str | None = None  # what --init-from does to the head
 
@@ -92,7 +92,7 @@ class Preview:
             ],
             "gradient_bytes": self.plan.bytes,
             "optimizer_groups": self.optimizer_groups.to_dict(),
-            "memory_bytes_per_rank": self.memory.to_dict() if self.memory else {},
+            "memory_bytes_per_rank": self.memory.to_dict(),
             "memory_bytes_available": self.memory_bytes_available,
             "config": config.to_dict(),
         }
@@ -106,9 +106,7 @@ def preview(config: Config, world_size: int) -> Preview:
     channels, available = counts.channels, device_memory_bytes()
     at_hand = config.override(train_samples=counts.train_samples, classes=counts.classes)
     phases = resolve_all(at_hand, available, world_size, channels)
-    memory = None
-    if config.model.model in inventory.model_names():
-        memory = step_memory(at_hand, max(phase.batch_per_rank for phase in phases), channels)
+    memory = step_memory(at_hand, max(phase.batch_per_rank for phase in phases), channels)
     specs, groups = tensors_and_groups(at_hand, channels)
     grid = RankGrid.parse(config.comm.grid) if config.comm.grid else default_grid(config, world_size)
     grid.check_world(world_size)
@@ -257,10 +255,9 @@ def format_preview(preview: Preview) -> str:
         )
         for note in filter(None, (preview.note, preview.start_note)):
             console.print(f"note      {note}")
-        if memory := preview.memory:
-            parts = ", ".join(f"{name} {size(n)}" for name, n in asdict(memory).items())
-            available = size(preview.memory_bytes_available)
-            console.print(f"memory    each rank needs about {size(memory.total)} of {available} available ({parts})")
+        parts = ", ".join(f"{name} {size(n)}" for name, n in asdict(preview.memory).items())
+        needed, available = size(preview.memory.total), size(preview.memory_bytes_available)
+        console.print(f"memory    each rank needs about {needed} of {available} available ({parts})")
     batches = [
         (
             f"{p.from_position / samples:g}",

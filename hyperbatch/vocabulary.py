@@ -18,6 +18,7 @@ MOMENTUM_RULES = ("lr_inside", "lr_outside", "rescaled", "unscaled")  # where th
 ACTIVATIONS = ("gelu", "silu")  # of models that offer a choice
 TTA = ("none", "mirror", "mirror_shift")  # views of an image that evaluation averages over
 TIMM = "timm"  # where --init-from takes pretrained weights from, unless it names a file
+TIMM_MODEL = f"{TIMM}/"  # what the names of timm's models begin with
 LOSSES = ("cross_entropy", "bce")  # what training minimises
 AVERAGING = ("none", "ema", "lookahead")  # of the weights over steps
 
@@ -30,3 +31,8 @@ HALF_DTYPES = tuple(name for name, nbytes in DTYPE_BYTES.items() if nbytes == 2)
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)  # of red, green and blue in [0, 1]: what image files are normalised with
 IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+def is_foreign(model: str) -> bool:
+    """Whether the name is one of timm's, or of the user's own: `timm/NAME`, `package.module:callable`."""
+    return model.startswith(TIMM_MODEL) or ":" in model

@@ -33,9 +33,10 @@ from hyperbatch.bench.step_runs import (
 )
 from hyperbatch.engine.kernel_choice import cudnn_trials
 from hyperbatch.errors import InputError, nearest
-from hyperbatch.models.build import is_foreign, model_names
+from hyperbatch.models.build import model_names
 from hyperbatch.plan.inventory import usual_data
 from hyperbatch.stopwatch import device_s
+from hyperbatch.vocabulary import is_foreign
 
 GPU_BATCHES = (16, 42, 256, 400)  # NVIDIA's at 4,216 GPUs, Fujitsu's at 2,048, the usual one, NVIDIA's at 8
 FOREIGN_BATCHES = (256,)  # of timm's models and of own ones

@@ -36,13 +36,14 @@ from hyperbatch.engine.runner import StepRunner
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.errors import RunFailed
 from hyperbatch.models import create_model
-from hyperbatch.models.build import foreign_model, is_foreign
+from hyperbatch.models.build import foreign_model
 from hyperbatch.models.fused import why_not_fused
 from hyperbatch.models.layers import to_channels_last
 from hyperbatch.optim.precision import working_dtype
 from hyperbatch.params import HALF_DTYPES
 from hyperbatch.schedule import resolve_phases, steps
 from hyperbatch.stopwatch import wall_s
+from hyperbatch.vocabulary import is_foreign
 
 SMOOTHING = 0.1
 LOSS_SCALE = 1024.0  # low enough that no step is skipped: a skipped update would be a cheaper one

@@ -27,8 +27,10 @@ def add(verb: AddVerb) -> None:
 
 
 def _add_workload(parser: Parser, *, grid: str) -> None:
-    help = "The recipe. [default: fujitsu_resnet50]"
+    help = "The recipe, or timm/NAME for a model without one. [default: fujitsu_resnet50]"
     parser.add_argument("recipe", nargs="?", default="fujitsu_resnet50", metavar="RECIPE", help=help)
+    help = "Another model for the recipe: built-in, timm/NAME, or package.module:callable."
+    parser.add_argument("--model", metavar="NAME", help=help)
     help = "Name of a cluster, or a machine file. [default: the recipe's cluster]"
     parser.add_argument("--cluster", default=None, metavar="NAME|FILE", help=help)
     help = f"Grid of the ranks; a row is one node. [default: the recipe's, or {grid}]"
@@ -76,5 +78,5 @@ def _simulate(args: argparse.Namespace) -> int:
 
 def _workload(args: argparse.Namespace) -> dict[str, Any]:
     """What `plan` and `simulate` both ask for."""
-    names = ("cluster", "grid", "algorithm", "global_batch", "batch_per_rank")
+    names = ("cluster", "model", "grid", "algorithm", "global_batch", "batch_per_rank")
     return {name: getattr(args, name) for name in names}

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from hyperbatch.cli.shared import AddVerb, positive, show
+from hyperbatch.errors import InputError
 
 
 def add(verb: AddVerb) -> None:
@@ -41,6 +42,7 @@ def _sweep(args: argparse.Namespace) -> int:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    _check_flags(args)
     if args.dry_run:
         from hyperbatch.sweep.plan import load_plan
 
@@ -50,6 +52,7 @@ def _sweep(args: argparse.Namespace) -> int:
     elif args.row is not None:
         row = command.rerun(plan_file, args.row, data=args.data)
         show(args, row.to_dict(), lambda: command.progress_line(row))
+        return 0 if row.error is None else 1
     else:
         from hyperbatch.engine.logfile import let_log_fill
 
@@ -60,7 +63,25 @@ def _sweep(args: argparse.Namespace) -> int:
         else:
             result = command.sweep(plan_file, out, data=args.data, part=args.part, say=say, **options)
         show(args, result.to_dict(), lambda: command.format_sweep(result))
+        return 1 if result.all_failed and args.part[1] == 1 else 0  # others may do better than this part
     return 0
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """InputError for a flag that another one would leave without effect."""
+    given = {
+        "--side-by-side": args.side_by_side > 1,
+        "--part": args.part[1] > 1,
+        "--out": args.out is not None,
+        "--until": args.until is not None,
+        "--retry-failed": args.retry_failed,
+        "--keep-runs": args.keep_runs,
+    }
+    if args.row is not None and not args.dry_run and any(given.values()):
+        odd = next(flag for flag in given if given[flag])
+        raise InputError(f"--row makes one run and prints its row, and writes nothing; leave out {odd}")
+    if given["--side-by-side"] and given["--part"]:
+        raise InputError("--side-by-side starts all parts by itself; leave out --part")
 
 
 def _seconds(text: str) -> float:

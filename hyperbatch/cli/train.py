@@ -51,7 +51,14 @@ def add(verb: AddVerb) -> None:
             group.add_argument(spec.flag, dest=spec.name, metavar=metavar, help=_help(spec))
     parser.add_argument("--no-resume", dest="resume", action="store_const", const="no", help=argparse.SUPPRESS)
 
-    verb("recipes", _recipes, "List the recipes with their claims and sources.")
+    parser = verb(
+        "recipes",
+        _recipes,
+        "List the recipes, or show some of them in full.",
+        description="List the recipes with their claims: measured here, published by others, or neither yet. With "
+        "NAME, show a recipe in full: its claim and source, what it trains, and its commands.",
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="Recipes to show in full.")
 
 
 def _help(spec: FieldSpec) -> str:
@@ -108,7 +115,7 @@ def _train(args: argparse.Namespace) -> int:
 def _recipes(args: argparse.Namespace) -> int:
     from hyperbatch.recipes.listing import format_recipes, list_recipes
 
-    show(args, {"recipes": list_recipes()}, format_recipes)
+    show(args, {"recipes": list_recipes(args.names)}, lambda: format_recipes(args.names))
     return 0
 
 

@@ -1,7 +1,7 @@
-"""Process groups of a grid, collectives over them, and the runner that hides them behind backward.
+"""Process groups of a grid, collectives over them, and the runner that overlaps them with backward.
 
-Two kinds of groups meet here. `group` as an argument is a torch process group, as in torch.distributed: ranks that
-exchange something. In a `GroupPlan` and in `GradSync` a group is a gradient group: parameters that travel together.
+The word group has two meanings here. As an argument, `group` is a torch process group, as in torch.distributed. In a
+`GroupPlan` and in `GradSync`, a group is a gradient group: parameters whose gradients are sent in one message.
 """
 
 from hyperbatch.comm.collectives import all_gather, all_reduce, reduce_scatter

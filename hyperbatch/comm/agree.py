@@ -1,4 +1,4 @@
-"""Ranks that were given different plans or grids must all stop and say so, instead of waiting for each other."""
+"""Compares plans and grids over ranks: if they differ, every rank raises an error instead of waiting for the others."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def check_agreement(
 ) -> None:
     """Raises InputError on every rank of the group when one has a problem, or when descriptions differ.
 
-    description: lines; the first that differs is shown. Only a digest travels while all is well. advice: what to do
-    when they differ.
+    description: lines; the message shows the first that differs. Ranks exchange only a digest unless it differs.
+    advice: what the user should do then.
     """
     if group is None or dist.get_world_size(group) == 1:
         if problem:
@@ -54,7 +54,7 @@ def first_difference(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
 
 
 def _around_difference(a: str, b: str) -> tuple[str, str]:
-    """Long lines are cut to where they part, so that the message stays one line."""
+    """Cuts long lines to the part where they differ, so that the message stays one line."""
     at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
     start = max(0, at - _SHOWN_CHARS // 2)
     return a[start : start + _SHOWN_CHARS], b[start : start + _SHOWN_CHARS]

@@ -1,4 +1,4 @@
-"""All-reduce four ways, in place: flat, hierarchical, 2D torus, hybrid. Free functions over a GridComm.
+"""All-reduce by four algorithms, in place: flat, hierarchical, 2D torus, hybrid. Free functions over a GridComm.
 
 flat           the backend's own all-reduce over all ranks
 hierarchical   reduce in each row to its first rank, all-reduce among those, broadcast in each row
@@ -32,10 +32,10 @@ def all_reduce(
     async_op: bool = False,
     hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES,
 ) -> ExchangeHandle | None:
-    """In place, for a contiguous tensor. Every rank must call it in the same order.
+    """All-reduces a contiguous tensor in place. Every rank must call collectives in the same order.
 
-    op: "mean" or "sum". wire_dtype: precision of the messages; sums inside a message are taken in it too.
-    async_op: returns an ExchangeHandle, and the tensor must not be touched before its wait().
+    op: "mean" or "sum". wire_dtype: precision of the messages and of the sums; by default the tensor's own.
+    async_op: returns an ExchangeHandle at once; the tensor must not be used before its wait().
     """
     wire_bytes = tensor.numel() * (wire_dtype or tensor.dtype).itemsize
     algorithm = resolve_algorithm(algorithm, wire_bytes, hybrid_switch_bytes)
@@ -54,9 +54,9 @@ def all_reduce(
 def reduce_scatter(
     output: Tensor, tensor: Tensor, comm: GridComm, *, op: str = "mean", algorithm: str = "flat"
 ) -> None:
-    """output: this rank's shard (see own_shard) of the sum or mean over all ranks; `tensor` stays as it is.
+    """Writes this rank's shard (see own_shard) of the sum or mean over all ranks to `output`; `tensor` is not changed.
 
-    algorithm: "torus" goes by rows, then columns; any other goes over all ranks at once.
+    algorithm: "torus" works in rows, then in columns; any other works over all ranks at once.
     """
     _check(tensor, op)
     start, stop = own_shard(tensor.numel(), comm, algorithm)
@@ -74,7 +74,7 @@ def reduce_scatter(
 
 
 def all_gather(output: Tensor, tensor: Tensor, comm: GridComm, *, algorithm: str = "flat") -> None:
-    """The inverse of reduce_scatter: output holds every rank's shard. `tensor` may be a slice of it."""
+    """The inverse of reduce_scatter: fills `output` with every rank's shard. `tensor` may be a slice of it."""
     start, stop = own_shard(output.numel(), comm, algorithm)
     _check(output, "sum")
     _check_shard(tensor, output, stop - start)
@@ -88,7 +88,7 @@ def all_gather(output: Tensor, tensor: Tensor, comm: GridComm, *, algorithm: str
 
 
 def resolve_algorithm(algorithm: str, wire_bytes: int, hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES) -> str:
-    """What hybrid stands for at this message size; other names as they are."""
+    """The algorithm that `hybrid` uses at this message size; other names are returned unchanged."""
     if algorithm not in ALGORITHMS:
         raise InputError(f"algorithm {algorithm!r} is unknown{nearest(algorithm, ALGORITHMS)}")
     if algorithm != "hybrid":
@@ -126,7 +126,7 @@ def all_reduce_now(
 def reduce_scatter_now(
     tensor: Tensor, comm: GridComm, algorithm: str, wire_dtype: torch.dtype | None = None, log: Log = None
 ) -> None:
-    """In place: `own_shard` of the tensor becomes the mean over ranks, the rest of it is spoilt."""
+    """In place: `own_shard` of the tensor becomes the mean over ranks; the rest is overwritten with partial results."""
     if comm.world is None or tensor.numel() == 0:
         return
     flat = tensor.view(-1)
@@ -137,7 +137,7 @@ def reduce_scatter_now(
 
 
 def _to_wire(flat: Tensor, comm: GridComm, op: str, wire_dtype: torch.dtype, log: Log) -> Tensor:
-    """Scaled and in the wire's precision: the tensor itself, or a copy."""
+    """The tensor, scaled and in the precision of the messages: the tensor itself, or a copy."""
     if wire_dtype == flat.dtype:
         scale(flat, comm.size, op)
         return flat

@@ -1,4 +1,4 @@
-"""Our parts in a plain DistributedDataParallel script.
+"""Planned gradient groups and our all-reduce in a plain DistributedDataParallel script.
 
 plan = plan_groups(model, "cubic")
 ddp = DistributedDataParallel(model, **ddp_kwargs(plan))            # DDP's buckets follow the plan
@@ -25,10 +25,10 @@ MIB = 1 << 20
 def ddp_kwargs(plan: GroupPlan) -> dict[str, Any]:
     """Arguments of DistributedDataParallel that make its buckets follow the plan.
 
-    torch >= 2.13: one cap per bucket (`bucket_cap_mb_list`). A bucket closes once it holds its cap, so with one dtype
-    it ends exactly where the group does, as soon as DDP has rebuilt its buckets in backward order (second step); with
-    several dtypes DDP starts the list anew for each. Older: one `bucket_cap_mb`, the mean group, so the number of
-    buckets is about right and their sizes are even. `ddp_bucket_bytes` says what DDP made of it.
+    torch >= 2.13: one cap per bucket (`bucket_cap_mb_list`). A bucket closes once it holds its cap. With one dtype it
+    therefore ends exactly where the group does, once DDP has rebuilt its buckets in backward order (second step); with
+    several dtypes DDP starts the list again for each. Older versions get one `bucket_cap_mb` of the mean group size:
+    the number of buckets is about right, and their sizes are equal. `ddp_bucket_bytes` returns the actual buckets.
     """
     if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel.__init__).parameters:
         return {"bucket_cap_mb_list": [group.bytes / MIB for group in plan.groups]}
@@ -36,14 +36,14 @@ def ddp_kwargs(plan: GroupPlan) -> dict[str, Any]:
 
 
 def ddp_bucket_bytes(ddp_model: DistributedDataParallel) -> tuple[int, ...]:
-    """The buckets DDP uses now, in launch order; the rebuilt ones from its second step on."""
+    """The sizes of the buckets that DDP uses now, in launch order; from its second step on, of the rebuilt ones."""
     data = ddp_model._get_ddp_logging_data()
     sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes", "")
     return tuple(int(size) for size in str(sizes).split(", ") if size)
 
 
 class GridHookState:
-    """What `grid_hook` needs to know, for `ddp_model.register_comm_hook(GridHookState(comm), grid_hook)`."""
+    """The state of `grid_hook`, for `ddp_model.register_comm_hook(GridHookState(comm), grid_hook)`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class GridHookState:
 
 
 def grid_hook(state, bucket):  # bare: DDP compares annotations by identity, and ours are strings
-    """A communication hook of DistributedDataParallel: the bucket's mean over the ranks of the grid."""
+    """A communication hook of DistributedDataParallel: returns a future of the bucket's mean over the grid's ranks."""
     buffer = bucket.buffer()
     future: torch.futures.Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
     wire_bytes = buffer.numel() * (state.wire_dtype or buffer.dtype).itemsize
@@ -86,7 +86,7 @@ def register_ddp_hook(
     wire_dtype: torch.dtype | None = None,
     hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES,
 ) -> None:
-    """DDP's buckets travel by our all-reduce, in this precision; the gradients are the mean over ranks as before."""
+    """Makes DDP send its buckets with our all-reduce, in this precision. Gradients remain the mean over ranks."""
     theirs = dist.get_process_group_ranks(ddp_model.process_group)
     if theirs != comm.members:
         raise InputError(

@@ -18,7 +18,7 @@ from hyperbatch.plan.types import RankGrid
 from hyperbatch.stopwatch import slowest_s, wall_s
 
 WARM_UP_ROUNDS = 2
-# On CPUs the largest goes in several chunks (comm/pipeline.py); longer ones would only take longer.
+# On CPUs the largest is sent in several chunks (comm/pipeline.py); larger messages would only take longer.
 SIZES_BYTES = {"cuda": (1 << 12, 1 << 20, 1 << 26), "cpu": (1 << 12, 1 << 20, 1 << 23)}
 LARGEST_SUM = 256  # integers up to it are exact in bf16, in whatever order they are added
 
@@ -56,7 +56,7 @@ def check_collectives(
 ) -> list[CollectiveCheck]:
     """One row per algorithm, precision and size, the same on every rank; every rank of the process group calls it.
 
-    grid: by default as square as the world size allows, so that every algorithm has two directions to go.
+    grid: by default as square as the world size allows, so that every algorithm uses both directions.
     """
     comm = GridComm(grid or RankGrid.square(dist.get_world_size() if dist.is_initialized() else 1))
     try:
@@ -103,9 +103,9 @@ def _check(
 
 
 def values_of(places: Tensor, rank: int, world_size: int) -> Tensor:
-    """One rank's integers at these places: their sum over the ranks is at most LARGEST_SUM and differs between places.
+    """One rank's integers at these positions. Their sum over ranks is at most LARGEST_SUM and differs by position.
 
-    In a large world only every `stride`-th rank has something other than zero at a place, at each place other ranks.
+    In a large world only every `stride`-th rank is nonzero at a position, and other ranks at the next one.
     """
     stride = -(-world_size // 64)
     largest = LARGEST_SUM // -(-world_size // stride)

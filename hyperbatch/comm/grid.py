@@ -1,7 +1,7 @@
 """The process groups of a rank grid.
 
 row 0   0  1  2  3      row group: the ranks of one node, the fast direction
-row 1   4  5  6  7      column group: one rank of each node, my place in theirs; column 0 holds the nodes' leaders
+row 1   4  5  6  7      column group: the ranks with the same position in each node; column 0 holds the first ranks
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from hyperbatch.plan.types import RankGrid
 
 
 class GridComm:
-    """This rank's row group, column group and the world, made once. Every rank must make it at the same point.
+    """This rank's row group, column group and world group. Every rank must create it at the same point.
 
-    `ranks` gives another placement than row by row, e.g. [[0, 2], [1, 3]] where a launcher deals ranks round-robin to
-    two nodes; a two-dimensional DeviceMesh says the same (first dimension: rows) and lends its groups, which others
-    must leave alone while a collective is in flight. A direction with one rank in it has no group (None).
+    `ranks` places ranks in another way than row by row, e.g. [[0, 2], [1, 3]] if a launcher assigns ranks round-robin
+    to two nodes. A two-dimensional DeviceMesh does the same (its first dimension gives the rows); its process groups
+    are then used, and other code must not use them while a collective is in flight. A direction with only one rank has
+    no group (None).
 
     A slice of a larger mesh, such as `mesh["dp"]` of a mesh ("dp", "tp"), is a grid of its own ranks alone. Every
     rank must then be in one slice.
@@ -49,10 +50,10 @@ class GridComm:
         timeout: timedelta | None = None,
         alone: bool = False,
     ) -> None:
-        """timeout: of its groups; by default that of the default process group.
+        """timeout: of the groups created here; by default that of the default process group.
 
-        alone: a single rank talks to itself through the backend instead of not at all, so that one GPU can count and
-        time the collectives of a step.
+        alone: a single rank sends its collectives to itself through the backend instead of skipping them, so that the
+        collectives of a step can be counted and timed on one GPU.
         """
         ready = dist.is_initialized()
         me = dist.get_rank() if ready else 0
@@ -98,7 +99,7 @@ class GridComm:
             if device not in self._streams:
                 self._streams[device] = StreamRunner(device)
             return self._streams[device].submit(exchange, then)
-        # A thread would issue from beside the caller's own collectives on a group that is not ours alone.
+        # On a group that is not ours alone, a thread's collectives could interleave with those of the caller.
         if self.world not in self._made:
             return self._inline.submit(exchange, then)
         if self._thread is None:
@@ -106,12 +107,12 @@ class GridComm:
         return self._thread.submit(exchange, then)
 
     def drain(self) -> None:
-        """Waits until the communication thread has nothing left, so that the caller may use the groups itself."""
+        """Waits until the communication thread is idle, so that the caller may use the groups directly."""
         if self._thread is not None:
             self._thread.submit(_nothing).wait()
 
     def scratch(self, role: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer for the running exchange. On a CPU it is kept: fresh pages cost more than the sum over them."""
+        """A buffer for the running exchange. On a CPU it is reused: new pages cost more than a sum over them."""
         if device.type == "cuda":
             return torch.empty(numel, dtype=dtype, device=device)  # the caching allocator keeps it
         kept = self._scratch.get((role, dtype))
@@ -120,7 +121,7 @@ class GridComm:
         return kept[:numel]
 
     def close(self) -> None:
-        """Ends the communication thread and the groups made here. On every rank, when nothing is in flight."""
+        """Ends the communication thread and the groups created here. Every rank calls it when nothing is in flight."""
         self._closed = True
         if self._thread is not None:
             self._thread.close()
@@ -134,7 +135,7 @@ class GridComm:
 
     def _make_groups(self, mesh: DeviceMesh | None, slices: list[list[int]], timeout: timedelta | None) -> None:
         def make(members: list[list[int]]) -> dist.ProcessGroup | None:
-            """This rank's group of several; all ranks make all of them, in the same order."""
+            """The group that this rank is in. torch requires that all ranks create all groups, in the same order."""
             mine = None
             for ranks in members:
                 group = dist.new_group(ranks, timeout=timeout)
@@ -143,8 +144,8 @@ class GridComm:
                     self._made.append(group)
             return mine
 
-        # The thread issues from beside the caller's own collectives on the default group, so it needs a group of its
-        # own; NCCL launches from streams in program order and a second communicator would only cost memory.
+        # On the default group the thread's collectives would interleave with the caller's, so it needs a group of its
+        # own. NCCL launches on streams in program order, and a second communicator would only cost memory.
         if not cuda_uses_nccl():
             self.world = make(slices)
         elif len(slices) == 1:
@@ -181,7 +182,7 @@ def _placement(grid: RankGrid | DeviceMesh, ranks: Sequence[Sequence[int]] | Non
 
 
 def _check_placement(grid: RankGrid, ranks: list[list[int]], everyone: list[int] | None, me: int, ready: bool) -> None:
-    """everyone: the ranks that must all have a place; None: those of a mesh, which may be a slice of a larger one."""
+    """everyone: the ranks that must all be placed; None for a mesh, which may be a slice of a larger one."""
     if not ready and grid.size > 1:
         raise InputError(f"grid {grid} needs a process group; call torch.distributed.init_process_group first")
     placed = sorted(rank for row in ranks for rank in row)
@@ -197,7 +198,7 @@ def _check_placement(grid: RankGrid, ranks: list[list[int]], everyone: list[int]
 
 
 def _slices(members: list[int], everyone: list[int]) -> list[list[int]]:
-    """The members of every slice of the mesh, the same list on every rank: torch wants all groups made by all ranks."""
+    """The members of every slice of the mesh, the same list on every rank: all ranks must create all groups."""
     found: list[list[int]] = [[] for _ in everyone]
     dist.all_gather_object(found, members)
     slices = sorted({tuple(each) for each in found})
@@ -215,7 +216,7 @@ def cuda_uses_nccl() -> bool:
 
 
 def _world_timeout() -> timedelta | None:
-    """new_group falls back to torch's half hour; a dead rank should be noticed as fast as on the default group."""
+    """The default group's timeout. new_group would use torch's half hour, and a dead rank would be noticed late."""
     world = dist.group.WORLD
     assert world is not None
     backend = world._get_backend(torch.device("cuda" if cuda_uses_nccl() else "cpu"))

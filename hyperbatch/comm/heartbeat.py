@@ -1,16 +1,17 @@
-"""A sign of life outside the process group. Collectives captured in a CUDA graph have no watchdog: when a rank dies the
-others wait inside a kernel for ever. Elsewhere they learn that a connection broke, and not why. A thread on the store
-notices.
+"""Heartbeats of ranks, sent through a store outside the process group, by a thread.
 
-rank 0 -> watches 1 -> watches 2 -> watches 0        each rank beats, and looks at its neighbour's beat
-                        "1 is silent" -> store       the first to miss one tells all; those on 1's host end its process
-               2: "I failed, because" -> store       one that fails tells all by itself
+Collectives captured in a CUDA graph have no watchdog: when a rank dies, the others wait inside a kernel forever. In
+plain steps they learn that a connection broke, but not why.
 
-A rank that beats may hang all the same: its main thread waits for something that does not come. So a beat also says
-where the rank is (comm/place.py), and one that has made no progress for as long tells all, with every rank's place.
+rank 0 -> watches 1 -> watches 2 -> watches 0        each rank sends heartbeats and watches its neighbour's
+                        "1 is silent" -> store       the neighbour tells all ranks; those on 1's host kill its process
+               2: "I failed, because" -> store       a rank that fails tells all others itself
 
-The store is kept by a process, too. When that one is stopped no request to it ever returns, so a second thread looks
-whether the first one still gets answers, and nobody else waits for an answer for long.
+A rank that sends heartbeats may still hang, because its main thread waits forever. A heartbeat therefore also says
+where the rank is (comm/place.py), and a rank that has made no progress for the timeout tells all, with every place.
+
+The store is hosted by a process, too. When that process is stopped, requests to the store never return. A second thread
+therefore watches whether the first one still gets answers, and all other requests have a time limit.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -36,24 +37,24 @@ from hyperbatch.comm.place import Place, told, who_hangs
 from hyperbatch.comm.recorder import Question
 
 _LOST, _SILENT = "lost", "silent"
-_MAX_INTERVAL_S = 1.0  # between two looks at the store: so fast does a failure that was announced end the others
-_MOST = 0.7  # of `timeout_s`: a rank that has not got on for so long says what it waits in
+_MAX_INTERVAL_S = 1.0  # between two reads of the store: an announced failure ends the others within this time
+_MOST = 0.7  # of `timeout_s`: a rank without progress for so long reports the collective it waits in
 _ANSWER_S = 2.0  # for a request to the store
-_SILENT_INTERVALS = 3  # without a beat: the rank has gone, for somebody who has another sign of that already
+_SILENT_INTERVALS = 3  # without a heartbeat, after a failed exchange: the rank counts as lost
 
 T = TypeVar("T")
-Words = dict[str, Any]  # about a failure: "message", a line for the user; "rank" and "host" where it is one rank's
+Words = dict[str, Any]  # about a failure: "message", a line for the user; "rank" and "host" of the failed rank
 
 
 class _Process(NamedTuple):
-    """Of a rank; what is not known is empty."""
+    """The process of a rank; unknown fields are empty."""
 
     name: str = ""  # as `_name_of` has it
     host: str = ""
 
 
 def within(seconds: float, ask: Callable[[], T], default: T) -> T:
-    """What `ask` returns; the default where it takes longer, or where the store says that it has gone."""
+    """What `ask` returns, or the default if it takes longer than `seconds` or the store is gone."""
     answers: queue.SimpleQueue[T] = queue.SimpleQueue()
 
     def run() -> None:
@@ -69,26 +70,27 @@ def within(seconds: float, ask: Callable[[], T], default: T) -> T:
 
 
 def announce(store: dist.Store, words: Words) -> bool:
-    """Leaves the words for the hearts of all ranks, and says whether they are the first: of several, these count."""
+    """Writes the words to the store for all ranks. Returns whether they are the first; only the first count."""
     text = json.dumps(words)
     return store.compare_set(_LOST, "", text).decode() == text
 
 
 def announced(store: dist.Store) -> Words | None:
-    """What was announced first; nothing where nobody has failed, or the store does not answer."""
+    """The words that were announced first; None if no rank has failed or the store does not answer."""
     with contextlib.suppress(dist.DistError, RuntimeError):
         return json.loads(store.get(_LOST)) if store.check([_LOST]) else None
     return None
 
 
 class Heartbeat:
-    """Starts with `start()` on every rank, ends with `stop()`, also as a context manager.
+    """Sends this rank's heartbeats and watches a neighbour's. Every rank calls `start()` and `stop()`, or uses it as a
+    context manager.
 
-    A rank that has not beaten for `timeout_s` is reported on every other within about two intervals more, and one that
-    says `fail` within one. `on_lost` is called once, from the thread, with words that say who; by default their message
-    goes to stderr and the process ends (exit code 1), since a thread stuck in the GPU's driver cannot be interrupted
-    otherwise. A process of the silent rank that is still there is killed by the others of its host: it is stopped or
-    stuck, hears no signal that can be refused, and must not go on when the run has been given up.
+    A rank without a heartbeat for `timeout_s` is reported on every other rank within about two more intervals, and a
+    rank that calls `fail` within one. `on_lost` is called once, from the thread, with words that name the rank. By
+    default it prints their message to stderr and ends the process (exit code 1), since a thread stuck in the GPU's
+    driver cannot be interrupted otherwise. Other ranks of the same host kill the silent rank's process if it still
+    exists: it is stopped or stuck, reacts only to SIGKILL, and must not continue after the run has been given up.
     """
 
     def __init__(
@@ -104,11 +106,11 @@ class Heartbeat:
         place: Callable[[], Place] | None = None,
         collective: Callable[[], str] | None = None,
     ) -> None:
-        """store: any that all ranks share, e.g. a TCPStore of your own; it must not be blocked by others' waits.
+        """store: any that all ranks share, e.g. a TCPStore of your own; blocking waits of other code must not use it.
 
-        keeper: the rank whose process keeps the store; None: another process does. place: of this rank, asked by the
-        thread at every beat. collective: that this rank waits in, asked when it has not got on for most of
-        `timeout_s`.
+        keeper: the rank whose process hosts the store; None if another process does. place: returns this rank's place;
+        the thread calls it at every heartbeat. collective: returns the collective that this rank waits in; called when
+        it has made no progress for most of `timeout_s`.
         """
         self._store = dist.PrefixStore("hyperbatch-heartbeat", store)
         self._rank, self._world_size, self._watched = rank, world_size, (rank + 1) % world_size
@@ -141,38 +143,38 @@ class Heartbeat:
         return self
 
     def stop(self) -> None:
-        """A rank that ends normally is not missed."""
+        """Ends the heartbeat of a rank that ends normally, so that the others do not report it."""
         self._stop.set()
         for thread in self._threads:
             thread.join(self._timeout_s)
         within(_ANSWER_S, lambda: self._store.set(self._key(self._rank), "done"), None)  # it may have gone first
 
     def leave(self) -> None:
-        """After `fail`: the threads end, unless they wait for the store."""
+        """Ends the threads after `fail`, except one that waits for the store."""
         self._stop.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(self._interval_s)
 
     def fail(self, words: Words) -> bool:
-        """A rank that fails says why, and the others end at once. True if no other had failed before."""
+        """Tells the other ranks why this one fails; they end at once. True if no other rank had failed before."""
         self._stop.set()  # it ends by itself, whatever others say
         return self._asked(lambda: announce(self._store, words), True)
 
     def heard(self) -> Words | None:
-        """What a rank that failed has left for all, or that the store does not answer; None: neither."""
+        """The words of a rank that failed, or words that say that the store does not answer; otherwise None."""
         return self._asked(lambda: announced(self._store), None) or self.given_up
 
     def about(self, rank: int, message: str) -> Words:
-        """Words about a failure of this rank, which cannot say anything itself."""
+        """Words about the failure of a rank that cannot report it itself."""
         host = self._asked(lambda: self._process_of(rank), _Process()).host
         return {"message": message, "rank": rank, "host": host}
 
     def silent(self) -> list[int]:
-        """Ranks that do not beat while this waits for three intervals (3 s at most), and have not ended normally.
+        """Watches for three intervals (at most 3 s). Returns ranks without a heartbeat that have not ended normally.
 
-        For a rank whose exchange with others has failed, long before `timeout_s`. Nobody is named when the store does
-        not answer. Whoever is told meanwhile why the run fails knows enough, and waits no longer.
+        It is for a rank whose exchange has failed, long before `timeout_s`. The list is empty if the store does not
+        answer, and the wait ends early if the reason of the failure becomes known.
         """
         before, until = self._asked(self._beats, {}), time.monotonic() + _SILENT_INTERVALS * self._interval_s
         while time.monotonic() < until and not self.heard():
@@ -183,7 +185,7 @@ class Heartbeat:
         ]
 
     def hang(self) -> Words | None:
-        """Tells all which rank has made no progress for `timeout_s`, and returns what was told first, or nothing."""
+        """Tells all ranks which one has made no progress for `timeout_s`. Returns the words told first, or None."""
         places = self._asked(self._places, {})
         if any(place.must_go_on and seconds > self._timeout_s for place, seconds in places.values()):
             words = self.about(*who_hangs(places))
@@ -192,16 +194,16 @@ class Heartbeat:
         return None
 
     def stay(self) -> None:
-        """This rank has failed: the place to tell is the one where it did."""
+        """Keeps the current place, because this rank has failed there."""
         self._stays = True
 
     def places(self) -> list[str]:
-        """A line for each rank that has said where it is; nothing where the store does not answer."""
+        """A line for each rank that has reported its place; empty if the store does not answer."""
         return told(self._asked(self._places, {}))
 
     @property
     def heard_after_s(self) -> float:
-        """Until then every rank has looked at the store: so long must it live after a failure."""
+        """Seconds in which every rank has read the store: it must live so long after a failure."""
         return 2 * self._interval_s
 
     def __enter__(self) -> Heartbeat:
@@ -211,7 +213,7 @@ class Heartbeat:
         self.stop()
 
     def _asked(self, ask: Callable[[], T], default: T) -> T:
-        """Of the store, which may not answer."""
+        """The answer of the store, or the default if it does not answer."""
         return default if self.given_up else within(_ANSWER_S, ask, default)
 
     def _run(self) -> None:
@@ -267,7 +269,7 @@ class Heartbeat:
                 return
 
     def _lose(self, words: Words) -> None:
-        """Of several reasons the first counts."""
+        """Reports a lost rank. Of several reasons only the first counts."""
         with self._lock:
             first, self._lost = not self._lost, True
         if first:
@@ -277,7 +279,7 @@ class Heartbeat:
             self.end_silent()
 
     def _look_at_place(self, now: float) -> bool:
-        """Whether this rank should have got on."""
+        """Notes this rank's place. Returns whether the rank hangs: it should have made progress and has not."""
         if self._place is None or self._stays:
             return False
         place = self._at[0]
@@ -288,7 +290,7 @@ class Heartbeat:
         # Not before: the recorder asks the device about each collective.
         if self._collective and self._question is None and now - self._at[1] > _MOST * self._timeout_s:
             self._question = Question(self._collective)
-        # Silence counts first: a rank that waits for one that is stopped does not get on, either.
+        # Silent ranks are reported first: a rank that waits for a stopped one makes no progress either.
         return place.must_go_on and now - self._at[1] > self._timeout_s + 2 * self._interval_s
 
     def _beat(self, beat: int, now: float) -> str:
@@ -313,8 +315,11 @@ class Heartbeat:
         return _Process(*json.loads(self._store.get(key))) if self._store.check([key]) else _Process()
 
     def end_silent(self) -> None:
-        """Ends the process of a rank that was given up, if it is one of this host and still the same. `on_lost` may do
-        so as soon as it has told who: a launcher that sees the process end ends all others."""
+        """Kills the process of a rank that was given up, if it runs on this host and is still the same process.
+
+        `on_lost` should call it only after it has reported the rank, since a launcher that sees the process end ends
+        all others.
+        """
         name, self._doomed = self._doomed, ""
         pid = int(name.partition(" ")[0]) if name else os.getpid()
         if pid != os.getpid() and name == _name_of(pid):
@@ -326,7 +331,7 @@ class Heartbeat:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _beats(self) -> dict[int, bytes]:
-        """Of all ranks, in one request: many may ask at once. None before the last one has started."""
+        """The heartbeats of all ranks, in one request, since many may ask at once. Empty until all have started."""
         keys = [self._key(rank) for rank in range(self._world_size)]
         return dict(enumerate(self._store.multi_get(keys))) if self._store.check(keys) else {}
 
@@ -335,7 +340,7 @@ class Heartbeat:
 
 
 def _name_of(pid: int) -> str:
-    """A process as no other in the world: its number, when it began, and whose numbers these are. Empty: not known."""
+    """A globally unique name of a process: pid, start time, boot and pid namespace; "" if not known."""
     try:
         began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,4 +1,4 @@
-"""When each phase of a collective began and ended, for the timeline: a clock read or an event at either end."""
+"""The start and end of each phase of a collective, for the timeline: clock readings on a CPU, events on a GPU."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class PhaseMarks(NamedTuple):
     end: Mark
 
 
-Log = list[PhaseMarks] | None  # None: nobody asks
+Log = list[PhaseMarks] | None  # None: phases are not recorded
 
 
 @contextmanager
 def phase(log: Log, name: str, nbytes: int, device: torch.device) -> Iterator[None]:
-    """Books what happens inside. A phase that fails is not booked."""
+    """Records the phase inside the context in `log`. A phase that raises is not recorded."""
     if log is None:
         yield
         return

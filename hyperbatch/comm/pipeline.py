@@ -1,11 +1,11 @@
-"""The torus on CPUs in chunks, so that work inside a node hides behind the links between nodes.
+"""The torus all-reduce in chunks, on CPUs, so that work inside a node overlaps with messages between nodes.
 
 chunk 0   [cast, rows][====== columns ======][rows, cast]
 chunk 1              [cast, rows]    [====== columns ======][rows, cast]
 chunk 2                               [cast, rows]   [====== columns ======][rows, cast]
 
-The links between nodes (columns) are the slow ones: two chunks are always on them, while the one before is gathered in
-its row and the one after is cast, exchanged and summed. On GPUs the phases follow each other on one stream.
+The links between nodes (columns) are the slow ones. Two chunks are always on them, while the previous chunk is gathered
+in its row, and the next one is cast, exchanged and summed. On GPUs the phases follow each other on one stream.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hyperbatch.comm.scaling import scale, scaled_copy
 from hyperbatch.comm.shards import shard_bounds, sum_parts
 from hyperbatch.stopwatch import Mark, mark
 
-CHUNK_BYTES = 2 << 20  # on the wire; smaller ones cost more messages, larger ones hide less
+CHUNK_BYTES = 2 << 20  # on the wire; smaller chunks need more messages, larger ones overlap less
 _LIVE = 4  # chunks between scatter and landing
 
 
@@ -33,7 +33,7 @@ def pipelines(flat: Tensor, comm: GridComm, wire_dtype: torch.dtype) -> bool:
 
 
 def torus_in_chunks(flat: Tensor, comm: GridComm, op: str, wire_dtype: torch.dtype, log: Log = None) -> None:
-    """All-reduces `flat` in place: the same sums as the plain torus of each chunk."""
+    """All-reduces `flat` in place. Each chunk gets the same sums as by the torus in one piece."""
     count = flat.numel() * wire_dtype.itemsize // CHUNK_BYTES
     size = flat.numel() // count // comm.grid.columns * comm.grid.columns
     chunks: list[_Chunk] = []
@@ -51,7 +51,7 @@ def torus_in_chunks(flat: Tensor, comm: GridComm, op: str, wire_dtype: torch.dty
 
 
 class _Chunk:
-    """One chunk on its way: every call waits for what the one before began and begins the next."""
+    """One chunk in flight. Each call waits for the phase that the previous call started, and starts the next one."""
 
     def __init__(self, target: Tensor, number: int, comm: GridComm, op: str, wire_dtype: torch.dtype, log: Log) -> None:
         self.target, self.comm, self.op, self.log = target, comm, op, log

@@ -1,7 +1,7 @@
-"""Where each rank of a run is, and from that, whom the others wait for.
+"""The place of each rank in a run (step and phase), from which follows the rank that the others wait for.
 
 rank 0   step 5, gradient exchange, group 0, for 6.1 s     waits
-rank 1   step 5, forward pass, for 6.2 s                   hangs: it stands behind, and waits for nobody
+rank 1   step 5, forward pass, for 6.2 s                   hangs: it is behind, and does not wait for other ranks
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ MAX_NAMED = 8  # ranks in a message
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """What a rank is doing. Two that are equal: it has made no progress."""
+    """What a rank is doing. If its place has not changed, the rank has made no progress."""
 
     phase: str
-    step: int | None = None  # from 1; none before training
-    group: int | None = None  # of gradients, which is under way
-    waits: bool = False  # for other ranks, or for a device that does
-    marks: int = 0  # passed within the step
-    must_go_on: bool = False  # who stays here for long hangs
-    collective: str = field(default="", compare=False)  # that it waits in, once it has not got on for long
+    step: int | None = None  # counted from 1; None before training
+    group: int | None = None  # the gradient group in flight
+    waits: bool = False  # whether it waits for other ranks, or for a device that does
+    marks: int = 0  # number of timer marks passed within the step
+    must_go_on: bool = False  # whether a rank that stays here for long hangs
+    collective: str = field(default="", compare=False)  # that it waits in; asked after a long wait
 
     def __str__(self) -> str:
         parts = ["" if self.step is None else f"step {self.step}", self.phase]
@@ -39,7 +39,7 @@ class Place:
 
 
 def told(places: Mapping[int, tuple[Place, float]]) -> list[str]:
-    """A line for each rank. places: of each rank, and for how many seconds."""
+    """A line for each rank. places: each rank's place, and for how many seconds it has been there."""
     return [
         f"rank {rank}: {place}, for {seconds:.1f} s" + (f"; {place.collective}" if place.collective else "")
         for rank, (place, seconds) in sorted(places.items())
@@ -47,11 +47,11 @@ def told(places: Mapping[int, tuple[Place, float]]) -> list[str]:
 
 
 def who_hangs(places: Mapping[int, tuple[Place, float]]) -> tuple[int, str]:
-    """The first rank that does, and a line that names all of them. places: as for `told`; not empty."""
+    """The first rank that hangs, and a line that names all of them. places: as for `told`; not empty."""
     steps = {rank: -1 if place.step is None else place.step for rank, (place, _) in places.items()}
     behind = [rank for rank, step in sorted(steps.items()) if step == min(steps.values())]
     busy = [rank for rank in behind if not places[rank][0].waits]
-    # Where the slowest all wait, it is for a message that does not come.
+    # If all of the slowest ranks wait, they wait for a message that does not come, and all are named.
     named = busy or behind
     place, seconds = places[named[0]]
     line = f"has made no progress for {seconds:.1f} s (step and phase: {place})"

@@ -1,7 +1,7 @@
-"""What torch's flight recorder knows of this rank's collectives, in one line: for a run that hangs.
+"""Describes this rank's current collective in one line, from torch's flight recorder: for a run that hangs.
 
-torch keeps the last few thousand, those of NCCL and in newer versions those of gloo, too, unless TORCH_FR_BUFFER_SIZE
-(before: TORCH_NCCL_TRACE_BUFFER_SIZE) is 0. Collectives of a captured step are not among them.
+torch records the last few thousand collectives of NCCL, and in newer versions of gloo, unless TORCH_FR_BUFFER_SIZE
+(in older versions TORCH_NCCL_TRACE_BUFFER_SIZE) is 0. Collectives of a captured step are not recorded.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 from torch._C import _distributed_c10d
 
-# Without stack traces, which take seconds to write. A build of torch has those of its own backends.
+# Dumps without stack traces, which take seconds to write. A build of torch has only those of its own backends.
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 def last_collective() -> str:
-    """The oldest collective that is under way, or else the last one; empty: nothing is known."""
+    """Describes the oldest collective in flight, or else the last one; "" if nothing is recorded."""
     dumps = [getattr(_distributed_c10d, name) for name in _DUMPS if hasattr(_distributed_c10d, name)]
     with contextlib.suppress(Exception):  # a version that writes something else
         return in_words([entry for dump in dumps for entry in json.loads(dump()).get("entries", [])])
@@ -27,7 +27,7 @@ def last_collective() -> str:
 
 
 def in_words(entries: Sequence[Mapping[str, Any]]) -> str:
-    """entries: of one rank, as the recorder has them."""
+    """The same from one rank's entries of the recorder."""
     ordered = sorted(entries, key=lambda entry: entry["time_created_ns"])
     under_way = [entry for entry in ordered if not entry["retired"] and entry["state"] != "completed"]
     if under_way:
@@ -48,7 +48,7 @@ def _name(entry: Mapping[str, Any]) -> str:
 
 
 class Question:
-    """Asked in a thread of its own: the answer waits for the driver where it is the device that hangs."""
+    """Asks in a separate thread, because the answer waits for the driver if the device hangs."""
 
     def __init__(self, ask: Callable[[], str]) -> None:
         self.answer = ""  # until it is there

@@ -39,7 +39,7 @@ class ExchangeHandle(ABC):
 
 
 class DoneHandle(ExchangeHandle):
-    """Of an exchange that ran at once, on the caller's thread."""
+    """The handle of an exchange that ran at once, on the caller's thread."""
 
     def __init__(self, start: Mark, error: BaseException | None) -> None:
         self.start, self.end, self._error = start, mark(_CPU), error
@@ -86,7 +86,7 @@ class StreamHandle(ExchangeHandle):
 
 
 # Every runner runs its exchanges one after another, and after a failure every later one fails with the same error:
-# this rank has left out a collective that the others may have taken part in, so its next one would meet their last.
+# this rank has missed a collective that the others may have run, so its next one would be matched with a wrong one.
 
 
 class ThreadRunner:
@@ -144,7 +144,7 @@ class InlineRunner:
         return DoneHandle(start, error)
 
     def _run(self, exchange: Exchange) -> BaseException | None:
-        """What the exchange raised, or one before it."""
+        """Runs the exchange. Returns what it raised, or what an earlier one raised; then it does not run."""
         if self._broken is None:
             try:
                 exchange()
@@ -156,7 +156,7 @@ class InlineRunner:
 
 
 class StreamRunner(InlineRunner):
-    """Runs exchanges on a stream of its own, behind what the submitting stream has been given so far."""
+    """Runs exchanges on its own stream, after the work that the submitting stream has been given so far."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class StreamRunner(InlineRunner):
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream), torch.no_grad():
             start = mark(self.device)
-            # A capture sends nothing: it fails at once, the other ranks miss nothing, and it may be tried again.
+            # A capture sends no message. If it fails, the other ranks have missed nothing, and it may be tried again.
             if torch.cuda.is_current_stream_capturing() and self._broken is None:
                 exchange()
                 error = None

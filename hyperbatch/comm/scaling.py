@@ -1,5 +1,4 @@
-"""The mean of a sum: scaled before the sum, not after, since a sum of fp16 gradients may overflow where their mean does
-not."""
+"""Scales tensors by 1/N before they are summed: a sum of fp16 gradients may overflow where their mean does not."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ def scale(flat: Tensor, ranks: int, op: str) -> None:
 
 
 def scaled_copy(target: Tensor, source: Tensor, ranks: int, op: str) -> None:
-    """Scaled in the wider of both precisions."""
+    """Copies the scaled tensor; the scaling is computed in the wider of both precisions."""
     if op != "mean" or ranks == 1:
         target.copy_(source)
     elif target.dtype.itemsize > source.dtype.itemsize:
@@ -24,7 +23,7 @@ def scaled_copy(target: Tensor, source: Tensor, ranks: int, op: str) -> None:
     elif source.is_cuda:
         torch.mul(source, 1.0 / ranks, out=target)
     else:
-        # In one go torch would put the product into a temporary as large as the source, in fresh pages each time.
+        # In one call torch would allocate a temporary as large as the source, in new pages each time.
         scaled = torch.empty(min(_BLOCK, source.numel()), dtype=source.dtype)
         for start in range(0, source.numel(), _BLOCK):
             part = source[start : start + _BLOCK]

@@ -2,8 +2,8 @@
 
     shards of 10 elements over 4 ranks     [ 0 1 | 2 3 | 4 5 | 6 7 + tail 8 9 ]
 
-A tensor that a group does not divide is cut into equal shards and a tail of less than one element per rank; the tail
-belongs to the last shard and travels beside it, so nothing is padded or copied for it.
+A tensor that a group does not divide is cut into equal shards and a tail of less than one element per rank. The tail
+belongs to the last shard and is sent in a message of its own, so nothing is padded or copied for it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def shard_bounds(numel: int, parts: int, index: int) -> tuple[int, int]:
-    """[start, stop) of one shard: equal ones, and the last also holds the tail."""
+    """[start, stop) of one shard. All shards are equal, except that the last also holds the tail."""
     chunk = numel // parts
     return index * chunk, numel if index == parts - 1 else (index + 1) * chunk
 
 
 def own_shard(numel: int, comm: GridComm, algorithm: str) -> tuple[int, int]:
-    """[start, stop) of what this rank holds after `scatter_now`: one N-th, of its row's shard in a torus."""
+    """[start, stop) of the part, about 1/N, that is valid on this rank after `scatter_now`.
+
+    In a torus it is this rank's column shard of its row shard.
+    """
     if comm.world is None:
         return 0, numel
     if algorithm != "torus":
@@ -40,7 +43,7 @@ def own_shard(numel: int, comm: GridComm, algorithm: str) -> tuple[int, int]:
 
 
 def scatter_now(flat: Tensor, comm: GridComm, algorithm: str, log: Log = None) -> Tensor:
-    """Sums over all ranks; only `own_shard` of `flat` is valid afterwards, and returned."""
+    """Sums `flat` over all ranks, in place. Returns `own_shard` of it, the only part that is valid afterwards."""
     if comm.world is None:
         return flat
     if algorithm != "torus":
@@ -50,7 +53,7 @@ def scatter_now(flat: Tensor, comm: GridComm, algorithm: str, log: Log = None) -
 
 
 def gather_now(flat: Tensor, comm: GridComm, algorithm: str, log: Log = None) -> None:
-    """The inverse: every rank's own shard becomes valid everywhere."""
+    """The inverse of `scatter_now`: every rank receives the own shards of all others."""
     if comm.world is None:
         return
     if algorithm != "torus":
@@ -64,7 +67,7 @@ def gather_now(flat: Tensor, comm: GridComm, algorithm: str, log: Log = None) ->
 
 
 def scatter_sum(flat: Tensor, comm: GridComm, group: dist.ProcessGroup, name: str, log: Log = None) -> Tensor:
-    """Sums over the group; only this rank's shard of `flat` is valid afterwards, and returned."""
+    """Sums `flat` over the group, in place. Returns this rank's shard, the only part that is valid afterwards."""
     parts, index = dist.get_world_size(group), dist.get_rank(group)
     start, stop = shard_bounds(flat.numel(), parts, index)
     chunk = flat.numel() // parts
@@ -75,7 +78,7 @@ def scatter_sum(flat: Tensor, comm: GridComm, group: dist.ProcessGroup, name: st
             if flat.is_cuda:
                 _reduce_scatter(mine, body, group=group)
             else:
-                # gloo's own reduce-scatter moves the bytes of an all-reduce; an exchange and a local sum move half.
+                # gloo's own reduce-scatter sends as many bytes as an all-reduce; an exchange and a local sum send half.
                 received = comm.scratch("received", body.numel(), body.dtype, body.device)
                 dist.all_to_all_single(received, body, group=group)
                 sum_parts(received.view(parts, chunk), mine)
@@ -85,7 +88,7 @@ def scatter_sum(flat: Tensor, comm: GridComm, group: dist.ProcessGroup, name: st
 
 
 def gather_shards(flat: Tensor, group: dist.ProcessGroup, name: str, log: Log = None) -> None:
-    """Every rank's shard of `flat` becomes valid everywhere in the group."""
+    """All-gather in place: every rank of the group receives the shards of all others into `flat`."""
     parts, index = dist.get_world_size(group), dist.get_rank(group)
     chunk = flat.numel() // parts
     body, tail = flat[: chunk * parts], flat[chunk * parts :]
@@ -97,7 +100,7 @@ def gather_shards(flat: Tensor, group: dist.ProcessGroup, name: str, log: Log = 
 
 
 def sum_parts(parts: Tensor, out: Tensor) -> None:
-    """The sum over rows. Two rows, the commonest, are an addition: many times faster in 16 bit on a CPU."""
+    """The sum over rows. Two rows, the usual case, are added, which is many times faster in 16 bits on a CPU."""
     if len(parts) == 2:
         torch.add(parts[0], parts[1], out=out)
     else:

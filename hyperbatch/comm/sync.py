@@ -1,4 +1,4 @@
-"""GradSync: a group's all-reduce starts when its last gradient is there, straight from the arena.
+"""GradSync starts the all-reduce of a gradient group, in place in the arena, when its last gradient is ready.
 
 backward        fc . layer4 ........ layer3 ......... layer2 ... layer1 . conv1 | finish: wait | update
 communication         [--- g0 ---]   [------- g1 -------]        [---- g2 ----] [- g3 -]
@@ -55,7 +55,7 @@ class _Flight:
 
 @dataclass(slots=True)
 class _Step:
-    """From the begin() of the last micro-step on."""
+    """The state of one step, from the begin() of its last micro-step on."""
 
     begin: Mark
     flights: list[_Flight]
@@ -65,14 +65,15 @@ class _Step:
 
 
 class GradSync:
-    """Launches groups in index order on every rank, whatever order their gradients become ready in.
+    """Sends gradient groups in index order on every rank, whatever the order in which their gradients become ready.
 
-    Each step: `begin()` before every backward, `finish()` after the last. Between the two `param.grad` of a launched
-    group is in flight and must be left alone. With one rank it does nothing at all (unless `GridComm(alone=True)`).
+    In each step, call `begin()` before every backward and `finish()` after the last. In between, do not touch
+    `param.grad`: its group may be in flight. With one rank nothing is sent (unless `GridComm(alone=True)`).
 
-    In every step ranks also tell each other which parameters they used, since one that only some of them update would
-    never agree again. On a CPU `finish()` raises at once; on a GPU nobody waits for the answer, so a later `finish()`
-    does, or `check()`. What a CUDA graph uses is settled when it is captured: call `check()` after the capture.
+    In every step ranks also exchange which parameters they used, because the weights of a parameter that only some of
+    them update would differ from then on. On a CPU `finish()` raises at once. On a GPU it does not wait for the result:
+    a later `finish()` raises, or `check()`. The parameters that a CUDA graph uses are fixed at capture: call `check()`
+    after the capture.
     """
 
     def __init__(
@@ -88,8 +89,8 @@ class GradSync:
     ) -> None:
         """Compares the plan and the weights (and masters) over all ranks; a difference is an error on each of them.
 
-        sharded: gradients are only reduce-scattered, by rows and columns with `torus` and at once with any other; each
-        rank then holds the mean in its `shard` of a group alone (see optim/sharded.py).
+        sharded: gradients are only reduce-scattered, by rows and columns with `torus`, over all ranks at once with any
+        other algorithm. Each rank then holds the mean only in its `shard` of a group (see optim/sharded.py).
         """
         self.plan, self.comm = plan, comm
         self.sharded = sharded
@@ -103,7 +104,7 @@ class GradSync:
         except (InputError, ValueError) as error:
             problem = str(error)
         self._compare_plans(problem)
-        # In the sharded form a rank's masters are current in its own shard only.
+        # With a sharded update a rank's masters are current only in its own shard.
         check_same_weights(arena, comm, masters=not sharded)
 
         self._device = arena.device
@@ -112,7 +113,7 @@ class GradSync:
         self._slices: list[Tensor] = []
         self._sliced_from: dict[torch.dtype, Tensor] = {}
         self._used = [False] * len(self._slots)  # in any micro-step of this step
-        # Usage of steps on their way through the device.
+        # Usage bits of steps that the device has not finished yet.
         self._unchecked: deque[tuple[ExchangeHandle, Tensor]] = deque()
         self._captured: list[list[bool]] = []  # usage in captured steps that ranks have not compared yet
         self._open: _Step | None = None  # the step that communicates now
@@ -127,7 +128,7 @@ class GradSync:
             ]
 
     def begin(self, *, last_micro_step: bool = True) -> None:
-        """Before each backward. Only the last micro-step of an accumulated step communicates."""
+        """To be called before each backward. Only the last micro-step of an accumulated step communicates."""
         if self._open is not None and self._open.launched:
             raise RuntimeError("GradSync.begin() while groups of the step before are in flight; call finish() first")
         self._open = None
@@ -144,9 +145,9 @@ class GradSync:
         )
 
     def finish(self) -> None:
-        """After the last backward, before the update: gradients in the arena are the mean over ranks.
+        """To be called after the last backward and before the update. Gradients are then the mean over ranks.
 
-        Raises what went wrong while they travelled. Groups with parameters this step did not use leave here.
+        Groups with parameters that this step did not use are sent here. Raises what went wrong in any exchange.
         """
         step, used = self._open, self._used
         if step is None:
@@ -165,7 +166,7 @@ class GradSync:
             self._used = [False] * len(self._slots)
         self._last, self._timings, self._phases = (None if step.usage is None else step), (), ()
         if step.usage is None:
-            self._captured.append(used)  # and nothing is asked of the device: that would break the capture
+            self._captured.append(used)  # compared by `check`, since reading from the device would break the capture
             return
         handle = step.flights[-1].handle
         assert handle is not None
@@ -174,9 +175,9 @@ class GradSync:
             self._check_next()
 
     def check(self) -> None:
-        """Raises InputError if some ranks alone used a parameter in the steps or captures so far.
+        """Raises InputError if only some ranks used a parameter in the steps or captures so far.
 
-        For every rank at the same point, e.g. after a capture and before a checkpoint is written. Waits for the device.
+        Every rank must call it at the same point, e.g. after a capture or before a checkpoint. Waits for the device.
         """
         for used in self._captured:
             bits = usage_bits(used, self.comm, self._device)
@@ -184,23 +185,26 @@ class GradSync:
             self._unchecked.append((self.comm.submit(exchange, self._device), bits))
         self._captured = []
         if self._unchecked:
-            wait(self._device)  # the caller wants to know before it goes on
+            wait(self._device)  # the caller needs the result before it continues
         while self._unchecked:
             self._check_next()
 
     def shard(self, index: int) -> tuple[int, int]:
-        """[start, stop) of this rank's part of a group, in elements of its dtype's buffers; sharded or not."""
+        """[start, stop) of this rank's shard of a group, in elements of its dtype's buffers."""
         slots = [self._arena.slot(name) for name in self.plan.groups[index].parameters]
         first = slots[0].offset
         start, stop = own_shard(slots[-1].end - first, self.comm, self._algorithms[index])
         return first + start, first + stop
 
     def algorithm(self, index: int) -> str:
-        """What a group travels by."""
+        """The all-reduce algorithm of a group, with `hybrid` resolved."""
         return self._algorithms[index]
 
     def timings(self) -> tuple[GroupTiming, ...]:
-        """Groups of the last finished step, times relative to its `begin`; empty with one rank and in a CUDA graph."""
+        """When each group of the last finished step was ready, started and ended, relative to its `begin`.
+
+        Empty with one rank and for a captured step.
+        """
         if self._last is not None:
             wait(self._device)  # the caller asked for times, and events must have been reached
             self._timings = tuple(self._timing(self._last, index) for index in range(len(self._last.flights)))
@@ -209,19 +213,19 @@ class GradSync:
         return self._timings
 
     def phases(self) -> tuple[PhaseTiming, ...]:
-        """What the groups of `timings` consist of, on the same clock. Chunks of a pipelined torus overlap."""
+        """The phases of the groups in `timings`, on the same clock. Chunks of a pipelined torus overlap."""
         self.timings()
         return self._phases
 
     def under_way(self) -> int | None:
-        """The first group that has left and has not arrived. Any thread may ask; the answer is as of a moment ago."""
+        """The index of the first group in flight, or None. Any thread may call it; the answer may be out of date."""
         step = self._open or self._last
         flights = [] if step is None else step.flights[: step.launched]
         waiting = (i for i, flight in enumerate(flights) if flight.handle is not None and not flight.handle.done())
         return next(waiting, None)
 
     def forget(self) -> None:
-        """As if no step had been run yet: nothing in flight, no timings, nothing left to check."""
+        """Resets the state to that before the first step: nothing in flight, no timings, nothing left to check."""
         self._open = self._last = None
         self._used = [False] * len(self._slots)
         self._timings, self._phases = (), ()
@@ -237,7 +241,7 @@ class GradSync:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def _arrived(self, i: int, param: Tensor) -> None:
-        """Parameter i has its gradient. Runs inside backward."""
+        """Parameter i has its gradient. Called by its hook, inside backward."""
         self._used[i] = True
         step = self._open
         if step is None:
@@ -259,9 +263,10 @@ class GradSync:
         index = step.launched
         step.launched += 1
         flight = step.flights[index]
-        if flight.ready is None:  # it has parameters this backward did not use
+        if flight.ready is None:  # the group has parameters that this backward did not use
             flight.ready = mark(self._device)
-        self._arena.collect(self.plan.groups[index].parameters)  # where there is none, no old one travels again
+        # Unused parameters send zeros, and not a gradient of an earlier step.
+        self._arena.collect(self.plan.groups[index].parameters)
         captured = _captured(self._device)
         flight.phases = None if captured else []
         tensor, algorithm = self._slices[index], self._algorithms[index]
@@ -271,13 +276,13 @@ class GradSync:
             )
         else:
             exchange = partial(all_reduce_now, tensor, self.comm, algorithm, "mean", self._wire_dtype, flight.phases)
-        if step.launched == len(step.flights) and not captured:  # what this step uses is known by now
+        if step.launched == len(step.flights) and not captured:  # all parameters that this step uses are known now
             step.usage = usage_bits(self._used, self.comm, self._device)
             exchange = partial(_both, exchange, partial(exchange_usage, step.usage, self.comm, self._device))
         flight.handle = self.comm.submit(exchange, self._device)
 
     def _find_slices(self) -> None:
-        """The arena may have been laid out anew since the last step."""
+        """Finds the groups' slices again if the arena was laid out again since the last step."""
         grads = self._arena.grads
         if self._sliced_from.keys() != grads.keys() or any(grads[d] is not self._sliced_from[d] for d in grads):
             self._sliced_from = dict(grads)

@@ -1,7 +1,7 @@
-"""Which ranks used which parameters in a step: one bit per rank and parameter, summed over the ranks.
+"""Checks that all ranks used the same parameters in a step: one bit per rank and parameter, summed over the ranks.
 
-A parameter used on some ranks only would be updated on those alone, and the weights would drift apart for good. The
-bits travel right behind the last group of every step.
+A parameter used on only some ranks would be updated only there, and the weights would differ from then on. The bits are
+sent behind the last gradient group of every step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHOWN_NAMES = 3
 
 
 def usage_bits(used: Sequence[bool], comm: GridComm, device: torch.device) -> Tensor:
-    """What this rank adds, on the host: words x parameters. Pinned for a GPU, so that no copy waits for it."""
+    """This rank's bits on the host, words x parameters; pinned for a GPU, so that the copy does not block."""
     words = -(-comm.size // _RANKS_PER_WORD)
     bits = torch.zeros(words, len(used), dtype=torch.int64, pin_memory=device.type == "cuda")
     bits[comm.rank // _RANKS_PER_WORD] = torch.tensor(used) * (1 << comm.rank % _RANKS_PER_WORD)
@@ -29,7 +29,7 @@ def usage_bits(used: Sequence[bool], comm: GridComm, device: torch.device) -> Te
 
 
 def exchange_usage(bits: Tensor, comm: GridComm, device: torch.device) -> None:
-    """Sums the bits over ranks in place. An exchange: on a GPU they are there once its handle is done."""
+    """Sums the bits over ranks in place. Runs as an exchange: on a GPU the sum is ready when its handle is done."""
     summed = bits.to(device, non_blocking=True)
     all_reduce_now(summed, comm, "flat", "sum")
     if summed is not bits:

@@ -1,6 +1,6 @@
-"""The same weights on every rank at the start: the exchange keeps ranks together, but does not bring them together.
+"""Broadcasts weights and compares them over ranks: the exchange keeps equal weights equal, but does not make them so.
 
-Whether they have stayed together is what checksums of a run's state tell (engine/guard.py).
+engine/guard.py uses the checksums during a run to detect ranks that have drifted apart.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hyperbatch.comm.shards import all_gather
 
 _BLOCK = 1 << 22  # elements at a time: bounds the memory of their 64-bit products
 _COLUMNS = ALIGN_BYTES // 8  # slots begin and end at multiples of it
-_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as every factor here: no bit of an element is multiplied away
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as every factor here, so that no bit of an element is lost in the product
 
 
 def broadcast_weights(arena: Arena, comm: GridComm) -> None:
-    """The weights of the first rank on all of them, fp32 masters included. Every rank calls it, before GradSync."""
+    """Copies the first rank's weights and fp32 masters to all ranks. Every rank calls it before it creates GradSync."""
     if comm.world is None:
         return
     arena.reclaim()
@@ -34,7 +34,7 @@ def broadcast_weights(arena: Arena, comm: GridComm) -> None:
 
 
 def check_same_weights(arena: Arena, comm: GridComm, *, masters: bool) -> None:
-    """Raises InputError on every rank, naming the first parameter that differs. masters: compare them, too."""
+    """Raises InputError on every rank if weights differ, naming the first parameter. masters: compares them too."""
     if comm.size == 1:
         return
     arena.reclaim()
@@ -57,10 +57,10 @@ def check_same_weights(arena: Arena, comm: GridComm, *, masters: bool) -> None:
 
 
 def checksum(flat: Tensor) -> Tensor:
-    """A sum of the elements' bits modulo 2^64, each times an odd number of its own; it stays on the device.
+    """The sum of the elements' bits modulo 2^64, each multiplied by its own odd number; it stays on the device.
 
-    Whatever bit of whatever element flips, the sum changes: no bit vanishes when multiplied by an odd number. Elements
-    of 64 bits count as two, since a highest bit of 64 would add the same at every place.
+    Any single flipped bit changes the sum, because no bit is lost when multiplied by an odd number. Elements of 64 bits
+    count as two, since the highest of 64 bits would add the same at every position.
     """
     bits = flat.view(torch.int16 if flat.dtype.itemsize == 2 else torch.int32)
     factors = 2 * torch.arange(min(_BLOCK, len(bits)), device=flat.device) + 1
@@ -72,22 +72,22 @@ def checksum(flat: Tensor) -> Tensor:
 
 
 def word_sum(flat: Tensor) -> Tensor:
-    """A checksum for often: one pass over an arena's buffer, or a part of it between two slots, without a product for
-    each element. Words of 64 bits are added in 32 columns, modulo 2^64, and each column counts by an odd number.
+    """A faster checksum of an arena's buffer, or of a part of it between two slots, without a product per element.
 
-    A flipped bit shows as in `checksum`; that two words of a column have changed places does not.
+    Words of 64 bits are added in 32 columns, modulo 2^64, and each column is multiplied by an odd number. Like
+    `checksum` it detects any flipped bit, but it does not detect two exchanged words of a column.
     """
     columns = flat.view(torch.int64).view(-1, _COLUMNS).sum(0)
     return (columns * (2 * torch.arange(_COLUMNS, device=flat.device) + 1)).sum()
 
 
 def extremes(tensors: Sequence[Tensor]) -> Tensor:
-    """The least and the greatest value of each, which are finite where all of its values are; on the device."""
+    """The least and the greatest value of each tensor, on the device. Both are finite only if all values are."""
     return torch.stack([bound.double() for tensor in tensors if tensor.numel() for bound in torch.aminmax(tensor)])
 
 
 class Rows:
-    """A few numbers of every rank; on a GPU they are on their way, and `read` waits for nothing queued after them."""
+    """A few numbers of every rank. On a GPU they may still be in flight; `read` waits only for them."""
 
     def __init__(self, table: Tensor) -> None:
         self._table, self._arrived = table, None
@@ -104,10 +104,10 @@ class Rows:
 
 
 def gather_rows(row: Tensor, comm: GridComm) -> Rows:
-    """The row of every rank, by rank: one small all-gather behind whatever the exchange has been given so far."""
+    """The row of every rank, by rank, from one small all-gather behind all exchanges submitted so far."""
     table = row.new_empty(comm.size, len(row)) if comm.world is not None else row[None]
     if comm.world is not None:
-        # On a GPU the stream waits and the host goes on; on a CPU the caller may use the group itself afterwards.
+        # On a GPU the stream waits and the host continues; on a CPU the caller may use the group directly afterwards.
         comm.submit(partial(_all_gather, table, row, comm.world), row.device).wait()
     return Rows(table)
 

@@ -329,7 +329,7 @@ def data_path(config: DataConfig) -> Path:
         from hyperbatch.data.remote.source import fetched
 
         return fetched(_address(config))
-    folder = Path(config.data)
+    folder = Path(config.data).expanduser()  # a plan, a config file and `--data=~/x` reach us as they are written
     if not folder.exists():
         raise InputError(f"data folder {folder} does not exist; give --data DIR")
     if not folder.is_dir():

@@ -1,7 +1,7 @@
-"""Where the seconds of a run went. A resumed run goes on counting from where its checkpoint stood.
+"""Counts the seconds of a run by account. A resumed run continues the counts of its checkpoint.
 
 init | train ... eval ... train ... capture ... train ... pause ... train | stop
-     ^ the run's time starts here, before anything is done with training data, as MLPerf and speed-runners count
+     ^ the run's time starts here, before training data is used, as in MLPerf and speed runs
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 class Clock:
     """Books every moment to exactly one account.
 
-    `capture` is what preparing a shape costs that is met during the run; the first one's belongs to `init`. `pause` is
-    for checkpoints and reports.
+    `capture` is the preparation of shapes that first occur during the run; that of shapes prepared beforehand belongs
+    to `init`. `pause` is for checkpoints and reports.
     """
 
     def __init__(self) -> None:
@@ -54,6 +54,6 @@ class Clock:
         return {f"{name}_s": value for name, value in self.seconds.items()}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Adds the seconds of the run this one continues; its own initialisation is added, not hidden."""
+        """Adds the seconds of the run that this one continues, to the time of its own initialisation."""
         for name in self.seconds:
             self.seconds[name] += state.get(f"{name}_s", 0.0)  # an older checkpoint knows no captures

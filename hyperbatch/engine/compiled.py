@@ -1,11 +1,11 @@
-"""The regions of a model (models/regions.py), compiled with inductor, in the place where they stand.
+"""Compiles the regions of a model (models/regions.py) with inductor, in place.
 
     model(images), training      stem -> [region] -> [region] -> head        each calls its kind's compiled function
     model(images), evaluation    stem -> block    -> block    -> head        the model's own code
 
-A region stays the module that it was: names, parameters, hooks and the state dict do not change, and a copy of the
-model is not compiled. Its gradients arrive together, where the exchange waits for them, and are moved to the arena
-group by group, as those of any other layer. Inductor makes no CUDA graphs of its own: the step's graph holds all.
+A region remains the same module: names, parameters, hooks and the state dict do not change, and a copy of the model is
+not compiled. The gradients of a region arrive together, and are copied to the arena group by group like those of any
+other layer. Inductor makes no CUDA graphs of its own; the graph of the step contains everything.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class CompiledRegions:
 
     @contextlib.contextmanager
     def compiling(self, count: Count | None = None) -> Iterator[None]:
-        """Training steps inside compile what they meet; what is compiled stays when it is left. Whatever torch raises
-        passes through. count: is told of each kind that has come through forward."""
+        """Training steps inside this context compile the regions, which stay compiled afterwards. Errors of torch are
+        not caught. count: is called for each kind of region that has completed forward."""
         import torch._dynamo.config as dynamo_config
 
         start_s, before = time.monotonic(), _counters()
@@ -140,20 +140,22 @@ def _call_module(module: nn.Module, *args: Any, **named: Any) -> Any:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    """`_call_module` with a code of its own, under this name. Torch keeps what it has compiled, and the limit to it, by
-    code: kinds would come to share one, with all modules of the process that somebody else compiles."""
+    """`_call_module` with its own code object, under this name. torch stores compiled variants, and limits their
+    number, per code object; kinds would otherwise share one with each other and with modules that other code compiles.
+    """
     return FunctionType(_call_module.__code__.replace(co_name=name), globals(), name)
 
 
 def compile_function(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """Whole, or not at all: a graph that breaks would be compiled in parts that nobody has counted or measured. And for
-    each shape by itself: a function for any shape is slower, and a run has few shapes."""
+    """Compiles a function as one graph (a graph break is an error, because the parts would be neither counted nor
+    measured), and for each shape separately (a function for any shape is slower, and a run has few shapes)."""
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
 def prepare_compiler(ranks_per_host: int) -> None:
-    """What is compiled is kept on the disk, in the user's cache folder and not in /tmp, and ranks share the cores; what
-    the user has told torch goes first. Torch asks when it loads its compiler, as optimizers make it do: so early."""
+    """Sets torch's compiler to keep its cache in the user's cache folder and not in /tmp, and to share cores between
+    ranks, unless the user has set these. To be called early: torch reads them when it loads its compiler, which
+    optimizers may cause."""
     folder = cache_folder()
     if folder.is_absolute():
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
@@ -174,7 +176,7 @@ def _counters() -> tuple[int, int, int]:
 def choose_regions(
     config: Config, model: nn.Module, dtype: torch.dtype, device: torch.device, *, fused: bool
 ) -> CompiledRegions | Compilation:
-    """The regions to compile, or why there are none. On a GPU, layers of the model become quicker ones of ours."""
+    """The regions to compile, or the reason why there are none. On a GPU, some layers become our faster ones."""
     choice = config.model.compile
     reason = ""
     if choice == "off":

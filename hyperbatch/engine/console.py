@@ -1,9 +1,9 @@
-"""Rank 0's voice, on stderr: on a terminal one line that is kept up to date, elsewhere plain lines now and then.
+"""What rank 0 prints on stderr: on a terminal one line that is updated in place, elsewhere plain lines in intervals.
 
 step 120/450  1:20 left  target 99 %: best 97.20 %  epoch 2.4  loss 1.234  12,345 images/s  rate 0.5  ━━━━━━━━━━━
 
-What matters most comes first. The time left is that to the last step. When a run will reach its target cannot be told
-from the evaluations before it, which rise by leaps: the best of them stands beside the target instead.
+The most important parts come first. The time left is the time to the last step. The time at which a run will reach its
+target cannot be predicted from the evaluations so far, so the best of them is shown with the target instead.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Micro-steps, or whole strides of steps, as CUDA graphs: one launch in the place of thousands.
+"""Captures micro-steps, or whole strides of steps, in CUDA graphs: one launch instead of thousands.
 
-    capture   run the micro-steps once on inputs that stay where they are; their launches become a graph
+    capture   run the micro-steps once on inputs with fixed addresses; their launches become a graph
     replay    batch -> copy into the graph's inputs -> launch the graph
 
-Graphs are kept per image size and launch (which says for each micro-step its samples, its share of the step and its
-place), and for single micro-steps per turn. Two turns take alternate steps: a graph's time marks are written anew at
-each replay, and the journal reads them while the next step runs. The graph of a stride has no marks inside, and one
-turn: batches are copied to its inputs, and rates to its table, by the stream that it runs on. All graphs share one pool
-of memory; what outlives a replay (inputs, losses, gradients, state) lies outside it.
+There is one graph per image size and launch; a launch names the samples, the share of the step and the position of each
+of its micro-steps. A single micro-step has two, which are replayed in turn: each replay overwrites the time marks of
+its graph, and the journal reads those of one while the other runs. The graph of a stride has no marks, and exists once:
+batches are copied to its inputs, and rates to its table, on the stream that it runs on. All graphs share one memory
+pool; tensors that outlive a replay (inputs, losses, gradients, state) are outside it.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -37,24 +37,24 @@ Replay = Callable[[], None]
 
 
 class Backend(Protocol):
-    """What captures. Tests have one for CPUs that runs the function again on replay."""
+    """Captures functions. Tests use a backend for CPUs that runs the function again on replay."""
 
     def on_capture_stream(self) -> contextlib.AbstractContextManager[None]:
-        """Where warm-up and capture run."""
+        """The stream on which warm-up and capture run."""
         ...
 
     def no_synchronisation(self) -> contextlib.AbstractContextManager[None]:
-        """Raises where something inside waits for the device."""
+        """Raises if code inside waits for the device."""
         ...
 
     def capture(self, run: Replay) -> Replay: ...
 
     def release(self) -> None:
-        """Lets all graphs go and gives their memory back."""
+        """Frees all graphs and their memory."""
         ...
 
     def close(self) -> None:
-        """Lets all graphs go, whoever still refers to them, and waits for nothing."""
+        """Frees all graphs, even if there are other references to them, without waiting for the device."""
         ...
 
 
@@ -121,7 +121,7 @@ class CapturedSteps:
         self.replay_again(launch, image_size, timer)
 
     def replay_again(self, launch: Launch, image_size: int, timer: StepTimer) -> None:
-        """On whatever lies in the inputs."""
+        """Replays a launch on the current contents of its inputs."""
         part = launch[0]
         if len(launch) > 1:
             self.graphs[launch, image_size, 0].replay()
@@ -143,7 +143,7 @@ class CapturedSteps:
         return self._inputs[key]
 
     def drop(self) -> None:
-        """Gives the memory of all graphs back; more can be captured."""
+        """Frees the memory of all graphs. New ones can be captured afterwards."""
         self._forget()
         self.backend.release()
 
@@ -158,7 +158,7 @@ class CapturedSteps:
 
 
 class NotCaptured(Exception):
-    """Says in one line what kept a step from being captured, and where it stands."""
+    """A step could not be captured. The message says in one line why, and where in the code."""
 
     def __init__(self, error: BaseException) -> None:
         error = first_cause(error)
@@ -170,11 +170,11 @@ class NotCaptured(Exception):
 
 
 class NoRoom(NotCaptured):
-    """It was memory."""
+    """A step could not be captured for lack of memory."""
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Ending a broken capture fails, too: what broke it is the first of the chain."""
+    """The first error of a chain. Ending a failed capture raises another error, and the first one is the cause."""
     while error.__context__ is not None:
         error = error.__context__
     return error
@@ -191,7 +191,7 @@ def forget_workspaces() -> None:
 
 @contextlib.contextmanager
 def _empty_graphs_ignored() -> Iterator[None]:
-    """A capture that breaks before its first kernel has a better reason to give."""
+    """Ignores torch's warning about an empty graph: a capture that fails before its first kernel raises an error."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
         yield
@@ -201,7 +201,7 @@ class CudaGraphs:
     """The backend of GPUs: one stream to capture on, one pool of memory."""
 
     def __init__(self, device: torch.device, memory: GraphMemory | None = None) -> None:
-        """memory: shared with other graphs of this learner, none of which runs at the same time; None: its own."""
+        """memory: shared with other graphs of this learner that never run at the same time; None: its own."""
         self._device, self._shared = device, memory is not None
         self._memory = memory or GraphMemory(device)
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -218,7 +218,7 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def no_synchronisation(self) -> Iterator[None]:
-        # A capture that breaks is harder to clean up after than a step that stops.
+        # Found here, in a plain step, since a failed capture is harder to clean up.
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Synchronization debug mode")
@@ -247,7 +247,7 @@ class CudaGraphs:
         return graph.replay
 
     def _clean_up(self) -> None:
-        """A broken capture leaves allocator (torch before 2.12) and generator believing that it still goes on."""
+        """Resets the allocator (torch before 2.12) and the generator, which a failed capture leaves in capture mode."""
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._device.index, self._memory.pool)
         self._memory.renew()  # for the captures that follow, also of others that share it

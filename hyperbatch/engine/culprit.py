@@ -1,11 +1,11 @@
-"""Which rank of a failed run failed first, from what the parent command knows: who ended how, and what each had said.
+"""Finds the rank of a failed run that failed first, from the exit codes of ranks and the reasons that they reported.
 
-    own words      an error of the model, the data, our code: the first in time wins
-    no words       the rank was killed, or called os._exit: its exit code or signal is all there is to tell
-    words "after"  an exchange that broke, a signal: they may follow from another rank's end, and count last
+    own words      an error of the model, the data or our code: the earliest counts
+    no words       the rank was killed, or called os._exit: only its exit code or signal is known
+    words "after"  a broken exchange, or a signal: they may follow from another rank's end, and count last
 
-The agent ends the survivors by SIGTERM as soon as it has seen one rank fail. So ranks are given in the order in which
-it saw them end: one that ended by SIGTERM before all others was not ended by the agent.
+The agent ends the surviving ranks by SIGTERM as soon as one has failed. Ranks are therefore given in the order in which
+they ended: a rank that ended by SIGTERM before all others was not ended by the agent.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Exit:
 
 
 def first_cause(exits: Mapping[int, Exit], said: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """The words to tell the user. exits: of ranks that failed, in the order in which they were seen to; not empty.
+    """The words that the user should see. exits: of failed ranks, in the order in which they ended; not empty.
 
-    said: what ranks said before they ended, as `ending.words_of` has it; also of ranks that are not in `exits`.
+    said: the words that ranks reported before they ended (`ending.words_of`), also of ranks that are not in `exits`.
     """
     own = {rank: words for rank, words in said.items() if "after" not in words}
     if own:
         words = dict(own[_first(own)])
         return words | {"message": words["message"] + _unheard(exits, said, words["message"])}
-    # What a rank said of another, which then ended without a word, is less than how that one ended.
+    # How a rank without words ended says more than the words of another rank about it.
     ended = [rank for rank in exits if rank not in said or said[rank]["after"] == "signal"]
     if not ended:
         return dict(said[_first(said)])
@@ -71,7 +71,7 @@ def first_cause(exits: Mapping[int, Exit], said: Mapping[int, Mapping[str, Any]]
 
 
 def _first(said: Mapping[int, Mapping[str, Any]]) -> int:
-    """Words that a rank has heard from another are as old as that one's."""
+    """The earliest words. Words that a rank adopted from another count with the time of the original."""
     return min(said, key=lambda rank: (said[rank]["time"], "heard" in said[rank]))
 
 

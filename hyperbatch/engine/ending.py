@@ -1,12 +1,13 @@
-"""How one rank of several leaves a run that failed. It says so first; nothing that can block comes before that.
+"""How one rank of several leaves a run that failed: it first reports the reason, and then closes what could block.
 
-    error -> the timer starts -> who failed before or is silent, if an exchange failed
+    error -> the timer starts -> if an exchange failed: which rank failed before or is silent?
           -> words for the parent or stderr -> words for the other ranks -> record (rank 0)
           -> graphs reset -> loader closed -> process group aborted -> the caller gets the error
 
-NCCL waits in its destructor for the graphs that captured its collectives, a device may be stuck in a collective whose
-other ranks have gone, and no signal handler runs in a thread that waits for it. So a timer ends the process when the
-last line takes too long: by then everything has been said. A run of one rank raises, and nothing else.
+The words of a rank are a dict that describes its failure. NCCL's destructor waits for the graphs that captured its
+collectives, a device may be stuck in a collective whose other ranks are gone, and no signal handler runs in a thread
+that waits for it. A timer therefore ends the process if the last line takes too long; by then everything has been
+reported. A run of one rank only raises.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -32,19 +33,19 @@ from hyperbatch.engine.preempt import Preemption
 from hyperbatch.engine.ranks import Ranks, interrupt
 from hyperbatch.errors import InputError, Preempted, RunFailed
 
-PATIENCE_S = 10.0  # for the tidy part; torchrun's agent kills after 30
+PATIENCE_S = 10.0  # for an orderly end; torchrun's agent kills after 30
 GRACE_S = 2.0  # for a main thread that is about to raise the same failure by itself, as gloo's do
-STEPS = 2.5  # times as long has a run that was asked to make room: until then it has ended the step under way
-MAX_TRACE_CHARS = 20_000  # of a traceback, its end: it goes through the store
+STEPS = 2.5  # factor of PATIENCE_S for a preempted run, which first finishes its current step
+MAX_TRACE_CHARS = 20_000  # of the end of a traceback, since it is sent through the store
 
-_runs = itertools.count()  # of this process: each run's words have keys of their own, also after a failed one
+_runs = itertools.count()  # of this process; the words of each run have their own keys
 
 
 def words_of(error: BaseException, rank: int, step: int | None = None) -> dict[str, Any]:
-    """What a rank says about its failure; engine/culprit.py chooses among the words of several.
+    """The words with which a rank describes its failure; engine/culprit.py chooses among those of several ranks.
 
-    after: "exchange" or "signal" where the failure may only follow from another's. heard: True in the words of a rank
-    that has taken another's for its own. step: of the run, where it has one.
+    after: "exchange" or "signal" if the failure may be the consequence of another rank's. heard: True in words that a
+    rank has adopted from another. step: the step of the run, if it trains.
     """
     kinds = (kind.__name__ for kind in (InputError, Preempted) if isinstance(error, kind))
     words: dict[str, Any] = {
@@ -65,17 +66,17 @@ def words_of(error: BaseException, rank: int, step: int | None = None) -> dict[s
 
 
 def is_exchange_error(error: BaseException) -> bool:
-    """Whether a collective or the store failed: mostly because another rank has gone. gloo's errors have no type."""
+    """Whether a collective or the store failed, mostly because another rank is gone. gloo's errors have no type."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and ("gloo/" in str(error) or "NCCL" in str(error))
 
 
 class Ending:
-    """A context manager around the whole run; `told` is one around whatever can fail inside the process group."""
+    """A context manager around the whole run; `told` is one around everything that runs in the process group."""
 
     def __init__(self, ranks: Ranks, report: Callable[[dict[str, Any]], None] | None = None) -> None:
-        """report: takes the words to the command that started this rank; without it they go to stderr."""
+        """report: sends the words to the command that started this rank; without it they are printed to stderr."""
         self.record: Callable[[dict[str, Any]], None] = lambda words: None  # leaves them in the run's folder
         self.step: Callable[[], int | None] = lambda: None  # that the run is at
         self.place: Callable[[], Place] = lambda: Place(phase="start")  # of this rank; a thread asks
@@ -109,13 +110,13 @@ class Ending:
 
     @property
     def store(self) -> dist.Store | None:
-        """One that all ranks share, once `told` has begun; None: there is one rank."""
+        """A store that all ranks share, after `told` was entered; None if there is one rank."""
         return self._store
 
     def watch(self, timeout_s: float, *, raises: bool) -> None:
-        """Ranks look at each other from here on: NCCL's watchdog names nobody, and sees no captured collective.
+        """Starts the heartbeat: NCCL's watchdog names no rank, and does not see captured collectives.
 
-        raises: collectives fail by themselves when another rank has gone, so the main thread gets a moment for it.
+        raises: collectives raise when another rank is gone, so the main thread gets a moment to raise first.
         """
         self._grace_s = GRACE_S if raises else 0.0
         if self._store is not None:
@@ -132,7 +133,7 @@ class Ending:
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """Inside the process group: an error that passes here is known to everybody when it goes on."""
+        """A context inside the process group: an error that leaves it has been reported to all ranks."""
         if not self._alone and self._store is None:
             self._default_store = dist.distributed_c10d._get_default_store()
             # Its own connection: others block on theirs.
@@ -153,7 +154,7 @@ class Ending:
     # --- in the main thread -------------------------------------------------------------------------------------
 
     def _fail(self, error: BaseException, store: dist.Store) -> dict[str, Any] | None:
-        """Tells everybody. Returns the words of the rank whose failure this one follows from, if there is one."""
+        """Reports the failure. Returns the words of the rank that caused it, if it is a consequence."""
         words, rank = words_of(error, self._ranks.rank, self.step()), self._ranks.rank
         self._arm(words)
         if self._heart is not None:
@@ -161,7 +162,7 @@ class Ending:
         self._ignore_signals()
         cause = self._cause(error, store) if "after" in words else None
         if cause is not None:
-            # Who has failed first says it; who keeps the store says no more.
+            # The rank that failed first prints the reason; if it hosted the store and is gone, this rank prints it.
             self._say(cause | {"heard": True}, aloud=self._heart is not None and bool(self._heart.given_up))
             self.record(cause)
             return cause
@@ -173,15 +174,15 @@ class Ending:
         first = True
         with contextlib.suppress(dist.DistError, RuntimeError):  # the store may have gone with another rank
             first = self._heart.fail(words) if self._heart is not None else announce(store, words)
-        # Rank 0's error reaches the user by itself, and a mistake in the input is raised on every rank.
+        # The command prints rank 0's error itself, and every rank raises a mistake in the input.
         self._say(words, aloud=first and rank != 0 and not isinstance(error, InputError))
         return None
 
     def _cause(self, error: BaseException, store: dist.Store) -> dict[str, Any] | None:
-        """What was before a failed exchange or a signal.
+        """The words of the failure that caused a failed exchange or a signal, if there is one.
 
-        A rank that fails says so before it closes its connections. When one ended without a word, this one ends at
-        once: it knows no more than the other's name.
+        A rank that fails reports the reason before it closes its connections. If a rank ended without a reason, this
+        rank reports which one, and ends at once.
         """
         if self._heart is None:
             return announced(store)
@@ -191,27 +192,27 @@ class Ending:
         if lost and not self._heart.heard():
             line = _who_is_lost(lost, error, self._ranks.rank)
             self._lost(self._heart.about(lost[0], line), after="exchange")
-        # An exchange that timed out: the rank that others wait for is there, and does not get on.
+        # An exchange that timed out: the rank that others wait for still responds, but makes no progress.
         words = self._heart.heard() or self._heart.hang()
         return words and self._in_full(words)
 
     def _in_full(self, words: Words) -> Words:
-        """A rank's own words are. To those of a heart that misses another, or sees no progress, belong when and at
-        which step that was, and where everybody is."""
+        """The words with all fields. A rank's own words are complete; those of a heartbeat lack the time, the step and
+        the place of each rank."""
         if "kind" in words:
             return words
         places = [] if self._heart is None else self._heart.places()
         return {"kind": "RunFailed", "time": time.time(), "step": self.step(), **words, "places": places}
 
     def _ignore_signals(self) -> None:
-        """Ctrl-C is followed by the agent's SIGTERM, which must not break off what the first one began."""
+        """Ignores further signals: the agent's SIGTERM follows Ctrl-C, and must not interrupt the orderly end."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 if _interrupts(number):
                     self._undo.callback(signal.signal, number, signal.signal(number, lambda *_: None))
 
     def _say(self, words: dict[str, Any], *, aloud: bool = True) -> bool:
-        """Only once; returns whether it was now."""
+        """Reports the words, but only once. Returns whether this call did."""
         with self._lock:
             if self._said:
                 return False
@@ -230,7 +231,7 @@ class Ending:
     # --- in threads beside it -----------------------------------------------------------------------------------
 
     def _lost(self, words: Words, after: str = "") -> None:
-        """Another rank has failed: this one ends, unless it is on its way out already. NCCL would hold it for long."""
+        """Ends this rank because another has failed, unless it is already ending. NCCL would hold it for long."""
         words = self._in_full(words)
         if after:
             words |= {"after": after}
@@ -240,7 +241,7 @@ class Ending:
             self._end(words)
 
     def _arm(self, words: dict[str, Any], patience_s: float | None = None) -> None:
-        """From now on the process has so long left, PATIENCE_S unless told, and the run must be over before."""
+        """Starts the timer that ends the process, by default after PATIENCE_S."""
         with self._lock:
             if self._timer is None:
                 self._timer = _timer(lambda: self._too_late(words), patience_s)
@@ -258,8 +259,8 @@ class Ending:
         self._end(words if first else None)
 
     def _end(self, words: dict[str, Any] | None) -> None:
-        """Ends the process, whatever the main thread waits for. words: for record and ranks, if none were given yet."""
-        _timer(lambda: os._exit(1))  # neither a disk nor a store that does not answer keeps it
+        """Ends the process, whatever the main thread waits for. words: for the record and other ranks; None: done."""
+        _timer(lambda: os._exit(1))  # even if the disk or the store does not answer
         try:
             if words is not None:
                 self.record(words)
@@ -270,13 +271,13 @@ class Ending:
             os._exit(1)
 
     def _let_others_hear(self) -> None:
-        """The store may live in rank 0, and the others ask it in intervals whether somebody has failed."""
+        """Waits until the other ranks have read the store, which rank 0 may host."""
         if self._heart is not None and self._ranks.rank == 0 and self._ranks.launcher != "torchrun":
             time.sleep(self._heart.heard_after_s)
 
     @contextlib.contextmanager
     def _signals_seen(self) -> Iterator[None]:
-        """SIGINT and SIGTERM start the timer although the main thread may never come to run their handlers."""
+        """Lets SIGINT and SIGTERM start the timer even if the main thread never runs their handlers."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -305,7 +306,7 @@ class Ending:
 
 
 def _who_is_lost(lost: list[int], error: BaseException, rank: int) -> str:
-    """NCCL says that a connection broke, and not to whom."""
+    """A line that names the lost ranks: NCCL says that a connection broke, but not to which rank."""
     reason = str(error).strip().partition("\n")[0]
     who, have, it = f"rank {lost[0]}", "has", "it"
     if len(lost) > 1:

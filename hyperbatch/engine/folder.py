@@ -53,13 +53,13 @@ def claim_folder(config: Config, ranks: Ranks, held: contextlib.ExitStack) -> Pa
 
 @contextlib.contextmanager
 def claimed(out: Path, *, resume: str) -> Iterator[None]:
-    """Makes the run's folder and holds it, or says why it cannot be this run's. A failed run without a checkpoint is
-    replaced.
+    """Creates the run's folder and locks it, or raises an error if it belongs to another run. A failed run without a
+    checkpoint is replaced.
 
-    resume: as the config has it, "no", "yes" or "auto". Where the input is refused inside, nothing is left behind.
+    resume: "no", "yes" or "auto", as in the config. If the input is rejected inside, no files are left behind.
 
-    Nobody else can write there meanwhile, be it a second command or a --resume of a run that is thought dead. The
-    kernel lets go of the lock when the process ends, however it ends.
+    No other run can use the folder meanwhile, neither a second command nor a --resume of a run that is still alive. The
+    kernel releases the lock when the process ends, however it ends.
     """
     if resume == "yes" and not out.is_dir():
         raise InputError(f"--resume: {out} does not exist; give --out the folder of the run to continue")

@@ -1,10 +1,10 @@
-"""Faults that nobody reports: a weight that flips on one rank, values that are not finite, gradients that never are.
+"""Detects silent faults: a flipped bit of a weight on one rank, values that are not finite, gradients that never are.
 
-    ranks hold the same weights and optimizer state, so their checksums are the same: one small all-gather compares them
-    before an evaluation or a checkpoint    the host waits for the answer: nothing bad is kept
-    every K steps, if asked                 the answer is read at the next comparison: nobody waits
+    ranks hold the same weights and optimizer state, so their checksums are equal: one small all-gather compares them
+    before an evaluation or a checkpoint    the host waits for the result, so no damaged state is kept
+    every K steps, on request               the result is read at the next comparison, without waiting
 
-A sharded update leaves masters and momentum current in each rank's own shard: only weights are compared then.
+With a sharded update, masters and momentum are current only in each rank's own shard, so only weights are compared.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Flat(NamedTuple):
 
 
 class Guard:
-    """`after` each stride, and `check` before what is evaluated or kept."""
+    """Call `after` after each stride, and `check` before each evaluation and checkpoint."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -54,14 +54,14 @@ class Guard:
         self._equal_at = self._checked_at = run.progress.step  # ranks start from the same weights
 
     def after(self, stride: Stride) -> None:
-        """Compares the ranks in the background where it is time for it; raises what the comparison before has found."""
+        """Starts a comparison in the background if one is due, and raises what the previous one has found."""
         every = self._every_steps
         if every and self._run.ranks.world_size > 1 and any((step.index + 1) % every == 0 for step in stride):
             self._read()
             self._start()
 
     def check(self) -> None:
-        """Raises RunFailed on every rank where ranks have drifted apart, or one holds values that are not finite."""
+        """Raises RunFailed on every rank if ranks have drifted apart, or if values on any of them are not finite."""
         if self._checked_at != self._run.progress.step or self._pending is not None:
             self._read()
             self._start()
@@ -101,11 +101,11 @@ class Guard:
                     yield _Flat(name.replace("_", " "), dtype, flat, same=whole)
 
     def _statistics(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps of the model's buffers; masks, which it does not, may be infinite."""
+        """The model's buffers that a checkpoint keeps. Others, such as masks, may be infinite."""
         kept = persistent_buffers(self._run.learner.model)
         return {name: buffer for name, buffer in kept.items() if buffer.is_floating_point()}
 
-    # --- on every rank alike, once something was found ------------------------------------------------------------
+    # --- on every rank in the same way, after a fault was found -----------------------------------------------------
 
     def _drifted(self, step: int, rows: list[tuple[int, ...]]) -> RunFailed:
         """Names the ranks outside the largest set of equal ones, where there is one, and the first parameter that
@@ -178,7 +178,7 @@ def _failed(line: str, rank: int, host: str, step: int, kind: type[RunFailed] = 
 
 
 class LossGuard:
-    """Looks at the losses and skipped steps that the journal reads: every rank is given the same ones."""
+    """Checks the losses and skipped steps that the journal reads, which are the same on every rank."""
 
     def __init__(
         self,
@@ -188,8 +188,8 @@ class LossGuard:
         *,
         may_go_back: Callable[[], bool] = lambda: False,
     ) -> None:
-        """work: what a micro-step does. next_batch: of this rank, once nothing else will be done with it. may_go_back:
-        whether a jump of the loss has an answer; the same on every rank."""
+        """work: what a micro-step does. next_batch: returns this rank's next batch, which is then not trained on.
+        may_go_back: returns whether the run can be rolled back; the same on every rank."""
         self._run, self._work, self._next_batch, self._may_go_back = run, work, next_batch, may_go_back
         self._spikes = SpikeWatch(run.config.run.spike_factor, classes=len(run.train_set.classes))
 
@@ -221,7 +221,7 @@ class LossGuard:
         raise _failed(line, *(bad or [(0, found[0][0])])[0], step, Diverged)
 
     def check_skipped(self, in_a_row: int, step: int) -> None:
-        """Raises RunFailed where too many updates in a row were left out for gradients that were not finite."""
+        """Raises RunFailed if too many updates in a row were skipped because gradients were not finite."""
         limit = self._run.config.run.max_skipped_steps
         if not limit or in_a_row < limit:
             return
@@ -243,7 +243,7 @@ class LossGuard:
         raise _failed(line, rank, host, step)
 
     def _own_overflow(self) -> str:
-        """The first layer with bad gradients of this rank alone: a backward of the next batch, without an exchange."""
+        """The first layer whose own gradients on this rank are not finite, from a backward without an exchange."""
         batch, learner = self._next_batch(), self._run.learner
         if batch is None:
             return ""
@@ -259,18 +259,18 @@ class LossGuard:
 
 
 class SpikeWatch:
-    """Whether a loss has jumped: it is `factor` times the median of the last ones, and worse than a guess would be.
+    """Detects a jump of the loss: it is `factor` times the median of the last losses, and above that of a random guess.
 
-    Either alone happens in good runs: late losses are small and vary, and early ones are above that of a guess.
+    Either alone happens in healthy runs: late losses are small and vary, and early ones are above that of a guess.
     """
 
     def __init__(self, factor: float, *, classes: int) -> None:
-        """factor: 0: none has."""
+        """factor: 0 disables the check."""
         self._factor, self._guess = factor, math.log(classes)
         self._recent: deque[float] = deque(maxlen=SPIKE_STEPS)
 
     def usual(self, loss: float) -> float | None:
-        """The median that the loss has jumped from; None: it has not."""
+        """The median from which the loss has jumped; None if it has not."""
         if not self._factor or loss <= self._guess or len(self._recent) < LEAST_STEPS:
             return None
         usual = statistics.median(self._recent)
@@ -281,6 +281,6 @@ class SpikeWatch:
 
 
 def first_overflow(arena: Arena) -> str:
-    """The first layer in the order of backward whose gradient in the arena is not finite; empty: all are."""
+    """The first layer, in backward order, whose gradient in the arena is not finite; "" if all are finite."""
     bad = (slot.name for slot in arena.slots if not torch.isfinite(arena.grad_view(slot.name)).all())
     return next(bad, "")

@@ -1,6 +1,6 @@
-"""What the loop says while it runs: metric lines, trace, MLPerf log, progress bar, and the record at the end.
+"""What a run writes: metric lines, trace, MLPerf log, progress bar, and the record at the end.
 
-Steps are logged one stride late: their losses travel to the host behind them, and are read once the next are queued.
+Steps are logged one stride later: their losses are copied to the host behind them, and read once the next are queued.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LAYER_LINES = 48  # of a whole run, about: the columns of the report's heat map
 class Journal:
     """Every rank has one, since the logged loss is a mean over ranks; only rank 0's writes.
 
-    As a context manager it leaves a readable folder when the run fails, too.
+    As a context manager it leaves a readable folder even if the run fails.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Journal:
         quiet: bool = False,
         hooks: Hooks = NO_HOOKS,
     ) -> None:
-        """out: the run's folder; None: nothing is written. quiet: nothing is said, either. hooks: rank 0's are told."""
+        """out: the run's folder; None: nothing is written. quiet: nothing is printed, either. hooks: of rank 0."""
         self.config, self.out, self.clock = config, out, clock
         self._rank = ranks.rank
         self._hooks = hooks if ranks.rank == 0 else NO_HOOKS
@@ -119,8 +119,8 @@ class Journal:
         self.fail(words["message"])
 
     def fail(self, reason: str) -> None:
-        """Leaves a record that says why the run ended. It asks neither the device nor another rank: both may be gone,
-        and so the bad samples are this rank's."""
+        """Writes a record that says why the run failed. It uses neither the device nor other ranks, which may be gone,
+        so it lists only this rank's bad samples."""
         if self.writer is not None:
             self.writer.close()
         if self.run is not None:
@@ -160,7 +160,7 @@ class Journal:
         self.tracer.start(before_s)
 
     def stride(self, run: Run, stride: Stride, losses: Tensor, rates: Sequence[float], timer: StepTimer) -> None:
-        """Books a stride just launched, and writes the one before it."""
+        """Notes a stride that was just launched, and writes the previous one."""
         self._write()
         self._tell_checkpoints()
         self._booked += map(Booked, stride, rates)
@@ -188,7 +188,7 @@ class Journal:
         self._pending = Pending(booked, losses, own, arrived, end_s, trained_s, traced_s, marks, groups, phases, layers)
 
     def flush(self) -> None:
-        """Writes what is pending and looks at the loss of every step so far, also of those that get no line."""
+        """Writes what is pending, and checks the loss of every step so far, also of those without a line."""
         self._write()
         self._tell_checkpoints()
         if self._booked and self.run is not None:
@@ -199,15 +199,15 @@ class Journal:
                 self.console.say(f"note: {slow.message}")
 
     def _take(self, run: Run) -> tuple[list[Booked], Tensor, Tensor]:
-        """The steps not looked at yet; the mean of each one's loss over ranks, and behind them the number of steps just
-        skipped in a row; and the losses of this rank."""
+        """The steps not checked yet; the mean of each loss over ranks, followed by the current number of steps skipped
+        in a row; and the losses of this rank."""
         booked, self._booked = self._booked, []
         own = torch.cat(self._losses)
         self._losses.clear()
         return booked, over_ranks(run, own), own
 
     def _check(self, booked: list[Booked], values: list[float], own: Tensor) -> list[float]:
-        """Returns the losses, once they have been looked at."""
+        """Checks the losses and returns them."""
         *losses, skipped = values
         for place, ((step, rate), loss) in enumerate(zip(booked, losses, strict=True)):
             self._guard.check_loss(loss, lambda at=place: own[at].item(), step.index + 1, step.epoch, rate)
@@ -275,7 +275,7 @@ class Journal:
             self.run.warnings.append(line)
 
     def went_back(self, run: Run, rollback: Rollback) -> None:
-        """The run stands at an earlier step: what was written of the steps behind it goes."""
+        """To be called after a rollback: removes what was written about the undone steps."""
         self._booked.clear()
         self._losses.clear()
         self._pending = None
@@ -325,7 +325,7 @@ class Journal:
     def finish(self, run: Run, *, error: str = "") -> RunRecord:
         """Writes what is pending and the record. error: why the run ended early, if it did.
 
-        A run whose record cannot be written has failed: nobody would know that it is over, or that it can go on.
+        If the record cannot be written, the run fails, since it would not show that it has ended.
         """
         self.flush()
         self.clock.switch("pause")

@@ -1,4 +1,4 @@
-"""What a training step works on, made in the order in which the parts need each other.
+"""Builds what a training step works on, in the order in which the parts depend on each other.
 
 model -> backward order -> arena -> groups -> exchange -> update rule
 """
@@ -45,9 +45,9 @@ from hyperbatch.vocabulary import TIMM
 
 
 class GraphMemory:
-    """What graphs that run one after another are captured in, so that evaluation takes no memory beside training.
+    """The stream and memory pool of graphs that run one after another, so that training and evaluation share memory.
 
-    Both, because torch keeps memory apart by stream.
+    It holds both because torch separates memory by stream.
     """
 
     stream: torch.cuda.Stream
@@ -58,7 +58,7 @@ class GraphMemory:
         self.renew()
 
     def renew(self) -> None:
-        """For the captures to come; graphs that are there keep theirs."""
+        """Starts a new pool for later captures; existing graphs keep theirs."""
         self.stream, self.pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
 
 
@@ -106,12 +106,11 @@ def build_learner(
     class_names: Sequence[str] | None = None,
     saved: Checkpoint | None = None,
 ) -> Learner:
-    """Every rank calls it.
+    """Builds the learner of a config. Every rank must call it.
 
-    class_names: of the data, where they are known: weights of others get a new head.
-    cache_bytes: of images that the loader may come to keep on the GPU.
-    saved: the run that is continued. Its weights and what it measured are taken over here; `snapshot.restore` does the
-    rest.
+    class_names: of the data, if known: pretrained weights of other classes get a new head.
+    cache_bytes: size of the images that the loader may cache on the GPU.
+    saved: the run that is continued. Its weights and measurements are used here; `snapshot.restore` does the rest.
     """
     if config.model.compile == "on" or (config.model.compile == "auto" and device.type == "cuda"):
         prepare_compiler(ranks.local_size)
@@ -144,7 +143,7 @@ def build_learner(
     arena = Arena(model, order, dtype=dtype, copy_on_ready=False)
     fused = use_fused(config, model, dtype, device)
     if saved is None:
-        # Ranks that started apart would never agree again.
+        # Ranks that start from different weights would never become equal.
         broadcast_weights(arena, comm)
         if ranks.world_size > 1:
             _broadcast_frozen(model)
@@ -201,7 +200,7 @@ def build_learner(
 
 
 def frozen(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters that no arena holds."""
+    """Frozen parameters, which are outside the arena."""
     return [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
 
 
@@ -226,9 +225,9 @@ def initial_model(
 ) -> nn.Module:
     """The model on the CPU, with the weights that a run of this config starts from, and its frozen layers frozen.
 
-    class_names: of the data, where they are known. notes: gets a line where the head starts anew.
+    class_names: of the data, if known. notes: receives a line if the head is initialised again.
     """
-    # The same seed gives every rank the same weights; rank 0's are sent round all the same.
+    # The same seed gives every rank the same weights; rank 0's are broadcast nevertheless.
     torch.manual_seed(config.run.seed)
     with errors_shared(ranks):
         model = create_from(config.model, classes=classes, in_channels=in_channels)
@@ -268,7 +267,7 @@ def fill_from(
 
 
 def wants_graph(config: Config, device: torch.device) -> bool:
-    """Whether to capture steps: on GPUs, unless the user says no."""
+    """Whether to capture steps: on GPUs, unless the config forbids it."""
     if config.run.graph == "on" and device.type != "cuda":
         raise InputError(
             f"--graph on: CUDA graphs need a GPU, and this run is on the {device.type.upper()}; use --graph auto"
@@ -277,7 +276,7 @@ def wants_graph(config: Config, device: torch.device) -> bool:
 
 
 def use_fused(config: Config, model: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
-    """Switches the model to the fused kernels where they can run; where they cannot, asking for them is an error."""
+    """Switches the model to the fused kernels if they can run. If they cannot, `--fused on` is an error."""
     if config.model.fused == "off" or (config.model.fused == "auto" and device.type != "cuda"):
         return False
     from hyperbatch.models import fused  # imports Triton

@@ -61,16 +61,17 @@ def run(
     hooks: Hooks = NO_HOOKS,
     keeps_config: bool = False,
 ) -> RunRecord:
-    """Trains as one of `ranks`; every rank returns the record, rank 0 has written the folder. The record of a run that
-    was preempted says so as its `error`.
+    """Trains as one of `ranks`. Every rank returns the record; rank 0 has written the run's folder. If the run was
+    preempted, the `error` of its record says so.
 
-    report: where a rank of several leaves its words when it fails (engine/ending.py). parent_file: where the command
-    that started this rank says that it was asked to make room (engine/preempt.py). hooks: are told by rank 0.
-    keeps_config: rank 0 leaves the config in the folder, for --resume; else the command that started it has done so.
+    report: receives the reason when one rank of several fails (engine/ending.py). parent_file: appears when the command
+    that started this rank was preempted (engine/preempt.py). hooks: called by rank 0. keeps_config: rank 0 writes the
+    config to the folder, for --resume; otherwise the command that started it has done so.
     """
     clock = Clock()
     preemption = Preemption(config.run.preempt_signals, ranks, timeout_s=config.run.timeout_s, parent_file=parent_file)
-    # They are left from the last to the first: a failure is told before anything is given up that could block.
+    # These contexts are left from the last to the first: a failure is reported before anything is closed that could
+    # block.
     with (
         preemption,
         Ending(ranks, report) as ending,
@@ -113,12 +114,12 @@ def run(
 def train(
     run: Run, runner: StepRunner, journal: Journal, saver: Saver, preemption: Preemption | None = None
 ) -> RunRecord:
-    """From where the run stands to its end: for every stride of steps their rates, their batches, the updates, and what
-    follows them. It ends early if it is preempted, and goes back where the loss has left its course."""
+    """Trains from the run's position to its end. It stops early if the run is preempted, and returns to a checkpoint if
+    the loss is not finite or has jumped."""
     config, clock = run.config, run.clock
     evals = EpochGrid(config.run.eval_every_epochs, config.run.eval_offset_epochs, len(run.train_set))
-    # The run's time starts with the first training sample: by then its kernels are there. Evaluation is captured first:
-    # training, which needs more, then takes the same memory once more.
+    # The run's time starts with the first training sample; kernels are compiled before. Evaluation is captured first,
+    # and training, which needs more memory, then reuses it.
     stage = journal.console.stage
     compiled = run.learner.compiled
     stage(compiled.stage if isinstance(compiled, CompiledRegions) else "compiling kernels")
@@ -167,7 +168,7 @@ def train_strides(
     batches: Iterator[Batch],
     preemption: Preemption | None,
 ) -> str:
-    """Returns by what the run was preempted, and when; empty: it has come to its end."""
+    """Returns the signal that preempted the run, and when; empty if the run has ended."""
     config, clock, progress = run.config, run.clock, run.progress
     end = position_of(config.schedule.epochs, len(run.train_set))
     timer, guard = run.timer, Guard(run)
@@ -178,7 +179,7 @@ def train_strides(
                 save(run, journal, guard, saver)
             return f"preempted by {preemption.reason} after step {progress.step}"
         if not runner.is_ready(stride):
-            journal.flush()  # waits for the stride before: it is training, and what follows is not
+            journal.flush()  # waits for the previous stride, whose time counts as training
             with clock.booked("capture"):
                 runner.prepare(stride)
         rates = [learning_rate(config.schedule, step.epoch) for step in stride]
@@ -205,8 +206,7 @@ def train_strides(
 
 
 def save(run: Run, journal: Journal, guard: Guard, saver: Saver) -> None:
-    """A checkpoint must hold neither a loss that nobody has looked at, nor weights that only some ranks updated, that
-    have drifted apart or are not finite."""
+    """Takes a checkpoint after it has checked every loss so far, and that weights are finite and equal on all ranks."""
     journal.flush()
     run.learner.sync.check()
     guard.check()
@@ -215,14 +215,14 @@ def save(run: Run, journal: Journal, guard: Guard, saver: Saver) -> None:
 
 
 def begin(run: Run) -> None:
-    """What a fresh run does before its first step that needs training data: the run's time counts it."""
+    """What a new run does with training data before its first step. It counts to the run's time."""
     whiten(run)
     if run.learner.average is not None:
         run.learner.average.reset()
 
 
 def average_weights(run: Run, step: Step) -> None:
-    """Takes the weights that the step has left into their average, at the steps that the config says."""
+    """Adds the weights after a step to their average, at the steps that the config names."""
     new_share = share_of_weights(run, step)
     if run.learner.average is not None and new_share is not None:
         run.learner.average.set_share(new_share)
@@ -230,12 +230,12 @@ def average_weights(run: Run, step: Step) -> None:
 
 
 def averages(run: Run, step: Step) -> bool:
-    """Whether the weights' average is touched after this step."""
+    """Whether this step updates the average of the weights."""
     return share_of_weights(run, step) is not None
 
 
 def share_of_weights(run: Run, step: Step) -> float | None:
-    """How much of the weights after this step goes into their average; None: it is not touched. Known beforehand."""
+    """The share of this step's weights in their new average; None if the step does not update it."""
     done = (step.position + step.phase.global_batch) / position_of(run.config.schedule.epochs, len(run.train_set))
     return new_share_at(run.config.optim, step=step.index + 1, done=min(1.0, done))
 
@@ -247,16 +247,16 @@ def train_stride(
     timer: StepTimer,
     rates: Sequence[tuple[float, ...]] | None = None,
 ) -> Tensor:
-    """The optimizer steps of a stride; returns this rank's mean loss of each, still on the device.
+    """Runs the optimizer steps of a stride. Returns this rank's mean loss of each, still on the device.
 
-    rates: of each step, what `RateTable.write` takes; None: as they are.
+    rates: of each step, as for `RateTable.write`; None leaves the rates unchanged.
     """
     for place, launch in enumerate(runner.launches(stride)):
         batch = next(batches)
         timer.mark("data_wait")
         if rates is not None and place == 0:
-            # No earlier: it is a copy to the device that waits for the step before, and the loader's copies, for which
-            # the host has just waited, may have to wait behind it.
+            # Not earlier: this copy to the device waits for the previous step, and the loader's copies, for which the
+            # host has just waited, might be queued behind it.
             runner.rates.write(rates)
         runner.run(stride, launch, batch, timer)  # `micro_step` after `micro_step`, as they stand or captured
     return runner.losses[: len(stride)].clone()  # the next stride writes there
@@ -265,24 +265,24 @@ def train_stride(
 def micro_step(
     learner: Learner, part: MicroStep, images: Tensor, labels: Tensor, total: Tensor, timer: StepTimer
 ) -> None:
-    """All that happens between "the batch is there" and "the weights are updated".
+    """Forward, backward, exchange and update: everything between a ready batch and the updated weights.
 
-    `total` becomes this rank's mean loss over the step's micro-steps so far. Nothing here asks the device for a value,
-    so the same code runs as it stands or is captured in a CUDA graph.
+    `total` becomes this rank's mean loss over the step's micro-steps so far. Nothing here reads a value from the
+    device, so the same code runs as plain code or is captured in a CUDA graph.
     """
     if part.first:
         learner.arena.zero_grad()
     loss = learner.loss(learner.model(images), labels)
     if part.samples < part.samples_per_step:
-        # A mean over its samples becomes its part of the mean over the step's, of whatever size the others are.
+        # The mean over this micro-step's samples is weighted by its share of the step's samples.
         loss = loss / (part.samples_per_step / part.samples)
     timer.mark("forward")
     learner.sync.begin(last_micro_step=part.last)
-    learner.scaler.backward(loss)  # groups of gradients leave for the other ranks as they become ready
+    learner.scaler.backward(loss)  # gradient groups are sent as they become ready
     total.copy_(loss.detach()) if part.first else total.add_(loss.detach())
     timer.mark("backward")
     if not part.last:
-        learner.arena.collect()  # the next micro-step adds to gradients that lie where every graph finds them
+        learner.arena.collect()  # into the arena, where the next micro-step's graph adds to them
         return
     learner.sync.finish()
     timer.mark("exposed_comm")
@@ -295,7 +295,7 @@ def micro_step(
 
 
 def evaluate_run(run: Run, journal: Journal) -> bool:
-    """Evaluates, books the result, and says whether that ends the run: the target is reached, or patience is over."""
+    """Evaluates and records the result. Returns whether it ends the run: the target is reached, or patience is over."""
     journal.eval_start(run)
     with run.clock.booked("eval"), journal.tracer.span("evaluation", step=run.progress.step):
         score = run.validation.evaluate()
@@ -324,7 +324,7 @@ def other_rates(config: Config, step: Step) -> tuple[float, float]:
 def prepared_strides(
     run: Run, runner: StepRunner, ends: Callable[[Step], bool], stage: Callable[[str], None]
 ) -> Iterator[Stride]:
-    """What is left of the run, with the first strides warmed up and captured; `ends`: as for `schedule.strides`."""
+    """The remaining strides of the run, the first of them warmed up and captured; `ends`: as for `schedule.strides`."""
     stage("warming up")
     runner.warm_up(shapes_ahead(run))
     block = []  # the steps before the first break
@@ -348,7 +348,7 @@ def prepared_strides(
 
 
 def steps_left(run: Run) -> Iterator[Step]:
-    """From where the run stands to its end."""
+    """The steps from the run's position to its end."""
     samples, progress, limit = len(run.train_set), run.progress, run.config.run.max_steps
     left = steps(run.phases, samples, run.config.schedule.epochs, index=progress.step, position=progress.position)
     return itertools.islice(left, max(0, limit - progress.step)) if limit else left

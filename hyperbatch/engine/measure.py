@@ -1,4 +1,4 @@
-"""What a run measures once, before its first step: the order of backward, the batch that fits, the groups."""
+"""What a run measures once, before its first step: the backward order, the batch that fits, the gradient groups."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 22  # messages that tell what a message
 def probe(model: nn.Module, images: Tensor, classes: int | None = None) -> tuple[list[str], int]:
     """(parameters in the order in which backward finishes them, bytes kept for backward per sample).
 
-    InputError for a model without parameters, one that does not take the images, or one that does not return a logit
-    for each of the classes that follows from trained parameters. None: it may return anything, as a part of a model
-    does.
+    Raises InputError for a model without parameters, one that does not take the images, or one that does not return a
+    logit for each of the classes that follows from trained parameters. None: it may return anything, as a part of a
+    model does.
     """
     if next(model.parameters(), None) is None:
         raise InputError("--model: the network has no parameters, so nothing can be trained")
@@ -82,7 +82,7 @@ def probe(model: nn.Module, images: Tensor, classes: int | None = None) -> tuple
 
 
 def probe_evaluation(model: nn.Module, images: Tensor, classes: int) -> None:
-    """InputError for a model that does not evaluate such images: a run would find out after hours of training."""
+    """Raises InputError for a model that does not evaluate such images: a run would find out after hours of training."""
     images = images.to(next(model.parameters()).dtype)
     with _told_in_a_line("evaluate", images, "--eval-size"), cudnn_trials(False), in_evaluation(model):
         _logits(model, images, classes)
@@ -101,7 +101,7 @@ def _told_in_a_line(does: str, images: Tensor, option: str) -> Iterator[None]:
 
 
 def _logits(model: nn.Module, images: Tensor, classes: int) -> Tensor:
-    """InputError where the model gives something else."""
+    """Raises InputError where the model gives something else."""
     samples, version = len(images), images._version
     output = model(images)
     if images._version != version:
@@ -127,8 +127,8 @@ def fitting_batch(
 ) -> int:
     """Samples of one micro-step that a rank's free memory holds; the smallest over all ranks.
 
-    On a GPU it is measured. On a CPU, where nobody counts what tensors take, it follows from `kept_bytes`, which
-    `probe` has counted for one sample. cache_bytes: images that the loader may come to keep on the GPU.
+    On a GPU it is measured. On a CPU, where the allocator does not count, it follows from `kept_bytes`, which `probe`
+    has counted for one sample. cache_bytes: size of the images that the loader may cache on the GPU.
     """
     device, dtype = images.device, working_dtype(config.precision)
     state, free = fit.step_memory(arena.specs, 0, config.optimizer), free_bytes(device, ranks) - cache_bytes
@@ -151,7 +151,7 @@ def fitting_batch(
 
 
 def _step_without_update(config: OptimConfig, model: nn.Module, arena: Arena, images: Tensor, samples: int) -> None:
-    """Takes the memory of a micro-step of so many samples, without compiling our kernels, and leaves no trace."""
+    """Allocates the memory of a micro-step of so many samples, without compiling our kernels. Restores the state."""
 
     def run_backward() -> None:
         batch = images[:1].expand(samples, -1, -1, -1).contiguous(memory_format=torch.channels_last)
@@ -165,7 +165,7 @@ def _step_without_update(config: OptimConfig, model: nn.Module, arena: Arena, im
 
 
 def measured_batch(step: Callable[[int], None], device: torch.device, free: int) -> int | None:
-    """Samples that fit, from the memory of a step of few and one of some more; None where not even those fit."""
+    """The number of samples that fit, from the memory of a small and a larger step; None if even those do not fit."""
     try:
         peaks = [(samples, peak_bytes(partial(step, samples), device)) for samples in PROBED_SAMPLES]
     except torch.OutOfMemoryError:
@@ -177,7 +177,7 @@ def measured_batch(step: Callable[[int], None], device: torch.device, free: int)
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
-    """Most memory that tensors take on a GPU while it runs, beside what was there before."""
+    """The peak of memory that tensors take on a GPU while `run` runs, in addition to that allocated before."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     run()
@@ -207,7 +207,7 @@ def choose_plan(comm_config: CommConfig, arena: Arena, model: nn.Module, images:
 
 
 def measure_ready(arena: Arena, model: nn.Module, images: Tensor) -> list[float]:
-    """Seconds from the start of backward until each gradient of the arena is there. It leaves no trace in the model."""
+    """Seconds from the start of backward until each gradient of the arena is ready. Restores the model's state."""
     device = images.device
     marks: dict[str, Mark] = {}
 
@@ -225,7 +225,7 @@ def measure_ready(arena: Arena, model: nn.Module, images: Tensor) -> list[float]
 
 
 def measure_link(comm: GridComm, algorithm: str, device: torch.device) -> tuple[float, float]:
-    """(seconds a message costs at least, seconds per byte), from a small and a large all-reduce on all ranks."""
+    """(seconds of latency per message, seconds per byte), from a small and a large all-reduce on all ranks."""
     if comm.world is None:
         return 0.0, 0.0
 

@@ -1,4 +1,4 @@
-"""Steps that were launched and whose losses are on their way to the host: what the journal writes one stride later."""
+"""Launched steps whose losses are still being copied to the host; the journal writes them one stride later."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Pending(NamedTuple):
 
 
 def over_ranks(run: Run, own: Tensor) -> Tensor:
-    """The mean of each of a rank's losses over all ranks, and behind them the number of steps just skipped in a row."""
+    """The mean of each loss over all ranks, followed by the current number of steps skipped in a row."""
     losses = own
     if run.learner.comm.world is not None:
         losses = own.clone()
@@ -46,7 +46,7 @@ def over_ranks(run: Run, own: Tensor) -> Tensor:
 
 
 def to_host(values: Tensor) -> Tensor:
-    """The values, or a copy on the host that will be there once the device has come so far."""
+    """The values on the host; from a GPU, a copy that is ready once the device has reached it."""
     if not values.is_cuda:
         return values
     on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

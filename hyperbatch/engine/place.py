@@ -1,6 +1,6 @@
-"""Where a rank of a run is, for the others to know when it does not get on.
+"""The place of a rank in a run (step and phase), which other ranks report when it makes no progress.
 
-A thread asks. Nothing is written for it in a step: the clock, the timer's marks and the exchange say it already.
+The heartbeat's thread reads it. A step does no work for it: the clock, the timer's marks and the exchange already know.
 """
 
 from __future__ import annotations
@@ -45,5 +45,5 @@ def place_of(clock: Clock, run: Run | None) -> Place:
 
 
 def collective_of(clock: Clock) -> str:
-    """That this rank waits in, or its last one; nothing during captures, which allow no question to the device."""
+    """The collective that this rank waits in, or its last one; "" during captures, which allow no device queries."""
     return "" if clock.account in ("init", "capture") else last_collective()

@@ -1,12 +1,12 @@
-"""How a run makes room: a signal asks for it, all ranks stop after the same step, and a checkpoint is left.
+"""Preemption: after a signal, all ranks stop after the same step and leave a checkpoint.
 
     signal on any rank, or the parent command's file
-      -> store: asked                                      a thread on every rank looks there
-      -> every rank: the last step that it has begun       from now on it begins no other
-      -> the run stops after the latest of these           who has not come so far does those steps first
+      -> store: preempted                                  a thread on every rank reads it
+      -> every rank: the last step that it has started     it starts no other for now
+      -> the run stops after the latest of these           ranks that are behind do the missing steps first
 
-Nothing of it is in the way of a step but a lock that nobody else wants: no exchange, no question to the device. It is
-the host that begins steps, so a stride of captured steps counts as a whole.
+This costs a step only an uncontended lock: no exchange and no read from the device. The host starts steps, so a stride
+of captured steps counts as one.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -37,11 +37,11 @@ def signals_of(names: str | None) -> list[signal.Signals]:
 
 
 class Preemption:
-    """A context manager around the whole run, in which none of the signals kills; `watched` is one around training."""
+    """A context manager around the whole run, in which the signals do not kill it; `watched` is one around training."""
 
     def __init__(self, names: str | None, ranks: Ranks, *, timeout_s: float, parent_file: Path | None = None) -> None:
-        """parent_file: appears with a signal's name in it when the command that started this rank got one. SIGTERM is
-        then also how that command's agent ends the ranks that are left after a fault."""
+        """parent_file: the command that started this rank writes a signal's name to it when it receives one. SIGTERM
+        may then also come from that command's agent, which ends the remaining ranks after a failure."""
         self.on_stop: Callable[[], None] = lambda: None  # called when it is known that the run stops
         self.reason = ""  # the signal's name
         self._signals, self._ranks, self._timeout_s = signals_of(names), ranks, timeout_s
@@ -55,7 +55,7 @@ class Preemption:
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        # SIGTERM ends a run that has not begun to train: there is nothing to save, and a rank may wait for others.
+        # Before training SIGTERM ends the run, since there is nothing to save, and a rank may be waiting for others.
         self._handle([number for number in self._signals if number != signal.SIGTERM], self._undo)
         return self
 
@@ -63,8 +63,8 @@ class Preemption:
         self._undo.close()
 
     def saw(self, number: int, *_: object) -> bool:
-        """A handler of signals, which may also be called from another thread. Returns whether the signal is one of ours
-        that a run which hangs would never act on."""
+        """A signal handler, which may also be called from another thread. Returns whether the signal is one of ours, on
+        which a run that hangs would not act."""
         if number not in self._signals:
             return False
         if number == signal.SIGTERM and self._parent_file is not None:
@@ -77,7 +77,7 @@ class Preemption:
 
     @contextlib.contextmanager
     def watched(self, store: dist.Store | None) -> Iterator[None]:
-        """While the run trains. store: one that all ranks share; None: there is one rank."""
+        """A context for the time in which the run trains. store: shared by all ranks; None for one rank."""
         if not self._signals:
             yield
             return
@@ -97,7 +97,7 @@ class Preemption:
             thread.join(self._timeout_s)
 
     def may_begin(self, last_step: int) -> bool:
-        """Whether a stride that ends with this step may be begun; if not, no rank begins it."""
+        """Whether a stride that ends with this step may start. If not, it starts on no rank."""
         with self._lock:
             if not self._frozen:
                 self._begun = last_step
@@ -138,15 +138,15 @@ class Preemption:
             self._end_at_once()
 
     def _end_at_once(self) -> None:
-        """This rank alone was told to end. Rank 0 leaves a record, as after Ctrl-C, unless it ignores SIGINT, as a job
-        in the background of a shell does. The others have nothing to leave, and may be waiting for rank 0 in code that
-        no signal interrupts."""
+        """Ends this rank, which alone received SIGTERM. Rank 0 writes a record, as after Ctrl-C, unless it ignores
+        SIGINT, as a job in the background of a shell does. The others write none, and may be waiting for rank 0 in code
+        that no signal interrupts."""
         if self._ranks.rank != 0 or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             os._exit(128 + signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
 
     def _spread(self, store: dist.Store) -> bool:
-        """Whether any rank was asked, and all can know it: a signal that comes meanwhile is spread at the next look."""
+        """Whether a rank was preempted and the store says so. A signal during this call is written at the next one."""
         if self.reason:
             store.set("asked", self.reason)
             return True

@@ -202,7 +202,10 @@ def step_profile(
     table = [layer for layer in layers(model, classes=classes, image_size=image_size) if layer.tensors]
     modules = dict(network.named_modules())
     for layer in table:
-        modules[layer.name].register_forward_hook(note(f"forward {layer.name}"))
+        # A module that only holds others ends with the last of them, which says nothing about its own parameters.
+        holds = not layer.name or any(other.name.startswith(f"{layer.name}.") for other in table)
+        if layer.macs or not holds:
+            modules[layer.name].register_forward_hook(note(f"forward {layer.name}"))
 
     def step() -> None:
         arena.zero_grad()
@@ -242,10 +245,11 @@ def step_profile(
 
 
 def _between(start: Mark, marks: dict[str, Mark], stops: list[list[str]]) -> list[float]:
-    """Seconds from each layer's last mark to the next one's. A layer that was done before its turn takes none."""
+    """Seconds from each layer's last mark to the next one's. One that was done before its turn takes none, as does one
+    without marks."""
     clock, seconds = 0.0, []
     for names in stops:
-        moment = max(seconds_between(start, marks[name]) for name in names if name in marks)
+        moment = max((seconds_between(start, marks[name]) for name in names if name in marks), default=clock)
         seconds.append(max(0.0, moment - clock))
         clock = max(clock, moment)
     return seconds

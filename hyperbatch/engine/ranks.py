@@ -1,6 +1,6 @@
-"""Which rank this process is, and how it meets the others: alone, or started by torchrun, Slurm or Open MPI.
+"""The rank of this process, and how it joins the others: alone, or started by torchrun, Slurm or Open MPI.
 
-`find_ranks` only reads environment variables, so the command line can ask before torch is loaded; `join` does the rest.
+`find_ranks` only reads environment variables, so it can be called before torch is loaded; `join` does the rest.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -106,7 +106,8 @@ def _open_mpi(env: Mapping[str, str]) -> Ranks | None:
 
 
 def _mpi_port(env: Mapping[str, str]) -> int:
-    """Two jobs on a host must not meet. Open MPI 5 names a job in PMIX_NAMESPACE, 4 in the other."""
+    """A port for this job, so that two jobs on a host do not connect to each other. Open MPI 5 names a job in
+    PMIX_NAMESPACE, version 4 in the other variable."""
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
     return 29_500 if job is None else _port_of(job)
 
@@ -217,13 +218,13 @@ def signals_kill() -> Iterator[None]:
 
 
 def _leave_processors_to_nccl(ranks: Ranks) -> None:
-    """As many as NCCL may take programs: norms whose programs wait for each other must not wait for an all-reduce."""
+    """Reserves a multiprocessor for each program of NCCL: fused norms must not wait for an all-reduce to end."""
     limit = os.environ.get("NCCL_MAX_CTAS", "")
     leave_processors(int(limit) if ranks.world_size > 1 and limit.isdigit() else None)
 
 
 def leave_group(device: torch.device) -> None:
-    """After an error: other ranks may be gone or stuck, so NCCL must not wait for what it has under way with them."""
+    """Leaves the process group after an error: other ranks may be gone, so NCCL must not wait for its collectives."""
     import torch.distributed as dist
 
     if device.type != "cuda":
@@ -237,8 +238,8 @@ _host_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def host_group(timeout_s: float = 300.0) -> dist.ProcessGroup | None:
-    """Where objects and tensors of the host travel: the default process group (None), or, where a caller opened that
-    for GPUs alone, an additional gloo group. Made on the first call, which `join` makes on all ranks at once."""
+    """The group for objects and tensors of the host: the default process group (None), or an additional gloo group if
+    the caller opened the default one only for GPUs. The first call, which `join` makes on all ranks, creates it."""
     import torch
     import torch.distributed as dist
 
@@ -265,7 +266,7 @@ def _gpu_index(ranks: Ranks, gpus: int) -> int:
 
 @contextlib.contextmanager
 def errors_shared(ranks: Ranks) -> Iterator[None]:
-    """Work each rank does for itself: an InputError on one of them is raised on all, so that nobody waits in vain."""
+    """For work that each rank does alone: an InputError on one rank is raised on all, so that none waits forever."""
     problem = None
     try:
         yield

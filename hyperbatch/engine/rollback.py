@@ -1,11 +1,11 @@
-"""How a run whose loss has become nan or has jumped goes back to its newest checkpoint, and on with other samples.
+"""Returns a run whose loss has become nan or has jumped to its newest checkpoint; it continues with other samples.
 
     stream     ... [ checkpoint ) a b c d e f | g h i ...       f: where it was found
     trained    ...              x a b c d e f
-    then       ...              x g h i ...                     a to f are passed over, the steps are done anew
+    then       ...              x g h i ...                     a to f are skipped, the steps are repeated
 
-Steps and rates go back, so the run has as many updates as planned; only the stream of samples goes on. All ranks see
-the same losses, so they come here together. `Progress` keeps the rollbacks, and checkpoints keep that.
+Steps and rates go back, so the run makes as many updates as planned; only the sample stream does not go back. All ranks
+see the same losses, so they call this at the same step. Checkpoints keep the list of rollbacks, in `Progress`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def may_roll_back(run: Run, saver: Saver) -> bool:
 
 
 def roll_back(run: Run, saver: Saver, fault: Diverged, out: Path | None) -> Rollback:
-    """Every rank calls it. Raises the fault where the run cannot go back."""
+    """Rolls the run back, or raises the fault if it cannot. Every rank must call it."""
     left, done = run.progress, len(run.progress.rollbacks)
     if out is None or not may_roll_back(run, saver):
         if done:
@@ -70,8 +70,8 @@ def roll_back(run: Run, saver: Saver, fault: Diverged, out: Path | None) -> Roll
 
 
 def _checkpoint(run: Run, fault: Diverged, out: Path) -> Checkpoint:
-    """The newest; where the run has been sent back to that already, the one before it, if there is one. The newest may
-    have been taken when something was wrong that only the next steps showed."""
+    """The newest checkpoint, or, if the run was already rolled back to it, the previous one if there is one: the newest
+    may contain a fault that only later steps show."""
     try:
         saved = snapshot.find_checkpoint(run.config, run.ranks, out)
     except InputError as error:  # it could not be written, say

@@ -1,4 +1,4 @@
-"""A run, built: the learner, the data it is trained on, and how far it is."""
+"""A run: the learner, the data it is trained on, and its progress."""
 
 from __future__ import annotations
 

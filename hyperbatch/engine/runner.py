@@ -1,9 +1,9 @@
 """Runs the steps of a learner: as plain code, or as replays of CUDA graphs (engine/cuda_graphs.py).
 
-before the run:          every shape ahead is warmed up (nothing is kept): choosing and compiling kernels is slow;
-                         a step is measured, and short ones are launched several at a time, as a stride
-a shape's first stride:  it is captured, where steps are captured
-every stride:            batch -> micro-steps -> losses, already updated weights
+before the run:          every shape ahead is warmed up, since choosing and compiling kernels is slow;
+                         a step is measured, and several short steps are launched together, as a stride
+a shape's first stride:  it is captured, if steps are captured
+every stride:            batch -> micro-steps -> losses, updated weights
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from hyperbatch.plan.types import StepTiming
 from hyperbatch.schedule import Step, Stride
 from hyperbatch.stopwatch import wait
 
-LAUNCH_S = 0.025  # of steps that a launch should hold: the host needs a millisecond for it, and now and then ten
-MAX_STEPS = 16  # in a launch by our own choice: capturing a step takes as long as running it from Python
+LAUNCH_S = 0.025  # duration of the steps in a launch: the host needs a millisecond per launch, and sometimes ten
+MAX_STEPS = 16  # in a launch, by default: capturing a step takes as long as running it from Python
 StepShape = tuple[tuple[int, ...], int]  # samples of each micro-step, image size
 
 
@@ -60,9 +60,9 @@ class StepRunner:
         backend: Backend | None = None,
         warm: bool | None = None,
     ) -> None:
-        """work: what a micro-step does. warnings: gets the reason when steps cannot be captured.
+        """work: what a micro-step does. warnings: receives the reason if steps cannot be captured.
 
-        warm: run shapes without a trace before they count; None: on GPUs.
+        warm: whether new shapes are warmed up first; None: on GPUs.
         """
         self._learner, self._work, self._config, self._ranks, self._warnings = learner, work, config, ranks, warnings
         self._warm = learner.device.type == "cuda" if warm is None else warm
@@ -99,15 +99,15 @@ class StepRunner:
         other_trials: Callable[[], None] | None = None,
         count: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Compiles what steps of these shapes need: the model's regions, or the fused kernels side by side, some of
-        which evaluation launches, too.
+        """Compiles what steps of these shapes need: the model's regions, or the fused kernels in parallel. Evaluation
+        uses some of these, too.
 
-        other_trials: runs what else of the model has kernels to be chosen, while ours are compiled. count: is told how
-        many are compiled, and how many of them are known so far.
+        other_trials: runs other convolutions of the model, for which cuDNN chooses algorithms while kernels are
+        compiled. count: is called with the number of compiled kernels and the number known so far.
         """
         steps = list(steps)
         self._compile_regions(steps, count)
-        # Norms over ranks exchange sums in forward: a rank that fails to compile would leave the others waiting.
+        # Batch norm over ranks exchanges sums in forward: if a rank failed to compile, the others would wait for it.
         if not self._learner.fused or self._config.model.bn_group_ranks > 1:
             return
         shapes = [shape for shape in dict.fromkeys(map(self.shape, steps)) if shape not in self._compiled]
@@ -116,7 +116,7 @@ class StepRunner:
             self._compile(shapes, other_trials, count)
 
     def warm_up(self, steps: Iterable[Step]) -> None:
-        """Runs steps of these shapes without a trace: kernels are chosen and compiled, communicators opened."""
+        """Runs steps of these shapes and restores the state: kernels are chosen and compiled, communicators opened."""
         steps = list(steps)
         self.compile(steps)
         for shape in map(self.shape, steps):
@@ -125,11 +125,11 @@ class StepRunner:
                 self._warmed.add(shape)
 
     def choose_length(self, block: Sequence[Step], *, measure: bool | None = None) -> None:
-        """Settles once how many steps a stride has, the same on every rank; before, each has one.
+        """Chooses once how many steps a stride has, the same on every rank; until then each stride has one step.
 
-        block: the steps that come first, up to one that something else follows. measure: choose by the time of a step
-        where the config leaves it open; None: on GPUs. Random numbers are seeded before a launch, so steps that draw
-        some are captured one by one.
+        block: the first steps of the run, up to the first that is followed by an evaluation or checkpoint. measure:
+        whether to choose by the measured time of a step if the config leaves it open; None: on GPUs. Random numbers are
+        seeded once per launch, so steps that draw random numbers are captured one by one.
         """
         first, wanted = block[0], self._config.run.steps_per_launch
         measure = self._learner.device.type == "cuda" if measure is None else measure
@@ -140,7 +140,7 @@ class StepRunner:
                 return
             if not self.is_ready((first,)):
                 self.prepare((first,))
-        if self._captured is None:  # from the start, or because it could not be done
+        if self._captured is None:  # steps are not captured, or could not be
             self._length = max(1, wanted)
             return
         self.alone = alone = self._measure(self._captured, first)
@@ -150,14 +150,14 @@ class StepRunner:
             self._pixel_s = alone.step_s / (sum(micro_batches) * image_size**2)
 
     def length(self, first: Step) -> int:
-        """Steps of a stride that begins with this one. A step takes as long as its pixels say."""
+        """The number of steps of a stride that begins with this one. A step's time is estimated from its pixels."""
         if self._pixel_s is None:
             return self._length
         micro_batches, image_size = self.shape(first)
         return stride_length(self._pixel_s * sum(micro_batches) * image_size**2, self._block_steps)
 
     def prepare(self, stride: Stride) -> None:
-        """Captures the stride's shape. A capture that fails leaves the run plain, with a warning."""
+        """Captures the stride's shape. If the capture fails, the run continues with plain steps and a warning."""
         self.warm_up(stride[:1])
         captured = self._captured
         if captured is None:
@@ -167,11 +167,11 @@ class StepRunner:
             self._attempt(capture)
             fits = True
         if not fits:
-            # Other shapes' graphs hold the memory that this one needs: they are captured anew if they come again.
+            # Graphs of other shapes hold the memory that this one needs. They are captured again if they occur again.
             captured.drop()
             self._attempt(capture)
         if self.captures:
-            self._learner.sync.check()  # a graph would go on using what some ranks alone use
+            self._learner.sync.check()  # raises if ranks use different parameters, which the graph would keep doing
             self._learner.arena.pinned = True
             if len(stride) > 1:
                 # A graph's first launch also sends it to the device, which takes long when it is large.
@@ -179,11 +179,11 @@ class StepRunner:
                     self._replay(captured, stride, StepTimer(self._learner.device))
 
     def launches(self, stride: Stride) -> tuple[Launch, ...]:
-        """What `run` is called with, one after the other."""
+        """The launches of a stride; call `run` with each, in order."""
         return launches(stride[0].phase.micro_batches, len(stride))
 
     def run(self, stride: Stride, launch: Launch, batch: Batch, timer: StepTimer) -> None:
-        """One launch of a stride, whose batch is there."""
+        """Runs one launch of a stride on its batch."""
         if self._captured is None:
             seeds, inputs = [self._seed(step) for step in stride], inputs_of(batch, launch)
             run_launch(self._work, self._learner, launch, inputs, self.rates, self.losses, timer, seeds=seeds)
@@ -193,16 +193,16 @@ class StepRunner:
         self._captured.replay(launch, batch, timer)
 
     def follow(self, config: Config) -> None:
-        """For a further run of the learner, whose config differs in what no captured step holds (engine/session.py)."""
+        """Continues with another run's config, which may differ only in what no graph holds (engine/session.py)."""
         self._config = config
 
     def close(self) -> None:
-        """Lets the graphs go. Whoever destroys the process group does this first: NCCL waits for them."""
+        """Frees the graphs. To be called before the process group is destroyed, because NCCL waits for them."""
         if self._captured is not None:
             self._captured.close()
 
     def _seed(self, step: Step) -> int:
-        # Dropout and the like depend on (seed, step, rank) only, so a resumed run draws what an unbroken one would.
+        # Random numbers depend only on (seed, step, rank), so a resumed run draws the same as an uninterrupted one.
         return zlib.crc32(f"{self._config.run.seed} {step.index} {self._ranks.rank}".encode())
 
     # --- a new shape --------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class StepRunner:
         return self.launches(stride), size_at(self._config.data, stride[0].epoch)
 
     def _measure(self, captured: CapturedSteps, step: Step) -> StepTiming:
-        """Replays a captured step without a trace; rank 0's time on every rank."""
+        """Replays a captured step, restores the state, and returns rank 0's time on every rank."""
         device, timer = self._learner.device, StepTimer(self._learner.device)
         with preserved_state(self._learner):
             for _ in range(TURNS + 1):  # the first of each turn takes longer
@@ -231,9 +231,9 @@ class StepRunner:
             captured.replay_again(launch, image_size, timer)
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        """Warms up or captures; where steps are captured and this one cannot be, the run goes on plain.
+        """Warms up or captures. If a step cannot be captured, the run continues with plain steps.
 
-        The outcome is the same on all ranks: one that fell back, or dropped its graphs, alone would later wait alone.
+        The outcome is the same on all ranks: a single rank that fell back or dropped its graphs would wait forever.
         """
         if self._captured is None:
             work()
@@ -252,7 +252,7 @@ class StepRunner:
             raise torch.OutOfMemoryError(failures[0][1])
 
     def _compile_regions(self, steps: Iterable[Step], count: Callable[[int, int], None] | None) -> None:
-        """Where one of the ranks cannot, all go on plain: they would round differently for no use."""
+        """Compiles regions. If one rank cannot, all ranks run plain code, since compiled code rounds differently."""
         learner, regions = self._learner, self._learner.compiled
         for shape in map(self.shape, steps):
             if not isinstance(regions, CompiledRegions) or regions.failed or shape in self._compiled:
@@ -319,7 +319,7 @@ class StepRunner:
             self._draws |= after != before
             if self._captured is not None and len(after) > 1 and after[0] != before[0]:
                 raise NotCaptured(RuntimeError("it draws random numbers on the host, and a graph would repeat them"))
-            # Once: other shapes run the same code, and later the loader's threads wait for the device as they may.
+            # Only once: other shapes run the same code, and later the loader's threads may wait for the device.
             if self._captured is not None and not self._warmed:
                 try:
                     with self._captured.backend.no_synchronisation():
@@ -339,13 +339,13 @@ class StepRunner:
 
 
 def stride_length(step_s: float, block_steps: int) -> int:
-    """Steps that fill a launch, of a number that leaves few over in a block: 33 steps are 4 strides of 8, and 1."""
+    """The number of steps that fills a launch and leaves few single steps in a block: 33 steps are 4 x 8, and 1."""
     most = max(1, min(MAX_STEPS, int(LAUNCH_S / step_s), block_steps))
     return block_steps // -(-block_steps // most)
 
 
 def _ends(micro_batches: tuple[int, ...]) -> Sequence[MicroStep]:
-    """The first and the last micro-step: those between them have the shape of one of the two and run nothing else."""
+    """The first and the last micro-step. Those between them have one of these two shapes and run no other code."""
     return micro_steps(micro_batches)[:: max(1, len(micro_batches) - 1)]
 
 

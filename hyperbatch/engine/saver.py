@@ -1,10 +1,10 @@
-"""When checkpoints are taken, and the thread that writes them while training goes on.
+"""Decides when checkpoints are taken, and writes them in a thread while training continues.
 
-    step n: tensors -> host memory (the run waits)     thread: checksums, file, fsync, old ones dropped
-    step n + 1, n + 2, ...                             (the run does not)
+    step n: tensors -> host memory (the run waits)     thread: checksums, file, fsync, old ones deleted
+    step n + 1, n + 2, ...                             (the run does not wait)
 
-One write is under way at most: a checkpoint that comes due meanwhile waits for it, since it needs its memory. A file
-that cannot be written costs that checkpoint and a warning; the run goes on, and the checkpoints before it stay.
+At most one write is in progress: a checkpoint that becomes due meanwhile waits for it, since it needs the same memory.
+If a file cannot be written, there is a warning and the run continues; earlier checkpoints stay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hyperbatch.schedule import EpochGrid, Step
 
 
 class Saver:
-    """A run's checkpoints. Every rank has one and calls all of it; rank 0's writes.
+    """A run's checkpoints. Every rank has a saver and calls its methods; only rank 0's writes.
 
         with Saver(run, out, warn=print) as saver:
             ...
@@ -33,7 +33,7 @@ class Saver:
                 saver.save()
         saver.wait_on_all_ranks()    # True: the newest checkpoint is on the disk
 
-    Leaving the context waits for the write that is under way, after an error, too.
+    Leaving the context waits for the current write, also after an error.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Saver:
         warn: Callable[[str], None],
         written: Callable[[Checkpoint, Path, float], None] | None = None,
     ) -> None:
-        """out: the run's folder; None, or a run that keeps no checkpoints: `save` does nothing. warn, and written with
-        each checkpoint that is on the disk, and the seconds that it took: are called by the thread."""
+        """out: the run's folder. If it is None, or the run keeps no checkpoints, `save` does nothing. warn and written
+        are called by the thread; written gets each checkpoint on the disk, its path, and the seconds that it took."""
         config = run.config.run
         self._run, self._warn, self._tell = run, warn, written
         self._folder = out / "checkpoints" if out is not None and config.keep_checkpoints else None
@@ -60,46 +60,46 @@ class Saver:
         self._write: Future[bool] | None = None  # of the last checkpoint
         if self._folder is not None and run.ranks.rank == 0:
             durable.remove_partials(self._folder)
-            # Here and not at the first checkpoint: to pin memory, or to touch it first, takes longer than a copy, and
-            # all samples of a set are hashed once.
+            # Here and not at the first checkpoint, because pinning memory, or its first use, takes longer than a copy,
+            # and all samples of a set are hashed once.
             self._memory = HostMemory(tensors_of(run.learner))
             self._memory.copy()
             for source in (run.train_set, run.eval_set):
                 sample_list(source)
 
     def planned(self, step: Step) -> bool:
-        """Whether a checkpoint follows this step by the number of epochs or steps: known beforehand."""
+        """Whether a checkpoint follows this step by the number of epochs or steps, which is known beforehand."""
         every = self._run.config.run.checkpoint_every_steps
         return self._epochs.crossed(step) or bool(every and (step.index + 1) % every == 0)
 
     def due(self, step: Step) -> bool:
-        """Whether one is to be taken now, after this step; every rank gets the same answer. To be asked after each
-        stride: the minutes are looked at here."""
+        """Whether a checkpoint is due after this step; the same on every rank. To be called after each stride, because
+        it also checks the minutes."""
         return self.planned(step) or self._deadline.passed(step.index + 1)
 
     def save(self) -> None:
-        """Takes a checkpoint. When it returns, training may go on; `wait` says when the file is there."""
+        """Takes a checkpoint. When it returns, training may continue; `wait` returns when the file is written."""
         if self._folder is None:
             return
         self._run.progress.note_best()
         self.taken = True
         self._deadline.restart(self._run.progress.step)
-        self.wait()  # the write before it still reads the memory
+        self.wait()  # the previous write still reads the memory
         saved = snapshot(self._run, self._memory)
         if saved is not None:
             self._write = self._thread.submit(self._written, self._folder, saved)
 
     def wait(self) -> bool:
-        """Until no write is under way. Returns whether the last checkpoint is on the disk: False after a warning. On
-        other ranks than 0 it returns True at once. What went wrong by our own fault is raised here."""
+        """Waits for the current write. Returns whether the last checkpoint is on the disk; False after a warning. On
+        ranks other than 0 it returns True at once. Raises an error in our own code of the thread."""
         return self._write is None or self._write.result()
 
     def wait_on_all_ranks(self) -> bool:
-        """As `wait`, but no rank returns before rank 0 has written, and all get its answer: for ranks that end next."""
+        """Like `wait`, but every rank waits for rank 0's write and gets its result: for ranks that end next."""
         return share(self.wait(), self._run.ranks)
 
     def went_back(self) -> None:
-        """The run stands at the step of an earlier checkpoint again."""
+        """To be called after the run was rolled back to an earlier checkpoint."""
         self._deadline.restart(self._run.progress.step)
 
     def _written(self, folder: Path, saved: Checkpoint) -> bool:
@@ -123,28 +123,28 @@ class Saver:
 
 
 class Deadline:
-    """So many seconds after the last checkpoint, by rank 0's clock, at a step that all ranks agree on.
+    """Lets all ranks take a checkpoint at the same step, so many seconds after the last one by rank 0's clock.
 
-    Ranks meet when half of the time that is left has passed, by the pace so far, then half of the rest, and so on: a
-    handful of small messages for each checkpoint, and none in the steps between. A run whose steps become longer
-    meanwhile is late by no more than they do.
+    Ranks exchange a message when, at the current pace, half of the remaining time has passed, then half of the rest,
+    and so on: a few small messages for each checkpoint, and none in the steps between. If steps become slower
+    meanwhile, the checkpoint is late by no more than that.
     """
 
     CLOSE = 0.02  # of the time: nearer than this is near enough
 
     def __init__(self, every_s: float, ranks: Ranks, *, step: int, now: Callable[[], float] = time.monotonic) -> None:
-        """every_s: 0: never. The time begins after the first stride: preparing a run is long, and is not repeated."""
+        """every_s: 0 means never. Time counts from the end of the first stride, since set-up is long."""
         self._every_s, self._ranks, self._now = every_s, ranks, now
         self._began = False
         self.restart(step)
 
     def restart(self, step: int) -> None:
-        """A checkpoint was taken after so many steps."""
+        """To be called after a checkpoint; step: the number of steps so far."""
         self._step, self._since = step, self._now()
         self._meeting = step + 1  # the steps after which ranks meet
 
     def passed(self, step: int) -> bool:
-        """After `step` steps: whether it is time. Every rank asks after each stride; only meetings cost anything."""
+        """Whether a checkpoint is due after `step` steps. Every rank calls it after each stride; few calls send."""
         if not self._every_s or step < self._meeting:
             return False
         if not self._began:

@@ -1,6 +1,6 @@
-"""The folder where a command and its ranks leave each other a few kB.
+"""The temporary folder through which a command and its ranks exchange a few kB.
 
-A command that is killed cannot remove its folder. The lock in it goes with the command, so the next one can tell.
+A command that is killed cannot remove its folder. Its lock ends with the command, so the next command can remove it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNLOCKED_S = 60.0  # for which a folder may be without its lock
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """In memory where no disk has room for it."""
+    """A temporary folder; in memory if no disk has space for it."""
     problem = ""
     with contextlib.ExitStack() as held:
         for parent in (None, MEMORY_FOLDER):
@@ -45,7 +45,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Those of this user whose command has gone."""
+    """Removes folders of this user whose command has ended."""
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # in use, or just removed
             status = folder.lstat()

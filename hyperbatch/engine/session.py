@@ -1,11 +1,11 @@
-"""Run after run in one process: what one of them has set up, the next one finds ready.
+"""Several runs in one process, where a run reuses what the previous one has set up.
 
     data sets, and their images on the device     kept while runs read the same data
-    model, arena, optimizer, kernels, graphs      kept while runs differ only in what the loop reads anew (`READ_ANEW`)
+    model, arena, optimizer, kernels, graphs      kept while runs differ only in the fields of `READ_ANEW`
 
-A run starts from freshly drawn weights and from the state that the learner was built with, whatever ran before it:
-`preserved_state`, which keeps warm-up steps from leaving a trace, keeps whole runs from it. So a run gives the same
-bits here and in a process of its own. One rank; several need processes of their own (hyperbatch/launch.py).
+Every run starts from newly drawn weights and from the state that the learner was built with: `preserved_state`, which
+restores the state after warm-up steps, also restores it after whole runs. A run therefore gives the same bits here and
+in its own process. A session has one rank; several ranks need separate processes (hyperbatch/launch.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from hyperbatch.errors import RunFailed
 from hyperbatch.optim.build import build_optimizer
 from hyperbatch.record import RunRecord
 
-# What the host reads for each run or step and no captured step holds. A field that is not named here starts anew.
+# Fields that the host reads for each run or step, and that no captured step holds. If any other field changes, the
+# learner is built again.
 READ_ANEW = frozenset(
     (
         *("epochs", "batch_phases", "lr", "lr_batch", "lr_scaling", "warmup", "warmup_epochs", "warmup_lr", "decay"),
@@ -72,9 +73,9 @@ class Session:
         self._warm: _Warm | None = None
 
     def run(self, config: Config, out: Path | None = None) -> RunRecord:
-        """Trains; RunFailed as everywhere. out: a folder for what the run writes; None: it writes nothing.
+        """Trains, and raises RunFailed if the run fails. out: the run's folder; None: the run writes nothing.
 
-        After an error of any other kind nothing is kept: nobody knows what it has left behind.
+        After any other error nothing is reused, because the state that it left is unknown.
         """
         clock, ranks = Clock(), Ranks()
         self.failure = None
@@ -102,7 +103,7 @@ class Session:
                 raise
 
     def _warmed(self, config: Config, ranks: Ranks, device: torch.device, clock: Clock) -> _Warm:
-        """The run, and what runs its steps: built, or what the run before it has left."""
+        """The run and the runner of its steps: newly built, or reused from the previous run."""
         key = (str(device), *key_of(config))
         data = self._opened(config.data)
         if self._warm is not None and self._warm.key != key:
@@ -131,7 +132,7 @@ class Session:
         return self._data[1]
 
     def _drop_warm(self) -> None:
-        """Gives back what the last learner and its graphs held."""
+        """Frees the memory of the last learner and its graphs."""
         if self._warm is None:
             return
         self._warm.close()
@@ -167,8 +168,8 @@ def data_key(config: DataConfig) -> tuple[str, ...]:
 def start_anew(learner: Learner, config: Config, ranks: Ranks, *, classes: Sequence[str]) -> None:
     """The weights and statistics with which a fresh run of this config begins.
 
-    For a learner that is otherwise as it was built (`preserved_state`). Values are written where they lie: captured
-    steps and tables of kernels point there.
+    The rest of the learner must be as it was built (`preserved_state`). Values are written in place, because captured
+    steps and tables of kernels hold their addresses.
     """
     fresh = initial_model(config, ranks, classes=len(classes), in_channels=learner.in_channels, class_names=classes)
     weights, buffers = dict(fresh.named_parameters()), dict(fresh.named_buffers())

@@ -1,6 +1,6 @@
-"""A run's checkpoints: taken of a run, found again, and put into a run that continues it.
+"""Takes a checkpoint of a run, finds the newest valid one, and restores a run from it.
 
-engine/saver.py says when, and writes them.
+engine/saver.py decides when, and writes them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from hyperbatch.schedule import learning_rate, position_of
 
 
 class HostMemory:
-    """Where the tensors of a checkpoint lie until they are written. The next one is copied to the same place.
+    """Host memory that holds the tensors of a checkpoint until they are written. The next checkpoint reuses it.
 
-    Tensors of an arena are views of a few flat buffers, so whole storages are copied, each once and at the speed of the
-    bus: a copy per tensor would take longer than all of their bytes.
+    Tensors of an arena are views of a few flat buffers, so whole storages are copied, each once and at full bandwidth.
+    The overhead of a copy per tensor would be larger than the time of all bytes.
     """
 
     def __init__(self, tables: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """tables: what to copy, each time from where it lies now."""
+        """tables: the tensors to copy; they must keep their addresses."""
         self.views: dict[str, dict[str, Tensor]] = {}  # the same tensors on the host
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}  # address of a storage -> its bytes there, on the host
         for table, tensors in tables.items():
@@ -62,7 +62,7 @@ class HostMemory:
         for source, place in self._pairs.values():
             place.copy_(source, non_blocking=True)
         for device in {source.device for source, _ in self._pairs.values() if source.is_cuda}:
-            # The steps that follow change the tensors, and whoever writes the checkpoint must not ask the device.
+            # Waits: later steps change the tensors, and the writing thread must not use the device.
             torch.cuda.current_stream(device).synchronize()
         return self.views
 
@@ -76,9 +76,10 @@ def _place_for(source: Tensor) -> Tensor:
 
 
 def snapshot(run: Run, memory: HostMemory | None) -> Checkpoint | None:
-    """The run as it stands. Every rank takes part, since statistics and shards are gathered; only rank 0 gets it.
+    """A checkpoint of the run's current state. Every rank must call it, since statistics and shards are gathered; only
+    rank 0 gets the checkpoint.
 
-    memory: rank 0's, of `tensors_of`. The checkpoint's tensors are views of it; `owned` makes them what a file holds.
+    memory: rank 0's, for `tensors_of`. The checkpoint's tensors are views of it; `owned` prepares them for a file.
     """
     learner = run.learner
     if isinstance(learner.update, ShardedUpdate):
@@ -118,7 +119,7 @@ def snapshot(run: Run, memory: HostMemory | None) -> Checkpoint | None:
 
 
 def tensors_of(learner: Learner) -> dict[str, dict[str, Tensor]]:
-    """The tables of a checkpoint that lie on the device, as they are."""
+    """The tensors of a checkpoint that are on the device."""
     average = {} if learner.average is None else learner.average.weights()
     state = param_state(learner.optimizer, learner.model)
     return {"model": _weights(learner.model, learner.arena), "optimizer": state, "average": average}
@@ -155,8 +156,8 @@ def longer_run(before: ScheduleConfig, now: ScheduleConfig, epoch: float) -> str
 
 
 def put_back(run: Run, saved: Checkpoint) -> None:
-    """Continues `saved` in a run that has trained meanwhile. Its clock goes on. Values are written where they lie:
-    captured steps and tables of kernels point there."""
+    """Restores `saved` in a run that has trained meanwhile; its clock continues. Values are written in place, because
+    captured steps and tables of kernels hold their addresses."""
     learner = run.learner
     with torch.no_grad():
         for name, param in frozen(learner.model):
@@ -168,7 +169,7 @@ def put_back(run: Run, saved: Checkpoint) -> None:
 
 
 def _load_state(run: Run, saved: Checkpoint) -> None:
-    """All but the weights."""
+    """Restores everything except the weights."""
     learner = run.learner
     _load_buffers(learner.model, saved.norm, run.ranks)
     if learner.average is not None:
@@ -178,9 +179,9 @@ def _load_state(run: Run, saved: Checkpoint) -> None:
 
 
 def find_start(config: Config, ranks: Ranks, out: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
-    """What the run goes on from, None where it begins; and what rank 0 must say about it.
+    """The checkpoint to continue from, or None for a new run; and what rank 0 must print about it.
 
-    With --resume auto nobody is there to decide what to do when every checkpoint is damaged: the run begins again.
+    With --resume auto, a run whose checkpoints are all damaged starts again, since no user is there to decide.
     """
     resume, saved, told = config.run.resume, None, ()
     with errors_shared(ranks):
@@ -213,7 +214,7 @@ def _newest(config: Config, out: Path, before_step: int | None = None) -> Checkp
 
 
 def _on_every_rank(saved: Checkpoint | None, ranks: Ranks) -> Checkpoint | None:
-    """The checkpoint that rank 0 has chosen and checked: ranks must not go on from different steps."""
+    """Loads the checkpoint that rank 0 has chosen and checked: all ranks must continue from the same step."""
     chosen = share(None if saved is None else (saved.path, saved.skipped), ranks)
     with errors_shared(ranks):
         if saved is None and chosen is not None:
@@ -258,8 +259,8 @@ def named_state(optimizer: LayerwiseOptimizer, model: nn.Module) -> dict[str, Te
 
 
 def param_state(optimizer: LayerwiseOptimizer, model: nn.Module) -> dict[str, Tensor]:
-    """What it keeps of parameters, where it lies: `momentum_buffer/layer1.0.conv1.weight`, `master/...` of 16-bit
-    weights."""
+    """The optimizer's state of parameters, without a copy: `momentum_buffer/layer1.0.conv1.weight`, and `master/...` of
+    16-bit weights."""
     names = {param: name for name, param in model.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return {
@@ -270,7 +271,7 @@ def param_state(optimizer: LayerwiseOptimizer, model: nn.Module) -> dict[str, Te
 
 
 def group_state(optimizer: LayerwiseOptimizer) -> dict[str, Tensor]:
-    """What it keeps of groups, e.g. `group0/last_lr`, on the CPU."""
+    """The optimizer's state of groups, e.g. `group0/last_lr`, on the CPU."""
     return {
         f"group{index}/{key}": torch.as_tensor(group[key], dtype=torch.float64).cpu().clone()
         for index, group in enumerate(optimizer.param_groups)
@@ -301,9 +302,9 @@ def _on_cpu(value: Tensor) -> Tensor:
 
 
 def gather_rows(buffers: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """name -> tensor[world_size, ...] on the CPU of rank 0; the others' tables hold their own rank only.
+    """Maps names to tensors [world_size, ...] on the CPU of rank 0; on other ranks they hold only the own row.
 
-    All buffers travel as one flat tensor, so a large world gathers one message per rank.
+    All buffers are sent as one flat tensor, so a large world gathers one message per rank.
     """
     if not buffers:
         return {}
@@ -329,7 +330,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def row_of(stacked: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Each rank its own statistics again; merged ones when the world size has changed."""
+    """The statistics of one rank: its own, or merged ones if the world size has changed."""
     rows = per_rank(stacked)
     return rows[ranks.rank] if len(rows) == ranks.world_size else merge_norm_statistics(rows)
 

@@ -22,7 +22,7 @@ from hyperbatch.optim.rates import RateTable
 class MicroStep(NamedTuple):
     """One part of an optimizer step: the first clears gradients, the last exchanges them and updates.
 
-    What a step does depends on nothing else that the host knows: a graph is captured per value of these fields.
+    A micro-step may depend on no other host value, because a graph is captured for each combination of these fields.
     """
 
     samples: int  # of this micro-step
@@ -64,9 +64,10 @@ def run_launch(
     *,
     seeds: Sequence[int] | None = None,
 ) -> None:
-    """Runs the micro-steps of a launch, or is captured doing so; each step's loss goes to its place in `losses`.
+    """Runs the micro-steps of a launch, plain or under capture, and writes each step's loss to its place in `losses`.
 
-    seeds: of each step's random numbers. A graph cannot seed: it takes those of the generator when it is replayed.
+    seeds: of each step's random numbers; None under capture: a graph cannot seed, and uses the generator's state at
+    its replay.
     """
     for part, (images, labels) in zip(launch, inputs, strict=True):
         if part.first:
@@ -89,9 +90,9 @@ def inputs_of(batch: Batch, launch: Launch) -> Inputs:
 
 
 def blank_batch(learner: Learner, samples: int, image_size: int) -> tuple[Tensor, Tensor]:
-    """Images and labels of zeros, laid out as the loader's: channels last, mixed labels in three columns.
+    """Images and labels of zeros in the loader's layout: channels last, mixed labels in three columns.
 
-    Fused kernels want a fourth channel of zeros: it is there once, and a batch is copied into the other three.
+    Fused kernels need a fourth channel of zeros. It is allocated here, and batches are copied into the other three.
     """
     channels = learner.in_channels
     pads = learner.fused and channels == 3

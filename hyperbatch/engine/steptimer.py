@@ -24,7 +24,7 @@ class Marks:
     alone: StepTiming | None = None  # a step that was measured by itself
 
     def spans(self) -> list[tuple[str, float, float]]:
-        """(phase, start_s, end_s) from the step's start. On a GPU the step must have finished."""
+        """(phase, start_s, end_s), relative to the step's start. On a GPU the step must have finished."""
         spans, before = [], 0.0
         for name, moment in self.ends:
             now = seconds_between(self.start, moment)
@@ -38,17 +38,17 @@ class Marks:
         return updates[-2] if len(updates) > 1 else 0.0
 
     def timing(self, groups: tuple[GroupTiming, ...]) -> StepTiming:
-        """Of one step: the mean where there are several."""
+        """The timing of one step; of several steps, their mean."""
         seconds: dict[str, float] = dict.fromkeys((*PHASES, "data_wait", "micro_step", "stride"), 0.0)
         spans = self.spans()
         for name, start, end in spans:
             seconds[name] += end - start
-        # A micro-step that was replayed as a whole divides as the step's other micro-steps do.
+        # A micro-step that was replayed as a whole is divided in the proportions of the other micro-steps.
         whole, known = seconds.pop("micro_step"), seconds["forward"] + seconds["backward"]
         share = seconds["forward"] / known if known else 0.5
         seconds["forward"] += share * whole
         seconds["backward"] += (1 - share) * whole
-        # Steps that were replayed as a whole divide as a step alone does.
+        # Steps that were replayed as a whole are divided in the proportions of a step that was measured alone.
         if stride := seconds.pop("stride"):
             assert self.alone is not None, "a step alone is measured before strides are"
             alone = {name: getattr(self.alone, f"{name}_s") for name in PHASES}
@@ -99,7 +99,7 @@ class StepTimer:
 
 
 class NoMarks(StepTimer):
-    """For the inside of a stride's graph: its marks would be written anew before the journal has read them."""
+    """A timer without marks, for a stride's graph: a replay would overwrite marks before the journal reads them."""
 
     def mark(self, phase: str) -> None:
         pass

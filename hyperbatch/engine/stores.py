@@ -1,9 +1,9 @@
-"""The key-value stores at which ranks meet. They listen where the ranks are: on one host for no other.
+"""The key-value stores through which ranks find each other. If all ranks are on one host, they listen on loopback.
 
-    torchrun's agent, or ours    keeps one for all attempts; ranks agree on a part of it that is new (`meet`)
-    srun, mpirun                 rank 0 keeps one (`own_store`)
+    torchrun's agent, or ours    hosts one store for all attempts; ranks agree on a new part of it (`meet`)
+    srun, mpirun                 rank 0 hosts one (`own_store`)
 
-torch's own way to open one listens on every interface, and whoever reaches a store may write to it.
+torch itself would listen on every interface, and anyone who can connect to a store may write to it.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -36,7 +36,7 @@ JOIN_S = 60.0  # for all ranks to come, at least: on a busy host one may load to
 
 
 def listening_at(address: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """A store that this process keeps. port: 0: any that is free."""
+    """A store that this process hosts. port: 0 means any free one."""
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(socket.create_server((address, port), family=_family(address)))
         port = listener.getsockname()[1]
@@ -57,8 +57,8 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def own_store(ranks: Ranks, timeout_s: float) -> dist.Store:
-    """Kept by rank 0; all ranks are there when it returns. On several hosts it listens at rank 0's address, if that is
-    not a name: what a name stands for may differ from host to host, and then it listens everywhere."""
+    """A store hosted by rank 0; when it returns, all ranks have connected. On several hosts it listens at rank 0's IP
+    address. If a host name is given instead, it listens everywhere, because hosts may resolve the name differently."""
     store, wait = _opened(ranks, timeout_s), timedelta(seconds=max(timeout_s, JOIN_S))
     if store.add("hyperbatch-joined", 1) == ranks.world_size:
         store.set("hyperbatch-all-joined", "")
@@ -92,11 +92,11 @@ def _is_address(text: str) -> bool:
 
 
 def meet(ranks: Ranks, timeout_s: float) -> dist.Store:
-    """A part of the agent's store that is new to all ranks.
+    """A part of the agent's store that no earlier attempt has used.
 
-    The agent's store outlives the ranks that it starts again, and what ranks before them left there would lead these to
-    addresses of the dead. The number of restarts is no name for an attempt: each host counts its own. So rank 0 makes
-    one up, and answers each rank's question for it; a question that a dead rank has left is answered in vain.
+    The agent's store outlives the ranks that it restarts, and entries of earlier ranks would lead new ones to dead
+    addresses. The number of restarts does not identify an attempt, because each host counts its own. Rank 0 therefore
+    chooses a name, and sends it to each rank that asks; requests left by dead ranks are answered too, without effect.
     """
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(
@@ -138,7 +138,7 @@ def _not_all(ranks: Ranks, seconds: float) -> RunFailed:
 
 
 class OneHost(RendezvousHandler):
-    """Of an agent whose ranks are all on this host."""
+    """The rendezvous of an agent whose ranks are all on this host."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id, self._store = run_id, listening_at(LOOPBACK, 0, AGENT_S)

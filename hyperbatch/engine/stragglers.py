@@ -1,7 +1,8 @@
-"""Ranks that are slower than the others, and the phase in which they lose their time.
+"""Finds ranks that are slower than the others, and the phase in which they lose time.
 
-A slow rank makes all others wait: on their side it looks like exposed communication. So ranks compare what each does by
-itself, whenever the loop looks at all losses anyway: one small all-gather of means over the steps since the last time.
+A slow rank makes all others wait, and on their side this looks like exposed communication. So ranks compare the
+phases in which they do not wait for others, whenever the loop reads all losses anyway. One small all-gather sends the
+means over the steps since the last comparison.
 
     rank 0   data . forward ... backward .... [ exposed communication ] update
     rank 1   data . forward ......................... backward .... [] update       loses its time in forward
@@ -82,7 +83,7 @@ class Stragglers:
             self._window.append([getattr(timing, f"{phase}_s") for phase in (*OWN, "step")])
 
     def look(self) -> list[Straggler]:
-        """Compares the steps since the last time. Those that were slow then, too, are returned; each once."""
+        """Compares the steps since the last call. Returns ranks that were slow in both, each only once."""
         if len(self._window) < WINDOW_STEPS:  # on every rank alike
             return []
         means = torch.tensor(self._window, dtype=torch.float64).mean(0)
@@ -97,7 +98,7 @@ class Stragglers:
         return [slow[key] for key in sorted(new)]
 
     def found(self) -> list[Straggler]:
-        """Over the run so far."""
+        """The slow ranks over the whole run so far."""
         return slow_ranks(self._means(), self._hosts) if self._windows else []
 
     def means(self) -> list[dict[str, float]]:

@@ -1,4 +1,4 @@
-"""Steps that leave no trace: kernels are chosen, compiled and captured before the clock of training runs."""
+"""Warm-up steps, after which the state is restored: kernels are chosen and compiled before the run's time starts."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from hyperbatch.optim.tensors import Scalar, write_setting
 
 @contextlib.contextmanager
 def preserved_state(learner: Learner) -> Iterator[None]:
-    """Whatever steps run inside, the learner is afterwards as it was, bit for bit.
+    """Restores the learner, bit for bit, after the steps that run inside.
 
-    That is weights, masters and their average, buffers of the model, optimizer state and rates, loss scale and skipped
-    steps, random numbers, gradients, and what the exchange has counted. Numbers that a model keeps in Python are not
-    preserved.
+    It restores weights, masters and their average, buffers of the model, optimizer state and rates, loss scale and
+    skipped steps, random state, gradients, and the counts of the exchange. Numbers that a model keeps in Python are not
+    restored.
     """
     optimizer = learner.optimizer
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    # Flat buffers, so that parameters do not look as if somebody else had written them.
+    # Flat buffers with masters, so that the optimizer does not take restored weights for writes of other code.
     tensors = [*learner.arena.flat_weights(), *learner.model.buffers()]
     tensors += [optimizer.init_state(param)[name] for param in params for name in optimizer.state_names]
     tensors += [] if learner.average is None else learner.average.tensors()
@@ -65,12 +65,12 @@ def compile_kernels(
     other_trials: Callable[[], None] | None = None,
     count: Callable[[int, int], None] | None = None,
 ) -> str | None:
-    """Compiles what the fused kernels of steps need side by side, while cuDNN makes its trials.
+    """Compiles the fused kernels of steps in parallel, while cuDNN tries its algorithms.
 
-    For inside of `preserved_state`: our kernels are not launched, so what lay in memory goes through the rest of the
-    model. It only speeds up what comes next: if it fails, the reason is returned, and the steps compile for themselves.
-    batches: one of each shape, made anew by every call. other_trials: runs other convolutions of the model, after
-    those of the steps. count: as for `compiling`.
+    To be called inside `preserved_state`: our kernels are not launched, so the rest of the model computes with
+    uninitialised values. This only makes later steps start faster. If it fails, the reason is returned, and kernels are
+    compiled at their first launch. batches: returns a new batch of each shape at every call. other_trials: runs other
+    convolutions of the model after those of the steps. count: as for `compiling`.
     """
 
     def step(images: Tensor, labels: Tensor) -> None:
@@ -87,7 +87,7 @@ def compile_kernels(
             with asking():
                 for batch in batches():
                     step(*batch)
-            # The first shape's trials take about as long as most kernels do; the others are made when it is quiet.
+            # Trials of the first shape take about as long as most kernels; those of other shapes wait for idle cores.
             for batch in batches():
                 step(*batch)
                 wait_for_cores()
@@ -104,8 +104,8 @@ def compile_kernels(
 def compile_layers(
     learner: Learner, *, ranks_per_host: int, count: Callable[[int, int], None] | None = None
 ) -> str | None:
-    """Compiles the kernels of quicker layers side by side, before regions meet them one after the other. As
-    `compile_kernels`, but nothing of the model runs."""
+    """Compiles the kernels of our faster layers in parallel, before regions would compile them one by one. Like
+    `compile_kernels`, but without running the model."""
     try:
         if learner.device.type == "cuda" and has_quick_kernels(learner.model):
             with compiling(ranks=ranks_per_host, count=count):
@@ -125,7 +125,7 @@ def compile_regions(
     *,
     count: Callable[[int, int], None] | None = None,
 ) -> str | None:
-    """Compiles what the regions of a step need; for inside of `preserved_state`. Returns why it failed, if so."""
+    """Compiles the regions of a model by running a step, inside `preserved_state`. Returns the reason if it fails."""
     try:
         with regions.compiling(count):
             # Not the last of its step: no exchange.

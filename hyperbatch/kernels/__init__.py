@@ -1,4 +1,4 @@
-"""The fused GPU kernels, each naming the readable reference it must agree with."""
+"""The fused GPU kernels. Each module names the readable reference that its kernels must agree with."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import os
 
 @functools.cache
 def has_triton() -> bool:
-    """Triton is an optional import: without it the same names run torch's own operations."""
+    """Whether Triton is installed. It is optional: without it, torch's own operations run instead of our kernels."""
     return importlib.util.find_spec("triton") is not None
 
 
 def interpreted() -> bool:
-    """Whether Triton kernels run on CPU tensors, slowly: for tests."""
+    """Whether Triton's interpreter runs kernels on CPU tensors; it is slow, and for tests."""
     return has_triton() and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-processors_left: int | None = None  # see leave_processors; None: nobody has said
+processors_left: int | None = None  # see leave_processors; None: it was not called
 
 
 def leave_processors(count: int | None) -> None:
-    """How many processors of the GPU are left to NCCL by kernels whose programs wait for each other: as many as it may
-    take programs. None: all that it can ever take, if there are several ranks. Call it before the first step."""
+    """Sets how many multiprocessors are reserved for NCCL by kernels whose programs wait for each other: as many as the
+    programs (CTAs) that it may launch. None: NCCL's maximum, if there are several ranks. Call it before the first
+    step."""
     global processors_left
     processors_left = count

@@ -4,14 +4,14 @@
     backward    ds, dn, s          ->  d = ds + gradient of s through the norm; partial sums for scale, shift and biases
     sum         partials           ->  gradients of scale, shift and biases
 
-d is the gradient of x and of the branch: what comes back through the norm and what passes it by are added on the way.
-So the column sums of d are the gradient of a bias that the branch ends with. Those of ds are the gradient of the one
-that ends the branch behind the norm, which is added to s next.
-Without a branch, s is x, and where nothing passes the norm by, there is no ds. Sums are taken in fp32, and in their
-order: the bits are always the same. Reference: `hyperbatch.models.residual`.
+d is the gradient of x and of the branch: the sum of the gradient through the norm and of ds, which bypasses the norm.
+The column sums of d are therefore the gradient of a bias at the end of the branch. Those of ds are the gradient of the
+bias at the end of the next branch, which follows the norm and is added to s next.
+Without a branch, s is x, and if nothing bypasses the norm, there is no ds. Sums are taken in fp32 and in a fixed order,
+so the bits are always the same. Reference: `hyperbatch.models.residual`.
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hyperbatch.kernels.depthwise import copies
 from hyperbatch.kernels.gelu import ALIGNED, add_up
 from hyperbatch.kernels.norm.tiles import processors
 
-SIZES = ("M", "ROWS")  # numbers a kernel is not compiled anew for
+SIZES = ("M", "ROWS")  # arguments whose values need no new compilation
 MOST_BLOCKS = 3  # of columns in a row: with more, their sums would not fit into registers
 WIDEST = 4096  # columns: a program has whole rows
 
@@ -124,7 +124,7 @@ def _add_norm_gradient_kernel(
     scale = ()
     for k in tl.static_range(K):
         scale = scale + (tl.load(weight + k * BC + c, mask=c < C, other=0.0).to(tl.float32),)
-    # Tiles of sums, folded once at the end: a fold in every turn would cost more than the loads.
+    # Tiles of sums, folded once at the end: a fold in every iteration would cost more than the loads.
     nothing = tl.zeros([BM, BC], tl.float32)
     to_scale, to_shift = copies(nothing, K), copies(nothing, K)
     to_next, to_branch = copies(nothing, K), copies(nothing, K)

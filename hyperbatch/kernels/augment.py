@@ -18,7 +18,7 @@ A set that lies in device memory as one array, whose images are shown at their o
 Their traffic is 1 + 2 bytes for each element in 16 bits: 50,000 images of 32x32x3 are 0.46 GB.
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """The mean of each 2x2 pixels of a channels-last tensor (Triton).
 
-Reference: torch.nn.functional.avg_pool2d(x, 2, ceil_mode=True): where a line or column is left over at the lower or
-right edge, a window has two pixels, or one, and the mean is that of these. 1 read, 1/4 of a write.
+Reference: torch.nn.functional.avg_pool2d(x, 2, ceil_mode=True): at the lower or right edge of an odd image, a window
+has two pixels or one, and the mean is over these. 1 read, 1/4 of a write.
 
-The gradient has no kernel here. It is a quarter of one value for each of four pixels, so whoever wants it reads those
-values: `kernels.norm.tiles.OfMeans`.
+The gradient has no kernel here. It is a quarter of one value for each of four pixels, so the kernel that needs it reads
+these values directly: `kernels.norm.tiles.OfMeans`.
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false
 from __future__ import annotations

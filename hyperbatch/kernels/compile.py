@@ -1,14 +1,14 @@
-"""Kernels whose variants are compiled side by side, before they are first launched.
+"""Compiles the variants of kernels in parallel, before their first launch.
 
-    @kernel                     with compiling():     this thread     a step that asks, a step: convolution trials
+    @kernel                     with compiling():     this thread     requests all kernels, then cuDNN's trials
     def add(x, y, N): ...           with asking():    other threads        add  add'  mul  ...   each variant once
     add[grid](x, y, n)                  step()
                                     step()
-                                step()                                now they are there
+                                step()                                all variants are compiled
 
-Triton compiles a variant (types, constants, alignment of pointers) when it is first launched: half a second each, one
-after the other. Where processes stand by for it (`kernels.workers`), each thread has one of them do the work: much of
-it is Python.
+By itself, Triton compiles a variant (types, constants, alignment of pointers) at its first launch: half a second each,
+one after the other. If worker processes are available (`kernels.workers`), each thread lets one of them do the work,
+because much of it is Python.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any
 from hyperbatch.kernels import interpreted, workers
 
 MAX_THREADS = 16
-LAUNCHERS = 4  # made at once, beside kernels, at most
+LAUNCHERS = 4  # built at once, at most, while kernels are compiled
 _kernels: list[Kernel] = []
-# Triton's own mode for this holds in one context, and backward runs in autograd's threads: all of them enter that one.
+# Triton's mode for this is bound to one context. Backward runs in autograd's threads, so all threads enter this one.
 _mode: contextvars.Context | None = None  # None: kernels are launched
 _launches = True
 _asks = False
@@ -36,7 +36,7 @@ _preparation: threading.Thread | None = None
 
 
 class Kernel:
-    """A function of Triton's: kernel[grid](...) launches it, or has it compiled inside of `compiling`."""
+    """A Triton function: kernel[grid](...) launches it, or requests its compilation inside `compiling`."""
 
     def __init__(self, fn: Any) -> None:
         self.fn = fn  # the name that Triton's own wrappers give it
@@ -54,8 +54,8 @@ class Kernel:
         return lambda *args, **options: context.run(self.fn.warmup, *args, grid=grid, **options)
 
     def _hash(self) -> None:
-        """Makes the kernel's key in Triton's cache the same in every run. Triton puts constants of a function into the
-        keys of those that call it only if it has met the function before them: here it meets it first."""
+        """Makes the kernel's key in Triton's cache the same in every run. Triton adds constants of a function to the
+        keys of its callers only if it has hashed the function before them, so it is hashed first here."""
         if workers.has_key(self.fn):  # the interpreter's functions have none
             for function in workers.functions_of(self.fn):
                 _ = function.cache_key
@@ -63,7 +63,7 @@ class Kernel:
 
 
 def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """In the place of triton.jit, with its options. What kernels call in turn stays with triton.jit."""
+    """Replaces triton.jit, with its options, for kernels. Functions that kernels call still use triton.jit."""
     import triton
 
     if function is None:
@@ -72,19 +72,19 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def is_compiling() -> bool:
-    """Whether kernels are compiled and not launched: what they should have written is whatever lay in memory."""
+    """Whether kernels are compiled and not launched; their results are then uninitialised memory."""
     return _mode is not None
 
 
 def is_asking() -> bool:
-    """Whether results of whatever size may be left as they lie in memory: nothing but kernels is wanted."""
+    """Whether other results may be left uninitialised too, because a step runs only to request its kernels."""
     return _asks
 
 
 @contextlib.contextmanager
 def asking() -> Iterator[None]:
-    """For inside of `compiling`: convolutions, by any thread, are not computed either (`kernels.conv`). So all kernels
-    of a step are asked for at once, and not one by one between cuDNN's trials."""
+    """Inside `compiling`: convolutions, in any thread, are not computed either (`kernels.conv`), so that all kernels
+    of a step are requested at once, and not one by one between cuDNN's trials."""
     global _asks
     _asks = True
     try:
@@ -95,7 +95,7 @@ def asking() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_launches() -> Iterator[None]:
-    """Kernels called inside, by any thread, are neither compiled nor launched: to see what memory a step takes."""
+    """Kernels called inside, by any thread, are neither compiled nor launched: to measure the memory of a step."""
     global _launches
     _launches = False
     try:
@@ -105,8 +105,8 @@ def without_launches() -> Iterator[None]:
 
 
 def prepare_triton() -> None:
-    """Lets a thread do what Triton would do with its first kernel: it hashes itself (0.4 s), has a C compiler make its
-    link to the driver, if that is in no cache, and imports more of itself (0.1 s). `compiling` waits for the thread."""
+    """Starts a thread that does what Triton would do with its first kernel: it hashes itself (0.4 s), builds its link
+    to the driver with a C compiler unless it is cached, and imports more modules (0.1 s). `compiling` waits for it."""
     global _preparation
 
     def work() -> None:
@@ -124,11 +124,11 @@ def prepare_triton() -> None:
 
 @contextlib.contextmanager
 def compiling(*, ranks: int = 1, count: Callable[[int, int], None] | None = None) -> Iterator[Callable[[], None]]:
-    """Kernels called inside, by any thread, are compiled and not launched. Waits for all, raises the first error.
+    """Kernels called inside, by any thread, are compiled and not launched. Waits for all, and raises the first error.
 
-    Gives a function that waits until so few are left that most cores are idle: a measurement may follow.
-    ranks: processes of this host that do so at once. count: is told (variants compiled, variants known so far) when
-    either has changed, one call at a time, by the threads that compile.
+    Yields a function that waits until most cores are idle again, so that times can be measured. ranks: the number of
+    processes of this host that compile at the same time. count: is called with (variants compiled, variants known so
+    far) whenever either changes, by the compiling threads, one call at a time.
     """
     import triton
 
@@ -154,8 +154,8 @@ def compiling(*, ranks: int = 1, count: Callable[[int, int], None] | None = None
 
 
 class _Pool(ThreadPoolExecutor):
-    """Has what launches a kernel made while the kernel is compiled: Triton 3.6 runs a C compiler for each combination
-    of types, half as long as for a small kernel, and finds the result in its cache later."""
+    """Builds launchers while their kernels are compiled: Triton 3.6 runs a C compiler for each combination of types,
+    which takes half as long as a small kernel, and later finds the result in its cache."""
 
     def __init__(self, threads: int, count: Callable[[int, int], None] | None, helpers: workers.Workers | None) -> None:
         super().__init__(max_workers=threads, thread_name_prefix="compile")
@@ -174,7 +174,7 @@ class _Pool(ThreadPoolExecutor):
                 self._count(self._done, self._known)
 
     def wait(self, left: int) -> None:
-        """Until no more than that are left of those that were submitted."""
+        """Waits until at most `left` of the submitted variants are not compiled yet."""
         with self._counting:
             self._counting.wait_for(lambda: self._known - self._done <= left)
 
@@ -199,7 +199,7 @@ class _Pool(ThreadPoolExecutor):
         return super().submit(work)
 
     def _launcher(self, compile: Callable[[], Any]) -> Future[None] | None:
-        """What will be done when the launcher of this kernel is in Triton's cache; None: it will be made later."""
+        """A future that is done when this kernel's launcher is in Triton's cache; None: it is built later."""
         try:
             source = inspect.getclosurevars(compile).nonlocals["src"]
         except (TypeError, KeyError):  # a Triton that we do not know
@@ -215,14 +215,14 @@ class _Pool(ThreadPoolExecutor):
 
 
 class _Unknown:
-    """What a compiler will say about a kernel: its launcher's code does not depend on it."""
+    """Stands for a kernel's metadata, which its launcher's code does not depend on."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 def _make_launcher(source: Any) -> None:
-    """Into Triton's cache. Whatever goes wrong, the launcher of the compiled kernel meets it again."""
+    """Builds a launcher in Triton's cache. Errors are ignored: the compiled kernel's own launcher raises them again."""
     from triton.runtime import driver
 
     with contextlib.suppress(Exception):
@@ -230,17 +230,17 @@ def _make_launcher(source: Any) -> None:
 
 
 def _cores(ranks: int) -> int:
-    """That each of them may use."""
+    """The number of cores that each rank of this host may use."""
     return len(os.sched_getaffinity(0)) // ranks
 
 
 def _threads(ranks: int) -> int:
-    """Leaves room for the thread that goes on meanwhile."""
+    """The number of compiling threads; one core is left for the main thread."""
     return max(2, min(MAX_THREADS, _cores(ranks) - 1))
 
 
 def _settle(mode: Any) -> None:
-    """Compiled kernels enter Triton's tables. What failed leaves no trace there: a launch tries it again."""
+    """Enters compiled kernels into Triton's tables. Failed ones are left out, and a launch tries them again."""
     from triton import FutureKernel
 
     for future in mode.future_kernels.values():

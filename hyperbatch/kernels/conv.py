@@ -1,4 +1,4 @@
-"""Convolutions of channels-last tensors and their two gradients: by cuDNN, or as a matrix product where they are one.
+"""Convolutions of channels-last tensors and their two gradients: by cuDNN, or for 1x1 as a matrix product by cuBLAS.
 
     1x1, stride 1:   z [m, n] = x [m, k] @ w.T     dx = dz @ w     dw = dz.T @ x
 
@@ -25,15 +25,15 @@ from hyperbatch.kernels.memsets import replace_memsets
 from hyperbatch.stopwatch import device_s
 
 CALLS, ROUNDS = 4, 3  # of a measurement
-SMALL_BYTES = 128 << 20  # of x or its product: up to here launches count, and memory for another one is there
+SMALL_BYTES = 128 << 20  # of x or its product: up to here launches matter, and there is memory for another one
 _chosen: dict[tuple[Any, ...], int] = {}
 Result = TypeVar("Result")
 
 
 def padded(images: Tensor) -> Tensor:
-    """With a fourth channel of zeros, if there are three: cuDNN pads them anyway, at twice the price, in each call.
+    """Images with a fourth channel of zeros, if they have three. cuDNN would pad them in each call, at twice the cost.
 
-    Images that are the first channels of such a tensor may say so by an attribute `padded`, and need no copy.
+    Images that are the first channels of such a tensor may have it as an attribute `padded`; then no copy is needed.
     """
     whole = getattr(images, "padded", None)
     if whole is not None and images.is_set_to(whole[:, :3]):  # not if somebody has given it other data since
@@ -70,12 +70,12 @@ def input_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, weight: Tensor) -> Te
 
 
 def read_pixels_gradient(dz: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of the pixels that a 1x1 convolution reads, those of its stride; the others' is zero."""
+    """The gradient of only those pixels that a strided 1x1 convolution reads; that of the others is zero."""
     return _image(torch.mm(rows(dz), weight.flatten(1)), dz)
 
 
 def weight_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, out: Tensor | None) -> Tensor:
-    """dw from dz: in `out` when a matrix product makes it, else where cuDNN puts it."""
+    """dw from dz: written to `out` if a matrix product computes it; otherwise in memory that cuDNN allocates."""
     if is_asking():
         return torch.empty_like(conv.weight)
 
@@ -110,8 +110,8 @@ def _image(matrix: Tensor, like: Tensor) -> Tensor:
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """x itself, as a rule. Not where its layout is open to question, as with an input of one channel, nor where torch
-    chose another one: without cuDNN, and for gradients that its own operations hand over."""
+    """x in channels-last layout, usually x itself. It is copied if its layout is ambiguous, as with one channel, or if
+    torch chose another one: without cuDNN, and for gradients of torch's own operations."""
     return x.contiguous(memory_format=torch.channels_last)
 
 
@@ -151,12 +151,12 @@ def _room_for_weight(x: Tensor, conv: nn.Conv2d) -> Tensor:
 
 
 def by_fastest(what: str, x: Tensor, weight: Tensor, *ways: Callable[[], Result]) -> Result:
-    """The result of the way that was fastest for this shape."""
+    """The result of the implementation that is fastest for this shape."""
     return ways[fastest(what, x, weight, *ways)]()
 
 
 def fastest(what: str, x: Tensor, weight: Tensor, *ways: Callable[[], Any], in_graph: bool | None = None) -> int:
-    """Which way was fastest for this shape; the last one where nothing may be measured.
+    """The index of the fastest implementation for this shape; the last one if nothing may be measured.
 
     in_graph: as for `_seconds`; None: if the results are small.
     """
@@ -186,9 +186,9 @@ def fastest(what: str, x: Tensor, weight: Tensor, *ways: Callable[[], Any], in_g
 
 
 def _seconds(way: Callable[[], Any], *, in_graph: bool) -> float:
-    """Of one call, the best of a few rounds, as cuDNN itself judges. Waits for the device, in a shape's first step.
+    """Seconds of one call, the best of a few rounds, as cuDNN measures. Waits for the device, in a shape's first step.
 
-    in_graph: where small products will run: launches from the host would take longer than they do.
+    in_graph: measure inside a CUDA graph, where small products will run; launches by the host would take longer.
     """
     here = torch.cuda.current_stream()
     stream = _stream_to_measure_on(torch.cuda.current_device())
@@ -221,5 +221,5 @@ def _captured(way: Callable[[], Any]) -> Callable[[], None]:
 
 @functools.cache
 def _stream_to_measure_on(device: int) -> torch.cuda.Stream:
-    """Always the same: cuBLAS keeps 32 MiB for each stream that it has seen."""
+    """Always the same stream, because cuBLAS keeps 32 MiB for each stream that it has seen."""
     return torch.cuda.Stream(device)

@@ -14,14 +14,14 @@ K is 3, 5 or 7; the stride is 1 and the image is padded with zeros to its own si
     dw, dbias      the same with the roles exchanged: K x K + 1 sums stay, K rows of dz move along with r. Each program
                    stores its sums, a second launch adds them up. No atomics: the same bits each time
 
-All sums and products are fp32, and there are enough of them to be the limit: 49 products for 4 bytes of traffic take
-longer than a copy does. So what counts is the share of fused multiply-adds among all instructions (about 0.8), and for
-that nothing may be loaded twice or spilled. Registers are what limits the number of columns: with 7 x 7 taps, a thread
-that holds all of them (98 numbers) has room for the sums of 4 columns (56). For 7 columns (98 sums, which divide the
-images of 224-px networks without a rest) it reads the taps from the cache in every row.
+All sums and products are fp32, and they are the limit: 49 products for 4 bytes of traffic take longer than a copy. The
+speed therefore depends on the share of fused multiply-adds among all instructions (about 0.8), so nothing may be loaded
+twice or spilled. Registers limit the number of columns: with 7 x 7 taps, a thread that holds all taps (98 numbers) has
+room for the sums of 4 columns (56). With 7 columns (98 sums, which divide the images of 224-px networks evenly), it
+reads the taps from the cache in every row.
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch import Tensor
 from hyperbatch.kernels.compile import kernel
 from hyperbatch.kernels.norm.tiles import processors
 
-SIZES = ("GROUPS", "ACROSS", "H", "W", "ROWS", "PROGRAMS")  # numbers a kernel is not compiled anew for
+SIZES = ("GROUPS", "ACROSS", "H", "W", "ROWS", "PROGRAMS")  # arguments whose values need no new compilation
 PER_THREAD = 2  # channels: 4 bytes of x
 MOST_HELD = 160  # taps and sums that a thread keeps in registers, of 255
 WARPS_PER_PROCESSOR = 8  # that run at once, with so many registers

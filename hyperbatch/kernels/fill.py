@@ -1,6 +1,6 @@
-"""A few words of memory set to one value: the kernel that `kernels.memsets` puts in the place of a memset (Triton)."""
+"""Sets a few words of memory to one value: the kernel with which `kernels.memsets` replaces a memset (Triton)."""
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false
 from __future__ import annotations
 

@@ -4,13 +4,13 @@
     backward    dy, h      ->  dh = dy * gelu'(h), partial sums of dh     2 reads, 1 write
     sum         partials   ->  the column sums of dh: the gradient of a bias that was added to h, in fp32
 
-Sums are of what is not rounded yet. Partials are added up in their order: the bits of a gradient are always the same.
+Sums are taken before rounding. Partials are added in a fixed order, so the bits of a gradient are always the same.
 
-The exact form takes the normal distribution from one exponential and one reciprocal, to 4e-6 of its value at any place
-(a rounding to fp16: 2e-4). Triton's erf takes twice the instructions, and the kernel waits for them, not for memory.
+The exact form computes the normal distribution from one exponential and one reciprocal, with a relative error of 4e-6
+(rounding to fp16: 2e-4). Triton's erf takes twice the instructions, and these, not memory, limit the kernel.
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from hyperbatch.kernels.compile import kernel
 from hyperbatch.kernels.norm.tiles import Tiling, own_rows, own_tile, processors
 
-SIZES = ("M", "ROWS", "PARTIALS")  # numbers a kernel is not compiled anew for
+SIZES = ("M", "ROWS", "PARTIALS")  # arguments whose values need no new compilation
 ALIGNED = 8  # columns: a thread reads as many at once
 SUM_COLUMNS, SUM_ROWS = 32, 256  # of a program that adds up partials: as many loads at once
 
@@ -105,7 +105,7 @@ def _gelu_gradient_kernel(
     STAGES: tl.constexpr,
 ):
     _, c, p, base, rows = own_rows(M, C, ROWS, BC)
-    # A tile of sums, folded once at the end: a fold in every turn would cost more than the loads.
+    # A tile of sums, folded once at the end: a fold in every iteration would cost more than the loads.
     total = tl.zeros([BM, BC], tl.float32)
     for i in tl.range(0, rows, BM, num_stages=STAGES):
         r = i + tl.arange(0, BM)

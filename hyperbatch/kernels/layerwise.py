@@ -1,6 +1,6 @@
 """LARS and LAMB over any number of layers in two launches (Triton). References: `lars_update` and `lamb_update`.
 
-    launch 1  every chunk of every gradient:  sum of squares -> one partial; inf or nan -> stamp the step as bad
+    launch 1  every chunk of every gradient:  sum of squares -> one partial; inf or nan -> mark the step as bad
               LAMB: the direction u that this chunk would take, too: its sum of squares -> another partial
     launch 2  every chunk, in reverse:        |w|, |g|, |u| from the layer's partials -> trust -> state, weight (and its
               16-bit copy) together; the new weight's sum of squares -> the partial that the next step reads
@@ -8,14 +8,14 @@
     layer    [ chunk | chunk | chunk | tail ]      at most MAX_PARTIALS chunks a layer: a bounded sum of partials
     partials [   x   |   x   |   x   |  x   ]      each written by one program, summed in one order: same bits always
 
-In a captured step |w| costs no pass of its own: it is carried over from the launch that wrote w. Before other steps a
-third launch reads the weights, since anybody may have written them: it takes |w| anew, and a 16-bit weight that is not
-its master rounded becomes the master.
-Launch 2 walks backwards, so that it meets the gradients that launch 1 read last while they are still in the L2 cache.
-LAMB computes its direction in both launches: to store it between them would move as many bytes, in three launches.
+In a captured step |w| needs no extra pass, because the launch that wrote w also measured it. Before other steps a third
+launch reads the weights, since other code may have written them: it measures |w| again, and copies a 16-bit weight that
+differs from its rounded master into the master.
+Launch 2 runs in reverse order, so that it reads the gradients that launch 1 read last while they are in the L2 cache.
+LAMB computes its direction in both launches: storing it between them would move as many bytes, in three launches.
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def norms_kernel(
     HAS_HALF: tl.constexpr,  # some layers have it
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,  # launch 2 may come up while this one runs, and waits where it needs its results
+    OVERLAP: tl.constexpr,  # launch 2 may start while this one runs, and waits where it needs its results
 ):
     if OVERLAP:
         gdc_launch_dependents()
@@ -212,7 +212,7 @@ def norms_kernel(
     tl.store(grad_partials + c, total)
     if not (total <= 3.4028234663852886e38):  # inf, nan, or a sum of squares beyond fp32
         tl.atomic_max(clock + 2, step)
-        n = 0  # nobody will take this chunk's direction
+        n = 0  # this chunk's direction is not used
     if DIRECTION:
         group = tl.load(row + 8)
         # Another program writes the present number meanwhile; the next one is still the same.
@@ -248,7 +248,7 @@ def weight_norms_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Before every step that is not captured, since somebody else may have written weights; else on request.
+    """Runs before every step that is not captured, since other code may have written weights; otherwise on request.
 
     Reference: `hyperbatch.optim.tensors.adopt_writes`.
     """

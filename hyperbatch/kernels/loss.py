@@ -11,7 +11,7 @@ pass (Triton). References: F.cross_entropy, and `mixed_cross_entropy` and `binar
 The gradient is kept in fp32 and rounded once multiplied: a loss scale is there to lift what 16 bits would lose.
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportCallIssue=false
 from __future__ import annotations
 

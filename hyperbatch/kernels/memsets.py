@@ -1,9 +1,8 @@
-"""Small memsets of a captured CUDA graph as kernels.
+"""Replaces small memsets in a captured CUDA graph by kernels.
 
-cuBLAS and cuDNN clear a counter of 4 bytes before many of their kernels. In a graph that is a node of another kind, and
-the chain of kernels stops for it: 5 to 6 us each on an H200, 30 to 80 times in a step of ResNet-50. A kernel in its
-place takes 2 us (`kernels.fill`). Written against the driver's interface, since torch hands out graphs but not their
-nodes.
+cuBLAS and cuDNN clear a counter of 4 bytes before many of their kernels. In a graph this is a memset node, which
+interrupts the chain of kernels: 5 to 6 us each on an H200, 30 to 80 times in a step of ResNet-50. A kernel takes 2 us
+instead (`kernels.fill`). This uses the driver's interface, since torch gives access to graphs, but not to their nodes.
 
     before   kernel -> memset -> kernel          after   kernel -> fill -> kernel
 """
@@ -44,9 +43,10 @@ class _Kernel(ctypes.Structure):  # CUDA_KERNEL_NODE_PARAMS_v2
 
 
 def replace_memsets(graph: torch.cuda.CUDAGraph) -> int:
-    """How many were replaced, in a graph captured with keep_graph=True that is not instantiated yet.
+    """Replaces small memsets in a graph that was captured with keep_graph=True and is not instantiated yet.
 
-    Fewer, or none, without Triton or where the driver refuses: the graph is then as good as it was.
+    Returns how many were replaced. Without Triton, or if the driver refuses, these are fewer or none, and the graph
+    remains valid.
     """
     handle, replaced = ctypes.c_void_p(graph.raw_cuda_graph()), 0
     try:

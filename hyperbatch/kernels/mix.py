@@ -4,7 +4,7 @@ One program: BLOCK elements of one image, channels last. It reads them and its p
 bytes for each element in 16 bits.
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 from __future__ import annotations
 

@@ -5,13 +5,13 @@
     launch 2  all products of all iterations (see `hyperbatch.kernels.orthogonal`)
     launch 3  every chunk, in reverse: |w|, |g| -> momentum, weight and its 16-bit copy together; |w| for the next step
 
-Chunks, partials and the way a bad step is known are those of `hyperbatch.kernels.layerwise`. Launch 3 computes momentum
-anew: a step that meets an inf must not have written it, and to store it in launch 1 would move as many bytes.
-Matrices are read as they lie in memory: kernels of a convolution in channels-last order are out x (kh kw in). That is
-the reference's out x (in kh kw) with its columns in another order, and so is its polar factor.
+Chunks, partials and the mark of a bad step are those of `hyperbatch.kernels.layerwise`. Launch 3 computes momentum
+again, because a step with an inf must not have written it, and storing it in launch 1 would move as many bytes.
+Matrices are read in their memory layout: the weight of a channels-last convolution is out x (kh kw in). That is the
+reference's out x (in kh kw) with its columns permuted, and its polar factor is permuted in the same way.
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 

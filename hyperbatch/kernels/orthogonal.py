@@ -7,15 +7,15 @@
     wide matrix   [ rows <= columns ]   A = X X^T is rows x rows, X = a X + B X
     tall matrix   [ rows > columns ]    A = X^T X is columns x columns, X = a X + X B     (transposed: the same thing)
 
-Reference: `hyperbatch.optim.muon.polar_factor`. A program computes a tile. Tiles are in an order in which none comes
-before what it needs; each waits until its matrix has finished as many tiles as it must, and counts itself at its end.
-Programs take tiles by a ticket, so those that a program waits for have been taken by programs that run: no deadlock,
-however few run at once. A tile is computed alike wherever it runs: the same bits always.
+Reference: `hyperbatch.optim.muon.polar_factor`. A program computes a tile. In the list of tiles, each comes after those
+that it needs. A tile waits until its matrix has finished the required number of tiles, and increases that count at its
+end. Programs take tiles from a common counter, so the tiles that a program waits for belong to running programs: there
+is no deadlock, however few run at once. The bits of a tile do not depend on the program that computes it.
 Matrices, A and B are padded with zeros to multiples of 64, so that no mask is needed to read them. X is not divided by
 its norm before the first iteration: its products are, in fp32.
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 

@@ -3,11 +3,12 @@
     q, k, v [m, c]   ->  [q | k | v] [m, 3 c], partial sums of its columns      3 reads, 3 writes
     partials         ->  the sums, in fp32
 
-Such are the gradients of queries, keys and values, and what the product before them and its bias need. Partials are
-added up in their order: the bits of a gradient are always the same. Reference: `hyperbatch.models.heads`.
+It is for the gradients of queries, keys and values, which the product before them and its bias need in one matrix.
+Partials are added in a fixed order, so the bits of a gradient are always the same.
+Reference: `hyperbatch.models.heads`.
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false
 from __future__ import annotations
@@ -20,13 +21,13 @@ from hyperbatch.kernels.compile import kernel
 from hyperbatch.kernels.gelu import add_up
 from hyperbatch.kernels.norm.tiles import Tiling, own_rows, processors
 
-SIZES = ("M", "ROWS")  # numbers a kernel is not compiled anew for
+SIZES = ("M", "ROWS")  # arguments whose values need no new compilation
 
 
 @kernel(do_not_specialize=SIZES)
 def _stack_kernel(q, k, v, out, part, M, C, ROWS, BM: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr):
     _, c, p, base, rows = own_rows(M, C, ROWS, BC)
-    # Tiles of sums, folded once at the end: a fold in every turn would cost more than the loads.
+    # Tiles of sums, folded once at the end: a fold in every iteration would cost more than the loads.
     of_q = tl.zeros([BM, BC], tl.float32)
     of_k = tl.zeros([BM, BC], tl.float32)
     of_v = tl.zeros([BM, BC], tl.float32)

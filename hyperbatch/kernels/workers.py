@@ -1,12 +1,12 @@
-"""Processes that compile kernels, because a compiler written in Python holds Python's lock half of the time.
+"""Worker processes that compile kernels, because Triton's compiler holds Python's lock half of the time.
 
     command     start ──> one process imports torch and the kernels' modules, hashes Triton, then forks: worker, ...
     compiling   job ────> a worker: triton.compile, into Triton's cache on disk ──> done
                           the thread that asked compiles too, and finds the result in the cache
 
-They are started before torch is loaded here, so that they are there when the first kernel is asked for, and end when
-this process does, however it ends: their sockets close. A job that a worker cannot do is done by the thread itself.
-Neither torch nor Triton is imported with this module.
+They are started before this process loads torch, so that they are ready when the first kernel is requested. They end
+with this process, however it ends, because their sockets close. A thread compiles what a worker cannot. This module
+imports neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ _running: Workers | None = None
 
 
 class Workers:
-    """`count` of them, and the process that forked them."""
+    """A number of worker processes, and the process that forked them."""
 
     def __init__(self, count: int) -> None:
         pairs = [socket.socketpair() for _ in range(count)]
         theirs = [pair[1].fileno() for pair in pairs]
         command = [sys.executable, "-m", "hyperbatch.kernels.workers", *map(str, theirs)]
-        quiet = subprocess.DEVNULL  # what they would say, this process says when it compiles for itself
+        quiet = subprocess.DEVNULL  # this process raises the same errors when it compiles for itself
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # no threads where it forks
         self._parent = subprocess.Popen(command, pass_fds=theirs, env=env, stdin=quiet, stdout=quiet, stderr=quiet)
         self.count = count
@@ -68,7 +68,7 @@ class Workers:
             self._idle.put(ours)
 
     def compile(self, compile: Callable[[], Any]) -> bool:
-        """Has a worker do what Triton's own closure would; False: nobody did."""
+        """Lets an idle worker do what Triton's closure would do. Returns whether it did."""
         with contextlib.suppress(queue.Empty):
             job = _job_of(compile)
             if job is None:
@@ -85,7 +85,7 @@ class Workers:
         return False
 
     def close(self) -> None:
-        """They end at once, or when they have finished what they are at; nobody waits for that. With warm caches their
+        """Ends the workers, at once or after their current kernel, without waiting for them. With warm caches their
         parent may still be importing."""
         for worker in self._sockets:
             worker.close()
@@ -94,7 +94,8 @@ class Workers:
 
 
 def start() -> None:
-    """Where there are cores for it. For a process that will train on a GPU by itself; it calls `stop` in the end."""
+    """Starts workers if there are enough cores, for a process that trains on a GPU as the only rank. Call `stop` at the
+    end."""
     global _running
     count = min(MAX_WORKERS, len(os.sched_getaffinity(0)) - SPARED_CORES) if hasattr(os, "sched_getaffinity") else 0
     if _running is None and count > 1 and importlib.util.find_spec("triton") is not None:
@@ -103,7 +104,7 @@ def start() -> None:
 
 
 def stop() -> None:
-    """Kernels that are compiled from now on, this process compiles by itself."""
+    """Ends the workers; this process compiles later kernels itself."""
     global _running
     if _running is not None:
         _running.close()
@@ -129,7 +130,7 @@ def _job_of(compile: Callable[[], Any]) -> bytes | None:
 
 
 def functions_of(function: Any) -> list[Any]:
-    """A kernel and all functions that it calls, each behind those that it calls in turn."""
+    """A kernel and all functions that it calls; each comes after those that it calls itself."""
     found, seen = [], set()
 
     def visit(one: Any) -> None:
@@ -169,7 +170,7 @@ def _fingerprint(function: Any) -> str:
 
 
 def _compile(job: bytes) -> None:
-    """In a worker."""
+    """Compiles a job, in a worker."""
     import triton
     from triton.compiler import ASTSource
 
@@ -187,7 +188,7 @@ def _compile(job: bytes) -> None:
 
 
 def _serve(asked: socket.socket) -> None:
-    """Until whoever asks is gone."""
+    """Serves jobs until the other end of the socket is closed."""
     while True:
         job = _receive(asked)
         try:
@@ -232,7 +233,7 @@ def prepare() -> None:
 
 
 def main(descriptors: list[int]) -> None:
-    """Prepares and forks: nothing runs beside it yet, and no device is touched."""
+    """Prepares, then forks. There are no other threads yet, and no device is used."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command: these end with it
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     gc.disable()  # what is made here stays, and the workers share its memory

@@ -21,6 +21,7 @@ from hyperbatch.models.layers import adopt
 from hyperbatch.models.resnet import IMAGENET_DEPTHS, SMALL_DEPTHS, imagenet_resnet, resnet_d, small_resnet
 from hyperbatch.models.vit import VisionTransformer
 from hyperbatch.models.whitenet import WhiteNet
+from hyperbatch.vocabulary import TIMM_MODEL, is_foreign
 
 DEFAULT_BN_MOMENTUM = 0.1  # torch's
 DEFAULT_BN_EPS = 1e-5  # torch's
@@ -120,11 +121,6 @@ def create_model(
     return model
 
 
-def is_foreign(name: str) -> bool:
-    """Whether the name is one of timm's, or of the user's own: `timm/NAME`, `package.module:callable`."""
-    return name.startswith("timm/") or ":" in name
-
-
 def foreign_model(
     name: str,
     classes: int,
@@ -133,8 +129,8 @@ def foreign_model(
     drops: dict[str, float] | None = None,
 ) -> nn.Module:
     """The model as its maker has it, with layers of torch's own. drops: rates of "dropout" and "drop_path"."""
-    if name.startswith("timm/"):
-        return _timm_model(name.removeprefix("timm/"), classes, in_channels, zero_init_last_gamma, drops or {})
+    if name.startswith(TIMM_MODEL):
+        return _timm_model(name.removeprefix(TIMM_MODEL), classes, in_channels, zero_init_last_gamma, drops or {})
     return _own_model(name, classes, in_channels, zero_init_last_gamma, drops or {})
 
 
@@ -244,7 +240,7 @@ def _own_model(
 
 
 def _check_modules(model: nn.Module, path: str) -> None:
-    """InputError for one that holds modules whose weights cannot be handled one by one, or are not there yet."""
+    """Raises InputError for one that holds modules whose weights cannot be handled one by one, or are not there yet."""
     for name, module in model.named_modules():
         what = f"model {path!r}: {name or 'the network'} is a {type(module).__name__}"
         if isinstance(module, torch.jit.ScriptModule):

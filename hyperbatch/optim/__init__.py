@@ -1,4 +1,4 @@
-"""LARS, LAMB, Muon, precision and loss scaling, sharded update."""
+"""LARS, LAMB and Muon as torch optimizers, mixed precision and loss scaling, the sharded update, averaged weights."""
 
 from hyperbatch.optim.lamb import LAMB
 from hyperbatch.optim.lars import LARS

@@ -3,9 +3,9 @@
     every k steps:   average <- decay * average + (1 - decay) * weights
     lookahead:       weights <- average                                     (Zhang et al., 2019; as airbench uses it)
 
-Weights are averaged in fp32, where their masters are, and batch-norm statistics with them. Whether a step updates the
-average, and how much of it stays, is known beforehand on the host; the number is read from a device tensor, and nothing
-waits for the device, so that `update` can be captured in a CUDA graph.
+Weights are averaged in fp32 (from their masters, if there are any), and batch-norm statistics with them. The host knows
+beforehand whether a step updates the average and with which share. The share is in a device tensor, and nothing waits
+for the device, so `update` can be captured in a CUDA graph.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -24,15 +24,15 @@ from hyperbatch.params import HALF_DTYPES
 
 
 def average(old: Tensor, new: Tensor, new_share: float) -> Tensor:
-    """The rule, as one reads it: the reference for `WeightAverage`, whose lerp is exact at shares of 0 and 1, too."""
+    """The readable reference for `WeightAverage`, whose lerp is also exact at shares of 0 and 1."""
     return (1 - new_share) * old + new_share * new
 
 
 def new_share_at(config: OptimConfig, *, step: int, done: float) -> float | None:
-    """The share of the weights that goes into the average after step number `step` (from 1); None: it stays as it is.
+    """The share of the weights in the new average after step number `step` (from 1); None if it does not change.
 
-    done: the part of the run that is behind, in [0, 1]. The EMA begins with the first weights that it is shown, as
-    torch's; lookahead begins with those that the run began with, and ends with the average itself.
+    done: the finished part of the run, in [0, 1]. The EMA starts from the weights of its first update, as in torch;
+    lookahead starts from the initial weights of the run and ends with the average itself.
     """
     if config.averaging == "none":
         return None
@@ -66,17 +66,17 @@ class WeightAverage:
         self.reset()
 
     def reset(self) -> None:
-        """Starts from the weights and statistics as they are."""
+        """Sets the average to the current weights and statistics."""
         self.set_share(1.0)
         self._take_in()
 
     def set_share(self, new_share: float) -> None:
-        """For the next update. Does not wait for the device."""
+        """Sets the share for the next update. Does not wait for the device."""
         self.share.fill_(new_share)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the weights in; lookahead sets them to what comes of it."""
+        """Adds the current weights to the average; lookahead then sets the weights to it."""
         self._take_in()
         if self.config.averaging == "lookahead":
             self._give_out()
@@ -123,7 +123,7 @@ class WeightAverage:
         return self._views(self._statistics)
 
     def tensors(self) -> list[Tensor]:
-        """All that an update changes here."""
+        """All tensors that an update changes."""
         return [*self._weights.values(), self._statistics, self.share]
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What all update rules share: fp32 masters, arena storage, loss scaling, skipped steps, readable layer norms.
+"""What all update rules share: fp32 masters, arena storage, loss scaling, skipped steps, statistics of layers.
 
 param (16 or 32 bit) --grad--> [ norms | inf? ] --> update of master and state in fp32 --> param
                                     |
@@ -52,15 +52,15 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     """A torch optimizer around a `Rule`. Subclasses name the rule and take its settings as arguments."""
 
     rule: Rule
-    shares: MatrixShares | None = None  # of the ranks that share out its work, where they do
+    shares: MatrixShares | None = None  # how ranks share the work of Muon, if they do
     state_names: ClassVar[tuple[str, ...]]  # the rule's
     group_state_names: ClassVar[tuple[str, ...]]
-    # torch's GradScaler then hands over the two attributes below and asks the host nothing. They have no value here:
-    # GradScaler multiplies its scale into one that is there, and deletes both after the step.
+    # torch's GradScaler then sets the two attributes below and does not synchronise. They have no value here, because
+    # GradScaler multiplies its scale into an existing value, and deletes both after the step.
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None  # what the gradients were multiplied by
-    found_inf: Tensor | None  # not 0: somebody saw an inf or nan already
-    _loaded: dict[str, Any] | None = None  # a state dict on its way in
+    found_inf: Tensor | None  # not 0: GradScaler has already found an inf or nan
+    _loaded: dict[str, Any] | None = None  # the state dict that is being loaded
     _fused_step: FusedStep | None = None  # the rule's kernels with their tables, once a step has run
 
     def __init_subclass__(cls) -> None:
@@ -123,7 +123,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         if self.fused and (reason := self.why_not_fused()):
             self.param_groups.pop()
             raise ValueError(f"fused=True, but {reason}")
-        # Before a schedule scales it: set_rate multiplies this one.
+        # The decay before a schedule scales it: set_rate multiplies this value.
         group.setdefault("base_weight_decay", float(group["weight_decay"]))
         if self._capturable:
             self._to_device(group)
@@ -144,7 +144,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self.rule.read(group).check()
 
     def _to_device(self, group: dict[str, Any]) -> None:
-        """A captured graph must read its rates from device memory, or it would replay the captured ones."""
+        """Moves rates to the device. A captured graph must read them there; else it would replay the old values."""
         device = group["params"][0].device if group["params"] else torch.device("cpu")
         for name in ("lr", "weight_decay", *self.group_state_names):
             group[name] = torch.as_tensor(group[name], dtype=torch.float32, device=device)
@@ -184,10 +184,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return loss
 
     def apply_update(self, work: Work, grad_norms: Tensor, found: Tensor) -> bool:
-        """What is left of a step once norms are known; for those who measure and exchange them in a way of their own.
+        """The part of a step after the norms, for callers that measure and exchange norms themselves.
 
-        grad_norms: of the gradients as they are, one per entry in the order of `work`. found: 1 on the device when the
-        step must be skipped, else 0. Returns False where the host can tell that it was.
+        grad_norms: of the gradients, still scaled, one per entry in the order of `work`. found: 1 on the device if the
+        step must be skipped, else 0. Returns False if the step was skipped and the host knows it.
         """
         self.last_found_inf = found
         self.skipped_steps = found.clone() if self.skipped_steps is None else self.skipped_steps.add_(found)
@@ -222,7 +222,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return LayerStats([entry.name for entry in entries], weight_norms, grad_norms, trust)
 
     def step_fused(self) -> bool:
-        """Does the whole step by the rule's kernels where they can run, and says whether it did."""
+        """Does the whole step with the rule's fused kernels if they can run. Returns whether it did."""
         if self.fused is False or (self.fused is None and self.foreach is not None):
             return False
         if not any(group["params"] for group in self.param_groups):
@@ -240,11 +240,14 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return True
 
     def why_not_fused(self) -> str | None:
-        """What keeps the parameters from the rule's kernels, or None."""
+        """Why the rule's fused kernels cannot update these parameters, in a line; None if they can."""
         return why_not_fused(self.param_groups)
 
     def report_from(self, outcome: Tensor, stats: LayerStats) -> None:
-        """Kernels write there from now on. outcome: whether the last step was skipped, and how many were."""
+        """Statistics are read from these tensors from now on, which kernels write.
+
+        outcome: whether the last step was skipped, and how many steps were skipped so far.
+        """
         if self.skipped_steps is not None:
             outcome[1].copy_(self.skipped_steps)
         self.last_found_inf, self.skipped_steps = outcome.unbind()
@@ -264,10 +267,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return entries
 
     def init_state(self, param: Tensor) -> dict[str, Tensor]:
-        """The parameter's state, in fp32 or wider, made on first use: in the arena, or beside the parameter.
+        """The parameter's state, in fp32 or wider. It is created on first use, in the arena if there is one.
 
-        16-bit parameters have a `master`; so have those with gaps or overlaps in memory, since kernels want none.
-        Over an arena, a tensor that somebody put in its place gives its values to the arena's.
+        16-bit parameters have a `master`, and so do parameters with gaps or overlaps in memory, which kernels do not
+        support. If other code has replaced a state tensor of the arena, its values are copied into the arena's.
         """
         state = self.state[param]
         name = self._arena_names.get(param)
@@ -291,7 +294,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return state
 
     def _adopt_writes(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """16-bit weights that somebody else wrote win over their masters. Found by value: `.data` has no version."""
+        """Copies 16-bit weights that other code wrote into their masters. Compares values: `.data` has no version."""
         arena = self.arena
         if arena is not None and arena.masters is not None:
             adopt_writes(arena.weights[arena.dtype], arena.masters)
@@ -300,7 +303,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 adopt_writes(param, master)
 
     def _measure(self, entries: list[Entry]) -> tuple[Tensor, Tensor]:
-        """Norms of the gradients as they are, and 1 when any holds inf or nan, else 0: both on the device."""
+        """Norms of the gradients, still scaled, and 1 if any contains inf or nan, else 0; both on the device."""
         norms = norms_of_layers([entry.grad for entry in entries], entries)
         found = (~torch.isfinite(norms).all()).float()
         told = self.told_inf()
@@ -315,7 +318,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return getattr(self, "found_inf", None)
 
     def _keep(self, stats: LayerStats, skip: Tensor | None) -> LayerStats:
-        """In tensors that stay: every replay of a captured step writes to them, and a skipped step leaves them."""
+        """Keeps statistics in fixed tensors: replays of a captured step write to them; skipped steps do not."""
         new = torch.stack([stats.weight_norms, stats.grad_norms, stats.trust])
         kept = self._stats_tables.get(tuple(stats.names))
         if kept is None or kept.device != new.device:
@@ -329,7 +332,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             self.arena.zero_grad()
 
     def refresh(self) -> None:
-        """Takes over weights that somebody else wrote. Steps do it by themselves, replays of captured ones cannot."""
+        """Adopts weights that other code wrote. Plain steps do this themselves; call it between replays of a graph."""
         self._follow_arena()
         if self._fused_step is not None and self._fused_step.holds():
             self._fused_step.refresh()
@@ -339,7 +342,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._adopt_writes((local(p), local(state["master"])) for p, state in states if "master" in state)
 
     def _follow_arena(self) -> None:
-        """After the arena was laid out anew, or filled: its masters hold what counts."""
+        """Called after the arena was laid out again or loaded: state and masters are taken from the arena."""
         if self.arena is None:
             return
         if any(view.device != self.arena.device for views in self._arena_state for view in views.values()):
@@ -354,9 +357,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     # --- reading and saving -------------------------------------------------------------------------------------
 
     def layer_stats(self) -> list[LayerStats]:
-        """Norms and trust ratios of the last step that was not skipped, on the device: no synchronisation.
+        """Norms and trust ratios of the last step that was not skipped, on the device. Does not synchronise.
 
-        They are copies: later steps, and replays of captured ones, do not change them.
+        They are copies, so later steps and replays do not change them.
         """
         return [
             LayerStats(stats.names, stats.weight_norms.clone(), stats.grad_norms.clone(), stats.trust.clone())
@@ -364,13 +367,13 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         ]
 
     def clear_stats(self) -> None:
-        """As if no step had been taken, in the tensors that captured steps write to."""
+        """Resets statistics to those before the first step, in the same tensors, which captured steps write to."""
         for stats in self._stats:
             for column in (stats.weight_norms, stats.grad_norms, stats.trust):
                 column.fill_(torch.nan)
 
     def layer_norms(self) -> dict[str, tuple[float, float, float]]:
-        """name -> (|w|, |g|, trust) of the last step. Synchronises: the values go to the host."""
+        """Maps names to (|w|, |g|, trust) of the last step. Waits for the device."""
         rows = {}
         for stats in self.layer_stats():
             columns = torch.stack([stats.weight_norms, stats.grad_norms, stats.trust]).double().tolist()
@@ -378,7 +381,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return rows
 
     def trust_ratios(self) -> dict[str, float]:
-        """Last step's trust ratio of each adapted parameter, by name where param groups carry names. Synchronises."""
+        """The last step's trust ratio of each adapted parameter, by name. Waits for the device."""
         adapted = self.adapted_names()
         return {name: trust for name, (_, _, trust) in self.layer_norms().items() if name in adapted}
 
@@ -387,7 +390,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return {name for group, names in self.group_names() if group.get("adapt", True) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but fp32 state stays fp32 beside 16-bit weights (torch casts it), and stays in the arena."""
+        """Like torch's, but fp32 state of 16-bit weights stays fp32 (torch would cast it) and stays in the arena."""
         loaded: dict[str, Any] = {}
 
         def take_state(_: Any, final: dict[str, Any]) -> dict[str, Any]:
@@ -433,7 +436,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
 
 def why_not_fused(groups: list[dict[str, Any]]) -> str | None:
-    """What keeps these parameters from the fused kernels, or None."""
+    """Why the fused kernels cannot update these parameters, in a line; None if they can."""
     params = [param for group in groups for param in group["params"]]
     dtypes = {param.dtype for param in params}
     if any(is_dtensor(param) for param in params):

@@ -1,4 +1,4 @@
-"""From a config to an optimizer, and its rate at a step."""
+"""Builds the optimizer of a config, and sets its rates at each step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hyperbatch.schedule.layers import GroupSummary, ParamRow, layer_factors
 
 
 def _sgd(optim: OptimConfig) -> tuple[type[LARS | LAMB | Muon], dict[str, Any]]:
-    """LARS without trust ratios, with the rate where torch's SGD has it."""
+    """LARS without trust ratios, with the rate applied as in torch's SGD (`lr_outside`)."""
     kind, options = _lars(optim)
     return kind, {**options, "momentum_rule": "lr_outside", "adapt": False}
 
@@ -61,7 +61,7 @@ def _muon(optim: OptimConfig) -> tuple[type[LARS | LAMB | Muon], dict[str, Any]]
     }
 
 
-# In order of increasing complexity: each name of `--optimizer` -> its class and settings. A new rule has a line here.
+# Each name of `--optimizer`: its class and settings, in order of increasing complexity. A new rule needs a line here.
 OPTIMIZERS = {"sgd": _sgd, "lars": _lars, "adamw": _adamw, "lamb": _lamb, "muon": _muon}
 
 
@@ -96,12 +96,12 @@ def _with_plain_head(groups: list[dict[str, Any]], model: nn.Module, optim: Opti
 
 
 def rate_groups(optim: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """`param_groups`, divided further where parameters take another rate.
+    """`param_groups`, divided further by learning rate.
 
-    Each group says by which factor (`lr_scale`), and whether its schedule ends before the run does (`ends_early`).
-    Decay that the rate multiplies is divided by the factor of a kind of parameter: a larger rate for biases does not
-    make them decay faster. A layer's own factor (`rate_factors`) holds for its decay, too: what is to move less is
-    pulled to zero less.
+    Each group has its factor of the rate (`lr_scale`) and whether its schedule ends before the run (`ends_early`). For
+    the factor of a kind of parameter, decay that is multiplied by the rate is divided by the factor, so a larger rate
+    for biases does not make them decay faster. A layer's factor (`rate_factors`) also scales its decay: a layer that
+    moves less also decays less.
     """
     own = owners(model)
     scales = {
@@ -136,7 +136,7 @@ def rate_groups(optim: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def decay_groups(optim: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """What is decayed and adapted, and what is not."""
+    """The groups of parameters with and without decay and trust ratio."""
     return param_groups(
         model,
         optim.weight_decay,
@@ -146,7 +146,7 @@ def decay_groups(optim: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def rate_factors(optim: OptimConfig, model: nn.Module) -> dict[str, float]:
-    """Each parameter's factor on the rate by the layer that it lies in: `layer_rates` times `layer_decay`."""
+    """Each parameter's factor of the rate, given by its layer: `layer_rates` times `layer_decay`."""
     factors = layer_factors(optim.layer_rates, list(owners(model)), head_layer(model))
     if optim.layer_decay == 1.0:
         return factors
@@ -156,7 +156,7 @@ def rate_factors(optim: OptimConfig, model: nn.Module) -> dict[str, float]:
 
 
 def group_summary(optim: OptimConfig, model: nn.Module) -> GroupSummary:
-    """How many parameters are decayed, and which factors of the rate the layers take."""
+    """How many parameters are decayed, and the factor of the rate of each layer."""
     factors = rate_factors(optim, model)
     return GroupSummary.of(
         ParamRow(name, param.numel(), group["weight_decay"] > 0, factors[name])
@@ -168,9 +168,10 @@ def group_summary(optim: OptimConfig, model: nn.Module) -> GroupSummary:
 def set_rate(
     optimizer: torch.optim.Optimizer, lr: float, weight_decay_scale: float = 1.0, *, early_lr: float | None = None
 ) -> None:
-    """Before each step. Values on the device (capturable) are filled there, without waiting for it.
+    """Sets the rates of the next step; each group multiplies them by its own factor.
 
-    early_lr: for groups whose schedule ends early. Each group takes its own factor of the rate.
+    early_lr: for groups whose schedule ends early. Values on the device (capturable) are filled in place, without
+    waiting for it.
     """
     for group, name, value in settings_at(optimizer, lr, weight_decay_scale, early_lr):
         write_setting(group, name, value)
@@ -179,7 +180,7 @@ def set_rate(
 def settings_at(
     optimizer: torch.optim.Optimizer, lr: float, weight_decay_scale: float = 1.0, early_lr: float | None = None
 ) -> Iterator[tuple[dict[str, Any], str, float]]:
-    """(group, name, value) of all that a schedule sets: always the same names in the same order."""
+    """(group, name, value) of everything that a schedule sets, always with the same names in the same order."""
     for group in optimizer.param_groups:
         own = early_lr if early_lr is not None and group.get("ends_early") else lr
         yield group, "lr", own * group.get("lr_scale", 1.0)

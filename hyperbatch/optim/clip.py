@@ -1,9 +1,9 @@
-"""Clipping by the norm of the whole gradient: one that is longer than the limit is scaled down to it.
+"""Gradient clipping: if the norm over all parameters exceeds a limit, gradients are scaled down to it.
 
 gradients (as exchanged, perhaps loss-scaled) --|g| of all layers--> divisor = max(loss scale, |g| / limit) --> update
 
-Nothing is multiplied here: the update divides by the loss scale anyway, and takes this divisor in its place. It lives
-on the device, so a captured step clips as a plain one does. An inf or nan in the gradient still skips the step.
+No gradient is multiplied here: the update divides by the loss scale anyway, and uses this divisor instead. The divisor
+is on the device, so clipping works in captured steps too. An inf or nan in the gradient still skips the step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hyperbatch.optim.tensors import norms_of
 
 
 class GradientClip:
-    """`measure()` between the exchange and the update of every step. Made once the loss scale is the optimizer's."""
+    """Call `measure()` between the exchange and the update of every step. Create it after the loss scaler."""
 
     def __init__(self, limit: float, arena: Arena, sync: GradSync, optimizer: LayerwiseOptimizer) -> None:
         self._limit, self._arena, self._sync = limit, arena, sync
@@ -32,7 +32,7 @@ class GradientClip:
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Every rank calls it, and all find the same norm: that of the mean over ranks, which the arena holds now."""
+        """Sets the divisor from the norm of the exchanged gradients in the arena. Every rank must call it."""
         sync, grads = self._sync, self._arena.grads
         if not sync.sharded:
             norm = torch.linalg.vector_norm(norms_of(list(grads.values())))

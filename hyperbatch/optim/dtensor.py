@@ -1,7 +1,7 @@
-"""Parameters that are spread over ranks: the DTensors of FSDP2's `fully_shard` and of tensor parallelism.
+"""Parameters that are sharded over ranks: the DTensors of FSDP2's `fully_shard` and of tensor parallelism.
 
-Each rank updates its own part in place. What concerns a whole layer is added up over the ranks: squared norms over the
-dimensions of the mesh that shard it, and whether anybody met an inf or nan over all of its dimensions.
+Each rank updates its own part in place. Values of a whole layer are summed over ranks: squared norms over the mesh
+dimensions that shard it, and the check for inf or nan over all mesh dimensions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Spread(NamedTuple):
-    """The process groups that hold a layer together."""
+    """The process groups over which the values of a sharded layer are summed."""
 
     shards: tuple[Any, ...]  # one per dimension of the mesh that shards the layer
     ranks: tuple[Any, ...]  # one per dimension of the mesh
@@ -28,7 +28,7 @@ def is_dtensor(tensor: Tensor | None) -> bool:
 
 
 def local(tensor: Any) -> Tensor:
-    """This rank's part of a DTensor, in the same memory; other tensors as they are."""
+    """This rank's part of a DTensor, in the same memory; other tensors unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
@@ -48,7 +48,7 @@ def spread_of(param: Any) -> Spread | None:
 
 
 def whole_norms(norms: Tensor, spreads: Iterable[Spread | None]) -> Tensor:
-    """Norms of whole layers, from each rank's norms of its parts: one message for all layers that are spread alike."""
+    """Norms of whole layers from each rank's norms of its parts: one message for all layers with the same groups."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for i, spread in enumerate(spreads):
         if spread is not None and spread.shards:
@@ -66,7 +66,7 @@ def whole_norms(norms: Tensor, spreads: Iterable[Spread | None]) -> Tensor:
 
 
 def agreed(found: Tensor, spreads: Iterable[Spread | None]) -> Tensor:
-    """1 on every rank of the layers' meshes where it is 1 on any of them."""
+    """`found` as the maximum over the layers' meshes: 1 on every rank if it is 1 on any of them."""
     for group in dict.fromkeys(group for spread in spreads if spread is not None for group in spread.ranks):
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     return found

@@ -1,4 +1,4 @@
-"""A step through a rule's kernels: gathers gradients, notices changes from outside, launches."""
+"""A step with a rule's fused kernels: gathers gradients, detects changes by other code, launches the kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMS = {"lars": LARS_FORM, "lamb": LAMB_FORM, "muon": MUON_FORM}
 
 
 class FusedStep:
-    """A step through the kernels: gathers gradients, notices changes from outside, launches."""
+    """Runs an optimizer's step with fused kernels, and keeps their tables up to date."""
 
     def __init__(self, optimizer: LayerwiseOptimizer) -> None:
         # Held weakly: the optimizer owns this object.
@@ -60,11 +60,11 @@ class FusedStep:
         return KernelTensors(master, state, copy, group)
 
     def _live_places(self) -> list[Any]:
-        """Where everything lies that the tables point at. Taken on the host in every step, so it must be cheap."""
+        """Addresses of everything that the tables point at. Runs on the host in every step, so it must be cheap."""
         params = _params_of(self._optimizer.param_groups)
         states = [x for state in self._optimizer.state.values() if type(state) is dict for x in state.values()]
         addresses = [*map(Tensor.data_ptr, params), *map(Tensor.data_ptr, states)]
-        # Memory may have been given back and handed out again for the same parameter in another form.
+        # Freed memory may have been allocated again for the same parameter in another layout.
         return [*addresses, *map(Tensor.stride, params), *[param.dtype for param in params]]
 
     def holds(self) -> bool:
@@ -88,7 +88,7 @@ class FusedStep:
         return False
 
     def refresh(self) -> None:
-        """Takes over weights that were written from outside."""
+        """Adopts weights that other code wrote."""
         for param, source in self._copied_back:
             source.copy_(param)
         self._kernels.refresh()
@@ -114,7 +114,7 @@ class FusedStep:
         self._kernels.step(fitting, optimizer.param_groups, optimizer.scale_of_grads(), optimizer.told_inf())
         for param, source in self._copied_back:
             param.copy_(source)
-        # What autograd's check for changed saved tensors looks at; the kernels wrote behind its back.
+        # Autograd detects changed saved tensors by their versions, which kernels do not increase.
         torch.autograd.graph.increment_version(touched)
 
 
@@ -123,7 +123,7 @@ def _params_of(groups: list[dict[str, Any]]) -> list[Tensor]:
 
 
 def _fit_state(param: Tensor, state: dict[str, Tensor]) -> None:
-    """State in fp32 and laid out as the weight, or as a dense one: parameters may have moved since it was made."""
+    """The state in fp32 and in the weight's dense layout; parameters may have moved since it was created."""
     like = torch.empty_like(param, dtype=torch.float32)
     if "master" not in state and not _same_layout(param, like):
         state["master"] = torch.empty_like(like).copy_(param)
@@ -144,5 +144,5 @@ def _fitting(grad: Tensor, like: Tensor, dtype: torch.dtype, name: str) -> Tenso
 
 
 def _same_layout(a: Tensor, b: Tensor) -> bool:
-    """Strides of dimensions of size 1 mean nothing."""
+    """Whether two tensors have the same strides, except in dimensions of size 1, where strides have no meaning."""
     return all(x == y or size == 1 for x, y, size in zip(a.stride(), b.stride(), a.shape, strict=True))

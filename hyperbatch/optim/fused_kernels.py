@@ -1,11 +1,11 @@
-"""The host's side of the fused kernels: tables of addresses, kept on the device and sent again only on a change.
+"""The host side of the fused kernels: tables of addresses on the device, which are sent again only when they change.
 
 chunks   [ weight, state, 16-bit copy | elements | layer, first element | first partial, partials | group ]    fixed
 grads    [ address or 0 ]             new after zero_grad(set_to_none=True); constant over an arena
 numbers  [ lr, decay, momentum, ... ] per group; capturable rates are read where they are
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Group = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class KernelForm:
-    """How the kernels are told of a rule."""
+    """How a rule is described to the kernels."""
 
     flags: Callable[
         [Group], tuple[Any, ...]
@@ -68,7 +68,7 @@ def _lamb_flags(group: Group) -> tuple[Any, ...]:
 
 
 def _lamb_settings(group: Group) -> list[float]:
-    """What a beta leaves, and its logarithm, are taken here: fp32 would keep four digits of 1 - 0.999."""
+    """1 - beta and its logarithm are computed here in fp64, since fp32 would keep four digits of 1 - 0.999."""
     betas = group["betas"]
     logs = [math.log(beta) if beta > 0.0 else -math.inf for beta in betas]
     return [*betas, *(1.0 - beta for beta in betas), *logs, group["eps"], float(group["adapt"])]
@@ -76,7 +76,7 @@ def _lamb_settings(group: Group) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class KernelTensors:
-    """What the kernels write for one parameter. All dense and laid out alike."""
+    """The tensors that the kernels write for one parameter, all dense and with the same layout."""
 
     weight: Tensor  # fp32: the parameter or its master
     state: tuple[Tensor, ...]  # fp32: one or two
@@ -91,7 +91,7 @@ class FusedKernels:
         self._form, groups = form, optimizer.param_groups
         fixed_grads = optimizer.arena is not None  # gradients keep their addresses there
         device = layers[0].weight.device
-        # Programmatic dependent launch: launch 2 starts up under launch 1. Hopper and newer have it.
+        # Programmatic dependent launch, on Hopper and newer: launch 2 starts while launch 1 ends.
         self._overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         # There is one 16-bit dtype at most; without any, the name of one is still needed.
         halves = {layer.copy.dtype for layer in layers if layer.copy is not None}
@@ -129,7 +129,7 @@ class FusedKernels:
         self.carried = self._numbers.tensor[:, NEXT_CARRIED.value]  # one per group
 
     def refresh(self) -> None:
-        """Takes the weights' norms anew, and masters from 16-bit weights that somebody else wrote."""
+        """Measures the weights' norms again, and copies 16-bit weights that other code wrote into their masters."""
         if self._count:
             with torch.cuda.device_of(self._chunks):  # Triton launches on the current device
                 weight_norms_kernel[(self._count,)](
@@ -149,7 +149,7 @@ class FusedKernels:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """grads: laid out as the weights, or None; they must stay alive until the launches have run."""
+        """grads: each in its weight's layout, or None. They must stay alive until the launches have run."""
         if self._count:
             with torch.cuda.device_of(self._chunks):
                 self._launch(grads, groups, grad_scale, found_inf)
@@ -179,7 +179,7 @@ class FusedKernels:
             self.outcome if grad_scale is None else grad_scale,
         )
         scaled, told = grad_scale is not None, found_inf is not None
-        # AdamW takes no norm of its direction: the first launch then reads gradients alone.
+        # AdamW needs no norm of its direction, so the first launch reads only gradients.
         direction = any(self._form.flags(group)[0] == LAMB_CODE and group["adapt"] for group in groups)
         sizes = {"GROUPS": len(groups), "SCALED": scaled, "DIRECTION": direction}
         norms_kernel[(self._count,)](*tables, **sizes, **common)
@@ -198,7 +198,7 @@ class FusedKernels:
                 )
 
     def _send(self, grads: list[Tensor | None], groups: list[Group]) -> None:
-        """Addresses and numbers go into tables; rates that live on the device are read where they are."""
+        """Sends addresses and numbers to the tables. Rates that are on the device are read from there."""
         addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
         if self._grads.send(addresses):
             self._grads_aligned = all(address % 16 == 0 for address in addresses)
@@ -222,10 +222,10 @@ class DeviceTable:
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, columns: int = 0, fixed: bool = True
     ) -> None:
-        """columns: only the first so many are the host's; 0: all.
+        """columns: the host writes only the first so many; 0 means all.
 
-        fixed: captured graphs rely on the values staying as they are. Otherwise each graph sends its own on replay,
-        from a buffer that is made beforehand and never written again.
+        fixed: captured graphs require that the values do not change. Otherwise each graph sends its own values on
+        replay, from a buffer that is allocated beforehand and never written again.
         """
         self.tensor = torch.zeros(shape, dtype=dtype, device=device)
         self._target = self.tensor[..., :columns] if columns else self.tensor
@@ -237,7 +237,7 @@ class DeviceTable:
         self._sent_on_replay: list[Tensor] = []
 
     def send(self, values: Any) -> bool:
-        """Says whether they were new."""
+        """Sends the values if they have changed. Returns whether they had."""
         capturing = self._on_gpu and torch.cuda.is_current_stream_capturing()
         if capturing and not self._fixed:
             self._send_on_replay(values)

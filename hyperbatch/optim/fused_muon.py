@@ -1,6 +1,6 @@
-"""The host's side of Muon's kernels: where each matrix has its buffers, and the order of the tiles of all products."""
+"""The host side of Muon's kernels: the buffers of each matrix, and the order of the tiles of all products."""
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 PRODUCT_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 STAGES = 3
-REGISTERS = 128  # of a thread: two programs of large tiles fit on a processor then, and one works while the other waits
-ONE_LAUNCH = True  # for all products; else one launch for each kind of product and iteration
+REGISTERS = 128  # per thread: two programs of large tiles fit on a multiprocessor, and one works while the other waits
+ONE_LAUNCH = True  # for all products; otherwise one launch for each kind of product and iteration
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """As it lies in memory."""
+    """A matrix in its memory layout."""
 
     rows: int
     columns: int
@@ -39,7 +39,7 @@ class Matrix:
 
     @property
     def side(self) -> int:
-        """Of A = X X^T, or X^T X: the smaller of the two."""
+        """The size of A, which is the smaller of X X^T and X^T X."""
         return min(self.rows, self.columns)
 
     @property
@@ -58,8 +58,8 @@ def _padded(n: int) -> int:
 def tile_rows(matrices: Sequence[Matrix | None], tile: int) -> tuple[list[tuple[int, ...]], list[int]]:
     """Rows of the kernel's table of tiles, and how many belong to each kind of product in each iteration.
 
-    Of all matrices together, one kind after the other, so that a tile is rarely taken before those that it waits for
-    have ended. The longest come first. None: somebody else's.
+    The tiles of all matrices are ordered by kind of product, so that a tile is rarely taken before those that it needs
+    are finished. The longest come first. None stands for a matrix of another rank.
     """
     rows: list[tuple[int, ...]] = []
     counts: list[int] = []
@@ -89,7 +89,7 @@ def tile_rows(matrices: Sequence[Matrix | None], tile: int) -> tuple[list[tuple[
 
 
 def best_tile(matrices: Sequence[Matrix | None], dtype: torch.dtype) -> int:
-    """Large tiles do more work per byte they read; small ones keep all processors busy with few small matrices."""
+    """The tile size: large tiles do more work per byte read; small ones keep all multiprocessors busy."""
     if dtype == torch.float32:
         return 64
     grams = [row for row in tile_rows(matrices, 128)[0] if row[:2] == (GRAM_CODE, 0)]
@@ -97,7 +97,7 @@ def best_tile(matrices: Sequence[Matrix | None], dtype: torch.dtype) -> int:
 
 
 class MuonKernels(FusedKernels):
-    """Three launches a step, whatever matrices and groups there are."""
+    """Three launches per step, for any number of matrices and groups."""
 
     def __init__(self, form: KernelForm, layers: list[KernelTensors], optimizer: LayerwiseOptimizer) -> None:
         super().__init__(form, layers, optimizer)
@@ -154,7 +154,7 @@ class MuonKernels(FusedKernels):
         scaled, told = grad_scale is not None, found_inf is not None
         aligned = self._fixed_aligned and self._grads_aligned
         scale = self.outcome if grad_scale is None else grad_scale
-        # A launch may come up while the one before still runs, unless an exchange stands between them.
+        # A launch may start while the previous one still runs, unless there is an exchange between them.
         follows: dict[str, Any] = {"launch_pdl": True} if self._overlap and self._shares is None else {}
         columns = self._factors.shape[1]
         direction_kernel[(self._count,)](
@@ -235,7 +235,7 @@ class MuonKernels(FusedKernels):
         )
 
     def _deal(self, matrices: list[Matrix]) -> Deal:
-        """Where each matrix lies, and on which rank it is orthogonalised."""
+        """The place of each matrix in the buffers, and the rank that orthogonalises it."""
         costs = [product_cost(matrix.rows, matrix.columns, len(matrix.polynomials)) for matrix in matrices]
         sizes = [matrix.size for matrix in matrices]
         return deal_out(costs, sizes, 1, waves=1) if self._shares is None else self._shares.deal(costs, sizes)

@@ -1,8 +1,8 @@
-"""LARS computed in fp16 from end to end, to be held against: what mixed-precision training should not do.
+"""LARS computed entirely in fp16, for comparison: an example of what mixed-precision training should not do.
 
 Tencent (Jia et al., arXiv 1807.11205) found that a rate computed in fp16 leaves its range and training stalls; they and
 `LARS` compute in fp32. Here weights, momentum, norms, trust ratio and rate are rounded to fp16 as they are computed.
-Tensors keep their fp32 memory, so this is no faster: only its accuracy means something.
+Tensors are still stored in fp32, so this is not faster; only its accuracy is of interest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def half_lars_update(weight: Tensor, grad: Tensor, momentum_buffer: Tensor, h: L
 
 
 def _half(value: Scalar) -> Scalar:
-    """A rate on the device, where it would widen what it is multiplied by; a number on the host does not."""
+    """The rate in fp16 if it is a device tensor, which would widen its products; a number on the host would not."""
     return value.half() if isinstance(value, Tensor) else value
 
 

@@ -31,11 +31,11 @@ class LambSettings:
     weight_decay: Scalar
     trust_clip: bool
     adapt: bool
-    step: Scalar  # how many there were before this one
+    step: Scalar  # number of steps before this one
 
     @property
     def corrections(self) -> tuple[Scalar, Scalar]:
-        """The sum of an average's weights so far. In fp64: fp32 would keep four digits of 1 - 0.999."""
+        """The bias corrections of both averages. In fp64, since fp32 would keep four digits of 1 - 0.999."""
         step = (self.step.double() if isinstance(self.step, Tensor) else self.step) + 1.0
         return 1 - self.betas[0] ** step, 1 - self.betas[1] ** step
 
@@ -68,7 +68,7 @@ def lamb_update(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tenso
 def lamb_foreach(
     entries: list[Entry], h: LambSettings, grad_norms: Tensor, grad_scale: Tensor | None, skip: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """All layers per operation. A skipped step sees zero gradients, betas of 1 and a rate of 0."""
+    """All layers per operation. A skipped step uses zero gradients, betas of 1 and a rate of 0."""
     (beta1, beta2), (correction1, correction2), lr = h.betas, h.corrections, h.lr
     weights = [entry.weight for entry in entries]
     averages, squares = ([entry.state[i] for entry in entries] for i in (0, 1))
@@ -110,7 +110,7 @@ LAMB_RULE = Rule(
 
 
 class LAMB(LayerwiseOptimizer):
-    """LAMB with everything `LARS` has around its update: masters, arena, loss scaling, skipped steps, fused kernels."""
+    """LAMB, which like `LARS` supports fp32 masters, the arena, loss scaling, skipped steps and fused kernels."""
 
     rule = LAMB_RULE
 
@@ -128,7 +128,7 @@ class LAMB(LayerwiseOptimizer):
         fused: bool | None = None,
         arena: Arena | None = None,
     ) -> None:
-        """trust_clip: never exceed the plain learning rate."""
+        """trust_clip: limits trust ratios to 1, so that no layer exceeds the plain learning rate."""
         defaults = {
             "lr": lr,
             "betas": betas,

@@ -1,10 +1,10 @@
 """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg, 2017) as a torch optimizer.
 
     trust = c |w| / (|g| + wd |w| + eps)          1 where |w| or |g| is 0, and for groups with adapt=False
-    d     = g + wd w                              decoupled decay: d = g, and w loses wd w whatever the (non-zero) lr
+    d     = g + wd w                              decoupled decay: d = g, and w -= wd w, whatever the (non-zero) lr
 
     lr_inside    m = mu m + lr trust d            w -= m              MLPerf's reference, TensorFlow, Optax
-    rescaled     m = mu m lr/lr_last + lr trust d w -= m              NVIDIA, MXNet: a new lr reaches the whole buffer
+    rescaled     m = mu m lr/lr_last + lr trust d w -= m              NVIDIA, MXNet: a new lr rescales the whole buffer
     lr_outside   m = mu m + trust d               w -= lr m           timm, apex's LARC; with adapt=False torch's SGD
     unscaled     m = mu m + d                     w -= lr trust m     Google's unscaled momentum
 
@@ -45,11 +45,11 @@ class LarsSettings:
     decoupled_weight_decay: bool
     maximize: bool
     adapt: bool
-    last_lr: Scalar = 0.0  # of the step before; 0: none, or a step that left the buffer empty
+    last_lr: Scalar = 0.0  # of the previous step; 0 if there was none, or if it left the buffer empty
 
     @property
     def buffer_scale(self) -> Scalar:
-        """What the momentum buffer is multiplied by."""
+        """The factor of the old momentum buffer."""
         if self.momentum_rule != "rescaled":
             return self.momentum
         if isinstance(self.last_lr, Tensor):
@@ -59,7 +59,7 @@ class LarsSettings:
 
     @property
     def shrink(self) -> Scalar:
-        """The part of itself that a weight loses to decoupled decay. At rate 0 it loses nothing."""
+        """The fraction of a weight that decoupled decay subtracts in this step; 0 at rate 0."""
         if not self.decoupled_weight_decay:
             return 0.0
         if isinstance(self.lr, Tensor):
@@ -67,7 +67,7 @@ class LarsSettings:
         return self.weight_decay if self.lr > 0 else 0.0
 
     def rates(self, trust: Any, lr: Any) -> tuple[Any, Any]:
-        """What multiplies the gradient on its way into the buffer, and the buffer on its way into the weight."""
+        """Two factors: of the gradient when it is added to the buffer, and of the buffer when it updates the weight."""
         if self.momentum_rule == "lr_outside":
             return trust, lr
         if self.momentum_rule == "unscaled":
@@ -75,7 +75,7 @@ class LarsSettings:
         return lr * trust, 1.0
 
     def trust_ratio(self, weight_norm: Tensor, grad_norm: Tensor) -> Tensor:
-        """How much of the rate a layer takes. Elementwise, so it serves one layer or a vector of them."""
+        """The factor of a layer's learning rate. Elementwise, so it works for one layer or a vector of layers."""
         decay = 0.0 if self.decoupled_weight_decay else self.weight_decay
         ratio = self.trust_coefficient * weight_norm / (grad_norm + decay * weight_norm + self.eps)
         if self.trust_clip:  # LARC: the effective rate lr * trust is at most lr; at lr = 0 nothing moves anyway
@@ -119,7 +119,7 @@ def lars_update(
 
 
 def _plus(x: Tensor, y: Tensor, factor: Scalar) -> Tensor:
-    """x + factor y, with torch.optim.SGD's own operation where the factor is a number: the bits agree."""
+    """x + factor y. If the factor is a number, with the operation of torch.optim.SGD, so that the bits agree."""
     if isinstance(factor, Tensor):
         return x + y * factor
     return x.add(y, alpha=factor) if factor else x
@@ -132,7 +132,7 @@ def _times(x: Tensor, factor: Scalar) -> Tensor:
 def lars_in_place(
     entries: list[Entry], h: LarsSettings, grad_norms: Tensor, grad_scale: Tensor | None, skip: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """For the CPU: a layer at a time while it is in the cache, no temporaries, factors read on the host."""
+    """The path for CPUs: one layer at a time while it is in the cache, without temporaries, factors on the host."""
     weight_norms, trust = _layer_norms(entries, h, grad_norms)
     lr, buffer_scale, shrink = float(h.lr), float(h.buffer_scale), float(h.shrink)
     coupled = 0.0 if h.decoupled_weight_decay else float(h.weight_decay)
@@ -201,11 +201,12 @@ LARS_RULE = Rule(
 
 
 class LARS(LayerwiseOptimizer):
-    """LARS with param groups, closures, LR schedulers, GradScaler and CUDA graphs, as any torch optimizer.
+    """LARS as a torch optimizer, with param groups, closures, LR schedulers, GradScaler and CUDA graphs.
 
-    Group key `adapt=False`: plain momentum SGD. Paths: `fused` (CUDA with Triton: two launches for all layers; the
-    default there), `foreach` (the default elsewhere), and the reference when both are False. A step that meets an
-    inf or nan gradient leaves weights and state untouched on every path, without a host synchronisation.
+    Groups with `adapt=False` take steps of plain momentum SGD. Paths: `fused` (CUDA with Triton, and the default there:
+    two launches for all layers), `foreach` (the default on other GPUs), in place (the default on CPUs), and the
+    reference (`foreach=False`). A step with an inf or nan in a gradient leaves weights and state unchanged on every
+    path, without a host synchronisation.
     """
 
     rule = LARS_RULE
@@ -229,9 +230,9 @@ class LARS(LayerwiseOptimizer):
         fused: bool | None = None,
         arena: Arena | None = None,
     ) -> None:
-        """lr: may be left out where every param group has its own.
+        """lr: may be left out if every param group has its own.
 
-        arena: keeps momentum beside the weights it already holds, and lets the fused path run without tables.
+        arena: stores the momentum too. Gradients in it keep their addresses, so the fused path sends them only once.
         """
         defaults = {
             "lr": lr,

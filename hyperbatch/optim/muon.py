@@ -1,4 +1,4 @@
-"""Muon (Jordan et al., 2024): momentum whose singular values are all made about 1, as a torch optimizer.
+"""Muon (Jordan et al., 2024) as a torch optimizer: it brings the singular values of a matrix's momentum close to 1.
 
     m = mu m + g           u = g + mu m (Nesterov), else m
     X = u / |u|            as a matrix: a convolution's kernel is out x (in kh kw)
@@ -6,7 +6,7 @@
     w = (1 - lr wd) w - lr adjusted X                normalize_weights: w is first scaled to |w| = sqrt(rows)
 
 Parameters of fewer than two dimensions, and all of groups with adapt=False, take a step of momentum SGD instead:
-m = mu m + g + wd w, and w -= lr u. Decoupled decay: w loses wd w whatever the (non-zero) lr, in both.
+m = mu m + g + wd w, and w -= lr u. With decoupled decay, both subtract wd w from w, whatever the (non-zero) lr.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -37,7 +37,7 @@ Polynomial = tuple[float, float, float]
 POLYNOMIALS: dict[str, tuple[Polynomial, ...]] = {
     # Keller Jordan: the steepest slope at 0; singular values end up between about 0.7 and 1.2.
     "original": ((3.4445, -4.7750, 2.0315),),
-    # Amsel et al., 2025 (Polar Express): each the best one after those before it, with 1 % of room for rounding.
+    # Amsel et al., 2025 (Polar Express): each is optimal after the previous ones, with a margin of 1 % for rounding.
     "polar_express": (
         (8.237312490495555, -23.157747414558198, 16.680568411445915),
         (4.082441999064835, -2.893047735332586, 0.5252849256975648),
@@ -71,7 +71,7 @@ class MuonSettings:
 
     @property
     def polynomials(self) -> list[Polynomial]:
-        """One per iteration; the last is repeated where there are fewer than steps."""
+        """One polynomial per iteration; the last is repeated if there are fewer than `steps`."""
         given = self.coefficients
         table = POLYNOMIALS[given] if isinstance(given, str) else given if isinstance(given[0], Sequence) else (given,)
         return [tuple(table[min(i, len(table) - 1)]) for i in range(self.steps)]
@@ -81,14 +81,14 @@ class MuonSettings:
         return self.adapt and weight.ndim >= 2 and weight.numel() > 0
 
     def adjustment(self, weight: Tensor) -> float:
-        """What a matrix's rate is multiplied by, from its shape."""
+        """The factor of a matrix's rate, which depends on its shape."""
         rows, columns = matrix_shape(weight)
         if self.adjust_lr == "original":
             return math.sqrt(max(1.0, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns)) if self.adjust_lr == "match_rms_adamw" else 1.0
 
     def shrink(self, *, matrix: bool) -> Scalar:
-        """The part of itself that a weight loses to decay. At rate 0 it loses nothing."""
+        """The fraction of a weight that decay subtracts in this step; 0 at rate 0."""
         if not self.decoupled_weight_decay:
             return self.lr * self.weight_decay if matrix else 0.0
         if isinstance(self.lr, Tensor):
@@ -96,7 +96,7 @@ class MuonSettings:
         return self.weight_decay if self.lr > 0 else 0.0
 
     def normalization(self, relative_norm: Tensor) -> Tensor:
-        """What brings |w| to sqrt(rows), from |w| / sqrt(rows). 1 where w is 0, and at rate 0, where nothing moves."""
+        """The factor that scales |w| to sqrt(rows), given |w| / sqrt(rows); 1 if w is 0, and at rate 0."""
         return torch.where((relative_norm > 0) & (self.lr > 0), 1.0 / relative_norm, 1.0)
 
     def check(self) -> None:
@@ -121,9 +121,9 @@ def matrix_shape(weight: Tensor) -> tuple[int, int]:
 
 
 def polar_factor(matrices: Tensor, h: MuonSettings, dtype: torch.dtype) -> Tensor:
-    """U V^T of a batch of matrices U S V^T, nearly: as far as the polynomials bring their singular values to 1.
+    """An approximation of U V^T for a batch of matrices U S V^T: the polynomials bring singular values close to 1.
 
-    Products are taken in `dtype`, on the side of the matrices where X X^T is the smaller one.
+    Products are computed in `dtype`. Tall matrices are transposed first, so that X X^T is the smaller product.
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
     norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True).clamp(min=h.eps)
@@ -157,9 +157,9 @@ def muon_update(weight: Tensor, grad: Tensor, momentum_buffer: Tensor, h: MuonSe
 
 
 def memory_shape(weight: Tensor) -> tuple[int, int] | None:
-    """Rows and columns of the matrix as it lies in memory once it is dense; None where it does not lie there as one.
+    """Rows and columns of the matrix in its (dense) memory layout; None if the memory is not one matrix.
 
-    Columns may be in any order, and the whole may be transposed: so is its polar factor, then.
+    Columns may be in any order, and the matrix may be transposed; its polar factor then has the same layout.
     """
     rows, columns = matrix_shape(weight)
     strides = torch.empty_like(weight, device="meta").stride()
@@ -173,10 +173,10 @@ PolarFactors = Callable[[list[Tensor], MuonSettings], list[Tensor]]
 
 
 def polar_factors(directions: list[Tensor], h: MuonSettings) -> list[Tensor]:
-    """Of parameters of any shapes. On a GPU, those that are alike as matrices, or transposed alike, are one batch.
+    """Polar factors of parameters of any shapes. On a GPU, matrices of the same shape, transposed or not, are a batch.
 
-    On a CPU each is taken alone: the bits of a batch depend on how many are in it, and ranks that share matrices would
-    not get the weights of one that has them all.
+    On a CPU each is computed alone: the bits of a batch depend on its size, so ranks that share matrices would not get
+    the same weights as one rank that has them all.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for i, direction in enumerate(directions):
@@ -197,7 +197,7 @@ def _wide(direction: Tensor) -> Tensor:
 
 
 def product_dtype(h: MuonSettings, like: Tensor) -> torch.dtype:
-    """16 bit on a GPU, where products in fp32 take many times as long."""
+    """The dtype of products: 16 bits on a GPU, where fp32 takes many times as long."""
     return h.product_dtype or (torch.bfloat16 if like.is_cuda and like.dtype == torch.float32 else like.dtype)
 
 
@@ -210,7 +210,7 @@ def muon_foreach(
     *,
     factors: PolarFactors = polar_factors,
 ) -> tuple[Tensor, Tensor]:
-    """All layers of a group per operation. A skipped step sees zero gradients, a momentum of 1 and a rate of 0."""
+    """All layers of a group per operation. A skipped step uses zero gradients, a momentum of 1 and a rate of 0."""
     grads = full_grads(entries, grad_scale, skip, negated=h.maximize)
     lr, momentum = h.lr, h.momentum
     if skip is not None:
@@ -258,10 +258,10 @@ MUON_RULE = Rule(
 
 
 class Muon(LayerwiseOptimizer):
-    """Muon with everything `LARS` has around its update: masters, arena, loss scaling, skipped steps, CUDA graphs.
+    """Muon, which like `LARS` supports fp32 masters, the arena, loss scaling, skipped steps and CUDA graphs.
 
-    Parameters of two and more dimensions are matrices of as many rows as the first has; group key `adapt=False`:
-    momentum SGD, as for all others. Usual for the first and the last layer.
+    A parameter of two or more dimensions is a matrix whose rows are its first dimension. Groups with `adapt=False`, and
+    all other parameters, take steps of momentum SGD; this is usual for the first and the last layer.
     """
 
     rule = MUON_RULE
@@ -287,7 +287,7 @@ class Muon(LayerwiseOptimizer):
         fused: bool | None = None,
         arena: Arena | None = None,
     ) -> None:
-        """lr: may be left out where every param group has its own.
+        """lr: may be left out if every param group has its own.
 
         coefficients: "original" or "polar_express", or three numbers, or three numbers for each of the iterations.
         adjust_lr: a matrix's rate is multiplied by sqrt(max(1, rows / columns)) ("original"), by
@@ -314,9 +314,9 @@ class Muon(LayerwiseOptimizer):
         super().__init__(params, defaults, arena=arena, capturable=capturable, foreach=foreach, fused=fused)
 
     def share(self, comm: GridComm) -> None:
-        """From now on each rank of `comm` orthogonalises its share of the matrices, with the same weights as result.
+        """From now on each rank of `comm` orthogonalises a share of the matrices. The resulting weights are the same.
 
-        Gradients must be whole and the same on all of them: `GradSync` without `sharded`, or DDP.
+        Every rank must have the same complete gradients, as from `GradSync` without `sharded` or from DDP.
         """
         from hyperbatch.optim.shares import MatrixShares
 

@@ -32,7 +32,7 @@ def working_dtype(precision: str) -> torch.dtype:
 
 
 class _StartFrom(torch.autograd.Function):
-    """loss.backward(start), without what torch imports to check a gradient that it is given: sympy, a second or two."""
+    """loss.backward(start) without the imports with which torch checks a given gradient (sympy): a second or two."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, start: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class _StartFrom(torch.autograd.Function):
 
 
 class LossScaler:
-    """Dynamic loss scaling whose inf check rides on the optimizer's norm pass."""
+    """Dynamic loss scaling. Infs are found by the optimizer's norms, so no extra pass over the gradients is needed."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class LossScaler:
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self._scale if self.enabled else loss
 
     def backward(self, loss: Tensor) -> None:
-        """`scale(loss).backward()`, but backward starts from a copy of the scale where it can: a kernel less."""
+        """Like `scale(loss).backward()`, but backward starts from a copy of the scale if possible: one kernel less."""
         start = self._scale
         if (loss.dtype, loss.shape, loss.device) == (start.dtype, start.shape, start.device):
             _StartFrom.apply(loss, start).backward()
@@ -82,7 +82,7 @@ class LossScaler:
             self.scale(loss).backward()
 
     def update(self) -> None:
-        """After each `optimizer.step()`."""
+        """Adjusts the scale. To be called after each `optimizer.step()`."""
         found = self.optimizer.last_found_inf
         if found is None:
             return
@@ -99,7 +99,7 @@ class LossScaler:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Synchronises: a checkpoint holds numbers."""
+        """The state as numbers, for a checkpoint. Waits for the device."""
         return {
             "scale": self._scale.item(),
             "good_steps": int(self._good_steps.item()),

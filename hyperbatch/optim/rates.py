@@ -1,4 +1,4 @@
-"""The rates of several steps, sent to the device at once: a CUDA graph of these steps takes them row by row.
+"""The rates of several steps, sent to the device in one copy. A CUDA graph of these steps reads them row by row.
 
 host     write   [ lr, weight_decay, lr, ... of step 0 ]
                  [ lr, weight_decay, lr, ... of step 1 ]  -> one copy
@@ -17,7 +17,7 @@ from hyperbatch.optim.build import settings_at
 
 
 class RateTable:
-    """What `set_rate` sets, for each step of a stride. Until the first `write` every row is what the groups say."""
+    """What `set_rate` sets, for each step of a stride. Until the first `write`, every row holds the groups' values."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, rows: int) -> None:
         self._optimizer = optimizer
@@ -32,15 +32,15 @@ class RateTable:
             self._table = row.repeat(rows, 1)
 
     def write(self, rates: Sequence[tuple[float, ...]]) -> None:
-        """What `settings_at` takes, of each step that comes next. Does not wait for the device."""
+        """Writes the rates of the next steps, each the arguments of `settings_at`. Does not wait for the device."""
         self._rows = [[value for *_, value in settings_at(self._optimizer, *rate)] for rate in rates]
         if self._table is not None:
-            # A new pinned block each time: the one before may still be on its way.
+            # A new pinned block each time, since the copy from the last one may still be in progress.
             values = torch.tensor(self._rows, dtype=self._table.dtype, pin_memory=self._table.is_cuda)
             self._table[: len(values)].copy_(values, non_blocking=True)
 
     def apply(self, row: int) -> None:
-        """The groups get the numbers of this row. On the device it is one launch, which can be captured."""
+        """Sets the groups' rates from this row. On the device this is one launch, which can be captured."""
         targets, sources = [], []
         for column, (group, name) in enumerate(self._settings):
             if isinstance(group[name], Tensor):

@@ -1,4 +1,4 @@
-"""What an update rule is: data, a pure function that a person can read, and the same over many layers at once.
+"""What an update rule consists of: data, a readable pure function, and the same function over many layers at once.
 
 rule file    settings, update (the reference), foreach, Rule(...), and a thin class with the rule's arguments
 base         everything else: masters, arena, loss scale, skipped steps, statistics, state dicts, DTensors
@@ -21,15 +21,15 @@ from hyperbatch.optim.tensors import Scalar, norms_of, scalar
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One parameter with a gradient: what a step reads and writes."""
+    """One parameter that has a gradient, with everything that a step reads and writes."""
 
     name: str
     param: Tensor
     weight: Tensor  # full precision: the parameter itself, or its fp32 master
-    grad: Tensor  # as backward left it: perhaps 16-bit, perhaps loss-scaled
+    grad: Tensor  # as backward computed it: possibly 16-bit, possibly loss-scaled
     state: tuple[Tensor, ...]
-    weight_norm: Tensor | None = None  # |w| of the whole layer, where the tensors above are one rank's part of it
-    spread: Spread | None = None  # the ranks to ask for norms of the whole layer, where it is a DTensor
+    weight_norm: Tensor | None = None  # |w| of the whole layer, if the tensors above are one rank's part of it
+    spread: Spread | None = None  # the ranks that share the layer, if it is a DTensor
     # Adds up squares of norms, one per entry, over the ranks that have parts of a layer, in the sharded update
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
 
@@ -56,7 +56,7 @@ class Settings(Protocol):
 
 
 # (entries, settings, norms of the unscaled gradients, loss scale, skip) -> (|w|, trust), an element per entry.
-# skip: None where the host knows that the step is good, else 1 on the device when it must change nothing.
+# skip: None if the host knows that the step is good, else a device value: 1 if the step must change nothing.
 Path = Callable[[list[Entry], Any, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
 
 
@@ -66,11 +66,11 @@ class Rule:
     settings: Callable[..., Settings]  # made from the fields of the same names in a group
     fields: tuple[str, ...]
     state_names: tuple[str, ...]  # tensors per parameter, in full precision
-    group_state_names: tuple[str, ...]  # numbers per group that a step moves on
+    group_state_names: tuple[str, ...]  # numbers per group that each step changes
     update: Callable[..., Update]  # (weight, unscaled gradient, *state, settings): the reference, in full precision
     foreach: Path  # the same with torch's multi-tensor operations; every factor stays on the device
     in_place: Path | None = None  # for a CPU, where it is faster than `foreach`: factors are read on the host
-    shardable: bool  # elementwise but for norms: each rank can update a part of a layer
+    shardable: bool  # elementwise except for norms, so that each rank can update a part of a layer
 
     def read(self, group: dict[str, Any], device: torch.device | None = None) -> Any:
         """Settings at this step. Tensors on another device than `device` are read on the host."""
@@ -93,7 +93,7 @@ class Rule:
 
 
 def norms_of_layers(tensors: list[Tensor], entries: list[Entry]) -> Tensor:
-    """As `norms_of`, of the whole layers where each tensor is one rank's part."""
+    """Like `norms_of`, but of whole layers if each tensor is one rank's part."""
     norms, sum_over_ranks = norms_of(tensors), entries[0].sum_over_ranks if entries else None
     if sum_over_ranks is not None:
         return sum_over_ranks(norms.square()).sqrt()
@@ -101,7 +101,7 @@ def norms_of_layers(tensors: list[Tensor], entries: list[Entry]) -> Tensor:
 
 
 def weight_norms_of(entries: list[Entry]) -> Tensor:
-    """|w| of each layer, where it is not known already."""
+    """|w| of each layer; computed only if an entry does not have it."""
     known = [entry.weight_norm for entry in entries if entry.weight_norm is not None]
     return torch.stack(known) if known else norms_of_layers([entry.weight for entry in entries], entries)
 

@@ -1,12 +1,12 @@
-"""The sharded update (Xu et al., 2020; Google's MLPerf entries): each rank updates its N-th of the weights.
+"""The sharded update (Xu et al., 2020; Google's MLPerf entries): each of N ranks updates 1/N of the weights.
 
 gradients  --reduce-scatter-->  my shard  --update-->  my shard of the weights  --all-gather-->  weights
                                    |  |g|^2, |w|^2 of my part of every layer, inf?
                                    '--> one small all-reduce --> trust ratios, skip    (LAMB: another of |direction|^2)
 
-Half of the all-reduce happens before the update and half after it, so the wire carries as much as ever (less, when the
-weights are 16-bit and gradients are not), and each rank does an N-th of the update's work. Momentum and masters keep
-their full size but are up to date in this rank's shard alone until `gather_state`: memory is not what is saved here.
+Half of the all-reduce happens before the update and half after it, so as many bytes are sent as without sharding (fewer
+if weights are 16-bit and gradients are not), and each rank does 1/N of the update's work. Momentum and masters keep
+their full size, but are current only in this rank's shard until `gather_state`. This saves time, not memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hyperbatch.optim.tensors import adopt_writes, capturing, norms_of
 
 
 class ShardedUpdate:
-    """`step()` in the place of the optimizer's own; rates, loss scale, statistics and state stay the optimizer's.
+    """Replaces the optimizer's `step()`; rates, loss scale, statistics and state remain those of the optimizer.
 
         sync = GradSync(arena, plan, comm, sharded=True)
         optimizer = LARS(groups, lr, arena=arena)
@@ -38,7 +38,7 @@ class ShardedUpdate:
         sync.finish(); update.step()
         update.gather_state()              # on every rank, before state or masters are read: checkpoints
 
-    Between `sync.finish()` and the next step `param.grad` holds the mean in this rank's shard only.
+    Between `sync.finish()` and the next step, `param.grad` holds the mean over ranks only in this rank's shard.
     """
 
     def __init__(self, optimizer: LayerwiseOptimizer, arena: Arena, sync: GradSync) -> None:
@@ -63,7 +63,7 @@ class ShardedUpdate:
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As the optimizer's: a step that met an inf or nan on any rank is skipped on all of them."""
+        """Like the optimizer's step. If any rank finds an inf or nan, the step is skipped on all ranks."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -86,7 +86,7 @@ class ShardedUpdate:
 
     @torch.no_grad()
     def gather_state(self) -> None:
-        """Momentum and masters become whole on every rank, which must all call it."""
+        """Completes momentum and masters on every rank, e.g. before a checkpoint. All ranks must call it."""
         for index, group in enumerate(self._sync.plan.groups):
             slots = [self._arena.slot(name) for name in group.parameters]
             states = [self.optimizer.init_state(slot.param) for slot in slots]
@@ -94,10 +94,10 @@ class ShardedUpdate:
             self._gather([_flat(views, 0, numel) for views in states[0].values()], index)
 
     def _measure(self, entries: dict[int, Entry], weight_norms: Tensor) -> tuple[Tensor, Tensor]:
-        """Norms of whole layers from everybody's parts: one message of two numbers a slot, and one more.
+        """Norms of whole layers from all ranks' parts, in one message of two numbers per slot and a flag for inf.
 
-        Slots without a gradient send zeros, so every rank sends as many and no table of places is made. All of it
-        happens on the device, so that a graph can capture it.
+        Slots without a gradient send zeros, so the message has the same layout on every rank. Everything happens on
+        the device, so that a graph can capture it.
         """
         count = len(weight_norms)
         nothing = [self._arena.grads[slot.dtype][:0] for slot in self._arena.slots]
@@ -118,7 +118,7 @@ class ShardedUpdate:
         return table
 
     def _entry(self, number: int, weight_norm: Tensor) -> Entry:
-        """This rank's part of a parameter; most are empty, but every rank sees every layer."""
+        """This rank's part of a parameter. Most parts are empty, but every rank has an entry for every layer."""
         slot, (start, stop) = self._arena.slots[number], self._parts[number]
         state = self.optimizer.init_state(slot.param)
         working = self._part(self._arena.weights, slot, start, stop)
@@ -128,7 +128,7 @@ class ShardedUpdate:
         return Entry(slot.name, working, master, grad, buffers, weight_norm, sum_over_ranks=self._sum_over_ranks)
 
     def _adopt_writes(self) -> None:
-        """16-bit weights that somebody else wrote win over their masters, as in the optimizer's own step."""
+        """Copies 16-bit weights that other code wrote into their masters, as the optimizer's own step does."""
         weights, masters = self._arena.weights.get(self._arena.dtype), self._arena.masters
         if weights is None or masters is None or capturing(weights.device):
             return
@@ -155,5 +155,5 @@ class ShardedUpdate:
 
 
 def _flat(view: Tensor, start: int, stop: int) -> Tensor:
-    """Elements [start, stop) from a parameter's first on, in memory order; beyond it come its arena neighbours."""
+    """Elements [start, stop), counted from a parameter's first in memory order; they may reach into its neighbours."""
     return view.as_strided((stop - start,), (1,), view.storage_offset() + start)

@@ -1,12 +1,12 @@
-"""Muon over ranks: each orthogonalises its share of the matrices, and everybody gets all results.
+"""Muon over ranks: each rank orthogonalises a share of the matrices, and all ranks get all results.
 
     gradients  --all-reduce-->  directions (everywhere)  -->  polar factors of my matrices  --all-gather-->  weights
 
     flat buffer   [ rank 0 | rank 1 | rank 2 | rank 3 ][ rank 0 | rank 1 | rank 2 | rank 3 ]   segments of equal length
-                    wave 0: leaves while wave 1 is computed    wave 1
+                    wave 0: sent while wave 1 is computed      wave 1
 
-The products are what costs time; momentum and weights are updated on every rank, so state is whole everywhere. To
-scatter gradients would save nothing: matrices cut into N-ths would have to be gathered before the products, too.
+Only the products are shared, because they take most of the time. Every rank updates momentum and weights, so its state
+is complete. Scattering gradients would not help: the shards of matrices would have to be gathered before the products.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WAVES = 2
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Who orthogonalises a matrix, in which wave, and where its elements lie in the flat buffer."""
+    """The rank that orthogonalises a matrix, the wave, and the place of its elements in the flat buffer."""
 
     rank: int
     wave: int
@@ -48,7 +48,7 @@ class Deal:
 
 
 def deal_out(costs: Sequence[float], sizes: Sequence[int], ranks: int, waves: int = WAVES) -> Deal:
-    """The costliest matrix goes to whoever has least so far; each rank does its first half before its second one."""
+    """Assigns matrices to ranks, the costliest first, to the rank with the least work; each rank has two waves."""
     load = [0.0] * ranks
     hands: list[list[int]] = [[] for _ in range(ranks)]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -92,11 +92,11 @@ class MatrixShares:
         return deal_out(costs, sizes, self.comm.size)
 
     def gather(self, flat: Tensor) -> Any:
-        """Every rank's segment of a wave becomes valid everywhere, once the handle's wait() is over."""
+        """Sends every rank's segment of a wave to all others; the result is ready after the handle's wait()."""
         return self.comm.submit(partial(gather_now, flat, self.comm, "flat"), flat.device)
 
     def polar_factors(self, directions: list[Tensor], h: MuonSettings) -> list[Tensor]:
-        """As `hyperbatch.optim.muon.polar_factors`, a share of them computed here."""
+        """Like `hyperbatch.optim.muon.polar_factors`, but this rank computes only its share."""
         dtype = reduce(torch.promote_types, [product_dtype(h, direction) for direction in directions])
         costs = [product_cost(*matrix_shape(direction), h.steps) for direction in directions]
         deal = self.deal(costs, [direction.numel() for direction in directions])

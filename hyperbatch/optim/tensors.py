@@ -1,4 +1,4 @@
-"""Numbers that live on the host or on the device, norms in fp64, and 16-bit weights beside their masters."""
+"""Numbers on the host or on the device, norms in fp64, and the comparison of 16-bit weights with their masters."""
 
 # pyright: reportPrivateImportUsage=false
 # torch._foreach_* is the multi-tensor interface that torch.optim itself is written in.
@@ -17,7 +17,7 @@ def is_number(value: Any) -> bool:
 
 
 def scalar(value: Any, name: str, device: torch.device | None = None) -> Any:
-    """A group's setting, with tensors of one element made 0-d. Those on another device than `device` are read."""
+    """A group's setting. Tensors of one element become 0-d; tensors on another device than `device` become numbers."""
     if not isinstance(value, Tensor):
         return value
     if value.numel() != 1:
@@ -26,7 +26,7 @@ def scalar(value: Any, name: str, device: torch.device | None = None) -> Any:
 
 
 def write_setting(group: dict[str, Any], name: str, value: Scalar) -> None:
-    """Sets a group's number; one that lives on the device is written in place, as captured graphs expect."""
+    """Sets a group's number. A device tensor is written in place, because captured graphs read its address."""
     old = group[name]
     if isinstance(old, Tensor):
         old.copy_(value) if isinstance(value, Tensor) else old.fill_(value)
@@ -35,7 +35,7 @@ def write_setting(group: dict[str, Any], name: str, value: Scalar) -> None:
 
 
 def on_device(value: Scalar, device: torch.device) -> Tensor:
-    """A number as a tensor: full() is filled on the device, where tensor() would be copied there and waited for."""
+    """A number as a device tensor. full() fills it on the device; tensor() would copy it and wait."""
     return value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=device)
 
 
@@ -57,31 +57,31 @@ def capturing(device: torch.device) -> bool:
 
 
 def read_is_free(device: torch.device) -> bool:
-    """Whether the host may read a value there. Anywhere but on the CPU it would wait for the device."""
+    """Whether the host can read a value of this device without waiting: only on the CPU."""
     return device.type == "cpu"
 
 
 @torch.no_grad()
 def adopt_writes(param: Tensor, master: Tensor) -> None:
-    """A weight that somebody else wrote wins over its master, except where it is just the master rounded."""
+    """Copies a weight into its master where it differs from the rounded master: other code has written it."""
     same = master.to(param.dtype) == param
     master.copy_(torch.where(same, master, param.to(master.dtype)))
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Without gaps or overlaps in memory, in whatever order of dimensions."""
+    """Whether a tensor has neither gaps nor overlaps in memory, in any order of dimensions."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:
-    """|tensor| of each, in fp64: a long fp32 sum of squares loses digits (4e-5 over 2 million elements on a CPU)."""
+    """The norm of each tensor in fp64, since a long fp32 sum loses digits (4e-5 over 2 million elements on a CPU)."""
     if tensors[0].device.type == "cpu":
         return torch.stack([_cpu_norm(tensor) for tensor in tensors])
     return torch.stack(list(torch._foreach_norm(tensors, 2, torch.float64)))
 
 
 def _cpu_norm(tensor: Tensor) -> Tensor:
-    """fp64 over fp32 norms of short rows: as exact as converting every element, and seven times as fast."""
+    """An fp64 norm of the fp32 norms of short rows: as exact as converting every element, and seven times as fast."""
     row, n = 4096, tensor.numel()
     if tensor.dtype != torch.float32 or n < 2 * row or not is_dense(tensor):
         return torch.linalg.vector_norm(tensor, dtype=torch.float64)

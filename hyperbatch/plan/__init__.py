@@ -1,1 +1,1 @@
-"""Group plans and what they cost, without torch."""
+"""Gradient group plans, and predictions of their cost on a cluster, without torch."""

@@ -23,7 +23,7 @@ from hyperbatch.errors import InputError, nearest
 from hyperbatch.plan.compute import PASSES
 from hyperbatch.plan.inventory import layers, model_names, training_flops
 from hyperbatch.plan.machine import Cluster, Device, Link, Measured, Network, Profile
-from hyperbatch.vocabulary import PRECISION_DTYPE
+from hyperbatch.vocabulary import PRECISION_DTYPE, is_foreign
 
 FOLDER = Path(__file__).parent / "machines"
 LINKS = ("intra", "inter")
@@ -307,12 +307,12 @@ def _profile(row: Any, where: str) -> Profile:
 
 
 def _run(row: Any, section: str, where: str) -> dict[str, Any]:
-    """The fields of a run that was measured: its model and precision must be known ones."""
+    """The fields of a run that was measured. Its precision must be known, and so must a model that is built in."""
     if not isinstance(row, dict):
         raise InputError(f"machine file {where}: is not a table")
     values = _read(row, section, where)
     for field, known in (("model", model_names()), ("precision", list(PRECISION_DTYPE))):
-        if values[field] not in known:
+        if values[field] not in known and not (field == "model" and is_foreign(values[field])):
             raise InputError(f"machine file {where}.{field}: unknown {values[field]!r}{nearest(values[field], known)}")
     return values
 

@@ -1,8 +1,8 @@
-"""How long each layer takes on a device: a roofline for the shape, a measured single-node speed for the height.
+"""Predicts the time of each layer on a device from a roofline model, scaled by a measured single-node speed.
 
-The roofline says how the layers compare (a convolution is bound by arithmetic or bytes, a norm by bytes); one measured
-training speed says how far from it the device really runs; a fixed cost per layer says what small batches lose. A model
-that `hyperbatch profile` has measured layer by layer on the device needs none of this.
+The roofline gives the relative times of layers (a convolution is limited by arithmetic or bytes, a norm by bytes). One
+measured training speed gives the factor between it and the device's real speed. A fixed time per layer accounts for the
+lower efficiency of small batches. A model that `hyperbatch profile` has measured on the device needs none of this.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def layer_times(
     image_size: int = 224,
     in_channels: int = 3,
 ) -> list[LayerTime]:
-    """In forward order, on a typical device (not the slowest of many)."""
+    """The time of each layer in forward order, on a typical device (not the slowest of many)."""
     table = layers(model, classes=classes, image_size=image_size, in_channels=in_channels)
     known = (model, precision, image_size)
     profiles = [p for p in cluster.device.profiles if (p.model, p.precision, p.image_size) == known]
@@ -70,7 +70,7 @@ def layer_times(
 
 
 def profiled_times(profiles: Sequence[Profile], table: Sequence[LayerSpec], batch_per_rank: int) -> list[LayerTime]:
-    """Layer by layer as measured, interpolated between the batches measured."""
+    """The measured time of each layer, interpolated between the measured batches."""
     batches = sorted(profiles, key=lambda profile: profile.batch_per_device)
     parameters = {layer.name: tuple(spec.name for spec in layer.tensors) for layer in table}
 
@@ -85,8 +85,9 @@ def profiled_times(profiles: Sequence[Profile], table: Sequence[LayerSpec], batc
 
 
 def seconds_at(points: Sequence[tuple[int, float]], batch: float) -> float:
-    """Time at a batch from times at others, by rising batch: straight lines between them, in proportion beyond the
-    largest. Below the smallest, the first line goes on, but no image is faster than at the smallest batch."""
+    """The time at a batch, interpolated linearly between times at other batches, given in ascending order. Beyond the
+    largest it is proportional. Below the smallest the first line is extended, but the time per image never falls below
+    that of the smallest."""
     first, last = points[0], points[-1]
     if batch >= last[0]:
         return last[1] * batch / last[0]
@@ -110,7 +111,7 @@ def slowest_of(ranks: int, jitter: float) -> float:
 
 
 def slowest_quantile(ranks: int, jitter: float, probability: float) -> float:
-    """The same with a given probability of not being exceeded in a step."""
+    """The compute time of the slowest rank that a step does not exceed with the given probability."""
     if jitter == 0:
         return 1.0
     return 1.0 + jitter * NormalDist().inv_cdf(probability ** (1 / ranks))
@@ -126,10 +127,11 @@ def stretch(cluster: Cluster, precision: str) -> float:
 
 
 def _stretch_of(cluster: Cluster, point: Measured) -> float:
-    """A measured speed includes its own all-reduce, update and slowest device: taken off before it is compared."""
+    """The same for one measured speed, without the all-reduce, update and slowest device that it includes."""
     device = cluster.device
-    table = layers(point.model, classes=point.classes, image_size=point.image_size)
-    specs = tensors(point.model, classes=point.classes, dtype=PRECISION_DTYPE[point.precision])
+    shape = {"classes": point.classes, "image_size": point.image_size}
+    table = layers(point.model, **shape)
+    specs = tensors(point.model, **shape, dtype=PRECISION_DTYPE[point.precision])
     nbytes = sum(spec.nbytes for spec in specs)
     exchange = 0.0
     if not point.overlapped:

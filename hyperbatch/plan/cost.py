@@ -1,17 +1,17 @@
-"""What one collective costs: latency plus bandwidth, per algorithm, on nodes whose devices share NICs.
+"""Predicts the time of a collective: latency plus bandwidth, per algorithm, on nodes whose devices share NICs.
 
 A cost is affine in the bytes, fixed_s + bytes * s_per_byte. p ranks in R nodes of C devices, S bytes:
 
     ring          2(p-1) hops in a chain through every rank; 2(p-1)/p S through each node's NICs
     tree          2 log2(R) hops between nodes, 2(C-1) in them; 2S through each node's NICs
-    flat          the backend's own: the better of those it has
+    flat          the backend's own all-reduce: the fastest of those it has
     hierarchical  reduce to a leader in the node, ring over leaders (one NIC), broadcast in the node
-    torus         reduce-scatter in the row, all-reduce of S/C in each column, all-gather in the row; where it
-                  travels in chunks, rows of one chunk hide behind columns of another
+    torus         reduce-scatter in the row, all-reduce of S/C in each column, all-gather in the row; in chunks, the
+                  rows of one chunk overlap with the columns of another
     hybrid        hierarchical for small messages, flat above (Tencent)
 
-Efficiency falls with the message size by itself: a ring moves S/p at a time, so below S = p * latency * bandwidth the
-hops cost more than the bytes.
+Small messages are less efficient: a ring sends S/p at a time, so below S = p * latency * bandwidth the hops take longer
+than the bytes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FREE = Cost(0.0, 0.0)
 def all_reduce_cost(
     network: Network, grid: RankGrid, algorithm: str, nbytes: float, *, hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES
 ) -> Cost:
-    """The cost that holds at `nbytes`: where there is a choice of ring or tree, it depends on the size."""
+    """The cost at `nbytes`. It depends on the size if the backend can choose between ring and tree."""
     if algorithm == "hybrid":
         algorithm = "hierarchical" if nbytes <= hybrid_switch_bytes else "flat"
     return min(all_reduce_options(network, grid, algorithm), key=lambda cost: cost.seconds(nbytes))
@@ -60,7 +60,7 @@ def all_reduce_cost(
 def cost_function(
     network: Network, grid: RankGrid, algorithm: str, *, hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES
 ) -> Callable[[float], float]:
-    """Seconds against bytes, cheap enough for the planner's inner loop."""
+    """A function from bytes to seconds, fast enough for the planner's inner loop."""
     if algorithm == "hybrid":
         small = cost_function(network, grid, "hierarchical")
         large = cost_function(network, grid, "flat")
@@ -127,7 +127,7 @@ def torus_options(network: Network, grid: RankGrid) -> list[Cost]:
 
 
 def reduce_scatter_cost(network: Network, grid: RankGrid, algorithm: str) -> Cost:
-    """Half of an all-reduce; so is the all-gather that ends it. For the sharded update."""
+    """The cost of a reduce-scatter, half of an all-reduce; the all-gather costs the same. For the sharded update."""
     if grid.size == 1:
         return FREE
     whole = torus_options(network, grid)[0] if algorithm == "torus" else ring_cost(network, grid.size)

@@ -63,7 +63,7 @@ def fitting_batch(
 ) -> int:
     """Samples of one micro-step that fit, at least one. sample_bytes: what one sample keeps for backward.
 
-    With numbers of `split_peaks` nothing is left to allow for: headroom=1.
+    With numbers of `split_peaks` no allowance is needed: use headroom=1.
     """
     return max(1, int((memory_bytes * usable - fixed_bytes) / (sample_bytes * headroom)))
 

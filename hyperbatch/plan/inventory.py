@@ -1,8 +1,9 @@
 """Tensor tables of the known models, computed from their architecture and tested against the models themselves.
 
-A model is written down once, as the layers of its forward pass; sizes, multiply-adds, the order in which backward
-finishes its parameters and the memory of a step all follow from that. Frozen parameters are not in the tables: nobody
-exchanges or updates them.
+A model is described once, by the layers of its forward pass. Sizes, multiply-adds, the order in which backward finishes
+its parameters and the memory of a step follow from that. Frozen parameters are not in the tables, because they are
+neither exchanged nor updated. The table of a timm model or of the user's own is made by building and tracing the
+model (hyperbatch/tracing.py); only then is torch loaded.
 
     forward    conv1 bn1 maxpool  layer1.0.conv1 ... layer1.0.bn3 layer1.0.downsample.0/.1  ...  avgpool fc
     backward   fc  ...  layer1.0.downsample.1/.0 layer1.0.bn3 ... layer1.0.conv1  bn1 conv1
@@ -16,7 +17,7 @@ from functools import cache, partial
 
 from hyperbatch.errors import InputError, nearest
 from hyperbatch.plan.types import TensorSpec
-from hyperbatch.vocabulary import DTYPE_BYTES
+from hyperbatch.vocabulary import DTYPE_BYTES, is_foreign
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +45,9 @@ def usual_data(model: str) -> tuple[int, int]:
 
 @cache
 def layers(model: str, *, classes: int = 1000, image_size: int = 224, in_channels: int = 3) -> tuple[LayerSpec, ...]:
-    """In forward order. InputError for a model it has no table of."""
+    """In forward order. InputError for a model that is not known."""
+    if is_foreign(model):
+        return _traced(model, classes, image_size, in_channels)[0]
     if model not in _MODELS:
         raise InputError(f"no tensor table of model {model!r}{nearest(model, list(_MODELS))}")
     return tuple(_MODELS[model](classes, image_size, in_channels))
@@ -59,13 +62,13 @@ def tensors(
     In a 16-bit run norm parameters and biases stay float32. They keep their place in this order; the arena and the
     grouping strategies put each dtype into a buffer of its own.
     """
-    table = layers(model, classes=classes, image_size=image_size, in_channels=in_channels)
     small = dtype if DTYPE_BYTES[dtype] >= 4 else "float32"
-    return tuple(
-        replace(spec, dtype=dtype if spec.kind == "weight" else small)
-        for layer in reversed(table)
-        for spec in _finish_order(layer)
-    )
+    if is_foreign(model):
+        specs = _traced(model, classes, image_size, in_channels)[1]
+    else:
+        table = layers(model, classes=classes, image_size=image_size, in_channels=in_channels)
+        specs = tuple(spec for layer in reversed(table) for spec in _finish_order(layer))
+    return tuple(replace(spec, dtype=dtype if spec.kind == "weight" else small) for spec in specs)
 
 
 def kept_bytes(model: str, dtype: str, *, classes: int = 1000, image_size: int = 224, in_channels: int = 3) -> int:
@@ -75,6 +78,34 @@ def kept_bytes(model: str, dtype: str, *, classes: int = 1000, image_size: int =
     # torch keeps an int64 index for each output of a max pool
     indices = sum(layer.activations for layer in table if layer.kind == "pool" and "avg" not in layer.name)
     return kept * DTYPE_BYTES[dtype] + indices * 8
+
+
+@cache
+def _traced(
+    model: str, classes: int, image_size: int, in_channels: int
+) -> tuple[tuple[LayerSpec, ...], tuple[TensorSpec, ...]]:
+    """(layers in forward order, tensors in the order in which backward finishes them) of a model without a table."""
+    from hyperbatch.tracing import trace_model
+
+    trace = trace_model(model, classes=classes, image_size=image_size, in_channels=in_channels)
+    specs = {
+        found.name: TensorSpec(name=found.name, shape=found.shape, kind=found.kind)
+        for layer in trace.layers
+        for found in layer.parameters
+    }
+    table = tuple(
+        LayerSpec(
+            name=layer.name,
+            kind=layer.kind,
+            tensors=tuple(specs[found.name] for found in layer.parameters),
+            macs=layer.macs,
+            activations=layer.outputs,
+            inputs=layer.inputs,
+            saved=layer.saved,
+        )
+        for layer in trace.layers
+    )
+    return table, tuple(specs[name] for name in trace.order)
 
 
 def _finish_order(layer: LayerSpec) -> tuple[TensorSpec, ...]:

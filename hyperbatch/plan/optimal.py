@@ -5,8 +5,8 @@ i..j, it starts when its last gradient is ready and the network is free:
 
     finish(j) = min over i < j of  max(finish(i), ready(j)) + cost(bytes of i..j)
 
-An earlier finish(i) never hurts, so the minimum over all 2^(n-1) groupings is found in n^2/2 steps. Among the groupings
-that reach it, one with the fewest groups is returned.
+An earlier finish(i) is never worse, so the minimum over all 2^(n-1) groupings is found in n^2/2 steps. Among the
+groupings that reach it, one with the fewest groups is returned.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def optimal_groups(
 ) -> GroupPlan:
     """params: in the order in which backward finishes them; ready_s: when each does.
 
-    cost: seconds against bytes, or one such function per algorithm to choose from for each group. As in every strategy,
-    with two precisions the 16-bit tensors are grouped and everything fp32 travels in one last group.
+    cost: a function from bytes to seconds, or one per algorithm; then the fastest is chosen for each group. As in every
+    strategy, with two precisions the 16-bit tensors are grouped, and all fp32 tensors form one last group.
     """
     if len(params) != len(ready_s):
         raise ValueError(f"{len(params)} parameters, but {len(ready_s)} ready times")

@@ -1,6 +1,6 @@
 """Chooses grid, algorithm, groups and wire precision for a run on a cluster, and times the step that results.
 
-`plan_step` answers for given choices; `make_plan` is the `hyperbatch plan` verb: it makes the ones left open.
+`plan_step` predicts a step with given choices. `make_plan`, the verb `hyperbatch plan`, makes the choices left open.
 """
 
 from __future__ import annotations
@@ -17,13 +17,21 @@ from hyperbatch.plan.machine import Cluster, Network
 from hyperbatch.plan.strategies import group_options, plan_groups
 from hyperbatch.plan.timeline import parameter_ready_s, step_timing
 from hyperbatch.plan.types import GradGroup, GroupPlan, RankGrid, StepTiming, TensorSpec
-from hyperbatch.plan.workload import at_size, main_span, model_tensors, model_times, resolve, resolve_all, run_spans
-from hyperbatch.recipes import find_recipe
+from hyperbatch.plan.workload import (
+    at_size,
+    is_model,
+    main_span,
+    model_tensors,
+    model_times,
+    resolve,
+    resolve_all,
+    run_spans,
+)
 from hyperbatch.schedule import Phase
 from hyperbatch.tables import text_table
 from hyperbatch.vocabulary import ALGORITHMS, DTYPE_BYTES, PRECISION_DTYPE, STRATEGIES
 
-# What a group may travel by when the planner chooses; hybrid is a choice among them by size.
+# The algorithms among which the planner chooses for a group; hybrid is a choice among them by size.
 CHOICES = tuple(name for name in ALGORITHMS if name != "hybrid")
 
 
@@ -51,11 +59,12 @@ class StepPlan:
 class Plan:
     """What `hyperbatch plan` answers: the step with the choices made, and with each other grouping and all-reduce."""
 
-    recipe: str
+    recipe: str  # or the model that was asked about in its place
     model: str
     precision: str
     cluster: str
     gpus: int
+    other_model: bool  # than the recipe's own
     global_batch: int | None  # of the first step, where it is not the recipe's own
     phase: Phase
     wire_dtype: str | None
@@ -74,7 +83,8 @@ class Plan:
             ["--plan", file] if file else ["--grouping", self.step.plan.strategy, "--algorithm", self.step.algorithm]
         )
         batch = [] if self.global_batch is None else ["--global-batch", str(self.global_batch)]
-        return [*groups, "--grid", str(self.step.grid), *batch]
+        model = ["--model", self.model] if self.other_model else []
+        return [*model, *groups, "--grid", str(self.step.grid), *batch]
 
     def to_dict(self) -> dict[str, Any]:
         step, timing = self.step, self.step.timing
@@ -112,14 +122,18 @@ def make_plan(
     *,
     cluster: str | Cluster | None = None,
     gpus: int | None = None,
+    model: str | None = None,
     grid: str | None = None,
     algorithm: str | None = None,
     strategy: str | None = None,
     global_batch: int | None = None,
     batch_per_rank: int | None = None,
 ) -> Plan:
-    """The plan for a recipe on a cluster, both by name or as values; what is None is chosen for the shortest step."""
-    request = resolve(recipe, cluster, gpus, global_batch=global_batch, batch_per_rank=batch_per_rank)
+    """The plan for a recipe on a cluster, both by name or as values; what is None is chosen for the shortest step.
+
+    model: in the place of the recipe's; `timm/NAME` may also stand for a recipe.
+    """
+    request = resolve(recipe, cluster, gpus, model=model, global_batch=global_batch, batch_per_rank=batch_per_rank)
     config, machine, ranks, notes = request.config, request.cluster, request.ranks, list(request.notes)
     main = main_span(run_spans(config, resolve_all(config, machine.device.memory_bytes, ranks)))
     phase, config = main.phase, at_size(config, main.image_size)
@@ -139,12 +153,13 @@ def make_plan(
         saved = 1 - half.timing.step_s / chosen.timing.step_s
         if saved > 0.01:
             notes.append(f"--wire-dtype fp16 would shorten the step by {saved:.0%}")
-    original = find_recipe(recipe).config() if isinstance(recipe, str) else recipe
+    original, no_recipe = request.original, isinstance(recipe, str) and is_model(recipe)
     return Plan(
         recipe=config.recipe,
         model=config.model.model,
         precision=config.optim.precision,
-        global_batch=None if config.global_batch == original.global_batch else config.global_batch,
+        other_model=no_recipe or config.model.model != original.model.model,
+        global_batch=None if config.global_batch == original.global_batch and not no_recipe else config.global_batch,
         cluster=machine.name,
         gpus=ranks,
         phase=phase,
@@ -273,7 +288,7 @@ def grids(ranks: int) -> Iterator[RankGrid]:
 def best_grid(
     network: Network, ranks: int, nbytes: float, algorithm: str = "torus", *, sharded: bool = False
 ) -> RankGrid:
-    """The grid on which an exchange of so many bytes takes least; on a tie, rows nearest to nodes."""
+    """The grid on which an exchange of so many bytes is fastest; on a tie, the one whose rows are closest to nodes."""
 
     def order(grid: RankGrid) -> tuple[float, int]:
         if sharded:
@@ -300,8 +315,9 @@ def format_plan(plan: Plan, file: str | None = None) -> str:
     ms = 1e3
     phase, timing = plan.phase, plan.step.timing
     gpus = "1 GPU" if plan.gpus == 1 else f"{plan.gpus:,} GPUs"
+    with_model = f" with {plan.model}" if plan.other_model and plan.model != plan.recipe else ""
     lines = [
-        f"{plan.recipe} on {gpus} of {plan.cluster}: grid {plan.step.grid}, "
+        f"{plan.recipe}{with_model} on {gpus} of {plan.cluster}: grid {plan.step.grid}, "
         f"global batch {phase.global_batch:,} ({phase.batch_per_rank} per rank"
         + (f" x {phase.accumulation} micro-steps)" if phase.accumulation > 1 else ")"),
         f"step {timing.step_s * ms:.2f} ms = forward {timing.forward_s * ms:.2f} + backward "
@@ -334,7 +350,8 @@ def format_plan(plan: Plan, file: str | None = None) -> str:
         ]
         lines += ["", *text_table((title, "groups", "grid", "exposed ms", "step ms"), rows)]
     lines += [f"note: {note}" for note in plan.notes]
-    lines += ["", f"train with it: hyperbatch train {plan.recipe} {' '.join(plan.train_flags(file))}"]
+    recipe = "RECIPE" if is_model(plan.recipe) else plan.recipe
+    lines += ["", f"train with it: hyperbatch train {recipe} {' '.join(plan.train_flags(file))}"]
     if file is None:
         lines.append("  (--output FILE writes these groups, with the all-reduce of each, for `train --plan FILE`)")
     return "\n".join(lines)

@@ -1,10 +1,10 @@
-"""How gradients are grouped: single, per_layer, threshold, equal, cubic, optimal. Functions of the tensor table.
+"""Strategies that group gradients: single, per_layer, threshold, equal, cubic, optimal. Functions of the tensor table.
 
     backward finishes   fc  ...                                                   conv1
     cubic, base 3      |-3-|------ 21 ------|------------- 57 -------------|---- 80 ----|     early start, few messages
 
 With two precisions in the table (16-bit weights; fp32 norm scales, shifts and biases) the strategy groups the 16-bit
-tensors, and everything fp32 travels in one last small group.
+tensors, and all fp32 tensors form one last small group.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ def plan_groups(
     cost: Cost | None = None,
     **optimal_options: Any,
 ) -> GroupPlan:
-    """params: in the order in which backward finishes them, or a torch module, taken to finish in reverse order.
+    """A plan that groups these parameters.
 
-    Options are for: count (equal), threshold_bytes (threshold), base (cubic), ready_s and cost (optimal, as is
-    anything else). A strategy ignores the named options of the others, so a config can pass all of them.
+    params: in the order in which backward finishes them, or a torch module, whose backward is assumed to run in the
+    reverse order of definition. Options: count (equal), threshold_bytes (threshold), base (cubic), ready_s and cost,
+    and all others (optimal). A strategy ignores the named options of the others, so a config can pass all of them.
     """
     if strategy not in STRATEGIES:
         raise InputError(f"grouping {strategy!r} is unknown{nearest(strategy, STRATEGIES)}")
@@ -99,7 +100,7 @@ def layer_sizes(params: Sequence[TensorSpec]) -> list[int]:
 
 
 def threshold_sizes(params: Sequence[TensorSpec], threshold_bytes: int) -> list[int]:
-    """Tensor fusion (Jia et al. 2018): a group leaves as soon as it holds threshold_bytes or more."""
+    """Tensor fusion (Jia et al. 2018): a group is closed as soon as it holds threshold_bytes or more."""
     sizes, tensors, held_bytes = [], 0, 0
     for spec in params:
         tensors, held_bytes = tensors + 1, held_bytes + spec.nbytes
@@ -120,7 +121,7 @@ def cubic_sizes(tensors: int, all_tensors: int, base: int) -> list[int]:
 
     The boundaries count every tensor of the model. When only some of them are grouped (16-bit weights of a
     mixed-precision model) each boundary falls at the same fraction of those: ResNet-50's 3, 24, 81 of 161 tensors
-    become 1, 8, 27 of 54 weights, the very weights that lie before them in backward.
+    become 1, 8, 27 of 54 weights, exactly the weights that come before these boundaries in backward.
     """
     bounds = [0]
     k = 1

@@ -25,9 +25,9 @@ def step_timing(
     accumulation: int = 1,
     slowdown: float = 1.0,
 ) -> StepTiming:
-    """The predicted step: a group leaves once its last gradient is ready and the group before it is through.
+    """The predicted step. A group is sent once its last gradient is ready and the previous group has ended.
 
-    slowdown: compute time of the slowest rank over the typical one's. accumulation: micro-steps; gradients leave in
+    slowdown: compute time of the slowest rank over the typical one's. accumulation: micro-steps; gradients are sent in
     the last one.
     """
     forward = slowdown * sum(layer.forward_s for layer in times)

@@ -2,7 +2,7 @@
 
 TensorSpec   one parameter, as the arena lays it out
 RankGrid     rows x columns of ranks; a row is the fast direction, the ranks of one node
-GroupPlan    which gradients travel together, in the order in which they leave
+GroupPlan    which gradients are sent together, in the order in which they are sent
 StepTiming   one step, predicted or measured: the same columns for both
 """
 
@@ -107,7 +107,7 @@ class RankGrid:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradGroup:
-    """Gradients that travel in one all-reduce: neighbours in one dtype's arena."""
+    """Gradients that are sent in one all-reduce: neighbours in one dtype's arena."""
 
     index: int
     parameters: tuple[str, ...]
@@ -175,7 +175,7 @@ class GroupTiming:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTiming:
-    """Where one step's time went. `exposed_comm_s` is what backward did not hide."""
+    """Where one step's time went. `exposed_comm_s` is the communication that did not overlap with backward."""
 
     step_s: float
     forward_s: float

@@ -1,4 +1,4 @@
-"""What is asked of a cluster: a recipe, its batch over so many ranks, its layers and tensors."""
+"""The workload of a prediction: a recipe, its batch over a number of ranks, its layers and tensors."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from hyperbatch.plan import fit
 from hyperbatch.plan.clusters import load_cluster
 from hyperbatch.plan.compute import LayerTime, layer_times
 from hyperbatch.plan.fit import StepMemory, fitting_batch
-from hyperbatch.plan.inventory import kept_bytes, model_names, tensors
+from hyperbatch.plan.inventory import kept_bytes, model_names, tensors, usual_data
 from hyperbatch.plan.machine import Cluster
 from hyperbatch.plan.types import TensorSpec
-from hyperbatch.recipes import find_recipe
-from hyperbatch.schedule import Phase, resolve_phases, size_spans
-from hyperbatch.vocabulary import PRECISION_DTYPE
+from hyperbatch.recipes import all_recipes, find_recipe
+from hyperbatch.schedule import FULL_SIZE, Phase, resolve_phases, size_spans
+from hyperbatch.vocabulary import PRECISION_DTYPE, TIMM_MODEL
+
+MODEL_BATCH = 256  # per rank, of a model without a recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """A run that is asked about. `written_for`: the largest global batch its number of epochs was stated for."""
 
+    original: Config  # before its batch was changed
     config: Config
     cluster: Cluster
     ranks: int
@@ -37,15 +40,17 @@ def resolve(
     cluster: str | Cluster | None,
     gpus: int | None,
     *,
+    model: str | None = None,
     global_batch: int | None = None,
     batch_per_rank: int | None = None,
 ) -> Request:
     """Names to values, and the batch to one that divides over the ranks.
 
-    A recipe knows where its claim was made, so cluster and size may be left out. A batch that was asked for must
-    divide; the recipe's own is moved to the nearest one that does.
+    A recipe names the cluster of its claim, so cluster and size may be left out. The name of a model stands for a run
+    with the defaults of `train`. model: replaces the recipe's. A requested batch must divide over the ranks; the
+    recipe's own is changed to the nearest one that does.
     """
-    known = find_recipe(recipe) if isinstance(recipe, str) else None
+    known = find_recipe(recipe) if isinstance(recipe, str) and not is_model(recipe) else None
     if not isinstance(cluster, Cluster):
         cluster = load_cluster(cluster or (known.cluster if known else "local"))
     ranks = gpus if gpus is not None else (known.ranks if known else 1)
@@ -58,12 +63,16 @@ def resolve(
         global_batch = batch_per_rank * ranks
 
     notes = []
-    original = known.config() if known else recipe
-    assert isinstance(original, Config)
-    if global_batch is None:
-        config = original
+    if known is not None:
+        original, config = known.config(), known.config(global_batch)
     else:
-        config = known.config(global_batch) if known else original.override(global_batch=global_batch)
+        original = config_of(recipe, MODEL_BATCH * ranks) if isinstance(recipe, str) else recipe
+        config = original if global_batch is None else original.override(global_batch=global_batch)
+        if isinstance(recipe, str):
+            batch = f" and {MODEL_BATCH} images a rank" if global_batch is None else ""
+            notes.append(f"{recipe} is a model and not a recipe: the defaults of `train`{batch} are assumed")
+    if model is not None:
+        config = config.override(model=model)
     config = config.with_precision("fp16")  # of `auto`: 16 bits, whichever
     written_for = max(phase.global_batch for phase in original.schedule.batch_phases)
     if known is not None and "global_batch" in inspect.signature(known.build).parameters:
@@ -79,7 +88,23 @@ def resolve(
             )
     if ranks > cluster.devices:
         notes.append(f"{cluster.name} has {cluster.devices:,} devices; {ranks:,} are simulated")
-    return Request(config=config, cluster=cluster, ranks=ranks, written_for=written_for, notes=tuple(notes))
+    return Request(
+        original=original, config=config, cluster=cluster, ranks=ranks, written_for=written_for, notes=tuple(notes)
+    )
+
+
+def is_model(name: str) -> bool:
+    """Whether a name that may be a recipe's is that of a model: of timm's, or of a built-in one without a recipe."""
+    return name.startswith(TIMM_MODEL) or (name in model_names() and name not in all_recipes())
+
+
+def config_of(model: str, global_batch: int) -> Config:
+    """A run of a model that no recipe was written for: the defaults of `train`, on data of the usual size."""
+    image_size, classes = usual_data(model)
+    data = {"image_size": image_size, "eval_size": image_size, "eval_resize": image_size, "classes": classes}
+    if image_size < FULL_SIZE:
+        data |= {"train_samples": 50_000, "eval_samples": 10_000}  # CIFAR-10's
+    return Config(recipe=model).override(model=model, **data, global_batch=global_batch, precision="auto")
 
 
 def resolve_all(config: Config, memory_bytes: float, ranks: int, channels: int | None = None) -> tuple[Phase, ...]:
@@ -142,10 +167,8 @@ def at_size(config: Config, image_size: int) -> Config:
     return config.override(image_size=image_size, size_phases=())
 
 
-def largest_batch(config: Config, memory_bytes: float, channels: int | None = None) -> int | None:
-    """Samples of one micro-step that fit a device of so much memory; None for a model without a table."""
-    if config.model.model not in model_names():
-        return None
+def largest_batch(config: Config, memory_bytes: float, channels: int | None = None) -> int:
+    """Samples of one micro-step that fit a device of so much memory."""
     fixed, one = (step_memory(config, batch, channels).total for batch in (0, 1))
     return fitting_batch(memory_bytes, fixed, one - fixed)
 

@@ -65,6 +65,11 @@ class Recipe:
         return "published only: not reproduced here" if self.published else "not measured yet"
 
     @property
+    def standing(self) -> str:
+        """The same in one word."""
+        return "measured" if self.record else "published" if self.published else "none yet"
+
+    @property
     def command(self) -> str:
         return f"hyperbatch train {self.name}" + ("" if self.name == DEFAULT else " --data DIR")
 
@@ -163,7 +168,7 @@ def find_recipe(name: str) -> Recipe:
         from hyperbatch.errors import load_object
 
         build = load_object(name, "recipe")
-        return Recipe(name=name, claim="", source="", chosen=(), ranks=1, cluster="local", build=build)
+        return Recipe(name=name, claim="", source="", chosen=(), ranks=1, cluster="local", build=build, published=False)
     known = all_recipes()
     if name not in known:
         raise InputError(f"unknown recipe {name!r}{nearest(name, list(known))}")

@@ -1,61 +1,119 @@
-"""What `hyperbatch recipes` prints."""
+"""What `hyperbatch recipes` prints: a line for each recipe, or one of them in full."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from hyperbatch.recipes import DEFAULT, all_recipes
+from hyperbatch.recipes import DEFAULT, Recipe, all_recipes, find_recipe
+
+NARROW = 60  # columns of a terminal, below which the sizes are left out
+LABEL = 10  # columns of the labels of a recipe in full
 
 
-def list_recipes() -> list[dict[str, Any]]:
-    """One row per recipe, in listing order."""
-    rows = []
-    for name, recipe in all_recipes().items():
-        config = recipe.config()
-        rows.append(
-            {
-                "name": name,
-                "claim": recipe.claim,
-                "source": recipe.source,
-                "chosen": list(recipe.chosen),
-                "ranks": recipe.ranks,
-                "cluster": recipe.cluster,
-                "model": config.model.model,
-                "global_batch": config.global_batch,
-                "target": config.run.target_top1,
-                "command": recipe.command,
-                "record": recipe.record or None,
-                "evidence": recipe.evidence,
-            }
-        )
-    return rows
+def list_recipes(names: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """One row per recipe, in listing order, or in that of `names`."""
+    return [_row(recipe) for recipe in _chosen(names)]
 
 
-def format_recipes() -> str:
-    """A line a recipe for a terminal, below it claim, source and evidence, wrapped to the terminal's width."""
+def _chosen(names: Sequence[str]) -> list[Recipe]:
+    return [find_recipe(name) for name in names] if names else list(all_recipes().values())
+
+
+def _row(recipe: Recipe) -> dict[str, Any]:
+    config = recipe.config()
+    return {
+        "name": recipe.name,
+        "claim": recipe.claim,
+        "source": recipe.source,
+        "chosen": list(recipe.chosen),
+        "notes": recipe.notes,
+        "ranks": recipe.ranks,
+        "cluster": recipe.cluster,
+        "model": config.model.model,
+        "dataset": config.data.dataset,
+        "train_samples": config.data.train_samples,
+        "image_size": config.data.image_size,
+        "epochs": config.schedule.epochs,
+        "global_batch": config.global_batch,
+        "target": config.run.target_top1,
+        "command": recipe.command,
+        "record": recipe.record or None,
+        "evidence": recipe.evidence,
+    }
+
+
+def format_recipes(names: Sequence[str] = ()) -> str:
+    """For a terminal, in its width: the list, or the named ones in full."""
     from io import StringIO
 
     from rich.console import Console
-    from rich.padding import Padding
-    from rich.text import Text
 
-    rows = list_recipes()
-    names = {row["name"]: f"{row['name']} *" if row["name"] == DEFAULT else row["name"] for row in rows}
-    wide = max(map(len, names.values()))
-    model_wide = max(len(row["model"]) for row in rows)
     # The console finds width and colour from the real terminal; what it draws is captured and returned.
     terminal = Console()
     console = Console(file=StringIO(), width=terminal.width, force_terminal=terminal.is_terminal)
     with console.capture() as capture:
-        for row in rows:
-            sizes = f"batch {row['global_batch']:>6,}  ranks {row['ranks']:>5,}"
-            console.print(
-                Text.assemble((f"{names[row['name']]:{wide}}", "bold"), f"  {row['model']:{model_wide}}  {sizes}")
-            )
-            console.print(Padding(Text(row["claim"]), (0, 0, 0, 4), expand=False))
-            for line in (f"source: {row['source']}", row["evidence"]):
-                console.print(Padding(Text(line, style="dim"), (0, 0, 0, 4), expand=False))
-        console.print(
-            Text("* the default. `hyperbatch train NAME --data DIR --dry-run` shows everything a recipe sets.")
-        )
+        for drawn in [_in_full(recipe) for recipe in _chosen(names)] if names else _listed(terminal.width):
+            console.print(drawn)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _listed(width: int) -> list[Any]:
+    """A claim is cut where the terminal ends."""
+    from rich.text import Text
+
+    rows = [("recipe", "ranks", "batch", "evidence", "claim")]
+    for recipe in _chosen(()):
+        name = f"{recipe.name} *" if recipe.name == DEFAULT else recipe.name
+        rows.append((name, f"{recipe.ranks:,}", f"{recipe.config().global_batch:,}", recipe.standing, recipe.claim))
+    names, ranks, batch, standing = (max(len(row[i]) for row in rows) for i in range(4))
+    lines = []
+    for row in rows:
+        sizes = f"  {row[1]:>{ranks}}  {row[2]:>{batch}}" if width >= NARROW else ""
+        line = f"{row[0]:{names}}{sizes}  {row[3]:{standing}}  {row[4]}"
+        line = line if len(line) <= width else f"{line[: width - 1].rstrip()}…"
+        lines.append(Text.assemble((line[:names], "bold"), line[names:]) if lines else Text(line, style="dim"))
+    note = (
+        "* the default. `hyperbatch recipes NAME` shows one in full: claim, source, what it trains, and its commands."
+    )
+    return [*lines, Text(note)]
+
+
+def _in_full(recipe: Recipe) -> Any:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    row, stops = _row(recipe), recipe.config().run.stop_at_target
+    images = f"{row['train_samples']:,} images" if row["train_samples"] else "its images"
+    work = f"{row['model']} on {row['dataset']}, {row['epochs']:g} epochs of {images} at {row['image_size']} px"
+    target = (
+        "none"
+        if row["target"] is None
+        else f"{row['target'] * 100:g} % top-1" + ("; the run ends there" if stops else "")
+    )
+    about = [part for part in recipe.notes.split("\n\n") if not part.startswith("hyperbatch ")]  # the command
+    ranks = f"{recipe.ranks:,} rank" + ("" if recipe.ranks == 1 else "s")
+    lines = [
+        ("claim", recipe.claim),
+        ("evidence", recipe.evidence),
+        ("source", recipe.source),
+        ("trains", f"{work}, global batch {row['global_batch']:,}"),
+        ("target", target),
+        ("claimed on", ranks + ("" if recipe.cluster == "local" else f" of `{recipe.cluster}`")),
+        ("about", " ".join(" ".join(about).split())),
+        *(("chosen" if i == 0 else "", text) for i, text in enumerate(recipe.chosen)),
+        ("train", recipe.command),
+        ("look first", f"{recipe.command} --dry-run"),
+    ]
+    if recipe.cluster != "local":
+        lines.append(
+            ("its cost", f"hyperbatch simulate {recipe.name} --cluster {recipe.cluster} --gpus {recipe.ranks}")
+        )
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 2))
+    table.add_column(style="dim", no_wrap=True, min_width=LABEL)
+    table.add_column(overflow="fold")
+    for label, text in lines:
+        if text:
+            table.add_row(label, Text(text))
+    return Group(Text(recipe.name, style="bold"), table)

@@ -68,6 +68,11 @@ def color(index: int) -> str:
     return f"var(--c{index % COLORS})"
 
 
+def dash(index: int) -> str | None:
+    """What tells lines of one colour apart where there are more of them than colours; their swatches are hollow."""
+    return None if index < COLORS else "7 4" if index < 2 * COLORS else "2 3"
+
+
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers from at or below `low` to at or above `high`."""
     if not (math.isfinite(low) and math.isfinite(high)):
@@ -297,7 +302,7 @@ def _curve(line: Line, axis: str, x_of: Scale, y_of: Scale) -> list[Html]:
     if parts and len(parts) == 1 and not line.dots:
         return [el("circle", cx=parts[0][1:].split()[0], cy=parts[0].split()[1], r=3.2, fill=color(line.color))]
     cls = "curve faint" if line.faint else "curve"
-    return [el("path", d="".join(parts), cls=cls, stroke=color(line.color)), *dots]
+    return [el("path", d="".join(parts), cls=cls, stroke=color(line.color), stroke_dasharray=dash(line.color)), *dots]
 
 
 def _ring(line: Line, axis: str, target: float, x_of: Scale, y_of: Scale) -> Html | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hyperbatch.config import fields
 from hyperbatch.report import sections, setup, timing, units
-from hyperbatch.report.chart import color
+from hyperbatch.report.chart import color, dash
 from hyperbatch.report.markup import Html, el, join, table
 from hyperbatch.report.runs import Run
 
@@ -28,7 +28,8 @@ SOME_HAVE = ("top1_plain", "top5", "val_loss")  # no column where no run has it
 
 
 def swatch(index: int) -> Html:
-    return el("span", cls="swatch", style=f"background:{color(index)}")
+    hollow = f"border:2px solid {color(index)};box-sizing:border-box"
+    return el("span", cls="swatch", style=hollow if dash(index) else f"background:{color(index)}")
 
 
 def comparison(runs: list[Run]) -> Html:

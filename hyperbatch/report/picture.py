@@ -13,7 +13,7 @@ from hyperbatch.plan.planner import Plan
 from hyperbatch.plan.types import StepTiming
 from hyperbatch.report import chart as charts
 from hyperbatch.report import units
-from hyperbatch.report.chart import HEIGHT, Band, Chart, Line, color, in_words, marks, said, time_unit
+from hyperbatch.report.chart import HEIGHT, Band, Chart, Line, color, dash, in_words, marks, said, time_unit
 from hyperbatch.report.markup import Html, el
 from hyperbatch.report.style import CHART_CSS
 from hyperbatch.report.timing import GROUP_COLOR, LEFT, WIDTH, part_names, step_bars, timeline
@@ -152,7 +152,8 @@ def _key(names: Sequence[tuple[str, int]], width: float = charts.WIDTH) -> tuple
     for name, index in names:
         if x and x + 14 + 7 * len(name) > width:
             x, line = 0, line + 1
-        entries.append(el("rect", x=x, y=26 + LINE * line, width=9, height=9, rx=3, fill=color(index)))
+        paint = {"fill": "none", "stroke": color(index), "stroke_width": 2} if dash(index) else {"fill": color(index)}
+        entries.append(el("rect", x=x, y=26 + LINE * line, width=9, height=9, rx=3, **paint))
         entries.append(el("text", name, x=x + 14, y=34 + LINE * line))
         x += 30 + 7 * len(name)
     return entries, line + 1

@@ -56,7 +56,9 @@ def check_run(folder: Path, files: tuple[str, ...] = ("record.json", "metrics.js
     """InputError unless the folder holds one of the files."""
     check_folder(folder)
     if not any((folder / name).exists() for name in files):
-        raise _not_a_run(folder, "has neither record.json nor metrics.jsonl")
+        page = folder / "report.html"
+        sweep = f" (a sweep has its own report: {page})" if page.exists() else ""
+        raise _not_a_run(folder, f"has neither record.json nor metrics.jsonl{sweep}")
 
 
 def _not_a_run(path: Path, why: str) -> InputError:

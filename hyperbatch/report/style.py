@@ -159,8 +159,9 @@ td { overflow-wrap: anywhere; }
 .tight th, .tight td { padding-right: 40px; }
 .compare td { white-space: nowrap; }
 .compare th, .compare td { padding-right: 14px; }
-.compare td:last-child { white-space: normal; overflow-wrap: normal; }
+.compare td:last-child:not(.num) { white-space: normal; overflow-wrap: normal; }
 .compare td .note { display: block; white-space: normal; margin: 0; }
+.figure { white-space: nowrap; }
 .best { font-weight: 700; color: var(--good); }
 .swatch { display: inline-block; width: 10px; height: 10px; border-radius: 3px; margin-right: 8px; }
 .config { columns: 3 270px; column-gap: 36px; margin-top: 10px; }

@@ -1,7 +1,7 @@
-"""Sony's batch-size control: which step takes how many samples, on how many micro-steps, from where in the stream.
+"""Sony's batch-size control: the samples and micro-steps of each step, and its position in the sample stream.
 
-Position counts samples consumed since the start, whatever the world size, so a phase begins at the first step that
-starts at or after its epoch, and a run may be continued on another number of ranks.
+The position is the number of samples consumed since the start, whatever the world size. A phase begins with the first
+step that starts at or after its epoch, and a run may be continued on another number of ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Stride = tuple[Step, ...]  # consecutive steps that are launched together
 
 
 def check_batches(phases: tuple[BatchPhase, ...], train_samples: int, epochs: float) -> None:
-    """InputError when one step would take more samples than the whole run has: for hours, without a result."""
+    """Raises InputError if one step would take more samples than the whole run has: it would take hours for nothing."""
     largest = max(phase.global_batch for phase in phases)
     if largest > train_samples * max(1.0, epochs):
         raise InputError(
@@ -58,7 +58,7 @@ def check_batches(phases: tuple[BatchPhase, ...], train_samples: int, epochs: fl
 
 
 def repeats_note(phases: tuple[BatchPhase, ...], train_samples: int) -> str | None:
-    """One line when a step has more samples than there are."""
+    """A line for the user if a step takes more samples than the data set has."""
     largest = max(phase.global_batch for phase in phases)
     if largest <= train_samples:
         return None
@@ -127,10 +127,10 @@ def strides(
     shape: Callable[[Step], object],
     ends: Callable[[Step], bool],
 ) -> Iterator[Stride]:
-    """Cuts steps into strides: `length` of them where so many of one shape follow each other, else one by one.
+    """Cuts steps into strides of `length` steps of one shape; fewer remaining steps become strides of one step.
 
-    length: of a stride that begins with this step. ends: whether something else comes after this step, which must not
-    happen in the middle of a stride. There are only these two lengths, since each has to be prepared.
+    length: the length of a stride that begins with this step. ends: whether an evaluation or the like follows this
+    step, which must then be the last of its stride. There are only these two lengths, since each must be captured.
     """
     held: list[Step] = []
     for step in steps:
@@ -148,7 +148,7 @@ def strides(
 
 
 def total_steps(phases: tuple[Phase, ...], train_samples: int, epochs: float) -> int:
-    """How many steps `steps` yields, without walking them."""
+    """The number of steps that `steps` yields, without iterating over them."""
     end = position_of(epochs, train_samples)
     position = count = 0
     for i, phase in enumerate(phases):
@@ -160,7 +160,7 @@ def total_steps(phases: tuple[Phase, ...], train_samples: int, epochs: float) ->
 
 
 def position_of(epoch: float, train_samples: int) -> int:
-    """Samples consumed once `epoch` epochs are done, rounded up to a whole one but not by the noise of the product."""
+    """The number of samples consumed after `epoch` epochs, rounded up, but not because of rounding errors."""
     return math.ceil(round(epoch * train_samples, 6))
 
 
@@ -173,7 +173,7 @@ class EpochGrid:
     train_samples: int
 
     def crossed(self, step: Step) -> bool:
-        """Whether the step ends at or after a moment that it began before."""
+        """Whether a moment lies within the step: after its start, and at or before its end."""
         return bool(self.every) and self._passed(step.position + step.phase.global_batch) > self._passed(step.position)
 
     def next_epoch(self, epoch: float) -> float:

@@ -1,7 +1,7 @@
-"""Which layers take another rate, and which none at all: `--layer-rates '*:0.1,head:1,conv1:0'`; what came of it.
+"""Factors of the learning rate by layer, as in `--layer-rates '*:0.1,head:1,conv1:0'`, and a summary of them.
 
-A name stands for a layer and all in it (`layer1`, `layer1.0.conv2`, `blocks.*.norm1`), `head` for the last linear
-layer, `*` for everything. Where several match a parameter, the last one counts. A factor of 0 freezes it.
+A name stands for a layer and everything in it (`layer1`, `layer1.0.conv2`, `blocks.*.norm1`), `head` for the last
+linear layer, `*` for everything. If several match a parameter, the last one counts. A factor of 0 freezes it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ HEAD = "head"
 
 
 def layer_factors(rates: Sequence[LayerRate], names: Sequence[str], head: str | None) -> dict[str, float]:
-    """Each parameter's factor on the rate. names: of all parameters; head: of the last linear layer, if there is one.
+    """Each parameter's factor of the rate. names: of all parameters; head: of the last linear layer, if there is one.
 
-    InputError for a layer that the model does not have, or when nothing is left to train.
+    Raises InputError for a layer that the model does not have, or if nothing is left to train.
     """
     factors = dict.fromkeys(names, 1.0)
     for layer, factor in rates:
@@ -41,7 +41,7 @@ def is_in(name: str, layer: str) -> bool:
 
 
 def _layers(names: Sequence[str]) -> list[str]:
-    """What a person would name: the outermost layers, and the head."""
+    """The layers to suggest to the user: the outermost ones, and the head."""
     return [*dict.fromkeys(name.partition(".")[0] for name in names), HEAD]
 
 

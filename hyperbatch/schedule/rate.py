@@ -1,4 +1,4 @@
-"""Learning rate against epochs done. Pure functions: resuming, plotting and planning need no state.
+"""The learning rate as a function of epochs done. Pure functions: resuming, plotting and planning need no state.
 
       peak  ___
           /     \\            warm-up: linear, goyal, slow_start
@@ -15,9 +15,9 @@ from hyperbatch.config import ScheduleConfig
 
 
 def learning_rate(schedule: ScheduleConfig, epoch: float, *, ends_epoch: float | None = None) -> float:
-    """The rate of a step that starts after `epoch` epochs. It does not follow the batch from phase to phase.
+    """The rate of a step that starts after `epoch` epochs. Batch phases do not change it.
 
-    ends_epoch: of parameters that go through the whole schedule by then, and have a rate of 0 afterwards.
+    ends_epoch: for parameters that pass through the whole schedule by this epoch, and have a rate of 0 afterwards.
     """
     if ends_epoch is not None:
         if epoch >= ends_epoch:
@@ -27,7 +27,7 @@ def learning_rate(schedule: ScheduleConfig, epoch: float, *, ends_epoch: float |
 
 
 def peak(schedule: ScheduleConfig) -> float:
-    """The recipe's rate, carried from the batch it was given for to this run's first (You et al.: linear scaling)."""
+    """The recipe's rate, scaled from the batch it was given for to this run's first batch (You et al.: linear)."""
     first = schedule.batch_phases[0].global_batch
     reference = schedule.lr_batch or first
     power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[schedule.lr_scaling]
@@ -66,5 +66,5 @@ def _decay(schedule: ScheduleConfig, epoch: float, end: float) -> float:
 
 
 def weight_decay_scale(schedule: ScheduleConfig, epoch: float) -> float:
-    """Factor of a decoupled weight decay: it warms up and decays as the rate does, but does not follow its height."""
+    """The factor of a decoupled weight decay: the shape of the rate's schedule with a peak of 1."""
     return shape(schedule, epoch)

@@ -145,6 +145,7 @@ def simulate(
     *,
     cluster: str | Cluster | None = None,
     gpus: Sequence[int] | None = None,
+    model: str | None = None,
     algorithm: str | None = None,
     grid: str | None = None,
     strategy: str | None = None,
@@ -153,12 +154,13 @@ def simulate(
 ) -> Simulation:
     """Predicts the run that `train` would make on each number of GPUs; what is None is the recipe's own.
 
+    model: in the place of the recipe's; `timm/NAME` may also stand for a recipe.
     A grid neither asked for nor stated by the recipe is `train`'s default, hosts x devices per host. `hyperbatch plan`
     looks for better ones.
     """
     choices = {"algorithm": algorithm, "grid": grid, "strategy": strategy}
     requests = [
-        resolve(recipe, cluster, count, global_batch=global_batch, batch_per_rank=batch_per_rank)
+        resolve(recipe, cluster, count, model=model, global_batch=global_batch, batch_per_rank=batch_per_rank)
         for count in gpus or [None]
     ]
     first = requests[0]

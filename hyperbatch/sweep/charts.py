@@ -12,6 +12,7 @@ from hyperbatch.sweep.table import PointResult, arms_of, best_points
 from hyperbatch.sweep.values import key_of
 
 Place = tuple[float, PointResult]
+MOST_LINES = 16  # of single runs, beyond which nobody can tell them apart
 X = ""  # the x axis: its name stands in the title, where it has room
 
 
@@ -59,13 +60,17 @@ def search_charts(points: Sequence[PointResult]) -> list[Chart]:
 
 def seeds_chart(points: Sequence[PointResult]) -> Chart | None:
     """The runs of each arm's best points, from the worst to the best."""
-    lines = []
-    for color, point in enumerate(p for p in best_points(points).values() if p.top1.n > 2):
+    lines: list[Line] = []
+    colors = _colors(points)
+    others = itertools.count(len(colors))
+    for point in (p for p in best_points(points).values() if p.top1.n > 2):
+        color = colors[point.arm]
+        color = next(others) if any(line.color == color for line in lines) else color
         values = sorted(value for row in point.rows if (value := row.top1) is not None)
         label = ", ".join([point.arm, *(setting(name, value) for name, value in point.conditions.items())])
         x = {"runs": [float(i + 1) for i in range(len(values))]}
         lines.append(Line(label=label, color=color, x=x, y=values, dots=len(values) <= 60))
-    if not lines:
+    if not lines or len(lines) > MOST_LINES:
         return None
     title = "Top-1 of each run, from the lowest to the highest"
     return Chart(key="seeds", title=title, form="percent", lines=lines, axes=("runs",), from_zero=False, ceiling=1.0)
@@ -106,10 +111,11 @@ def _chart(key: str, title: str, series: dict[str, list[Place]], colors: dict[st
         means = [values.mean or 0.0 for _, values in known]
         halves = [values.half_width or 0.0 for _, values in known]
         if any(halves):
-            low, high = ([m + sign * h for m, h in zip(means, halves, strict=True)] for sign in (-1, 1))
+            low = [max(0.0, mean - half) for mean, half in zip(means, halves, strict=True)]  # an accuracy is a share
+            high = [min(1.0, mean + half) for mean, half in zip(means, halves, strict=True)]
             bands.append(Band(color=color, x=x, low=low, high=high))
         lines.append(Line(label=label, color=color, x=x, y=means, dots=True))
-    if not lines:
+    if all(len(line.y) < 2 for line in lines):  # single points, e.g. where all others failed: the table has them
         return None
     log = min(every) > 0 and max(every) / min(every) >= 4
     return Chart(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +56,10 @@ class SweepResult:
     def failed(self) -> int:
         return sum(row.error is not None for row in self.rows)
 
+    @property
+    def all_failed(self) -> bool:
+        return 0 < len(self.rows) == self.failed
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "name": self.name,
@@ -94,9 +97,11 @@ def sweep(
     plan = load_plan(plan_file, data=data)
     check_runs(plan)
     folder = out or default_folder(plan)
-    prepare_folder(folder, plan)
+    with written(folder):
+        folder.mkdir(parents=True, exist_ok=True)  # for the locks; the plan of a command that is refused is not written
     say(f"{plan.name}: {units.plural(plan.count, 'run')} of {plan.recipe}, rows and report in {folder}")
-    with held(folder, f"part-{part[0]}-of-{part[1]}"), ended_by_sigterm():
+    with held(folder, part), ended_by_sigterm():
+        prepare_folder(folder, plan)
         trainer = Trainer(folder if keep_runs else None)
         missing = iter(MissingRuns(plan, folder, part=part, retry_failed=retry_failed))
         waiting = False
@@ -175,10 +180,10 @@ def side_by_side(
             codes = [child.wait() for child in children]
     except KeyboardInterrupt:
         for child in children:
-            child.send_signal(signal.SIGINT)
+            child.terminate()  # a job of a script that was started with & ignores SIGINT, as do its processes
         codes = [child.wait() for child in children]
-    if worst := max(abs(code) for code in codes):
-        raise (InputError if worst == 2 else RunFailed)(
+    if any(codes):
+        raise (InputError if 2 in codes else RunFailed)(
             "a part of the sweep ended early, see above; run the same command again to continue"
         )
     return result_of(plan, folder)
@@ -210,9 +215,16 @@ def check_runs(plan: Plan, runs: Sequence[PlannedRun] | None = None) -> None:
 
 def prepare_folder(folder: Path, plan: Plan) -> None:
     """Makes it, with the plan in it."""
-    try:
+    with written(folder):
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / PLAN, plan.text)
+
+
+@contextlib.contextmanager
+def written(folder: Path) -> Iterator[None]:
+    """Around the first things that are written there."""
+    try:
+        yield
     except OSError as error:
         raise InputError(f"--out {folder} cannot be written: {error.strerror}; choose another folder") from None
 
@@ -246,7 +258,8 @@ def format_sweep(result: SweepResult) -> str:
     lines = [format_points(result.points), interval_note()] if result.points else ["no run has ended yet"]
     lines += [CONFIRM_NOTE] if any(point.confirms for point in result.points) else []
     words = [f"{result.done} of {units.plural(result.planned, 'run')} done"]
-    words += [f"{result.failed} failed"] if result.failed else []
+    if failed := [row for row in result.rows if row.error is not None]:
+        words.append(f"{len(failed)} failed, the first of them (run {failed[0].run}): {failed[0].error}")
     words += ["the same command makes the others"] if left else []
     return "\n".join([*lines, "; ".join(words), f"report: {Path(result.folder) / REPORT}"])
 

@@ -22,12 +22,13 @@ from hyperbatch.sweep.table import (
     accuracy,
     arms_of,
     columns,
-    compared,
     found,
     interval_note,
+    is_unconfirmed,
     percent,
     progress,
     setting_names,
+    side_by_side,
 )
 
 
@@ -66,25 +67,27 @@ def _arms(points: Sequence[PointResult]) -> Html | None:
     arms = arms_of(points)
     if len(arms) < 2:
         return None
-    names, lines = compared(points)
-    rows = []
-    for values, here in lines:
+
+    def cells(here: Sequence[PointResult | None]) -> list[str | Html]:
         highest = max((point.top1.mean or 0.0 for point in here if point is not None), default=None)
-        cells = [units.NONE if point is None else _cell(point, best=point.top1.mean == highest) for point in here]
-        rows.append([*values, *cells])
+        return [
+            units.NONE if point is None else _cell(point, points, best=point.top1.mean == highest) for point in here
+        ]
+
     searched = any(point.search for point in points)
     note = CONFIRM_NOTE if any(point.confirms for point in points) else SEARCH_NOTE
     lead = "Mean top-1 of each arm" + (f", at the best point of its own search. {note} " if searched else ". ")
-    head = [*(name.replace("_", " ") for name in names), *(join(swatch(i), arm) for i, arm in enumerate(arms))]
+    head, rows = side_by_side(points, [join(swatch(i), arm) for i, arm in enumerate(arms)], cells)
     return card("Arms compared", lead + interval_note(), table(head, rows, cls="compare stack"))
 
 
-def _cell(point: PointResult, *, best: bool) -> Html:
+def _cell(point: PointResult, points: Sequence[PointResult], *, best: bool) -> Html:
     text = accuracy(point.top1) if point.top1.n else "every run failed"
     runs = units.plural(len(point.rows), "run" if point.confirms is None else "fresh seed")
     failed = f"{point.failed} failed" if point.failed else ""
-    more = el("span", f" {', '.join(filter(None, [found(point), runs, failed]))}", cls="note")
-    return join(el("span", text, cls="best") if best else text, more)
+    chosen = "not confirmed" if is_unconfirmed(point, points) else ""
+    more = el("span", f" {', '.join(filter(None, [found(point), runs, failed, chosen]))}", cls="note")
+    return join(el("span", text, cls="figure best" if best else "figure"), more)
 
 
 def _drawn(points: Sequence[PointResult]) -> Html | None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,16 +35,19 @@ from typing import Any
 
 from hyperbatch.config import Config, fields, format_value
 from hyperbatch.errors import InputError
-from hyperbatch.recipes import adapted, find_recipe
+from hyperbatch.recipes import Recipe, adapted, find_recipe
 from hyperbatch.sweep.values import (
     GLOBAL_BATCH,
     Confirm,
     Values,
+    check_count,
     check_disjoint,
     check_known,
     key_of,
     read_confirm,
+    read_folder_name,
     read_grid,
+    read_name,
     read_overrides,
     read_seeds,
     read_typed,
@@ -177,7 +181,7 @@ class Plan:
 def load_plan(path: Path, *, data: str | None = None) -> Plan:
     """data: the data set's folder on this machine, for every run."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
         values = tomllib.loads(text)
     except OSError as error:
         raise InputError(f"plan {path}: cannot be read ({error.strerror})") from None
@@ -194,19 +198,20 @@ def parse_plan(values: Mapping[str, Any], *, name: str = "sweep", text: str = ""
         if key != "seed" and key in {spec.name for spec in fields()} - set(KEYS):
             raise InputError(f"{key} is a field of the config; write it below [fixed], [grid] or [[arms]]")
     check_known(values, KEYS, "the plan")
-    name = read_typed(values, "name", str, name)
-    if not name or any(letter in name for letter in "/\\ \t\n"):
-        raise InputError(f"name = {name!r}: give a name without blanks and slashes, since a folder may be called so")
+    name = read_folder_name(values, name)
     if "recipe" not in values:
         raise InputError('recipe is missing; write recipe = "NAME" (`hyperbatch recipes` lists them)')
-    recipe = find_recipe(read_typed(values, "recipe", str, ""))
+    recipe = _recipe(read_typed(values, "recipe", str, ""))
     fixed = read_overrides(read_typed(values, "fixed", dict, {}), "[fixed]")
     grid = read_grid(read_typed(values, "grid", dict, {}), "[grid]")
     check_disjoint(fixed, grid, "[fixed]", "[grid]")
     runs: list[PlannedRun] = []
     known: dict[str, int] = {}
     confirm: dict[Place, Confirm] = {}
-    for block in _arms(values, name, grid):
+    blocks = list(_arms(values, name, grid))
+    every = read_confirm(values.get("confirm", 0), "confirm")
+    check_count(sum(block.most_runs(grid, every) for block in blocks))
+    for block in blocks:
         for conditions, found in itertools.product(list(_product(grid | block.when)), list(_product(block.search))):
             overrides = {**fixed, **conditions, **block.own, **found}
             point = Point(arm=block.name, conditions=conditions, search=found, overrides=overrides)
@@ -221,7 +226,7 @@ def parse_plan(values: Mapping[str, Any], *, name: str = "sweep", text: str = ""
                 raise InputError(f"{title(point)}: {error}") from None
             for seed in block.seeds:
                 runs.append(PlannedRun(number=len(runs) + 1, point=point, config=config.override(seed=seed)))
-    runs, searches = _confirmed(runs, confirm, read_confirm(values.get("confirm", 0), "confirm"))
+    runs, searches = _confirmed(runs, confirm, every)
     about = read_typed(values, "about", str, "").strip()
     plan = Plan(name=name, recipe=recipe.name, about=about, text=text, runs=tuple(runs), searches=tuple(searches))
     _check_distinct(plan.every_run)
@@ -315,6 +320,12 @@ class _Block:
     seeds: list[int]
     confirm: Confirm | None  # None: the plan's
 
+    def most_runs(self, grid: Values, confirm: Confirm) -> int:
+        """With a fresh seed of `confirm`, the plan's, for every point."""
+        points = math.prod(map(len, [*(grid | self.when).values(), *self.search.values()]))
+        fresh = confirm if self.confirm is None else self.confirm
+        return points * (len(self.seeds) + (fresh if isinstance(fresh, int) else len(fresh)))
+
 
 def _arms(values: Mapping[str, Any], name: str, grid: Values) -> Iterator[_Block]:
     """A plan without any is one arm."""
@@ -326,7 +337,7 @@ def _arms(values: Mapping[str, Any], name: str, grid: Values) -> Iterator[_Block
     for index, arm in enumerate(arms or [{"name": name}]):
         if not isinstance(arm, dict):
             raise InputError(f"arms = {arm!r} is not a table; write [[arms]]")
-        own_name = read_typed(arm, "name", str, f"arm {index + 1}")
+        own_name = read_name(arm, f"arm {index + 1}")
         where = f"arm {own_name!r}"
         tables = ("grid", "when", "seeds", "confirm")
         own = read_overrides({key: arm[key] for key in arm if key not in ("name", *tables)}, where, tables)
@@ -341,6 +352,15 @@ def _arms(values: Mapping[str, Any], name: str, grid: Values) -> Iterator[_Block
         own_seeds = read_seeds(arm.get("seeds", seeds), f"{where}, seeds")
         confirm = read_confirm(arm["confirm"], f"{where}, confirm") if "confirm" in arm else None
         yield _Block(index=index, name=own_name, own=own, search=search, when=when, seeds=own_seeds, confirm=confirm)
+
+
+def _recipe(name: str) -> Recipe:
+    if name.endswith((".toml", ".json", ".py")) or "/" in name:
+        raise InputError(
+            f"recipe = {name!r} is a file; give the name of a recipe or package.module:function, and what a config "
+            "file sets below [fixed]"
+        )
+    return find_recipe(name)
 
 
 def _product(grid: Values) -> Iterator[Values]:
@@ -361,5 +381,6 @@ def _check_distinct(runs: Sequence[PlannedRun]) -> None:
         twin = seen.setdefault(run.digest, run)
         if twin is not run:
             raise InputError(
-                f"runs {twin.number} ({title(twin.point)}) and {run.number} ({title(run.point)}) are the same"
+                f"runs {twin.number} ({title(twin.point)}) and {run.number} ({title(run.point)}) are the same; "
+                "leave out one of them"
             )

@@ -90,17 +90,19 @@ def append_row(folder: Path, row: Row) -> None:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """In the order in which they were written. Torn lines are left out: their runs are made again."""
+    """In the order in which they were written. Torn lines and others that are no rows are left out: their runs are
+    made again."""
     try:
-        text = (folder / ROWS).read_text(errors="replace")
+        text = (folder / ROWS).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return []
     except OSError as error:
         raise InputError(f"{folder / ROWS}: cannot be read ({error.strerror})") from None
     rows = []
     for line in text.splitlines():
-        with contextlib.suppress(ValueError, TypeError):
-            rows.append(Row.from_dict(json.loads(line)))
+        with contextlib.suppress(ValueError, TypeError):  # torn, or without what every row has
+            if isinstance(values := json.loads(line), dict):
+                rows.append(Row.from_dict(values))
     return rows
 
 

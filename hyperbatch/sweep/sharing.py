@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from hyperbatch.errors import InputError
 
@@ -16,18 +17,33 @@ SEARCH_LOCK, CLAIMS = ".search.lock", ".confirm.lock"
 
 
 @contextlib.contextmanager
-def held(folder: Path, part: str) -> Iterator[None]:
-    """Two commands must not make the same runs in one folder; `part` names this one's."""
-    with (folder / f".{part}.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+def held(folder: Path, part: tuple[int, int]) -> Iterator[None]:
+    """Two commands must not make the same runs in one folder: neither the same part, nor parts of another division."""
+    of = f"-of-{part[1]}.lock"
+    with (folder / f".part-{part[0]}{of}").open("w") as file:
+        others = [path for path in folder.glob(".part-*-of-*.lock") if not path.name.endswith(of)]
+        if not _lock(file) or any(_is_held(path) for path in others):
             raise InputError(
-                f"{folder} is being filled by another sweep; wait for it, or divide the runs with --part K/N"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+                f"{folder} is being filled by another sweep; wait for it, or divide the runs of all commands with "
+                "--part K/N, with one N"
+            )
         yield
+
+
+def _lock(file: IO[str]) -> bool:
+    """False where another process holds it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks
+    return True
+
+
+def _is_held(path: Path) -> bool:
+    with path.open("a") as file:
+        return not _lock(file)
 
 
 @contextlib.contextmanager
@@ -45,14 +61,7 @@ def searching(folder: Path) -> Iterator[None]:
 
 def others_search(folder: Path) -> bool:
     """Whether any command is `searching`; this one must have ended its own."""
-    with (folder / SEARCH_LOCK).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
-        return False
+    return _is_held(folder / SEARCH_LOCK)
 
 
 @contextlib.contextmanager

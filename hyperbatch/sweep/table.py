@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from hyperbatch.report import units
 from hyperbatch.sweep.plan import Place, Plan, setting
@@ -16,6 +17,7 @@ CONFIRM_NOTE = (
     "A point that confirms has the mean of fresh seeds, which had no part in the choice; one that is only the best of "
     "its search is flattered by the seeds that it was chosen with."
 )
+ACROSS = 5  # arms for which a page is wide enough
 OTHER_ACCURACIES = {"top1_plain": "top-1 without test-time augmentation"}
 TIMES = {"run_s": "whole run", "train_s": "training", "time_to_target_s": "to target"}
 MEASURES = ("run_s", "train_s", "time_to_target_s", "setup_s", "eval_s", "wall_s", "epochs", "steps")
@@ -135,6 +137,17 @@ def best_points(points: Iterable[PointResult]) -> dict[Place, PointResult]:
     return best
 
 
+def is_unconfirmed(point: PointResult, points: Iterable[PointResult]) -> bool:
+    """Whether it stands for an arm because it was the best of several, by the very runs that are shown."""
+    rivals = {key_of(other.search) for other in points if other.place == point.place and other.confirms is None}
+    return point.confirms is None and len(rivals) > 1
+
+
+def counted(point: PointResult) -> str:
+    """`10`, or `9 + 1 failed`."""
+    return str(point.top1.n) + (f" + {point.failed} failed" if point.failed else "")
+
+
 def _merit(point: PointResult) -> tuple[bool, float]:
     return point.confirms is not None, -1.0 if point.top1.mean is None else point.top1.mean
 
@@ -163,6 +176,25 @@ def compared(points: Sequence[PointResult]) -> tuple[list[str], list[tuple[list[
     names = list(dict.fromkeys(name for point in points for name in point.conditions))
     places = sorted({key_of(point.conditions) for point in points}, key=lambda place: [_in_order(v) for _, v in place])
     return names, [([value for _, value in place], [best.get((place, arm)) for arm in arms]) for place in places]
+
+
+def side_by_side(
+    points: Sequence[PointResult], arms: Sequence[Any], cells: Callable[[Sequence[PointResult | None]], Sequence[Any]]
+) -> tuple[list[Any], list[list[Any]]]:
+    """The arms compared, as (head, rows): conditions down and arms across, or arms down where they are many.
+
+    arms: their names as they are shown. cells: what is shown of the points of one condition.
+    """
+    names, lines = compared(points)
+    if len(arms) <= ACROSS:
+        head = [*(name.replace("_", " ") for name in names), *arms]
+        return head, [[*values, *cells(here)] for values, here in lines]
+    conditions = [
+        ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in zip(names, values, strict=True)) or "top-1"
+        for values, _ in lines
+    ]
+    columns = [cells(here) for _, here in lines]
+    return ["arm", *conditions], [[arm, *(column[i] for column in columns)] for i, arm in enumerate(arms)]
 
 
 def _in_order(text: str) -> tuple[float, str]:
@@ -194,8 +226,7 @@ def columns(points: Sequence[PointResult]) -> tuple[list[str], list[list[str]]]:
         shown = [show(point.settings[name]) if name in point.settings else units.NONE for name in names]
         top1 = point.top1
         low_high = f"{percent(top1.low)} to {percent(top1.high)}" if top1.n > 1 else units.NONE
-        count = str(top1.n) + (f" + {point.failed} failed" if point.failed else "")
-        row = [point.arm, *shown, count, accuracy(top1), percent(top1.deviation), low_high]
+        row = [point.arm, *shown, counted(point), accuracy(top1), percent(top1.deviation), low_high]
         row += [accuracy(point.measures[name]) if name in point.measures else units.NONE for name in more]
         row += [seconds(point.measures[name]) for name in times]
         rows.append([*row, str(point.confirms or units.NONE)] if confirmed else row)
@@ -213,8 +244,13 @@ def percent(share: float | None) -> str:
 
 
 def seconds(values: Spread) -> str:
-    text = units.NONE if values.mean is None else f"{values.mean:.4g} s"
-    return _with_interval(text, f"{values.half_width or 0:.2g} s", values)
+    text = units.NONE if values.mean is None else f"{_significant(values.mean, 4)} s"
+    return _with_interval(text, f"{_significant(values.half_width or 0.0, 2)} s", values)
+
+
+def _significant(value: float, digits: int) -> str:
+    """At least so many digits, and never an exponent for what is large."""
+    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
 
 def _with_interval(mean: str, half: str, values: Spread) -> str:

@@ -14,6 +14,8 @@ NOT_HERE = {
     "out": "a sweep's folder is given with --out",
     "resume": "a sweep continues by itself",
 }
+MOST_RUNS = 20_000  # of a plan: checking a run takes a millisecond, so that a slip in a grid would look like a hang
+MOST_LETTERS = 200  # of a name: file systems take 255 bytes
 GLOBAL_BATCH = "global_batch"  # not a field: it scales every batch phase, as --global-batch does
 
 Values = dict[str, Any]
@@ -39,17 +41,47 @@ def check_known(values: Mapping[str, Any], names: Sequence[str], where: str) -> 
 def read_typed(values: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
     value = values.get(key, default)
     if not isinstance(value, kind):
-        what = {str: "a text", dict: "a table", list: "a list of tables"}[kind]
+        what = {str: "a text", dict: "a table", list: f"a list of tables; write [[{key}]] above each"}[kind]
         raise InputError(f"{key} = {value!r} is not {what}")
     return value
 
 
+def read_name(values: Mapping[str, Any], default: str) -> str:
+    """Of an arm: it stands in tables, labels of charts and lines of progress."""
+    name = read_typed(values, "name", str, default)
+    if not name.strip() or not name.isprintable() or len(name) > MOST_LETTERS:
+        raise InputError(f"arm name = {name!r}: give a name of 1 to {MOST_LETTERS} printable characters in one line")
+    return name
+
+
+def read_folder_name(values: Mapping[str, Any], default: str) -> str:
+    """Of the plan, whose folder may be called so."""
+    name = read_typed(values, "name", str, default)
+    odd = not name.isprintable() or any(letter in name for letter in "/\\ ") or name.strip(".") == ""
+    if odd or len(name.encode()) > MOST_LETTERS:
+        raise InputError(
+            f"name = {name!r}: give a name of at most {MOST_LETTERS} bytes without blanks and slashes, since a folder "
+            "may be called so"
+        )
+    return name
+
+
+def check_count(count: int) -> None:
+    if count > MOST_RUNS:
+        raise InputError(
+            f"it has {count:,} runs with those that may confirm a search; a plan has at most {MOST_RUNS:,}: shorten "
+            "its lists, or write several plans"
+        )
+
+
 def read_seeds(value: Any, where: str) -> list[int]:
+    if type(value) is int:
+        check_count(value)
     seeds = list(range(value)) if type(value) is int else value
     if not isinstance(seeds, list) or not all(type(seed) is int and seed >= 0 for seed in seeds):
         raise InputError(f"{where} = {value!r}: give how many (0 to N-1), or a list of whole numbers")
     if not seeds:
-        raise InputError(f"{where} = {value!r}: no seed, so nothing to run")
+        raise InputError(f"{where} = {value!r}: no seed, so nothing to run; give 1 or more")
     if len(set(seeds)) < len(seeds):
         raise InputError(f"{where} = {value!r}: a seed is there twice")
     return seeds
@@ -57,6 +89,7 @@ def read_seeds(value: Any, where: str) -> list[int]:
 
 def read_confirm(value: Any, where: str) -> Confirm:
     if value == [] or (type(value) is int and value >= 0):
+        check_count(value or 0)
         return value or 0
     if not isinstance(value, list):
         raise InputError(f"{where} = {value!r}: give how many fresh seeds, or a list of whole numbers")

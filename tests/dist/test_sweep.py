@@ -9,15 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from hyperbatch import cli
+from hyperbatch.errors import InputError, RunFailed
 from hyperbatch.sweep import command
 from hyperbatch.sweep.rows import read_rows
-from hyperbatch.sweep.sharing import searching
+from hyperbatch.sweep.sharing import held, searching
 
 PLAN = """
 recipe = "digits"
@@ -120,10 +122,12 @@ def test_an_interrupted_run_of_several_ranks_is_no_row(tmp_path, number):
 
 
 def test_processes_side_by_side_end_with_their_parent(tmp_path):
+    """Also as a job of a script, `hyperbatch sweep ... &`, which ignores Ctrl-C."""
     plan, folder = tmp_path / "plan.toml", tmp_path / "out"
     plan.write_text(f"{PLAN.partition('[[arms]]')[0]}{ENDLESS}")
     command = words("sweep", plan, "--out", folder, "--keep-runs", "--side-by-side", "2")
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    ignore = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=ignore) as process:
         try:
             for run in ("1", "2"):
                 wait_for(lambda run=run: (folder / "runs" / run / "metrics.jsonl").exists())
@@ -134,6 +138,32 @@ def test_processes_side_by_side_end_with_their_parent(tmp_path):
     assert process.returncode == 1
     assert said.count("interrupted; 0 of 2 rows") == 2
     assert "a part of the sweep ended early" in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("code", "error"), [(1, RunFailed), (2, InputError), (-signal.SIGINT, RunFailed)])
+def test_a_part_that_a_signal_ended_is_no_mistake_of_the_user(plan, tmp_path, monkeypatch, code, error):
+    monkeypatch.setattr(command.subprocess, "Popen", lambda *_, **__: SimpleNamespace(wait=lambda: code))
+    with pytest.raises(error, match="a part of the sweep ended early"):
+        command.side_by_side(plan, tmp_path / "out", 2)
+
+
+def test_a_command_that_is_refused_leaves_the_plan_of_the_other_one(plan, tmp_path, capsys):
+    (tmp_path / "plan.toml").write_text(PLAN)
+    with held(tmp_path, (1, 1)):
+        other = tmp_path / "other.toml"
+        other.write_text(PLAN.replace("0.5", "0.7"))
+        assert cli.main(["sweep", str(other), "--out", str(tmp_path)]) == 2
+    assert "is being filled by another sweep" in capsys.readouterr().err
+    assert (tmp_path / "plan.toml").read_text() == PLAN
+
+
+def test_a_sweep_of_which_every_run_failed_has_failed(plan, tmp_path, capsys):
+    fixed, *_, sgd = PLAN.split("[[arms]]")
+    plan.write_text(f"{fixed}[[arms]]{sgd}")
+    assert cli.main(["sweep", str(plan), "--out", str(tmp_path / "out")]) == 1
+    assert "2 of 2 runs done; 2 failed, the first of them (run 1): the loss became nan" in capsys.readouterr().out
+    assert cli.main(["sweep", str(plan), "--out", str(tmp_path / "out"), "--part", "1/2"]) == 0, "a part cannot know"
+    assert cli.main(["sweep", str(plan), "--row", "1"]) == 1
 
 
 def wait_for(condition, timeout_s=120):

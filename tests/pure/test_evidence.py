@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as xml
 
 import pytest
 
 from benchmarks import evidence
+from benchmarks.questions import FILE, MISSED, OPEN, SHOWN, Figure, find_point, judge, read_questions
+from hyperbatch.recipes import all_recipes
 from hyperbatch.sweep.rows import Row, append_row, read_rows
+from hyperbatch.sweep.table import points_of
 
 RECORDS = sorted(path.parent for path in (evidence.ROOT / "records").glob("*/rows.jsonl"))
 
@@ -40,14 +44,14 @@ def test_a_record_is_whole(folder):
 def test_a_row_of_a_later_run_is_on_the_page(tmp_path):
     folder = tmp_path / "records" / "2030-01-01_new"
     folder.mkdir(parents=True)
-    (folder / "plan.toml").write_text('recipe = "digits"\nabout = "Newer."\n[grid]\nlr = [0.5, 1.0]\n')
+    (folder / "plan.toml").write_text('recipe = "digits"\nabout = "Newer."\n[grid]\nlr = [0.5, 0.7, 1.0]\n')
     (folder / "environment.json").write_text('[{"device": "chip", "torch": "3"}]')
-    for lr, top1, error in ((0.5, 0.25, None), (1.0, None, "the loss became nan")):
+    for lr, top1, error in ((0.5, 0.25, None), (0.7, 0.5, None), (1.0, None, "the loss became nan")):
         place = {"conditions": {"lr": lr}, "digest": str(lr), "error": error, "result": {"top1": top1, "train_s": 2.5}}
         append_row(folder, Row(run=1, arm="plan", seed=0, recipe="digits", commit="abc", **place))
     files = evidence.write_all(tmp_path)
     page = files[tmp_path / "docs" / "evidence.md"]
-    assert "2 runs of `digits`, 1 of them failed. Made on chip, torch 3, commit abc." in page
+    assert "3 runs of `digits`, 1 of them failed. Made on chip, torch 3, commit abc." in page
     assert "| plan | 0.5 | 1 | 25.00 % |" in page
     assert "| plan | 1 | 0 + 1 failed |" in page
     xml.fromstring(files[tmp_path / "docs" / "pictures" / "evidence_2030-01-01_new.svg"])
@@ -69,8 +73,123 @@ def test_a_confirmed_search_is_shown_with_its_fresh_seeds(tmp_path):
         place = {"arm": "sgd", "search": {"lr": lr}, "seed": 0, "digest": f"sgd {lr}", "error": "diverged"}
         append_row(folder, Row(run=1, recipe="digits", commit="abc", **place))
     page = evidence.write_all(tmp_path)[tmp_path / "docs" / "evidence.md"]
-    assert "75.00 % ± 63.53 % (lr 2) | every run failed |" in page
+    assert "75.00 % ± 63.53 % (n = 2, lr 2) | every run failed |" in page
     assert "| lars | 2 | 1 | 60.00 % |" in page
     assert "| lars | 1 | 1 | 99.00 % | – | – | 2 s | best of an earlier search |" in page
     assert "7 runs of `digits`, 2 of them failed; 1 of the plan are still to be made." in page
     assert "had no part in the choice" in page
+
+
+def test_a_long_table_has_a_page_of_its_own_with_what_failed(tmp_path):
+    folder = tmp_path / "records" / "2030-01-01_new"
+    folder.mkdir(parents=True)
+    rates = [i + 1 for i in range(evidence.SHORT + 1)]
+    arms = "".join(f'[[arms]]\nname = "{arm}"\noptimizer = "{arm}"\ngrid.lr = {rates}\n' for arm in ("lars", "sgd"))
+    (folder / "plan.toml").write_text(f'recipe = "digits"\n{arms}')
+    (folder / "environment.json").write_text('[{"device": "chip", "torch": "3"}]')
+    for lr in rates:
+        place = {"arm": "lars", "search": {"lr": lr}, "seed": 0, "digest": str(lr)}
+        failure = {"error": "the loss became nan"} if lr == rates[-1] else {"result": {"top1": lr / 100, "train_s": 2}}
+        append_row(folder, Row(run=lr, recipe="digits", commit="abc", **place, **failure))
+    files = evidence.write_all(tmp_path)
+    page, points = files[tmp_path / "docs" / "evidence.md"], files[folder / "points.md"]
+    assert f"[{evidence.POINTS}](../records/2030-01-01_new/points.md)" in page
+    assert "| lars | 1 | 1 | 1.00 % |" not in page
+    assert all(f"| lars | {lr} | 1 | {lr}.00 % |" in points for lr in rates[:-1])
+    assert "| 9 | lars, lr 9 | 0 | the loss became nan |" in points
+    place = {"arm": "sgd", "search": {"lr": 1}, "seed": 0, "digest": "sgd", "result": {"top1": 0.5, "train_s": 2}}
+    append_row(folder, Row(run=10, recipe="digits", commit="abc", **place))
+    page = evidence.write_all(tmp_path)[tmp_path / "docs" / "evidence.md"]
+    assert "| 8.00 % (n = 1, lr 8, not confirmed) | 50.00 % (n = 1, lr 1) |" in page
+
+
+# --- the claims at the beginning of the page
+
+
+def test_what_questions_name_is_there():
+    for question in read_questions(evidence.ROOT / "records" / FILE):
+        assert question.record is None or (evidence.ROOT / "records" / question.record) in RECORDS
+        assert question.plan is None or (evidence.ROOT / question.plan).exists()
+        if question.quote is not None:
+            assert question.quote in " ".join((evidence.ROOT / str(question.file)).read_text().split())
+        assert not re.search(r"\d ?(%|points?\b|s\b)", question.answer), "figures come from the rows"
+
+
+def test_a_claim_of_our_own_has_an_answer():
+    page = (evidence.ROOT / "docs" / "evidence.md").read_text()
+    answers = page.partition("\n## Claims and answers\n")[2].partition("\n## ")[0]
+    assert page.index("## Claims and answers") < 500, "on the first screen"
+    for name, recipe in all_recipes().items():
+        if recipe.record or not recipe.published:
+            assert f"| `{name}`" in answers
+    assert all(f"**{verdict}**" in answers for verdict in (SHOWN, MISSED, OPEN))
+
+
+def points(**arms):
+    """Of accuracies in percent, by seed."""
+    return points_of(
+        Row(
+            run=1,
+            arm=arm,
+            seed=seed,
+            digest=f"{arm}{seed}",
+            recipe="digits",
+            result={"top1": top1 / 100, "run_s": top1},
+        )
+        for arm, accuracies in arms.items()
+        for seed, top1 in enumerate(accuracies)
+    )
+
+
+@pytest.mark.parametrize(
+    ("bound", "verdict"),
+    [
+        ({"at_least": 0.87}, SHOWN),
+        ({"at_least": 0.89}, OPEN),
+        ({"at_least": 0.91}, OPEN),
+        ({"at_least": 0.93}, MISSED),
+        ({"at_most": 0.93}, SHOWN),
+        ({"at_most": 0.90}, OPEN),
+        ({"at_most": 0.87}, MISSED),
+        ({"each": True, "at_least": 0.89}, SHOWN),
+        ({"each": True, "at_least": 0.90}, MISSED),
+    ],
+)
+def test_the_interval_decides(bound, verdict):
+    """Of 89, 90 and 91 the mean is 90, the deviation 1, and Student's t 4.303: 90 ± 2.48."""
+    text, found = judge(Figure(**bound), points(a=[89, 90, 91]))
+    assert found == verdict
+    assert text == ("89.00 % to 91.00 % (n = 3)" if "each" in bound else "90.00 % ± 2.48 % (n = 3)")
+
+
+def test_one_run_decides_nothing():
+    assert judge(Figure(at_least=0.5), points(a=[90])) == ("90.00 % (n = 1)", OPEN)
+
+
+def test_differences_are_by_pairs_where_seeds_are_the_same():
+    """1, 2 and 3 points: 2 ± 4.303 / sqrt(3)."""
+    both = points(a=[91, 72, 53], b=[90, 70, 50])
+    figure = Figure(arm="a", against={"arm": "b"}, at_least=-0.01)
+    assert judge(figure, both) == ("a against b: + 2.00 points ± 2.48 (3 pairs)", SHOWN)
+    assert judge(Figure(arm="a", against={"arm": "b"}, at_least=0.0), both)[1] == OPEN
+    assert judge(Figure(arm="b", against={"arm": "a"}, at_least=0.05), both)[1] == MISSED
+    for margin, verdict in ((0.05, SHOWN), (0.04, OPEN)):
+        assert judge(Figure(arm="a", against={"arm": "b"}, within=margin), both)[1] == verdict
+    far = points(a=[91, 92, 93], b=[80, 81, 82])
+    assert judge(Figure(arm="a", against={"arm": "b"}, within=0.05), far) == (
+        "a against b: + 11.00 points ± 0.00 (3 pairs)",
+        MISSED,
+    )
+
+
+def test_differences_of_other_seeds_are_by_welch():
+    """Variances of 1 and 5/3 over 3 and 4 runs: 1/3 + 5/12, 4.96 degrees, of which 4 are taken: t = 2.776."""
+    text, _ = judge(Figure(arm="a", against={"arm": "b"}, at_least=0.0), points(a=[89, 90, 91], b=[80, 81, 82, 83]))
+    assert text == "a against b: + 8.50 points ± 2.40 (n = 3 and 4)"
+
+
+def test_a_figure_must_be_of_one_point():
+    with pytest.raises(ValueError, match="2 points are of arm None"):
+        find_point(points(a=[1], b=[2]), None, None)
+    with pytest.raises(ValueError, match="a figure has one of at_least, at_most, within"):
+        judge(Figure(), points(a=[1, 2]))

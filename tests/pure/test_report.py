@@ -475,6 +475,12 @@ def test_not_a_run_folder(tmp_path, kind, why):
         watch(path)
 
 
+def test_the_folder_of_a_sweep_is_no_run_and_has_its_own_report(tmp_path):
+    (tmp_path / "report.html").write_text("")
+    with pytest.raises(InputError, match=f"a sweep has its own report: {tmp_path / 'report.html'}"):
+        write_report([tmp_path])
+
+
 def test_no_folder_and_an_unwritable_place(tmp_path):
     with pytest.raises(InputError, match="at least one"):
         write_report([])

@@ -165,9 +165,7 @@ def test_every_recipe_can_be_simulated() -> None:
 
     for name, recipe in all_recipes().items():
         if recipe.config().model.model.startswith("timm/"):
-            with pytest.raises(InputError, match="no tensor table of model 'timm/"):
-                simulate(name, gpus=[recipe.ranks])
-            continue
+            continue  # timm may be absent: its models are built to be simulated (tests/unit/test_tracing.py)
         point = simulate(name, gpus=[recipe.ranks]).to_dict()["points"][0]
         assert point["step_s"] > 0, name
 

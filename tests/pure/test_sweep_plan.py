@@ -179,6 +179,18 @@ WRONG = {
     ),
     "[fixed]: confirm does not belong there": "[fixed]\nconfirm = 3",
     "name = 'a b'": 'name = "a b"',
+    "name = '..'": 'name = ".."',
+    "name = 'a\\x07'": 'name = "a\\u0007"',
+    "give a name of at most 200 bytes": f'name = "{"ü" * 101}"',
+    "arm name = '': give a name": '[[arms]]\nname = ""',
+    "arm name = 'a\\nb': give a name of 1 to 200 printable characters": '[[arms]]\nname = "a\\nb"',
+    "recipe = 'runs/1/config.toml' is a file; give the name of a recipe": 'recipe = "runs/1/config.toml"',
+    "is not a list of tables; write [[arms]] above each": "[arms]\nlr = 1",
+    "it has 1,000,000,000,000 runs": "seeds = 1000000000000",
+    "it has 100,000,000,000 runs": "confirm = 100000000000\n[[arms]]\ngrid.lr = [1, 2]",
+    "it has 40,000 runs with those that may confirm a search; a plan has at most 20,000": (
+        f"confirm = 3\n[grid]\nlr = {[i + 1 for i in range(100)]}\nweight_decay = {[i / 1000 for i in range(100)]}"
+    ),
     "not valid TOML": "seeds = ",
 }
 
@@ -207,7 +219,9 @@ def test_a_plan_that_is_not_there(tmp_path, capsys):
         (["--part", "3/2"], "'3/2' is not K/N"),
         (["--part", "0/2"], "'0/2' is not K/N"),
         (["--until", "soon"], "'soon' is not a number of seconds"),
-        (["--row", "9"], "--row 9: the plan has runs 1 to 2"),
+        (["--row", "1"], "--row makes one run and prints its row, and writes nothing; leave out --out"),
+        (["--row", "1", "--part", "1/2"], "leave out --part"),
+        (["--side-by-side", "2", "--part", "1/2"], "--side-by-side starts all parts by itself; leave out --part"),
         (["--data", "nowhere"], "plan: --data nowhere: the digits data set takes no folder"),
     ],
 )
@@ -216,6 +230,29 @@ def test_wrong_flags_are_one_line(flags, words, tmp_path, capsys):
     path.write_text('recipe = "digits"\nseeds = 2')
     assert cli.main(["sweep", str(path), "--out", str(tmp_path / "out"), *flags]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_row_that_the_plan_does_not_have(tmp_path, capsys):
+    path = tmp_path / "plan.toml"
+    path.write_text('recipe = "digits"\nseeds = 2')
+    assert cli.main(["sweep", str(path), "--row", "9"]) == 2
+    assert "--row 9: the plan has runs 1 to 2" in capsys.readouterr().err
+
+
+def test_a_plan_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "größe.toml"
+    path.write_text('recipe = "digits"\n[[arms]]\nname = "η = ½, 学習"\n', encoding="utf-8-sig")
+    plan = load_plan(path)
+    assert (plan.name, title(plan.runs[0].point)) == ("größe", "η = ½, 学習")
+
+
+def test_a_data_folder_below_the_home(tmp_path, monkeypatch, capsys):
+    """A shell expands `--data ~/images`, and neither `--data=~/images` nor a plan."""
+    (tmp_path / "images").mkdir()
+    (path := tmp_path / "plan.toml").write_text('recipe = "imagenette"\n[fixed]\ndata = "~/images"\n')
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli.main(["sweep", str(path), "--dry-run"]) == 2
+    assert f"data folder {tmp_path / 'images'} is empty" in capsys.readouterr().err
 
 
 def test_a_mistake_that_only_the_data_shows_is_told_before_anything_is_run(tmp_path, capsys):

@@ -12,13 +12,14 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from hyperbatch.errors import InputError
+from hyperbatch.report import units
 from hyperbatch.sweep.charts import comparison_chart, search_charts, seeds_chart
 from hyperbatch.sweep.page import render_sweep
 from hyperbatch.sweep.plan import parse_plan
 from hyperbatch.sweep.rows import Row, append_row, latest, note_environment, of_plan, read_rows
 from hyperbatch.sweep.sharing import held
 from hyperbatch.sweep.statistics import spread, t_probability, t_quantile
-from hyperbatch.sweep.table import best_points, columns, format_points, points_of
+from hyperbatch.sweep.table import ACROSS, best_points, columns, format_points, points_of, seconds, side_by_side
 
 
 def row(top1=0.9, *, arm="LARS", seed=0, error=None, conditions=None, search=None, digest="", **result):
@@ -92,6 +93,15 @@ def test_a_torn_line_costs_its_own_row_only(tmp_path):
     assert [found.seed for found in read_rows(tmp_path)] == [0, 1]
 
 
+@pytest.mark.parametrize("line", ["[]", "3", "null", '"text"', "{}", '{"run": 2}', '{"run": 2, "arm": "\udcff'])
+def test_a_line_that_is_no_row_is_left_out(tmp_path, line):
+    append_row(tmp_path, row(seed=0))
+    with (tmp_path / "rows.jsonl").open("ab") as file:
+        file.write(line.encode(errors="surrogateescape") + b"\n")
+    append_row(tmp_path, row(seed=1))
+    assert [found.seed for found in read_rows(tmp_path)] == [0, 1]
+
+
 def _append_many(folder, first):
     for seed in range(first, first + 40):
         append_row(folder, row(seed=seed, note="x" * 5000))
@@ -119,12 +129,22 @@ def test_rows_follow_the_plan_as_it_is_now():
 
 
 def test_one_command_at_a_time_fills_a_part(tmp_path):
-    with held(tmp_path, "part-1-of-1"):
-        with pytest.raises(InputError, match="another sweep"), held(tmp_path, "part-1-of-1"):
+    with held(tmp_path, (1, 2)):
+        with pytest.raises(InputError, match="another sweep"), held(tmp_path, (1, 2)):
             pass
-        with held(tmp_path, "part-2-of-2"):
+        with held(tmp_path, (2, 2)):
             pass
-    with held(tmp_path, "part-1-of-1"):
+    with held(tmp_path, (1, 2)):
+        pass
+
+
+def test_commands_that_divide_the_runs_differently_do_not_share_a_folder(tmp_path):
+    """Both would make most of the runs."""
+    with held(tmp_path, (1, 1)), pytest.raises(InputError, match="with one N"), held(tmp_path, (2, 2)):
+        pass
+    with held(tmp_path, (2, 2)), pytest.raises(InputError, match="with one N"), held(tmp_path, (1, 12)):
+        pass
+    with held(tmp_path, (1, 1)):
         pass
 
 
@@ -186,6 +206,63 @@ def test_the_table_has_a_line_a_point_and_a_column_for_other_accuracies():
 
 
 # --- the report
+
+
+def test_an_interval_is_drawn_as_far_as_accuracies_go():
+    """Of two seeds it is 12.7 deviations wide, and made the axis begin at - 100 %."""
+    found = [row(top1, seed=seed, conditions={"lr": lr}) for lr in (1, 2) for seed, top1 in enumerate((0.2, 0.9))]
+    chart = comparison_chart(points_of(found))
+    assert (chart.bands[0].low, chart.bands[0].high) == ([0.0, 0.0], [1.0, 1.0])
+
+
+def test_a_search_of_which_one_point_is_left_has_no_chart():
+    found = [row(0.9, search={"lr": 1.0}), row(None, search={"lr": 2.0}, error="diverged")]
+    assert search_charts(points_of(found)) == []
+
+
+def test_many_arms_stand_below_each_other():
+    """Side by side the last of them were beyond the edge of the page."""
+    names = [f"arm {i}" for i in range(ACROSS + 1)]
+    found = [row(0.9, arm=name, conditions={"global_batch": b}) for name in names for b in (256, 64)]
+    cells = [units.NONE, "x"]
+    for count, shape in ((ACROSS, (2, 1 + ACROSS)), (ACROSS + 1, (ACROSS + 1, 3))):
+        few = points_of(r for r in found if r.arm in names[:count])
+        head, rows = side_by_side(few, names[:count], lambda here: [cells[point is not None] for point in here])
+        assert (len(rows), len(head), {len(line) for line in rows}) == (*shape, {shape[1]})
+    assert head == ["arm", "global batch 64", "global batch 256"]
+    assert rows[-1] == [names[-1], "x", "x"]
+
+
+def test_an_arm_has_one_colour_in_every_chart():
+    found = [
+        row(0.9 + seed / 100, arm=arm, seed=seed, conditions={"lr": lr}, digest=f"{arm}{lr}{seed}")
+        for arm in ("a", "b", "c")
+        for lr in (1, 2)
+        for seed in range(3)
+    ]
+    points = points_of(found)
+    for chart in (comparison_chart(points), seeds_chart(points)):
+        assert {
+            line.label: line.color for line in chart.lines if line.label in ("a", "b", "c", "a, lr 1", "c, lr 1")
+        } in (
+            {"a": 0, "b": 1, "c": 2},
+            {"a, lr 1": 0, "c, lr 1": 2},
+        )
+        assert len({line.color for line in chart.lines}) == len(chart.lines)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([0.76, 0.77], "0.765 s ± 0.064 s"),
+        ([210.0, 250.0], "230 s ± 254 s"),
+        ([12000.0, 12345.6], "12,173 s ± 2,196 s"),
+        ([3.0], "3 s"),
+        ([], "–"),
+    ],
+)
+def test_times_have_no_exponents(values, text):
+    assert seconds(spread(values)) == text
 
 
 def test_the_charts_compare_arms_at_their_best_and_show_each_search():

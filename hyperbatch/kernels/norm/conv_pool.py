@@ -19,7 +19,7 @@ takes the two pixels of z in a line at once, so 12 tiles of twice the rows and 1
                   12 13 14 15
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false
 from __future__ import annotations

@@ -15,7 +15,7 @@ So the passes are those of a block without a gate, where programs take one image
 one to add up is kept. Reference: torch.batch_norm, mean, mul, add, relu.
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false
 from __future__ import annotations

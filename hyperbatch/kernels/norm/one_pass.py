@@ -1,12 +1,13 @@
-"""The norms of a small tensor: one launch, and each element is read once (Triton).
+"""Norms of a small tensor in one launch that reads each element once (Triton).
 
-A program keeps its tile in registers between the two passes of a norm. With few rows a tile has all of them, and nobody
-waits for anybody; else programs leave their sums, meet, and each makes of all sums what it needs.
+A program keeps its tile in registers between the two passes of a norm. With few rows one tile holds all of them, and
+programs are independent. Otherwise programs write their partial sums, wait for each other, and each adds up all sums
+that it needs.
 
 What the kernels compute: `kernels.norm`. References: `two_pass`, torch.batch_norm, relu, add.
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false
 from __future__ import annotations
@@ -50,9 +51,9 @@ from hyperbatch.kernels.norm.tiles import (
 )
 
 PER_THREAD = 64  # elements: of 16 bits, two in a register
-WHOLE_ROWS, WHOLE_COLUMNS = 1024, 16  # so many rows are one tile's; 32 bytes of each, the least that memory moves
+WHOLE_ROWS, WHOLE_COLUMNS = 1024, 16  # up to so many rows are one tile; 32 bytes of a row, the least that memory moves
 ROWS, COLUMNS = 256, 32  # of other tiles: 64 bytes of a row, and few sums for each program to add up
-PER_PROCESSOR = 2  # programs of 128 threads that meet: as many run at once, whatever registers they take
+PER_PROCESSOR = 2  # programs of 128 threads that run at once on a multiprocessor, however many registers they use
 NCCL_PROGRAMS = 64  # the most that NCCL ever takes
 OPAQUE = tl.constexpr(not interpreted())  # the interpreter knows no assembly
 
@@ -62,9 +63,9 @@ OPAQUE = tl.constexpr(not interpreted())  # the interpreter knows no assembly
 
 @triton.jit
 def _keep(tile):
-    """The same 16-bit numbers, as if they came from elsewhere: two in a register until here.
+    """Hides from the compiler that these 16-bit numbers are known, so that they stay packed two in a register.
 
-    The compiler would keep what it made of them before in fp32, in twice the registers.
+    Otherwise it would keep their fp32 values from before, in twice the registers.
     """
     if OPAQUE:
         tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2)
@@ -229,7 +230,7 @@ class Launch:
 
     @property
     def fits(self) -> bool:
-        """Whether programs that wait for each other surely run at once."""
+        """Whether programs that wait for each other are guaranteed to run at the same time."""
         return self.programs == 1 or (
             self.columns <= COLUMN_BLOCKS.value and self.columns * self.programs <= _at_once()
         )
@@ -242,7 +243,7 @@ class Launch:
     def options(self) -> dict[str, Any]:
         warps = min(8, max(1, self.rows * self.width // (32 * PER_THREAD)))
         options = {"MEET": self.meets, "BM": self.rows, "BC": self.width, "num_warps": warps}
-        # The driver refuses a grid whose programs cannot all run at once, instead of letting them hang.
+        # With this option the driver rejects a grid whose programs cannot all run at once, instead of letting it hang.
         return options | {"launch_cooperative_grid": True} if self.meets else options
 
     def partials(self, kinds: int, coef: Tensor) -> Tensor:
@@ -251,10 +252,11 @@ class Launch:
 
 
 def _at_once() -> int:
-    """Programs that run at once. The interpreter runs one after the other.
+    """The number of programs that run at the same time. The interpreter runs one after the other.
 
-    An all-reduce may hold as many processors as NCCL may take programs, and wait for other ranks: programs that wait
-    for each other must not wait for that. If nobody has said how many that are, several ranks leave all it can take.
+    An all-reduce may occupy as many multiprocessors as NCCL launches programs, and wait for other ranks. Programs that
+    wait for each other must not need these multiprocessors. Without `leave_processors`, several ranks reserve NCCL's
+    maximum.
     """
     if interpreted():
         return 0
@@ -265,7 +267,7 @@ def _at_once() -> int:
 
 
 def is_small(x: Tensor) -> bool:
-    """Whether programs that run at once hold it in registers."""
+    """Whether the programs that run at the same time can hold the tensor in registers."""
     return Launch.of(*matrix(x)).fits
 
 

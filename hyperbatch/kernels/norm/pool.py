@@ -18,7 +18,7 @@ rounded to the same number and takes the first, we take the larger, as exact ari
 Equal values of x: the first, as torch. A window whose maximum the ReLU cut off has no tap, and passes no gradient on.
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false
 from __future__ import annotations

@@ -21,7 +21,7 @@ The norm so sees z before it is rounded to 16 bits. Reference: `two_pass` after 
 both with float64. Partials are summed in their order: the same bits every time.
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false
 from __future__ import annotations

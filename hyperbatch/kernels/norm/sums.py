@@ -1,14 +1,14 @@
-"""Sums over the rows of a matrix by many programs, and what a batch norm makes of them (Triton).
+"""Sums over the rows of a matrix by many programs, and the statistics and gradients of a batch norm from them (Triton).
 
     program p of a column block    rows [p * ROWS, (p + 1) * ROWS) -> one row of partials
-    the last program to arrive     sums the partials in their order, so the bits never depend on who was last
-    or each program                does so, once all have met: nobody waits for what another makes of them
+    the last program to arrive     sums the partials in a fixed order, so the bits do not depend on which one is last
+    or each program                does so, after all have arrived, and no program waits for another's result
 
 Variances are sums of squares about a value near the mean, merged by Chan's rule: never E[x^2] - E[x]^2. Tuples among
 the arguments: `tiles`.
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false
 from __future__ import annotations
@@ -79,10 +79,10 @@ def is_last(counter, programs):
 
 @triton.jit
 def meet(counters, column, p, programs):
-    """Waits for the other programs of a column block. What they stored before can then be read. All must run at once.
+    """Waits for the other programs of a column block; what they stored before can then be read. All must run at once.
 
-    Each adds 1 but the first, which adds what turns the sum's highest bit round. So it counts anew each time, whatever
-    the number of programs, and nobody need tidy up: the other bits are 0 again.
+    Each program adds 1 to a counter, except the first, which adds the number that flips the counter's highest bit when
+    all have arrived. The other bits are then 0 again, so the counter is never reset, whatever the number of programs.
     """
     counter = counters + COLUMN_BLOCKS + column
     tl.debug_barrier()  # the whole program's stores come before its arrival

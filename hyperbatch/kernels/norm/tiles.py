@@ -1,5 +1,5 @@
-"""How a channels-last tensor, a matrix of n*h*w rows and c columns, is dealt to programs, and what a program does with
-its own rows or its own tile, in blocks of columns (Triton).
+"""How a channels-last tensor, a matrix of n*h*w rows and c columns, is divided among programs, and what a program does
+with its own rows or its own tile, in blocks of columns (Triton).
 
 Some arguments of the functions below are tuples, and keep their order wherever they go:
 
@@ -10,7 +10,7 @@ Some arguments of the functions below are tuples, and keep their order wherever 
     output   y, bits, shortcut, its coef: y = relu(norm(x) + shortcut)        `Output`
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torch import Tensor
 from hyperbatch.kernels import interpreted
 from hyperbatch.kernels.conv import channels_last
 
-SIZES = ("M", "ROWS", "PIXELS", "WIDTH")  # numbers a kernel is not compiled anew for
+SIZES = ("M", "ROWS", "PIXELS", "WIDTH")  # arguments whose values need no new compilation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiling:
-    """How a matrix of m rows and c columns is dealt to programs."""
+    """How a matrix of m rows and c columns is divided among programs."""
 
     rows: int  # of a tile
     columns: int
@@ -86,16 +86,16 @@ def processors() -> int:
 
 @functools.cache
 def overlaps() -> bool:
-    """Whether a launch can come up while the one before still runs: from compute capability 9 on."""
+    """Whether a launch can start while the previous one still runs: from compute capability 9 on."""
     return not interpreted() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def overlapping(follows: bool = True) -> dict[str, bool]:
-    """Options of a launch that may come up while the one before still runs.
+    """Options of a launch that may start while the previous one still runs (programmatic dependent launch).
 
-    A kernel that waits (gdc_wait) before it reads anything always may. One that reads something first must know that
-    it `follows` a launch that is younger than what it reads, and that was a plain one or waited before it let others
-    come up (gdc_launch_dependents).
+    A kernel that waits (gdc_wait) before it reads anything may always do so. A kernel that reads something before it
+    waits may do so only if it `follows` a launch that came after its inputs were computed, and that either was a plain
+    launch or waited before it let others start (gdc_launch_dependents).
     """
     return {"OVERLAP": True, "launch_pdl": True} if follows and overlaps() else {"OVERLAP": False}
 
@@ -212,7 +212,7 @@ def sum_rows(x, base, rows, c, C, BM: tl.constexpr, STAGES: tl.constexpr):
     """(mean, sum of squares about it)."""
     BC: tl.constexpr = c.shape[0]
     about = tl.load(x + base + c).to(tl.float32)
-    # A tile of sums, folded once at the end: a fold in every turn would cost more than the loads.
+    # A tile of sums, folded once at the end: a fold in every iteration would cost more than the loads.
     total = tl.zeros([BM, BC], tl.float32)
     squares = tl.zeros([BM, BC], tl.float32)
     for i in tl.range(0, rows, BM, num_stages=STAGES):

@@ -1,9 +1,9 @@
-"""The norms of a tensor of any size, one launch a pass: statistics, then normalise; sums of the gradient, then apply.
+"""Norms of a tensor of any size, one launch per pass: statistics, then normalise; sums of the gradient, then apply.
 
 What each computes, and what it reads and writes: `kernels.norm`. References: torch.batch_norm, relu, add.
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false
 from __future__ import annotations
@@ -256,7 +256,8 @@ def join(
     """out = relu(norm(x) + shortcut), and its bits; with a coef the shortcut is normalised, too.
 
     bits: uint8, one bit per element, in the order of memory: where out > 0.
-    follows: what made coef was launched right before, and nothing that made x or the shortcut since.
+    follows: the kernel that computes coef was launched directly before, and x and the shortcut were computed earlier.
+    Only then may this launch start early and read them before it waits.
     """
     output = Output.of(x, shortcut, shortcut_coef, bits=True)
     fill(output, x, coef, follows=follows)
@@ -286,7 +287,7 @@ def reduce_gradient(dy: Tensor, x: Tensor, coef: Tensor, grads: NormGradients, c
 def apply_gradient(dy: Tensor, x: Tensor, coef: Tensor, back: Tensor, *, relu: bool, follows: bool = False) -> Tensor:
     """dx of y = norm(x), or relu of it. relu=False also when dy is masked already.
 
-    follows: what filled `back` was launched right before, and nothing that made x (with relu: or dy) since.
+    follows: the kernel that fills `back` was launched directly before, and x (with relu also dy) was computed earlier.
     """
     m, c = matrix(x)
     dx, tiling = torch.empty_like(x), streaming(m, c)

@@ -17,7 +17,7 @@ wherever it is needed: its inputs are read there anyway. A tap is the place of t
 row-major order; of equal ones the first, as in torch.
 """
 
-# Triton's decorator hides what a kernel takes from the type checker.
+# Triton's decorator hides the parameters of kernels from the type checker.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false
 from __future__ import annotations

@@ -1,0 +1,225 @@
+"""What a model is made of, seen in one forward and backward pass of two images: for models that have no table.
+
+    forward    patch_embed.proj  blocks.0.norm1  blocks.0.attn.qkv  blocks.0.attn  blocks.0.attn.proj  ...  head
+    backward   head  ...  blocks.0.attn.proj  blocks.0.attn.qkv  blocks.0.norm1  patch_embed.proj  pos_embed
+
+The pass runs on torch's meta device, which knows shapes and computes nothing, or on the CPU if the model needs numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from hyperbatch.errors import InputError
+from hyperbatch.models.build import create_model
+from hyperbatch.params import backward_order, kind_of, owners
+
+SAMPLES = 2  # a batch norm cannot be trained on one
+
+
+class TracedParameter(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    kind: str  # of `params.kind_of`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedLayer:
+    """A module that has trainable parameters or products of its own, or is a norm or a pool. Counts are per image."""
+
+    name: str
+    kind: str  # "conv", "linear", "attention", "norm" or "pool"
+    parameters: tuple[TracedParameter, ...]  # in the order in which backward finishes them
+    macs: int
+    inputs: int
+    outputs: int
+    saved: int  # elements that backward needs
+
+
+class Trace(NamedTuple):
+    layers: tuple[TracedLayer, ...]  # in the order of the forward pass
+    order: tuple[str, ...]  # of all trainable parameters, in which backward finishes them
+
+
+def trace_model(name: str, *, classes: int, image_size: int, in_channels: int) -> Trace:
+    """Traces a model by its name; InputError if it does not take such images."""
+
+    def traced(device: str) -> Trace:
+        model = create_model(name, classes=classes, in_channels=in_channels).to(device)
+        return trace(model, torch.zeros(SAMPLES, in_channels, image_size, image_size, device=device))
+
+    try:
+        return traced("meta")
+    except InputError:
+        raise
+    except Exception:  # it asks for numbers, which the meta device does not have, or fails everywhere
+        try:
+            return traced("cpu")
+        except Exception as error:
+            what = str(error).strip().partition("\n")[0]
+            raise InputError(f"model {name!r} does not take images of {image_size} px: {what}") from error
+
+
+def trace(model: nn.Module, images: Tensor) -> Trace:
+    """Traces a model that returns a tensor. Its weights, buffers and gradients stay as they are."""
+    watch = _Watch(model, images)
+
+    def run_backward() -> None:
+        with watch:
+            loss = model(images).float().sum()
+        loss.backward()
+
+    order = backward_order(model, run_backward)
+    return Trace(tuple(_in_order(_layers(model, watch.done, order, len(images)), order)), tuple(order))
+
+
+@dataclass(kw_only=True, slots=True)
+class _Done:
+    """What one module has done itself; what its children have done is theirs."""
+
+    moment: int = 0  # of its first product or, without one, of its end; 0: it was never called
+    macs: dict[str, int] = field(default_factory=dict)  # by kind
+    inputs: int = 0
+    outputs: int = 0
+    saved: int = 0
+
+
+class _Watch(TorchDispatchMode):
+    """A context for the forward pass, in which every module's work is noted."""
+
+    def __init__(self, model: nn.Module, images: Tensor) -> None:
+        super().__init__()
+        self.done = {name: _Done() for name, _ in model.named_modules()}
+        self._modules = dict(model.named_modules())
+        self._running = [""]
+        self._clock = 0
+        self._seen = {_storage(tensor): tensor for tensor in (*model.parameters(), images)}  # alive: no place is reused
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        for name, module in self._modules.items():
+            if name:
+                self._undo.callback(module.register_forward_pre_hook(self._begins(name)).remove)
+                self._undo.callback(module.register_forward_hook(self._ends(name)).remove)
+        self._undo.enter_context(torch.autograd.graph.saved_tensors_hooks(self._saves, lambda tensor: tensor))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._undo.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        name = packet.__name__
+        if packet in flop_registry:
+            operations = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+            kind = "conv" if "conv" in name else "linear" if name in ("mm", "addmm", "_scaled_mm") else "attention"
+            self._multiplies(kind, operations // 2)
+        elif "scaled_dot_product" in name:  # the CPU's own, which torch does not count
+            query, key, value = args[:3]
+            rows = query.numel() // query.shape[-1]
+            self._multiplies("attention", rows * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
+        return result
+
+    def _multiplies(self, kind: str, macs: int) -> None:
+        done = self.done[self._running[-1]]
+        if not done.macs:
+            done.moment = self._tick()
+        done.macs[kind] = done.macs.get(kind, 0) + macs
+
+    def _begins(self, name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            self._running.append(name)
+            self.done[name].inputs = sum(value.numel() for value in args if isinstance(value, Tensor))
+
+        return hook
+
+    def _ends(self, name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+            self._running.pop()
+            done = self.done[name]
+            done.outputs = output.numel() if isinstance(output, Tensor) else done.inputs
+            if not done.macs:
+                done.moment = self._tick()
+
+        return hook
+
+    def _saves(self, tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() and _storage(tensor) not in self._seen:
+            self._seen[_storage(tensor)] = tensor
+            self.done[self._running[-1]].saved += tensor.numel()
+        return tensor
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+
+def _storage(tensor: Tensor) -> int:
+    """The same for views of one tensor; an address would not do, since the meta device has none."""
+    return tensor.untyped_storage()._cdata
+
+
+def _layers(model: nn.Module, done: dict[str, _Done], order: list[str], samples: int) -> list[tuple[int, TracedLayer]]:
+    """(moment, layer): 0 as the moment of a layer whose place only backward tells."""
+    own, held = owners(model), {}
+    for full_name in order:
+        module, name = own[full_name]
+        param = module.get_parameter(name)
+        found = TracedParameter(full_name, tuple(param.shape), kind_of(module, name, param))
+        held.setdefault(full_name.rpartition(".")[0], []).append(found)
+    kinds = {name: _kind(module, done[name], held.get(name, [])) for name, module in model.named_modules()}
+    layers, rest = [], sum(done[name].saved for name, kind in kinds.items() if kind is None)
+    for name, kind in kinds.items():
+        if kind is None:
+            continue
+        here = done[name]
+        inner = any(other is not None and place.startswith(f"{name}.") for place, other in kinds.items()) or not name
+        layer = TracedLayer(
+            name=name,
+            kind=kind,
+            parameters=tuple(held.get(name, ())),
+            macs=sum(here.macs.values()) // samples,
+            inputs=here.inputs // samples,
+            outputs=here.outputs // samples,
+            saved=(here.saved + rest) // samples,
+        )
+        rest = 0  # what modules that are no layers keep, such as an activation, counts with the first one
+        layers.append((0 if inner and not here.macs else here.moment, layer))
+    return layers
+
+
+def _kind(module: nn.Module, done: _Done, parameters: list[TracedParameter]) -> str | None:
+    """None: it is no layer."""
+    name = type(module).__name__.lower()
+    if done.macs:
+        kind = max(done.macs, key=lambda kind: done.macs[kind])
+        has_weight = any(param.kind == "weight" for param in parameters)
+        return kind if has_weight or kind == "conv" else "attention"  # a product of what follows from the images
+    if parameters:
+        return "norm"  # or a scale, or an embedding: bytes, no products
+    if next(module.children(), None) is not None:
+        return None
+    return "norm" if "norm" in name else "pool" if "pool" in name else None
+
+
+def _in_order(layers: list[tuple[int, TracedLayer]], order: list[str]) -> list[TracedLayer]:
+    """Parameters of a module that holds other layers stand behind the one whose gradients are finished next."""
+    placed = [layer for moment, layer in sorted(layers, key=lambda item: item[0]) if moment]
+    for moment, layer in layers:
+        if moment == 0:
+            after = order[order.index(layer.parameters[-1].name) + 1 :]
+            owner = {param.name: i for i, other in enumerate(placed) for param in other.parameters}
+            place = next((owner[name] + 1 for name in after if name in owner), 0)
+            placed.insert(place, layer)
+    return placed
