@@ -82,7 +82,7 @@ def probe(model: nn.Module, images: Tensor, classes: int | None = None) -> tuple
 
 
 def probe_evaluation(model: nn.Module, images: Tensor, classes: int) -> None:
-    """Raises InputError for a model that does not evaluate such images: a run would find out after hours of training."""
+    """Raises InputError for a model that does not evaluate such images: a run would find out after hours."""
     images = images.to(next(model.parameters()).dtype)
     with _told_in_a_line("evaluate", images, "--eval-size"), cudnn_trials(False), in_evaluation(model):
         _logits(model, images, classes)
