@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.weak import TensorWeakRef
 
-from hyperbatch.errors import InputError
-from hyperbatch.params import HALF_DTYPES, kind_of, owners
+from hyperbatch.errors import InputError, check_kind, shown
+from hyperbatch.params import FLOAT_DTYPES, HALF_DTYPES, kind_of, owners
 from hyperbatch.plan.types import TensorSpec
 
 ALIGN_BYTES = 256
@@ -72,6 +72,9 @@ class Arena:
         parameters of batch norm stay fp32 (fp64 if dtype is fp64). copy_on_ready: False leaves gradients where
         autograd allocated them until `collect` copies a whole group at once.
         """
+        check_kind("model", model, nn.Module, "give a torch module")
+        if dtype not in FLOAT_DTYPES:
+            raise InputError(f"dtype is {shown(dtype)}; give one of {', '.join(map(str, FLOAT_DTYPES))}")
         self.dtype = dtype
         self.copy_on_ready = copy_on_ready
         self.pinned = False  # True once a captured graph holds the addresses: the buffers must not move any more
@@ -271,7 +274,7 @@ class Arena:
         return buffer.as_strided(shape, strides, slot.offset)
 
     def _hook(self, model: nn.Module) -> None:
-        # A deep copy of the model has copies of these hooks, which must not act on this arena. So they hold the arena
+        # A copy of the model has these hooks, too, which must not act on this arena. So they hold the arena
         # weakly and compare the module that they run for.
         me: weakref.ref[Arena] = weakref.ref(self)
         for slot in self.slots:
@@ -281,8 +284,8 @@ class Arena:
         for module in model.modules():
             mine = {name: local[p] for name, p in module.named_parameters(recurse=False) if p in local}
             if mine:
-                module.register_load_state_dict_pre_hook(_load_hook(me, weakref.ref(module), mine))
-        model.register_load_state_dict_post_hook(_loaded_hook(me, weakref.ref(model)))
+                module.register_load_state_dict_pre_hook(_LoadHook(me, module, mine))
+        model.register_load_state_dict_post_hook(_LoadedHook(me, model, {}))
 
 
 class GradPlace:
@@ -318,32 +321,50 @@ def _copy_hook(arena_ref: weakref.ref[Arena], name: str) -> Callable[[Tensor], N
     return hook
 
 
-def _load_hook(arena_ref: weakref.ref[Arena], owner: weakref.ref[nn.Module], names: dict[str, str]) -> Callable:
+class _Hook:
+    """A hook of one module and its arena. It does nothing for a copy of the module, or once it is unpickled."""
+
+    def __init__(self, arena_ref: weakref.ref[Arena], module: nn.Module, names: Mapping[str, str]) -> None:
+        self._arena_ref, self._module, self._names = arena_ref, weakref.ref(module), names
+
+    def arena(self, module: nn.Module) -> Arena | None:
+        return self._arena_ref() if module is self._module() else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+class _LoadHook(_Hook):
     """Fills masters from the state dict before torch rounds its values to the working precision."""
 
-    def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-        arena = arena_ref()
-        if arena is None or module is not owner():
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+    ) -> None:
+        arena = self.arena(module)
+        if arena is None:
             return
         if metadata.get("assign_to_params_buffers"):
             raise RuntimeError("load_state_dict(assign=True) would take the model out of its arena; load by copy")
         arena.reclaim()
-        for local, name in names.items():
+        for local, name in self._names.items():
             tensor = state_dict.get(prefix + local)
             slot = arena.slot(name)
             if isinstance(tensor, Tensor) and tensor.shape == slot.param.shape and slot.dtype in HALF_DTYPES:
                 arena._fill({name: tensor})
 
-    return hook
 
-
-def _loaded_hook(arena_ref: weakref.ref[Arena], owner: weakref.ref[nn.Module]) -> Callable:
-    def hook(module: nn.Module, _: Any) -> None:
-        arena = arena_ref()
-        if arena is not None and module is owner():
+class _LoadedHook(_Hook):
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        if arena := self.arena(module):
             arena.notify_loaded()
-
-    return hook
 
 
 def _is_trainable(owner: tuple[nn.Module, str]) -> bool:
@@ -352,10 +373,14 @@ def _is_trainable(owner: tuple[nn.Module, str]) -> bool:
 
 
 def _check_order(order: Sequence[str], known: dict[str, Any]) -> None:
+    if isinstance(order, str) or not isinstance(order, Sequence):
+        raise InputError(f"order is {shown(order)}; give the names of backward_order(model, probe)")
     missing, unknown = set(known) - set(order), set(order) - set(known)
-    if missing or unknown or len(order) != len(set(order)):
-        raise ValueError(
-            f"order must name each trainable parameter once: missing {sorted(missing)}, unknown {sorted(unknown)}"
+    twice = {name for name in order if order.count(name) > 1} if len(order) != len(set(order)) else set()
+    if missing or unknown or twice:
+        raise InputError(
+            f"order must name each trainable parameter once: missing {sorted(missing)}, unknown {sorted(unknown)}, "
+            f"twice {sorted(twice)}"
         )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import numbers
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -41,12 +42,36 @@ def notes_of(error: BaseException) -> tuple[str, ...]:
     return tuple(getattr(error, "__notes__", ()))
 
 
-def nearest(name: str, known: list[str] | tuple[str, ...]) -> str:
+def nearest(name: Any, known: list[str] | tuple[str, ...]) -> str:
     """`; did you mean 'x'?` for a misspelt name, or the list of known ones when nothing is close."""
     import difflib
 
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+
+
+def shown(value: Any) -> str:
+    """An argument as an error names it: its value where that is short, else its type."""
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else f"a value of type {type(value).__name__}"
+
+
+def check_kind(name: str, value: Any, kind: type | tuple[type, ...], advice: str) -> None:
+    """InputError for an argument of another kind. advice: what to give, e.g. `give a GroupPlan of plan_groups`."""
+    if not isinstance(value, kind):
+        raise InputError(f"{name} is {shown(value)}; {advice}")
+
+
+def check_number(name: str, value: Any, holds: Callable[[float], bool], wanted: str) -> None:
+    """InputError unless an argument is a number for which `holds` is true. wanted: such a number in words."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not holds(float(value)):
+        raise InputError(f"{name} is {shown(value)}; give {wanted}")
+
+
+def check_whole(name: str, value: Any, *, least: int = 1) -> None:
+    """InputError unless an argument is a whole number of at least `least`."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+        raise InputError(f"{name} is {shown(value)}; give a whole number of at least {least}")
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from hyperbatch import vocabulary
-from hyperbatch.schedule.layers import is_in
+from hyperbatch.errors import InputError, check_kind, check_number
+from hyperbatch.schedule.layers import is_broadcast, is_in
 
+FLOAT_DTYPES = tuple(getattr(torch, name) for name in vocabulary.DTYPE_BYTES)
 HALF_DTYPES = tuple(getattr(torch, name) for name in vocabulary.HALF_DTYPES)
 NORM_TYPES = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -21,9 +25,9 @@ def kind_of(module: nn.Module, name: str, param: nn.Parameter) -> str:
     """The kind of a parameter: "norm" by its module's type, "bias" for others of at most one dimension, else "weight".
 
     Attribute names are not used, because the norm of a ResNet's shortcut is called `downsample.1`. Norm layers of
-    other libraries are recognised by their class name.
+    other libraries are recognised by their class name; their scales may have the shape C x 1 x 1.
     """
-    foreign_norm = param.ndim <= 1 and "norm" in type(module).__name__.lower()
+    foreign_norm = param.numel() == max(param.shape, default=1) and "norm" in type(module).__name__.lower()
     if isinstance(module, NORM_TYPES) or foreign_norm:
         return "norm"
     return "bias" if param.ndim <= 1 else "weight"
@@ -35,30 +39,34 @@ def owners(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     seen: set[nn.Parameter] = set()
     for prefix, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
+            full_name = f"{prefix}.{name}" if prefix else name
+            if is_lazy(param):
+                raise InputError(f"{full_name} has no shape yet (a lazy layer); run a batch through the model first")
             if param not in seen:
                 seen.add(param)
-                found[f"{prefix}.{name}" if prefix else name] = (module, name)
+                found[full_name] = (module, name)
     return found
 
 
 def undecayed(model: nn.Module) -> set[str]:
     """Names of the parameters that by default get neither weight decay nor a trust ratio.
 
-    These are norm parameters and biases; position embeddings, class tokens and scales that are broadcast over the batch
-    (a first dimension of 1, and not called `weight`); `nn.Embedding` layers; and whatever the model, or a part of it,
-    lists in a method `no_weight_decay()`, as timm's models do.
+    These are norm parameters and biases; position embeddings, class tokens and scales that are broadcast
+    (`is_broadcast`); `nn.Embedding` and `nn.EmbeddingBag` layers; and whatever the model, or a part of it, lists in a
+    method `no_weight_decay()`, as timm's models do.
     """
     own = owners(model)
     found = set()
     for full_name, (module, name) in own.items():
         param = module.get_parameter(name)
-        broadcast = param.ndim > 1 and param.shape[0] == 1 and name != "weight"
-        if kind_of(module, name, param) != "weight" or broadcast or isinstance(module, nn.Embedding):
+        embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if kind_of(module, name, param) != "weight" or is_broadcast(name, param.shape) or embedding:
             found.add(full_name)
     for prefix, module in model.named_modules():
         if hasattr(module, "no_weight_decay"):
             listed: Any = module.no_weight_decay
-            layers = [f"{prefix}.{layer}" if prefix else layer for layer in listed()]
+            listed = listed() if callable(listed) else listed
+            layers = [f"{prefix}.{layer}" if prefix else layer for layer in listed or ()]
             found |= {name for name in own if any(is_in(name, layer) for layer in layers)}
     return found
 
@@ -79,6 +87,11 @@ def param_groups(
     (`layer_depths`): a group's rate is `lr` times its `lr_scale`, which is `layer_decay` to the power of its distance
     from the head.
     """
+    check_kind("model", model, nn.Module, "give a torch module")
+    check_number("layer_decay", layer_decay, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
+    for name, value in (("weight_decay", weight_decay), *([] if lr is None else [("lr", lr)])):
+        if not isinstance(value, Tensor):  # which may live on a device
+            check_number(name, value, lambda x: 0 <= x < math.inf, "a number that is not negative")
     if layer_decay != 1.0 and lr is None:
         raise ValueError("layer_decay gives every group a rate of its own: give param_groups the lr of the head, too")
     plain, depths = undecayed(model), {} if layer_decay == 1.0 else layer_depths(model)

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from hyperbatch.config import Config, DataConfig
 from hyperbatch.data import augment
-from hyperbatch.data.decode import choose_decoder, decode_full, decode_view, render_array
+from hyperbatch.data.decode import as_rgb, choose_decoder, decode_full, decode_view, render_array
 from hyperbatch.data.folders import FolderTree
+from hyperbatch.data.remote.store import is_address
 from hyperbatch.data.source import BadSample
 from hyperbatch.errors import InputError
 from hyperbatch.export import TrainedModel, load_trained
@@ -74,7 +75,7 @@ class Preprocessing:
                 return decode_view(data, where, self._view, self.size, decoder=choose_decoder("auto"), exact=True)
             found = decode_full(data, where)
         else:
-            found = np.asarray(image.convert("RGB") if isinstance(image, Image.Image) else image)
+            found = np.asarray(as_rgb(image) if isinstance(image, Image.Image) else image)
         found = self._in_channels(found)
         return render_array(found, self._view(found.shape[1], found.shape[0]), self.size)
 
@@ -200,7 +201,8 @@ def load_model(
 def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
     """The files among the paths, and the images in the folders among them, at any depth, in order."""
     found = []
-    for path in map(Path, paths):
+    for given in paths:
+        path = Path(given)
         if path.is_dir():
             inside = [str(path / name) for name in FolderTree(path).images()]
             if not inside:
@@ -208,6 +210,8 @@ def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
             found += inside
         elif path.exists():
             found.append(str(path))
+        elif is_address(given):
+            raise InputError(f"{given} is an address; fetch the image first, and give the file")
         else:
             raise InputError(f"{path} does not exist; give image files or folders of them")
     return found

@@ -103,6 +103,7 @@ def preview(config: Config, world_size: int) -> Preview:
     config = config.with_precision("bf16" if config.run.device != "cpu" and count_gpus() else "fp32")
     counts = data_counts(config)
     check_input(config, world_size, counts)
+    inventory.ask_for(config.model.model)
     channels, available = counts.channels, device_memory_bytes()
     at_hand = config.override(train_samples=counts.train_samples, classes=counts.classes)
     phases = resolve_all(at_hand, available, world_size, channels)

@@ -8,6 +8,8 @@ hybrid         hierarchical up to hybrid_switch_bytes on the wire, flat above
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,7 +20,8 @@ from hyperbatch.comm.pipeline import pipelines, torus_in_chunks
 from hyperbatch.comm.runner import ExchangeHandle
 from hyperbatch.comm.scaling import scale, scaled_copy
 from hyperbatch.comm.shards import gather_now, gather_shards, own_shard, scatter_now, scatter_sum
-from hyperbatch.errors import InputError, nearest
+from hyperbatch.errors import InputError, check_kind, nearest, shown
+from hyperbatch.params import FLOAT_DTYPES
 from hyperbatch.vocabulary import ALGORITHMS, HYBRID_SWITCH_BYTES
 
 
@@ -37,9 +40,10 @@ def all_reduce(
     op: "mean" or "sum". wire_dtype: precision of the messages and of the sums; by default the tensor's own.
     async_op: returns an ExchangeHandle at once; the tensor must not be used before its wait().
     """
-    wire_bytes = tensor.numel() * (wire_dtype or tensor.dtype).itemsize
-    algorithm = resolve_algorithm(algorithm, wire_bytes, hybrid_switch_bytes)
+    check_comm(comm)
     _check(tensor, op)
+    wire_bytes = message_bytes(tensor.numel(), tensor.dtype, wire_dtype)
+    algorithm = resolve_algorithm(algorithm, wire_bytes, hybrid_switch_bytes)
 
     def exchange() -> None:
         all_reduce_now(tensor, comm, algorithm, op, wire_dtype)
@@ -91,9 +95,22 @@ def resolve_algorithm(algorithm: str, wire_bytes: int, hybrid_switch_bytes: int 
     """The algorithm that `hybrid` uses at this message size; other names are returned unchanged."""
     if algorithm not in ALGORITHMS:
         raise InputError(f"algorithm {algorithm!r} is unknown{nearest(algorithm, ALGORITHMS)}")
+    check_kind("hybrid_switch_bytes", hybrid_switch_bytes, (int, float), "give a number of bytes")
     if algorithm != "hybrid":
         return algorithm
     return "hierarchical" if wire_bytes <= hybrid_switch_bytes else "flat"
+
+
+def message_bytes(numel: int, dtype: torch.dtype, wire_dtype: torch.dtype | None) -> int:
+    """The size of a message. InputError for a precision that gradients cannot travel in."""
+    if wire_dtype not in (None, *FLOAT_DTYPES):
+        known = ", ".join(map(str, FLOAT_DTYPES))
+        raise InputError(f"wire_dtype is {shown(wire_dtype)}; give one of {known}, or None for the gradients' own")
+    return numel * (wire_dtype or dtype).itemsize
+
+
+def check_comm(comm: Any) -> None:
+    check_kind("comm", comm, GridComm, "give a GridComm")
 
 
 def all_reduce_now(
@@ -175,6 +192,7 @@ def _torus(flat: Tensor, comm: GridComm, log: Log) -> None:
 
 
 def _check(tensor: Tensor, op: str) -> None:
+    check_kind("tensor", tensor, Tensor, "give a torch.Tensor")
     if op not in ("mean", "sum"):
         raise InputError(f"op {op!r} is unknown; choose mean or sum")
     if op == "mean" and not tensor.is_floating_point():

@@ -14,9 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hyperbatch.comm.collectives import HYBRID_SWITCH_BYTES, all_reduce_now, resolve_algorithm
+from hyperbatch.comm.agree import check_agreement
+from hyperbatch.comm.collectives import (
+    HYBRID_SWITCH_BYTES,
+    all_reduce_now,
+    check_comm,
+    message_bytes,
+    resolve_algorithm,
+)
 from hyperbatch.comm.grid import GridComm
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, check_kind, shown
 from hyperbatch.plan.types import GroupPlan
 
 MIB = 1 << 20
@@ -30,6 +37,7 @@ def ddp_kwargs(plan: GroupPlan) -> dict[str, Any]:
     several dtypes DDP starts the list again for each. Older versions get one `bucket_cap_mb` of the mean group size:
     the number of buckets is about right, and their sizes are equal. `ddp_bucket_bytes` returns the actual buckets.
     """
+    check_kind("plan", plan, GroupPlan, "give the GroupPlan of plan_groups")
     if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel.__init__).parameters:
         return {"bucket_cap_mb_list": [group.bytes / MIB for group in plan.groups]}
     return {"bucket_cap_mb": plan.bytes / len(plan.groups) / MIB}
@@ -37,6 +45,7 @@ def ddp_kwargs(plan: GroupPlan) -> dict[str, Any]:
 
 def ddp_bucket_bytes(ddp_model: DistributedDataParallel) -> tuple[int, ...]:
     """The sizes of the buckets that DDP uses now, in launch order; from its second step on, of the rebuilt ones."""
+    _check_ddp(ddp_model)
     data = ddp_model._get_ddp_logging_data()
     sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes", "")
     return tuple(int(size) for size in str(sizes).split(", ") if size)
@@ -53,7 +62,9 @@ class GridHookState:
         wire_dtype: torch.dtype | None = None,
         hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES,
     ) -> None:
-        resolve_algorithm(algorithm, 0)  # a misspelt name should not wait for the first backward
+        # What is wrong should not wait for the first backward.
+        check_comm(comm)
+        resolve_algorithm(algorithm, message_bytes(0, torch.float32, wire_dtype), hybrid_switch_bytes)
         self.comm, self.algorithm, self.wire_dtype = comm, algorithm, wire_dtype
         self.hybrid_switch_bytes = hybrid_switch_bytes
 
@@ -62,7 +73,7 @@ def grid_hook(state, bucket):  # bare: DDP compares annotations by identity, and
     """A communication hook of DistributedDataParallel: returns a future of the bucket's mean over the grid's ranks."""
     buffer = bucket.buffer()
     future: torch.futures.Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
-    wire_bytes = buffer.numel() * (state.wire_dtype or buffer.dtype).itemsize
+    wire_bytes = message_bytes(buffer.numel(), buffer.dtype, state.wire_dtype)
     chosen = resolve_algorithm(state.algorithm, wire_bytes, state.hybrid_switch_bytes)
 
     def exchange() -> None:
@@ -86,12 +97,29 @@ def register_ddp_hook(
     wire_dtype: torch.dtype | None = None,
     hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES,
 ) -> None:
-    """Makes DDP send its buckets with our all-reduce, in this precision. Gradients remain the mean over ranks."""
-    theirs = dist.get_process_group_ranks(ddp_model.process_group)
-    if theirs != comm.members:
-        raise InputError(
-            f"this DDP model averages over ranks {theirs}, and the grid holds {comm.members}; "
-            "give both the same ranks (DistributedDataParallel has process_group=)"
-        )
+    """Makes DDP send its buckets with our all-reduce, in this precision. Gradients remain the mean over ranks.
+
+    Every rank must call it at the same point. The ranks compare their arguments; a difference is an error on all ranks.
+    """
+    _check_ddp(ddp_model)
+    check_comm(comm)
     options = {"algorithm": algorithm, "wire_dtype": wire_dtype, "hybrid_switch_bytes": hybrid_switch_bytes}
-    ddp_model.register_comm_hook(GridHookState(comm, **options), grid_hook)
+    state = problem = None
+    try:
+        state = GridHookState(comm, **options)
+        theirs = dist.get_process_group_ranks(ddp_model.process_group)
+        if theirs != comm.members:
+            raise InputError(
+                f"this DDP model averages over ranks {theirs}, and the grid holds {comm.members}; "
+                "give both the same ranks (DistributedDataParallel has process_group=)"
+            )
+    except InputError as error:
+        problem = str(error)
+    comm.drain()  # another hook may share the groups
+    check_agreement(comm.world, "the DDP hook", [f"{name} {value}" for name, value in options.items()], problem)
+    ddp_model.register_comm_hook(state, grid_hook)
+
+
+def _check_ddp(model: Any) -> None:
+    if not hasattr(model, "register_comm_hook"):  # not by type: torch.compile wraps one in a module of its own
+        raise InputError(f"ddp_model is {shown(model)}; give a DistributedDataParallel")

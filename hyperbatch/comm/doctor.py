@@ -48,7 +48,7 @@ class CollectiveCheck:
 
 
 def check_collectives(
-    device: torch.device,
+    device: torch.device | str,
     *,
     grid: RankGrid | None = None,
     sizes_bytes: Sequence[int] | None = None,
@@ -58,6 +58,7 @@ def check_collectives(
 
     grid: by default as square as the world size allows, so that every algorithm uses both directions.
     """
+    device = torch.device(device)
     comm = GridComm(grid or RankGrid.square(dist.get_world_size() if dist.is_initialized() else 1))
     try:
         return [

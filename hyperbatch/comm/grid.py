@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyperbatch.comm.agree import check_agreement
 from hyperbatch.comm.runner import Exchange, ExchangeHandle, InlineRunner, StreamRunner, Then, ThreadRunner
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, check_kind, shown
 from hyperbatch.plan.types import RankGrid
 
 
@@ -55,6 +55,8 @@ class GridComm:
         alone: a single rank sends its collectives to itself through the backend instead of skipping them, so that the
         collectives of a step can be counted and timed on one GPU.
         """
+        if timeout is not None:
+            check_kind("timeout", timeout, timedelta, "give a datetime.timedelta")
         ready = dist.is_initialized()
         me = dist.get_rank() if ready else 0
         self.world = self.row = self.column = None
@@ -173,8 +175,11 @@ def _placement(grid: RankGrid | DeviceMesh, ranks: Sequence[Sequence[int]] | Non
             raise InputError("GridComm takes a mesh of one or two dimensions, and no ranks beside it")
         table = grid.mesh.reshape(-1, grid.mesh.shape[-1]).tolist()
         return RankGrid(len(table), len(table[0])), table
+    check_kind("grid", grid, RankGrid, "give a RankGrid(rows, columns) or a DeviceMesh")
     if ranks is None:
         return grid, [grid.row_ranks(row) for row in range(grid.rows)]
+    if not isinstance(ranks, Sequence) or not all(isinstance(row, Sequence) for row in ranks):
+        raise InputError(f"ranks is {shown(ranks)}; give {grid.rows} rows of {grid.columns} ranks, as [[0, 1], [2, 3]]")
     table = [list(row) for row in ranks]
     if len(table) != grid.rows or any(len(row) != grid.columns for row in table):
         raise InputError(f"ranks {table} do not fill grid {grid}; give {grid.rows} rows of {grid.columns}")

@@ -10,25 +10,29 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hyperbatch.arena import Arena
 from hyperbatch.comm.agree import check_agreement
-from hyperbatch.comm.collectives import HYBRID_SWITCH_BYTES, all_reduce_now, reduce_scatter_now, resolve_algorithm
+from hyperbatch.comm.collectives import (
+    HYBRID_SWITCH_BYTES,
+    all_reduce_now,
+    check_comm,
+    message_bytes,
+    reduce_scatter_now,
+    resolve_algorithm,
+)
 from hyperbatch.comm.grid import GridComm
 from hyperbatch.comm.phases import Log
 from hyperbatch.comm.runner import Exchange, ExchangeHandle
 from hyperbatch.comm.shards import own_shard
 from hyperbatch.comm.usage import check_usage, exchange_usage, usage_bits
 from hyperbatch.comm.weights import check_same_weights
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, check_kind
 from hyperbatch.plan.types import GradGroup, GroupPlan, GroupTiming
 from hyperbatch.stopwatch import Mark, mark, seconds_between, wait
-
-if TYPE_CHECKING:
-    from hyperbatch.arena import Arena
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +96,8 @@ class GradSync:
         sharded: gradients are only reduce-scattered, by rows and columns with `torus`, over all ranks at once with any
         other algorithm. Each rank then holds the mean only in its `shard` of a group (see optim/sharded.py).
         """
+        check_kind("arena", arena, Arena, "give the Arena of the model")
+        check_comm(comm)
         self.plan, self.comm = plan, comm
         self.sharded = sharded
         self._arena, self._wire_dtype = arena, wire_dtype
@@ -318,10 +324,11 @@ class GradSync:
 
     def _algorithm(self, group: GradGroup, default: str, hybrid_switch_bytes: int) -> str:
         elements = group.bytes // getattr(torch, group.dtype).itemsize
-        wire_bytes = elements * (self._wire_dtype or getattr(torch, group.dtype)).itemsize
+        wire_bytes = message_bytes(elements, getattr(torch, group.dtype), self._wire_dtype)
         return resolve_algorithm(group.algorithm or default, wire_bytes, hybrid_switch_bytes)
 
     def _check_plan(self) -> None:
+        check_kind("plan", self.plan, GroupPlan, "give the GroupPlan of plan_groups")
         self.plan.check_covers(self._arena.specs)
         place = {slot.name: i for i, slot in enumerate(self._slots)}
         dtypes = {slot.name: str(slot.dtype).removeprefix("torch.") for slot in self._slots}
@@ -335,6 +342,9 @@ class GradSync:
                 raise InputError(f"group {group.index} does not hold neighbours of the arena in the arena's order")
 
     def _compare_plans(self, problem: str | None) -> None:
+        self.comm.drain()  # another GradSync may share the groups
+        if problem:
+            check_agreement(self.comm.world, "the gradient plan", [], problem)
         layout = [f"{s.name} {s.dtype} at {s.offset} of {tuple(s.param.shape)}" for s in self._slots]
         groups = [
             f"group {group.index} ({algorithm}, {group.dtype}): {' '.join(group.parameters)}"
@@ -347,8 +357,7 @@ class GradSync:
             f"sharded {self.sharded}",
             f"plan {self.plan.hash}",
         ]
-        self.comm.drain()  # another GradSync may share the groups
-        check_agreement(self.comm.world, "the gradient plan", description, problem)
+        check_agreement(self.comm.world, "the gradient plan", description)
 
     def _check_next(self) -> None:
         handle, bits = self._unchecked.popleft()

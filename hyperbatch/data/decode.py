@@ -1,7 +1,7 @@
 """From a file's bytes to pixels: the whole image, or one view of it cut out and resized.
 
-Everything becomes RGB, as ImageNet training expects: grey is repeated, CMYK converted, transparency dropped; EXIF
-orientation is ignored, as torchvision's ImageFolder ignores it.
+Everything becomes RGB, as ImageNet training expects (`as_rgb`): grey is repeated, CMYK converted, transparency dropped,
+16 bits a channel become 8; EXIF orientation is ignored, as torchvision's ImageFolder ignores it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _OTHER_FRAMES = (0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
 _SEQUENTIAL_FRAMES = (0xC0, 0xC1)
 _CONTEXT_ROWS = 2  # below a crop, of the decoded image: interpolated colours depend on the next row of colours
 _RGB_IDS = b"RGB"  # component names of files that are not YCbCr
+_GREY_16_BITS = ("PNG", "PPM")  # formats whose grey images of 32 bits, as Pillow opens them, hold 16
 
 ViewOf = Callable[[int, int], View]  # of the full image's width and height
 
@@ -76,7 +77,7 @@ def decode_full(data: bytes | bytearray, where: object, *, decoder: str = "pillo
             return _fast_full(data, decoder)
         except (ValueError, RuntimeError):
             pass  # CMYK, or damage that strict decoding refuses: Pillow has the last word, so all decoders agree
-    return np.asarray(_guarded(lambda: _open(data, where).convert("RGB"), where))
+    return np.asarray(_guarded(lambda: as_rgb(_open(data, where)), where))
 
 
 def decode_view(
@@ -168,6 +169,17 @@ def fits(width: int, height: int, data_bytes: int) -> bool:
     return 0 < pixels <= _MAX_PIXELS and (pixels <= _MUCH_PIXELS or pixels <= _PIXELS_PER_BYTE * data_bytes)
 
 
+def as_rgb(image: Image.Image) -> Image.Image:
+    """Of 16 bits a channel the upper 8, as Pillow itself reads RGB. Its own conversion cuts 16-bit grey off at 255, so
+    that nearly all of it would be white."""
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _GREY_16_BITS):
+        image.load()
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # Pillow would warn that transparency is dropped
+    return image.convert("RGB")
+
+
 def raw_header_bytes(data: bytes | bytearray | memoryview) -> tuple[int, int, int] | None:
     """(width, height, bytes before the pixels) of a file that holds nothing but pixels; None: it must be decoded."""
     header = _PPM_HEADER.match(data)
@@ -210,20 +222,27 @@ def _fast_full(data: bytes | bytearray, decoder: str) -> np.ndarray:
     """By simplejpeg or torchvision; ValueError or RuntimeError for what they refuse."""
     if decoder == "torchvision":
         return _torchvision_pixels(data)
-    height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+    _simplejpeg_size(data)
+    return simplejpeg.decode_jpeg(data, "RGB")
+
+
+def _simplejpeg_size(data: bytes | bytearray) -> tuple[int, int]:
+    """(width, height) of a file that simplejpeg may decode; ValueError for others. Its colours of CMYK differ by a grey
+    level from Pillow's."""
+    height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
+    if colors in ("CMYK", "YCCK"):
+        raise ValueError("neither grey nor of three colours")
     if not fits(width, height, len(data)):
         raise ValueError("too large")
-    return simplejpeg.decode_jpeg(data, "RGB")
+    return width, height
 
 
 def _fast_view(data: bytes | bytearray, view_of: ViewOf, size: int, decoder: str, exact: bool) -> np.ndarray:
     """By simplejpeg or torchvision; ValueError or RuntimeError for what they refuse."""
     is_bgr = False
     if decoder == "simplejpeg":
-        height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+        width, height = _simplejpeg_size(data)
         view = view_of(width, height)
-        if not fits(width, height, len(data)):
-            raise ValueError("too large")
         buffer = scratch("decoded", 3 * width * height)
         if exact:
             pixels = simplejpeg.decode_jpeg(data, "RGB", buffer=buffer)
@@ -320,7 +339,7 @@ def _pillow_view(data: bytes | bytearray, where: object, view_of: ViewOf, size: 
     view = view_of(*full_size)
     if not exact:
         image.draft("RGB", _least_size(view, *full_size, size))  # only JPEGs; others stay as they are
-    return render(image.convert("RGB"), view, size, full_size=full_size)
+    return render(as_rgb(image), view, size, full_size=full_size)
 
 
 def _decoded_box(view: View, decoded_size: tuple[int, int], full_size: tuple[int, int]) -> Box:

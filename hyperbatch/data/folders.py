@@ -15,7 +15,7 @@ from typing import IO, NamedTuple, Protocol, cast
 import numpy as np
 
 from hyperbatch.data.source import BadSample, EncodedSource, Location
-from hyperbatch.data.tars import check_end
+from hyperbatch.data.tars import plain_files
 from hyperbatch.errors import InputError
 from hyperbatch.memory import free_host_memory_bytes
 
@@ -119,7 +119,8 @@ class FolderTree:
         return sorted(entry.name for entry in _entries(self.root) if _is_file(entry) and not entry.name.startswith("."))
 
     def images(self) -> list[str]:
-        """Paths of the images at any depth, in torchvision's order: by folder, then by name."""
+        """Paths of the images at any depth, in torchvision's order: by folder, then by name. Hidden files and folders
+        are passed over."""
         found = []
         waiting = [("", os.fspath(self.root), frozenset())]
         while waiting:
@@ -128,7 +129,7 @@ class FolderTree:
             for entry in _entries(Path(folder)):
                 if _is_image_file(entry):
                     inside.append(entry.name)
-                elif _is_folder(entry):
+                elif _is_folder(entry) and not entry.name.startswith("."):
                     followed = links
                     if entry.is_symlink():
                         real = os.path.realpath(entry.path)
@@ -181,37 +182,36 @@ def class_names(tree: Tree) -> tuple[str, ...]:
 
 
 class TarSource(EncodedSource):
-    """One split from tars with members SPLIT/CLASS/FILE. Plain tars are mapped, compressed ones unpacked into memory.
+    """One split from tars with members SPLIT/CLASS/.../FILE. Plain tars are mapped, compressed ones are unpacked into
+    memory.
 
-    Nothing is ever extracted, so a member's path is only a label; links, devices and odd paths are passed over.
+    Nothing is ever extracted, so a member's path is only a label; symbolic links, devices, odd and hidden paths are
+    passed over.
     """
 
     def __init__(self, paths: list[Path], split: str) -> None:
         self._paths = paths
         self._contents = [_tar_content(path) for path in paths]
-        classes, names, spans = [], [], []
+        # tar file, class, file -> where: a file that was written again later counts once, as it is then
+        found: dict[tuple[int, str, str], tuple[int, int]] = {}
         for number, (path, content) in enumerate(zip(paths, self._contents, strict=True)):
             try:
-                # Every header of the plain tar that the content is; tarfile must not guess at compression again.
-                with tarfile.open(fileobj=_file_over(content), mode="r:") as tar:
-                    for member in tar:
-                        parts = [part for part in member.name.split("/") if part != "."]
-                        plain = member.isreg() and not member.issparse() and ".." not in parts
-                        if plain and len(parts) == 3 and parts[0] == split and parts[1] and is_image(parts[2]):
-                            classes.append(parts[1])
-                            names.append(os.fsencode(parts[2]))
-                            spans.append((number, member.offset_data, member.size))
-                    check_end(tar)
+                for name, offset, length in plain_files(_file_over(content)):
+                    *folders, file = (part for part in name.split("/") if part != ".")
+                    if len(folders) < 2 or folders[0] != split or not is_image(file):
+                        continue
+                    if all(folder and not folder.startswith(".") for folder in folders):
+                        found[number, folders[1], "/".join([*folders[2:], file])] = offset, length
             except (ValueError, OverflowError) as error:  # a map cannot seek behind its end
                 raise InputError(f"{path} is cut off or damaged ({error}); fetch or write it again") from error
             except tarfile.TarError as error:
                 raise InputError(f"{path} cannot be read as a tar: {error}; fetch or write it again") from error
-        if not classes:
+        if not found:
             raise InputError(f"{paths[0]} has no members named {split}/CLASS/IMAGE.jpg; write the tar with such names")
-        unique, labels = np.unique(np.array(classes), return_inverse=True)
+        unique, labels = np.unique(np.array([name for _, name, _ in found]), return_inverse=True)
         super().__init__(split, tuple(unique.tolist()), labels.astype(np.int64))
-        self._names = np.array(names)
-        self._spans = np.array(spans, dtype=np.int64)
+        self._names = np.array([os.fsencode(name) for _, _, name in found])
+        self._spans = np.array([(number, *span) for (number, _, _), span in found.items()], dtype=np.int64)
 
     def read(self, index: int) -> bytes:
         number, offset, size = (int(v) for v in self._spans[index])
@@ -232,9 +232,13 @@ class TarSource(EncodedSource):
         return np.stack([times[self._spans[:, 0]], self._spans[:, 1]], axis=1)
 
 
-def tar_paths(folder: Path, split: str) -> list[Path]:
-    """The split's tars, in order."""
-    return sorted(p for p in folder.glob(f"{split}*") if p.name.endswith(_TAR_SUFFIXES) and p.is_file())
+def tar_paths(folder: Path, names: str | tuple[str, ...]) -> list[Path]:
+    """The tars whose names begin with one of these, in order."""
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.name.startswith(names) and path.name.endswith(_TAR_SUFFIXES) and path.is_file()
+    )
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

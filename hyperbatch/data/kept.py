@@ -23,6 +23,7 @@ from hyperbatch.choices import cache_folder
 
 WORTH_KEEPING_BYTES = 16 << 20  # smaller files are read again as quickly
 _CHECKSUM_BYTES = 4
+_INDEX_VERSION = 2  # changes when an archive is understood otherwise, so that what older versions kept is made anew
 
 Arrays = dict[str, np.ndarray]
 
@@ -33,15 +34,16 @@ def state_of(files: list[Path]) -> str:
     return hashlib.sha256(repr(state).encode()).hexdigest()
 
 
-def indexed(path: Path, make: Callable[[], Arrays]) -> Arrays:
+def indexed(path: Path, what: str, make: Callable[[], Arrays]) -> Arrays:
     """`make()`, or what it gave for this file before: kept beside it, or in the cache folder.
 
-    Its arrays have a row for each member: `names`, `spans` (offset and length), and what else is known of them.
+    Its arrays have a row for each member: `names`, `spans` (offset and length), and what else is known of them. `what`
+    says which members these are: a tar may be asked for its files, and later for its samples.
     """
     if path.stat().st_size < WORTH_KEEPING_BYTES:
         return make()
     # Beside the file only its size and time count: a folder may be mounted elsewhere tomorrow.
-    state = f"{path.stat().st_size} {path.stat().st_mtime_ns}"
+    state = f"{what} {_INDEX_VERSION} {path.stat().st_size} {path.stat().st_mtime_ns}"
     places = [path.with_name(f"{path.name}.index.npz"), cache_folder() / f"index-{state_of([path])[:16]}.npz"]
     for place in places:
         found = _load_arrays(place, state)

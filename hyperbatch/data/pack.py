@@ -117,6 +117,10 @@ def pack(
     _, sources = open_splits(src, split)
     if any(isinstance(source, ShardSource) for source in sources.values()):
         raise InputError(f"{src} is packed already; give the folder tree or tars it was made from")
+    for source in sources.values():
+        # Below src itself it changes nothing, as a rule; below a split it would be a class.
+        if isinstance(source, FolderSource) and source.folder != src and _is_below(dst, source.folder):
+            raise InputError(f"{dst} lies among the images of {source.folder}; give an empty folder elsewhere")
     names = {name: _source_names(source, src) for name, source in sources.items()}
     sizes = {name: source.sizes_bytes() for name, source in sources.items()}
     fingerprints = {name: _fingerprints(source, names[name], sizes[name]) for name, source in sources.items()}
@@ -157,6 +161,10 @@ def pack(
     return _finish(dst, before, classes, sources, todo, missing, written=len(written))
 
 
+def _is_below(path: Path, folder: Path) -> bool:
+    return path.resolve().is_relative_to(folder.resolve())
+
+
 def info(folder: str | Path) -> DataInfo:
     """Describes a set of any kind."""
     kind, sources = open_splits(folder)
@@ -175,8 +183,11 @@ def info(folder: str | Path) -> DataInfo:
 def _other_files(source: EncodedSource) -> int | None:
     """None: there are none."""
     assert isinstance(source, FolderSource)
-    names = (name for _, _, files in os.walk(source.folder) for name in files)
-    return sum(not is_image(name) and not name.startswith(".") for name in names) or None
+    count = 0
+    for _, folders, files in os.walk(source.folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        count += sum(not is_image(name) and not name.startswith(".") for name in files)
+    return count or None
 
 
 def _split_info(source: EncodedSource) -> SplitInfo:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from PIL import Image
 
+from hyperbatch.data.decode import as_rgb, fits
 from hyperbatch.errors import InputError
 
 _SHRUNK_QUALITY = 90  # of images that are shrunk, when none is asked for
@@ -40,21 +41,33 @@ class Recompress:
                 shrink = self.short_side is not None and min(image.size) > self.short_side
                 if not (shrink or self.decoded or self.quality):
                     return data, extension
-                pixels = image.convert("L" if image.mode == "L" and not self.decoded else "RGB")
-        except Exception:  # whatever a damaged file does, its bytes are kept, and the loader reports it
+                if not fits(*image.size, len(data)):
+                    return data, extension
+                pixels = image.convert("L") if image.mode == "L" and not self.decoded else as_rgb(image)
+            if shrink and self.short_side is not None:
+                scale = self.short_side / min(pixels.size)
+                size = (round(pixels.width * scale), round(pixels.height * scale))
+                pixels = pixels.resize(size, Image.Resampling.LANCZOS)
+            out = io.BytesIO()
+            if self.decoded:
+                pixels.save(out, "PPM")
+                return out.getvalue(), "ppm"
+            pixels.save(out, "JPEG", quality=self.quality or _SHRUNK_QUALITY)
+        # Whatever a damaged file does, its bytes are kept, and the loader reports it. A JPEG has 65,500 pixels a side.
+        except Exception:
             return data, extension
-        if shrink and self.short_side is not None:
-            scale = self.short_side / min(pixels.size)
-            size = (round(pixels.width * scale), round(pixels.height * scale))
-            pixels = pixels.resize(size, Image.Resampling.LANCZOS)
-        out = io.BytesIO()
-        if self.decoded:
-            pixels.save(out, "PPM")
-            return out.getvalue(), "ppm"
-        pixels.save(out, "JPEG", quality=self.quality or _SHRUNK_QUALITY)
         if not shrink and extension == "jpg" and len(out.getvalue()) >= len(data):
             return data, extension  # it was smaller already
         return out.getvalue(), "jpg"
+
+
+def image_format(data: bytes) -> str:
+    """What the bytes are, as a file's ending: "jpeg", "png", ...; "bin" where that cannot be told."""
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return (image.format or "bin").lower()
+    except Exception:  # whatever a damaged header does
+        return "bin"
 
 
 def header_size(data: bytes) -> tuple[int, int]:

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from hyperbatch.data.recompress import Recompress, header_size
+from hyperbatch.data.folders import IMAGE_SUFFIXES
+from hyperbatch.data.recompress import Recompress, header_size, image_format
 from hyperbatch.data.shards import BLOCK_BYTES, INDEX_DTYPE, index_path, names_path, read_index, read_names
 from hyperbatch.data.source import BadSample, EncodedSource
 from hyperbatch.errors import InputError
@@ -117,7 +118,7 @@ def _prepare(source: EncodedSource, sample: Sample, recompress: Recompress, skip
         raise InputError(
             f"cannot read {error}; repair or remove the file, or leave out such files with --skip-bad"
         ) from error
-    data, extension = recompress(data, _extension(sample.name))
+    data, extension = recompress(data, _extension(sample.name, data))
     return replace(sample, data=data, extension=extension, size=header_size(data))
 
 
@@ -180,9 +181,12 @@ def _key(sample: Sample) -> str:
     return f"{sample.number:09d}_{stem}"
 
 
-def _extension(where: str) -> str:
-    suffix = PurePosixPath(where).suffix.lower().lstrip(".")
-    return "jpg" if suffix in ("jpg", "jpeg") else suffix
+def _extension(name: str, data: bytes) -> str:
+    """The file's own ending. A table may list files whose names have none, or one that no reader of shards knows."""
+    suffix = PurePosixPath(name).suffix.lower()
+    if suffix not in IMAGE_SUFFIXES:
+        suffix = f".{image_format(data)}"
+    return "jpg" if suffix in (".jpg", ".jpeg") else suffix[1:]
 
 
 def is_finished(plan: ShardPlan) -> bool:

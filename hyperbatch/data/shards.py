@@ -26,7 +26,7 @@ from typing import Any, Self
 import numpy as np
 
 from hyperbatch.data import kept
-from hyperbatch.data.source import BadSample, EncodedSource, Location
+from hyperbatch.data.source import BadSample, EncodedSource, Location, max_open_files
 from hyperbatch.errors import InputError
 
 MANIFEST = "manifest.json"
@@ -51,7 +51,6 @@ _INDEX_HEADER = re.compile(
     + rb"(\d{1,18}),\), } *\n",
     re.DOTALL,
 )
-MAX_OPEN = 256  # shards kept open; of a larger set the rest are opened for each read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +158,7 @@ class ShardSource(EncodedSource):
         super().__init__(split, manifest.classes, labels)
         self._open: dict[int, int] = {}  # shard -> descriptor
         try:
-            for number, path in enumerate(self._paths[:MAX_OPEN] if has_shards else ()):
+            for number, path in enumerate(self._paths[: max_open_files()] if has_shards else ()):
                 self._open[number] = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise InputError(f"{error.filename} cannot be read: {error.strerror}; check its permissions") from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from hyperbatch.errors import InputError, RunFailed, load_object, nearest, own_c
 from hyperbatch.vocabulary import IMAGENET_MEAN, IMAGENET_STD
 
 _PROBED_SAMPLES = 32
+_MAX_OPEN = 256
 _SYNTHETIC_BYTES = 64 << 20  # distinct pixels a synthetic split holds; larger sets repeat them
 
 
@@ -226,6 +228,13 @@ class PixelFiles(EncodedSource):
         """Checksums: arrays have no times, and images of one size would all look alike."""
         sums = [zlib.crc32(self._arrays.image(i).tobytes()) for i in range(len(self))]
         return np.array(sums, dtype=np.int64)[:, None]
+
+
+def max_open_files() -> int:
+    """How many files a source keeps open; of a larger set the rest are opened for each read. There are two sources, and
+    others open files, too: macOS allows 256 in all."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _MAX_OPEN if allowed == resource.RLIM_INFINITY else min(_MAX_OPEN, allowed // 4)
 
 
 def spread_ids(source: Source, count: int) -> list[int]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from hyperbatch.data.recompress import header_size
 from hyperbatch.data.shard_writer import Progress
-from hyperbatch.data.shards import Shard, read_index, read_manifest, read_names
+from hyperbatch.data.shards import BLOCK_BYTES, Shard, read_index, read_manifest, read_names
 from hyperbatch.data.source import BadSample
 from hyperbatch.data.tars import check_end
 from hyperbatch.errors import InputError
@@ -99,6 +99,9 @@ def _compare(path: Path, content: mmap.mmap, index: np.ndarray, classes: int, de
                 key, _, extension = member.name.partition(".")
                 data = content[member.offset_data : member.offset_data + member.size]
                 row = rows.get(member.offset_data)
+                end = member.offset_data + member.size
+                if content[end : end + -end % BLOCK_BYTES].strip(b"\0"):
+                    problems.append(f"{path}: what fills the block after {member.name!r} is not zero")
                 if extension == "cls":
                     labels[key] = data
                 elif row is None:

@@ -29,7 +29,7 @@ from hyperbatch.models.layers import to_channels_last
 from hyperbatch.optim.build import build_optimizer
 from hyperbatch.optim.precision import LossScaler, working_dtype
 from hyperbatch.plan.clusters import fitted_overhead, format_machine_file
-from hyperbatch.plan.inventory import layers, usual_data
+from hyperbatch.plan.inventory import ask_for, layers, usual_data
 from hyperbatch.plan.machine import Cluster, Device, Measured, Profile
 from hyperbatch.stopwatch import Mark, copy_bytes_per_s, gradient_marks, mark, seconds_between, wait, wall_s
 from hyperbatch.tables import text_table
@@ -78,6 +78,7 @@ def profile(
     """Writes `output` on rank 0 and returns what was measured, for `simulate --cluster FILE` and `plan`."""
     usual_size, classes = usual_data(model)
     size = image_size or usual_size
+    ask_for(model)
     layers(model, classes=classes, image_size=size)  # an unknown model is refused before anything starts
     if not output.parent.is_dir() or output.is_dir():
         raise InputError(f"--output {output}: give a file in a folder that is there")

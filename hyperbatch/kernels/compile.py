@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import inspect
 import os
 import re
@@ -137,6 +138,7 @@ def compiling(*, ranks: int = 1, count: Callable[[int, int], None] | None = None
         raise RuntimeError("compiling() inside of compiling()")
     if _preparation is not None:
         _preparation.join()
+    _parse_one_at_a_time()
     helpers = workers.running()
     with _Pool(_threads(ranks) if helpers is None else helpers.count, count, helpers) as pool:
         mode = triton.AsyncCompileMode(pool)  # all but the compilation itself happens in the thread that calls
@@ -151,6 +153,24 @@ def compiling(*, ranks: int = 1, count: Callable[[int, int], None] | None = None
             _settle(mode)
     for future in mode.raw_futures:
         future.result()
+
+
+def _parse_one_at_a_time() -> None:
+    """Threads that compile parse Triton's functions. CPython 3.11 and 3.12 count the depth of all trees under
+    construction in one variable, and raise a SystemError if two threads build one at the same time (CPython's issue
+    106905)."""
+    from triton.runtime.jit import JITFunction
+
+    owner = next(base for base in JITFunction.__mro__ if "parse" in vars(base))
+    parse, lock = owner.parse, threading.Lock()
+    if not hasattr(parse, "__wrapped__"):
+
+        @functools.wraps(parse)
+        def locked(function: Any) -> Any:
+            with lock:
+                return parse(function)
+
+        owner.parse = locked
 
 
 class _Pool(ThreadPoolExecutor):

@@ -9,20 +9,22 @@ param (16 or 32 bit) --grad--> [ norms | inf? ] --> update of master and state i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from hyperbatch.arena import Arena
+from hyperbatch.errors import InputError, check_kind
 from hyperbatch.kernels import has_triton, interpreted
 from hyperbatch.optim.dtensor import agreed, is_dtensor, local, local_grad, spread_of
 from hyperbatch.optim.rule import Entry, Rule, norms_of_layers
 from hyperbatch.optim.tensors import (
     adopt_writes,
     capturing,
+    check_setting,
     is_dense,
-    is_number,
     on_device,
     read_is_free,
     scalar,
@@ -31,7 +33,6 @@ from hyperbatch.optim.tensors import (
 from hyperbatch.params import HALF_DTYPES
 
 if TYPE_CHECKING:
-    from hyperbatch.arena import Arena
     from hyperbatch.optim.fused import FusedStep
     from hyperbatch.optim.shares import MatrixShares
 
@@ -80,9 +81,13 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         if foreach and fused:
             raise ValueError("foreach and fused cannot both be True")
         scalar(defaults["lr"], "lr")  # before anything else, as in torch
+        if arena is not None:
+            check_kind("arena", arena, Arena, "give the Arena of the model")
         self._setup(arena, capturable, foreach, fused)
         super().__init__(params, defaults)
         if arena is not None:
+            if not any(param in self._arena_names for group in self.param_groups for param in group["params"]):
+                raise InputError("arena holds none of the parameters; give the Arena of the same model")
             arena.call_on_load(self.refresh)
 
     def _setup(self, arena: Arena | None, capturable: bool, foreach: bool | None, fused: bool | None) -> None:
@@ -92,7 +97,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._arena_state = [] if arena is None else [arena.views(arena.new_buffers()) for _ in self.state_names]
         self._arena_masters = {} if arena is None else arena.named_masters()
         self._stats: list[LayerStats] = []  # in tensors of `_stats_tables`
-        self._stats_tables: dict[tuple[str, ...], Tensor] = {}  # by the names of the layers
+        # By the names of the layers: of the last step, and of captured ones, whose replays write there.
+        self._stats_tables: dict[tuple[str, ...], Tensor] = {}
+        self._captured_tables: set[tuple[str, ...]] = set()
         self.last_found_inf: Tensor | None = None  # 1 when the last step was skipped; a device tensor
         self.skipped_steps: Tensor | None = None  # how many were; a device tensor
 
@@ -129,19 +136,17 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             self._to_device(group)
 
     def _check(self, group: dict[str, Any]) -> None:
-        # Values on the device are not read here: that would synchronise.
         if group["lr"] is None:
             raise ValueError(f"lr is missing: give {type(self).__name__} an lr, or put one into every param group")
-        for name in ("lr", "weight_decay", "eps"):
-            value = scalar(group[name], name)
-            if is_number(value) and not value >= 0.0:
-                raise ValueError(f"{name} must not be negative, but is {value}")
+        settings = self.rule.read(group)
+        for field in fields(settings):
+            check_setting(field.name, getattr(settings, field.name), field.type)
         for param in group["params"]:
             if not param.is_floating_point():
                 raise ValueError(f"params must be real floating-point tensors, not {param.dtype}")
             if is_dtensor(param) and self.foreach is False:
                 raise ValueError("foreach=False takes norms of whole tensors; leave it out for DTensor parameters")
-        self.rule.read(group).check()
+        settings.check()
 
     def _to_device(self, group: dict[str, Any]) -> None:
         """Moves rates to the device. A captured graph must read them there; else it would replay the old values."""
@@ -200,6 +205,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 stats = self._update_group(group, part, grad_norms[done : done + len(part)], skip)
                 self._stats.append(self._keep(stats, skip))
                 done += len(part)
+        if len(self._stats_tables) > len(self._stats):  # other layers had gradients in the step before
+            needed = {tuple(stats.names) for stats in self._stats} | self._captured_tables
+            self._stats_tables = {names: table for names, table in self._stats_tables.items() if names in needed}
         half = [entry for _, part in work for entry in part if entry.weight is not entry.param]
         if half:
             torch._foreach_copy_([entry.param for entry in half], [entry.weight for entry in half])
@@ -319,10 +327,12 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     def _keep(self, stats: LayerStats, skip: Tensor | None) -> LayerStats:
         """Keeps statistics in fixed tensors: replays of a captured step write to them; skipped steps do not."""
-        new = torch.stack([stats.weight_norms, stats.grad_norms, stats.trust])
-        kept = self._stats_tables.get(tuple(stats.names))
+        new, names = torch.stack([stats.weight_norms, stats.grad_norms, stats.trust]), tuple(stats.names)
+        kept = self._stats_tables.get(names)
         if kept is None or kept.device != new.device:
-            kept = self._stats_tables[tuple(stats.names)] = torch.full_like(new, torch.nan)
+            kept = self._stats_tables[names] = torch.full_like(new, torch.nan)
+        if capturing(new.device):
+            self._captured_tables.add(names)
         kept.copy_(new if skip is None else torch.where(skip, kept, new))
         return LayerStats(stats.names, *kept.unbind())
 
@@ -407,10 +417,16 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     def _load(self, groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
         """groups: as torch prepared them from those that were saved."""
-        for group, before in zip(groups, self.param_groups, strict=True):
+        saved_order = [index for group in saved["param_groups"] for index in group["params"]]
+        order = [param for group in groups for param in group["params"]]
+        self._check_shapes(order, [saved["state"].get(index, {}) for index in saved_order])
+        for group, before, indices in zip(groups, self.param_groups, saved["param_groups"], strict=True):
             group.setdefault("base_weight_decay", float(group.get("weight_decay", before["weight_decay"])))
+            for name in self.group_state_names:  # torch's AdamW counts the steps of each parameter
+                own = [saved["state"].get(index, {}).get(name) for index in indices["params"]]
+                group.setdefault(name, max((float(x) for x in own if x is not None), default=self.defaults[name]))
             for name, value in before.items():
-                group.setdefault(name, self.defaults[name] if name in self.group_state_names else value)
+                group.setdefault(name, value)
             group["capturable"] = before["capturable"]
             self._check(group)
         for group, before in zip(groups, self.param_groups, strict=True):
@@ -419,9 +435,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                     value, group[name] = group[name], before[name]
                     write_setting(group, name, value)
         self.param_groups = groups
-        saved_order = [index for group in saved["param_groups"] for index in group["params"]]
         self.state.update((key, value) for key, value in saved["state"].items() if key not in saved_order)  # of hooks
-        order = [param for group in groups for param in group["params"]]
         with torch.no_grad():
             for param, index in zip(order, saved_order, strict=True):
                 values = saved["state"].get(index, {})
@@ -429,10 +443,22 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                     continue
                 # Filled in place: the arena, kernels' tables and captured graphs point there.
                 for key, value in self.init_state(param).items():
-                    if key in values:
+                    if values.get(key) is not None:
                         value.copy_(values[key])
                     elif key in self.state_names:
                         value.zero_()
+
+    def _check_shapes(self, order: list[Tensor], saved: list[dict[str, Any]]) -> None:
+        """A copy would be broadcast where shapes allow it."""
+        names = [name for _, part in self.group_names() for name in part]
+        for name, param, state in zip(names, order, saved, strict=True):
+            for key in (*self.state_names, "master"):
+                value = state.get(key)
+                if value is not None and value.shape != param.shape:
+                    raise InputError(
+                        f"the state dict has a {key} of shape {tuple(value.shape)} for {name}, which has shape "
+                        f"{tuple(param.shape)}; give the parameters in the order in which they were saved"
+                    )
 
 
 def why_not_fused(groups: list[dict[str, Any]]) -> str | None:

@@ -8,11 +8,13 @@ w -= lr trust u            trust = |w| / |u|, or 1 where either is 0, and for gr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from hyperbatch.errors import shown
 from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.optim.rule import Entry, Rule, Update, full_grads, norms_of_layers, weight_norms_of
 from hyperbatch.optim.tensors import Scalar, norms_of, unless
@@ -46,8 +48,9 @@ class LambSettings:
         return ratio.clamp(max=1.0) if self.trust_clip else ratio
 
     def check(self) -> None:
-        if not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ValueError(f"betas must be in [0, 1), not {self.betas}")
+        betas = self.betas if isinstance(self.betas, (tuple, list)) else ()
+        if len(betas) != 2 or not all(isinstance(beta, (Real, Tensor)) and 0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), not {shown(self.betas)}")
 
     def next_group_state(self) -> dict[str, Scalar]:
         return {"step": self.step + 1.0}

@@ -16,12 +16,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, shown
 from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.optim.dtensor import is_dtensor
 from hyperbatch.optim.rule import Entry, Rule, Update, full_grads
@@ -103,17 +104,26 @@ class MuonSettings:
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"momentum must be in [0, 1), not {self.momentum}")
         if not (isinstance(self.steps, int) and self.steps >= 1):
-            raise ValueError(f"steps must be a whole number above 0, not {self.steps}")
+            raise ValueError(f"steps must be a whole number above 0, not {shown(self.steps)}")
         if isinstance(self.coefficients, str):
             if self.coefficients not in MUON_COEFFICIENTS:
                 raise ValueError(f"coefficients {self.coefficients!r} is not one of {', '.join(MUON_COEFFICIENTS)}")
-        elif len(self.coefficients) == 0 or any(len(polynomial) != 3 for polynomial in self.polynomials):
-            raise ValueError("coefficients must be a name, three numbers, or three numbers per iteration")
+        elif not _are_polynomials(self.coefficients):
+            wanted = "a name, three numbers, or three numbers per iteration"
+            raise ValueError(f"coefficients must be {wanted}, not {shown(self.coefficients)}")
+        dtype = self.product_dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"product_dtype must be a floating-point dtype of torch or None, not {shown(dtype)}")
         if self.adjust_lr not in MUON_ADJUSTMENTS:
             raise ValueError(f"adjust_lr {self.adjust_lr!r} is not one of {', '.join(MUON_ADJUSTMENTS)}")
 
     def next_group_state(self) -> dict[str, Scalar]:
         return {}
+
+
+def _are_polynomials(given: Any) -> bool:
+    table = given if isinstance(given, Sequence) and given and isinstance(given[0], Sequence) else (given,)
+    return all(isinstance(p, Sequence) and len(p) == 3 and all(isinstance(x, Real) for x in p) for p in table)
 
 
 def matrix_shape(weight: Tensor) -> tuple[int, int]:
@@ -318,8 +328,10 @@ class Muon(LayerwiseOptimizer):
 
         Every rank must have the same complete gradients, as from `GradSync` without `sharded` or from DDP.
         """
+        from hyperbatch.comm.collectives import check_comm
         from hyperbatch.optim.shares import MatrixShares
 
+        check_comm(comm)
         if self.foreach is False:
             raise InputError("the reference path (foreach=False) of Muon is not shared out over ranks; leave it out")
         self.shares = MatrixShares(comm)

@@ -12,12 +12,13 @@ Nothing here waits for the device. `scaler.skipped` counts skipped steps on the 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hyperbatch.errors import InputError, nearest
+from hyperbatch.errors import InputError, check_kind, check_number, check_whole, nearest
 from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.vocabulary import PRECISION_DTYPE
 
@@ -59,6 +60,12 @@ class LossScaler:
         growth_interval_steps: int = 2000,
     ) -> None:
         self.enabled = working_dtype(precision) == torch.float16
+        advice = "give a LARS, LAMB or Muon, whose steps divide by the loss scale, or use torch.amp.GradScaler"
+        check_kind("optimizer", optimizer, LayerwiseOptimizer, advice)
+        check_number("initial_scale", initial_scale, lambda x: 0 < x < math.inf, "a positive number")
+        check_number("growth_factor", growth_factor, lambda x: 1 < x < math.inf, "a number above 1")
+        check_number("backoff_factor", backoff_factor, lambda x: 0 < x < 1, "a number between 0 and 1")
+        check_whole("growth_interval_steps", growth_interval_steps)
         self.optimizer = optimizer
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
         self.growth_interval_steps = growth_interval_steps

@@ -4,16 +4,37 @@
 # torch._foreach_* is the multi-tensor interface that torch.optim itself is written in.
 from __future__ import annotations
 
+import math
+import numbers
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hyperbatch.errors import shown
 
 Scalar = float | Tensor  # a Tensor stays on the device: capturable rates, loss scales
 
 
 def is_number(value: Any) -> bool:
     return not isinstance(value, Tensor)
+
+
+def check_setting(name: str, value: Any, kind: Any) -> None:
+    """ValueError where a setting is no number, or no flag, as the annotation of its field (`kind`) asks."""
+    if isinstance(value, Tensor):
+        if not read_is_free(value.device):
+            return
+        value = value.item()
+    if kind in ("float", "Scalar"):
+        if not isinstance(value, numbers.Real):
+            raise ValueError(f"{name} must be a number, not {shown(value)}")
+        if math.isinf(value):
+            raise ValueError(f"{name} must be finite, but is {value}")
+        if name in ("lr", "weight_decay", "eps") and not float(value) >= 0.0:
+            raise ValueError(f"{name} must not be negative, but is {value}")
+    if kind == "bool" and value not in (True, False):
+        raise ValueError(f"{name} must be True or False, not {shown(value)}")
 
 
 def scalar(value: Any, name: str, device: torch.device | None = None) -> Any:
@@ -88,4 +109,6 @@ def _cpu_norm(tensor: Tensor) -> Tensor:
     flat = tensor.as_strided((n,), (1,))
     whole = n // row * row
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, row), dim=1)
-    return torch.linalg.vector_norm(torch.cat([rows, flat[whole:]]), dtype=torch.float64)
+    norm = torch.linalg.vector_norm(torch.cat([rows, flat[whole:]]), dtype=torch.float64)
+    # Squares of elements below 1e-19 lose digits in fp32, and those below 1e-23 are lost: nothing beside such a norm.
+    return norm if norm >= 1e-12 else torch.linalg.vector_norm(tensor, dtype=torch.float64)

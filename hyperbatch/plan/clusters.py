@@ -21,7 +21,7 @@ from typing import Any
 
 from hyperbatch.errors import InputError, nearest
 from hyperbatch.plan.compute import PASSES
-from hyperbatch.plan.inventory import layers, model_names, training_flops
+from hyperbatch.plan.inventory import has_table, layers, model_names, training_flops
 from hyperbatch.plan.machine import Cluster, Device, Link, Measured, Network, Profile
 from hyperbatch.vocabulary import PRECISION_DTYPE, is_foreign
 
@@ -162,6 +162,7 @@ def parse_cluster(values: Mapping[str, Any], *, name: str, where: str) -> Cluste
     for key, rows in (("measured", measured), ("profile", profiles)):
         if not isinstance(rows, list):
             raise InputError(f"machine file {where}: device.{key} is a list of tables; write [[device.{key}]]")
+    measured, profiles = _of_known_models(measured), _of_known_models(profiles)
     points = tuple(_measured(row, f"{where}: device.measured[{i}]") for i, row in enumerate(measured))
     peaks = {p: device[f"peak_{p}"] for p in PRECISION_DTYPE if f"peak_{p}" in device}
     for i, point in enumerate(points):
@@ -288,6 +289,16 @@ def _link(values: dict[str, Any]) -> Link:
     )
 
 
+def _of_known_models(rows: list[Any]) -> list[Any]:
+    """Without those of others' models that the user has not asked for: a file must not make code run."""
+
+    def is_strange(row: Any) -> bool:
+        model = row.get("model") if isinstance(row, dict) else None
+        return isinstance(model, str) and is_foreign(model) and not has_table(model)
+
+    return [row for row in rows if not is_strange(row)]
+
+
 def _measured(row: Any, where: str) -> Measured:
     return Measured(**_run(row, "measured", where))
 
@@ -307,12 +318,12 @@ def _profile(row: Any, where: str) -> Profile:
 
 
 def _run(row: Any, section: str, where: str) -> dict[str, Any]:
-    """The fields of a run that was measured. Its precision must be known, and so must a model that is built in."""
+    """The fields of a run that was measured: its model and precision must be known ones."""
     if not isinstance(row, dict):
         raise InputError(f"machine file {where}: is not a table")
     values = _read(row, section, where)
     for field, known in (("model", model_names()), ("precision", list(PRECISION_DTYPE))):
-        if values[field] not in known and not (field == "model" and is_foreign(values[field])):
+        if values[field] not in known and not (field == "model" and has_table(values[field])):
             raise InputError(f"machine file {where}.{field}: unknown {values[field]!r}{nearest(values[field], known)}")
     return values
 

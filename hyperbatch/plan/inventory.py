@@ -34,8 +34,19 @@ class LayerSpec:
 
 
 def model_names() -> list[str]:
-    """The models with a table here."""
+    """The models whose tables are written down here."""
     return sorted(_MODELS)
+
+
+def ask_for(model: str) -> None:
+    """Lets the table of a model of timm's or of the user's own be made. That runs the model's code, so the name must be
+    given by the user, and never by a machine file or a checkpoint."""
+    if is_foreign(model):
+        _ASKED_FOR.add(model)
+
+
+def has_table(model: str) -> bool:
+    return model in _MODELS or model in _ASKED_FOR
 
 
 def usual_data(model: str) -> tuple[int, int]:
@@ -45,8 +56,8 @@ def usual_data(model: str) -> tuple[int, int]:
 
 @cache
 def layers(model: str, *, classes: int = 1000, image_size: int = 224, in_channels: int = 3) -> tuple[LayerSpec, ...]:
-    """In forward order. InputError for a model that is not known."""
-    if is_foreign(model):
+    """In forward order. InputError for a model without a table that nobody has asked for."""
+    if model in _ASKED_FOR:
         return _traced(model, classes, image_size, in_channels)[0]
     if model not in _MODELS:
         raise InputError(f"no tensor table of model {model!r}{nearest(model, list(_MODELS))}")
@@ -63,7 +74,7 @@ def tensors(
     grouping strategies put each dtype into a buffer of its own.
     """
     small = dtype if DTYPE_BYTES[dtype] >= 4 else "float32"
-    if is_foreign(model):
+    if model in _ASKED_FOR:
         specs = _traced(model, classes, image_size, in_channels)[1]
     else:
         table = layers(model, classes=classes, image_size=image_size, in_channels=in_channels)
@@ -358,6 +369,7 @@ def _families() -> dict[str, partial[list[LayerSpec]]]:
 
 
 _MODELS = _families()
+_ASKED_FOR: set[str] = set()
 _FOR_SMALL_IMAGES = {
     name
     for name, build in _MODELS.items()

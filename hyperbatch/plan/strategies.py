@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from hyperbatch.config import CommConfig
-from hyperbatch.errors import InputError, nearest
+from hyperbatch.errors import InputError, check_kind, check_whole, nearest
 from hyperbatch.plan.types import GradGroup, GroupPlan, TensorSpec, param_specs
 from hyperbatch.vocabulary import DTYPE_BYTES, GROUP_BASE, GROUP_COUNT, GROUP_THRESHOLD_BYTES, STRATEGIES
 
@@ -44,10 +44,11 @@ def plan_groups(
     if strategy not in STRATEGIES:
         raise InputError(f"grouping {strategy!r} is unknown{nearest(strategy, STRATEGIES)}")
     for name, value in (("count", count), ("threshold_bytes", threshold_bytes), ("base", base)):
-        if value < 1:
-            raise InputError(f"grouping option {name}={value}: must be positive")
+        check_whole(f"grouping option {name}", value)
     if not isinstance(params, Sequence):
         params = param_specs(params)
+    for spec in params:
+        check_kind("an element of params", spec, TensorSpec, "give a torch module, or the specs of param_specs")
     if not params:
         raise InputError("nothing to group: the model has no trainable parameters")
     if strategy == "optimal":
@@ -79,6 +80,9 @@ def group_options(comm: CommConfig) -> dict[str, Any]:
 
 def split_by_precision(params: Sequence[TensorSpec]) -> tuple[list[TensorSpec], list[TensorSpec]]:
     """(the tensors a strategy groups, those of the one last group); the second is empty with a single dtype."""
+    odd = next((spec for spec in params if spec.dtype not in DTYPE_BYTES), None)
+    if odd is not None:
+        raise InputError(f"{odd.name} is {odd.dtype}; gradients travel in {', '.join(DTYPE_BYTES)}")
     dtypes = sorted({spec.dtype for spec in params}, key=lambda name: DTYPE_BYTES[name])
     if len(dtypes) > 2:
         raise InputError(f"gradients in {', '.join(dtypes)}: a plan holds one working precision and one for the rest")

@@ -13,9 +13,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from numbers import Integral
 from typing import Any, Self
 
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, shown
+from hyperbatch.schedule.layers import is_broadcast
 from hyperbatch.vocabulary import DTYPE_BYTES
 
 
@@ -39,13 +41,17 @@ class TensorSpec:
     @property
     def decayed(self) -> bool:
         """Whether weight decay is for it, as far as name and shape tell: see `hyperbatch.params.undecayed`."""
-        broadcast = len(self.shape) > 1 and self.shape[0] == 1 and not self.name.endswith("weight")
-        return self.kind == "weight" and not broadcast
+        return self.kind == "weight" and not is_broadcast(self.name, self.shape)
 
 
 def param_specs(module: Any, order: Sequence[str] | None = None) -> tuple[TensorSpec, ...]:
     """The trainable parameters of a torch module; order: of backward, by default the reverse of definition."""
+    if not hasattr(module, "named_parameters"):  # this room knows no torch
+        raise InputError(f"{shown(module)} has no named parameters; give a torch module")
     params = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    odd = next((name for name in order or () if name not in params), None)
+    if odd is not None:
+        raise InputError(f"order names {odd!r}, which is no trainable parameter of the model")
     return tuple(
         TensorSpec(name=name, shape=tuple(params[name].shape), dtype=str(params[name].dtype).removeprefix("torch."))
         for name in (reversed(params) if order is None else order)
@@ -65,8 +71,8 @@ class RankGrid:
     columns: int
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.columns < 1:
-            raise InputError(f"grid {self.rows}x{self.columns}: rows and columns must be positive")
+        if not all(isinstance(size, Integral) and size >= 1 for size in (self.rows, self.columns)):
+            raise InputError(f"grid {self.rows}x{self.columns}: rows and columns must be positive whole numbers")
 
     @property
     def size(self) -> int:

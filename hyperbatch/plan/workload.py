@@ -13,7 +13,7 @@ from hyperbatch.plan import fit
 from hyperbatch.plan.clusters import load_cluster
 from hyperbatch.plan.compute import LayerTime, layer_times
 from hyperbatch.plan.fit import StepMemory, fitting_batch
-from hyperbatch.plan.inventory import kept_bytes, model_names, tensors, usual_data
+from hyperbatch.plan.inventory import ask_for, kept_bytes, model_names, tensors, usual_data
 from hyperbatch.plan.machine import Cluster
 from hyperbatch.plan.types import TensorSpec
 from hyperbatch.recipes import all_recipes, find_recipe
@@ -51,8 +51,6 @@ def resolve(
     recipe's own is changed to the nearest one that does.
     """
     known = find_recipe(recipe) if isinstance(recipe, str) and not is_model(recipe) else None
-    if not isinstance(cluster, Cluster):
-        cluster = load_cluster(cluster or (known.cluster if known else "local"))
     ranks = gpus if gpus is not None else (known.ranks if known else 1)
     for flag, value in (("--gpus", ranks), ("--global-batch", global_batch), ("--batch-per-rank", batch_per_rank)):
         if value is not None and value < 1:
@@ -73,6 +71,9 @@ def resolve(
             notes.append(f"{recipe} is a model and not a recipe: the defaults of `train`{batch} are assumed")
     if model is not None:
         config = config.override(model=model)
+    ask_for(config.model.model)
+    if not isinstance(cluster, Cluster):
+        cluster = load_cluster(cluster or (known.cluster if known else "local"))
     config = config.with_precision("fp16")  # of `auto`: 16 bits, whichever
     written_for = max(phase.global_batch for phase in original.schedule.batch_phases)
     if known is not None and "global_batch" in inspect.signature(known.build).parameters:

@@ -6,6 +6,7 @@ linear layer, `*` for everything. If several match a parameter, the last one cou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -38,6 +39,16 @@ def layer_factors(rates: Sequence[LayerRate], names: Sequence[str], head: str | 
 def is_in(name: str, layer: str) -> bool:
     """Whether a parameter's name is that of a layer, or of something in it; `*` stands for anything."""
     return fnmatchcase(name, layer) or fnmatchcase(name, f"{layer}.*")
+
+
+def is_broadcast(name: str, shape: Sequence[int]) -> bool:
+    """Whether a parameter is a token, an embedding of places or a scale, which is broadcast, by its name and shape.
+
+    Over the batch (a first dimension of 1), or from a vector over at least two more dimensions (C x 1 x 1). N x 1 may
+    as well be the weights of a single input. What a layer calls `weight` is multiplied, whatever its shape.
+    """
+    vector = len(shape) > 2 and math.prod(shape) == max(shape)
+    return len(shape) > 1 and (shape[0] == 1 or vector) and name.rpartition(".")[2] != "weight"
 
 
 def _layers(names: Sequence[str]) -> list[str]:

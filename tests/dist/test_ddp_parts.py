@@ -102,7 +102,26 @@ def other_ranks(rank: int) -> str:
 
 def test_a_hook_over_other_ranks_than_ddps_is_refused() -> None:
     messages = run_ranks(4, other_ranks)
-    assert messages[1].startswith("this DDP model averages over ranks [0, 1, 2, 3], and the grid holds [1, 3]")
+    assert messages[1].startswith("rank 1: this DDP model averages over ranks [0, 1, 2, 3], and the grid holds [1, 3]")
+
+
+def unlike_options(rank: int) -> list[str]:
+    comm, messages = GridComm(RankGrid(1, 2)), []
+    for options in ({"algorithm": "torus" if rank else "flat"}, {"wire_dtype": torch.int8 if rank else None}):
+        with pytest.raises(InputError) as raised:
+            register_ddp_hook(DistributedDataParallel(network()), comm, **options)
+        messages.append(str(raised.value))
+    register_ddp_hook(DistributedDataParallel(network()), comm)
+    return messages
+
+
+def test_ranks_that_would_wait_for_each_other_in_backward_are_told_before() -> None:
+    for differs, wrong in run_ranks(2, unlike_options):
+        assert differs == (
+            "the DDP hook differs between ranks: rank 0 has 'algorithm flat', rank 1 has 'algorithm torus'; "
+            "give all the same"
+        )
+        assert wrong.startswith("rank 1: wire_dtype is torch.int8; give one of torch.float16")
 
 
 def buckets(rank: int, strategy: str, options: dict) -> tuple[list[int], tuple[int, ...]]:

@@ -176,7 +176,7 @@ def optimizer_info(common: Any, name: str, schedulers: Any) -> Any:
         wrong += [({"momentum": -0.5}, "momentum must be in"), ({"trust_coefficient": 0.0}, "must be positive")]
     else:
         settings += [{"trust_clip": True}, {"betas": (0.8, 0.99)}]
-        wrong += [({"betas": (1.0, 0.99)}, "betas must be in")]
+        wrong += [({"betas": (1.0, 0.99)}, "betas must be two numbers in")]
 
     def inputs(device: Any, dtype: Any = None) -> list[Any]:
         every = [*settings, {"lr": torch.tensor(0.001)}]  # a new tensor each time, since schedulers write into it

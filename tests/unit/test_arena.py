@@ -261,6 +261,19 @@ def test_a_copy_of_the_model_is_on_its_own():
     torch.save(model.state_dict(), buffer)  # plain tensors, nothing of the arena
 
 
+def test_a_whole_model_can_be_pickled_without_its_arena():
+    model, arena = build(torch.bfloat16)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    twin = torch.load(buffer, weights_only=False)
+    before = {name: value.clone() for name, value in arena.named_masters().items()}
+    twin.load_state_dict({name: torch.zeros_like(value) for name, value in twin.state_dict().items()})
+    assert all(torch.equal(value, before[name]) for name, value in arena.named_masters().items())
+    twin(images(torch.bfloat16)).float().sum().backward()
+    assert all(not grads.any() for grads in arena.grads.values())
+
+
 def test_a_model_that_moved_is_taken_back_in():
     model, arena = build(torch.bfloat16)
     model(images(torch.bfloat16)).float().sum().backward()

@@ -7,11 +7,13 @@ Both are chosen when Triton is loaded, so this file runs itself once more in a p
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 from __future__ import annotations
 
+import ast
 import itertools
 import os
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -119,6 +121,29 @@ def compiled(monkeypatch):
 def tables():
     found = [table for one in kernels._kernels for table, *_ in one.fn.device_caches.values()]
     return [entry for table in found for entry in table.values()]
+
+
+@played
+def test_functions_are_parsed_by_one_thread_at_a_time(gpu, monkeypatch):
+    """Python 3.11 raises a SystemError where trees are built side by side."""
+    parse, inside, seen = ast.parse, [], []
+
+    def watched(*args, **options):
+        inside.append(threading.current_thread().name)
+        seen.append(tuple(inside))
+        time.sleep(0.01)
+        try:
+            return parse(*args, **options)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(ast, "parse", watched)
+    x, y = torch.zeros(64), torch.zeros(64)
+    with compiling():
+        for block in (16, 32, 64, 128, 256):
+            double[(1,)](x, y, 5, BLOCK=block)
+    assert len({names[0] for names in seen}) > 1, "threads parse"
+    assert {len(names) for names in seen} == {1}
 
 
 @played

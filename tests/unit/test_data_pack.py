@@ -13,8 +13,10 @@ from PIL import Image
 
 from hyperbatch.config import DataConfig
 from hyperbatch.data import kept, shard_writer
+from hyperbatch.data.decode import decode_full
 from hyperbatch.data.identity import sample_list
 from hyperbatch.data.pack import info, pack
+from hyperbatch.data.recompress import Recompress
 from hyperbatch.data.shards import INDEX_DTYPE, ShardSource, _checksum, index_path
 from hyperbatch.data.source import BadSample, check_data, open_data
 from hyperbatch.data.texts import format_info
@@ -211,6 +213,18 @@ def test_a_flipped_bit_is_found(packed):
     result = verify(packed)
     assert result.problem_count == 1
     assert "[7]" in result.problems[0]
+
+
+def test_a_flipped_bit_between_two_members_is_found(packed):
+    train, _ = opened(packed)
+    end = int(train.index["offset"][7] + train.index["length"][7])
+    assert end % 512
+    with open(packed / "train-000000.tar", "r+b") as file:
+        file.seek(end)
+        file.write(b"\1")
+    result = verify(packed)
+    assert result.problem_count == 1
+    assert "what fills the block after" in result.problems[0]
 
 
 def set_field(name, value):
@@ -427,3 +441,22 @@ def test_a_changed_index_is_refused_though_a_sound_one_is_held(tree, tmp_path, m
         file.truncate(600)
     with pytest.raises(InputError, match="points past the end"):
         opened(tmp_path / "dst")
+
+
+def png(image):
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_what_no_jpeg_can_hold_and_what_is_made_to_fill_memory_keeps_its_bytes():
+    wide = png(Image.new("RGB", (70_000, 2)))
+    assert Recompress(short_side=None, quality=80, decoded=False)(wide, "png") == (wide, "png")
+    bomb = png(Image.new("1", (9_000, 9_000)))
+    assert Recompress(short_side=None, quality=None, decoded=True)(bomb, "png") == (bomb, "png")
+
+
+def test_plain_pixels_of_16_bits_are_those_of_the_loader():
+    file = png(Image.fromarray(np.arange(0, 60_000, 1000, dtype=np.uint16).reshape(6, 10)))
+    pixels, _ = Recompress(short_side=None, quality=None, decoded=True)(file, "png")
+    assert (decode_full(pixels, "x") == decode_full(file, "x")).all()

@@ -359,6 +359,12 @@ def test_a_redirect_is_followed(server, packed):
     assert contents(opened(f"{server.url}/packed")[0]) == contents(opened(packed)[0])
 
 
+def test_an_address_may_hold_spaces_and_umlauts_quoted_or_not(server, packed):
+    shutil.copytree(packed, packed.parent / "für 100" / "packed", dirs_exist_ok=True)
+    for place in ("für 100/packed", "f%C3%BCr%20100/packed"):
+        assert contents(opened(f"{server.url}/{place}")[0]) == contents(opened(packed)[0])
+
+
 def test_object_stores_through_fsspec(packed, tree, tmp_path):
     fsspec = pytest.importorskip("fsspec")
     files = fsspec.filesystem("memory")
@@ -443,11 +449,12 @@ def mistakes(server):
         ("http://no.such.host.invalid/set", r"no.such.host.invalid/set cannot be read: .*network"),
         ("http:///set", r"http:///set is not an address"),
         ("http://host:port/set", r"is not an address"),
+        ("http://[::1/set", r"is not an address"),
         ("nonsense://bucket/set", r"nonsense://bucket/set cannot be opened: .*nonsense"),
     ]
 
 
-@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("number", range(10))
 def test_a_wrong_address_is_told_in_one_line(number, server, capsys):
     server.status = {"secret/manifest.json": 403, "broken/manifest.json": 503}
     url, says = mistakes(server)[number]

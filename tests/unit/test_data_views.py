@@ -249,9 +249,11 @@ DECODERS = ["pillow", pytest.param("simplejpeg", marks=needs_simplejpeg)]
 
 
 @needs_simplejpeg
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 @pytest.mark.parametrize("options", [{"quality": 90}, {"progressive": True}, {"subsampling": 0}, {"subsampling": 2}])
-def test_decoders_agree_exactly(options):
-    data = encoded(photo(301, 203), **options)
+def test_decoders_agree_exactly(options, mode):
+    data = encoded(photo(301, 203).convert(mode), **options)
+    assert (decode_full(data, "x") == decode_full(data, "x", decoder="simplejpeg")).all()
     config = DataConfig()
     for u in rows(config, 5):
         views = [
@@ -301,6 +303,7 @@ def test_grey_cmyk_and_png_become_rgb(decoder):
         encoded(image.convert("L")),
         encoded(image.convert("CMYK")),
         encoded(image.convert("P"), "PNG"),
+        encoded(image.convert("P"), "PNG", transparency=bytes(range(256))),  # Pillow would warn of it
         encoded(image.convert("RGBA"), "PNG"),
         encoded(image.convert("1"), "PNG"),
         encoded(image, "WEBP"),
@@ -311,6 +314,24 @@ def test_grey_cmyk_and_png_become_rgb(decoder):
     assert (grey[..., 0] == grey[..., 1]).all()
     expected = np.asarray(Image.open(io.BytesIO(encoded(image.convert("CMYK")))).convert("RGB"))
     assert (decode_full(encoded(image.convert("CMYK")), "x") == expected).all()
+
+
+def test_of_16_bits_the_upper_8_are_kept():
+    grey = np.asarray(photo(64, 48).convert("L"))
+    wide = (grey.astype(np.uint16) << 8) + 200
+    expected = np.repeat(grey[:, :, None], 3, axis=2)
+    for file in (
+        encoded(Image.fromarray(wide), "PNG"),
+        encoded(Image.fromarray(wide), "TIFF"),
+        b"P5 64 48 65535\n" + wide.astype(">u2").tobytes(),
+        b"P6 64 48 65535\n" + np.repeat(wide[:, :, None], 3, axis=2).astype(">u2").tobytes(),
+    ):
+        assert abs(decode_full(file, "x").astype(int) - expected).max() <= 1  # Pillow rounds P6
+    views = [
+        decode_view(encoded(Image.fromarray(pixels), "PNG"), "x", whole_view, 32, decoder="pillow", exact=True)
+        for pixels in (wide, grey)
+    ]
+    assert (views[0] == views[1]).all()
 
 
 @pytest.mark.parametrize("decoder", DECODERS)

@@ -164,12 +164,14 @@ def test_memory_layout_does_not_matter(path):
         torch.testing.assert_close(result, results["contiguous"], rtol=1e-6, atol=1e-7, msg=name)
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-15, 1e-20, 1e-24, 1e-38])
 @pytest.mark.parametrize("shape", [(8192,), (100, 333), (64, 64, 3, 3)])
-def test_long_norms_keep_their_digits(shape):
+def test_long_norms_keep_their_digits(shape, size):
     torch.manual_seed(0)
-    tensor = torch.randn(shape).to(memory_format=torch.channels_last if len(shape) == 4 else torch.contiguous_format)
+    layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+    tensor = (torch.randn(shape) * size).to(memory_format=layout)
     (ours,) = norms_of([tensor])
-    assert ours.item() == pytest.approx(tensor.double().norm().item(), rel=1e-7)
+    assert ours.item() == pytest.approx(tensor.double().norm().item(), rel=1e-7, abs=0.0)
 
 
 @every_path

@@ -14,7 +14,7 @@ from hyperbatch.optim import LAMB, LARS, Muon
 from hyperbatch.optim.build import OPTIMIZERS, build_optimizer, set_rate
 from hyperbatch.optim.precision import working_dtype
 from hyperbatch.optim.rates import RateTable
-from hyperbatch.params import backward_order
+from hyperbatch.params import backward_order, param_groups
 
 
 def build(optim, lr=0.1, **options):
@@ -122,6 +122,15 @@ def test_set_rate_keeps_the_base_decay(capturable):
     assert float(weights["weight_decay"]) == 0.125
     assert float(rest["weight_decay"]) == 0.0
     assert (weights["lr"] is rate) == capturable
+
+
+def test_set_rate_scales_the_decay_of_torchs_optimizers_too():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(param_groups(model, 0.4), lr=1.0)
+    for scale in (0.5, 0.25):
+        set_rate(optimizer, 3.0, scale)
+    weights, rest = optimizer.param_groups
+    assert (weights["lr"], weights["weight_decay"], rest["weight_decay"]) == (3.0, 0.1, 0.0)
 
 
 @pytest.mark.parametrize("capturable", [False, True])

@@ -192,6 +192,25 @@ def test_layer_stats_are_copies_and_stay_in_place_inside(kind, path):
     assert optimizer.layer_stats()[0].grad_norms.tolist() != expected
 
 
+@every_kind
+def test_statistics_of_changing_sets_of_layers_do_not_pile_up(kind, path, monkeypatch):
+    """Layers that a model skips at random (stochastic depth, experts) make a new set of them in nearly every step."""
+    params = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+    optimizer = kind(params, lr=0.1, **path)
+    tables = []
+    for step in range(1, 8):
+        for i, param in enumerate(params):
+            param.grad = torch.ones(2) if step >> i & 1 else None
+        with monkeypatch.context() as patch:
+            patch.setattr(base, "capturing", lambda device, step=step: step == 3)
+            optimizer.step()
+        tables.append(set(optimizer._stats_tables))
+    captured = ("0.0", "0.1")
+    assert tables[4] == {captured, ("0.0", "0.2")}, "replays write to the captured step's table for ever"
+    assert tables[6] == {captured, ("0.0", "0.1", "0.2")}
+    assert set(optimizer.layer_norms()) == {"0.0", "0.1", "0.2"}
+
+
 # --- loading --------------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +242,42 @@ def test_load_hooks_see_and_shape_what_is_loaded(kind, path):
     other.load_state_dict(optimizer.state_dict())
     assert other.state["note"] is True
     other.refresh()
+
+
+@every_kind
+def test_state_of_another_shape_is_refused_and_changes_nothing(kind, path):
+    saved = kind([nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(5, 7))], lr=0.1, **path)
+    set_grads(saved.param_groups[0]["params"])
+    saved.step()
+    params = make_params()
+    optimizer = kind(params, lr=0.2, **path)
+    with pytest.raises(ValueError, match=r"of shape \(7,\) for 0\.0, which has shape \(5, 7\)"):
+        optimizer.load_state_dict(saved.state_dict())  # a vector of 7 would fit every row of 5 x 7
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_run_goes_on_from_the_state_of_torchs_sgd_and_adamw(momentum):
+    sgd = {"lr": 0.1, "momentum": momentum}
+    for theirs, kind, options in (
+        (torch.optim.SGD(make_params(), **sgd), LARS, {"momentum_rule": "lr_outside"}),
+        (torch.optim.AdamW(make_params(), lr=0.1, betas=(momentum, 0.99)), LAMB, {}),
+    ):
+        expected = theirs.param_groups[0]["params"]
+        for step in range(5):
+            set_grads(expected, step)
+            theirs.step()
+        params = [nn.Parameter(param.detach().clone()) for param in expected]
+        optimizer = kind([{"params": params, "adapt": False}], lr=0.5, **options)
+        optimizer.load_state_dict(theirs.state_dict())
+        for step in range(5, 8):
+            set_grads(params, step)
+            set_grads(expected, step)
+            optimizer.step()
+            theirs.step()
+        for a, b in zip(params, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @every_kind

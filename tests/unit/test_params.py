@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from hyperbatch.errors import InputError
 from hyperbatch.models import create_model
 from hyperbatch.optim import param_groups
 from hyperbatch.params import kind_of, layer_depths, owners, repeated_blocks, undecayed
@@ -123,6 +124,33 @@ def test_position_embeddings_and_tokens_are_not_decayed():
     assert {name for name, _ in weights["params"]} == decayed
     assert (rest["weight_decay"], rest["adapt"]) == (0.0, False)
     assert len(weights["params"]) + len(rest["params"]) == len(list(model.parameters()))
+
+
+class LayerNorm2d(nn.Module):
+    """A norm over channels as other libraries have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 1, 1))
+        self.bias = nn.Parameter(torch.zeros(1, 4, 1, 1))
+
+
+def test_a_scale_for_each_channel_is_no_weight_whatever_its_shape():
+    scaled = nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 1))
+    one_input = (nn.Linear(1, 4), nn.Conv2d(1, 4, 1), nn.LSTM(1, 1, bias=False))
+    model = nn.Sequential(LayerNorm2d(), scaled, *one_input, nn.EmbeddingBag(5, 4))
+    model.layer_scale = nn.Parameter(torch.ones(4, 1, 1))  # as in torchvision's ConvNeXt
+    decayed = {name for name, _ in model.named_parameters()} - undecayed(model)
+    lstm = {"4.weight_ih_l0", "4.weight_hh_l0"}
+    assert decayed == {"1.parametrizations.weight.original1", "2.weight", "3.weight", *lstm}
+
+
+def test_a_lazy_layer_is_no_bias():
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(InputError, match=r"0\.weight has no shape yet"):
+        param_groups(model, 0.1)
+    model(torch.ones(1, 2))
+    assert [name for name, _ in param_groups(model, 0.1)[0]["params"]] == ["0.weight"]
 
 
 def test_a_model_says_itself_what_is_not_decayed():
@@ -258,6 +286,7 @@ def test_groups_for_ones_own_loop_have_rates_by_depth():
 def test_groups_are_timms(name):
     """Only the norm behind a ViT's blocks goes with the head here, as in BEiT, and with the last block there."""
     timm = pytest.importorskip("timm")
+    pytest.importorskip("timm.optim")  # timm itself imports it only for some of its parts
     with torch.device("meta"):
         model = timm.create_model(name)
     listed = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()

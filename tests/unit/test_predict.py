@@ -195,6 +195,7 @@ def test_mistakes_are_one_line(flowers, tmp_path, capsys):
     empty.mkdir()
     for arguments, code, told in (
         ([run, "nowhere.jpg"], 2, "nowhere.jpg does not exist; give image files or folders of them"),
+        ([run, "https://host/a.jpg"], 2, "https://host/a.jpg is an address; fetch the image first, and give the file"),
         ([run, str(empty)], 2, "holds no images"),
         ([run, image, "--json", "--csv"], 2, "--json and --csv cannot be combined"),
         (["nowhere", image], 2, "nowhere does not exist; give the folder of a run, a checkpoint or an exported model"),

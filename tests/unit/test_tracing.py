@@ -12,6 +12,7 @@ from hyperbatch import make_plan, simulate
 from hyperbatch.cli import main
 from hyperbatch.engine.profile import profile
 from hyperbatch.errors import InputError
+from hyperbatch.plan.clusters import load_cluster
 from hyperbatch.plan.inventory import layers, model_names, tensors, training_flops, usual_data
 from hyperbatch.plan.planner import format_plan
 from hyperbatch.tracing import trace, trace_model
@@ -149,6 +150,17 @@ def test_an_own_model_is_profiled_and_planned_with_the_profile(tmp_path):
     assert sum(row.backward_s for row in measured.layers) > 0
     plan = make_plan("cifar10_resnet", model=model, cluster=str(machine), gpus=2)
     assert plan.step.timing.step_s > 0
+
+
+def test_a_file_that_names_a_model_runs_none_of_its_code(tmp_path):
+    """Neither a machine file nor a checkpoint's config: only what the user asks for is built."""
+    machine = tmp_path / "here.toml"
+    profile("traced_networks:network", device="cpu", output=machine, batches=[2], image_size=32, rounds=1)
+    machine.write_text(machine.read_text().replace("traced_networks:network", "no_such_module:network"))
+    assert load_cluster(machine).device.measured == ()
+    assert make_plan("cifar10_resnet", cluster=str(machine), gpus=2).step.timing.step_s > 0
+    with pytest.raises(InputError, match="no tensor table of model 'no_such_module:network'"):
+        layers("no_such_module:network")
 
 
 def test_a_model_without_a_recipe_is_planned_with_the_defaults():

@@ -125,16 +125,19 @@ def _any_folder_tree(folder: Path) -> Found | None:
 
 
 def _tars(folder: Path) -> Found | None:
-    """SPLIT*.tar with members SPLIT/CLASS/FILE."""
-    val = val_name([name for name in (*VAL_NAMES, TEST) if tar_paths(folder, name)], folder)
-    train = bool(tar_paths(folder, TRAIN))
-    if not train and val is None:
+    """SPLIT*.tar with members SPLIT/CLASS/.../FILE."""
+    names = (TRAIN, *VAL_NAMES, TEST)
+    files: dict[str, list[Path]] = {}
+    for path in tar_paths(folder, names):
+        files.setdefault(max((name for name in names if path.name.startswith(name)), key=len), []).append(path)
+    val = val_name(files, folder)
+    if TRAIN not in files and val is None:
         return None
     return Found(
         kind="tars",
         where=str(folder),
-        train=(lambda: TarSource(tar_paths(folder, TRAIN), TRAIN)) if train else None,
-        val=(lambda: TarSource(tar_paths(folder, val), val)) if val is not None else None,
+        train=(lambda: TarSource(files[TRAIN], TRAIN)) if TRAIN in files else None,
+        val=(lambda: TarSource(files[val], val)) if val is not None else None,
         expected=lambda split: f"no {split}*.tar; expected {split}.tar, .tar.gz or .tar.xz",
     )
 
@@ -197,18 +200,27 @@ def _zips(folder: Path) -> Found | None:
     )
 
 
+def _is_class_folder(tree: FolderTree) -> bool:
+    """It holds images and nothing else."""
+    files = tree.files()
+    return bool(files) and all(map(is_image, files)) and not tree.folders()
+
+
 def _further_down(folder: Path) -> Found | None:
     """The only set that the folder holds, one folder further down or in an archive."""
     tree, splits = FolderTree(folder), (TRAIN, *VAL_NAMES, TEST)
     names = [name for name in tree.folders() if name not in splits]
-    # More of them are class folders, each of which would be listed for nothing.
-    inner = [_image_tree(tree.within(name)) for name in names] if len(names) <= _MAX_INNER else []
-    inner = [found for found in inner if found is not None]
-    if len(inner) > 1:
-        named = ", ".join(found.where for found in inner)
-        raise InputError(f"{folder} holds several data sets: {named}; give --data one of them")
-    if inner:
-        return inner[0]
+    # More of them are class folders, which would be listed for nothing.
+    names = [name for name in names if not _is_class_folder(tree.within(name))] if len(names) <= _MAX_INNER else []
+    # What was made of an image folder, such as packed shards, may lie beside it.
+    for layouts in ((_folder_tree,), _OF_SETS):
+        answers = ((layout(folder / name) for layout in layouts) for name in names)
+        inner = [found for each in answers if (found := next(filter(None, each), None)) is not None]
+        if len(inner) > 1:
+            named = ", ".join(found.where for found in inner)
+            raise InputError(f"{folder} holds several data sets: {named}; give --data one of them")
+        if inner:
+            return inner[0]
     files = [folder / name for name in tree.files() if name.endswith(archives.SUFFIXES)]
     if len(files) > 1:
         named = ", ".join(path.name for path in files)
@@ -217,7 +229,7 @@ def _further_down(folder: Path) -> Found | None:
 
 
 Layout = Callable[[Path], Found | None]
-_OF_FOLDERS: tuple[Layout, ...] = (
+_OF_SETS: tuple[Layout, ...] = (
     _packed,
     _cifar,
     _folder_tree,
@@ -228,7 +240,6 @@ _OF_FOLDERS: tuple[Layout, ...] = (
     tables,
     parquet,
     _any_folder_tree,
-    _further_down,
-    only_table,
 )
+_OF_FOLDERS: tuple[Layout, ...] = (*_OF_SETS, _further_down, only_table)
 _OF_FILES: tuple[Layout, ...] = (_cifar, _archive, table_file)

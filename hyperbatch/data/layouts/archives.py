@@ -1,10 +1,11 @@
 """Tars and zips as trees of folders and files, and the source that reads their members where they lie.
 
-Nothing is ever extracted, so a member's path is only a name; links, devices and odd paths are passed over.
+Nothing is ever extracted, so a member's path is only a name; symbolic links, devices and odd paths are passed over.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import lzma
@@ -15,20 +16,21 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, NamedTuple, cast
 
 import numpy as np
 
 from hyperbatch.data import kept
 from hyperbatch.data.folders import Listed, decoded, is_image, read_into_memory
-from hyperbatch.data.source import BadSample, EncodedSource, Location
-from hyperbatch.data.tars import check_end
+from hyperbatch.data.source import BadSample, EncodedSource, Location, max_open_files
+from hyperbatch.data.tars import plain_files
 from hyperbatch.errors import InputError
 
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz")
 SUFFIXES = (*TAR_SUFFIXES, ".zip")
-_MAX_OPEN = 256  # files kept open; of a larger set the rest are opened for each read
 _CHUNK_BYTES = 1 << 20
+_UTF8 = 0x800  # among the flags of a zip's member: its name is in UTF-8
+_WINDOWS = 0  # where a zip was made
 
 MEMBER = np.dtype(
     [
@@ -57,9 +59,13 @@ class Content:
         if self.file is not None and self._descriptor < 0:
             self._descriptor = os.open(self.file, os.O_RDONLY)
 
-    def __del__(self) -> None:
+    def close(self) -> None:
+        """Later reads open the file each time."""
         if getattr(self, "_descriptor", -1) >= 0:
             os.close(self._descriptor)
+            self._descriptor = -1
+
+    __del__ = close
 
     def read(self, offset: int, length: int) -> bytes:
         if isinstance(self._data, bytes):
@@ -79,7 +85,7 @@ class MemberSource(EncodedSource):
         self._contents = contents
         self._rows = rows
         self._lies_in_files = all(content.file is not None for content in contents) and not rows["deflated"].any()
-        for content in contents[:_MAX_OPEN]:
+        for content in contents[: max_open_files()]:
             content.open()
 
     def read(self, index: int) -> bytes:
@@ -138,12 +144,20 @@ class _Folder(NamedTuple):
     files: dict[str, int]  # name -> row
 
 
+def _is_shown(folder: str) -> bool:
+    """Hidden folders are passed over, and so is what macOS adds to its archives."""
+    return not folder.startswith(".") and folder != "__MACOSX"
+
+
 class ArchiveTree:
     """An archive's folders and files, asked as a FolderTree is."""
 
-    def __init__(self, content: Content, rows: np.ndarray, top: _Folder, inside: str = "") -> None:
+    def __init__(
+        self, content: Content, rows: np.ndarray, top: _Folder, inside: str = "", stored: list[bytes] | None = None
+    ) -> None:
         self._content = content
         self._rows = rows
+        self._stored = stored  # of a zip: the name of each row as it stands there
         self._top = top
         self._inside = inside
 
@@ -154,10 +168,11 @@ class ArchiveTree:
         top = self._top
         for name in folder.split("/"):
             top = top.folders[name]
-        return ArchiveTree(self._content, self._rows, top, f"{self._inside}/{folder}" if self._inside else folder)
+        inside = f"{self._inside}/{folder}" if self._inside else folder
+        return ArchiveTree(self._content, self._rows, top, inside, self._stored)
 
     def folders(self) -> list[str]:
-        return sorted(name for name in self._top.folders if not name.startswith(".") and name != "__MACOSX")
+        return sorted(filter(_is_shown, self._top.folders))
 
     def files(self) -> list[str]:
         return sorted(name for name in self._top.files if not name.startswith("."))
@@ -167,7 +182,7 @@ class ArchiveTree:
         waiting = [("", self._top)]
         while waiting:
             below, folder = waiting.pop()
-            waiting += [(f"{below}{name}/", inner) for name, inner in folder.folders.items()]
+            waiting += [(f"{below}{name}/", inner) for name, inner in folder.folders.items() if _is_shown(name)]
             found += [(below, name) for name in folder.files if is_image(name)]
         return [below + name for below, name in sorted(found, key=lambda item: (item[0][:-1], item[1]))]
 
@@ -194,20 +209,20 @@ class ArchiveTree:
                 top = top.folders[folder]
             numbers.append(top.files[name])
         rows = self._rows[numbers].copy()
-        if self._content.path.name.endswith(".zip"):
-            prefix = f"{self._inside}/" if self._inside else ""
-            _skip_local_headers(self._content, [prefix + path for path in paths], rows)
+        if self._stored is not None:
+            _skip_local_headers(self._content, [self._stored[number] for number in numbers], rows)
         return rows
 
 
 def open_archive(path: Path) -> ArchiveTree:
     """InputError when it cannot be read as what its name says it is."""
+    stored = None
     if path.name.endswith(".zip"):
         content = Content(path, path)
-        names, rows = _zip_members(path)
+        names, stored, rows = _zip_members(path)
     else:
         content = tar_content(path)
-        index = kept.indexed(path, lambda: _arrays_of(tar_members(whole(content), str(path))))
+        index = kept.indexed(path, "files", lambda: _arrays_of(tar_members(whole(content), str(path))))
         names, rows = [os.fsdecode(name) for name in index["names"].tolist()], plain_rows(index["spans"])
     top = _Folder({}, {})
     for row, name in enumerate(names):
@@ -218,7 +233,7 @@ def open_archive(path: Path) -> ArchiveTree:
         for part in parts[:-1]:
             folder = folder.folders.setdefault(part, _Folder({}, {}))
         folder.files[parts[-1]] = row
-    return ArchiveTree(content, rows, top)
+    return ArchiveTree(content, rows, top, stored=stored)
 
 
 # --- tars
@@ -274,15 +289,9 @@ def whole(content: Content) -> Window:
 
 
 def tar_members(window: Window, where: str) -> Iterator[tuple[str, int, int]]:
-    """(name, offset, length) of every plain file. InputError for a tar that is cut off, damaged, or goes on after its
-    end."""
+    """`plain_files`. InputError for a tar that is cut off, damaged, or goes on after its end."""
     try:
-        with tarfile.open(fileobj=cast(IO[bytes], window), mode="r:") as tar:
-            while (member := tar.next()) is not None:
-                cast(Any, tar).members.clear()  # a large tar's would fill the memory
-                if member.isreg() and not member.issparse():
-                    yield member.name, member.offset_data, member.size
-            check_end(tar)
+        yield from plain_files(cast(IO[bytes], window))
     except (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
@@ -310,8 +319,8 @@ def plain_rows(spans: np.ndarray, file: int = 0) -> np.ndarray:
 # --- zips
 
 
-def _zip_members(path: Path) -> tuple[list[str], np.ndarray]:
-    """Offsets are those of the local headers."""
+def _zip_members(path: Path) -> tuple[list[str], list[bytes], np.ndarray]:
+    """(names, the same as they are stored, rows). Offsets are those of the local headers."""
     try:
         with zipfile.ZipFile(path) as file:
             members = file.infolist()
@@ -325,17 +334,27 @@ def _zip_members(path: Path) -> tuple[list[str], np.ndarray]:
             raise InputError(f"{path}: {member.filename} is compressed by a method that is not read; use deflate")
         deflated = member.compress_type == zipfile.ZIP_DEFLATED
         rows[number] = (0, member.header_offset, member.compress_size, member.file_size, member.CRC, deflated)
-    return [member.filename for member in members], rows
+    stored = [member.orig_filename.encode("utf-8" if member.flag_bits & _UTF8 else "cp437") for member in members]
+    return [_zip_name(member, name) for member, name in zip(members, stored, strict=True)], stored, rows
 
 
-def _skip_local_headers(content: Content, names: list[str], rows: np.ndarray) -> None:
+def _zip_name(member: zipfile.ZipInfo, stored: bytes) -> str:
+    """As unzip reads it: Finder and zip write UTF-8 without saying so, old programs of Windows write backslashes."""
+    name = member.filename
+    if not member.flag_bits & _UTF8:
+        with contextlib.suppress(UnicodeDecodeError):
+            name = stored.decode()
+    return name.replace("\\", "/") if member.create_system == _WINDOWS else name
+
+
+def _skip_local_headers(content: Content, names: list[bytes], rows: np.ndarray) -> None:
     """Only a member's own header says where its bytes begin. It repeats the name, in which the class is, so a damaged
     name is found."""
     content.open()
     for number, (name, offset) in enumerate(zip(names, rows["offset"].tolist(), strict=True)):
-        header = content.read(offset, 30 + 4 * len(name))  # a character has four bytes at most
-        flags, name_bytes, extra_bytes = struct.unpack("<6xH18xHH", header[:30].ljust(30, b"\0"))
-        found = header[30 : 30 + name_bytes].decode("utf-8" if flags & 0x800 else "cp437", errors="replace")
-        if header[:4] != b"PK\3\4" or found.removeprefix("./") != name:
-            raise InputError(f"{content.path} cannot be read as a zip: the header of {name} is damaged; fetch it again")
+        header = content.read(offset, 30 + len(name))
+        name_bytes, extra_bytes = struct.unpack("<26xHH", header[:30].ljust(30, b"\0"))
+        if header[:4] != b"PK\3\4" or name_bytes != len(name) or header[30:] != name:
+            told = name.decode(errors="replace")
+            raise InputError(f"{content.path} cannot be read as a zip: the header of {told} is damaged; fetch it again")
         rows["offset"][number] = offset + 30 + name_bytes + extra_bytes

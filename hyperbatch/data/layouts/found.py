@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -75,6 +77,21 @@ def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
         )
     except OSError:
         return []
+
+
+def label_text(value: Any) -> str | None:
+    """A label that stands in a file, as text: texts and whole numbers are labels. pandas turns whole numbers into
+    floats. None: it is no label."""
+    if isinstance(value, bytes):
+        value = value.decode(errors="replace")
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = str(value).strip() if isinstance(value, (str, int)) else ""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:  # half of a pair that stands for one character: it cannot be printed
+        return None
+    return text or None
 
 
 def classes_of(labels: Collection[str]) -> tuple[str, ...]:

@@ -112,7 +112,7 @@ def _tar_of_tars(path: Path) -> MemberSource:
                 spans.append((offset + place, size))
         return {"names": np.array(names), "spans": np.array(spans, dtype=np.int64).reshape(-1, 2)}
 
-    index = kept.indexed(path, walk)
+    index = kept.indexed(path, "files of inner tars", walk)
     paths = [os.fsdecode(name) for name in index["names"].tolist()]
     if not paths:
         raise InputError(f"{path} holds no images; fetch the tar again")

@@ -20,7 +20,7 @@ import numpy as np
 from hyperbatch.data import kept
 from hyperbatch.data.folders import Listed
 from hyperbatch.data.layouts.archives import Content, MemberSource, plain_rows
-from hyperbatch.data.layouts.found import TRAIN, Found, classes_of, files_by_split, numbered, val_name
+from hyperbatch.data.layouts.found import TRAIN, Found, classes_of, files_by_split, label_text, numbered, val_name
 from hyperbatch.errors import InputError
 
 _IMAGES = ("image", "img", "jpg", "png", "picture")
@@ -89,12 +89,13 @@ def _unpacked(files: list[Path]) -> tuple[Content, kept.Arrays]:
 def _unpack(files: list[Path], out: IO[bytes]) -> None:
     spans, labels, checksums, formats, place = [], [], [], [], 0
     for path in files:
-        for row, (data, label) in enumerate(_rows(path)):
+        for row, (data, value) in enumerate(_rows(path)):
+            label = label_text(value)
             if not isinstance(data, bytes) or label is None:
                 raise InputError(f"{path} row {row} has no image or no label inside; write the file with them")
             out.write(data)
             spans.append((place, len(data)))
-            labels.append(str(label).encode())
+            labels.append(label.encode())
             checksums.append(zlib.crc32(data))
             formats.append(next((kind for magic, kind in _FORMATS if data.startswith(magic)), "bin"))
             place += len(data)

@@ -10,11 +10,21 @@ import functools
 import io
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hyperbatch.data.folders import FolderSource, Listed, decoded, is_image
-from hyperbatch.data.layouts.found import TRAIN, Found, classes_of, files_by_split, numbered, split_of, val_name
+from hyperbatch.data.folders import FolderSource, FolderTree, Listed, decoded, is_image
+from hyperbatch.data.layouts.found import (
+    TRAIN,
+    Found,
+    classes_of,
+    files_by_split,
+    label_text,
+    numbered,
+    split_of,
+    val_name,
+)
 from hyperbatch.errors import InputError
 
 SUFFIXES = (".csv", ".tsv", ".jsonl")
@@ -37,7 +47,8 @@ def tables(folder: Path) -> Found | None:
 
 def only_table(folder: Path) -> Found | None:
     """A single table with a split column."""
-    files = sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIXES) and path.is_file())
+    names = (name for name in FolderTree(folder).files() if name.endswith(SUFFIXES))
+    files = [folder / name for name in names]
     return _with_splits(files[0]) if len(files) == 1 else None
 
 
@@ -57,7 +68,11 @@ def _by_split(folder: Path, files: dict[str, list[Path]]) -> Found:
             named = " and ".join(path.name for path in files[split])
             raise InputError(f"{folder} has several tables of the {split} set: {named}; keep one of them")
     rows = functools.cache(lambda split: _rows(files[split][0]))
-    return _found("table", folder, lambda split: (files[split][0], rows(split)), TRAIN in files, val)
+
+    def missing(split: str) -> str:
+        return f"no table of the {split} set; write {split}.csv with columns path and label"
+
+    return _found(folder, lambda split: (files[split][0], rows(split)), TRAIN in files, val, missing)
 
 
 def _with_splits(path: Path) -> Found:
@@ -71,10 +86,13 @@ def _with_splits(path: Path) -> Found:
     def of_split(split: str) -> tuple[Path, list[_Row]]:
         return path, [row for row in rows if row.split == split]
 
-    return _found("table", path, of_split, TRAIN in splits, val_name(splits, path))
+    def missing(split: str) -> str:
+        return f"no row whose {_SPLIT!r} is {split}, only {' and '.join(sorted(splits))}; call one of them {split}"
+
+    return _found(path, of_split, TRAIN in splits, val_name(splits, path), missing)
 
 
-def _found(kind: str, where: Path, rows_of: Any, has_train: bool, val: str | None) -> Found:
+def _found(where: Path, rows_of: Any, has_train: bool, val: str | None, missing: Callable[[str], str]) -> Found:
     def opened(split: str) -> FolderSource:
         path, rows = rows_of(split)
         labels = [row.label for row in (rows_of(TRAIN)[1] if has_train else rows)]
@@ -88,11 +106,11 @@ def _found(kind: str, where: Path, rows_of: Any, has_train: bool, val: str | Non
         return FolderSource(path.parent, listed)
 
     return Found(
-        kind=kind,
+        kind="table",
         where=str(where),
         train=(lambda: opened(TRAIN)) if has_train else None,
         val=(lambda: opened(val)) if val is not None else None,
-        expected=lambda split: f"no table of the {split} set; write {split}.csv with columns path and label",
+        expected=missing,
     )
 
 
@@ -108,21 +126,22 @@ def _rows(path: Path) -> list[_Row]:
 
 
 def _csv_rows(path: Path, text: str) -> list[_Row]:
+    first = text.partition("\n")[0]
+    # Excel writes semicolons where a comma stands in numbers, and empty rows after those that were cleared.
+    between = "\t" if path.suffix == ".tsv" else next((sign for sign in ",;\t" if sign in first), ",")
     try:
-        lines = [
-            line for line in csv.reader(io.StringIO(text), delimiter="\t" if path.suffix == ".tsv" else ",") if line
-        ]
+        lines = [line for line in csv.reader(io.StringIO(text), delimiter=between) if any(map(str.strip, line))]
     except csv.Error as error:
         raise InputError(f"{path} is not a table: {error}; write it again") from error
     if not lines:
         return []
     header = [name.strip().lower() for name in lines[0]]
     if len(header) == 2 and is_image(os.path.basename(lines[0][0])):
-        columns, body, first = (0, 1, None), lines, 1
+        columns, body, start = (0, 1, None), lines, 1
     else:
-        columns, body, first = _columns(path, header), lines[1:], 2
+        columns, body, start = _columns(path, header), lines[1:], 2
     rows = []
-    for number, line in enumerate(body, start=first):
+    for number, line in enumerate(body, start=start):
         if len(line) != len(header):
             raise InputError(f"{path} line {number} has {len(line)} fields, not {len(header)}; correct it")
         rows.append(_row(path, number, *(None if place is None else line[place] for place in columns)))
@@ -131,7 +150,7 @@ def _csv_rows(path: Path, text: str) -> list[_Row]:
 
 def _json_rows(path: Path, text: str) -> list[_Row]:
     rows = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines also cuts at signs that JSON may hold
         if not line.strip():
             continue
         try:
@@ -160,6 +179,13 @@ def _columns(path: Path, header: list[str]) -> tuple[int, int, int | None]:
 
 
 def _row(path: Path, number: int, file: Any, label: Any, split: Any) -> _Row:
-    if not isinstance(file, str) or not file.strip() or not isinstance(label, (str, int)) or str(label).strip() == "":
+    text = label_text(label)
+    if not isinstance(file, str) or not file.strip() or text is None:
         raise InputError(f"{path} line {number} has no path or no label; correct or remove it")
-    return _Row(file.strip(), str(label).strip(), split.strip().lower() if isinstance(split, str) else None)
+    try:
+        valid = b"\0" not in os.fsencode(file)
+    except UnicodeEncodeError:  # half of a pair that stands for one character
+        valid = False
+    if not valid:
+        raise InputError(f"{path} line {number} has a path that no file can have; correct or remove it")
+    return _Row(file.strip(), text, split.strip().lower() if isinstance(split, str) else None)

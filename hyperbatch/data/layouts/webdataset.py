@@ -5,9 +5,13 @@ Each shard is walked once; where its images lie and what they are labelled is ke
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import lzma
 import os
+import tarfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +19,16 @@ import numpy as np
 
 from hyperbatch.data import kept
 from hyperbatch.data.folders import Listed, is_image
-from hyperbatch.data.layouts.archives import Content, MemberSource, Window, plain_rows, tar_members, whole
-from hyperbatch.data.layouts.found import TRAIN, Found, classes_of, files_by_split, numbered, val_name
+from hyperbatch.data.layouts.archives import (
+    TAR_SUFFIXES,
+    Content,
+    MemberSource,
+    plain_rows,
+    tar_content,
+    tar_members,
+    whole,
+)
+from hyperbatch.data.layouts.found import TRAIN, Found, classes_of, files_by_split, label_text, numbered, val_name
 from hyperbatch.errors import InputError
 
 _PEEKED_MEMBERS = 16
@@ -25,20 +37,24 @@ _JSON_LABELS = ("label", "cls", "class")
 
 
 def webdataset(folder: Path) -> Found | None:
-    shards = files_by_split(folder, (".tar",))
+    shards = files_by_split(folder, TAR_SUFFIXES)
     val = val_name(shards, folder)
     if not any(_is_webdataset(shards[split][0]) for split in (TRAIN, val) if split in shards):
         return None
 
+    @functools.cache
+    def walked(split: str) -> tuple[list[Content], list[kept.Arrays]]:
+        contents = [tar_content(path) for path in shards[split]]
+        return contents, [_index(content) for content in contents]
+
     def opened(split: str) -> MemberSource:
-        indexes = [_index(path) for path in shards[split]]
+        contents, indexes = walked(split)
         texts = _texts(indexes)
-        known = indexes if split == TRAIN or TRAIN not in shards else [_index(path) for path in shards[TRAIN]]
-        classes = classes_of(_texts(known))
+        classes = classes_of(_texts(walked(TRAIN)[1]) if TRAIN in shards else texts)
         paths = [os.fsdecode(name) for index in indexes for name in index["names"].tolist()]
         rows = [plain_rows(index["spans"], file) for file, index in enumerate(indexes)]
         listed = Listed(split, classes, numbered(texts, classes, f"the {split} set in {folder}"), paths)
-        return MemberSource(listed, [Content(path, path) for path in shards[split]], np.concatenate(rows))
+        return MemberSource(listed, contents, np.concatenate(rows))
 
     return Found(
         kind="WebDataset shards",
@@ -52,38 +68,46 @@ def webdataset(folder: Path) -> Found | None:
 def _is_webdataset(path: Path) -> bool:
     """A label among the first members."""
     try:
-        members = itertools.islice(tar_members(whole(Content(path, path)), str(path)), _PEEKED_MEMBERS)
-        return any(name.endswith((".cls", ".json")) for name, _, _ in members)
-    except (InputError, OSError):
-        return False  # whoever reads all of it says what is wrong
+        with tarfile.open(path) as tar:
+            return any(member.name.endswith((".cls", ".json")) for member in itertools.islice(tar, _PEEKED_MEMBERS))
+    # Whoever reads all of it says what is wrong.
+    except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, RecursionError, lzma.LZMAError, zlib.error):
+        return False
 
 
 def _texts(indexes: list[kept.Arrays]) -> list[str]:
     return [text.decode() for index in indexes for text in index["labels"].tolist()]
 
 
-def _index(path: Path) -> kept.Arrays:
+def _index(content: Content) -> kept.Arrays:
     def walk() -> kept.Arrays:
-        content = Content(path, path)
-        samples = list(_samples(path, content, whole(content)))
+        samples = list(_samples(content))
+        content.close()  # there may be more shards than files may be open
         if not samples:
-            raise InputError(f"{path} holds no images; remove it or fetch it again")
+            raise InputError(f"{content.path} holds no images; remove it or fetch it again")
         names, spans, labels = zip(*samples, strict=True)
         return {"names": np.array(names), "spans": np.array(spans, dtype=np.int64), "labels": np.array(labels)}
 
-    return kept.indexed(path, walk)
+    return kept.indexed(content.path, "labelled images", walk)
 
 
-def _samples(path: Path, content: Content, window: Window) -> Iterator[tuple[bytes, tuple[int, int], bytes]]:
-    """(name, (offset, length), label): members that follow each other and have one key are one sample."""
-    for key, members in itertools.groupby(tar_members(window, str(path)), lambda member: _key(member[0])):
+def _samples(content: Content) -> Iterator[tuple[bytes, tuple[int, int], bytes]]:
+    """(name, (offset, length), label): members that follow each other and have one key are one sample. Its image is
+    KEY.jpg, before KEY.mask.png and the like."""
+    # macOS puts a hidden member before each of its own.
+    members = tar_members(whole(content), str(content.path))
+    shown = (member for member in members if not os.path.basename(member[0]).startswith("."))
+    for key, members in itertools.groupby(shown, lambda member: _key(member[0])):
         parts = {name[len(key) + 1 :].lower(): (name, offset, length) for name, offset, length in members}
-        image = next((part for part in parts.values() if is_image(os.path.basename(part[0]))), None)
-        if image is None:
+        suffixes = [suffix for suffix, part in parts.items() if is_image(os.path.basename(part[0]))]
+        if not suffixes:
             continue
+        image = parts[min(suffixes, key=lambda suffix: suffix.count("."))]
         label = _label(content, parts)
         if label is None:
-            raise InputError(f"{path}: sample {key!r} has no .cls, and no label in its .json; label it or remove it")
+            raise InputError(
+                f"{content.path}: sample {key!r} has no .cls, and no label in its .json; label it or remove it"
+            )
         yield os.fsencode(image[0]), image[1:], label
 
 
@@ -101,9 +125,11 @@ def _label(content: Content, parts: dict[str, tuple[str, int, int]]) -> bytes | 
         try:
             if suffix == "json":
                 fields = json.loads(text)
-                text = str(next(fields[name] for name in _JSON_LABELS if name in fields)).encode()
-            if text.decode().strip():
-                return text.strip()
+                found = label_text(next(fields[name] for name in _JSON_LABELS if name in fields))
+            else:
+                found = label_text(text.decode())
+            if found is not None:
+                return found.encode()
         except (ValueError, RecursionError, StopIteration, TypeError):
             continue
     return None

@@ -15,16 +15,17 @@ _TIMEOUT_S = 30.0
 _PIECE_BYTES = 1 << 18
 _MAX_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
+_KEPT = "%:/?#[]@!$&'()*+,;=~"  # signs that mean something in an address, or are quoted already
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 
 
 class HttpStore:
     def __init__(self, url: str) -> None:
         self.url = url
-        self._parts = urlsplit(url)
         try:
+            self._parts = urlsplit(url)
             valid = bool(self._parts.hostname) and (self._parts.port or 1) > 0
-        except ValueError:  # a port that is no number
+        except ValueError:  # a port that is no number, or half a bracket
             valid = False
         if not valid:
             raise InputError(f"{url} is not an address; give https://HOST/PATH")
@@ -77,7 +78,8 @@ class HttpStore:
             host = parts.scheme, parts.netloc
             connection, kept = self._take(*host), False
             try:
-                target = parts.path + (f"?{parts.query}" if parts.query else "")
+                # Quoted, as browsers do it: addresses are copied with spaces and umlauts.
+                target = quote(parts.path + (f"?{parts.query}" if parts.query else ""), safe=_KEPT)
                 connection.request("GET", target, headers=headers)
                 response = connection.getresponse()
                 if response.status in _REDIRECTS:

@@ -27,8 +27,8 @@ from hyperbatch.data.remote.store import (
     persist,
     read_range,
 )
-from hyperbatch.data.shards import MANIFEST, MAX_OPEN, Manifest, ShardSource, index_path, names_path, parse_manifest
-from hyperbatch.data.source import BadSample, DataError, Location
+from hyperbatch.data.shards import MANIFEST, Manifest, ShardSource, index_path, names_path, parse_manifest
+from hyperbatch.data.source import BadSample, DataError, Location, max_open_files
 from hyperbatch.errors import InputError
 
 _PARQUET = ".parquet"
@@ -181,7 +181,7 @@ class RemoteShardSource(ShardSource):
         """Whether the shard is whole in the cache. It is opened then, so that it can be read even if it is removed."""
         if shard in self._open:
             return True
-        if len(self._open) >= MAX_OPEN:
+        if len(self._open) >= max_open_files():
             return self._paths[shard].exists()
         with contextlib.suppress(OSError):
             self._open[shard] = os.open(self._paths[shard], os.O_RDONLY)
