@@ -101,6 +101,7 @@ class Arena:
         self._fill({slot.name: slot.param.detach() for slot in slots})
         _cast_frozen(model, dtype)
         self._bind()
+        _cast_constants(model, dtype)
         self._hook(model)
 
     # --- layout -------------------------------------------------------------------------------------------------
@@ -400,7 +401,10 @@ def _working_dtype(module: nn.Module, kind: str, param: Tensor, dtype: torch.dty
     on a GPU do not. Other modules declare it with the attribute `takes_fp32_parameters = True`.
     """
     if not param.is_floating_point():
-        raise ValueError(f"an arena holds real floating-point parameters, not {param.dtype}")
+        raise InputError(
+            f"a parameter of {type(module).__name__} is {param.dtype}; an arena holds real floating-point numbers: "
+            "keep a complex parameter as two real ones (torch.view_as_real)"
+        )
     wide = isinstance(module, _NormBase) or getattr(module, "takes_fp32_parameters", False)
     return torch.float32 if dtype in HALF_DTYPES and kind != "weight" and wide else dtype
 
@@ -421,3 +425,23 @@ def _cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     module._buffers[name] = buffer.to(dtype)
+
+
+def _cast_constants(model: nn.Module, dtype: torch.dtype) -> None:
+    """Buffers that meet activations or parameters in an operation of one precision get the 16 bits of the parameters.
+
+    Biases: queries and values of timm's EVA, BEiT and SwinV2 have one, and keys a buffer of zeros, which is put
+    together with them. Squares: the masks of Swin's windows, and the filters of timm's BlurPool2d, one for each
+    channel. A buffer that is saved may be a running mean, and one of another shape a table of positions: these stay.
+    """
+    if dtype not in HALF_DTYPES:
+        return
+    for module in model.modules():
+        biases = {p.shape for p in module.parameters(recurse=False) if p.ndim == 1 and p.dtype == dtype}
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers.get(name)
+            if buffer is None or not buffer.is_floating_point():
+                continue
+            is_square = buffer.ndim > 2 and buffer.shape[-2] == buffer.shape[-1] > 1
+            if is_square or buffer.shape in biases:
+                module._buffers[name] = buffer.to(dtype)

@@ -77,16 +77,17 @@ def check_whole(name: str, value: Any, *, least: int = 1) -> None:
 @contextlib.contextmanager
 def own_code(what: str, rule: str) -> Iterator[None]:
     """Around code of the user's own: what it raises is told in one line, with its place there and the rule that the
-    code has to follow."""
+    code has to follow. So is its wish to end the process, which would pass for the end of a run."""
     try:
         yield
     except (InputError, RunFailed):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         import traceback
 
         frames = traceback.extract_tb(error.__traceback__)
-        others = (f"{Path(__file__).parent}/", "/site-packages/")  # ours, and libraries that the user's code calls
+        # Ours, and libraries that the user's code calls
+        others = (f"{Path(__file__).parent}/", "/site-packages/", f"{Path(traceback.__file__).parent}/", "<frozen")
         frame = next((f for f in reversed(frames) if not any(part in f.filename for part in others)), frames[-1])
         place, message = f"in {frame.name}, {frame.filename}:{frame.lineno}", str(error).partition("\n")[0]
         raise InputError(f"{what} raised {type(error).__name__}: {message} ({place}); {rule}") from error
@@ -102,13 +103,14 @@ def load_object(path: str, what: str) -> Any:
         raise InputError(f"{what} {path!r}: give package.module:callable")
     if "" not in sys.path:
         sys.path.insert(0, "")
-    try:
-        return getattr(importlib.import_module(module_name), name)
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f"{what} {path!r}: {error}; give package.module:callable, found from this folder or in PYTHONPATH"
-        ) from error
-    except SyntaxError as error:  # says where it is
-        raise InputError(f"{what} {path!r} cannot be imported: {error}; repair it") from error
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"{what} {path!r}: {error}; give package.module:callable") from error
+    with own_code(f"{what} {path!r}", "its module must be importable"):
+        try:
+            return getattr(importlib.import_module(module_name), name)
+        except ModuleNotFoundError as error:
+            raise InputError(
+                f"{what} {path!r}: {error}; give package.module:callable, found from this folder or in PYTHONPATH"
+            ) from error
+        except SyntaxError as error:  # says where it is
+            raise InputError(f"{what} {path!r} cannot be imported: {error}; repair it") from error
+        except (ImportError, AttributeError) as error:
+            raise InputError(f"{what} {path!r}: {error}; give package.module:callable") from error

@@ -200,15 +200,24 @@ def _onnx_program(model: nn.Module, images: Tensor) -> Any:
         raise InputError(f"--format onnx needs {error.name}; run pip install 'hyperbatch[onnx]'") from error
     with warnings.catch_warnings(), _quiet("torch.onnx"):
         warnings.simplefilter("ignore")  # torch's exporter calls what torch deprecates
-        return torch.onnx.export(
-            model,
-            (images,),
-            dynamo=True,
-            verbose=False,
-            dynamic_shapes=({0: torch.export.Dim("batch")},),
-            input_names=["images"],
-            output_names=["logits"],
-        )
+        try:
+            return torch.onnx.export(
+                model,
+                (images,),
+                dynamo=True,
+                verbose=False,
+                dynamic_shapes=({0: torch.export.Dim("batch")},),
+                input_names=["images"],
+                output_names=["logits"],
+            )
+        except (torch.onnx.OnnxExporterError, RuntimeError) as error:
+            while error.__cause__ is not None:  # of the step that failed
+                error = error.__cause__
+            reason = (str(error).strip().splitlines() or [""])[0]
+            raise InputError(
+                f"torch cannot make an ONNX program of the model ({type(error).__name__}: {reason}); use --format "
+                "safetensors"
+            ) from error
 
 
 @contextlib.contextmanager

@@ -220,7 +220,11 @@ def backward_order(model: nn.Module, run_backward: Callable[[], None]) -> list[s
 
         return hook
 
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    buffers = [
+        (module._buffers, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     grads = [(param, param.grad) for _, param in named]
     for param, _ in grads:
         param.grad = None
@@ -235,6 +239,7 @@ def backward_order(model: nn.Module, run_backward: Callable[[], None]) -> list[s
         for param, grad in grads:
             param.grad = grad
         with torch.no_grad():
-            for buffer, saved in buffers:
+            for places, name, buffer, saved in buffers:
+                places[name] = buffer  # forward may have put another tensor there
                 buffer.copy_(saved)
     return [*finished, *(name for name, _ in named if name not in finished)]

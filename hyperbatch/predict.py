@@ -30,6 +30,7 @@ from hyperbatch.data.remote.store import is_address
 from hyperbatch.data.source import BadSample
 from hyperbatch.errors import InputError
 from hyperbatch.export import TrainedModel, load_trained
+from hyperbatch.models.layers import to_channels_last
 
 BATCH = 64  # images at once
 
@@ -120,7 +121,7 @@ class Classifier:
             size=trained.size, resize=trained.resize, channels=trained.channels, mean=trained.mean, std=trained.std
         )
         model = trained.build(trust_code=trust_code)
-        self.model: nn.Module = model.to(device, torch.float32).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        self.model: nn.Module = to_channels_last(model.to(device))
         self.device = device
 
     def predict(self, images: Picture | Iterable[Picture], *, top: int = 5) -> list[Prediction]:
@@ -166,7 +167,8 @@ class Classifier:
         if pixels:
             with torch.no_grad():
                 images = self.preprocess.normalised(torch.from_numpy(np.stack(pixels)).to(self.device))
-                best = self.model(images).float().softmax(1).topk(count, dim=1)
+                shares = self.model(images).float().softmax(1)
+                best = shares[:, : len(self.classes)].topk(count, dim=1)  # a network may have more outputs than classes
             answers = zip(best.values.tolist(), best.indices.tolist(), strict=True)
         for place, (name, _) in enumerate(batch):
             if place in errors:

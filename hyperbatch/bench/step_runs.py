@@ -38,6 +38,7 @@ from hyperbatch.errors import RunFailed
 from hyperbatch.models import create_model
 from hyperbatch.models.build import foreign_model
 from hyperbatch.models.fused import why_not_fused
+from hyperbatch.models.layers import to_channels_last
 from hyperbatch.optim.precision import working_dtype
 from hyperbatch.params import HALF_DTYPES
 from hyperbatch.schedule import resolve_phases, steps
@@ -309,7 +310,7 @@ def peer_network(task: Task) -> nn.Module:
         network = foreign_model(name, classes)
     else:
         network = create_model(name, classes=classes) if build is None else build(num_classes=classes)
-    return network.to(task.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    return to_channels_last(network.to(task.device))
 
 
 def torchvision_model(name: str) -> Callable[..., nn.Module] | None:

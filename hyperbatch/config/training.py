@@ -218,9 +218,14 @@ class DataConfig:
     )
 
     @property
+    def image_sizes(self) -> tuple[int, ...]:
+        """Sides that training images may have, in order of size."""
+        return tuple(sorted({self.image_size, *(phase.image_size for phase in self.size_phases)}))
+
+    @property
     def largest_image_size(self) -> int:
         """Side of the largest training images of the run: memory must hold those."""
-        return max([self.image_size, *(phase.image_size for phase in self.size_phases)])
+        return self.image_sizes[-1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

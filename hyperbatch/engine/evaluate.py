@@ -11,7 +11,7 @@ Training's own weights and statistics are only read. A batch is counted by plain
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from hyperbatch.engine.cuda_graphs import Backend, NotCaptured, Replay
 from hyperbatch.engine.ranks import Ranks, join
 from hyperbatch.errors import InputError
 from hyperbatch.export import load_trained
+from hyperbatch.models.layers import in_evaluation, to_channels_last
 from hyperbatch.models.norm import merge_over_ranks, norm_buffers
 from hyperbatch.models.tta import VIEWS, plain_and_averaged
 from hyperbatch.optim.averaging import WeightAverage
@@ -77,12 +78,13 @@ class Evaluator:
         self.waits = False  # for other ranks, or for a device that does
         # Right, right without views, right among five, seen, and the sum of losses: fp64 holds the counts exactly.
         self._sums = torch.zeros(5, dtype=torch.float64, device=device)
-        self._answers: Tensor | None = None  # [label, answer] -> samples
+        self._answers: Tensor | None = None  # [label, answer] -> samples; a last column for answers that are no class
         if 0 < classes <= MAX_CLASSES:
-            self._answers = torch.zeros(classes, classes, dtype=torch.int64, device=device)
+            self._answers = torch.zeros(classes, classes + 1, dtype=torch.int64, device=device)
         self._outputs = 0  # of the model
-        own = dict(model.named_parameters()) | dict(model.named_buffers())
+        own = dict(model.named_parameters()) | dict(model.named_buffers(remove_duplicate=False))
         self._stand_ins = {name: torch.zeros_like(own[name]) for name in self._sources()}
+        self._at_all_places = at_all_places(model, self._stand_ins)
         self._inputs: tuple[Tensor, Tensor, Tensor] | None = None  # where the graph looks for a batch
         self._replay: Replay | None = None
 
@@ -140,8 +142,8 @@ class Evaluator:
         )
 
     def answers(self) -> Tensor | None:
-        """[label, answer] -> samples of the last evaluation, on the host; None: they were not counted. Every rank of
-        the group calls it."""
+        """[label, answer] -> samples of the last evaluation, on the host; None: they were not counted. The last column
+        are answers of networks with more outputs than classes. Every rank of the group calls it."""
         if self._answers is None:
             return None
         answers = self._answers.clone()
@@ -153,7 +155,7 @@ class Evaluator:
         """real: false on padding."""
 
         def network(images: Tensor) -> Tensor:
-            return torch.func.functional_call(self._model, self._stand_ins, (images,))
+            return torch.func.functional_call(self._model, self._at_all_places, (images,), tie_weights=False)
 
         plain, averaged = plain_and_averaged(network, images, VIEWS[self._tta], self._tta_share, real)
         answers, own = averaged.argmax(1), averaged.gather(1, labels[:, None])
@@ -163,7 +165,8 @@ class Evaluator:
         self._sums.add_(torch.cat([counts.double(), loss.masked_fill(~real, 0.0).double().sum(0, keepdim=True)]))
         self._outputs = averaged.shape[1]
         if self._answers is not None:
-            places = labels * len(self._answers) + answers
+            classes, columns = self._answers.shape
+            places = labels * columns + answers.clamp(max=classes)
             self._answers.view(-1).index_add_(0, places, real.to(torch.int64))
 
     def _sources(self) -> dict[str, Tensor]:
@@ -182,13 +185,31 @@ class Evaluator:
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
-        training = self._model.training
-        self._model.eval()
+        fast = torch.backends.mha.get_fastpath_enabled()
+        # A layer of torch's transformer would give all its tensors to one kernel, which takes them in one dtype only.
+        torch.backends.mha.set_fastpath_enabled(False)
         try:
-            with torch.no_grad():
+            with in_evaluation(self._model):
                 yield
         finally:
-            self._model.train(training)
+            torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def at_all_places(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same for every module that holds one of the tensors (tied weights), each module under its first name.
+
+    `functional_call` ties by name: a module that stands in several places would be changed once for each of them, and
+    be left with what took the place of its parameters.
+    """
+    found: dict[str, Tensor] = {}
+    names: dict[Tensor, str] = {}
+    for prefix, module in model.named_modules():
+        for name, own in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            full_name = f"{prefix}.{name}" if prefix else name
+            first = names.setdefault(own, full_name)
+            if first in tensors:
+                found[full_name] = tensors[first]
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,8 +223,8 @@ class ClassScores:
 
     @classmethod
     def of(cls, answers: Tensor) -> Self:
-        """answers: [label, answer] -> samples."""
-        wrong = answers.clone().fill_diagonal_(0)
+        """answers: [label, answer] -> samples, as `Evaluator.answers` has them."""
+        wrong = answers[:, : len(answers)].clone().fill_diagonal_(0)
         most = wrong.reshape(-1).sort(descending=True, stable=True)
         pairs = zip(most.indices[:CONFUSIONS].tolist(), most.values[:CONFUSIONS].tolist(), strict=True)
         return cls(
@@ -267,7 +288,9 @@ def evaluate_checkpoint(
             )
         model = trained.build(trust_code=trust_code)
         dtype = torch.float64 if config.optim.precision == "fp64" else torch.float32
-        model.to(place, dtype).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        to_channels_last(model.to(place))
+        if dtype == torch.float64:
+            model.double()
         bad_samples: list[str] = []
         batches = eval_batches(
             eval_set,

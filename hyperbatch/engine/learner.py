@@ -22,11 +22,13 @@ from hyperbatch.comm.weights import broadcast_weights
 from hyperbatch.config import Config
 from hyperbatch.data.mix import mixes
 from hyperbatch.engine.compiled import Compilation, CompiledRegions, choose_regions, prepare_compiler
-from hyperbatch.engine.measure import choose_plan, fitting_batch, probe
+from hyperbatch.engine.measure import choose_plan, fitting_batch, probe, probe_evaluation
 from hyperbatch.engine.ranks import Ranks, errors_shared, host_grid, share
 from hyperbatch.errors import InputError
 from hyperbatch.models import Loss, create_from, pretrained_weights
+from hyperbatch.models.build import is_foreign
 from hyperbatch.models.initial import whitening_layer
+from hyperbatch.models.layers import to_channels_last
 from hyperbatch.models.norm import freeze, set_norm_group
 from hyperbatch.optim.averaging import WeightAverage
 from hyperbatch.optim.base import LayerwiseOptimizer
@@ -118,16 +120,22 @@ def build_learner(
     model = initial_model(
         config, ranks, classes=classes, in_channels=in_channels, class_names=class_names, saved=saved, notes=notes
     )
-    model.to(device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    to_channels_last(model.to(device))
 
     comm = GridComm(choose_grid(config, ranks))
     if config.model.bn_group_ranks > 1:
         set_norm_group(model, _norm_group(config.model.bn_group_ranks, ranks))
 
-    size = config.data.largest_image_size  # what fits then fits in every step
-    sample = torch.zeros(2, size, size, in_channels, device=device).permute(0, 3, 1, 2)
+    def blank(size: int) -> torch.Tensor:
+        return torch.zeros(2, size, size, in_channels, device=device).permute(0, 3, 1, 2)
+
+    sample = blank(config.data.largest_image_size)  # what fits then fits in every step
     if saved is None:
         order, sample_bytes = probe(model, sample, classes)
+        if is_foreign(config.model.model):  # which may take images of some sizes only
+            for size in config.data.image_sizes[:-1]:
+                probe(model, blank(size), classes)
+            probe_evaluation(model, blank(config.data.eval_size), classes)
         order = share(order, ranks)
     else:
         order, sample_bytes = saved.fixed.order, 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,12 +17,14 @@ from hyperbatch.comm import GridComm, all_reduce
 from hyperbatch.config import CommConfig, OptimConfig
 from hyperbatch.engine.kernel_choice import cudnn_trials
 from hyperbatch.engine.ranks import Ranks, gather
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, own_code
 from hyperbatch.kernels.compile import without_launches
 from hyperbatch.memory import free_host_memory_bytes
 from hyperbatch.models import smoothed_cross_entropy
+from hyperbatch.models.layers import in_evaluation
+from hyperbatch.models.norm import persistent_buffers
 from hyperbatch.optim.precision import working_dtype
-from hyperbatch.params import backward_order
+from hyperbatch.params import HALF_DTYPES, backward_order
 from hyperbatch.plan import fit
 from hyperbatch.plan.strategies import group_options, plan_groups
 from hyperbatch.plan.types import GroupPlan
@@ -38,13 +41,15 @@ SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 22  # messages that tell what a message
 def probe(model: nn.Module, images: Tensor, classes: int | None = None) -> tuple[list[str], int]:
     """(parameters in the order in which backward finishes them, bytes kept for backward per sample).
 
-    Raises InputError for a model without parameters, or one that does not return a logit for each of the classes. None:
-    it may return anything, as a part of a model does.
+    Raises InputError for a model without parameters, one that does not take the images, or one that does not return a
+    logit for each of the classes that follows from trained parameters. None: it may return anything, as a part of a
+    model does.
     """
     if next(model.parameters(), None) is None:
         raise InputError("--model: the network has no parameters to train")
     images = images.to(next(model.parameters()).dtype)
     kept: dict[int, int] = {}
+    shapes = {name: buffer.shape for name, buffer in persistent_buffers(model).items()}
     own = {param.untyped_storage().data_ptr() for param in model.parameters()}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -55,26 +60,64 @@ def probe(model: nn.Module, images: Tensor, classes: int | None = None) -> tuple
 
     def run_backward() -> None:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            logits = model(images)
-            if classes is not None:
-                _check_logits(logits, len(images), classes)
-            loss = logits.float().sum()
+            output = model(images) if classes is None else _logits(model, images, classes)
+            loss = output.float().sum()
+        if not loss.requires_grad:
+            raise InputError(
+                "--model: the network's logits depend on no parameter that is trained; look for requires_grad, detach "
+                "and no_grad in its code"
+            )
         loss.backward()
+        for name, buffer in persistent_buffers(model).items():
+            if buffer.shape != shapes.get(name):
+                raise InputError(
+                    f"--model: the network changes the shape of its buffer {name}, which checkpoints keep; register it "
+                    "with persistent=False"
+                )
 
-    with cudnn_trials(False):  # for convolutions that run once, in a shape and precision that training never uses
+    told = _told_in_a_line("train on", images, "--image-size")
+    with told, cudnn_trials(False):  # for convolutions that run once, in a shape and precision that training never uses
         order = backward_order(model, run_backward)
     return order, sum(kept.values()) // len(images)
 
 
-def _check_logits(output: object, samples: int, classes: int) -> None:
+def probe_evaluation(model: nn.Module, images: Tensor, classes: int) -> None:
+    """Raises InputError for a model that does not evaluate such images: a run would find out after hours."""
+    images = images.to(next(model.parameters()).dtype)
+    with _told_in_a_line("evaluate", images, "--eval-size"), cudnn_trials(False), in_evaluation(model):
+        _logits(model, images, classes)
+
+
+@contextlib.contextmanager
+def _told_in_a_line(does: str, images: Tensor, option: str) -> Iterator[None]:
+    """Around a model's first steps: what it raises is a mistake of its code, or images that are not for it."""
+    try:
+        with own_code("--model: the network", f"it must {does} images of {list(images.shape)} ({option})"):
+            yield
+    except InputError as error:
+        if isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise error.__cause__ from None
+        raise
+
+
+def _logits(model: nn.Module, images: Tensor, classes: int) -> Tensor:
+    """Raises InputError where the model gives something else."""
+    samples, version = len(images), images._version
+    output = model(images)
+    if images._version != version:
+        raise InputError(
+            "--model: the network changes its images in place, which evaluation may keep for the next time; let it "
+            "change a copy (x = x.clone())"
+        )
     if isinstance(output, Tensor):
         if output.dim() == 2 and output.shape[0] == samples and output.shape[1] >= classes:
-            return
+            return output
         what = f"a tensor of {list(output.shape)}"
     else:
         what = f"a {type(output).__name__}"
     raise InputError(
-        f"--model: for {samples} images of {classes:,} classes the network returns {what}; it must return the logits, "
+        f"--model: for {samples} images of {classes:,} classes the network returns {what}"
+        f"{'' if model.training else ' in evaluation'}; it must return the logits, "
         f"a tensor of [{samples}, {classes}]"
     )
 
@@ -90,10 +133,12 @@ def fitting_batch(
     device, dtype = images.device, working_dtype(config.precision)
     state, free = fit.step_memory(arena.specs, 0, config.optimizer), free_bytes(device, ranks) - cache_bytes
     fits = None
+    step = partial(_step_without_update, config, model, arena, images.to(dtype))
     if device.type in COUNTED:
-        step = partial(_step_without_update, config, model, arena, images.to(dtype))
         # Weights, masters and gradients are in the arena already; the momentum is still to come.
         fits = measured_batch(step, device, free - state.momentum)
+    elif dtype in HALF_DTYPES:
+        step(len(images))  # may fail where the probe did not, which ran in fp32
     if fits is None:
         # The probe ran in fp32, or in fp64 for runs in fp64.
         sample_bytes = max(1, kept_bytes * dtype.itemsize // max(4, dtype.itemsize))
@@ -113,7 +158,8 @@ def _step_without_update(config: OptimConfig, model: nn.Module, arena: Arena, im
         labels = torch.zeros(samples, dtype=torch.int64, device=images.device)
         smoothed_cross_entropy(model(batch), labels, config.label_smoothing).backward()
 
-    with cudnn_trials(False), without_launches():
+    told = _told_in_a_line(f"train in {config.precision} on", images, "--precision")
+    with told, cudnn_trials(False), without_launches():
         backward_order(model, run_backward)  # puts statistics, gradients and random numbers back
     arena.zero_grad()
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from hyperbatch.arena import Arena
 from hyperbatch.config import OptimConfig
@@ -26,6 +25,7 @@ from hyperbatch.engine.network import measure_network
 from hyperbatch.engine.ranks import Ranks, find_ranks, host_grid, join
 from hyperbatch.errors import InputError
 from hyperbatch.models import create_model, smoothed_cross_entropy
+from hyperbatch.models.layers import to_channels_last
 from hyperbatch.optim.build import build_optimizer
 from hyperbatch.optim.precision import LossScaler, working_dtype
 from hyperbatch.plan.clusters import fitted_overhead, format_machine_file
@@ -189,7 +189,7 @@ def step_profile(
     model: str, batch: int, *, image_size: int, classes: int, precision: str, device: torch.device, rounds: int
 ) -> tuple[Measured, Profile]:
     """A training step (forward, backward, LARS) on data that is already there: as a whole and layer by layer."""
-    network: nn.Module = create_model(model, classes=classes).to(device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    network = to_channels_last(create_model(model, classes=classes).to(device))
     order, _ = probe(network, torch.zeros(2, 3, image_size, image_size, device=device))
     dtype = working_dtype(precision)
     arena = Arena(network, order, dtype=dtype)

@@ -309,19 +309,24 @@ def gather_rows(buffers: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor
     if not buffers:
         return {}
     # One copy to the host, too.
-    flat = torch.cat([buffer.detach().double().reshape(-1) for buffer in buffers.values()]).cpu()
+    flat = torch.cat([_real(buffer.detach()).double().reshape(-1) for buffer in buffers.values()]).cpu()
     rows = [torch.empty_like(flat) for _ in range(ranks.world_size)] if ranks.rank == 0 else None
     if ranks.world_size > 1:
         dist.gather(flat, rows, dst=0, group=host_group())
     else:
         rows = [flat]
     stacked = torch.stack(rows) if rows is not None else flat[None]
-    parts = stacked.split([buffer.numel() for buffer in buffers.values()], dim=1)
+    parts = stacked.split([_real(buffer).numel() for buffer in buffers.values()], dim=1)
     # fp32 values and counts below 2^53 survive the way through fp64 exactly.
-    return {
-        name: part.reshape(len(stacked), *buffer.shape).to(buffer.dtype)
-        for (name, buffer), part in zip(buffers.items(), parts, strict=True)
-    }
+    rows_of = {}
+    for (name, buffer), part in zip(buffers.items(), parts, strict=True):
+        row = part.reshape(len(stacked), *_real(buffer).shape)
+        rows_of[name] = (torch.view_as_complex(row) if buffer.is_complex() else row).to(buffer.dtype)
+    return rows_of
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def row_of(stacked: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import UninitializedParameter
 
 from hyperbatch.config import ModelConfig
 from hyperbatch.errors import InputError, load_object, nearest, own_code
@@ -105,6 +106,10 @@ def create_model(
         model = _VITS[name](classes=classes, in_channels=in_channels, **drops)
     elif is_foreign(name):
         model = adopt(foreign_model(name, classes, in_channels, zero_init_last_gamma, drops))
+        if any(param.is_floating_point() and param.dtype != torch.float32 for param in model.parameters()):
+            model.float()  # as all models start: the precision that a run computes in is the run's choice
+        for param in model.parameters():
+            param.data = param.data.contiguous()  # the elements of an expanded one share their memory
     else:
         raise InputError(f"unknown model {name!r}{nearest(name, model_names())}")
     for module in model.modules():
@@ -230,7 +235,24 @@ def _own_model(
         model = _from_factory(build, path, given, offered) if passes_on else build(**given)
     if not isinstance(model, nn.Module):
         raise InputError(f"model {path!r} returned a {type(model).__name__}; it must return a torch.nn.Module")
+    _check_modules(model, path)
     return model
+
+
+def _check_modules(model: nn.Module, path: str) -> None:
+    """Raises InputError for one that holds modules whose weights cannot be handled one by one, or are not there yet."""
+    for name, module in model.named_modules():
+        what = f"model {path!r}: {name or 'the network'} is a {type(module).__name__}"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(f"{what}, which torch.jit has compiled; return the module that it was made of")
+        for param in module.parameters(recurse=False):
+            if isinstance(param, UninitializedParameter):
+                raise InputError(
+                    f"{what}, whose size is not known before its first batch; give the number of its inputs, or run "
+                    "the network once where it is built"
+                )
+            if param.is_meta:
+                raise InputError(f"{what} on torch's meta device, without values; build it on the CPU")
 
 
 def _from_factory(build: Callable[..., Any], path: str, given: dict[str, Any], offered: dict[str, Any]) -> Any:

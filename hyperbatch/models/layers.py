@@ -8,6 +8,8 @@ arena that norm parameters and biases may stay fp32 beside 16-bit weights.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -96,6 +98,27 @@ class DropPath(nn.Module):
 def to_logits(output: Tensor) -> Tensor:
     """Logits leave a model in fp32, or in fp64 when it runs in fp64."""
     return output if output.dtype == torch.float64 else output.float()
+
+
+@contextlib.contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """All of it, without gradients. Then each module is as it was: parts of a model may never be in training mode."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def to_channels_last(model: nn.Module) -> nn.Module:
+    """In place. As `Module.to(memory_format=...)`, which fails at parameters of five dimensions (Conv3d)."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+    return model
 
 
 _OURS: dict[type[nn.Module], type[nn.Module]] = {

@@ -224,10 +224,15 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     rate of a branch. No state dict has it, and an exported model that had it could not be loaded by others. So neither
     averages nor checkpoints keep it; a resumed run has the one of the model that it builds.
     """
+    return {full_name: module.get_buffer(name) for full_name, (module, name) in buffer_places(model).items()}
+
+
+def buffer_places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Where `persistent_buffers` lie: a module's forward may put another tensor there (`self.mean = ...`)."""
     return {
-        f"{prefix}.{name}" if prefix else name: buffer
+        f"{prefix}.{name}" if prefix else name: (module, name)
         for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
+        for name, _ in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set
     }
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hyperbatch.arena import Arena
 from hyperbatch.config import OptimConfig
-from hyperbatch.models.norm import persistent_buffers
+from hyperbatch.models.norm import buffer_places
 from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.params import HALF_DTYPES
 
@@ -57,9 +57,9 @@ class WeightAverage:
         self._arena, self._optimizer = arena, optimizer
         self._weights = arena.new_buffers()  # averages: fp32, or fp64 where the weights are
         wide = torch.float64 if arena.dtype == torch.float64 else torch.float32
-        kept = persistent_buffers(model)
-        self._buffers = {name: buffer for name, buffer in kept.items() if buffer.is_floating_point()}
-        self._sizes = [buffer.numel() for buffer in self._buffers.values()]
+        places = buffer_places(model).items()
+        self._places = {name: place for name, place in places if place[0].get_buffer(place[1]).is_floating_point()}
+        self._sizes = [buffer.numel() for buffer in self._buffers()]
         self._now = torch.zeros(sum(self._sizes), dtype=wide, device=arena.device)  # the model's buffers, side by side
         self._statistics = torch.zeros_like(self._now)  # their average
         self.share = torch.zeros((), dtype=wide, device=arena.device)  # of the weights, at the next update
@@ -86,7 +86,7 @@ class WeightAverage:
         for dtype, old in self._weights.items():
             old.lerp_(self._full(dtype), self.share)
         if self._sizes:
-            torch.cat([buffer.reshape(-1) for buffer in self._buffers.values()], out=self._now)
+            torch.cat([buffer.reshape(-1) for buffer in self._buffers()], out=self._now)
             self._statistics.lerp_(self._now, self.share)
 
     def _give_out(self) -> None:
@@ -96,7 +96,7 @@ class WeightAverage:
             if dtype in HALF_DTYPES:
                 arena.weights[dtype].copy_(value)
         if self._sizes:
-            torch._foreach_copy_(list(self._buffers.values()), list(self._views(self._statistics).values()))
+            torch._foreach_copy_(self._buffers(), list(self._views(self._statistics).values()))
         self._optimizer.refresh()  # it carries norms of the weights from step to step
 
     def _full(self, dtype: torch.dtype) -> Tensor:
@@ -106,7 +106,11 @@ class WeightAverage:
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
         parts = flat.split(self._sizes)
-        return {name: part.view(self._buffers[name].shape) for name, part in zip(self._buffers, parts, strict=True)}
+        pairs = zip(self._places, self._buffers(), parts, strict=True)
+        return {name: part.view(buffer.shape) for name, buffer, part in pairs}
+
+    def _buffers(self) -> list[Tensor]:
+        return [module._buffers[name] for module, name in self._places.values()]  # type: ignore[misc]
 
     # --- reading ------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 from hypothesis import given
@@ -158,7 +157,7 @@ def test_steps_are_gapless_and_counted_right(batches, gaps, samples, epochs):
         assert right.index == left.index + 1
         assert right.phase.from_position >= left.phase.from_position
     end = walked[-1].position + walked[-1].phase.global_batch
-    assert walked[-1].position < math.ceil(epochs * samples) <= end
+    assert walked[-1].position < epochs * samples <= end + 1e-6  # 1.1 x 1530 is a little more than 1683
 
 
 @given(length=st.integers(1, 7), breaks=st.sets(st.integers(0, 40)), second=st.floats(0.1, 5.0))

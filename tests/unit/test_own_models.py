@@ -1,0 +1,365 @@
+"""Networks of one's own, of unusual kinds: each of them trains as it should, or is refused in one line."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hyperbatch
+from hyperbatch import checkpoint, get_recipe
+from hyperbatch.arena import Arena
+from hyperbatch.cli import main
+from hyperbatch.config import Config, SizePhase
+from hyperbatch.data.batch import Batch
+from hyperbatch.engine import loop, measure
+from hyperbatch.engine.evaluate import Evaluator, at_all_places, evaluate_checkpoint
+from hyperbatch.engine.ranks import Ranks
+from hyperbatch.errors import InputError
+from hyperbatch.models import create_model
+from hyperbatch.models.layers import to_channels_last
+from hyperbatch.params import backward_order
+
+
+class Network(nn.Module):
+    """For digits: 8x8 pixels of one channel."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
+        self.head = nn.Linear(128, classes)
+
+    def forward(self, images):
+        return self.head(self.body(images))
+
+
+class Twice(Network):
+    """One layer and one norm in two places each, and two layers with one weight."""
+
+    def __init__(self, classes):
+        super().__init__(classes)
+        self.first = self.again = nn.Linear(128, 128)
+        self.norm = self.same_norm = nn.BatchNorm1d(128)
+        self.tied = nn.Linear(128, 128)
+        self.tied.weight = self.first.weight
+
+    def forward(self, images):
+        x = self.norm(self.again(self.body(images)))
+        return self.head(self.tied(self.same_norm(F.relu(x))))
+
+
+class Spectrum(Network):
+    """With a complex buffer that is drawn, and one that forward replaces."""
+
+    def __init__(self, classes):
+        super().__init__(classes)
+        self.register_buffer("filter", torch.randn(128, dtype=torch.complex64))
+        self.register_buffer("mean", torch.zeros(128))
+
+    def forward(self, images):
+        x = torch.fft.ifft(torch.fft.fft(self.body(images).float()) * self.filter).real
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        return self.head(x - self.mean)
+
+
+class Encoder(nn.Module):
+    """torch's transformer, which evaluates by other code than it trains with."""
+
+    def __init__(self, classes):
+        super().__init__()
+        self.patches = nn.Conv2d(1, 16, 4, 4)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.head = nn.Linear(16, classes)
+
+    def forward(self, images):
+        return self.head(self.layers(self.patches(images).flatten(2).transpose(1, 2)).mean(1))
+
+
+class Volume(Network):
+    """A weight of five dimensions, and one whose elements share their memory."""
+
+    def __init__(self, classes):
+        super().__init__(classes)
+        self.filters = nn.Conv3d(1, 1, 3, padding=1)
+        self.scale = nn.Parameter(torch.ones(1).expand(128))
+
+    def forward(self, images):
+        return self.head(self.body(self.filters(images[:, :, None])[:, :, 0]) * self.scale)
+
+
+class Wide(Network):
+    def __init__(self, classes):
+        super().__init__(classes + 4)
+        nn.init.constant_(self.head.bias[classes:], 9.0)  # so that it answers with what is no class
+
+
+class Half(Network):
+    def __init__(self, classes):
+        super().__init__(classes)
+        self.bfloat16()
+
+
+class Double(Network):
+    def __init__(self, classes):
+        super().__init__(classes)
+        self.double()
+
+
+class PairInEvaluation(Network):
+    def forward(self, images):
+        logits = super().forward(images)
+        return logits if self.training else (logits, images)
+
+
+class OneSize(Network):
+    def forward(self, images):
+        if images.shape[-1] != 8:
+            raise AssertionError(f"images of 8 pixels, not {images.shape[-1]}")
+        return super().forward(images)
+
+
+class InPlace(Network):
+    def forward(self, images):
+        return super().forward(images.mul_(2))
+
+
+class Growing(Network):
+    def __init__(self, classes):
+        super().__init__(classes)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, images):
+        self.seen = torch.cat([self.seen, images.new_ones(1)])
+        return super().forward(images)
+
+
+class Detached(Network):
+    def forward(self, images):
+        return super().forward(images).detach()
+
+
+class OfOnePrecision(Network):
+    def forward(self, images):
+        return F.linear(self.body(images).float(), self.head.weight)
+
+
+class Complex(Network):
+    def __init__(self, classes):
+        super().__init__(classes)
+        self.phase = nn.Parameter(torch.ones(128, dtype=torch.complex64))
+
+    def forward(self, images):
+        return self.head((self.body(images) * self.phase).real)
+
+
+class Lazy(Network):
+    def __init__(self, classes):
+        super().__init__(classes)
+        self.head = nn.LazyLinear(classes)
+
+
+class Nowhere(Network):
+    def __init__(self, classes):
+        with torch.device("meta"):
+            super().__init__(classes)
+
+
+def scripted(classes):
+    return torch.jit.script(Network(classes))
+
+
+def leaving(classes):
+    sys.exit(3)
+
+
+@pytest.fixture(autouse=True)
+def own(monkeypatch):
+    module = types.ModuleType("unusual")
+    kinds = [Network, *Network.__subclasses__(), Encoder, scripted, leaving]
+    for kind in kinds:
+        setattr(module, kind.__name__, kind)
+    monkeypatch.setitem(sys.modules, "unusual", module)
+
+
+def config(name: str, out: Path, **values) -> Config:
+    sizes = {"image_size": 8, "eval_size": 8, "eval_resize": 8, "augment": "none"}
+    few = {"max_steps": 4, "lr": 0.01, "device": "cpu", "out": str(out), "target_top1": None}
+    return get_recipe("digits").override(model=f"unusual:{name}", **sizes | few | values)
+
+
+def val_loss(folder: Path) -> float:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["val_loss"] for row in rows if row["event"] == "eval"][-1]
+
+
+NAMES = ("Twice", "Spectrum", "Encoder", "Volume", "Wide", "Half", "Double")
+AVERAGED = {"averaging": "ema", "averaging_decay": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        *((name, {}) for name in NAMES),
+        # Torch's Conv3d of 16 bits gives numbers out of nowhere on a CPU (2.13).
+        *((name, AVERAGED | ({} if name == "Volume" else {"precision": "bf16"})) for name in NAMES),
+    ],
+)
+def test_a_network_trains_resumes_and_is_exported_as_any_other(name, values, tmp_path):
+    """An evaluation in between changes nothing, and what is saved is what was evaluated."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    loop.run(config(name, whole, **values), Ranks())
+    loop.run(config(name, parts, **values | {"max_steps": 2}), Ranks())
+    loop.run(config(name, parts, resume="yes", **values), Ranks())
+    one, other = checkpoint.load(whole), checkpoint.load(parts)
+    for kept in ("model", "norm", "average", "average_norm"):
+        mine, theirs = getattr(one, kept), getattr(other, kept)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine), kept
+    file = tmp_path / "model.safetensors"
+    assert main(["export", str(whole), "--output", str(file)]) == 0
+    from_run, from_file = (evaluate_checkpoint(path, device="cpu", trust_code=True) for path in (whole, file))
+    assert from_run["val_loss"] == from_file["val_loss"]
+    assert from_run["val_loss"] == pytest.approx(val_loss(whole), rel=1e-2 if "precision" in values else 1e-5)
+    assert sum(from_run["by_class"]["samples"]) == from_run["samples"]
+    (prediction,) = hyperbatch.load_model(file, device="cpu", trust_code=True).predict(np.zeros((8, 8), np.uint8))
+    assert {answer for answer, _ in prediction.top} <= set(from_run["classes"])
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        ("PairInEvaluation", {}, r"returns a tuple in evaluation; it must return the logits"),
+        ("OneSize", {"image_size": 9}, r"raised AssertionError: images of 8 pixels, not 9 \(in forward, .*:\d+\); it"),
+        ("OneSize", {"eval_size": 9, "eval_resize": 9}, r"it must evaluate images of \[2, 1, 9, 9\] \(--eval-size\)"),
+        (
+            "OneSize",
+            {"size_phases": (SizePhase(0, 7), SizePhase(1, 8))},
+            r"it must train on images of \[2, 1, 7, 7\] \(--image-size\)",
+        ),
+        ("OfOnePrecision", {"precision": "bf16"}, r"it must train in bf16 on images of .* \(--precision\)"),
+        ("InPlace", {}, "changes its images in place"),
+        ("Growing", {}, "changes the shape of its buffer seen"),
+        ("Detached", {}, "depend on no parameter that is trained"),
+        ("Complex", {}, r"a parameter of Complex is torch.complex64"),
+        ("Lazy", {}, "head is a LazyLinear, whose size is not known before its first batch"),
+        ("Nowhere", {}, "body.0 is a Conv2d on torch's meta device"),
+        ("scripted", {}, "which torch.jit has compiled"),
+        ("leaving", {}, r"raised SystemExit: 3 \(in leaving, .*test_own_models.py:\d+\)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore:Casting complex values")
+def test_what_cannot_be_trained_is_refused_before_the_first_step(name, values, words, tmp_path):
+    with pytest.raises(InputError, match=words) as caught:
+        loop.run(config(name, tmp_path, **values), Ranks())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("code", "words"), [("1 / 0", "ZeroDivisionError"), ("raise SystemExit(0)", "SystemExit: 0")])
+def test_a_module_that_fails_while_it_is_imported_gets_one_line(code, words, tmp_path, monkeypatch):
+    (tmp_path / "failing_models.py").write_text(f"import math\n{code}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match=rf"raised {words}.* \(in <module>, .*failing_models.py:2\); its module must"):
+        create_model("failing_models:network")
+
+
+def test_libraries_are_not_named_as_the_place_of_a_mistake(monkeypatch):
+    import argparse
+
+    def reads_argv(classes):
+        return argparse.ArgumentParser().parse_args()
+
+    monkeypatch.setattr(sys, "argv", ["hyperbatch", "train"])
+    monkeypatch.setattr(sys.modules["unusual"], "reads_argv", reads_argv, raising=False)
+    with pytest.raises(InputError, match=r"raised SystemExit: 2 \(in reads_argv, .*test_own_models.py"):
+        create_model("unusual:reads_argv")
+
+
+def test_memory_that_is_short_is_no_mistake_of_the_network():
+    class Hungry(Network):
+        def forward(self, images):
+            raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        measure.probe(Hungry(3), torch.zeros(2, 1, 8, 8), 3)
+
+
+def test_a_network_is_called_with_others_tensors_and_keeps_its_own():
+    network = Twice(3).eval()
+    own = dict(network.named_parameters())
+    others = {name: torch.randn_like(param) for name, param in own.items()}
+    expect = copy.deepcopy(network)
+    expect.load_state_dict(
+        {name: others.get(name, value) for name, value in expect.state_dict().items()}
+        | {
+            "again.weight": others["first.weight"],
+            "again.bias": others["first.bias"],
+            "tied.weight": others["first.weight"],
+            "same_norm.weight": others["norm.weight"],
+            "same_norm.bias": others["norm.bias"],
+        }
+    )
+    images = torch.randn(2, 1, 8, 8)
+    answer = torch.func.functional_call(network, at_all_places(network, others), (images,), tie_weights=False)
+    torch.testing.assert_close(answer, expect(images))
+    assert all(param is own[name] for name, param in network.named_parameters())
+
+
+def test_parts_that_are_never_in_training_mode_stay_so():
+    network = Network(3)
+    network.body.eval()
+    images, labels = torch.randn(2, 1, 8, 8), torch.tensor([0, 2])
+    measure.probe_evaluation(network, images, 3)
+    Evaluator(network, torch.device("cpu")).evaluate([Batch(images, labels)])
+    assert network.training
+    assert network.head.training
+    assert not any(module.training for module in network.body.modules())
+
+
+def test_a_probe_puts_buffers_back_that_forward_has_replaced():
+    network = Spectrum(3)
+    before = network.mean
+    backward_order(network, lambda: network(torch.ones(2, 1, 8, 8)).sum().backward())
+    assert network.mean is before
+    assert torch.equal(before, torch.zeros(128))
+
+
+class Attention(nn.Module):
+    """As in timm's EVA, BEiT and SwinV2: keys have a bias of zeros that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24, bias=False)
+        self.q_bias, self.v_bias = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))
+        self.register_buffer("k_bias", torch.zeros(8), persistent=False)
+        self.register_buffer("filt", torch.full((8, 1, 3, 3), 1 / 9), persistent=False)  # as timm's BlurPool2d has it
+        self.register_buffer("attn_mask", torch.zeros(4, 5, 5), persistent=False)  # as Swin's windows have it
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("positions", torch.zeros(5, 4), persistent=False)
+
+    def forward(self, x):
+        return F.linear(x, self.qkv.weight, torch.cat([self.q_bias, self.get_buffer("k_bias"), self.v_bias]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_buffers_in_the_place_of_parameters_have_their_precision(dtype):
+    layer = Attention()
+    Arena(layer, [name for name, _ in layer.named_parameters()], dtype=dtype)
+    assert layer(torch.randn(2, 8, dtype=dtype)).dtype == dtype
+    assert layer.k_bias.dtype == layer.filt.dtype == layer.attn_mask.dtype == dtype
+    assert layer.mean.dtype == layer.positions.dtype == torch.float32
+
+
+def test_only_images_weights_are_channels_last():
+    network = to_channels_last(Volume(3))
+    assert network.get_parameter("body.0.weight").is_contiguous(memory_format=torch.channels_last)
+    assert network.get_parameter("filters.weight").is_contiguous()
