@@ -119,7 +119,7 @@ def test_ranks_that_would_wait_for_each_other_in_backward_are_told_before() -> N
     for differs, wrong in run_ranks(2, unlike_options):
         assert differs == (
             "the DDP hook differs between ranks: rank 0 has 'algorithm flat', rank 1 has 'algorithm torus'; "
-            "give all the same"
+            "use the same on all ranks"
         )
         assert wrong.startswith("rank 1: wire_dtype is torch.int8; give one of torch.float16")
 
