@@ -111,7 +111,8 @@ def judge(figure: Figure, points: Sequence[PointResult]) -> tuple[str, str]:
     there = find_point(points, figure.against.get("arm", figure.arm), figure.against.get("when", figure.when))
     mean, half, count = difference(here, there, figure.measure)
     low, high = (mean, mean) if half is None else (mean - half, mean + half)
-    text = f"{mean * 100:+.2f} points" + ("" if half is None else f" ± {half * 100:.2f}") + f" ({count})"
+    scale, unit = (100, "points") if figure.measure == "top1" else (1, "s")
+    text = f"{mean * scale:+.2f} {unit}" + ("" if half is None else f" ± {half * scale:.2f}") + f" ({count})"
     values = Spread(n=0, mean=mean, deviation=None, half_width=half, low=low, high=high)
     text = text.replace("+", "+ ").replace("-", "- ")
     return f"{_contrast(here, there)}: {text}", verdict_of(figure, values)
@@ -178,9 +179,12 @@ def verdict_of(figure: Figure, values: Spread) -> str:
 
 def difference(here: PointResult, there: PointResult, measure: str) -> tuple[float, float | None, str]:
     """(mean, half of its 95 % interval, how many): by pairs where both have the same seeds, else by Welch's t."""
-    left, right = ({row.seed: row.number(measure) for row in p.rows if row.error is None} for p in (here, there))
-    if left.keys() == right.keys():
-        of_pairs = spread([(left[seed] or 0.0) - (right[seed] or 0.0) for seed in left])
+    left, right = (
+        {row.seed: value for row in point.rows if row.error is None and (value := row.number(measure)) is not None}
+        for point in (here, there)
+    )
+    if left and left.keys() == right.keys():
+        of_pairs = spread([left[seed] - right[seed] for seed in left])
         assert of_pairs.mean is not None
         return of_pairs.mean, of_pairs.half_width, units.plural(of_pairs.n, "pair")
     a, b = measured(here, measure), measured(there, measure)

@@ -75,14 +75,17 @@ def check_whole(name: str, value: Any, *, least: int = 1) -> None:
 
 
 @contextlib.contextmanager
-def own_code(what: str, rule: str) -> Iterator[None]:
+def own_code(what: str, rule: str, passes: Callable[[BaseException], bool] = lambda error: False) -> Iterator[None]:
     """Around code of the user's own: what it raises is told in one line, with its place there and the rule that the
-    code has to follow. So is its wish to end the process, which would pass for the end of a run."""
+    code has to follow. So is its wish to end the process, which would pass for the end of a run. passes: whether an
+    error is none of that code's, and is raised as it is."""
     try:
         yield
     except (InputError, RunFailed):
         raise
     except (Exception, SystemExit) as error:
+        if passes(error):
+            raise
         import traceback
 
         frames = traceback.extract_tb(error.__traceback__)

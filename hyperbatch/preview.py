@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 from hyperbatch.config import Config, fields, format_value
 from hyperbatch.data.source import DataCounts, check_data, open_data
 from hyperbatch.engine.agent import count_gpus
+from hyperbatch.errors import InputError
 from hyperbatch.launch import check_input
 from hyperbatch.memory import host_memory_bytes
 from hyperbatch.plan import inventory
@@ -24,7 +26,7 @@ from hyperbatch.recipes import all_recipes, batch_note, size_note, weights_note
 from hyperbatch.schedule import FULL_SIZE, Phase, full_size_epochs, learning_rate, repeats_note, size_spans, total_steps
 from hyperbatch.schedule.layers import GroupSummary, ParamRow
 from hyperbatch.tables import text_table
-from hyperbatch.vocabulary import HALF_DTYPES, PRECISION_DTYPE
+from hyperbatch.vocabulary import HALF_DTYPES, PRECISION_DTYPE, is_foreign
 
 
 class ScheduleRow(NamedTuple):
@@ -46,7 +48,7 @@ class Preview:
     specs: tuple[TensorSpec, ...]
     optimizer_groups: GroupSummary
     plan: GroupPlan
-    memory: StepMemory  # of the largest micro-step
+    memory: StepMemory | None  # of the largest micro-step; None where it is not known
     memory_bytes_available: int
     start_note: str | None = None  # what --init-from does to the head
 
@@ -92,7 +94,7 @@ class Preview:
             ],
             "gradient_bytes": self.plan.bytes,
             "optimizer_groups": self.optimizer_groups.to_dict(),
-            "memory_bytes_per_rank": self.memory.to_dict(),
+            "memory_bytes_per_rank": self.memory.to_dict() if self.memory else {},
             "memory_bytes_available": self.memory_bytes_available,
             "config": config.to_dict(),
         }
@@ -103,11 +105,11 @@ def preview(config: Config, world_size: int) -> Preview:
     config = config.with_precision("bf16" if config.run.device != "cpu" and count_gpus() else "fp32")
     counts = data_counts(config)
     check_input(config, world_size, counts)
-    inventory.ask_for(config.model.model)
     channels, available = counts.channels, device_memory_bytes()
     at_hand = config.override(train_samples=counts.train_samples, classes=counts.classes)
-    phases = resolve_all(at_hand, available, world_size, channels)
-    memory = step_memory(at_hand, max(phase.batch_per_rank for phase in phases), channels)
+    known = has_known_memory(at_hand, channels)
+    phases = resolve_all(at_hand, available if known else None, world_size, channels)
+    memory = step_memory(at_hand, max(phase.batch_per_rank for phase in phases), channels) if known else None
     specs, groups = tensors_and_groups(at_hand, channels)
     grid = RankGrid.parse(config.comm.grid) if config.comm.grid else default_grid(config, world_size)
     grid.check_world(world_size)
@@ -125,6 +127,17 @@ def preview(config: Config, world_size: int) -> Preview:
         memory_bytes_available=available,
         start_note=None if config.model.init_from is None else start_note(at_hand, channels),
     )
+
+
+def has_known_memory(config: Config, channels: int) -> bool:
+    """False for a model of timm's or the user's own that cannot be traced here, perhaps because it needs a GPU."""
+    if not is_foreign(config.model.model):
+        return True
+    inventory.ask_for(config.model.model)
+    with contextlib.suppress(InputError):
+        step_memory(config, 1, channels)
+        return True
+    return False
 
 
 def start_note(config: Config, channels: int) -> str | None:
@@ -256,9 +269,10 @@ def format_preview(preview: Preview) -> str:
         )
         for note in filter(None, (preview.note, preview.start_note)):
             console.print(f"note      {note}")
-        parts = ", ".join(f"{name} {size(n)}" for name, n in asdict(preview.memory).items())
-        needed, available = size(preview.memory.total), size(preview.memory_bytes_available)
-        console.print(f"memory    each rank needs about {needed} of {available} available ({parts})")
+        if preview.memory:
+            parts = ", ".join(f"{name} {size(n)}" for name, n in asdict(preview.memory).items())
+            needed, available = size(preview.memory.total), size(preview.memory_bytes_available)
+            console.print(f"memory    each rank needs about {needed} of {available} available ({parts})")
     batches = [
         (
             f"{p.from_position / samples:g}",

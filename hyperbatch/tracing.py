@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, own_code
 from hyperbatch.models.build import create_model
 from hyperbatch.params import backward_order, kind_of, owners
 
@@ -50,7 +50,7 @@ class Trace(NamedTuple):
 
 
 def trace_model(name: str, *, classes: int, image_size: int, in_channels: int) -> Trace:
-    """Traces a model by its name; InputError if it does not take such images."""
+    """Traces a model by its name; InputError if it cannot be trained on such images."""
 
     def traced(device: str) -> Trace:
         model = create_model(name, classes=classes, in_channels=in_channels).to(device)
@@ -61,11 +61,8 @@ def trace_model(name: str, *, classes: int, image_size: int, in_channels: int) -
     except InputError:
         raise
     except Exception:  # it asks for numbers, which the meta device does not have, or fails everywhere
-        try:
+        with own_code(f"model {name!r}", f"it must take images of {image_size} px and return logits"):
             return traced("cpu")
-        except Exception as error:
-            what = str(error).strip().partition("\n")[0]
-            raise InputError(f"model {name!r} does not take images of {image_size} px: {what}") from error
 
 
 def trace(model: nn.Module, images: Tensor) -> Trace:
@@ -181,9 +178,9 @@ def _layers(model: nn.Module, done: dict[str, _Done], order: list[str], samples:
     kinds = {name: _kind(module, done[name], held.get(name, [])) for name, module in model.named_modules()}
     layers, rest = [], sum(done[name].saved for name, kind in kinds.items() if kind is None)
     for name, kind in kinds.items():
-        if kind is None:
-            continue
         here = done[name]
+        if kind is None or not (here.moment or held.get(name)):  # no layer, or a pool that is never called
+            continue
         inner = any(other is not None and place.startswith(f"{name}.") for place, other in kinds.items()) or not name
         layer = TracedLayer(
             name=name,

@@ -23,7 +23,7 @@ from hyperbatch.choices import cache_folder
 
 WORTH_KEEPING_BYTES = 16 << 20  # smaller files are read again as quickly
 _CHECKSUM_BYTES = 4
-_INDEX_VERSION = 2  # changes when an archive is understood otherwise, so that what older versions kept is made anew
+INDEX_VERSION = 2  # changes when an archive is understood otherwise, so that what older versions kept is made anew
 
 Arrays = dict[str, np.ndarray]
 
@@ -43,7 +43,7 @@ def indexed(path: Path, what: str, make: Callable[[], Arrays]) -> Arrays:
     if path.stat().st_size < WORTH_KEEPING_BYTES:
         return make()
     # Beside the file only its size and time count: a folder may be mounted elsewhere tomorrow.
-    state = f"{what} {_INDEX_VERSION} {path.stat().st_size} {path.stat().st_mtime_ns}"
+    state = f"{what} {INDEX_VERSION} {path.stat().st_size} {path.stat().st_mtime_ns}"
     places = [path.with_name(f"{path.name}.index.npz"), cache_folder() / f"index-{state_of([path])[:16]}.npz"]
     for place in places:
         found = _load_arrays(place, state)

@@ -32,6 +32,8 @@ def plain_files(file: IO[bytes]) -> Iterator[tuple[str, int, int]]:
             if member.isreg() and not member.issparse():
                 for name in names.pop(member.name, ()):
                     yield name, member.offset_data, member.size
+    for target, (name, *_) in names.items():
+        raise tarfile.ReadError(f"{name!r} is a hard link to {target!r}, which is not a file of the tar")
 
 
 def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hyperbatch.arena import Arena
 from hyperbatch.comm import GridComm, all_reduce
 from hyperbatch.config import CommConfig, OptimConfig
+from hyperbatch.engine.ending import is_exchange_error
 from hyperbatch.engine.kernel_choice import cudnn_trials
 from hyperbatch.engine.ranks import Ranks, gather
 from hyperbatch.errors import InputError, own_code
@@ -88,16 +89,14 @@ def probe_evaluation(model: nn.Module, images: Tensor, classes: int) -> None:
         _logits(model, images, classes)
 
 
-@contextlib.contextmanager
-def _told_in_a_line(does: str, images: Tensor, option: str) -> Iterator[None]:
-    """Around a model's first steps: what it raises is a mistake of its code, or images that are not for it."""
-    try:
-        with own_code("--model: the network", f"it must {does} images of {list(images.shape)} ({option})"):
-            yield
-    except InputError as error:
-        if isinstance(error.__cause__, torch.OutOfMemoryError):
-            raise error.__cause__ from None
-        raise
+def _told_in_a_line(does: str, images: Tensor, option: str) -> contextlib.AbstractContextManager[None]:
+    """Around a model's first steps: what it raises is a mistake of its code, or images that are not for it. Only errors
+    of the device, and of the exchange with other ranks (batch norm over several), are not."""
+
+    def passes(error: BaseException) -> bool:
+        return isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or is_exchange_error(error)
+
+    return own_code("--model: the network", f"it must {does} images of {list(images.shape)} ({option})", passes)
 
 
 def _logits(model: nn.Module, images: Tensor, classes: int) -> Tensor:

@@ -321,7 +321,7 @@ def gather_rows(buffers: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor
     rows_of = {}
     for (name, buffer), part in zip(buffers.items(), parts, strict=True):
         row = part.reshape(len(stacked), *_real(buffer).shape)
-        rows_of[name] = (torch.view_as_complex(row) if buffer.is_complex() else row).to(buffer.dtype)
+        rows_of[name] = (torch.complex(row[..., 0], row[..., 1]) if buffer.is_complex() else row).to(buffer.dtype)
     return rows_of
 
 

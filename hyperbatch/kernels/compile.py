@@ -161,7 +161,9 @@ def _parse_one_at_a_time() -> None:
     106905)."""
     from triton.runtime.jit import JITFunction
 
-    owner = next(base for base in JITFunction.__mro__ if "parse" in vars(base))
+    owner = next((base for base in JITFunction.__mro__ if "parse" in vars(base)), None)
+    if owner is None:  # a Triton that we do not know
+        return
     parse, lock = owner.parse, threading.Lock()
     if not hasattr(parse, "__wrapped__"):
 

@@ -102,13 +102,16 @@ def to_logits(output: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """All of it, without gradients. Then each module is as it was: parts of a model may never be in training mode."""
+    """All of it, without gradients. Then each module is as it was: parts of a model may never be in training mode, and
+    parts may do more in `train()` than remember it."""
     modes = {module: module.training for module in model.modules()}
+    was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
+        model.train(was_training)
         for module, mode in modes.items():
             module.training = mode
 

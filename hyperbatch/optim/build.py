@@ -184,7 +184,7 @@ def settings_at(
     for group in optimizer.param_groups:
         own = early_lr if early_lr is not None and group.get("ends_early") else lr
         yield group, "lr", own * group.get("lr_scale", 1.0)
-        if weight_decay_scale != 1.0 and "weight_decay" in group:  # ours keep it anyway; torch's get it here
-            group.setdefault("base_weight_decay", float(group["weight_decay"]))
+        if weight_decay_scale != 1.0 and "weight_decay" in group and "base_weight_decay" not in group:
+            group["base_weight_decay"] = float(group["weight_decay"])  # of torch's optimizers; ours keep it anyway
         if "base_weight_decay" in group:
             yield group, "weight_decay", group["base_weight_decay"] * weight_decay_scale

@@ -13,7 +13,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import linear_regression
@@ -162,11 +162,8 @@ def parse_cluster(values: Mapping[str, Any], *, name: str, where: str) -> Cluste
     for key, rows in (("measured", measured), ("profile", profiles)):
         if not isinstance(rows, list):
             raise InputError(f"machine file {where}: device.{key} is a list of tables; write [[device.{key}]]")
-    measured, profiles = _of_known_models(measured), _of_known_models(profiles)
-    points = tuple(_measured(row, f"{where}: device.measured[{i}]") for i, row in enumerate(measured))
     peaks = {p: device[f"peak_{p}"] for p in PRECISION_DTYPE if f"peak_{p}" in device}
-    for i, point in enumerate(points):
-        _check_possible(point, peaks.get(point.precision, peaks["fp32"]), f"{where}: device.measured[{i}]")
+    points = tuple(_measured(row, peaks, place) for place, row in _known_rows(measured, f"{where}: device.measured"))
     overhead = device.get("layer_overhead")
     return Cluster(
         name=name,
@@ -179,7 +176,7 @@ def parse_cluster(values: Mapping[str, Any], *, name: str, where: str) -> Cluste
             layer_overhead_s=fitted_overhead(points) if overhead is None else overhead,
             power_w=device["power"],
             measured=points,
-            profiles=tuple(_profile(row, f"{where}: device.profile[{i}]") for i, row in enumerate(profiles)),
+            profiles=tuple(_profile(row, place) for place, row in _known_rows(profiles, f"{where}: device.profile")),
         ),
         network=Network(
             devices_per_node=node["devices"],
@@ -289,18 +286,19 @@ def _link(values: dict[str, Any]) -> Link:
     )
 
 
-def _of_known_models(rows: list[Any]) -> list[Any]:
-    """Without those of others' models that the user has not asked for: a file must not make code run."""
-
-    def is_strange(row: Any) -> bool:
+def _known_rows(rows: list[Any], where: str) -> Iterator[tuple[str, Any]]:
+    """(place in the file, row), without rows of timm's or own models that the user has not asked for: a file must not
+    make code run."""
+    for i, row in enumerate(rows):
         model = row.get("model") if isinstance(row, dict) else None
-        return isinstance(model, str) and is_foreign(model) and not has_table(model)
+        if not isinstance(model, str) or not is_foreign(model) or has_table(model):
+            yield f"{where}[{i}]", row
 
-    return [row for row in rows if not is_strange(row)]
 
-
-def _measured(row: Any, where: str) -> Measured:
-    return Measured(**_run(row, "measured", where))
+def _measured(row: Any, peak_flop_per_s: Mapping[str, float], where: str) -> Measured:
+    point = Measured(**_run(row, "measured", where))
+    _check_possible(point, peak_flop_per_s.get(point.precision, peak_flop_per_s["fp32"]), where)
+    return point
 
 
 def _profile(row: Any, where: str) -> Profile:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from hyperbatch.config import CommConfig
-from hyperbatch.errors import InputError, check_kind, check_whole, nearest
+from hyperbatch.errors import InputError, check_kind, check_number, check_whole, nearest
 from hyperbatch.plan.types import GradGroup, GroupPlan, TensorSpec, param_specs
 from hyperbatch.vocabulary import DTYPE_BYTES, GROUP_BASE, GROUP_COUNT, GROUP_THRESHOLD_BYTES, STRATEGIES
 
@@ -43,8 +43,9 @@ def plan_groups(
     """
     if strategy not in STRATEGIES:
         raise InputError(f"grouping {strategy!r} is unknown{nearest(strategy, STRATEGIES)}")
-    for name, value in (("count", count), ("threshold_bytes", threshold_bytes), ("base", base)):
+    for name, value in (("count", count), ("base", base)):
         check_whole(f"grouping option {name}", value)
+    check_number("grouping option threshold_bytes", threshold_bytes, lambda x: x >= 1, "a number of bytes, at least 1")
     if not isinstance(params, Sequence):
         params = param_specs(params)
     for spec in params:

@@ -108,14 +108,16 @@ def config_of(model: str, global_batch: int) -> Config:
     return Config(recipe=model).override(model=model, **data, global_batch=global_batch, precision="auto")
 
 
-def resolve_all(config: Config, memory_bytes: float, ranks: int, channels: int | None = None) -> tuple[Phase, ...]:
-    """Every batch phase over the ranks, in micro-steps that fit a device's memory."""
+def resolve_all(
+    config: Config, memory_bytes: float | None, ranks: int, channels: int | None = None
+) -> tuple[Phase, ...]:
+    """Every batch phase over the ranks, in micro-steps that fit a device's memory; None: no limit is known."""
     return resolve_phases(
         config.schedule.batch_phases,
         config.data.train_samples,
         ranks,
         accumulate=config.run.accumulate,
-        max_batch_per_rank=largest_batch(config, memory_bytes, channels),
+        max_batch_per_rank=None if memory_bytes is None else largest_batch(config, memory_bytes, channels),
     )
 
 

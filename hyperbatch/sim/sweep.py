@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 from hyperbatch.config import Config
@@ -30,7 +31,7 @@ from hyperbatch.tables import text_table
 STEP_ERROR = 0.15  # nine in ten published runs are predicted within it, see docs/simulator_validation.md
 YEAR_S = 365 * 24 * 3600
 
-Steps = dict[tuple[Phase, int], StepPlan]  # by batch phase and image size
+StepOf = Callable[[Phase, int], StepPlan]  # of a batch phase and an image size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,19 +180,19 @@ def _predict(request: Request, *, algorithm: str | None, grid: str | None, strat
     config, machine, ranks = request.config, request.cluster, request.ranks
     phases = resolve_all(config, machine.device.memory_bytes, ranks)
     name = algorithm or config.comm.algorithm
-    spans = run_spans(config, phases)
-    steps: Steps = {}
-    for span in spans:
-        sized = at_size(config, span.image_size)
-        steps[span.phase, span.image_size] = plan_step(
-            machine, sized, ranks, span.phase, grid=grid, algorithm=name, strategy=strategy
-        )
+
+    @cache
+    def step_of(phase: Phase, image_size: int) -> StepPlan:
+        sized = at_size(config, image_size)
+        return plan_step(machine, sized, ranks, phase, grid=grid, algorithm=name, strategy=strategy)
+
     epochs = epochs_to_target(config, request.written_for, max(phase.global_batch for phase in phases))
     low, run, high = (
-        _run(config, machine, ranks, phases, steps, count) for count in (epochs.low, epochs.mid, epochs.high)
+        _run(config, machine, ranks, phases, step_of, count) for count in (epochs.low, epochs.mid, epochs.high)
     )
     total = Interval(low.total_s * (1 - STEP_ERROR), run.total_s, high.total_s * (1 + STEP_ERROR))
-    main = main_span(spans)
+    main = main_span(run_spans(config, phases))
+    spans = [(span, step_of(span.phase, span.image_size)) for span in run_spans(config, phases, run.epochs)]
     nodes = machine.network.nodes(ranks)
     hours = total.mid / 3600
     price = machine.price_usd_per_device_hour
@@ -201,8 +202,8 @@ def _predict(request: Request, *, algorithm: str | None, grid: str | None, strat
         algorithm=name,
         phase=main.phase,
         image_size=main.image_size,
-        step=steps[main.phase, main.image_size],
-        spans=tuple(_speed(config, span, steps) for span in run_spans(config, phases, run.epochs)),
+        step=step_of(main.phase, main.image_size),
+        spans=tuple(_speed(config, span, step) for span, step in spans),
         epochs=epochs,
         time_to_target_s=total,
         run=run,
@@ -228,8 +229,8 @@ def lower_bound(cluster: Cluster, config: Config, ranks: int, epochs: float) -> 
     return images * planned / (ranks * peak_flops(cluster.device, config.optim.precision))
 
 
-def _speed(config: Config, span: RunSpan, steps: Steps) -> SpanSpeed:
-    timing = steps[span.phase, span.image_size].timing
+def _speed(config: Config, span: RunSpan, step: StepPlan) -> SpanSpeed:
+    timing = step.timing
     return SpanSpeed(
         epochs=(span.to_position - span.from_position) / config.data.train_samples,
         image_size=span.image_size,
@@ -242,11 +243,11 @@ def _speed(config: Config, span: RunSpan, steps: Steps) -> SpanSpeed:
 
 
 def _run(
-    config: Config, cluster: Cluster, ranks: int, phases: Sequence[Phase], steps: Steps, epochs: float
+    config: Config, cluster: Cluster, ranks: int, phases: Sequence[Phase], step_of: StepOf, epochs: float
 ) -> RunSeconds:
     count, last_epoch = evaluations(config, epochs)
     spans = run_spans(config, phases, last_epoch)
-    train = sum(span.steps * steps[span.phase, span.image_size].timing.step_s for span in spans)
+    train = sum(span.steps * step_of(span.phase, span.image_size).timing.step_s for span in spans)
 
     batch = max(1, min(phases[-1].batch_per_rank, -(-config.data.eval_samples // ranks)))
     evaluated = at_size(config, config.data.eval_size)

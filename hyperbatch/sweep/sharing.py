@@ -22,7 +22,8 @@ def held(folder: Path, part: tuple[int, int]) -> Iterator[None]:
     of = f"-of-{part[1]}.lock"
     with (folder / f".part-{part[0]}{of}").open("w") as file:
         others = [path for path in folder.glob(".part-*-of-*.lock") if not path.name.endswith(of)]
-        if not _lock(file) or any(_is_held(path) for path in others):
+        # Shared: two commands that look at the same time do not take each other for the holder.
+        if not _lock(file) or any(_is_held(path, fcntl.LOCK_SH) for path in others):
             raise InputError(
                 f"{folder} is in use by another sweep; wait for it, or divide the runs with --part K/N and the same N "
                 "in all commands"
@@ -30,10 +31,10 @@ def held(folder: Path, part: tuple[int, int]) -> Iterator[None]:
         yield
 
 
-def _lock(file: IO[str]) -> bool:
+def _lock(file: IO[str], kind: int = fcntl.LOCK_EX) -> bool:
     """False where another process holds it."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
@@ -41,9 +42,9 @@ def _lock(file: IO[str]) -> bool:
     return True
 
 
-def _is_held(path: Path) -> bool:
+def _is_held(path: Path, kind: int = fcntl.LOCK_EX) -> bool:
     with path.open("a") as file:
-        return not _lock(file)
+        return not _lock(file, kind)
 
 
 @contextlib.contextmanager

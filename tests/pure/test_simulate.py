@@ -104,6 +104,18 @@ def test_image_sizes_keep_their_shares_of_a_longer_run_and_batch_phases_their_ep
     assert sum(span.epochs for span in point.spans) == pytest.approx(point.run.epochs)
 
 
+def test_batch_and_size_may_change_in_the_same_epoch() -> None:
+    """In a longer run the batch changes before the size: there are parts that the recipe does not have."""
+    both = LARGE.override(
+        epochs=20,
+        batch_phases=(BatchPhase(0, 8_192), BatchPhase(10, 16_384)),
+        size_phases=(SizePhase(0, 128), SizePhase(10, 224)),
+    )
+    point = simulate(both, cluster="abci", gpus=[512], global_batch=32_768).points[0]
+    parts = [(span.global_batch, span.image_size) for span in point.spans]
+    assert parts == [(32_768, 128), (65_536, 128), (65_536, 224)]
+
+
 def test_a_second_table_lists_the_parts_of_a_run_that_changes() -> None:
     grows = LARGE.override(size_phases=(SizePhase(0, 96), SizePhase(45, 224)))
     text = format_simulation(simulate(grows, cluster="abci", gpus=[512, 1024]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import re
@@ -152,6 +153,11 @@ def test_commands_that_divide_the_runs_differently_do_not_share_a_folder(tmp_pat
         held(tmp_path, (1, 12)),
     ):
         pass
+    # A look at a lock that is left over is none that another one could meet.
+    with (tmp_path / ".part-1-of-1.lock").open("a") as looked_at, held(tmp_path, (1, 2)):
+        fcntl.flock(looked_at, fcntl.LOCK_SH)
+        with held(tmp_path, (2, 2)):
+            pass
     with held(tmp_path, (1, 1)):
         pass
 

@@ -98,6 +98,16 @@ def test_hard_links_in_a_tar_are_files(tmp_path, name):
         assert len(ours) == 5
 
 
+def test_a_hard_link_to_nothing_is_named(tmp_path):
+    root = folder_set()[0].folder(tmp_path / "src")
+    os.link(root / "train/a/0.jpg", root / "train/b/9.jpg")
+    with tarfile.open(tmp_path / "set.tar", "w") as tar:
+        tar.add(root / "train", "train", filter=lambda member: None if member.name == "train/a/0.jpg" else member)
+        tar.add(root / "val", "val")
+    with pytest.raises(InputError, match=r"'train/b/9.jpg' is a hard link to 'train/a/0.jpg', which is not a file"):
+        open_data(images(tmp_path / "set.tar"))
+
+
 class Unmarked(zipfile.ZipInfo):
     """A member whose name is in UTF-8 without a word of it, as Finder and Info-ZIP write them."""
 

@@ -124,6 +124,15 @@ def test_set_rate_keeps_the_base_decay(capturable):
     assert (weights["lr"] is rate) == capturable
 
 
+def test_set_rate_reads_nothing_from_the_device(monkeypatch):
+    """A step would wait for it."""
+    _, _, optimizer = build(OptimConfig(weight_decay=0.5, decoupled_weight_decay=True), capturable=True)
+    assert isinstance(optimizer.param_groups[0]["weight_decay"], torch.Tensor)
+    for name in ("__float__", "item", "tolist"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("a value was read"))
+    set_rate(optimizer, 3.0, 0.5)
+
+
 def test_set_rate_scales_the_decay_of_torchs_optimizers_too():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(param_groups(model, 0.4), lr=1.0)

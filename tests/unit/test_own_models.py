@@ -57,10 +57,11 @@ class Twice(Network):
 
 
 class Spectrum(Network):
-    """With a complex buffer that is drawn, and one that forward replaces."""
+    """With a complex buffer that is drawn, at an odd place among the others, and one that forward replaces."""
 
     def __init__(self, classes):
         super().__init__(classes)
+        self.register_buffer("alone", torch.ones(()))
         self.register_buffer("filter", torch.randn(128, dtype=torch.complex64))
         self.register_buffer("mean", torch.zeros(128))
 
@@ -284,13 +285,23 @@ def test_libraries_are_not_named_as_the_place_of_a_mistake(monkeypatch):
         create_model("unusual:reads_argv")
 
 
-def test_memory_that_is_short_is_no_mistake_of_the_network():
-    class Hungry(Network):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("out of memory"),
+        torch.AcceleratorError("an illegal memory access was encountered"),
+        RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
+    ],
+)
+def test_errors_of_the_device_and_of_other_ranks_are_no_mistakes_of_the_network(error):
+    class Failing(Network):
         def forward(self, images):
-            raise torch.OutOfMemoryError("out of memory")
+            raise error
 
-    with pytest.raises(torch.OutOfMemoryError):
-        measure.probe(Hungry(3), torch.zeros(2, 1, 8, 8), 3)
+    with pytest.raises(type(error)) as raised:
+        measure.probe(Failing(3), torch.zeros(2, 1, 8, 8), 3)
+    assert raised.value is error
+    assert error.__context__ is None, "whoever catches it can free what its frames hold"
 
 
 def test_a_network_is_called_with_others_tensors_and_keeps_its_own():
@@ -323,6 +334,23 @@ def test_parts_that_are_never_in_training_mode_stay_so():
     assert network.training
     assert network.head.training
     assert not any(module.training for module in network.body.modules())
+
+
+def test_parts_hear_of_the_end_of_an_evaluation():
+    """Adapters that are merged into the weights for evaluation must be taken out again."""
+
+    class Adapter(nn.Linear):
+        merged = False
+
+        def train(self, mode=True):
+            self.merged = not mode
+            return super().train(mode)
+
+    network = Network(3)
+    network.head = Adapter(network.head.in_features, 3)
+    measure.probe_evaluation(network, torch.randn(2, 1, 8, 8), 3)
+    assert network.head.training
+    assert not network.head.merged
 
 
 def test_a_probe_puts_buffers_back_that_forward_has_replaced():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
@@ -76,6 +77,7 @@ class Network(nn.Module):
         self.patches = nn.Conv2d(3, 8, 8, 8)
         self.blocks = nn.ModuleList(Block(8) for _ in range(2))
         self.unused = nn.Linear(3, 3)
+        self.unused_pool = nn.MaxPool2d(2)
         self.head = PoolHead(8, classes)
 
     def forward(self, images):
@@ -173,10 +175,31 @@ def test_a_model_without_a_recipe_is_planned_with_the_defaults():
     )
 
 
+def for_gpus_only(classes=10):
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(3 * 8 * 8, classes)
+
+        def forward(self, images):
+            raise RuntimeError("no kernel image for the CPU")
+
+    return Network()
+
+
+@pytest.mark.parametrize("name", ["network", "for_gpus_only"])
+def test_a_dry_run_of_an_own_model(capsys, name):
+    """One that cannot be traced here is shown without its memory."""
+    model = f"traced_networks:{name}"
+    flags = ["--image-size", "32", "--global-batch", "64", "--world-size", "2", "--dry-run", "--json"]
+    assert main(["train", "cifar10_resnet", "--model", model, *flags]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert bool(values["memory_bytes_per_rank"]) is (name == "network")
+
+
 def test_a_model_that_does_not_take_the_images(capsys):
-    with pytest.raises(
-        InputError, match="model 'traced_networks:broken' does not take images of 224 px: mat1 and mat2"
-    ):
+    words = r"model 'traced_networks:broken' raised RuntimeError: mat1 and mat2 .*; it must take images of 224 px"
+    with pytest.raises(InputError, match=words):
         make_plan("resnet50", model="traced_networks:broken", gpus=8)
     assert main(["plan", "timm/no_such_model"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -70,7 +70,7 @@ def _pyarrow() -> Any:
 
 
 def _unpacked(files: list[Path]) -> tuple[Content, kept.Arrays]:
-    name = f"parquet-{kept.state_of(files)[:16]}.images"
+    name = f"parquet-{kept.INDEX_VERSION}-{kept.state_of(files)[:16]}.images"
     path = kept.made_once(name, lambda file: _unpack(files, file))
     if path is None:
         raise InputError(
