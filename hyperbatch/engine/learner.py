@@ -26,7 +26,6 @@ from hyperbatch.engine.measure import choose_plan, fitting_batch, probe, probe_e
 from hyperbatch.engine.ranks import Ranks, errors_shared, host_grid, share
 from hyperbatch.errors import InputError
 from hyperbatch.models import Loss, create_from, pretrained_weights
-from hyperbatch.models.build import is_foreign
 from hyperbatch.models.initial import whitening_layer
 from hyperbatch.models.layers import to_channels_last
 from hyperbatch.models.norm import freeze, set_norm_group
@@ -41,7 +40,7 @@ from hyperbatch.params import head_layer, owners
 from hyperbatch.plan.files import fitted_groups
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.schedule.layers import layer_factors
-from hyperbatch.vocabulary import TIMM
+from hyperbatch.vocabulary import TIMM, is_foreign
 
 
 class GraphMemory:
