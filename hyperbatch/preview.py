@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from hyperbatch.config import Config, fields, format_value
 from hyperbatch.data.source import DataCounts, check_data, open_data
-from hyperbatch.engine.agent import count_gpus
+from hyperbatch.engine.agent import count_gpus, cpu_has_bf16
 from hyperbatch.errors import InputError
 from hyperbatch.launch import check_input
 from hyperbatch.memory import host_memory_bytes
@@ -102,7 +102,8 @@ class Preview:
 
 def preview(config: Config, world_size: int) -> Preview:
     # A run asks the GPU which 16 bits it has; every one of the last years has bf16.
-    config = config.with_precision("bf16" if config.run.device != "cpu" and count_gpus() else "fp32")
+    on_gpu = config.run.device != "cpu" and count_gpus()
+    config = config.with_precision("bf16" if on_gpu or cpu_has_bf16() else "fp32")
     counts = data_counts(config)
     check_input(config, world_size, counts)
     channels, available = counts.channels, device_memory_bytes()

@@ -317,7 +317,8 @@ class OptimConfig:
     label_smoothing: float = option(0.1, "Label smoothing, in [0, 1).", BELOW_ONE)
     precision: str = option(
         "fp32",
-        "Precision of forward and backward. auto is fp32 on a CPU, bf16 on a GPU that supports it, and fp16 on others.",
+        "Precision of forward and backward. auto is bf16 on devices with instructions for it, fp16 on other GPUs, and "
+        "fp32 on other CPUs.",
         PRECISIONS,
     )
     averaging: str = option(

@@ -93,7 +93,7 @@ def run(
                 return record
         if keeps_config and ranks.rank == 0 and (problem := keep_config(config, out)):
             told += (problem,)
-        config = at_precision(config, device, saved)
+        config = at_precision(config, device, ranks, saved)
         resume_from = None if saved is None else saved.progress.step + 1
         with Journal(config, ranks, out, clock, resume_from_step=resume_from, hooks=hooks) as journal, ending.told():
             ending.record, ending.step = journal.fail_with, lambda: journal.step

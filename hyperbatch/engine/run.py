@@ -14,9 +14,10 @@ from hyperbatch.data.decoders import cpu_decode_share, measured_decoder
 from hyperbatch.data.identity import check_same_data
 from hyperbatch.data.loader import TrainLoader
 from hyperbatch.data.source import Source, open_data
+from hyperbatch.engine.agent import cpu_has_bf16
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.learner import Learner, build_learner
-from hyperbatch.engine.ranks import Ranks, errors_shared, share
+from hyperbatch.engine.ranks import Ranks, errors_shared, gather, share
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.validation import Validation
 from hyperbatch.recipes import batch_note, size_note, weights_note
@@ -152,19 +153,29 @@ def phases_of(config: Config, ranks: Ranks, learner: Learner, train_set: Source)
     )
 
 
-def at_precision(config: Config, device: torch.device, saved: Checkpoint | None = None) -> Config:
-    """The config with a precision of `auto` chosen: that of the run it continues, or what suits the device."""
+def at_precision(config: Config, device: torch.device, ranks: Ranks, saved: Checkpoint | None = None) -> Config:
+    """The config with a precision of `auto` chosen: that of the run it continues, or what suits the devices of all
+    ranks. Every rank calls it."""
+    if config.optim.precision != "auto":
+        return config
     if saved is not None:
         return config.with_precision(saved.config.optim.precision)
-    if device.type != "cuda":
-        return config.with_precision("fp32")
-    return config.with_precision("bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16")
+    found = gather(fast_precision(device), ranks)
+    # Where devices differ: every GPU has fp16, every CPU fp32.
+    return config.with_precision(max(found, key=("bf16", "fp16", "fp32").index))
+
+
+def fast_precision(device: torch.device) -> str:
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
+    return "bf16" if cpu_has_bf16() else "fp32"
 
 
 def notes(config: Config, device: torch.device, train_samples: int) -> list[str]:
     """What the user should know about this run before it starts."""
     repeats = repeats_note(config.schedule.batch_phases, train_samples)
     found = [weights_note(config), batch_note(config), size_note(config), repeats]
-    if device.type == "cpu" and config.optim.precision in ("fp16", "bf16"):
-        found.append(f"{config.optim.precision} is many times slower than fp32 on a CPU; use --precision fp32 here")
+    precision = config.optim.precision
+    if device.type == "cpu" and (precision == "fp16" or (precision == "bf16" and not cpu_has_bf16())):
+        found.append(f"{precision} is many times slower than fp32 on this CPU; use --precision fp32 here")
     return [note for note in found if note]

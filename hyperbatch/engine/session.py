@@ -84,7 +84,7 @@ class Session:
             join(ranks, config.run.device, config.run.timeout_s) as device,
             Journal(config, ranks, out, clock, resume_from_step=None, quiet=True) as journal,
         ):
-            config = at_precision(config, device)
+            config = at_precision(config, device, ranks)
             try:
                 warm = self._warmed(config, ranks, device, clock)
                 run = warm.run

@@ -1,6 +1,7 @@
 """Options of a run that no recipe sets: what each of them changes."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hyperbatch.cli import main
 from hyperbatch.config import BatchPhase
 from hyperbatch.engine.loop import run
 from hyperbatch.engine.ranks import Ranks
-from hyperbatch.engine.run import at_precision
+from hyperbatch.engine.run import at_precision, notes
 from hyperbatch.errors import InputError
 
 
@@ -87,9 +88,11 @@ def test_a_batch_larger_than_the_data_set_is_told(tmp_path):
     assert note.startswith("the global batch of 480 is larger than the training set of 240 images")
 
 
-def test_the_precision_is_chosen_by_the_device_and_kept_by_a_resume(tmp_path):
+def test_the_precision_is_chosen_by_the_device_and_kept_by_a_resume(tmp_path, monkeypatch):
+    monkeypatch.setattr("hyperbatch.engine.run.cpu_has_bf16", lambda: False)
     record = train(tmp_path, precision="auto", max_steps=2)
     assert record.config["optim"]["precision"] == "fp32"
+    monkeypatch.setattr("hyperbatch.engine.run.cpu_has_bf16", lambda: True)
     again = train(tmp_path, precision="auto", max_steps=4, resume=True)
     assert (again.result.steps, again.config["optim"]["precision"]) == (4, "fp32")
     with pytest.raises(InputError, match="precision fp32 -> bf16"):
@@ -98,13 +101,38 @@ def test_the_precision_is_chosen_by_the_device_and_kept_by_a_resume(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "capability", "precision"),
-    [("cpu", None, "fp32"), ("cuda", (9, 0), "bf16"), ("cuda", (8, 0), "bf16"), ("cuda", (7, 0), "fp16")],
+    [
+        ("cpu", "fma avx512f", "fp32"),
+        ("cpu", "fma avx512f avx512_bf16", "bf16"),
+        ("cpu", "amx_bf16", "bf16"),
+        ("cuda", (9, 0), "bf16"),
+        ("cuda", (8, 0), "bf16"),
+        ("cuda", (7, 0), "fp16"),
+    ],
 )
 def test_the_precision_of_every_device(monkeypatch, kind, capability, precision):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(Path, "read_text", lambda self: f"processor : 0\nflags : {capability}\nbugs :\n")
     device = torch.device(kind)
-    assert at_precision(config(precision="auto"), device).optim.precision == precision
-    assert at_precision(config(precision="fp64"), device).optim.precision == "fp64"
+    assert at_precision(config(precision="auto"), device, Ranks()).optim.precision == precision
+    assert at_precision(config(precision="fp64"), device, Ranks()).optim.precision == "fp64"
+
+
+@pytest.mark.parametrize(
+    ("found", "precision"),
+    [(["bf16", "bf16"], "bf16"), (["bf16", "fp16"], "fp16"), (["fp32", "bf16"], "fp32"), (["bf16", "fp32"], "fp32")],
+)
+def test_ranks_on_different_devices_train_in_one_precision(monkeypatch, found, precision):
+    monkeypatch.setattr("hyperbatch.engine.run.gather", lambda value, ranks: found)
+    assert at_precision(config(precision="auto"), torch.device("cpu"), Ranks()).optim.precision == precision
+
+
+@pytest.mark.parametrize(("has_bf16", "noted"), [(True, ["fp16"]), (False, ["fp16", "bf16"])])
+def test_a_precision_that_is_slow_on_the_cpu_is_noted(monkeypatch, has_bf16, noted):
+    monkeypatch.setattr("hyperbatch.engine.run.cpu_has_bf16", lambda: has_bf16)
+    for precision in ("fp32", "bf16", "fp16"):
+        told = notes(config(precision=precision), torch.device("cpu"), 1433)
+        assert any("slower than fp32 on this CPU" in note for note in told) == (precision in noted)
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
