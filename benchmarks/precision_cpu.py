@@ -1,6 +1,6 @@
 """fp32 against bf16 on this CPU: images of a forward and backward pass per second of one thread's processor time.
 
-Models take turns in both precisions, because other programs may slow the machine down; medians of the rounds are printed.
+Both precisions take turns, because other programs may slow the machine down, and medians are printed.
 
     python -m benchmarks.precision_cpu > benchmarks/precision_cpu.txt
 """
