@@ -16,6 +16,7 @@ from torch import nn
 
 from hyperbatch import create_model
 from hyperbatch.engine.agent import cpu_has_bf16
+from hyperbatch.models.layers import to_channels_last
 from hyperbatch.models.loss import smoothed_cross_entropy
 from hyperbatch.record.checkout import commit
 
@@ -42,8 +43,8 @@ def main() -> None:
         labels = torch.arange(batch) % 10
         for _ in range(ROUNDS):
             for dtype, found in speeds.items():
-                model = create_model(name, classes=10).to(dtype=dtype, memory_format=torch.channels_last)
-                images = torch.randn(batch, 3, pixels, pixels).to(dtype=dtype, memory_format=torch.channels_last)
+                model = to_channels_last(create_model(name, classes=10).to(dtype))
+                images = torch.randn(batch, 3, pixels, pixels).to(dtype, memory_format=torch.channels_last)
                 model(images)  # oneDNN makes its kernels
                 found.append(images_per_s(model, images, labels))
         fp32, bf16 = (statistics.median(found) for found in speeds.values())

@@ -40,7 +40,7 @@ def exact(case: Case, module: timm_reference.SEModule, *, plain: bool, dy: Tenso
     return total.detach(), list(torch.autograd.grad(total.relu(), leaves, dy.double()))
 
 
-def check(case: Case, counters: Tensor, *, plain: bool, dy2: Tensor | kernels.OfMeans | None = None) -> None:
+def check(case: Case, counters: Tensor, *, plain: bool, dy2: kernels.Handed | None = None) -> None:
     """Forward and backward, in memory that starts as nan. plain: the shortcut has no norm."""
     module, dtype = new_gate(case), case.x.dtype
     total, _ = exact(case, module, plain=plain, dy=case.dy)

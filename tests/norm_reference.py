@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from hyperbatch.kernels import interpreted
 from hyperbatch.kernels import norm as kernels
+from hyperbatch.models.blur import blur
 
 # Of one rounding to nearest, relative. Triton's interpreter cuts bf16 off where hardware rounds it: twice as much.
 ROUND_OFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7 if interpreted() else 2.0**-8}
@@ -95,18 +96,16 @@ def norm64(x: Tensor, norm: nn.BatchNorm2d, weight: Tensor, bias: Tensor) -> tup
     return (x - lift(mean)) * lift(weight * (var + norm.eps).rsqrt()) + lift(bias), mean, var
 
 
-def of_pixels(dy2: Tensor | kernels.OfMeans | None, x: Tensor) -> Tensor:
+def of_pixels(dy2: kernels.Handed | None, x: Tensor) -> Tensor:
     """The second part of a gradient, for each pixel of x, in float64."""
-    if not isinstance(dy2, kernels.OfMeans):
+    if dy2 is None or isinstance(dy2, Tensor):
         return torch.zeros_like(x, dtype=torch.float64) if dy2 is None else dy2.double()
     pixels = torch.zeros_like(x, dtype=torch.float64, requires_grad=True)
-    means = F.avg_pool2d(pixels, 2, ceil_mode=True)
-    return torch.autograd.grad(means, pixels, dy2.gradient.double())[0]
+    halves = F.avg_pool2d(pixels, 2, ceil_mode=True) if isinstance(dy2, kernels.OfMeans) else blur(pixels, 2)
+    return torch.autograd.grad(halves, pixels, dy2.gradient.double())[0]
 
 
-def exact(
-    case: Case, shortcut: str = "none", *, dy2: Tensor | kernels.OfMeans | None = None, dy: Tensor | None = None
-) -> Exact:
+def exact(case: Case, shortcut: str = "none", *, dy2: kernels.Handed | None = None, dy: Tensor | None = None) -> Exact:
     """shortcut: "none", "plain" (x2 as it is) or "norm" (norm2 of x2)."""
     norms = [case.norm] if shortcut != "norm" else [case.norm, case.norm2]
     leaves = [case.x, case.x2] if shortcut != "none" else [case.x]

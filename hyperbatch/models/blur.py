@@ -19,12 +19,16 @@ def blur(x: Tensor, stride: int = 1) -> Tensor:
 
 
 class BlurConv2d(nn.Conv2d):
-    """A strided convolution of a blurred input."""
+    """A strided convolution of a blurred input. One of 1x1 needs no pixel between those that it keeps, so the stride is
+    that of its blur."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, *, stride: int, padding: int, bias: bool) -> None:
+        blur_stride = stride if (kernel, padding) == (1, 0) else 1
+        super().__init__(inputs, outputs, kernel, stride=stride // blur_stride, padding=padding, bias=bias)
+        self.blur_stride = blur_stride
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.kernel_size == (1, 1) and self.padding == (0, 0):  # needs no pixel between those that it keeps
-            return F.conv2d(blur(input, self.stride[0]), self.weight, self.bias)
-        return super().forward(blur(input))
+        return super().forward(blur(input, self.blur_stride))
 
 
 class BlurMaxPool2d(nn.MaxPool2d):

@@ -24,7 +24,7 @@ from hyperbatch.models.whitenet import ConvGroup, ConvUnit, WhiteNet
 
 # What the kernels take the place of. A subclass may compute something else. Identity: where there is no max-pool.
 TYPES = (nn.Conv2d, Conv2d, BatchNorm2d, nn.ReLU, nn.MaxPool2d, nn.Identity, nn.Sequential, BasicBlock, Bottleneck)
-RESNET_TYPES = (*TYPES, BlurConv2d, BlurMaxPool2d, nn.AvgPool2d)  # what blurs runs as it is
+RESNET_TYPES = (*TYPES, BlurConv2d, BlurMaxPool2d, nn.AvgPool2d)
 TIMM_TYPES = (*TYPES, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Flatten)  # and timm's own
 UNIT_TYPES = (nn.Conv2d, BatchNorm2d, nn.SiLU, nn.GELU, nn.MaxPool2d, nn.Identity, ConvUnit, ConvGroup)
 

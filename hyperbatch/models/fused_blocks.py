@@ -3,8 +3,8 @@
 One autograd function per residual block, so that its gradients are there, and can travel, as soon as its backward is
 done; weight gradients are written where the arena keeps them.
 
-    x ─┬─ conv norm relu ─ conv norm relu ─ conv norm ─ [gate] ─(+)─ relu ─ out
-       └───────────── [mean of 2x2] [conv norm] ─────────────────┘
+    x ─┬─ conv norm relu ─ [blur] conv norm relu ─ conv norm ─ [gate] ─(+)─ relu ─ out
+       └───────────── [mean of 2x2, or blur] [conv norm] ───────────────┘
 
 Kept for backward: inputs and outputs of the convolutions, and one bit per element of out. The widest tensor, the output
 of the last 1x1 convolution, is not kept: its norm follows from the moments of its input (`kernels.norm.product`).
@@ -15,7 +15,9 @@ block before, whose backward reads both parts anyway.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,9 +28,11 @@ from torch.autograd.function import once_differentiable
 from hyperbatch.kernels import conv as convolution
 from hyperbatch.kernels import norm as kernels
 from hyperbatch.kernels.average import average
+from hyperbatch.kernels.blur import blur, blur_gradient
 from hyperbatch.kernels.norm import gated, pool
 from hyperbatch.kernels.norm.moments import normalise_with_moments
 from hyperbatch.kernels.norm.product import ProductNorm, product_backward, product_statistics
+from hyperbatch.models.blur import BlurConv2d
 from hyperbatch.models.fused_gate import Gate, Opened
 from hyperbatch.models.norm import BatchNorm2d, gather_rows, pool_moments
 
@@ -132,13 +136,22 @@ def coef_of(norm: Tensor | ProductNorm) -> Tensor:
     return norm.coef if isinstance(norm, ProductNorm) else norm
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shrink:
+    """How a shortcut halves its input before its convolution."""
+
+    forward: Callable[[Tensor], Tensor]
+    handed: type[kernels.OfMeans | kernels.OfBlurred]  # its gradient, where another kernel reads it
+    backward: Callable[[Tensor, Tensor], Tensor]  # from that of its output, and a tensor of the input's size
+
+
 class Handover:
     """Brings the gradient of a block's output that came through the next block's shortcut: of all its pixels, or, if
-    the shortcut has a stride of 2, of the even ones or of means."""
+    the shortcut has a stride of 2, of the even ones, of means or of a blur."""
 
-    gradient: Tensor | kernels.OfMeans | None = None
+    gradient: kernels.Handed | None = None
 
-    def take(self) -> Tensor | kernels.OfMeans | None:
+    def take(self) -> kernels.Handed | None:
         gradient, self.gradient = self.gradient, None
         return gradient
 
@@ -155,7 +168,9 @@ class Residual(torch.autograd.Function):
         norms: list[Any] = [None] * len(layers)  # a coef, or what a norm of a product keeps
         moments = None
         for i, layer in enumerate(block.path[:-1]):
-            outputs[i] = convolution.convolve(inputs[-1], layer.conv)
+            if isinstance(layer.conv, BlurConv2d):
+                inputs[i] = blur(inputs[i])
+            outputs[i] = convolution.convolve(inputs[i], layer.conv)
             if i == depth - 2 and block.gate is None and block.path[-1].by_moments(outputs[i]):
                 norms[i] = layer.statistics(outputs[i])
                 y, moments = normalise_with_moments(outputs[i], norms[i], block.counters)
@@ -164,9 +179,9 @@ class Residual(torch.autograd.Function):
             inputs.append(y)
 
         shortcut, shortcut_coef = x, None
-        averaged = average(x) if block.averages else None
+        shrunk = None if block.shrink is None else block.shrink.forward(x)
         if block.shortcut is not None:
-            source = x if averaged is None else averaged
+            source = x if shrunk is None else shrunk
             outputs[depth] = shortcut = convolution.convolve(source, block.shortcut.conv)
             norms[depth] = block.shortcut.statistics_of_product(source, shortcut)
             shortcut_coef = coef_of(norms[depth])
@@ -189,7 +204,7 @@ class Residual(torch.autograd.Function):
             *parameters,
             *(opened or ()),
             bits,
-            averaged,
+            shrunk,
             *inputs,
             *(z if product is None else None for z, product in zip(outputs, products)),
             *(coef_of(norm) for norm in norms),
@@ -204,7 +219,7 @@ class Residual(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         block: FusedBlock = ctx.block
         layers, kept = saved_by(ctx, block.layers)
-        of_gate, opened, (bits, averaged, *kept) = block.split_gate(kept)
+        of_gate, opened, (bits, shrunk, *kept) = block.split_gate(kept)
         depth = len(block.path)
         inputs, rest = kept[:depth], kept[depth:]
         outputs, coefs, centred, sums = (rest[i : i + len(layers)] for i in range(0, len(rest), len(layers)))
@@ -237,16 +252,19 @@ class Residual(torch.autograd.Function):
 
         through_shortcut = g
         if block.shortcut is not None:
-            through_shortcut = through(depth, inputs[0] if averaged is None else averaged)
+            through_shortcut = through(depth, inputs[0] if shrunk is None else shrunk)
         d = through(depth - 1, inputs[-1])
         for i in reversed(range(depth - 1)):
             dz, grads[i] = layers[i].norm_relu_backward(d, outputs[i], coefs[i])
             weights[i] = layers[i].weight_gradient(dz, inputs[i])
             d = layers[i].input_gradient(dz, inputs[i])
+            if isinstance(layers[i].conv, BlurConv2d):
+                d = blur_gradient(d, *d.shape[2:])
+        shrink = block.shrink
         if ctx.before is not None:
-            ctx.before.gradient = through_shortcut if averaged is None else kernels.OfMeans(through_shortcut)
+            ctx.before.gradient = through_shortcut if shrink is None else shrink.handed(through_shortcut)
         else:
-            d = d.add_(through_shortcut if averaged is None else spread(through_shortcut, inputs[0]))
+            d = d.add_(through_shortcut if shrink is None else shrink.backward(through_shortcut, inputs[0]))
         parameters = [tensor for w, norm in zip(weights, grads) for tensor in (w, norm.weight, norm.bias)]
         return d, None, None, None, *parameters, *of_gate
 
@@ -285,6 +303,20 @@ class ConvNormPool(torch.autograd.Function):
         return dx, None, None, dw, grads.weight, grads.bias
 
 
+class Blur(torch.autograd.Function):
+    """The blur with a stride of 2, after a pool."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.size = x.shape[2:]
+        return blur(x, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+        return blur_gradient(convolution.channels_last(dy), *ctx.size, stride=2)
+
+
 class FusedBlock:
     def __init__(self, block: Any, counters: Tensor) -> None:
         """block: a BasicBlock or Bottleneck, ours or timm's."""
@@ -296,11 +328,14 @@ class FusedBlock:
         self.gate = None if se is None else Gate(se)
         self.path = [ConvNorm(conv, norm, counters) for conv, norm in pairs]
         self.shortcut = None
-        self.averages = False  # 2x2 pixels, before the shortcut's convolution
+        self.shrink: Shrink | None = None
         if block.downsample is not None:
             *before, conv, norm = block.downsample
             assert all(isinstance(module, nn.AvgPool2d | nn.Identity) for module in before)
-            self.averages = any(isinstance(module, nn.AvgPool2d) for module in before)
+            if any(isinstance(module, nn.AvgPool2d) for module in before):
+                self.shrink = BY_MEANS
+            elif isinstance(conv, BlurConv2d):
+                self.shrink = BY_BLUR
             assert isinstance(conv, nn.Conv2d)
             assert isinstance(norm, BatchNorm2d)
             self.shortcut = ConvNorm(conv, norm, counters)
@@ -320,7 +355,7 @@ class FusedBlock:
     def gated_backward(
         self,
         dy: Tensor,
-        dy2: Tensor | kernels.OfMeans | None,
+        dy2: kernels.Handed | None,
         bits: Tensor,
         branches: list[kernels.Branch],
         opened: Opened,
@@ -340,7 +375,7 @@ class FusedBlock:
         return g, sums, [dz, *more], of_gate
 
     def join_backward(
-        self, dy: Tensor, dy2: Tensor | kernels.OfMeans | None, bits: Tensor, branches: list[kernels.Branch]
+        self, dy: Tensor, dy2: kernels.Handed | None, bits: Tensor, branches: list[kernels.Branch]
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """(g, sums of its columns, dz of each branch)."""
         if not self.path[-1].shared:
@@ -357,10 +392,18 @@ class FusedBlock:
         return Residual.apply(x, self, before, after, *parameters), after  # pyright: ignore[reportReturnType]
 
 
-def spread(dy: Tensor, x: Tensor) -> Tensor:
+def means_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """The gradient of x from that of its means, for a block that hands nothing over: there are few, torch's own is
     good enough."""
     return torch.ops.aten.avg_pool2d_backward(dy, x, [2, 2], [2, 2], [0, 0], True, False, None)
+
+
+BY_MEANS = Shrink(forward=average, handed=kernels.OfMeans, backward=means_gradient)
+BY_BLUR = Shrink(
+    forward=functools.partial(blur, stride=2),
+    handed=kernels.OfBlurred,
+    backward=lambda dy, x: blur_gradient(dy, *x.shape[2:], stride=2),
+)
 
 
 def new_grad(param: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ from hyperbatch.errors import InputError
 from hyperbatch.kernels import conv as convolution
 from hyperbatch.kernels import norm as kernels
 from hyperbatch.models.alexnet import AlexNetBN, classify
-from hyperbatch.models.blur import BlurConv2d, BlurMaxPool2d
+from hyperbatch.models.blur import BlurMaxPool2d
 from hyperbatch.models.fused import fused_parts
-from hyperbatch.models.fused_blocks import ConvNorm, ConvNormPool, FusedBlock
+from hyperbatch.models.fused_blocks import Blur, ConvNorm, ConvNormPool, FusedBlock
 from hyperbatch.models.fused_head import Classify, MeanOfPixels
 from hyperbatch.models.layers import Linear, to_logits
 from hyperbatch.models.norm import BatchNorm2d, keeps_statistics
@@ -72,8 +72,7 @@ class FusedNetwork:
 
 class FusedResNet(FusedNetwork):
     """What the forward of a ResNet, ours or timm's, computes in training mode. A stem or block with norms that keep
-    their statistics, as frozen ones do, runs as it is: the kernels take those of the batch. So do blocks and pools that
-    blur before a stride."""
+    their statistics, as frozen ones do, runs as it is: the kernels take those of the batch."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -84,7 +83,8 @@ class FusedResNet(FusedNetwork):
         stages: list[Any] = [module for name, module in self.parts.items() if name.startswith("layer")]
         blocks = [block for stage in stages for block in stage]
         self.blocks = [
-            block if any(map(_is_not_fused, block.modules())) else FusedBlock(block, self.counters) for block in blocks
+            block if any(map(keeps_statistics, block.modules())) else FusedBlock(block, self.counters)
+            for block in blocks
         ]
         layers = [layer for block in self.blocks if isinstance(block, FusedBlock) for layer in block.layers]
         self.norms = [layer.norm for layer in (*self.stem, *layers)]
@@ -103,7 +103,7 @@ class FusedResNet(FusedNetwork):
                 x = ConvNormPool.apply(x, layer, None, *layer.parameters)
             x = ConvNormPool.apply(x, last, self.window, *last.parameters)
             if isinstance(self.pool, BlurMaxPool2d):
-                x = convolution.channels_last(self.pool(x))
+                x = Blur.apply(x)
         for block in self.blocks:
             if isinstance(block, FusedBlock):
                 x, handover = block(x, handover)
@@ -146,21 +146,18 @@ def _stem(modules: list[nn.Module], counters: Tensor) -> list[ConvNorm]:
         layers.pop()
     convs, norms, relus = layers[::3], layers[1::3], layers[2::3]
     known = all(isinstance(module, nn.Conv2d) for module in convs) and all(type(module) is nn.ReLU for module in relus)
-    if any(map(_is_not_fused, layers)) or not known or len(layers) % 3:
+    if any(map(keeps_statistics, layers)) or not known or len(layers) % 3:
         return []
     return [ConvNorm(conv, norm, counters) for conv, norm in zip(convs, norms, strict=True)]
 
 
-def _is_not_fused(module: nn.Module) -> bool:
-    """Whether the stem or block that it is in runs as it is."""
-    return keeps_statistics(module) or isinstance(module, BlurConv2d)
-
-
 def _window(module: nn.Module) -> dict[str, int] | None:
-    """Of the max-pool after a ReLU; None when there is none, or one that blurs."""
-    if type(module) is not nn.MaxPool2d:
+    """Of the max-pool after a ReLU, if there is one. The stride of one that blurs is that of the blur."""
+    if not isinstance(module, nn.MaxPool2d):
         return None
     kernel, stride, padding = module.kernel_size, module.stride, module.padding
+    if isinstance(module, BlurMaxPool2d):
+        stride = 1
     assert isinstance(kernel, int)
     assert isinstance(stride, int)
     assert isinstance(padding, int)

@@ -106,14 +106,15 @@ def test_both_parts_of_a_gradient_are_added():
     check_norms(case, "plain", kernels.new_counters(CUDA), dy2=dy2)
 
 
+@pytest.mark.parametrize("kind", ["OfMeans", "OfBlurred"])
 @pytest.mark.parametrize("pixels", [(28, 28), (13, 27)], ids=str)
 @pytest.mark.usefixtures("launches")
-def test_each_pixel_takes_its_share_of_a_gradient_of_means(pixels):
+def test_each_pixel_takes_its_share_of_the_gradient_of_half_the_size(pixels, kind):
     case = make(8, 512, *pixels, FP16, device="cuda")
-    means = torch.randn(8, 512, *((side + 1) // 2 for side in pixels), device=CUDA).to(FP16)
-    before = case.x2.double()  # far from 0 everywhere, so that the means meet no ReLU in doubt
+    halves = torch.randn(8, 512, *((side + 1) // 2 for side in pixels), device=CUDA).to(FP16)
+    before = case.x2.double()  # far from 0 everywhere, so that the gradient meets no ReLU in doubt
     case.x2.copy_((before + 40 * before.sign()).to(FP16))
-    dy2 = kernels.OfMeans(means.to(memory_format=torch.channels_last))
+    dy2 = getattr(kernels, kind)(halves.to(memory_format=torch.channels_last))
     check_norms(case, "plain", kernels.new_counters(CUDA), dy2=dy2)
 
 
@@ -285,6 +286,8 @@ NETWORKS = [
     ("resnet18", 1, 64, FP16),
     ("resnet18", 16, 32, BF16),
     ("blurred resnet50", 16, 88, FP16),
+    ("blurred resnet50", 7, 104, BF16),
+    ("blurred resnet18", 16, 64, FP16),
     ("alexnet_bn", 7, 224, FP16),
     ("alexnet_bn", 16, 160, BF16),
     ("alexnet_bn", 16, 64, FP16),  # 32 px leave nothing for its last pool

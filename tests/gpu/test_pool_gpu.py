@@ -1,4 +1,4 @@
-"""Batch norm + ReLU + max-pool, means of 2x2 pixels and the loss on a CUDA device, at the sizes of 224-px images."""
+"""Batch norm + ReLU + max-pool, means of 2x2 pixels, blurs and the loss on a CUDA device, at sizes of 224-px images."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from average_reference import check as check_means
 from average_reference import make as make_pixels
+from blur_reference import check as check_blur
 from pool_reference import ALEXNET, RESNET, check, make, reference, through_kernels
 from torch.nn import functional as F
 
@@ -19,6 +20,7 @@ STEMS = {
     "alexnet2": ((4, 192, 27, 27), ALEXNET),
     "alexnet5": ((4, 256, 13, 13), ALEXNET),
     "odd": ((1, 24, 75, 101), RESNET),
+    "before a blur": ((4, 64, 112, 112), {"kernel": 3, "stride": 1, "padding": 1}),
 }
 
 
@@ -58,6 +60,13 @@ def test_same_bits_every_time():
 @pytest.mark.parametrize("size", [(8, 256, 56, 56), (4, 512, 28, 28), (7, 1024, 13, 7), (256, 256, 56, 57)], ids=str)
 def test_means_agree_with_float64(size, dtype):
     check_means(make_pixels(*size, dtype, "cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("size", [(8, 256, 56, 56), (4, 64, 112, 112), (7, 1024, 13, 7), (256, 128, 56, 57)], ids=str)
+def test_blurs_agree_with_float64(size, stride, dtype):
+    check_blur(make_pixels(*size, dtype, "cuda"), stride)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -106,15 +106,26 @@ NETWORKS = {
 
 @inside
 @pytest.mark.parametrize("block", [BasicBlock, Bottleneck])
-def test_blocks_that_blur_run_beside_fused_ones(block):
+@pytest.mark.usefixtures("norms_from")
+def test_blocks_and_pools_that_blur_are_fused(block):
     model, data = shuffled(residual(block, blurpool=True)), batch(2, (35, 32))
     want = exact_step(model, *data)
     check(step(fused(model), *data), want, FP32)
-    as_they_are = [name for name, module in model.named_modules() if module in model.fused.blocks]
-    assert as_they_are == ["layer2.0"]
-    assert model.fused.stem, "the pool alone is not fused"
+    assert not [name for name, module in model.named_modules() if module in model.fused.blocks]
+    assert model.fused.stem
     alone = exact_step(shuffled(residual(block)), *data)
     assert error(want.logits, alone.logits) > 0.01, "the blur makes a difference"
+
+
+@inside
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_block_that_blurs_after_one_that_is_not_fused(deep):
+    """It gives all of its gradient back itself."""
+    model, data = shuffled(residual(blurpool=True, deep=deep)), batch(2, (33, 31))
+    freeze(model, [name for name, _ in model.named_parameters() if name.startswith("layer1.1.")])
+    want = exact_step(model, *data)
+    check(step(fused(model), *data), want, FP32)
+    assert model.fused.blocks.index(model.layer1[-1]) == 1
 
 
 @inside

@@ -80,8 +80,8 @@ def test_kernels_compiled_for_hopper_wait_before_they_read_what_may_still_be_wri
     coefs = 2 * 8 // 4  # scale and shift of the eight columns of a thread
     assert before_the_wait(compiled["_apply_kernel"]) == 2 * loads + coefs, "x, dy and coef, which the reduction reads"
     bits = torch.zeros(case.x.numel() // 8, dtype=torch.uint8)
-    means = kernels.OfMeans(case.dy[:, :, ::2, ::2].contiguous(memory_format=torch.channels_last))
-    for dy2 in (None, means):
+    halves = case.dy[:, :, ::2, ::2].contiguous(memory_format=torch.channels_last)
+    for dy2 in (None, kernels.OfMeans(halves), kernels.OfBlurred(halves)):
         kernels.join_backward(case.dy, bits, [kernels.Branch(case.x, coef, grads)], counters, dy2=dy2)
         assert before_the_wait(compiled["_join_reduce_kernel"]) == 0
         assert spilled_bytes(compiled["_join_reduce_kernel"]) == 0
@@ -269,12 +269,13 @@ def test_a_second_part_of_the_gradient_is_added(shortcut, counters):
 @inside
 @pytest.mark.parametrize("size", [(2, 24, 5, 7), (1, 8, 6, 4), (3, 16, 1, 3)], ids=str)
 @pytest.mark.parametrize("shortcut", ["plain", "norm"])
+@pytest.mark.parametrize("kind", ["OfMeans", "OfBlurred"])
 @pytest.mark.usefixtures("launches", "many")
-def test_of_a_gradient_of_2x2_means_each_pixel_takes_its_share(shortcut, size, counters):
+def test_of_the_gradient_of_half_the_size_each_pixel_takes_its_share(shortcut, size, kind, counters):
     case, random = make(*size), torch.Generator().manual_seed(1)
     n, c, h, w = size
-    means = torch.randn(n, c, (h + 1) // 2, (w + 1) // 2, generator=random).to(memory_format=torch.channels_last)
-    check(case, shortcut, counters, dy2=kernels.OfMeans(means))
+    halves = torch.randn(n, c, (h + 1) // 2, (w + 1) // 2, generator=random).to(memory_format=torch.channels_last)
+    check(case, shortcut, counters, dy2=getattr(kernels, kind)(halves))
 
 
 @inside
@@ -295,8 +296,8 @@ def test_gates_of_16_bits(dtype, counters):
 @inside
 def test_gates_take_a_second_part_of_the_gradient(counters):
     case = make(2, 24, 5, 7)
-    means = torch.randn(2, 24, 3, 4, generator=torch.Generator().manual_seed(1)).to(memory_format=torch.channels_last)
-    for dy2 in (torch.randn_like(case.x), kernels.OfMeans(means)):
+    halves = torch.randn(2, 24, 3, 4, generator=torch.Generator().manual_seed(1)).to(memory_format=torch.channels_last)
+    for dy2 in (torch.randn_like(case.x), kernels.OfMeans(halves), kernels.OfBlurred(halves)):
         check_gated(case, counters, plain=True, dy2=dy2)
 
 

@@ -1,4 +1,4 @@
-"""Batch norm + ReLU + max-pool, and the means of 2x2 pixels in kernels, by Triton's interpreter, against float64 torch.
+"""Batch norm + ReLU + max-pool, means of 2x2 pixels and the blur in kernels, by Triton's interpreter, against float64.
 
 The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
 has it; there the tests below do the work.
@@ -20,6 +20,7 @@ inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Tr
 if importlib.util.find_spec("triton"):
     from average_reference import check as check_means
     from average_reference import make as make_pixels
+    from blur_reference import check as check_blur
     from hopper import compile_launches, spilled_bytes
 
 
@@ -67,6 +68,38 @@ def test_means_compile_for_hopper_with_wide_accesses(monkeypatch):
     assert ptx.count("ld.global") == ptx.count("ld.global.v4.b32") == 4
     assert ptx.count("st.global") == ptx.count("st.global.v4.b32") == 1
     assert spilled_bytes(ptx) == 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@pytest.mark.parametrize("stride", [1, 2])
+def test_blurs_compile_for_hopper_with_wide_accesses(monkeypatch, stride):
+    """Without a GPU: nine loads of 16 bytes, four for the gradient of a stride, and one store for each thread."""
+    pytest.importorskip("triton")
+    from hyperbatch.kernels import blur
+
+    compiled = compile_launches(monkeypatch, blur)
+    y = blur.blur(make_pixels(2, 256, 8, 8, torch.float16), stride)
+    blur.blur_gradient(y, 8, 8, stride)
+    for name, loads in (("_blur_kernel", 9), *((("_spread_kernel", 4),) if stride == 2 else ())):
+        ptx = compiled.pop(name)
+        assert ptx.count("ld.global") == ptx.count("ld.global.v4.b32") == loads
+        assert ptx.count("st.global") == ptx.count("st.global.v4.b32") == 1
+        assert spilled_bytes(ptx) == 0
+    assert not compiled
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+def test_a_pool_before_a_blur_compiles_for_hopper_without_spilling(monkeypatch):
+    """Without a GPU: with a stride of 1, nine windows lie over each pixel."""
+    pytest.importorskip("triton")
+    from hyperbatch.kernels.norm import pool
+
+    compiled = compile_launches(monkeypatch, pool)
+    x, coef = make_pixels(2, 64, 16, 16, torch.float16), torch.empty(4, 64)
+    window = {"kernel": 3, "stride": 1, "padding": 1}
+    pooled, peaks = pool.normalise_pool(x, coef, **window)
+    pool.apply_pool_gradient(pooled, peaks, x, coef[:3], **window)
+    assert [spilled_bytes(compiled[name]) for name in ("_pool_kernel", "_pool_apply_kernel")] == [0, 0]
 
 
 CASES = [
@@ -164,3 +197,17 @@ def test_means_of_16_bits_are_one_rounding_away(dtype, pixels):
 @inside
 def test_sums_of_pixels_may_be_larger_than_fp16_holds():
     check_means(torch.full_like(make_pixels(1, 8, 3, 4, torch.float16), 60000.0))
+
+
+@inside
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_blurs_agree_with_float64(size, stride):
+    check_blur(make_pixels(*size), stride)
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_blurs_of_16_bits_are_one_rounding_away(dtype, stride):
+    check_blur(make_pixels(2, 24, 7, 6, dtype), stride)

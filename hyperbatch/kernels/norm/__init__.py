@@ -29,7 +29,7 @@ unit_reference.py.
 
 from hyperbatch.kernels.norm.dispatch import join_backward, norm_join, norm_relu, norm_relu_backward
 from hyperbatch.kernels.norm.sums import Branch, NormGradients, new_coef, new_counters
-from hyperbatch.kernels.norm.tiles import OfMeans, matrix
+from hyperbatch.kernels.norm.tiles import Handed, OfBlurred, OfMeans, matrix
 from hyperbatch.kernels.norm.two_pass import (
     apply_gradient,
     join,
@@ -41,7 +41,9 @@ from hyperbatch.kernels.norm.two_pass import (
 
 __all__ = [
     "Branch",
+    "Handed",
     "NormGradients",
+    "OfBlurred",
     "OfMeans",
     "apply_gradient",
     "join",

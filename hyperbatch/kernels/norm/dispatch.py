@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hyperbatch.kernels.norm import one_pass, two_pass
 from hyperbatch.kernels.norm.sums import Branch, NormGradients
-from hyperbatch.kernels.norm.tiles import JoinedGradient, OfMeans, Output
+from hyperbatch.kernels.norm.tiles import Handed, JoinedGradient, Output
 
 
 def norm_relu(x: Tensor, norm: nn.BatchNorm2d, counters: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ def norm_relu_backward(dy: Tensor, x: Tensor, coef: Tensor, grads: NormGradients
 
 
 def join_backward(
-    dy: Tensor, bits: Tensor, branches: Sequence[Branch], counters: Tensor, *, dy2: Tensor | OfMeans | None = None
+    dy: Tensor, bits: Tensor, branches: Sequence[Branch], counters: Tensor, *, dy2: Handed | None = None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(g, its column sums, dx of each branch); fills their gradients. Arguments: `two_pass.reduce_joined_gradient`."""
     assert not any(branch.grads.local for branch in branches)

@@ -32,7 +32,7 @@ from hyperbatch.kernels.compile import kernel
 from hyperbatch.kernels.norm import two_pass
 from hyperbatch.kernels.norm.sums import Branch, NormGradients, store_gradients
 from hyperbatch.kernels.norm.tiles import (
-    OfMeans,
+    Handed,
     Output,
     Tiling,
     matrix,
@@ -149,7 +149,7 @@ def gated_join(
 
 
 def reduce_gated(
-    dy: Tensor, bits: Tensor, branches: Sequence[Branch], counters: Tensor, *, dy2: Tensor | OfMeans | None = None
+    dy: Tensor, bits: Tensor, branches: Sequence[Branch], counters: Tensor, *, dy2: Handed | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(g, its column sums, [2, n, c]: of each image sums of g and g * (x - mean)).
 

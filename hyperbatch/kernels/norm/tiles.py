@@ -153,6 +153,15 @@ class OfMeans(NamedTuple):
     gradient: Tensor
 
 
+class OfBlurred(NamedTuple):
+    """A gradient that came through a blur with a stride of 2 (`kernels.blur`), and is that of its output."""
+
+    gradient: Tensor
+
+
+Handed = Tensor | OfMeans | OfBlurred  # the gradient of an output that came through a shortcut
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinedGradient:
     """The gradient of the sum in relu(sum): memory for it and the sums of its columns, and what it is made of."""
@@ -163,12 +172,12 @@ class JoinedGradient:
     options: dict[str, int]
 
     @classmethod
-    def of(cls, dy: Tensor, dy2: Tensor | OfMeans | None, bits: Tensor) -> JoinedGradient:
+    def of(cls, dy: Tensor, dy2: Handed | None, bits: Tensor) -> JoinedGradient:
         g = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
         pooled = g.shape[2] * g.shape[3] > 1 and dy.stride(2) == 0 and dy.stride(3) == 0  # one value an image
         dy = dy[:, :, 0, 0].contiguous() if pooled else channels_last(dy)
-        if isinstance(dy2, OfMeans):
-            add, dy2 = 3, dy2.gradient
+        if isinstance(dy2, OfMeans | OfBlurred):
+            add, dy2 = 3 if isinstance(dy2, OfMeans) else 4, dy2.gradient
         else:
             add = 0 if dy2 is None else 1 if dy2.shape == g.shape else 2
         return cls(
@@ -288,13 +297,30 @@ def sum_gradient_rows(dy, x, coef, base, rows, c, C, BM: tl.constexpr, STAGES: t
 
 
 @triton.jit
+def load_spread(dy, row, c, inside, C, H, W):
+    """The gradient of pixels `row` of images of H x W from dy, that of their blur with a stride of 2."""
+    line, place = row % (H * W) // W, row % W
+    down, across = (H + 1) // 2, (W + 1) // 2
+    first = (row // (H * W) * down + line // 2).to(tl.int64) * across + place // 2
+    at = dy + first[:, None] * C + c[None, :]
+    # An odd pixel lies between two values, if the second is inside; an even one has the first to itself.
+    below = (line % 2 == 1) & (line // 2 + 1 < down)
+    beside = (place % 2 == 1) & (place // 2 + 1 < across)
+    g = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    g += tl.load(at + C, mask=inside & beside[:, None], other=0.0).to(tl.float32)
+    g += tl.load(at + across * C, mask=inside & below[:, None], other=0.0).to(tl.float32)
+    g += tl.load(at + (across + 1) * C, mask=inside & (below & beside)[:, None], other=0.0).to(tl.float32)
+    return g * (tl.where(line % 2 == 0, 0.5, 0.25) * tl.where(place % 2 == 0, 0.5, 0.25))[:, None]
+
+
+@triton.jit
 def load_joined(
     joined, at, r, row, column, inside, c, C, PIXELS, WIDTH, BM: tl.constexpr, POOLED: tl.constexpr, ADD: tl.constexpr
 ):
     """g = dy + dy2 where the ReLU let through, of a tile: elements `at`, bits of rows r, `row` of the whole.
 
     POOLED: dy is one value for all PIXELS rows of an image. ADD: dy2 is there for 0 no pixel, 1 every one, 2 every
-    other one, both ways; 3 as `OfMeans`.
+    other one, both ways; 3 as `OfMeans`; 4 as `OfBlurred`.
     """
     dy, dy2, bits = joined
     BC: tl.constexpr = c.shape[0]
@@ -304,7 +330,9 @@ def load_joined(
         g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
     if ADD == 1:
         g += tl.load(dy2 + at, mask=inside, other=0.0).to(tl.float32)
-    if ADD >= 2:
+    if ADD == 4:
+        g += load_spread(dy2, row, c, inside, C, PIXELS // WIDTH, WIDTH)
+    if ADD == 2 or ADD == 3:
         line, place, height = row % PIXELS // WIDTH, row % WIDTH, PIXELS // WIDTH
         coarse = (row // PIXELS * ((height + 1) // 2) + line // 2) * ((WIDTH + 1) // 2) + place // 2
         there = inside

@@ -30,8 +30,8 @@ from hyperbatch.kernels.norm.sums import (
 )
 from hyperbatch.kernels.norm.tiles import (
     SIZES,
+    Handed,
     JoinedGradient,
-    OfMeans,
     Output,
     Tiling,
     matrix,
@@ -298,7 +298,7 @@ def apply_gradient(dy: Tensor, x: Tensor, coef: Tensor, back: Tensor, *, relu: b
 
 
 def reduce_joined_gradient(
-    dy: Tensor, bits: Tensor, branches: Sequence[Branch], counters: Tensor, *, dy2: Tensor | OfMeans | None = None
+    dy: Tensor, bits: Tensor, branches: Sequence[Branch], counters: Tensor, *, dy2: Handed | None = None
 ) -> tuple[Tensor, Tensor]:
     """(g, its column sums): g, the gradient of the sum in out = relu(sum), is dy (+ dy2) where `bits` are set.
 
@@ -318,7 +318,7 @@ def reduce_joined_in(
     branches: Sequence[Branch],
     counters: Tensor,
     *,
-    dy2: Tensor | OfMeans | None,
+    dy2: Handed | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(g, its column sums, [1 + branches, programs, c]: of the rows of each program sums of g, of g * (x - mean))."""
     joined = JoinedGradient.of(dy, dy2, bits)
