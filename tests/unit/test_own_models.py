@@ -290,6 +290,8 @@ def test_libraries_are_not_named_as_the_place_of_a_mistake(monkeypatch):
     [
         torch.OutOfMemoryError("out of memory"),
         torch.AcceleratorError("an illegal memory access was encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
         RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
     ],
 )
