@@ -29,7 +29,7 @@ STAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("evaluation is warmed up and captured", ("validation.py:prepare",)),
     ("steps are warmed up, measured and captured", ("loop.py:prepared_strides", "whiten.py:rehearse")),
     ("waiting for kernels to be compiled", ("compile.py:wait", "thread.py:shutdown")),
-    ("Triton hashes itself", ("cache.py:triton_key",)),
+    ("waiting until Triton is prepared", ("compile.py:_wait_for_preparation", "cache.py:triton_key")),
     ("kernels are asked for, cuDNN makes its trials", ("warmup.py:compile_kernels",)),
     ("memory for checkpoints", ("saver.py:__init__",)),
     (

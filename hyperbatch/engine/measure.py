@@ -94,7 +94,9 @@ def _told_in_a_line(does: str, images: Tensor, option: str) -> contextlib.Abstra
     of the device, and of the exchange with other ranks (batch norm over several), are not."""
 
     def passes(error: BaseException) -> bool:
-        return isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or is_exchange_error(error)
+        of_device = isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError)
+        # Those of cuBLAS and cuDNN, which find no memory for themselves on a full GPU, have no type.
+        return of_device or str(error).startswith(("CUDA error", "cuDNN error")) or is_exchange_error(error)
 
     return own_code("--model: the network", f"it must {does} images of {list(images.shape)} ({option})", passes)
 

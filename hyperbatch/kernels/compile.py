@@ -136,8 +136,7 @@ def compiling(*, ranks: int = 1, count: Callable[[int, int], None] | None = None
     global _mode
     if _mode is not None:
         raise RuntimeError("compiling() inside of compiling()")
-    if _preparation is not None:
-        _preparation.join()
+    _wait_for_preparation()
     _parse_one_at_a_time()
     helpers = workers.running()
     with _Pool(_threads(ranks) if helpers is None else helpers.count, count, helpers) as pool:
@@ -153,6 +152,11 @@ def compiling(*, ranks: int = 1, count: Callable[[int, int], None] | None = None
             _settle(mode)
     for future in mode.raw_futures:
         future.result()
+
+
+def _wait_for_preparation() -> None:
+    if _preparation is not None:
+        _preparation.join()
 
 
 def _parse_one_at_a_time() -> None:

@@ -117,10 +117,14 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 def to_channels_last(model: nn.Module) -> nn.Module:
-    """In place. As `Module.to(memory_format=...)`, which fails at parameters of five dimensions (Conv3d)."""
+    """In place. As `Module.to(memory_format=...)`, which fails at parameters of five dimensions (Conv3d).
+
+    Not by `contiguous`, which leaves 1x1 weights as they are: torch runs a convolution of 1x1 pixels (squeeze-excite)
+    in the layout of its weight, because that of the pixels may be either.
+    """
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dim() == 4:
-            tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+            tensor.data = tensor.data.to(memory_format=torch.channels_last)
     return model
 
 

@@ -22,6 +22,10 @@ IMPORT = "<frozen importlib._bootstrap>:_find_and_load"
         (["loop.py:run", "run.py:build_run", "learner.py:build_learner"], "the model is built"),
         (["learner.py:build_learner", "measure.py:probe"], "the order of backward is found, cuDNN loaded"),
         (["loop.py:train", "loop.py:train_strides", "saver.py:save"], "the last checkpoint is written"),
+        (
+            ["warmup.py:compile_kernels", "contextlib.py:__enter__", "compile.py:_wait_for_preparation"],
+            "waiting until Triton is prepared",
+        ),
     ],
 )
 def test_a_stage_is_the_innermost_that_is_known(stack, stage):

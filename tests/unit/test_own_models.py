@@ -290,6 +290,8 @@ def test_libraries_are_not_named_as_the_place_of_a_mistake(monkeypatch):
     [
         torch.OutOfMemoryError("out of memory"),
         torch.AcceleratorError("an illegal memory access was encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
         RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
     ],
 )
@@ -391,3 +393,10 @@ def test_only_images_weights_are_channels_last():
     network = to_channels_last(Volume(3))
     assert network.get_parameter("body.0.weight").is_contiguous(memory_format=torch.channels_last)
     assert network.get_parameter("filters.weight").is_contiguous()
+
+
+def test_weights_whose_layout_could_be_either_are_channels_last_as_torchs_are():
+    layers = [nn.Conv2d(8, 16, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(1, 8, 3)]
+    ours = [to_channels_last(copy.deepcopy(layer)).get_parameter("weight").stride() for layer in layers]
+    assert ours == [layer.to(memory_format=torch.channels_last).get_parameter("weight").stride() for layer in layers]
+    assert ours[0] == (8, 1, 8, 8)
