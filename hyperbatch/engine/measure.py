@@ -94,7 +94,10 @@ def _told_in_a_line(does: str, images: Tensor, option: str) -> contextlib.Abstra
     of the device, and of the exchange with other ranks (batch norm over several), are not."""
 
     def passes(error: BaseException) -> bool:
-        return isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or is_exchange_error(error)
+        # Those of cuBLAS ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED") and cuDNN have no type: on a full device, say.
+        of_device = isinstance(error, RuntimeError) and str(error).startswith(("CUDA error", "cuDNN error"))
+        of_device |= isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError)
+        return of_device or is_exchange_error(error)
 
     return own_code("--model: the network", f"it must {does} images of {list(images.shape)} ({option})", passes)
 
