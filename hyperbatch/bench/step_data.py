@@ -76,6 +76,8 @@ def short_run(setting: Setting, steps: int) -> Config:
     return Config(recipe="bench-step").override(
         model=setting.model,
         image_size=setting.image_size,
+        eval_size=setting.image_size,  # which a model of a fixed size is tested with
+        eval_resize=setting.image_size,
         classes=setting.classes,
         precision=setting.precision,
         warmup_epochs=0.0,

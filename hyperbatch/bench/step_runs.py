@@ -196,6 +196,7 @@ def ours(task: Task, *, fused: bool, graph: bool = True, compiles: bool = False)
         fused="on" if fused else "off",
         compile="on" if compiles else "off",
         image_size=setting.image_size,
+        eval_size=setting.image_size,  # which a model of a fixed size is tested with
         precision=setting.precision,
         batch_phases=(BatchPhase(0, batch),),
         device=task.device.type,

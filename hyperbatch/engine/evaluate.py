@@ -30,7 +30,7 @@ from hyperbatch.engine.ranks import Ranks, join
 from hyperbatch.errors import InputError
 from hyperbatch.export import load_trained
 from hyperbatch.models.layers import in_evaluation, to_channels_last
-from hyperbatch.models.norm import merge_over_ranks, norm_buffers
+from hyperbatch.models.norm import merge_over_ranks, norm_buffers, persistent_buffers
 from hyperbatch.models.tta import VIEWS, plain_and_averaged
 from hyperbatch.optim.averaging import WeightAverage
 from hyperbatch.recipes.files import run_config
@@ -170,8 +170,12 @@ class Evaluator:
             self._answers.view(-1).index_add_(0, places, real.to(torch.int64))
 
     def _sources(self) -> dict[str, Tensor]:
-        """What the model is evaluated with in the place of its own: this rank's norm statistics, or all averages."""
-        own = {name: buffer for name, buffer in norm_buffers(self._model).items() if buffer.is_floating_point()}
+        """What the model is evaluated with in the place of its own: this rank's statistics, or all averages.
+
+        Of all buffers, not only of norms: training may replace the tensor that a graph would read (`self.mean = ...`).
+        """
+        kept = persistent_buffers(self._model)
+        own = {name: buffer for name, buffer in kept.items() if buffer.is_floating_point() or buffer.is_complex()}
         return own if self._average is None else own | self._average.weights() | self._average.statistics()
 
     def _take_over(self) -> None:

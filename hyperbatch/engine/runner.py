@@ -36,6 +36,7 @@ from hyperbatch.engine.step import Launch, MicroStep, Work, blank_batch, inputs_
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.warmup import compile_kernels, compile_layers, compile_regions, preserved_state
 from hyperbatch.errors import InputError
+from hyperbatch.models.norm import persistent_buffers
 from hyperbatch.optim.rates import RateTable
 from hyperbatch.plan.types import StepTiming
 from hyperbatch.schedule import Step, Stride
@@ -323,11 +324,19 @@ class StepRunner:
                 )
             # Only once: other shapes run the same code, and later the loader's threads may wait for the device.
             if self._captured is not None and not self._warmed:
+                buffers = persistent_buffers(learner.model)  # no others: they are tables, or results that no step reads
                 try:
                     with self._captured.backend.no_synchronisation():
                         step()
                 except RuntimeError as error:
                     raise NotCaptured(error) from error
+                found = persistent_buffers(learner.model)
+                if name := next((name for name, buffer in buffers.items() if found[name] is not buffer), None):
+                    raise NotCaptured(
+                        RuntimeError(
+                            f"its forward replaces the buffer {name}, and a graph would keep using the old tensor"
+                        )
+                    )
 
     def _fall_back(self, captured: CapturedSteps, reason: str) -> None:
         if self._config.run.graph == "on":

@@ -13,6 +13,7 @@ from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.step import MicroStep, Work
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.kernels.compile import asking, compiling
+from hyperbatch.models.norm import buffer_places
 from hyperbatch.models.quick import compile_quick, has_quick_kernels
 from hyperbatch.optim.tensors import Scalar, write_setting
 
@@ -31,6 +32,7 @@ def preserved_state(learner: Learner) -> Iterator[None]:
     tensors = [*learner.arena.flat_weights(), *learner.model.buffers()]
     tensors += [optimizer.init_state(param)[name] for param in params for name in optimizer.state_names]
     tensors += [] if learner.average is None else learner.average.tensors()
+    buffers = [(module, name, module._buffers[name]) for module, name in buffer_places(learner.model).values()]
     kept = [tensor.detach().clone() for tensor in tensors]
     names = ("lr", "weight_decay", *optimizer.group_state_names)
     numbers = [{name: _copy(group[name]) for name in names} for group in optimizer.param_groups]
@@ -41,6 +43,8 @@ def preserved_state(learner: Learner) -> Iterator[None]:
             yield
         finally:
             with torch.no_grad():
+                for module, name, buffer in buffers:
+                    module._buffers[name] = buffer  # forward may have put another tensor there
                 for tensor, value in zip(tensors, kept, strict=True):
                     tensor.copy_(value)
                 for group, values in zip(optimizer.param_groups, numbers, strict=True):

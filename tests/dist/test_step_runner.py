@@ -378,6 +378,18 @@ def test_a_step_that_cannot_be_captured_runs_plain_and_says_why(tmp_path, monkey
     assert found == plain_losses
 
 
+def test_a_model_that_replaces_a_buffer_is_not_captured_and_its_warm_up_leaves_no_trace(tmp_path, monkeypatch, played):
+    """A replay would read the tensor that was there at the capture, and write to one that nobody reads."""
+    record, weights, found = train(tmp_path / "captured", model="toy:Centred")
+    (warning,) = record.warnings
+    assert warning.startswith("steps run without a CUDA graph: its forward replaces the buffer mean")
+    assert played.captured == 0
+    monkeypatch.setattr(loop, "StepRunner", StepRunner)
+    _, plain, plain_losses = train(tmp_path / "plain", model="toy:Centred")
+    assert same_bits(weights, plain)
+    assert found == plain_losses
+
+
 def test_graph_on_makes_it_an_error(monkeypatch):
     run = build_run(config(), Ranks(), torch.device("cpu"))
     run.config = run.config.override(graph="on")

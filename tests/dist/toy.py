@@ -102,6 +102,21 @@ class Masked(nn.Module):
         return self.head(torch.sigmoid(self.norm(x).flatten(1) + self.mask))
 
 
+class Centred(nn.Module):
+    """Takes a running mean off its input, and keeps it in a new tensor at each step."""
+
+    def __init__(self, classes, in_channels):
+        super().__init__()
+        self.head = nn.Linear(64 * in_channels, classes)
+        self.register_buffer("mean", torch.ones(64 * in_channels))
+
+    def forward(self, x):
+        x = x.flatten(1)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.head(x - self.mean)
+
+
 class Dropping(nn.Module):
     """Dropout and stochastic depth at rates that a config sets; it keeps what was dropped in training."""
 

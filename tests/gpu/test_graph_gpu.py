@@ -109,6 +109,20 @@ class WaitingInEvaluation(Asking):
         return self.body(x)
 
 
+class Centred(nn.Module):
+    """Takes a running mean off its images, and keeps it in a new tensor at each step."""
+
+    def __init__(self, classes, in_channels):
+        super().__init__()
+        self.body = dropped(classes, in_channels)
+        self.register_buffer("mean", torch.ones(in_channels, 16, 16))
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().float().mean(0)
+        return self.body(x - self.mean.to(x.dtype))
+
+
 class Picky(Asking):
     """Fails once, while the larger batch is captured."""
 
@@ -301,6 +315,15 @@ def test_a_model_that_waits_runs_plain_and_is_named(tmp_path, model, reason):
     # The broken captures have left nothing behind: dropout and capture work.
     record, _ = train(tmp_path / "next", model="test_graph_gpu:dropped", graph="on")
     assert record.environment["cuda_graph"]
+
+
+def test_a_model_that_replaces_a_buffer_runs_plain_and_is_evaluated_with_its_newest_value(tmp_path):
+    """In the graph of its evaluation, too, which was captured before the first step."""
+    record, lines = train(tmp_path / "auto", model="test_graph_gpu:Centred")
+    (warning,) = (line for line in record.warnings if "CUDA graph" in line)
+    assert warning.startswith("steps run without a CUDA graph: its forward replaces the buffer mean")
+    _, plain = train(tmp_path / "plain", model="test_graph_gpu:Centred", graph="off")
+    assert lines == plain
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("not in a graph")])

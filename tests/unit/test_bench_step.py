@@ -153,6 +153,17 @@ def test_an_own_model_is_held_against_itself_as_it_is():
     assert type(step_runs.peer_network(task).head) is torch.nn.Linear
 
 
+def of_one_size(classes, in_channels):
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(in_channels * 16**2, classes))
+
+
+@pytest.mark.parametrize("files", [False, True], ids=["step", "files to weights"])
+def test_a_model_of_one_size_is_measured_in_that_size(tmp_path, files):
+    more = {"data": str(generate(tmp_path, 8, 2))} if files else {"rounds": 1, "peers": []}
+    report = bench_step("test_bench_step:of_one_size", batch=(2,), image_size=16, device="cpu", **more)
+    assert report["rows"]
+
+
 def test_models_without_fused_kernels_are_compiled(monkeypatch):
     """On a GPU; here the step is built on the CPU, and without inductor's code."""
     monkeypatch.setattr(compiled, "compile_function", compiled.compile_function)  # put back after the test

@@ -25,7 +25,7 @@ from hyperbatch.engine.evaluate import Evaluator, at_all_places, evaluate_checkp
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.errors import InputError
 from hyperbatch.models import create_model
-from hyperbatch.models.layers import to_channels_last
+from hyperbatch.models.layers import in_evaluation, to_channels_last
 from hyperbatch.params import backward_order
 
 
@@ -325,6 +325,27 @@ def test_a_network_is_called_with_others_tensors_and_keeps_its_own():
     answer = torch.func.functional_call(network, at_all_places(network, others), (images,), tie_weights=False)
     torch.testing.assert_close(answer, expect(images))
     assert all(param is own[name] for name, param in network.named_parameters())
+
+
+def test_evaluation_reads_a_buffer_that_training_replaces_at_one_place():
+    """Where a CUDA graph finds it, with the value of today."""
+    places = []
+
+    class Watched(Spectrum):
+        def forward(self, images):
+            if not self.training:
+                places.append(self.mean.data_ptr())
+            return super().forward(images)
+
+    network, images, labels = Watched(3), torch.randn(8, 1, 8, 8), torch.arange(8) % 3
+    evaluator = Evaluator(network, torch.device("cpu"))
+    for _ in range(3):
+        network(images)
+        with in_evaluation(network):
+            loss = F.cross_entropy(network(images), labels)
+        score = evaluator.evaluate([Batch(images, labels)])
+        assert score.val_loss == pytest.approx(loss.item(), rel=1e-5)
+    assert len(set(places[1::2])) == 1
 
 
 def test_parts_that_are_never_in_training_mode_stay_so():
