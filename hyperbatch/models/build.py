@@ -159,9 +159,12 @@ def _no_drop(key: str, rate: float, name: str, why: str = "") -> InputError:
 def _timm() -> Any:
     try:
         import timm  # pyright: ignore[reportMissingImports]
-    except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision that does not fit this torch
+    except ModuleNotFoundError as error:
+        raise InputError(f"timm cannot be imported ({error}); run pip install 'hyperbatch[timm]'") from error
+    except (ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        raise InputError(f"timm cannot be imported ({reason}); run pip install 'hyperbatch[timm]'") from error
+        told = f"timm cannot be imported ({reason}); install the torchvision that was built for torch {torch.__version__}"
+        raise InputError(told) from error
     return timm
 
 
