@@ -33,7 +33,7 @@ from hyperbatch.plan.types import RankGrid
 from hyperbatch.record import RunRecord, note_failure
 from hyperbatch.schedule import check_batches, resolve_phases
 from hyperbatch.trackers import trackers_of
-from hyperbatch.vocabulary import TIMM
+from hyperbatch.vocabulary import TIMM, is_foreign
 
 OPENING_S = 0.5  # the first line comes by then, whatever the data takes
 
@@ -221,7 +221,7 @@ def check_input(config: Config, world_size: int, counts: DataCounts) -> None:
     check_batches(config.schedule.batch_phases, counts.train_samples, config.schedule.epochs)
     resolve_phases(config.schedule.batch_phases, counts.train_samples, world_size, accumulate=config.run.accumulate)
     model = config.model.model
-    if model in inventory.model_names():  # too small an image is refused
+    if not is_foreign(model):  # an unknown model and too small an image are refused
         inventory.layers(model, classes=counts.classes, image_size=config.data.image_size, in_channels=counts.channels)
     if config.comm.plan is not None and config.run.resume == "no":
         path = Path(config.comm.plan)

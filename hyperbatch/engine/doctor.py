@@ -104,7 +104,9 @@ def _package(name: str) -> Check:
         importlib.import_module(name)
     except Exception as error:  # a build for another torch fails in many ways at import
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        detail = f"{version} cannot be imported ({reason}); install a build that fits torch and Python here, or remove it"
+        detail = (
+            f"{version} cannot be imported ({reason}); install a build that fits torch and Python here, or remove it"
+        )
         return Check(name, False, detail)
     return Check(name, True, version)
 

@@ -163,7 +163,9 @@ def _timm() -> Any:
         raise InputError(f"timm cannot be imported ({error}); run pip install 'hyperbatch[timm]'") from error
     except (ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        told = f"timm cannot be imported ({reason}); install the torchvision that was built for torch {torch.__version__}"
+        told = (
+            f"timm cannot be imported ({reason}); install the torchvision that was built for torch {torch.__version__}"
+        )
         raise InputError(told) from error
     return timm
 

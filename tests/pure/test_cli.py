@@ -154,6 +154,7 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["train", "--data", "somewhere"], "--data somewhere: the digits data set needs no folder"),
         (["train", "--init-from", "nowhere.pt"], "--init-from nowhere.pt: no such file"),
         (["train", "--init-from", "nowhere.pt", "--dry-run"], "--init-from nowhere.pt: no such file"),
+        (["train", "--model", "resnet9"], "unknown model 'resnet9'; did you mean 'resnet8'?"),
         (["train", "--model", "alexnet_bn"], "image size too small: features.3.maxpool"),
         (["train", "nomodule:recipe"], "nomodule"),
         (["train", ":recipe"], "recipe ':recipe': give package.module:callable"),
