@@ -25,7 +25,7 @@ from hyperbatch.engine.context import open_context
 from hyperbatch.engine.folder import claimed, default_out, has_checkpoint, keep_config, resume_hint
 from hyperbatch.engine.ranks import Ranks, Terminated, ended_by_sigterm, find_ranks
 from hyperbatch.engine.scratch import scratch_folder
-from hyperbatch.errors import Damaged, InputError, Interrupted, Preempted, RunFailed, notes_of
+from hyperbatch.errors import Damaged, InputError, Interrupted, Preempted, RunFailed, check_kind, notes_of
 from hyperbatch.kernels import workers
 from hyperbatch.plan import inventory
 from hyperbatch.plan.files import check_names, load_groups
@@ -47,6 +47,8 @@ def train(config: Config, callbacks: Iterable[Any] = ()) -> RunRecord:
     callbacks: objects that are told what happens (see `Callback`). They are called in this process, or on rank 0 under
     a launcher such as torchrun.
     """
+    check_kind("config", config, Config, "give a Config, as get_recipe(NAME) returns")
+    check_kind("callbacks", callbacks, Iterable, "give a list of callbacks")
     ranks = find_ranks()
     with ended_by_sigterm():
         try:
