@@ -159,14 +159,11 @@ def _no_drop(key: str, rate: float, name: str, why: str = "") -> InputError:
 def _timm() -> Any:
     try:
         import timm  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError as error:
-        raise InputError(f"timm cannot be imported ({error}); run pip install 'hyperbatch[timm]'") from error
     except (ImportError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        told = (
-            f"timm cannot be imported ({reason}); install the torchvision that was built for torch {torch.__version__}"
-        )
-        raise InputError(told) from error
+        reason, advice = str(error).splitlines()[0], "run pip install 'hyperbatch[timm]'"
+        if isinstance(error, RuntimeError):  # a torchvision that does not fit this torch
+            advice = f"install the torchvision that was built for torch {torch.__version__}"
+        raise InputError(f"timm cannot be imported ({reason}); {advice}") from error
     return timm
 
 
