@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.weak import TensorWeakRef
 
 from hyperbatch.errors import InputError, check_kind, shown
-from hyperbatch.params import FLOAT_DTYPES, HALF_DTYPES, kind_of, owners
+from hyperbatch.params import FLOAT_DTYPES, HALF_DTYPES, is_dtensor, kind_of, owners
 from hyperbatch.plan.types import TensorSpec
 
 ALIGN_BYTES = 256
@@ -75,6 +75,10 @@ class Arena:
         check_kind("model", model, nn.Module, "give a torch module")
         if dtype not in FLOAT_DTYPES:
             raise InputError(f"dtype is {shown(dtype)}; give one of {', '.join(map(str, FLOAT_DTYPES))}")
+        if any(is_dtensor(param) for param in model.parameters()):
+            raise InputError(
+                "an arena takes no DTensor parameters; give the optimizer a sharded model without an arena"
+            )
         self.dtype = dtype
         self.copy_on_ready = copy_on_ready
         self.pinned = False  # True once a captured graph holds the addresses: the buffers must not move any more

@@ -25,7 +25,7 @@ from hyperbatch.engine.context import open_context
 from hyperbatch.engine.folder import claimed, default_out, has_checkpoint, keep_config, resume_hint
 from hyperbatch.engine.ranks import Ranks, Terminated, ended_by_sigterm, find_ranks
 from hyperbatch.engine.scratch import scratch_folder
-from hyperbatch.errors import Damaged, InputError, Interrupted, Preempted, RunFailed, notes_of
+from hyperbatch.errors import Damaged, InputError, Interrupted, Preempted, RunFailed, check_kind, notes_of
 from hyperbatch.kernels import workers
 from hyperbatch.plan import inventory
 from hyperbatch.plan.files import check_names, load_groups
@@ -33,7 +33,7 @@ from hyperbatch.plan.types import RankGrid
 from hyperbatch.record import RunRecord, note_failure
 from hyperbatch.schedule import check_batches, resolve_phases
 from hyperbatch.trackers import trackers_of
-from hyperbatch.vocabulary import TIMM
+from hyperbatch.vocabulary import TIMM, is_foreign
 
 OPENING_S = 0.5  # the first line comes by then, whatever the data takes
 PYTHONS_OWN = 1000  # objects that gc does not look through from the start: 375 in Python 3.12, none in others
@@ -48,6 +48,8 @@ def train(config: Config, callbacks: Iterable[Any] = ()) -> RunRecord:
     callbacks: objects that are told what happens (see `Callback`). They are called in this process, or on rank 0 under
     a launcher such as torchrun.
     """
+    check_kind("config", config, Config, "give a Config, as get_recipe(NAME) returns")
+    check_kind("callbacks", callbacks, Iterable, "give a list of callbacks")
     ranks = find_ranks()
     with ended_by_sigterm():
         try:
@@ -222,7 +224,7 @@ def check_input(config: Config, world_size: int, counts: DataCounts) -> None:
     check_batches(config.schedule.batch_phases, counts.train_samples, config.schedule.epochs)
     resolve_phases(config.schedule.batch_phases, counts.train_samples, world_size, accumulate=config.run.accumulate)
     model = config.model.model
-    if model in inventory.model_names():  # too small an image is refused
+    if not is_foreign(model):  # an unknown model and too small an image are refused
         inventory.layers(model, classes=counts.classes, image_size=config.data.image_size, in_channels=counts.channels)
     if config.comm.plan is not None and config.run.resume == "no":
         path = Path(config.comm.plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,11 @@ from hyperbatch.schedule.layers import is_broadcast, is_in
 FLOAT_DTYPES = tuple(getattr(torch, name) for name in vocabulary.DTYPE_BYTES)
 HALF_DTYPES = tuple(getattr(torch, name) for name in vocabulary.HALF_DTYPES)
 NORM_TYPES = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def is_dtensor(tensor: Tensor | None) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # not imported yet: nobody has made one
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def kind_of(module: nn.Module, name: str, param: nn.Parameter) -> str:

@@ -18,7 +18,8 @@ BENCH_OPTIONS = {
 
 def add(verb: AddVerb) -> None:
     parser = verb("profile", _profile, "Measure this machine and write a machine file for `simulate` and `plan`.")
-    parser.add_argument("--model", default="resnet50", help="Built-in model to measure. [default: resnet50]")
+    help = "Model to measure: built-in, timm/NAME, or package.module:callable. [default: resnet50]"
+    parser.add_argument("--model", default="resnet50", metavar="NAME", help=help)
     add_device(parser)
     help = "Machine file to write. [default: machine.toml]"
     parser.add_argument("--output", default="machine.toml", metavar="FILE", help=help)
@@ -85,7 +86,7 @@ def _profile(args: argparse.Namespace) -> int:
         args.model,
         device=args.device,
         output=Path(args.output),
-        batches=numbers(args.batches, "--batches") if args.batches else None,
+        batches=None if args.batches is None else numbers(args.batches, "--batches"),
         image_size=args.image_size,
     )
     if is_first_rank():

@@ -12,7 +12,7 @@ from hyperbatch.vocabulary import ALGORITHMS, STRATEGIES
 
 def add(verb: AddVerb) -> None:
     parser = verb("plan", _plan, "Choose the grid, the gradient groups and the all-reduce for a cluster.")
-    _add_workload(parser, grid="the fastest")
+    _add_workload(parser, grid="the fastest", algorithm="the fastest for each group")
     parser.add_argument("--gpus", type=positive, metavar="N", help="Number of GPUs. [default: the recipe's]")
     parser.add_argument("--output", metavar="FILE", help="Write the plan, for `hyperbatch train --plan FILE`.")
     parser.add_argument("--trace", metavar="FILE", help="Write the timeline of a step for Perfetto.")
@@ -20,13 +20,13 @@ def add(verb: AddVerb) -> None:
     parser.add_argument("--strategy", choices=STRATEGIES, help="How to group the gradients. [default: optimal]")
 
     parser = verb("simulate", _simulate, "Predict the time and the cost of a run on a cluster.")
-    _add_workload(parser, grid="nodes x GPUs per node")
+    _add_workload(parser, grid="nodes x GPUs per node", algorithm="the recipe's")
     help = "Numbers of GPUs to predict for, such as 512,1024,2048. [default: the recipe's]"
     parser.add_argument("--gpus", metavar="N,N,...", help=help)
     parser.add_argument("--plot", metavar="FILE", help="Draw time, speed, efficiency and cost as an SVG picture.")
 
 
-def _add_workload(parser: Parser, *, grid: str) -> None:
+def _add_workload(parser: Parser, *, grid: str, algorithm: str) -> None:
     help = "The recipe, or timm/NAME for a model without one. [default: fujitsu_resnet50]"
     parser.add_argument("recipe", nargs="?", default="fujitsu_resnet50", metavar="RECIPE", help=help)
     help = "Another model for the recipe: built-in, timm/NAME, or package.module:callable."
@@ -35,7 +35,7 @@ def _add_workload(parser: Parser, *, grid: str) -> None:
     parser.add_argument("--cluster", default=None, metavar="NAME|FILE", help=help)
     help = f"Grid of the ranks; a row is one node. [default: the recipe's, or {grid}]"
     parser.add_argument("--grid", metavar="ROWSxCOLUMNS", help=help)
-    parser.add_argument("--algorithm", choices=ALGORITHMS, help="The all-reduce. [default: the fastest for each group]")
+    parser.add_argument("--algorithm", choices=ALGORITHMS, help=f"The all-reduce. [default: {algorithm}]")
     add_sizes(parser)
 
 
@@ -66,7 +66,8 @@ def _plan(args: argparse.Namespace) -> int:
 def _simulate(args: argparse.Namespace) -> int:
     from hyperbatch.sim.sweep import format_simulation, simulate
 
-    simulation = simulate(args.recipe, gpus=numbers(args.gpus, "--gpus") if args.gpus else None, **_workload(args))
+    gpus = None if args.gpus is None else numbers(args.gpus, "--gpus")
+    simulation = simulate(args.recipe, gpus=gpus, **_workload(args))
     values = simulation.to_dict()
     if args.plot:
         from hyperbatch.report.picture import charts_picture, sweep_charts, write_picture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -91,14 +92,23 @@ def _torch() -> Check:
 
 
 def _packages() -> list[Check]:
-    checks = []
-    for name in OPTIONAL:
-        try:
-            detail = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            detail = "not installed (optional)"
-        checks.append(Check(name, True, detail))
-    return checks
+    return [_package(name) for name in OPTIONAL]
+
+
+def _package(name: str) -> Check:
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, True, "not installed (optional)")
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # a build for another torch fails in many ways at import
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        detail = (
+            f"{version} cannot be imported ({reason}); install a build that fits torch and Python here, or remove it"
+        )
+        return Check(name, False, detail)
+    return Check(name, True, version)
 
 
 def _devices() -> Check:

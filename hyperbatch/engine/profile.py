@@ -169,6 +169,7 @@ def format_profile(measured: DeviceProfile) -> str:
         )
         for place, link in (("inside_host", "intra"), ("between_hosts", "inter"))
     ]
+    file = measured.machine_file
     return "\n".join(
         [
             f"{measured.device}: memory {measured.memory_gbyte_per_s:,.1f} GB/s, "
@@ -180,7 +181,7 @@ def format_profile(measured: DeviceProfile) -> str:
             "",
             *text_table(("link", "source", "GB/s", "latency us"), links, left=2),
             "",
-            f"machine file: {measured.machine_file} (`hyperbatch simulate --cluster {measured.machine_file}` uses it)",
+            f"machine file: {file} (`hyperbatch simulate RECIPE --cluster {file} --gpus N` uses it)",
         ]
     )
 

@@ -11,6 +11,7 @@ in its own process. A session has one rank; several ranks need separate processe
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from hyperbatch.engine.run import Run, at_precision, build_run, next_run
 from hyperbatch.engine.runner import StepRunner
 from hyperbatch.engine.saver import Saver
 from hyperbatch.engine.warmup import preserved_state
-from hyperbatch.errors import RunFailed
+from hyperbatch.errors import RunFailed, check_kind
 from hyperbatch.optim.build import build_optimizer
 from hyperbatch.record import RunRecord
 
@@ -63,7 +64,10 @@ class _Warm:
 
 
 class Session:
-    """`run(config)` as often as wanted; a context manager, or `close`."""
+    """Trains many configs in this process: a run reuses the data, model and graphs of the run before where it can.
+
+    Call `run(config)` as often as wanted. It is a context manager; without `with`, call `close` at the end.
+    """
 
     def __init__(self, *, runner: type[StepRunner] = StepRunner) -> None:
         """runner: makes what runs the steps; tests have one for CPUs that plays captures."""
@@ -72,17 +76,19 @@ class Session:
         self._data: tuple[tuple[str, ...], tuple[Source, Source]] | None = None
         self._warm: _Warm | None = None
 
-    def run(self, config: Config, out: Path | None = None) -> RunRecord:
+    def run(self, config: Config, out: str | os.PathLike[str] | None = None) -> RunRecord:
         """Trains, and raises RunFailed if the run fails. out: the run's folder; None: the run writes nothing.
 
         After any other error nothing is reused, because the state that it left is unknown.
         """
+        check_kind("config", config, Config, "give a Config, as get_recipe(NAME) returns")
         clock, ranks = Clock(), Ranks()
         self.failure = None
+        folder = None if out is None else Path(out)
         with (
             training_kernels(deterministic=config.run.deterministic),
             join(ranks, config.run.device, config.run.timeout_s) as device,
-            Journal(config, ranks, out, clock, resume_from_step=None, quiet=True) as journal,
+            Journal(config, ranks, folder, clock, resume_from_step=None, quiet=True) as journal,
         ):
             config = at_precision(config, device, ranks)
             try:
@@ -91,7 +97,7 @@ class Session:
                 with preserved_state(run.learner):
                     start_anew(run.learner, config, ranks, classes=run.train_set.classes)
                     try:
-                        with Saver(run, out, warn=journal.warn) as saver:
+                        with Saver(run, folder, warn=journal.warn) as saver:
                             return train(run, warm.runner, journal, saver)
                     finally:
                         run.loader.close()

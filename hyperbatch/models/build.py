@@ -159,9 +159,11 @@ def _no_drop(key: str, rate: float, name: str, why: str = "") -> InputError:
 def _timm() -> Any:
     try:
         import timm  # pyright: ignore[reportMissingImports]
-    except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision that does not fit this torch
-        reason = str(error).splitlines()[0]
-        raise InputError(f"timm cannot be imported ({reason}); run pip install 'hyperbatch[timm]'") from error
+    except (ImportError, RuntimeError) as error:
+        reason, advice = str(error).splitlines()[0], "run pip install 'hyperbatch[timm]'"
+        if isinstance(error, RuntimeError):  # a torchvision that does not fit this torch
+            advice = f"install the torchvision that was built for torch {torch.__version__}"
+        raise InputError(f"timm cannot be imported ({reason}); {advice}") from error
     return timm
 
 

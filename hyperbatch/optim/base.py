@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hyperbatch.arena import Arena
 from hyperbatch.errors import InputError, check_kind
-from hyperbatch.optim.dtensor import agreed, is_dtensor, local, local_grad, spread_of
+from hyperbatch.optim.dtensor import agreed, local, local_grad, spread_of
 from hyperbatch.optim.loading import load
 from hyperbatch.optim.rule import Entry, Rule, norms_of_layers
 from hyperbatch.optim.tensors import (
@@ -31,7 +31,7 @@ from hyperbatch.optim.tensors import (
     why_not_fused,
     write_setting,
 )
-from hyperbatch.params import HALF_DTYPES
+from hyperbatch.params import HALF_DTYPES, is_dtensor
 
 if TYPE_CHECKING:
     from hyperbatch.optim.fused import FusedStep

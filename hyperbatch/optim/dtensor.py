@@ -6,7 +6,6 @@ dimensions that shard it, and the check for inf or nan over all mesh dimensions.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -14,17 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hyperbatch.params import is_dtensor
+
 
 class Spread(NamedTuple):
     """The process groups over which the values of a sharded layer are summed."""
 
     shards: tuple[Any, ...]  # one per dimension of the mesh that shards the layer
     ranks: tuple[Any, ...]  # one per dimension of the mesh
-
-
-def is_dtensor(tensor: Tensor | None) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # not imported yet: nobody has made one
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Any) -> Tensor:

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from hyperbatch.errors import InputError, shown
 from hyperbatch.optim.base import LayerwiseOptimizer
-from hyperbatch.optim.dtensor import is_dtensor
 from hyperbatch.optim.rule import Entry, Rule, Update, full_grads
 from hyperbatch.optim.tensors import Scalar, norms_of, scaled, unless
+from hyperbatch.params import is_dtensor
 from hyperbatch.vocabulary import MUON_ADJUSTMENTS, MUON_COEFFICIENTS
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hyperbatch.errors import shown
 from hyperbatch.kernels import has_triton, interpreted
-from hyperbatch.optim.dtensor import is_dtensor
+from hyperbatch.params import is_dtensor
 
 Scalar = float | Tensor  # a Tensor stays on the device: capturable rates, loss scales
 

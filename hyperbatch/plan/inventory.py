@@ -60,7 +60,8 @@ def layers(model: str, *, classes: int = 1000, image_size: int = 224, in_channel
     if model in _ASKED_FOR:
         return _traced(model, classes, image_size, in_channels)[0]
     if model not in _MODELS:
-        raise InputError(f"no tensor table of model {model!r}{nearest(model, list(_MODELS))}")
+        what = "no tensor table of" if is_foreign(model) else "unknown"
+        raise InputError(f"{what} model {model!r}{nearest(model, list(_MODELS))}")
     return tuple(_MODELS[model](classes, image_size, in_channels))
 
 

@@ -64,6 +64,8 @@ def parse_config(tables: Mapping[str, Any]) -> ConfigFile:
             part = {name: _value(name, inner, known, section=key) for name, inner in value.items()}
         elif key == "recipe":
             continue
+        elif isinstance(value, dict) and key not in known:
+            raise InputError(f"unknown section [{key}]{nearest(key, list(sections))}")
         else:
             part = {key: _value(key, value, known)}
         if twice := sorted(part.keys() & values.keys()):

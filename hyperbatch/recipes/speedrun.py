@@ -70,6 +70,7 @@ _SHARED = {
         "the bias of the whitening layer is not trained: its gradient would cost a tenth of a step",
         "matrices are scaled to their norm before every update (hiverge: every few)",
     ),
+    cluster="h200x8",
     record="2026-11-16_cifar10_200_seeds",
 )
 def cifar10() -> Config:
@@ -108,6 +109,7 @@ def cifar10() -> Config:
         "the bias of the whitening layer is not trained",
         "six views of the least certain quarter of the test images (airbench96: of all)",
     ),
+    cluster="h200x8",
     record="2026-11-16_cifar10_96_50_seeds",
     published=False,
 )

@@ -21,8 +21,9 @@ def summary(record: RunRecord) -> str:
     if record.warnings:
         more = f" (and {len(record.warnings) - 1} more in the report)" if len(record.warnings) > 1 else ""
         rows.append(("warning", record.warnings[0] + more))
-    if record.folder:
-        rows.append(("report", str(Path(record.folder) / "report.html")))
+    page = Path(record.folder) / "report.html"
+    if record.folder and (not record.error or page.exists()):  # a run that failed has none until somebody asks for it
+        rows.append(("report", str(page)))
     return "\n".join([verdict(record), *(f"  {label:<9} {text}" for label, text in rows)])
 
 

@@ -135,6 +135,19 @@ def test_one_process_is_told_to_start_more(monkeypatch: pytest.MonkeyPatch) -> N
         doctor(collectives=True, nproc=2)
 
 
+def test_an_installed_package_that_cannot_be_imported_is_not_ok(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torchvision-9.9.dist-info").mkdir()
+    (tmp_path / "torchvision-9.9.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 9.9\n")
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    check = next(check for check in doctor().checks if check.name == "torchvision")
+    assert not check.ok
+    assert check.detail.startswith("9.9 cannot be imported (operator torchvision::nms does not exist); install a build")
+
+
 def test_ranks_of_this_host_are_started() -> None:
     values = doctor(collectives=True, nproc=2)
     assert values.ok

@@ -16,6 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from hyperbatch.arena import Arena
+from hyperbatch.errors import InputError
 from hyperbatch.optim import LAMB, LARS, Muon, param_groups
 
 STEPS = 4
@@ -204,9 +206,11 @@ def refuse(rank: int) -> None:
             kind(model.parameters(), lr=0.1, foreach=False)
     with pytest.raises(ValueError, match="Muon needs whole matrices and takes no DTensor parameters"):
         Muon(model.parameters(), lr=0.1)
+    with pytest.raises(InputError, match="an arena takes no DTensor parameters"):
+        Arena(model, [name for name, _ in model.named_parameters()])
 
 
-def test_muon_and_the_fused_and_reference_paths_refuse() -> None:
+def test_muon_the_arena_and_the_fused_and_reference_paths_refuse() -> None:
     run_ranks(2, refuse)
 
 

@@ -118,6 +118,15 @@ def test_what_nobody_listens_to_costs_nothing(tmp_path):
         Hooks([3])
     with pytest.raises(InputError, match="callbacks: Callback has none"):
         Hooks([hyperbatch.Callback()])
+    with pytest.raises(InputError, match=r"callbacks is .*; give a list of callbacks"):
+        hyperbatch.train(hyperbatch.get_recipe("digits"), callbacks=Ends())
+
+
+def test_the_name_of_a_recipe_is_no_config():
+    with hyperbatch.Session() as session:
+        for run in (hyperbatch.train, session.run):
+            with pytest.raises(InputError, match="config is 'digits'; give a Config, as get_recipe"):
+                run("digits")
 
 
 def test_events_travel_between_processes_in_order(tmp_path):

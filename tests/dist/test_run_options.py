@@ -143,17 +143,17 @@ def test_input_that_is_refused_leaves_nothing_behind(tmp_path, monkeypatch, npro
     out = tmp_path / "new" / "run"
     if there:
         out.mkdir(parents=True)
-    refused = get_recipe("digits", model="resnet_8", nproc=nproc, device="cpu")
-    with pytest.raises(InputError, match="unknown model 'resnet_8'"):
+    refused = get_recipe("digits", model="nowhere:network", nproc=nproc, device="cpu")
+    with pytest.raises(InputError, match="No module named 'nowhere'"):
         hyperbatch.train(refused.override(out=str(out)))
     assert out.exists() == there
     assert not there or not list(out.iterdir())
     if nproc == 1:
-        with pytest.raises(InputError, match="unknown model 'resnet_8'"):
+        with pytest.raises(InputError, match="No module named 'nowhere'"):
             hyperbatch.train(refused)
         assert not (tmp_path / "runs").exists()
         (out / "mine").mkdir(parents=True)
-        with pytest.raises(InputError, match="unknown model 'resnet_8'"):
+        with pytest.raises(InputError, match="No module named 'nowhere'"):
             hyperbatch.train(refused.override(out=str(out)))
         assert (out / "mine").exists(), "what was there stays"
 

@@ -67,6 +67,13 @@ def test_a_run_in_a_session_equals_a_run_alone_bit_for_bit(tmp_path, precision, 
             assert ours[0].skipped_steps == theirs[0].skipped_steps
 
 
+def test_a_folder_may_be_a_text(tmp_path):
+    with Session() as session:
+        record = session.run(config(**NORMED), str(tmp_path / "run"))
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+    assert record.folder == str(tmp_path / "run")
+
+
 @pytest.mark.parametrize(
     "values",
     [{"optimizer": "lamb", "lr": 0.02}, {"momentum_rule": "rescaled"}, {"sharded_update": True}, {"accumulate": 3}],

@@ -154,6 +154,7 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["train", "--data", "somewhere"], "--data somewhere: the digits data set needs no folder"),
         (["train", "--init-from", "nowhere.pt"], "--init-from nowhere.pt: no such file"),
         (["train", "--init-from", "nowhere.pt", "--dry-run"], "--init-from nowhere.pt: no such file"),
+        (["train", "--model", "resnet9"], "unknown model 'resnet9'; did you mean 'resnet8'?"),
         (["train", "--model", "alexnet_bn"], "image size too small: features.3.maxpool"),
         (["train", "nomodule:recipe"], "nomodule"),
         (["train", ":recipe"], "recipe ':recipe': give package.module:callable"),
@@ -179,6 +180,8 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["data", "info", "nowhere"], "nowhere does not exist\n"),
         (["data", "pack", "nowhere", "packed"], "nowhere does not exist\n"),
         (["data", "verify", "nowhere"], "nowhere does not exist\n"),
+        (["simulate", "--gpus", ""], "--gpus '' is not a list of positive numbers"),
+        (["profile", "--batches", ""], "--batches '' is not a list of positive numbers"),
         (["simulate", "--gpus", "many"], "--gpus 'many' is not a list of positive numbers"),
         (["simulate", "--gpus", "8", "--cluster", "abcy"], "did you mean 'abci'?"),
     ],
@@ -333,6 +336,13 @@ def test_no_word_at_all_gets_the_help():
 def test_simulate_takes_the_recipe_s_own_number_of_gpus(capsys):
     assert main(["simulate", "fujitsu_resnet50", "--json"]) == 0
     assert [point["gpus"] for point in json.loads(capsys.readouterr().out)["points"]] == [2048]
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar10_96"])
+def test_a_claim_made_on_an_h200_is_simulated_on_one(capsys, name):
+    assert main(["simulate", name, "--json"]) == 0
+    simulation = json.loads(capsys.readouterr().out)
+    assert (simulation["device"][:4], [point["gpus"] for point in simulation["points"]]) == ("H200", [1])
 
 
 def test_the_dry_run_s_tables_are_as_wide_as_their_columns(capsys):

@@ -98,6 +98,7 @@ def test_layers_are_checked_together():
     [
         ("epoch = 5", "unknown config field 'epoch'; did you mean 'epochs'?"),
         ("[optim]\nepochs = 5", "epochs is in [optim], but belongs in [schedule]"),
+        ("[optimm]\nlr = 1", "unknown section [optimm]; did you mean 'optim'?"),
         ("epochs = 5\n[schedule]\nepochs = 6", "epochs is set twice"),
         ('epochs = "ten"', "--epochs: 'ten' is not a number"),
         ("epochs = true", "--epochs: True is not a number"),

@@ -602,7 +602,11 @@ def test_the_closing_summary(tmp_path):
     assert "one (and 1 more in the report)" in summary(record)
     assert lines[-1].endswith("report.html")
     assert "missed its target of 99 % top-1" in summary(make_run(tmp_path, reached=False))
-    assert "failed: boom" in summary(make_run(tmp_path, error="boom"))
+    failed = make_run(tmp_path, error="boom")
+    assert "failed: boom" in summary(failed)
+    assert "report.html" not in summary(failed)  # no such file yet
+    write_report([tmp_path])
+    assert summary(failed).endswith("report.html")
     assert "no target" in summary(make_run(tmp_path, result=Result()))
 
 

@@ -262,6 +262,9 @@ def test_a_mistake_that_only_the_data_shows_is_told_before_anything_is_run(tmp_p
     said = capsys.readouterr().err
     assert "plan, global batch 65: global batch 65 cannot be divided by 2 ranks" in said
     assert not (tmp_path / "out").exists()
+    path.write_text('recipe = "digits"\n[fixed]\nmodel = "resnet9"\n')
+    assert cli.main(["sweep", str(path), "--out", str(tmp_path / "out")]) == 2
+    assert "unknown model 'resnet9'; did you mean 'resnet8'?" in capsys.readouterr().err
 
 
 def test_the_example_of_the_documentation_is_a_plan():

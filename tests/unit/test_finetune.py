@@ -289,6 +289,14 @@ def test_what_timm_cannot_give_is_one_line(monkeypatch):
         pretrained_weights("resnet18", in_channels=3)
 
 
+def test_a_timm_with_a_torchvision_for_another_torch_is_not_to_be_installed_again(monkeypatch, tmp_path):
+    (tmp_path / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    with pytest.raises(InputError, match=r"nms does not exist\); install the torchvision that was built for torch \d"):
+        create_model("timm/resnet18", classes=10)
+
+
 def test_the_dry_run_says_what_happens_to_the_head_and_what_is_trained(tmp_path, capsys):
     names = [str(digit) for digit in range(10)]
     model = create_model("resnet8", classes=10, in_channels=1)
