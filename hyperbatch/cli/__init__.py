@@ -68,7 +68,8 @@ def command() -> NoReturn:
 def _fail(message: object, code: int) -> int:
     if is_first_rank():  # what one rank finds wrong is told on all of them, see engine.ranks.together
         try:
-            print(f"hyperbatch: {message}", file=sys.stderr)
+            line = str(message).replace("\n", "\\n")  # the name of a file may hold one
+            print(f"hyperbatch: {line}", file=sys.stderr)
         except BrokenPipeError:  # nobody reads it, and the code still counts
             discard_output()
     elif code == 2:

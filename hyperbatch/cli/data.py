@@ -37,7 +37,7 @@ def add(verb: AddVerb) -> None:
     help = "Store decoded pixels, which take more space but need no decoding."
     pack.add_argument("--decoded", action="store_true", help=help)
     verify = action("verify", "Check every sample, label and checksum of a packed data set.")
-    verify.add_argument("folder", metavar="DIR", help="Folder of the packed data set.")
+    verify.add_argument("folder", metavar="DIR", help="Folder or address of the packed data set.")
     verify.add_argument("--decode", action="store_true", help="Decode every image as well.")
     help = "Folder, archive, table or address of the data set."
     action("info", "Describe a data set.").add_argument("folder", metavar="DIR", help=help)
@@ -48,14 +48,13 @@ def add(verb: AddVerb) -> None:
 def _data(args: argparse.Namespace) -> int:
     from hyperbatch.data.pack import info, pack
     from hyperbatch.data.remote.store import is_address
+    from hyperbatch.data.source import is_there
     from hyperbatch.data.texts import format_info, format_pack, format_verify
     from hyperbatch.data.verify import verify
 
     given = args.source if args.action == "pack" else args.folder
     folder, remote = Path(given), is_address(given)
-    if remote and args.action == "verify":
-        raise InputError(f"{given}: data verify reads only local folders; copy the data set to this host first")
-    if not remote and (not folder.exists() or (args.action == "verify" and not folder.is_dir())):
+    if not remote and (not is_there(folder) or (args.action == "verify" and not folder.is_dir())):
         raise InputError(f"{folder} is not a folder" if folder.exists() else f"{folder} does not exist")
     if args.action == "info":
         described = info(args.folder)
@@ -92,7 +91,7 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
     console = Console(stderr=True)
     if not console.is_terminal:  # a log: a line now and then
-        yield _ProgressLines(what, time.monotonic())
+        yield _ProgressLines(what)
         return
     rate = TextColumn("{task.fields[rate]:,.0f} images/s")
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), rate, TimeRemainingColumn())
@@ -102,15 +101,17 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class _ProgressLines:
-    """A line on stderr every ten seconds. What was done before the first call is not counted into the rate."""
+    """A line on stderr every ten seconds. Neither what was done before the first call nor its time counts for the
+    rate."""
 
-    def __init__(self, what: str, now_s: float) -> None:
-        self._what, self._start_s, self._said_s = what, now_s, now_s
+    def __init__(self, what: str) -> None:
+        self._what, self._start_s, self._said_s = what, 0.0, 0.0
         self._before: int | None = None
 
     def __call__(self, done: int, total: int) -> None:
         now_s = time.monotonic()
-        self._before = done if self._before is None else self._before
+        if self._before is None:
+            self._before, self._start_s, self._said_s = done, now_s, now_s
         if now_s < self._said_s + 10 or done == self._before:
             return
         self._said_s, rate = now_s, (done - self._before) / (now_s - self._start_s)

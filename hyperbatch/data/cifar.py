@@ -25,6 +25,7 @@ import numpy as np
 
 from hyperbatch.data import kept
 from hyperbatch.data.source import ArraySource, DataCounts
+from hyperbatch.data.tars import check_end
 from hyperbatch.errors import InputError
 
 _PIXEL_BYTES = 3 * 32 * 32
@@ -253,6 +254,7 @@ def _unpacked(parts: list[Any]) -> list[Any]:
                 name = member.name.rpartition("/")[2]
                 if member.isreg() and (file := tar.extractfile(member)) and name in {part.member for part in parts}:
                     found[name] = file.read()
+            check_end(tar)  # the checksum of the gz comes last
     except (tarfile.TarError, OSError, EOFError, ValueError, zlib.error) as error:
         raise InputError(f"{path} cannot be read: {error}; fetch the file again") from error
     for part in parts:

@@ -33,6 +33,7 @@ from hyperbatch.data.shards import (
     BLOCK_BYTES,
     FORMAT,
     MANIFEST,
+    PLAN,
     SPLITS,
     Manifest,
     Shard,
@@ -47,7 +48,6 @@ from hyperbatch.data.source import ArraySource, EncodedSource, PixelFiles, data_
 from hyperbatch.data.stream import permute
 from hyperbatch.errors import InputError
 
-_PLAN = "pack.json"  # what a pack holds, or was packing when it was interrupted
 _SKIPPED = "skipped.txt"
 
 
@@ -247,7 +247,7 @@ def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append
     """Makes the folder this pack's own, or finds that it already is."""
     try:
         dst.mkdir(parents=True, exist_ok=True)
-        plan = dst / _PLAN
+        plan = dst / PLAN
         held: dict[str, Any] = {"splits": {}}
         if plan.exists():
             held = json.loads(plan.read_text())

@@ -30,6 +30,7 @@ from hyperbatch.data.source import BadSample, EncodedSource, Location, max_open_
 from hyperbatch.errors import InputError
 
 MANIFEST = "manifest.json"
+PLAN = "pack.json"  # what a pack holds, or was packing when it was interrupted
 FORMAT = "hyperbatch-shards"
 SCHEMA = 2
 SPLITS = ("train", "val")
@@ -224,15 +225,19 @@ def _pread(descriptor: int, length: int, offset: int) -> bytearray:
 def read_manifest(folder: Path) -> Manifest:
     """The checked content of manifest.json; InputError when the folder holds no complete packed set."""
     path = folder / MANIFEST
-    if not path.exists():
-        raise InputError(
-            f"{folder} holds no complete packed set ({MANIFEST} is missing); `hyperbatch data pack SRC DST` packs a "
-            f"set or finishes one that was interrupted"
-        )
     try:
         return parse_manifest(_content(path), path)
+    except FileNotFoundError as error:
+        raise InputError(incomplete(folder)) from error
     except OSError as error:
         raise InputError(f"{path} is not a manifest of packed shards: {error}; pack the set again") from error
+
+
+def incomplete(where: object) -> str:
+    return (
+        f"{where} holds no complete packed set ({MANIFEST} is missing); `hyperbatch data pack SRC DST` packs a set or "
+        "finishes one that was interrupted"
+    )
 
 
 def parse_manifest(content: bytes, where: object) -> Manifest:

@@ -329,6 +329,17 @@ def _address(config: DataConfig) -> Address:
     return Address(str(config.data), int(config.data_cache_gb * 1e9))
 
 
+def is_there(path: Path) -> bool:
+    """InputError where that cannot be told."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}; check the path and its permissions") from error
+    return True
+
+
 def data_path(config: DataConfig) -> Path:
     """The --data folder or file; InputError when it is not given, missing, or an empty folder. What is at
     an address is fetched."""
@@ -339,12 +350,13 @@ def data_path(config: DataConfig) -> Path:
 
         return fetched(_address(config))
     folder = Path(config.data).expanduser()  # a plan, a config file and `--data=~/x` reach us as they are written
-    if not folder.exists():
+    if not is_there(folder):
         raise InputError(f"data folder {folder} does not exist; check --data")
     if not folder.is_dir():
         return folder
     try:
         empty = not any(folder.iterdir())
+        os.stat(f"{folder}/.")  # a folder may be listed by those who may not read its files
     except OSError as error:
         raise InputError(f"data folder {folder} cannot be listed: {error.strerror}; check its permissions") from error
     if empty:

@@ -1,11 +1,16 @@
-"""`hyperbatch data verify`: reads every sample of a packed set and holds tar, index, labels and manifest together."""
+"""`hyperbatch data verify`: reads every sample of a packed set and holds tar, index, labels and manifest together.
+
+Of a set at an address, each shard is fetched, checked and deleted again.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
 import tarfile
+import tempfile
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -13,14 +18,20 @@ from pathlib import Path
 
 import numpy as np
 
+from hyperbatch.data import kept
 from hyperbatch.data.recompress import header_size
+from hyperbatch.data.remote.source import RemoteShards, open_packed
+from hyperbatch.data.remote.store import Address, is_address
 from hyperbatch.data.shard_writer import Progress
-from hyperbatch.data.shards import BLOCK_BYTES, Shard, read_index, read_manifest, read_names
+from hyperbatch.data.shards import BLOCK_BYTES, MANIFEST, Manifest, Shard, read_index, read_manifest, read_names
 from hyperbatch.data.source import BadSample
 from hyperbatch.data.tars import check_end
 from hyperbatch.errors import InputError
 
 _MAX_PROBLEMS = 100  # lines that are kept; all are counted
+_FETCHED_AT_ONCE = 2  # shards of a set at an address
+
+Checked = tuple[list[str], np.ndarray]  # a line for each thing that is wrong with a shard, and its index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,19 +46,19 @@ class VerifyReport:
 
 
 def verify(folder: str | Path, *, decode: bool = False, progress: Progress | None = None) -> VerifyReport:
-    """Reads every sample: tar structure, index, labels, checksums, image header.
+    """Reads every sample, in a folder or at an address: tar structure, index, labels, checksums, image header.
 
     decode: decodes every image, too, which finds damage that was there before the set was packed.
     """
-    folder = Path(folder)
-    manifest = read_manifest(folder)
+    manifest, check, threads = _opened(folder)
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
     total = sum(shard.samples for shard in shards)
     problems: list[str] = []
     samples = size_bytes = 0
-    with ThreadPoolExecutor() as pool:
-        check = partial(_verify_shard, folder, classes=len(manifest.classes), decode=decode)
-        for found, index in pool.map(check, shards):
+    if progress:
+        progress(0, total)
+    with ThreadPoolExecutor(threads) as pool:
+        for found, index in pool.map(partial(check, classes=len(manifest.classes), decode=decode), shards):
             problems += found
             samples += len(index)
             size_bytes += int(index["length"].sum())
@@ -69,8 +80,31 @@ def verify(folder: str | Path, *, decode: bool = False, progress: Progress | Non
     )
 
 
-def _verify_shard(folder: Path, shard: Shard, *, classes: int, decode: bool) -> tuple[list[str], np.ndarray]:
-    """(a line for each thing that is wrong, the index)."""
+def _opened(place: str | Path) -> tuple[Manifest, Callable[..., Checked], int | None]:
+    """(manifest, how a shard is checked, by how many threads)"""
+    if not is_address(place):
+        return read_manifest(Path(place)), partial(_verify_shard, Path(place)), None
+    packed = open_packed(Address(str(place), 0))
+    if packed is None:
+        raise InputError(f"{place} holds no packed set ({MANIFEST} is missing); check the address")
+    return packed.manifest, partial(_verify_fetched, packed, str(place).rstrip("/")), _FETCHED_AT_ONCE
+
+
+def _verify_fetched(packed: RemoteShards, url: str, shard: Shard, *, classes: int, decode: bool) -> Checked:
+    cache = kept.cache_folder()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="verify-", dir=cache) as folder:
+            packed.fetch_shard(shard, Path(folder))
+            problems, index = _verify_shard(Path(folder), shard, classes=classes, decode=decode)
+            return [line.replace(folder, url) for line in problems], index
+    except OSError as error:
+        raise InputError(
+            f"{cache} cannot be written: {error.strerror}; set XDG_CACHE_HOME to another folder"
+        ) from error
+
+
+def _verify_shard(folder: Path, shard: Shard, *, classes: int, decode: bool) -> Checked:
     path = folder / shard.name
     try:
         index = read_index(path, shard.samples, shard.index_crc32)
@@ -90,6 +124,7 @@ def _compare(path: Path, content: mmap.mmap, index: np.ndarray, classes: int, de
     rows = {int(offset): row for row, offset in enumerate(index["offset"])}
     images: dict[str, int] = {}  # key -> row
     labels: dict[str, bytes] = {}  # key -> what its .cls says
+    last_key = ""
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
@@ -104,6 +139,8 @@ def _compare(path: Path, content: mmap.mmap, index: np.ndarray, classes: int, de
                     problems.append(f"{path}: what fills the block after {member.name!r} is not zero")
                 if extension == "cls":
                     labels[key] = data
+                    if key != last_key:
+                        problems.append(f"{path}: member {member.name!r} does not follow its image")
                 elif row is None:
                     problems.append(f"{path}: member {member.name!r} is not in the index")
                 else:
@@ -111,6 +148,7 @@ def _compare(path: Path, content: mmap.mmap, index: np.ndarray, classes: int, de
                     fault = _image_fault(data, index[row], classes, decode)
                     if fault:
                         problems.append(f"{path}[{row}] {member.name}: {fault}")
+                last_key = key
             check_end(tar)
     except (OSError, ValueError, OverflowError, tarfile.TarError) as error:
         problems.append(f"{path}: {error}")

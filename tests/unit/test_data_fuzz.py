@@ -3,6 +3,7 @@
 import gzip
 import io
 import tarfile
+import zipfile
 
 import numpy as np
 import pytest
@@ -133,6 +134,30 @@ def test_a_damaged_tar(src, tmp_path, suffix):
             assert [len(sample[2]) for sample in now] == [len(sample[2]) for sample in right]
             assert sum(ours != theirs for ours, theirs in zip(now, right, strict=True)) <= 2
     assert refused > MUTATIONS // 3
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_damaged_zip(src, tmp_path, method):
+    path = tmp_path / "set.zip"
+    with zipfile.ZipFile(path, "w", method) as file:
+        for image in sorted(src.rglob("*.jpg")):
+            file.write(image, image.relative_to(src))
+    right, whole = [samples(source) for source in opened(path)], path.read_bytes()
+    directory = whole.index(b"PK\1\2")
+    rng = np.random.default_rng(3)
+    for turn in range(MUTATIONS):
+        # Every other one in the directory, which has the names and no checksum.
+        kept = directory if turn % 2 else 0
+        path.write_bytes(whole[:kept] + mutated(whole[kept:], rng))
+        try:
+            now = [samples(source) for source in opened(path)]
+        except InputError as error:
+            one_line(error, path)
+            continue
+        for before, after in zip(right, now, strict=True):
+            for (*where, data), (*where_now, data_now) in zip(before, after, strict=True):
+                assert where_now == where
+                assert data_now in (data, None)
 
 
 def test_a_gz_whose_content_is_no_tar(tmp_path):

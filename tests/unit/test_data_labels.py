@@ -4,6 +4,7 @@ again."""
 import errno
 import json
 import os
+import tarfile
 import zlib
 from pathlib import Path
 
@@ -85,6 +86,18 @@ def test_a_shard_without_a_label_is_found(packed):
     data = shard.read_bytes()
     shard.write_bytes(data.replace(b".cls", b".clt", 1))
     assert not verify(packed).ok
+
+
+def test_a_label_that_does_not_stand_beside_its_image_is_found(packed):
+    shard = packed / "train-000000.tar"
+    with tarfile.open(shard) as tar:
+        labels = [member for member in tar if member.name.endswith(".cls")]
+        first, second = [member for member in labels if tar.extractfile(member).read() == b"0"][:2]
+    data = bytearray(shard.read_bytes())
+    headers = [slice(member.offset, member.offset_data) for member in (first, second)]
+    data[headers[0]], data[headers[1]] = data[headers[1]], data[headers[0]]
+    shard.write_bytes(data)
+    assert any("does not follow its image" in line for line in verify(packed).problems)
 
 
 @pytest.mark.parametrize("change", ["classes", "samples", "shards", "crc32"])
@@ -278,6 +291,12 @@ def test_splits_may_get_new_classes_one_after_the_other(src, packed):
     assert verify(packed).ok
 
 
+def test_an_interrupted_pack_is_not_taken_for_shards_of_others(packed):
+    (packed / "manifest.json").unlink()
+    with pytest.raises(InputError, match=r"holds no complete packed set \(manifest.json is missing\)"):
+        opened(packed)
+
+
 def test_an_interrupted_append_is_finished_by_the_next_and_loses_nothing_before(src, packed, monkeypatch):
     before = [contents(source) for source in opened(packed)]
     add_class(src, "bee")
@@ -357,8 +376,8 @@ def test_the_checksum_of_the_index_is_that_of_its_file(packed):
 def test_a_log_gets_a_line_every_ten_seconds(monkeypatch, capsys):
     now_s = 100.0
     monkeypatch.setattr("hyperbatch.cli.data.time.monotonic", lambda: now_s)
-    show = _ProgressLines("pack", now_s)
-    for done, at_s in ((400, 101.0), (500, 105.0), (1400, 110.0), (1500, 111.0), (2400, 120.0)):
+    show = _ProgressLines("pack")
+    for done, at_s in ((400, 200.0), (500, 205.0), (1400, 210.0), (1500, 211.0), (2400, 220.0)):
         now_s = at_s
         show(done, 10_400)
     assert capsys.readouterr().err.splitlines() == [

@@ -1,5 +1,6 @@
 """Each layout that people really have, built small and exactly: opened, described and packed alike."""
 
+import itertools
 import json
 import os
 import re
@@ -92,6 +93,39 @@ def test_a_flat_validation_set_without_labels(tmp_path):
     assert "val holds images but no class folders" in message(tmp_path)
 
 
+def test_a_path_that_no_file_can_have_and_names_with_line_breaks(tmp_path, capsys):
+    assert main(["data", "info", str(tmp_path / ("x" * 300))]) == 2
+    assert "cannot be read: File name too long" in capsys.readouterr().err
+    Files().images("train/a\nb/0.jpg", "val/c/0.jpg").folder(tmp_path / "set")
+    assert main(["data", "info", str(tmp_path / "set")]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "only in train: a\\nb" in told
+
+
+needs_permissions = pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+
+
+@needs_permissions
+def test_an_archive_at_the_root_of_a_disk(tmp_path):
+    folder_set()[0].zip(tmp_path / "set.zip")
+    (tmp_path / "lost+found").mkdir(mode=0)
+    assert check_data(images(tmp_path)).train_samples == 4
+
+
+@needs_permissions
+@pytest.mark.parametrize("mode", [0, 0o444])
+def test_folders_that_may_not_be_entered(tmp_path, capsys, mode):
+    folder_set()[0].folder(tmp_path / "set")
+    (tmp_path / "set").chmod(mode)
+    try:
+        for arguments in (["info", "set"], ["verify", "set"], ["info", "set/train"], ["pack", "set", "packed"]):
+            assert main(["data", arguments[0], *(str(tmp_path / name) for name in arguments[1:])]) == 2
+            assert "Permission denied" in capsys.readouterr().err
+    finally:
+        (tmp_path / "set").chmod(0o755)
+
+
 def test_a_set_one_folder_further_down(tmp_path):
     files, train, val = folder_set(prefix="imagenette2/")
     files["imagenette2/noisy_imagenette.csv"] = b"path,noisy_labels_0\n"
@@ -132,7 +166,28 @@ def test_a_damaged_member_of_a_zip_is_a_bad_sample(tmp_path):
     assert "set.zip cannot be read as a zip" in message(path)
     renamed = bytes(content)[::-1].replace(b"train/a/1.jpg"[::-1], b"train/b/9.jpg"[::-1], 1)[::-1]  # in the directory
     path.write_bytes(renamed)
-    assert "the header of train/b/9.jpg is damaged" in message(path)
+    assert "the header of 'train/b/9.jpg' is damaged" in message(path)
+
+
+@pytest.mark.parametrize(
+    "damage", ["another zip before it", "a name that is no image's", "an entry that hides the next"]
+)
+def test_a_zip_that_does_not_list_all_its_members_is_refused(tmp_path, damage):
+    files, _, _ = folder_set()
+    path = files.zip(tmp_path / "set.zip")
+    content = bytearray(path.read_bytes())
+    if damage == "another zip before it":
+        content = Files().images("train/a/2.jpg").zip(tmp_path / "other.zip").read_bytes() + content
+    elif damage == "a name that is no image's":
+        place = content.rindex(b"train/a/1.jpg")
+        content[place + 10 : place + 13] = b"xxx"
+    else:
+        entry = content.index(b"PK\1\2")
+        length = content.index(b"PK\1\2", entry + 4) - entry
+        content[entry + 32 : entry + 34] = length.to_bytes(2, "little")  # of a comment, which is the next entry
+    path.write_bytes(content)
+    told = "the header of 'train/a/1.xxx' is damaged" if "name" in damage else "has members that it does not list"
+    assert told in message(path)
 
 
 @pytest.mark.parametrize("name", ["imagenette2.tgz", "imagenette2.tar"])
@@ -163,6 +218,13 @@ def test_what_was_kept_of_an_archive_is_made_anew_when_it_changes_or_is_damaged(
     assert read() == [data for data, _ in train]
     index.write_bytes(b"")
     assert read() == [data for data, _ in train]
+    whole = index.read_bytes()
+    entries = [match.start() for match in re.finditer(b"PK\1\2", whole)]
+    for entry, place in itertools.product(entries, (8, 32)):  # an array is called encrypted, or hides the next
+        content = bytearray(whole)
+        content[place + entry] ^= 1 if place == 8 else (entries[1] - entries[0])
+        index.write_bytes(content)
+        assert read() == [data for data, _ in train]
     other = Files(files, **{"train/a/0.jpg": jpeg(99)}).tar(path)
     os.utime(other, ns=(1, 1))
     assert read()[0] == jpeg(99)
@@ -263,6 +325,7 @@ def test_labels_that_are_numbers_are_in_the_order_of_numbers(tmp_path):
         ("", "names no images"),
         ("path,label\n0.jpg,b\n", "a label 'a' that the training set does not have"),
         ("path,label\n\xff,b\n", "not a text in UTF-8"),
+        ("path,label\n0.jpg,a\nPath,Label\n0.jpg,a\n", "line 3 repeats the names of the columns"),
     ],
 )
 def test_wrong_tables_are_told(tmp_path, table, told):
@@ -368,6 +431,34 @@ def test_parquet_with_an_image_column(tmp_path, cache, form):
     file = next((tmp_path / "set").rglob("test-*.parquet"))
     file.write_bytes(file.read_bytes()[:-20])
     assert f"{file.name} cannot be read as parquet" in message(tmp_path / "set")
+
+
+def test_parquet_files_that_name_their_classes_otherwise(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for split, names in (("train-0", ["ant", "cat"]), ("train-1", ["cat", "ant"]), ("test-0", ["ant", "cat"])):
+        features = {"label": {"names": names, "_type": "ClassLabel"}}
+        table = pyarrow.table({"image": [jpeg(1), jpeg(2)], "label": [0, 1]})
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+        parquet.write_table(table, tmp_path / f"{split}.parquet")
+    assert "train-1.parquet names other classes than" in message(tmp_path)
+
+
+def test_damage_to_parquet_and_to_what_was_unpacked(tmp_path, cache):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"image": [jpeg(1), jpeg(2)], "label": ["a", "b"]})
+    for split in ("train", "test"):
+        parquet.write_table(table, tmp_path / f"{split}.parquet", compression="none", write_page_checksum=True)
+    open_data(images(tmp_path))
+    for path in cache.glob("parquet-*.images"):
+        content = bytearray(path.read_bytes())
+        entry = content.rindex(b"PK\1\2", 0, content.rindex(b"PK\1\2"))
+        content[entry + 32] ^= content.rindex(b"PK\1\2") - entry  # the last array is taken for a comment
+        path.write_bytes(content)
+    assert ".images is damaged" in message(tmp_path)
+    content = bytearray((tmp_path / "train.parquet").read_bytes())
+    content[content.index(jpeg(1)) + 200] ^= 1
+    (tmp_path / "train.parquet").write_bytes(content)
+    assert "train.parquet cannot be read as parquet" in message(tmp_path)
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):

@@ -210,7 +210,7 @@ def shards_of(root, sample, suffix="tar"):
     return root
 
 
-@pytest.mark.parametrize("label", [None, [1], {"a": 1}, 0.5, float("nan"), " "])
+@pytest.mark.parametrize("label", [None, [1], {"a": 1}, 0.5, float("nan"), " ", "\0"])
 def test_what_is_no_label_becomes_no_class(tmp_path, label):
     shards_of(tmp_path, lambda key, c: {f"{key}.jpg": jpeg(c), f"{key}.json": json.dumps({"label": label}).encode()})
     assert "sample '0000' has no .cls, and no label in its .json" in message(tmp_path)

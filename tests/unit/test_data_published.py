@@ -301,6 +301,8 @@ def test_a_cifar_archive_that_is_cut_or_hostile(tmp_path):
     for dataset in ("cifar10", "images"):
         with pytest.raises(InputError, match=r"cifar-10-python\.tar\.gz cannot be read"):
             open_data(DataConfig(dataset=dataset, data=str(path)))
+    path.write_bytes(content[:-8] + bytes([content[-8] ^ 1]) + content[-7:])  # the checksum
+    assert "cifar-10-python.tar.gz cannot be read" in message(path)
     Files({name: data for name, data in files.items() if "batch_3" not in name}).tar(path)
     assert "has no data_batch_3 inside" in message(path)
 

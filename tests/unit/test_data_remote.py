@@ -333,7 +333,8 @@ def test_a_file_that_changes_while_it_is_fetched_is_refused(server, tree):
 
 
 @pytest.mark.parametrize("form", ["tar", "tar.gz", "zip"])
-def test_an_archive_is_fetched_and_read(form, server, tree, tmp_path, capsys):
+def test_an_archive_is_fetched_and_read(form, server, tree, tmp_path, monkeypatch):
+    monkeypatch.setattr(mirror.kept, "WORTH_KEEPING_BYTES", 0)  # an index lies beside it
     kind = {"tar": "tar", "tar.gz": "gztar", "zip": "zip"}[form]
     shutil.make_archive(str(tree.parent / "images"), kind, tree.parent, "tree")
     server.drop = lambda path, start, stop: 30_000
@@ -514,9 +515,23 @@ def test_a_cache_folder_that_cannot_be_written(server, tmp_path, monkeypatch):
         opened(f"{server.url}/packed")
 
 
-def test_only_local_sets_are_verified(server, capsys):
-    assert main(["data", "verify", f"{server.url}/packed"]) == 2
-    assert "copy the data set to this host first" in capsys.readouterr().err
+def test_a_set_at_an_address_is_verified(server, packed, tmp_path, capsys):
+    server.drop = lambda path, start, stop: 30_000
+    assert main(["data", "verify", f"{server.url}/packed", "--decode"]) == 0
+    assert capsys.readouterr().out.startswith("ok: 92 samples")
+    shutil.copytree(packed, packed.parent / "damaged")
+    shard = packed.parent / "damaged" / "val-000000.tar"
+    content = bytearray(shard.read_bytes())
+    content[600] ^= 1
+    shard.write_bytes(content)
+    assert main(["data", "verify", f"{server.url}/damaged/"]) == 1
+    assert f"{server.url}/damaged/val-000000.tar[0]" in capsys.readouterr().out
+    shard.unlink()
+    assert main(["data", "verify", f"{server.url}/damaged"]) == 2
+    assert f"{server.url}/damaged/val-000000.tar cannot be read" in capsys.readouterr().err
+    assert main(["data", "verify", server.url]) == 2
+    assert "holds no packed set" in capsys.readouterr().err
+    assert not [path for path in tmp_path.rglob("*.tar") if not path.is_relative_to(packed.parent)], "nothing is kept"
 
 
 def test_a_manifest_that_is_damaged_or_old_is_refused(server, packed):

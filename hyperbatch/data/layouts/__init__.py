@@ -24,7 +24,7 @@ from hyperbatch.data.layouts.tables import only_table, table_file, tables
 from hyperbatch.data.layouts.trees import image_folder, tiny_imagenet
 from hyperbatch.data.layouts.webdataset import webdataset
 from hyperbatch.data.remote.store import Address
-from hyperbatch.data.shards import MANIFEST, ShardSource, read_manifest
+from hyperbatch.data.shards import MANIFEST, PLAN, ShardSource, read_manifest
 from hyperbatch.data.source import ArraySource, EncodedSource, check_same_classes
 from hyperbatch.errors import InputError
 
@@ -90,7 +90,8 @@ def _at_address(address: Address) -> Found:
 
 
 def _packed(folder: Path) -> Found | None:
-    if not (folder / MANIFEST).exists():
+    # An interrupted pack has no manifest yet; without this its shards would be read as a smaller set of others'.
+    if not (folder / MANIFEST).exists() and not (folder / PLAN).exists():
         return None
     manifest = read_manifest(folder)
     return Found(
@@ -209,7 +210,7 @@ def _is_class_folder(tree: FolderTree) -> bool:
 def _further_down(folder: Path) -> Found | None:
     """The only set that the folder holds, one folder further down or in an archive."""
     tree, splits = FolderTree(folder), (TRAIN, *VAL_NAMES, TEST)
-    names = [name for name in tree.folders() if name not in splits]
+    names = [name for name in tree.folders() if name not in (*splits, "lost+found")]
     # More of them are class folders, which would be listed for nothing.
     names = [name for name in names if not _is_class_folder(tree.within(name))] if len(names) <= _MAX_INNER else []
     # What was made of an image folder, such as packed shards, may lie beside it.

@@ -6,6 +6,7 @@ Nothing is ever extracted, so a member's path is only a name; symbolic links, de
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import io
 import lzma
@@ -14,7 +15,7 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple, cast
 
@@ -29,6 +30,8 @@ from hyperbatch.errors import InputError
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz")
 SUFFIXES = (*TAR_SUFFIXES, ".zip")
 _CHUNK_BYTES = 1 << 20
+_HEADER_MAGIC, _HEADER_BYTES = b"PK\3\4", 30  # of a zip's member, without its name
+_TRAILER_BYTES = 24  # what may follow a member
 _UTF8 = 0x800  # among the flags of a zip's member: its name is in UTF-8
 _WINDOWS = 0  # where a zip was made
 
@@ -153,11 +156,16 @@ class ArchiveTree:
     """An archive's folders and files, asked as a FolderTree is."""
 
     def __init__(
-        self, content: Content, rows: np.ndarray, top: _Folder, inside: str = "", stored: list[bytes] | None = None
+        self,
+        content: Content,
+        rows: np.ndarray,
+        top: _Folder,
+        inside: str = "",
+        locate: Callable[[], None] | None = None,
     ) -> None:
         self._content = content
         self._rows = rows
-        self._stored = stored  # of a zip: the name of each row as it stands there
+        self._locate = locate  # of a zip: corrects the offsets of all rows when it is first called
         self._top = top
         self._inside = inside
 
@@ -169,7 +177,7 @@ class ArchiveTree:
         for name in folder.split("/"):
             top = top.folders[name]
         inside = f"{self._inside}/{folder}" if self._inside else folder
-        return ArchiveTree(self._content, self._rows, top, inside, self._stored)
+        return ArchiveTree(self._content, self._rows, top, inside, self._locate)
 
     def folders(self) -> list[str]:
         return sorted(filter(_is_shown, self._top.folders))
@@ -208,18 +216,18 @@ class ArchiveTree:
             for folder in folders:
                 top = top.folders[folder]
             numbers.append(top.files[name])
-        rows = self._rows[numbers].copy()
-        if self._stored is not None:
-            _skip_local_headers(self._content, [self._stored[number] for number in numbers], rows)
-        return rows
+        if self._locate is not None:
+            self._locate()
+        return self._rows[numbers]
 
 
 def open_archive(path: Path) -> ArchiveTree:
     """InputError when it cannot be read as what its name says it is."""
-    stored = None
+    locate = None
     if path.name.endswith(".zip"):
         content = Content(path, path)
         names, stored, rows = _zip_members(path)
+        locate = functools.cache(lambda: _skip_local_headers(content, stored, rows))
     else:
         content = tar_content(path)
         index = kept.indexed(path, "files", lambda: _arrays_of(tar_members(whole(content), str(path))))
@@ -233,7 +241,7 @@ def open_archive(path: Path) -> ArchiveTree:
         for part in parts[:-1]:
             folder = folder.folders.setdefault(part, _Folder({}, {}))
         folder.files[parts[-1]] = row
-    return ArchiveTree(content, rows, top, stored=stored)
+    return ArchiveTree(content, rows, top, locate=locate)
 
 
 # --- tars
@@ -329,9 +337,9 @@ def _zip_members(path: Path) -> tuple[list[str], list[bytes], np.ndarray]:
     rows = np.zeros(len(members), dtype=MEMBER)
     for number, member in enumerate(members):
         if member.flag_bits & 1:
-            raise InputError(f"{path}: {member.filename} is encrypted; write the zip without a password")
+            raise InputError(f"{path}: {member.filename!r} is encrypted; write the zip without a password")
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise InputError(f"{path}: {member.filename} is compressed with an unsupported method; use deflate")
+            raise InputError(f"{path}: {member.filename!r} is compressed with an unsupported method; use deflate")
         deflated = member.compress_type == zipfile.ZIP_DEFLATED
         rows[number] = (0, member.header_offset, member.compress_size, member.file_size, member.CRC, deflated)
     stored = [member.orig_filename.encode("utf-8" if member.flag_bits & _UTF8 else "cp437") for member in members]
@@ -349,12 +357,21 @@ def _zip_name(member: zipfile.ZipInfo, stored: bytes) -> str:
 
 def _skip_local_headers(content: Content, names: list[bytes], rows: np.ndarray) -> None:
     """Only a member's own header says where its bytes begin. It repeats the name, in which the class is, so a damaged
-    name is found."""
+    name is found; also one that no longer is that of an image."""
     content.open()
-    for number, (name, offset) in enumerate(zip(names, rows["offset"].tolist(), strict=True)):
-        header = content.read(offset, 30 + len(name))
-        name_bytes, extra_bytes = struct.unpack("<26xHH", header[:30].ljust(30, b"\0"))
-        if header[:4] != b"PK\3\4" or name_bytes != len(name) or header[30:] != name:
-            told = name.decode(errors="replace")
+    starts = rows["offset"].tolist()
+    for number, (name, offset) in enumerate(zip(names, starts, strict=True)):
+        header = content.read(offset, _HEADER_BYTES + len(name)) if offset >= 0 else b""
+        name_bytes, extra_bytes = struct.unpack("<26xHH", header[:_HEADER_BYTES].ljust(_HEADER_BYTES, b"\0"))
+        if header[:4] != _HEADER_MAGIC or name_bytes != len(name) or header[_HEADER_BYTES:] != name:
+            told = repr(name.decode(errors="replace"))
             raise InputError(f"{content.path} cannot be read as a zip: the header of {told} is damaged; fetch it again")
-        rows["offset"][number] = offset + 30 + name_bytes + extra_bytes
+        rows["offset"][number] = offset + _HEADER_BYTES + name_bytes + extra_bytes
+    ends = (rows["offset"] + rows["length"]).tolist()
+    # Members that the list at the end of the zip has lost. A program may stand before the first member.
+    for end, start in zip([0, *sorted(ends)], [*sorted(starts), content.length], strict=True):
+        if start - end >= _HEADER_BYTES and _HEADER_MAGIC in content.read(end, _TRAILER_BYTES + 4):
+            raise InputError(
+                f"{content.path} has members that it does not list, so it is damaged or several zips were "
+                "concatenated; fetch or write it again"
+            )

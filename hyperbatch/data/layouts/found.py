@@ -81,7 +81,7 @@ def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 def label_text(value: Any) -> str | None:
     """A label that stands in a file, as text: texts and whole numbers are labels. pandas turns whole numbers into
-    floats. None: it is no label."""
+    floats. None: it is no label, as are control characters, which a lost write leaves."""
     if isinstance(value, bytes):
         value = value.decode(errors="replace")
     if isinstance(value, float) and value.is_integer():
@@ -91,7 +91,7 @@ def label_text(value: Any) -> str | None:
         os.fsencode(text)
     except UnicodeEncodeError:  # half of a pair that stands for one character: it cannot be printed
         return None
-    return text or None
+    return None if re.search(r"[\x00-\x1f\x7f]", text) else text or None
 
 
 def classes_of(labels: Collection[str]) -> tuple[str, ...]:

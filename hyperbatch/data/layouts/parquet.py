@@ -37,7 +37,7 @@ def parquet(folder: Path) -> Found | None:
 
     def opened(split: str) -> MemberSource:
         content, index = _unpacked(files[split])
-        names = _class_names(files[split][0])
+        names = _class_names(files[split])
         texts = [text.decode() for text in index["labels"].tolist()]
         if names is not None:
             labels, classes = _by_number(texts, len(names), files[split][0]), names
@@ -81,7 +81,7 @@ def _unpacked(files: list[Path]) -> tuple[Content, kept.Arrays]:
     try:
         (start,) = struct.unpack("<Q", content.read(content.length - 8, 8))
         with np.load(io.BytesIO(content.read(start, content.length - 8 - start)), allow_pickle=False) as index:
-            return content, {key: index[key] for key in index.files}
+            return content, {key: index[key] for key in ("spans", "labels", "crc32", "formats")}
     except Exception as error:  # damaged by somebody else
         raise InputError(f"{path} is damaged: {error}; delete it, and the next run writes it again") from error
 
@@ -116,7 +116,8 @@ def _rows(path: Path) -> Iterator[tuple[Any, Any]]:
     """(bytes, label) of each row."""
     arrow = _pyarrow()
     try:
-        with arrow.ParquetFile(os.fspath(path)) as file:
+        # Few writers add checksums; those that are there are checked.
+        with arrow.ParquetFile(os.fspath(path), page_checksum_verification=True) as file:
             image, label = _column(path, file, _IMAGES, "image"), _column(path, file, _LABELS, "label")
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=[image, label]):
                 for data, number in zip(batch.column(image).to_pylist(), batch.column(label).to_pylist(), strict=True):
@@ -135,8 +136,17 @@ def _column(path: Path, file: Any, names: tuple[str, ...], what: str) -> str:
     return found
 
 
-def _class_names(path: Path) -> tuple[str, ...] | None:
-    """As the `datasets` library notes them in the file; None: it does not."""
+def _class_names(files: list[Path]) -> tuple[str, ...] | None:
+    """As the `datasets` library notes them in the files; None: it does not."""
+    first, *others = files
+    names = _noted_names(first)
+    for path in others:
+        if _noted_names(path) != names:
+            raise InputError(f"{path} names other classes than {first}, or in another order; write them alike")
+    return names
+
+
+def _noted_names(path: Path) -> tuple[str, ...] | None:
     with _pyarrow().ParquetFile(os.fspath(path)) as file:
         label = _column(path, file, _LABELS, "label")
         metadata = file.schema_arrow.metadata or {}

@@ -98,7 +98,7 @@ def _found(where: Path, rows_of: Any, has_train: bool, val: str | None, missing:
         labels = [row.label for row in (rows_of(TRAIN)[1] if has_train else rows)]
         classes = classes_of(labels)
         first = path.parent / rows[0].path
-        if not first.is_file():
+        if not os.path.isfile(first):
             raise InputError(f"{path} names {rows[0].path}, but {first} is no file; paths are relative to the table")
         listed = Listed(
             split, classes, numbered([row.label for row in rows], classes, path), [row.path for row in rows]
@@ -144,6 +144,8 @@ def _csv_rows(path: Path, text: str) -> list[_Row]:
     for number, line in enumerate(body, start=start):
         if len(line) != len(header):
             raise InputError(f"{path} line {number} has {len(line)} fields, not {len(header)}; correct it")
+        if start == 2 and [name.strip().lower() for name in line] == header:
+            raise InputError(f"{path} line {number} repeats the names of the columns; remove it")
         rows.append(_row(path, number, *(None if place is None else line[place] for place in columns)))
     return rows
 

@@ -26,7 +26,17 @@ from functools import partial
 from pathlib import Path
 
 from hyperbatch.data import kept
-from hyperbatch.data.remote.store import Refused, RemoteError, Stat, Store, file_url, not_readable, persist, read_range
+from hyperbatch.data.remote.store import (
+    Refused,
+    RemoteError,
+    Stat,
+    Store,
+    file_name,
+    file_url,
+    not_readable,
+    persist,
+    read_range,
+)
 from hyperbatch.errors import InputError
 
 _IN_USE = ".in-use"
@@ -194,7 +204,8 @@ _held: dict[Path, int] = {}  # the locks of this process: folder -> descriptor
 
 
 def fetch_all(store: Store, files: dict[str, Stat], limit_bytes: int) -> Path:
-    """The folder that holds these files; "" stands for the address itself. InputError when they cannot be fetched."""
+    """The folder that holds these files; "" stands for the address itself, whose file is called `file_name`. InputError
+    when they cannot be fetched."""
     version = repr(sorted(files.items()))
     mirror = Mirror(store, version, limit_bytes)
     total = sum(stat.size_bytes for stat in files.values())
@@ -203,11 +214,10 @@ def fetch_all(store: Store, files: dict[str, Stat], limit_bytes: int) -> Path:
             f"{store.url} has {total / 1e9:.1f} GB, which must be fetched before it can be read, and the cache may "
             f"hold {limit_bytes / 1e9:g} GB; raise --data-cache-gb, or pack the set: packed shards need no cache"
         )
-    own_name = store.url.partition("?")[0].rstrip("/").rpartition("/")[2]
     try:
         with ThreadPoolExecutor(4) as pool:
             fetch = partial(mirror.fetch, wait=True)
-            list(pool.map(lambda name: fetch(name, files[name], local_name=name or own_name), files))
+            list(pool.map(lambda name: fetch(name, files[name], local_name=name or file_name(store.url)), files))
     except RemoteError as error:
         raise not_readable(store.url, error) from error
     except NoRoom as error:

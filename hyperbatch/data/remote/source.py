@@ -21,13 +21,24 @@ from hyperbatch.data.remote.store import (
     Missing,
     RemoteError,
     Store,
+    file_name,
     file_url,
     not_readable,
     open_store,
     persist,
     read_range,
 )
-from hyperbatch.data.shards import MANIFEST, Manifest, ShardSource, index_path, names_path, parse_manifest
+from hyperbatch.data.shards import (
+    MANIFEST,
+    PLAN,
+    Manifest,
+    Shard,
+    ShardSource,
+    incomplete,
+    index_path,
+    names_path,
+    parse_manifest,
+)
 from hyperbatch.data.source import BadSample, DataError, Location, max_open_files
 from hyperbatch.errors import InputError
 
@@ -47,6 +58,21 @@ class RemoteShards:
             raise InputError(f"{address} was packed without checksums, which remote data needs; pack it again")
         self._address, self._store = address, store
         self._version = str(zlib.crc32(content))
+
+    def fetch_shard(self, shard: Shard, folder: Path) -> None:
+        """Writes a shard, its index and its names into the folder, as they are at the address. InputError when they
+        cannot be read or written."""
+        tar = folder / shard.name
+        for path in (index_path(tar), names_path(tar), tar):
+            try:
+                size = persist(lambda name=path.name: self._store.stat(name).size_bytes, patient=True)
+                with open(path, "wb") as file:
+                    for data in read_range(self._store, path.name, 0, size):
+                        file.write(data)
+            except RemoteError as error:
+                raise not_readable(file_url(self._address.url, path.name), error) from error
+            except OSError as error:
+                raise InputError(f"{path} cannot be written: {error.strerror}; free some space") from error
 
     def open(self, split: str) -> ShardSource:
         mirror = Mirror(self._store, self._version, self._address.cache_bytes)
@@ -89,8 +115,7 @@ def _fetched_file(address: Address) -> Path:
         stat = persist(lambda: store.stat(""), patient=False)
     except RemoteError as error:
         raise not_readable(address.url, error) from error
-    folder = fetch_all(store, {"": stat}, address.cache_bytes)
-    return next(path for path in folder.iterdir() if not path.name.startswith("."))
+    return fetch_all(store, {"": stat}, address.cache_bytes) / file_name(address.url)
 
 
 def _fetched_folder(address: Address) -> Path:
@@ -102,6 +127,8 @@ def _fetched_folder(address: Address) -> Path:
                 f"{address} has no {MANIFEST}, and a web server cannot be asked for a list of files; "
                 f"give the address of packed shards, or of one archive ({', '.join(SUFFIXES)})"
             )
+        if PLAN in names:
+            raise InputError(incomplete(address))
         safe = [name for name in names if not {"", ".", ".."} & set(name.split("/")) and "\\" not in name]
         wanted = [name for name in safe if name.endswith((*SUFFIXES, _PARQUET))]
         if not wanted:

@@ -81,6 +81,11 @@ def open_store(url: str) -> Store:
     return ObjectStore(url)
 
 
+def file_name(url: str) -> str:
+    """What the file at an address is called on disk."""
+    return url.partition("?")[0].rstrip("/").rpartition("/")[2]
+
+
 def file_url(url: str, name: str) -> str:
     return f"{url.rstrip('/')}/{name}" if name else url
 
