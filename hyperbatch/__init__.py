@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hyperbatch.comm import GridComm as GridComm
     from hyperbatch.comm import GridHookState as GridHookState
     from hyperbatch.comm import all_reduce as all_reduce
+    from hyperbatch.comm import broadcast_weights as broadcast_weights
     from hyperbatch.comm import check_collectives as check_collectives
     from hyperbatch.comm import ddp_bucket_bytes as ddp_bucket_bytes
     from hyperbatch.comm import ddp_kwargs as ddp_kwargs
@@ -90,6 +91,7 @@ _HOME = {
     "StepTiming": "plan.types",
     "all_reduce": "comm",
     "backward_order": "params",
+    "broadcast_weights": "comm",
     "check_collectives": "comm",
     "create_model": "models",
     "ddp_bucket_bytes": "comm",

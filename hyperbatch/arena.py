@@ -103,7 +103,7 @@ class Arena:
         device = slots[0].param.device if slots else torch.device("cpu")
         self._allocate(device)
         self._fill({slot.name: slot.param.detach() for slot in slots})
-        _cast_frozen(model, dtype)
+        self.frozen = _cast_frozen(model, dtype)  # as they were, on the host, by name
         self._bind()
         _cast_constants(model, dtype)
         self._hook(model)
@@ -418,17 +418,23 @@ def _dense_strides(param: Tensor) -> tuple[int, ...]:
     return torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride()
 
 
-def _cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts frozen parameters, which stay outside the arena, by the same policy. Buffers are cast for fp64 only."""
-    for module, name in owners(model).values():
+def _cast_frozen(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Casts frozen parameters, which stay outside the arena, by the same policy, and returns those that it rounds as
+    they were: checkpoints keep these. Buffers are cast for fp64 only."""
+    rounded: dict[str, Tensor] = {}
+    for full_name, (module, name) in owners(model).items():
         param = module.get_parameter(name)
         if not param.requires_grad and param.is_floating_point():
-            param.data = param.data.to(_working_dtype(module, kind_of(module, name, param), param, dtype))
+            cast = param.data.to(_working_dtype(module, kind_of(module, name, param), param, dtype))
+            if cast.element_size() < param.element_size():
+                rounded[full_name] = param.detach().cpu().clone()
+            param.data = cast
     if dtype == torch.float64:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     module._buffers[name] = buffer.to(dtype)
+    return rounded
 
 
 def _cast_constants(model: nn.Module, dtype: torch.dtype) -> None:

@@ -103,7 +103,7 @@ def snapshot(run: Run, memory: HostMemory | None) -> Checkpoint | None:
         ),
         clock=run.clock.state_dict(),
         data_wait_s=run.data_wait_s,
-        model=copies["model"],
+        model=copies["model"] | _frozen_in_full(learner.arena, copies["model"]),
         norm=norm,
         average=copies["average"],
         average_norm=average_norm,
@@ -250,6 +250,12 @@ def _weights(model: nn.Module, arena: Arena) -> dict[str, Tensor]:
     """Parameters by name; fp32 masters where the working weights have 16 bits."""
     masters = arena.named_masters()
     return {name: masters.get(name, param).detach() for name, param in model.named_parameters()}
+
+
+def _frozen_in_full(arena: Arena, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Frozen parameters of 16 bits as they were before they were rounded, unless something has been written to them
+    since, as whitening does."""
+    return {name: full for name, full in arena.frozen.items() if full.to(weights[name].dtype).equal(weights[name])}
 
 
 def named_state(optimizer: LayerwiseOptimizer, model: nn.Module) -> dict[str, Tensor]:

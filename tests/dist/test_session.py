@@ -141,7 +141,8 @@ def test_steps_are_captured_once_for_runs_that_differ_in_what_is_read_anew(monke
     assert len(opened) == 1
 
 
-def test_what_the_runner_said_is_in_every_record_and_notes_only_in_their_own():
+def test_what_the_runner_said_is_in_every_record_and_notes_only_in_their_own(monkeypatch):
+    monkeypatch.setattr("hyperbatch.engine.run.cpu_has_bf16", lambda: False)  # else there is no note
     backend = Played()
     backend.fail = RuntimeError("no capture today")
     with Session(runner=functools.partial(StepRunner, backend=backend, warm=True)) as session:

@@ -84,6 +84,7 @@ def test_public_names_are_these():
         "StepTiming",
         "all_reduce",
         "backward_order",
+        "broadcast_weights",
         "check_collectives",
         "create_model",
         "ddp_bucket_bytes",
