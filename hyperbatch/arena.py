@@ -103,7 +103,7 @@ class Arena:
         device = slots[0].param.device if slots else torch.device("cpu")
         self._allocate(device)
         self._fill({slot.name: slot.param.detach() for slot in slots})
-        self.frozen = _cast_frozen(model, dtype)  # as they were, on the host, by name
+        self.frozen_in_full = _cast_frozen(model, dtype)  # on the host, by name
         self._bind()
         _cast_constants(model, dtype)
         self._hook(model)
@@ -427,7 +427,7 @@ def _cast_frozen(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
         if not param.requires_grad and param.is_floating_point():
             cast = param.data.to(_working_dtype(module, kind_of(module, name, param), param, dtype))
             if cast.element_size() < param.element_size():
-                rounded[full_name] = param.detach().cpu().clone()
+                rounded[full_name] = param.detach().to("cpu", copy=True)
             param.data = cast
     if dtype == torch.float64:
         for module in model.modules():

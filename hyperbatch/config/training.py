@@ -317,8 +317,8 @@ class OptimConfig:
     label_smoothing: float = option(0.1, "Label smoothing, in [0, 1).", BELOW_ONE)
     precision: str = option(
         "fp32",
-        "Precision of forward and backward. auto is bf16 on devices with instructions for it, fp16 on other GPUs, and "
-        "fp32 on other CPUs.",
+        "Precision of forward and backward. auto is bf16 on GPUs and x86 CPUs with instructions for it, fp16 on other "
+        "GPUs, and fp32 on other CPUs.",
         PRECISIONS,
     )
     averaging: str = option(

@@ -333,7 +333,7 @@ def is_there(path: Path) -> bool:
     """InputError where that cannot be told."""
     try:
         os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name with a NUL
         return False
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}; check the path and its permissions") from error

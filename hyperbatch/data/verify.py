@@ -21,7 +21,7 @@ import numpy as np
 from hyperbatch.data import kept
 from hyperbatch.data.recompress import header_size
 from hyperbatch.data.remote.source import RemoteShards, open_packed
-from hyperbatch.data.remote.store import Address, is_address
+from hyperbatch.data.remote.store import Address, Missing, is_address
 from hyperbatch.data.shard_writer import Progress
 from hyperbatch.data.shards import BLOCK_BYTES, MANIFEST, Manifest, Shard, read_index, read_manifest, read_names
 from hyperbatch.data.source import BadSample
@@ -30,6 +30,8 @@ from hyperbatch.errors import InputError
 
 _MAX_PROBLEMS = 100  # lines that are kept; all are counted
 _FETCHED_AT_ONCE = 2  # shards of a set at an address
+
+_NO_SAMPLES = np.zeros(0, [("length", np.int64)])  # the index of a shard that cannot be read
 
 Checked = tuple[list[str], np.ndarray]  # a line for each thing that is wrong with a shard, and its index
 
@@ -98,6 +100,8 @@ def _verify_fetched(packed: RemoteShards, url: str, shard: Shard, *, classes: in
             packed.fetch_shard(shard, Path(folder))
             problems, index = _verify_shard(Path(folder), shard, classes=classes, decode=decode)
             return [line.replace(folder, url) for line in problems], index
+    except Missing as error:
+        return [str(error)], _NO_SAMPLES
     except OSError as error:
         raise InputError(
             f"{cache} cannot be written: {error.strerror}; set XDG_CACHE_HOME to another folder"
@@ -113,9 +117,9 @@ def _verify_shard(folder: Path, shard: Shard, *, classes: int, decode: bool) -> 
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return _compare(path, content, index, classes, decode), index
     except InputError as error:
-        return [str(error)], np.zeros(0, [("length", np.int64)])
+        return [str(error)], _NO_SAMPLES
     except (OSError, ValueError) as error:
-        return [f"{path}: {error}"], np.zeros(0, [("length", np.int64)])
+        return [f"{path}: {error}"], _NO_SAMPLES
 
 
 def _compare(path: Path, content: mmap.mmap, index: np.ndarray, classes: int, decode: bool) -> list[str]:

@@ -140,6 +140,8 @@ def build_learner(
         order, sample_bytes = saved.fixed.order, 0
     # Gradients stay where autograd put them until their group leaves: one multi-tensor copy per group.
     arena = Arena(model, order, dtype=dtype, copy_on_ready=False)
+    if ranks.rank > 0:
+        arena.frozen_in_full.clear()  # rank 0 writes the checkpoints
     fused = use_fused(config, model, dtype, device)
     if saved is None:
         # Ranks that start from different weights would never become equal.

@@ -185,6 +185,8 @@ def start_anew(learner: Learner, config: Config, ranks: Ranks, *, classes: Seque
                 buffer.copy_(buffers[name])
         for name, param in frozen(learner.model):
             param.copy_(weights[name])
+            if name in learner.arena.frozen_in_full:
+                learner.arena.frozen_in_full[name] = weights[name].detach()
     learner.arena.load_masters(weights)
 
 

@@ -255,7 +255,8 @@ def _weights(model: nn.Module, arena: Arena) -> dict[str, Tensor]:
 def _frozen_in_full(arena: Arena, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Frozen parameters of 16 bits as they were before they were rounded, unless something has been written to them
     since, as whitening does."""
-    return {name: full for name, full in arena.frozen.items() if full.to(weights[name].dtype).equal(weights[name])}
+    full = arena.frozen_in_full
+    return {name: full[name] for name in full if full[name].to(weights[name].dtype).equal(weights[name])}
 
 
 def named_state(optimizer: LayerwiseOptimizer, model: nn.Module) -> dict[str, Tensor]:

@@ -102,7 +102,8 @@ def _why_not(name: str, module: nn.Module, types: tuple[type[nn.Module], ...]) -
         return f"{name} is an approximation"
     if isinstance(module, nn.AvgPool2d) and not _averages_by_two(module):
         return f"{name} uses unsupported pooling"
-    if isinstance(module, nn.MaxPool2d) and (module.dilation != 1 or module.ceil_mode):
+    other_blur = isinstance(module, BlurMaxPool2d) and module.stride != 2
+    if isinstance(module, nn.MaxPool2d) and (module.dilation != 1 or module.ceil_mode or other_blur):
         return f"{name} uses unsupported pooling"
     if isinstance(module, BatchNorm2d):
         if module.momentum is None or not module.track_running_stats:

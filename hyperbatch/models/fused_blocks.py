@@ -259,7 +259,7 @@ class Residual(torch.autograd.Function):
             weights[i] = layers[i].weight_gradient(dz, inputs[i])
             d = layers[i].input_gradient(dz, inputs[i])
             if isinstance(layers[i].conv, BlurConv2d):
-                d = blur_gradient(d, *d.shape[2:])
+                d = blur(d)  # which is its own gradient
         shrink = block.shrink
         if ctx.before is not None:
             ctx.before.gradient = through_shortcut if shrink is None else shrink.handed(through_shortcut)
@@ -398,12 +398,13 @@ def means_gradient(dy: Tensor, x: Tensor) -> Tensor:
     return torch.ops.aten.avg_pool2d_backward(dy, x, [2, 2], [2, 2], [0, 0], True, False, None)
 
 
+def halved_blur_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    return blur_gradient(dy, *x.shape[2:], stride=2)
+
+
+# Named functions, so that a fused model can be pickled.
 BY_MEANS = Shrink(forward=average, handed=kernels.OfMeans, backward=means_gradient)
-BY_BLUR = Shrink(
-    forward=functools.partial(blur, stride=2),
-    handed=kernels.OfBlurred,
-    backward=lambda dy, x: blur_gradient(dy, *x.shape[2:], stride=2),
-)
+BY_BLUR = Shrink(forward=functools.partial(blur, stride=2), handed=kernels.OfBlurred, backward=halved_blur_gradient)
 
 
 def new_grad(param: Tensor) -> Tensor:

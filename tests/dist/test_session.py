@@ -98,11 +98,12 @@ class Drawn(nn.Module):
         self.head = nn.Linear(64 * in_channels, classes)
 
     def forward(self, images):
-        return self.head((images.flatten(1) @ self.mix) * self.frozen)
+        return self.head((images.flatten(1) @ self.mix.to(images)) * self.frozen)
 
 
-def test_buffers_and_frozen_parameters_are_drawn_anew(tmp_path):
-    values = {"model": "test_session:Drawn"}
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_buffers_and_frozen_parameters_are_drawn_anew(tmp_path, precision):
+    values = {"model": "test_session:Drawn", "precision": precision}
     with Session() as session:
         session.run(config(**values, seed=5))
         ours = within(session, tmp_path / "warm", **values)

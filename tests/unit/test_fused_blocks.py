@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
+import pickle
 import subprocess
 import sys
 from statistics import median
@@ -24,6 +25,7 @@ from torch.nn.utils import parametrizations, prune
 from hyperbatch.arena import Arena
 from hyperbatch.errors import InputError
 from hyperbatch.models import create_model
+from hyperbatch.models.blur import BlurMaxPool2d
 from hyperbatch.models.fused import fuse, is_large_enough, why_not_fused
 from hyperbatch.models.layers import adopt
 from hyperbatch.models.norm import BatchNorm2d, freeze, keeps_statistics
@@ -115,6 +117,16 @@ def test_blocks_and_pools_that_blur_are_fused(block):
     assert model.fused.stem
     alone = exact_step(shuffled(residual(block)), *data)
     assert error(want.logits, alone.logits) > 0.01, "the blur makes a difference"
+
+
+@inside
+def test_a_fused_model_that_blurs_can_be_pickled_and_blurs_by_a_stride_of_2_only():
+    model = fused(residual(blurpool=True))
+    again = pickle.loads(pickle.dumps(model))
+    assert again.fused.blocks[2].shrink.backward is model.fused.blocks[2].shrink.backward
+    model.maxpool = BlurMaxPool2d(3, stride=3, padding=1)
+    with pytest.raises(InputError, match="maxpool uses unsupported pooling"):
+        fuse(model)
 
 
 @inside

@@ -359,15 +359,15 @@ def _skip_local_headers(content: Content, names: list[bytes], rows: np.ndarray) 
     """Only a member's own header says where its bytes begin. It repeats the name, in which the class is, so a damaged
     name is found; also one that no longer is that of an image."""
     content.open()
-    starts = rows["offset"].tolist()
-    for number, (name, offset) in enumerate(zip(names, starts, strict=True)):
+    starts, places = rows["offset"].tolist(), []
+    for name, offset in zip(names, starts, strict=True):
         header = content.read(offset, _HEADER_BYTES + len(name)) if offset >= 0 else b""
         name_bytes, extra_bytes = struct.unpack("<26xHH", header[:_HEADER_BYTES].ljust(_HEADER_BYTES, b"\0"))
         if header[:4] != _HEADER_MAGIC or name_bytes != len(name) or header[_HEADER_BYTES:] != name:
             told = repr(name.decode(errors="replace"))
             raise InputError(f"{content.path} cannot be read as a zip: the header of {told} is damaged; fetch it again")
-        rows["offset"][number] = offset + _HEADER_BYTES + name_bytes + extra_bytes
-    ends = (rows["offset"] + rows["length"]).tolist()
+        places.append(offset + _HEADER_BYTES + name_bytes + extra_bytes)
+    ends = [place + length for place, length in zip(places, rows["length"].tolist(), strict=True)]
     # Members that the list at the end of the zip has lost. A program may stand before the first member.
     for end, start in zip([0, *sorted(ends)], [*sorted(starts), content.length], strict=True):
         if start - end >= _HEADER_BYTES and _HEADER_MAGIC in content.read(end, _TRAILER_BYTES + 4):
@@ -375,3 +375,4 @@ def _skip_local_headers(content: Content, names: list[bytes], rows: np.ndarray) 
                 f"{content.path} has members that it does not list, so it is damaged or several zips were "
                 "concatenated; fetch or write it again"
             )
+    rows["offset"] = places

@@ -37,7 +37,7 @@ def parquet(folder: Path) -> Found | None:
 
     def opened(split: str) -> MemberSource:
         content, index = _unpacked(files[split])
-        names = _class_names(files[split])
+        names = _class_names(files[split][0])
         texts = [text.decode() for text in index["labels"].tolist()]
         if names is not None:
             labels, classes = _by_number(texts, len(names), files[split][0]), names
@@ -101,6 +101,9 @@ def _unpack(files: list[Path], out: IO[bytes]) -> None:
             place += len(data)
     if not spans:
         raise InputError(f"{files[0]} holds no images; fetch it again")
+    names = _class_names(files[0])
+    if other := next((path for path in files if _class_names(path) != names), None):
+        raise InputError(f"{other} names other classes than {files[0]}, or in another order; write them alike")
     index = io.BytesIO()
     np.savez(
         index,
@@ -136,17 +139,8 @@ def _column(path: Path, file: Any, names: tuple[str, ...], what: str) -> str:
     return found
 
 
-def _class_names(files: list[Path]) -> tuple[str, ...] | None:
-    """As the `datasets` library notes them in the files; None: it does not."""
-    first, *others = files
-    names = _noted_names(first)
-    for path in others:
-        if _noted_names(path) != names:
-            raise InputError(f"{path} names other classes than {first}, or in another order; write them alike")
-    return names
-
-
-def _noted_names(path: Path) -> tuple[str, ...] | None:
+def _class_names(path: Path) -> tuple[str, ...] | None:
+    """As the `datasets` library notes them in the file; None: it does not."""
     with _pyarrow().ParquetFile(os.fspath(path)) as file:
         label = _column(path, file, _LABELS, "label")
         metadata = file.schema_arrow.metadata or {}

@@ -60,8 +60,8 @@ class RemoteShards:
         self._version = str(zlib.crc32(content))
 
     def fetch_shard(self, shard: Shard, folder: Path) -> None:
-        """Writes a shard, its index and its names into the folder, as they are at the address. InputError when they
-        cannot be read or written."""
+        """Writes a shard, its index and its names into the folder, as they are at the address. Missing when one is not
+        there, and InputError when they cannot be read or written."""
         tar = folder / shard.name
         for path in (index_path(tar), names_path(tar), tar):
             try:
@@ -70,7 +70,8 @@ class RemoteShards:
                     for data in read_range(self._store, path.name, 0, size):
                         file.write(data)
             except RemoteError as error:
-                raise not_readable(file_url(self._address.url, path.name), error) from error
+                told = not_readable(file_url(self._address.url, path.name), error)
+                raise (Missing(str(told)) if isinstance(error, Missing) else told) from error
             except OSError as error:
                 raise InputError(f"{path} cannot be written: {error.strerror}; free some space") from error
 
