@@ -41,6 +41,7 @@ _MAX_INTERVAL_S = 1.0  # between two reads of the store: an announced failure en
 _MOST = 0.7  # of `timeout_s`: a rank without progress for so long reports the collective it waits in
 _ANSWER_S = 2.0  # for a request to the store
 _SILENT_INTERVALS = 3  # without a heartbeat, after a failed exchange: the rank counts as lost
+_JUDGES = 8  # ranks that look for the culprit: each reads the heartbeats of all, and the store is a single thread
 
 T = TypeVar("T")
 Words = dict[str, Any]  # about a failure: "message", a line for the user; "rank" and "host" of the failed rank
@@ -120,6 +121,7 @@ class Heartbeat:
         self._answered, self._problem = time.monotonic(), ""  # when the store did, and what it said since
         self.given_up: Words | None = None  # that the store was
         self._doomed = ""  # the process of a rank that was given up
+        self._judges: bool | None = None  # whether this rank is one of those that look for the culprit
         self._lost, self._lock = False, threading.Lock()
         self._stays = False
         self._collective = collective
@@ -174,9 +176,11 @@ class Heartbeat:
         """Watches for three intervals (at most 3 s). Returns ranks without a heartbeat that have not ended normally.
 
         It is for a rank whose exchange has failed, long before `timeout_s`. The list is empty if the store does not
-        answer, and the wait ends early if the reason of the failure becomes known.
+        answer, and the wait ends early if the reason of the failure becomes known. Only the first ranks to ask look;
+        the others wait twice as long for what these tell, and get an empty list.
         """
-        before, until = self._asked(self._beats, {}), time.monotonic() + _SILENT_INTERVALS * self._interval_s
+        before = self._asked(self._beats, {})
+        until = time.monotonic() + _SILENT_INTERVALS * self._interval_s * (1 if self._judges else 2)
         while time.monotonic() < until and not self.heard():
             time.sleep(self._interval_s / 2)
         after = self._asked(self._beats, {})
@@ -185,7 +189,8 @@ class Heartbeat:
         ]
 
     def hang(self) -> Words | None:
-        """Tells all ranks which one has made no progress for `timeout_s`. Returns the words told first, or None."""
+        """Tells all ranks which one has made no progress for `timeout_s`. Returns the words told first, or None. Only
+        the first ranks to ask look for it."""
         places = self._asked(self._places, {})
         if any(place.must_go_on and seconds > self._timeout_s for place, seconds in places.values()):
             words = self.about(*who_hangs(places))
@@ -198,7 +203,8 @@ class Heartbeat:
         self._stays = True
 
     def places(self) -> list[str]:
-        """A line for each rank that has reported its place; empty if the store does not answer."""
+        """A line for each rank that has reported its place; empty if the store does not answer, or if enough other
+        ranks have asked before."""
         return told(self._asked(self._places, {}))
 
     @property
@@ -331,7 +337,12 @@ class Heartbeat:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _beats(self) -> dict[int, bytes]:
-        """The heartbeats of all ranks, in one request, since many may ask at once. Empty until all have started."""
+        """The heartbeats of all ranks, in one request. Empty until all have started, and if enough other ranks have
+        asked before."""
+        if self._judges is None:
+            self._judges = self._store.add("judges", 1) <= _JUDGES
+        if not self._judges:
+            return {}
         keys = [self._key(rank) for rank in range(self._world_size)]
         return dict(enumerate(self._store.multi_get(keys))) if self._store.check(keys) else {}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import signal
 import socket
 import threading
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 RESOLVE_S = 60.0  # for the name of rank 0's host
+FILES_PER_RANK = (
+    4  # that a process may open for each rank: rank 0 may host the store, and ranks have several connections
+)
+FILES = 4096  # that it may open besides
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,6 +174,9 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
     from hyperbatch.engine import stores  # with torch's rendezvous, which a rank alone has no use for
 
     os.environ.setdefault("NCCL_MAX_CTAS", "32")
+    if ranks.world_size >= MANY_RANKS:  # gloo then connects two ranks when they first have something to send
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    _allow_files(FILES_PER_RANK * ranks.world_size + FILES)
     _leave_processors_to_nccl(ranks)
     resolve(ranks.master_addr, min(timeout_s, RESOLVE_S))
     with signals_kill():  # the others may not come, and no handler runs while this rank waits for them
@@ -215,6 +223,14 @@ def signals_kill() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _allow_files(wanted: int) -> None:
+    """Raises the limit of open files as far as the administrator allows: often it is 1,024, and sockets count."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
 
 
 def _leave_processors_to_nccl(ranks: Ranks) -> None:

@@ -14,7 +14,6 @@ import ipaddress
 import socket
 import time
 import uuid
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -97,6 +96,9 @@ def meet(ranks: Ranks, timeout_s: float) -> dist.Store:
     The agent's store outlives the ranks that it restarts, and entries of earlier ranks would lead new ones to dead
     addresses. The number of restarts does not identify an attempt, because each host counts its own. Rank 0 therefore
     chooses a name, and sends it to each rank that asks; requests left by dead ranks are answered too, without effect.
+
+    The store is one thread, and thousands of ranks may meet in it: a rank sends four requests, and waits in the store
+    instead of asking again and again. Rank 0 reads and answers the questions of all ranks together.
     """
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(
@@ -106,30 +108,29 @@ def meet(ranks: Ranks, timeout_s: float) -> dist.Store:
     meeting, deadline = dist.PrefixStore("hyperbatch-meet", store), time.monotonic() + join_s
     own = uuid.uuid4().hex
 
-    def waits_until(happened: Callable[[], bool]) -> None:
-        while not happened():
-            if time.monotonic() > deadline:
-                raise _not_all(ranks, join_s)
-            time.sleep(0.01)
-
     if ranks.rank != 0:
         meeting.set(f"question-{ranks.rank}", own)
-        waits_until(lambda: meeting.check([own]))
+        try:
+            meeting.wait([own], timedelta(seconds=join_s))
+        except dist.DistStoreError:
+            raise _not_all(ranks, join_s) from None
         name = meeting.get(own).decode()
         meeting.add(name, 1)
         return dist.PrefixStore(name, store)
 
-    answered = dict.fromkeys(range(1, ranks.world_size), "")  # the question of each rank
+    keys = [f"question-{rank}" for rank in range(1, ranks.world_size)]
+    answered: set[bytes] = set()
 
     def all_have_come() -> bool:
-        for rank, before in answered.items():
-            key = f"question-{rank}"
-            if meeting.check([key]) and (question := meeting.get(key).decode()) != before:
-                meeting.set(question, own)
-                answered[rank] = question
-        return meeting.add(own, 0) == len(answered)
+        if meeting.check(keys) and (asked := set(meeting.multi_get(keys)) - answered):
+            meeting.multi_set([question.decode() for question in asked], [own] * len(asked))
+            answered.update(asked)
+        return meeting.add(own, 0) == len(keys)
 
-    waits_until(all_have_come)
+    while not all_have_come():
+        if time.monotonic() > deadline:
+            raise _not_all(ranks, join_s)
+        time.sleep(0.01)
     return dist.PrefixStore(own, store)
 
 

@@ -153,3 +153,13 @@ store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
 time.sleep(60)
 """
+
+
+def test_of_many_ranks_only_the_first_to_ask_read_all_heartbeats() -> None:
+    store = dist.HashStore()
+    hearts = [Heartbeat(store, rank, 12, timeout_s=1.0, interval_s=0.05) for rank in range(12)]
+    for heart in hearts:
+        heart._store.set(heart._key(heart._rank), "0")  # no rank sends another
+    found = [heart.silent() for heart in hearts]
+    assert found[0] == list(range(1, 12))
+    assert [bool(each) for each in found] == [True] * 8 + [False] * 4

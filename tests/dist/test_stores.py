@@ -75,3 +75,30 @@ def test_a_store_that_listens_at_one_address_works_as_others_do():
     other.set("key", "value")
     assert store.get("key") == b"value"
     assert store.clone().get("key") == b"value"
+
+
+def test_ranks_that_meet_do_not_ask_again_and_again(monkeypatch):
+    """Thousands may meet in one store: a rank sends four requests, and rank 0 none for a single rank."""
+    prefixed, sent = stores.dist.PrefixStore, {}
+
+    class Counted:
+        def __init__(self, name, store):
+            self._store, self._sent = prefixed(name, store), sent.setdefault(threading.current_thread().name, [])
+
+        def __getattr__(self, name):
+            self._sent.append(name)
+            return getattr(self._store, name)
+
+    monkeypatch.setattr(stores.dist, "PrefixStore", Counted)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def come(rank):
+        stores.meet(Ranks(rank=rank, world_size=6, master_port=server.port), 30.0)
+
+    threads = [threading.Thread(target=come, args=(rank,), name=str(rank)) for rank in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(sent[str(rank)] == ["set", "wait", "get", "add"] for rank in range(1, 6))
+    assert set(sent["0"]) == {"check", "multi_get", "multi_set", "add"}
