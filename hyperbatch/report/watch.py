@@ -52,7 +52,7 @@ class Follower:
 
 
 def watch(folder: Path, *, once: bool = False, console: Console | None = None) -> None:
-    """Follows a run until its record appears, its folder goes, or Ctrl-C; `once` prints the current state and returns."""
+    """Follows a run until its record appears or Ctrl-C; `once` prints the current state and returns."""
     folder = Path(folder)
     if once:
         check_run(folder, BEGUN)
