@@ -318,4 +318,5 @@ def _whole(path: Path) -> Iterator[Path]:
         why = getattr(error, "strerror", None) or error
         raise InputError(f"{path} cannot be written: {why}; choose another --output") from None
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a folder that can only be read: it has been told
+            partial.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ An index beside a shard therefore means that it is whole, and an interrupted pac
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -153,7 +154,8 @@ def _write_shard(plan: ShardPlan, prepared: Iterator[Sample], report: Callable[[
         np.save(buffer, np.array(rows, dtype=INDEX_DTYPE), allow_pickle=False)
         write_atomically(index_path(plan.path), buffer.getvalue())
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a file system that has become read-only
+            part.unlink(missing_ok=True)
         raise InputError(
             f"cannot write {plan.path}: {error.strerror}; fix this and run the same command again. "
             "Finished shards are kept"

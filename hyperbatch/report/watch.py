@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, RunFailed
 from hyperbatch.record import RunRecord, parse_metric_line
 from hyperbatch.report import units
 from hyperbatch.report.runs import check_folder, check_run
@@ -68,6 +68,8 @@ def watch(folder: Path, *, once: bool = False, console: Console | None = None) -
         with contextlib.suppress(KeyboardInterrupt), Live(view(folder, follower), console=console) as live:
             while not finished(folder):
                 time.sleep(REFRESH_S)
+                if not folder.is_dir():
+                    raise RunFailed(f"{folder} was deleted while it was watched")
                 follower.look()
                 live.update(view(folder, follower))
         if not console.is_terminal:

@@ -98,10 +98,12 @@ def sweep(
     plan = load_plan(plan_file, data=data)
     check_runs(plan)
     folder = out or default_folder(plan)
-    with written(folder):
-        folder.mkdir(parents=True, exist_ok=True)  # for the locks; the plan of a command that is refused is not written
     say(f"{plan.name}: {units.plural(plan.count, 'run')} of {plan.recipe}, rows and report in {folder}")
-    with held(folder, part), ended_by_sigterm():
+    with contextlib.ExitStack() as stack:
+        with written(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(held(folder, part))  # the plan of a command that is refused is not written
+        stack.enter_context(ended_by_sigterm())
         prepare_folder(folder, plan)
         trainer = Trainer(folder if keep_runs else None)
         missing = iter(MissingRuns(plan, folder, part=part, retry_failed=retry_failed))
@@ -118,11 +120,18 @@ def sweep(
                     time.sleep(WAIT_S)
                     continue
                 row = trainer.row_of(run)
-                append_row(folder, row)
+                say(f"{run_label(plan, run)}  {progress_line(row)}")  # first: the row may find no room on the disk
                 if trainer.environment is not None:
                     note_environment(folder, trainer.environment)
-                say(f"{run_label(plan, run)}  {progress_line(row)}")
+                append_row(folder, row)
                 trainer.check_device()
+        except BrokenPipeError:  # of stderr
+            raise
+        except OSError as error:  # of the folder: what a run raises is in its row
+            raise RunFailed(
+                f"the rows can no longer be written to {folder}: {error.strerror}; "
+                "once that is repaired, run the same command again to continue"
+            ) from None
         except KeyboardInterrupt:
             done = result_of(plan, folder)
             raise RunFailed(
@@ -132,7 +141,9 @@ def sweep(
         finally:
             missing.close()
             trainer.close()
-            write_page(folder / REPORT, plan, result_of(plan, folder).points)
+            page = write_if_possible(folder / REPORT, plan)
+        if page is not None:  # the rows are worth more, and whatever else has happened
+            say(f"warning: {folder / REPORT} could not be written: {page}; the same command writes it later")
     return result_of(plan, folder)
 
 
@@ -228,6 +239,15 @@ def written(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(f"--out {folder} cannot be written: {error.strerror}; choose another folder") from None
+
+
+def write_if_possible(path: Path, plan: Plan) -> str | None:
+    """The report, or why there is none."""
+    try:
+        write_page(path, plan, result_of(plan, path.parent).points)
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def result_of(plan: Plan, folder: Path) -> SweepResult:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -78,15 +79,22 @@ class Row:
 
 
 def append_row(folder: Path, row: Row) -> None:
-    """In one piece, whoever else appends at the same time; a line that a killed process left torn is closed first."""
-    line = strict_json(row.to_dict()) + "\n"
-    with open(folder / ROWS, "a+b") as file, _locked(file.fileno()):
-        if file.seek(0, os.SEEK_END):
+    """In one piece or not at all, whoever else appends at the same time; a line that a killed process left torn is
+    closed first."""
+    line = strict_json(row.to_dict()).encode() + b"\n"
+    with open(folder / ROWS, "a+b", buffering=0) as file, _locked(file.fileno()):
+        end = file.seek(0, os.SEEK_END)
+        if end:
             file.seek(-1, os.SEEK_END)
-            line = line if file.read(1) == b"\n" else "\n" + line
-        file.write(line.encode())
-        file.flush()
-        os.fsync(file.fileno())
+            line = line if file.read(1) == b"\n" else b"\n" + line
+        try:
+            if file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(end)
+            raise
 
 
 def read_rows(folder: Path) -> list[Row]:
@@ -140,8 +148,13 @@ def note_environment(folder: Path, environment: Values) -> None:
 def replace_file(path: Path, text: str) -> None:
     """In one move, so that a reader never sees half of it; several processes may do it at once."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager

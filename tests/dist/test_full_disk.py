@@ -22,6 +22,8 @@ from hyperbatch.engine.scratch import scratch_folder
 from hyperbatch.errors import InputError, Preempted, RunFailed
 from hyperbatch.launch import train
 from hyperbatch.record import Span, TraceFile, read_metrics
+from hyperbatch.sweep.command import sweep
+from hyperbatch.sweep.rows import read_rows
 
 FULL = "No space left on device"
 
@@ -190,3 +192,34 @@ def test_temporary_files_are_kept_in_memory_where_no_disk_has_room(disk, monkeyp
     with pytest.raises(RunFailed, match=f"temporary files cannot be written: {FULL}; set TMPDIR"), scratch_folder():
         pass
     assert [path.name for path in disk.iterdir()] == ["filler"]
+
+
+def test_a_sweep_on_a_full_disk_keeps_its_rows_and_goes_on_later(disk, tmp_path):
+    """A row for which there is no room is no row. One in the last page of the file is, and the report waits."""
+    plan, folder, told = tmp_path / "plan.toml", disk / "sweep", []
+    text = 'recipe = "digits"\n[fixed]\ndevice = "cpu"\nepochs = 0.25\nwarmup_epochs = 0\n'
+
+    def say(line):
+        told.append(line)
+        if line.startswith(("2/2", "3/8")):
+            fill(disk)
+
+    plan.write_text("seeds = 2\n" + text)
+    assert sweep(plan, folder, say=say).done == 2
+    lost = f"{folder / 'report.html'} could not be written: {FULL}"
+    assert told[-1] == f"warning: {lost}; the same command writes it later"
+    empty(disk)
+
+    plan.write_text("seeds = 8\n" + text)
+    told.clear()
+    line = f"the rows can no longer be written to {folder}: {FULL}; once that is repaired, run the same command again"
+    with pytest.raises(RunFailed, match=line):
+        sweep(plan, folder, say=say)
+    kept = read_rows(folder)
+    assert told[-1].startswith(f"{len(kept) + 1}/8")  # the one that found no room
+    assert (folder / "rows.jsonl").read_bytes().count(b"\n") == len(kept)
+    assert not list(folder.glob("*.partial"))
+    empty(disk)
+    assert sweep(plan, folder).done == 8
+    assert [row.seed for row in read_rows(folder)] == [*range(8)]
+    assert (folder / "report.html").exists()

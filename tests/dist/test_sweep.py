@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -317,3 +320,29 @@ def test_its_folder_must_be_writable(plan, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert cli.main(["sweep", str(plan), "--out", str(Path(tmp_path / "file" / "out"))]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_gone_ends_the_sweep_in_one_line(plan, tmp_path):
+    folder, told = tmp_path / "out", []
+
+    def say(line):
+        told.append(line)
+        if line.startswith("1/"):
+            shutil.rmtree(folder)
+
+    line = f"the rows can no longer be written to {folder}: No such file or directory; once that is repaired, run the "
+    with pytest.raises(RunFailed, match=f"^{line}same command again to continue$"):
+        command.sweep(plan, folder, say=say)
+    assert [text.split()[0] for text in told] == ["plan:", "1/6"]  # nothing is trained for a folder that is gone
+    assert not folder.exists()
+
+
+def test_a_folder_that_can_only_be_read_is_refused(plan, tmp_path, monkeypatch, capsys):
+    """Its first file is a lock. Root may write everywhere, so the refusal is made up."""
+
+    def refused(folder, part):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(command, "held", contextlib.contextmanager(refused))
+    assert cli.main(["sweep", str(plan), "--out", str(tmp_path)]) == 2
+    assert f"hyperbatch: --out {tmp_path} cannot be written: Permission denied; choose" in capsys.readouterr().err

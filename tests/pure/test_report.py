@@ -20,7 +20,7 @@ from hyperbatch import cli
 from hyperbatch.cli.parser import parse
 from hyperbatch.cli.train import config_of
 from hyperbatch.config import BatchPhase, Config
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, RunFailed
 from hyperbatch.plan.clusters import cluster_of_device
 from hyperbatch.plan.types import GradGroup, GroupPlan, GroupTiming, StepTiming
 from hyperbatch.recipes import find_recipe
@@ -673,6 +673,13 @@ def test_watching_a_finished_run_prints_it_and_returns(tmp_path, capsys):
     assert "reached 99 % top-1" in out
     with pytest.raises(InputError):
         watch(tmp_path / "none")
+
+
+def test_watching_ends_with_the_folder(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr("time.sleep", lambda seconds: (tmp_path / "run").rmdir())  # again and again if it goes on
+    with pytest.raises(RunFailed, match=f"^{tmp_path / 'run'} was deleted while it was watched$"):
+        watch(tmp_path / "run")
 
 
 def test_watching_once_a_run_that_has_not_begun(tmp_path, capsys):

@@ -5,6 +5,7 @@ import io
 import json
 import mmap
 import os
+import shutil
 import tarfile
 
 import numpy as np
@@ -120,6 +121,19 @@ def test_an_interrupted_pack_is_finished_by_the_next(tree, tmp_path, monkeypatch
     left = files(tmp_path / "dst")
     assert {name: data for name, data in left.items() if not name.endswith(".part")} == files(tmp_path / "whole")
     assert verify(tmp_path / "dst").ok
+
+
+def test_a_folder_that_can_no_longer_be_written_is_one_line(tree, tmp_path, monkeypatch):
+    """Not even what was begun there can be removed: here, because a file has taken the folder's place."""
+
+    def read_only(out, name, data):
+        shutil.rmtree(tmp_path / "dst")
+        (tmp_path / "dst").touch()
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(shard_writer, "_write_member", read_only)
+    with pytest.raises(InputError, match=r"cannot write .*train-000000.tar: Read-only file system; fix this and run"):
+        pack(tree, tmp_path / "dst", workers=1)
 
 
 def test_a_folder_of_something_else_is_not_touched(tree, tmp_path):

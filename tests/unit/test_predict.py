@@ -275,6 +275,9 @@ def test_an_export_that_cannot_be_written_leaves_what_was_there(flowers, tmp_pat
     assert main(["export", str(root / "run"), "--output", str(path)]) == 2
     assert "cannot be written: No space left on device; choose another --output" in capsys.readouterr().err
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("model.safetensors", b"before")]
+    assert main(["export", str(root / "run"), "--output", str(path / "below")]) == 2
+    told = f"hyperbatch: {path / 'below'} cannot be written: Not a directory; choose another --output\n"
+    assert capsys.readouterr().err == told
 
 
 def test_a_checkpoint_of_an_older_version_says_what_it_lacks(digits, tmp_path):
