@@ -39,6 +39,7 @@ from hyperbatch.data.shards import (
     Shard,
     ShardSource,
     Split,
+    holds_plan,
     index_path,
     names_path,
     read_index,
@@ -248,7 +249,7 @@ def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append
         dst.mkdir(parents=True, exist_ok=True)
         plan = dst / PLAN
         held: dict[str, Any] = {"splits": {}}
-        if plan.exists():
+        if holds_plan(dst):
             held = json.loads(plan.read_text())
             if "splits" not in held:
                 raise InputError(f"{dst} holds a pack by an older version; give an empty folder")

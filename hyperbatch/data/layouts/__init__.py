@@ -24,7 +24,7 @@ from hyperbatch.data.layouts.tables import only_table, table_file, tables
 from hyperbatch.data.layouts.trees import image_folder, tiny_imagenet
 from hyperbatch.data.layouts.webdataset import webdataset
 from hyperbatch.data.remote.store import Address
-from hyperbatch.data.shards import MANIFEST, PLAN, ShardSource, read_manifest
+from hyperbatch.data.shards import MANIFEST, ShardSource, holds_plan, read_manifest
 from hyperbatch.data.source import ArraySource, EncodedSource, check_same_classes
 from hyperbatch.errors import InputError
 
@@ -89,7 +89,7 @@ def _at_address(address: Address) -> Found:
 
 def _packed(folder: Path) -> Found | None:
     # An interrupted pack has no manifest yet; without this its shards would be read as a smaller set of others'.
-    if not (folder / MANIFEST).exists() and not (folder / PLAN).exists():
+    if not (folder / MANIFEST).exists() and not holds_plan(folder):
         return None
     manifest = read_manifest(folder)
     return Found(
