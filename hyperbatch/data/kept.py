@@ -61,8 +61,9 @@ def indexed(path: Path, what: str, make: Callable[[], Arrays]) -> Arrays:
 def _load_arrays(path: Path, state: str) -> Arrays | None:
     """None: not there, not whole (every array of a zip has a checksum), or of another file."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            found = {name: file[name] for name in file.files}
+        # Opened here, because numpy leaves a file open that it cannot read.
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+            found = {name: arrays[name] for name in arrays.files}
     # RuntimeError: a flipped bit says that an array is encrypted.
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, RuntimeError):
         return None

@@ -19,7 +19,7 @@ import numpy as np
 
 from hyperbatch.config import DataConfig
 from hyperbatch.data.folders import FolderSource, is_image
-from hyperbatch.data.layouts import PACKED, open_images, open_one, recognise
+from hyperbatch.data.layouts import PACKED, open_both, open_one, recognise
 from hyperbatch.data.recompress import Recompress
 from hyperbatch.data.shard_writer import (
     Progress,
@@ -39,6 +39,7 @@ from hyperbatch.data.shards import (
     Shard,
     ShardSource,
     Split,
+    holds_plan,
     index_path,
     names_path,
     read_index,
@@ -211,18 +212,17 @@ def _split_info(source: EncodedSource) -> SplitInfo:
 
 def open_splits(folder: str | Path, split: str | None = None) -> tuple[str, dict[str, EncodedSource]]:
     """(layout, split -> source): every split that is there, or the one that is asked for."""
-    path = data_place(DataConfig(dataset="images", data=str(folder)))
+    if split not in (None, *SPLITS):
+        raise InputError(f"--split {split}: must be train or val")
+    found = recognise(data_place(DataConfig(dataset="images", data=str(folder))))
     if split is not None:
-        if split not in SPLITS:
-            raise InputError(f"--split {split}: must be train or val")
-        kind, sources = recognise(path).kind, {split: open_one(path, split)}
-    elif (found := recognise(path)).kind == PACKED:  # it may hold one split
+        sources = {split: open_one(found, split)}
+    elif found.kind == PACKED:  # it may hold one split
         splits = {"train": found.train, "val": found.val}
-        kind, sources = PACKED, {name: opened() for name, opened in splits.items() if opened is not None}
+        sources = {name: opened() for name, opened in splits.items() if opened is not None}
     else:
-        kind, *both = open_images(path)
-        sources = dict(zip(SPLITS, both, strict=True))
-    return kind, {name: PixelFiles(s) if isinstance(s, ArraySource) else s for name, s in sources.items()}
+        sources = dict(zip(SPLITS, open_both(found), strict=True))
+    return found.kind, {name: PixelFiles(s) if isinstance(s, ArraySource) else s for name, s in sources.items()}
 
 
 # --- what is packed, and whether it is still the same
@@ -249,7 +249,7 @@ def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append
         dst.mkdir(parents=True, exist_ok=True)
         plan = dst / PLAN
         held: dict[str, Any] = {"splits": {}}
-        if plan.exists():
+        if holds_plan(dst):
             held = json.loads(plan.read_text())
             if "splits" not in held:
                 raise InputError(f"{dst} holds a pack by an older version; give an empty folder")

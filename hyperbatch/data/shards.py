@@ -233,6 +233,22 @@ def read_manifest(folder: Path) -> Manifest:
         raise InputError(f"{path} is not a manifest of packed shards: {error}; pack the set again") from error
 
 
+def holds_plan(folder: Path) -> bool:
+    """Whether a pack was begun in the folder. InputError where that cannot be told."""
+    path = folder / PLAN
+    if not path.is_file():
+        return False
+    try:
+        return is_plan(_content(path))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}; check its permissions") from error
+
+
+def is_plan(content: bytes) -> bool:
+    """Whether a pack.json is ours: other programs call files of theirs so, too."""
+    return FORMAT.encode() in content
+
+
 def incomplete(where: object) -> str:
     return (
         f"{where} holds no complete packed set ({MANIFEST} is missing); `hyperbatch data pack SRC DST` packs a set or "

@@ -268,9 +268,9 @@ def open_data(config: DataConfig) -> tuple[Source, Source]:
         _takes_no_folder(config)
         train, val = _synthetic(config, "train", config.train_samples), _synthetic(config, "val", config.eval_samples)
     elif config.dataset == "images":
-        from hyperbatch.data.layouts import open_images
+        from hyperbatch.data.layouts import open_both, recognise
 
-        _, train, val = open_images(data_place(config))
+        train, val = open_both(recognise(data_place(config)))
     else:
         known = ("images", "digits", "cifar10", "cifar100", "synthetic")
         raise InputError(f"unknown dataset {config.dataset!r}{nearest(config.dataset, known)}")
@@ -286,9 +286,9 @@ def open_eval(config: DataConfig) -> Source:
 def open_split(config: DataConfig, split: str) -> Source:
     """One split alone: in a folder of images the other need not be there."""
     if config.dataset == "images":
-        from hyperbatch.data.layouts import open_one
+        from hyperbatch.data.layouts import open_one, recognise
 
-        return open_one(data_place(config), split)
+        return open_one(recognise(data_place(config)), split)
     return open_data(config)[("train", "val").index(split)]
 
 

@@ -297,6 +297,17 @@ def test_an_interrupted_pack_is_not_taken_for_shards_of_others(packed):
         opened(packed)
 
 
+@pytest.mark.parametrize("content", ['{"format": "webpack", "splits": {}}', "[]", "not json", ""])
+def test_a_pack_json_of_another_program_is_no_pack(src, tmp_path, content):
+    before = [source.labels.tolist() for source in opened(src)]
+    (src / "pack.json").write_text(content)
+    assert [source.labels.tolist() for source in opened(src)] == before
+    (tmp_path / "dst").mkdir()
+    (tmp_path / "dst" / "pack.json").write_text(content)
+    with pytest.raises(InputError, match="dst is not empty and holds no pack"):
+        pack(src, tmp_path / "dst")
+
+
 def test_an_interrupted_append_is_finished_by_the_next_and_loses_nothing_before(src, packed, monkeypatch):
     before = [contents(source) for source in opened(packed)]
     add_class(src, "bee")

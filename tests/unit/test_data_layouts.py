@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import struct
 import sys
 import tarfile
 import zipfile
@@ -15,7 +16,7 @@ from layout_files import Files, cache, folder_set, images, is_read, jpeg, messag
 from hyperbatch.cli import main
 from hyperbatch.config import DataConfig
 from hyperbatch.data import kept
-from hyperbatch.data.layouts import recognise
+from hyperbatch.data.layouts import archives, recognise
 from hyperbatch.data.source import BadSample, check_data, open_data, open_eval
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -190,6 +191,21 @@ def test_a_zip_that_does_not_list_all_its_members_is_refused(tmp_path, damage):
     assert told in message(path)
 
 
+@pytest.mark.parametrize("field", [20, 24, 42])  # its length as it is stored, its length, its offset
+def test_a_zip_with_a_member_of_impossible_size_or_place_is_refused(tmp_path, field):
+    path = folder_set()[0].zip(tmp_path / "set.zip")
+    content = bytearray(path.read_bytes())
+    entry, extra = content.index(b"PK\1\2"), struct.pack("<HHQ", 1, 8, 2**64 - 5)
+    content[entry + field : entry + field + 4] = b"\xff" * 4  # it follows as 64 bits
+    content[entry + 30 : entry + 32] = len(extra).to_bytes(2, "little")
+    place = entry + 46 + len("train/a/0.jpg")
+    content[place:place] = extra
+    end = content.rindex(b"PK\5\6")
+    content[end + 12 : end + 16] = (end - entry).to_bytes(4, "little")
+    path.write_bytes(content)
+    assert "set.zip cannot be read as a zip: the size or place of 'train/a/0.jpg' is impossible" in message(path)
+
+
 @pytest.mark.parametrize("name", ["imagenette2.tgz", "imagenette2.tar"])
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
 def test_imagenette_as_published(tmp_path, cache, monkeypatch, name, kept_bytes):
@@ -205,13 +221,14 @@ def test_imagenette_as_published(tmp_path, cache, monkeypatch, name, kept_bytes)
     assert (tmp_path / f"{name}.index.npz").exists() == (kept_bytes == 0)
 
 
-def test_what_was_kept_of_an_archive_is_made_anew_when_it_changes_or_is_damaged(tmp_path, monkeypatch):
+@pytest.mark.parametrize("form", ["tar", "zip"])
+def test_what_was_kept_of_an_archive_is_made_anew_when_it_changes_or_is_damaged(tmp_path, monkeypatch, form):
     monkeypatch.setattr(kept, "WORTH_KEEPING_BYTES", 0)
     files, train, _ = folder_set()
-    path = files.tar(tmp_path / "set.tar")
+    path = getattr(files, form)(tmp_path / f"set.{form}")
     read = lambda: [open_data(images(path))[0].read(i) for i in range(4)]  # noqa: E731
     assert read() == [data for data, _ in train]
-    index = tmp_path / "set.tar.index.npz"
+    index = tmp_path / f"set.{form}.index.npz"
     content = bytearray(index.read_bytes())
     content[len(content) // 2] ^= 255
     index.write_bytes(content)
@@ -225,9 +242,57 @@ def test_what_was_kept_of_an_archive_is_made_anew_when_it_changes_or_is_damaged(
         content[place + entry] ^= 1 if place == 8 else (entries[1] - entries[0])
         index.write_bytes(content)
         assert read() == [data for data, _ in train]
-    other = Files(files, **{"train/a/0.jpg": jpeg(99)}).tar(path)
+    other = getattr(Files(files, **{"train/a/0.jpg": jpeg(99)}), form)(path)
     os.utime(other, ns=(1, 1))
     assert read()[0] == jpeg(99)
+
+
+@pytest.mark.parametrize("place", ["beside it", "in the cache folder", "nowhere"])
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_the_headers_of_a_large_zip_are_read_once(tmp_path, cache, monkeypatch, method, place):
+    monkeypatch.setattr(kept, "WORTH_KEEPING_BYTES", 0)
+    files, train, val = folder_set(prefix="top/")
+    path = files.images("top/train/b/ünïcode 猫.jpg").zip(tmp_path / "set.zip", method)
+    train = [*train, (files["top/train/b/ünïcode 猫.jpg"], "b")]
+    if place != "beside it":
+        (tmp_path / "set.zip.index.npz").mkdir()  # nothing can be written there
+    if place == "nowhere":
+        cache.write_bytes(b"")
+    walked = []
+    walk = archives._behind_headers
+    monkeypatch.setattr(archives, "_behind_headers", lambda *args: walked.append(args) or walk(*args))
+    for _ in range(2):
+        opened = open_data(images(path))
+        for source, expected in zip(opened, (train, val), strict=True):
+            assert [(source.read(i), "ab"[source.labels[i]]) for i in range(len(source))] == expected
+            assert (source.locations([0]) is None) == (method == zipfile.ZIP_DEFLATED)
+    assert len(walked) == (2 if place == "nowhere" else 1)
+
+
+def test_a_zip_in_the_place_of_another_that_was_kept_gives_no_wrong_images(tmp_path, monkeypatch):
+    """Of the same size and time: its bytes do not match the checksums that were kept."""
+    monkeypatch.setattr(kept, "WORTH_KEEPING_BYTES", 0)
+    files, train, _ = folder_set()
+    path = files.zip(tmp_path / "set.zip")
+    before = path.stat()
+    assert open_data(images(path))[0].read(0) == train[0][0]
+    swapped = Files(files, **{"train/a/0.jpg": files["train/b/0.jpg"], "train/b/0.jpg": files["train/a/0.jpg"]})
+    swapped.zip(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    source, _ = open_data(images(path))
+    assert source.read(1) == train[1][0]
+    for index in (0, 2):
+        with pytest.raises(BadSample, match="do not match"):
+            source.read(index)
+
+
+def test_of_a_zip_that_is_refused_nothing_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept, "WORTH_KEEPING_BYTES", 0)
+    path = folder_set()[0].zip(tmp_path / "set.zip")
+    path.write_bytes(path.read_bytes()[::-1].replace(b"train/a/1.jpg"[::-1], b"train/b/9.jpg"[::-1], 1)[::-1])
+    for _ in range(2):
+        assert "the header of 'train/b/9.jpg' is damaged" in message(path)
 
 
 @pytest.mark.parametrize("damage", ["zeroed header", "two in one", "cut off"])

@@ -382,9 +382,13 @@ def test_object_stores_through_fsspec(packed, tree, tmp_path):
                     member = tarfile.TarInfo(f"{path.stem.replace('.', '_')}{Path(name).suffix}")
                     member.size = len(data)
                     tar.addfile(member, io.BytesIO(data))
+    files.pipe_file("/bucket/web/pack.json", b'{"format": "webpack"}')
     found = info("memory://bucket/web")
     assert found.kind == "WebDataset shards"
     assert found.splits["train"].samples == 80
+    files.pipe_file("/bucket/web/pack.json", (packed / "pack.json").read_bytes())
+    with pytest.raises(InputError, match="holds no complete packed set"):
+        info("memory://bucket/web")
     with pytest.raises(InputError, match=r"memory://bucket/nothing .*check the address"):
         opened("memory://bucket/nothing")
     files.rm("/bucket", recursive=True)

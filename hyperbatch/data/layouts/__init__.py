@@ -24,7 +24,7 @@ from hyperbatch.data.layouts.tables import only_table, table_file, tables
 from hyperbatch.data.layouts.trees import image_folder, tiny_imagenet
 from hyperbatch.data.layouts.webdataset import webdataset
 from hyperbatch.data.remote.store import Address
-from hyperbatch.data.shards import MANIFEST, PLAN, ShardSource, read_manifest
+from hyperbatch.data.shards import MANIFEST, ShardSource, holds_plan, read_manifest
 from hyperbatch.data.source import ArraySource, EncodedSource, check_same_classes
 from hyperbatch.errors import InputError
 
@@ -32,20 +32,18 @@ PACKED = "shards"  # the kind of a set whose splits have one list of classes
 _MAX_INNER = 32  # folders in which a set is looked for
 
 
-def open_images(path: Path | Address) -> tuple[str, ArraySource | EncodedSource, ArraySource | EncodedSource]:
-    """(kind, train, val)"""
-    found = recognise(path)
+def open_both(found: Found) -> tuple[ArraySource | EncodedSource, ArraySource | EncodedSource]:
+    """(train, val)"""
     train, val = found.open("train"), found.open("val")
-    check_same_classes(train.classes, val.classes, str(path))
-    return found.kind, train, val
+    check_same_classes(train.classes, val.classes, found.where)
+    return train, val
 
 
-def open_one(path: Path | Address, split: str) -> ArraySource | EncodedSource:
+def open_one(found: Found, split: str) -> ArraySource | EncodedSource:
     """ "train" or "val" alone; the other need not be there, but where it is, both must have the same classes."""
-    found = recognise(path)
     if found.kind == PACKED or found.train is None or found.val is None:
         return found.open(split)
-    _, train, val = open_images(path)
+    train, val = open_both(found)
     return train if split == TRAIN else val
 
 
@@ -91,7 +89,7 @@ def _at_address(address: Address) -> Found:
 
 def _packed(folder: Path) -> Found | None:
     # An interrupted pack has no manifest yet; without this its shards would be read as a smaller set of others'.
-    if not (folder / MANIFEST).exists() and not (folder / PLAN).exists():
+    if not (folder / MANIFEST).exists() and not holds_plan(folder):
         return None
     manifest = read_manifest(folder)
     return Found(

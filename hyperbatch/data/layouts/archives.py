@@ -6,7 +6,6 @@ Nothing is ever extracted, so a member's path is only a name; symbolic links, de
 from __future__ import annotations
 
 import contextlib
-import functools
 import gzip
 import io
 import lzma
@@ -15,7 +14,7 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple, cast
 
@@ -32,8 +31,10 @@ SUFFIXES = (*TAR_SUFFIXES, ".zip")
 _CHUNK_BYTES = 1 << 20
 _HEADER_MAGIC, _HEADER_BYTES = b"PK\3\4", 30  # of a zip's member, without its name
 _TRAILER_BYTES = 24  # what may follow a member
+_MOST_INFLATED = 1032  # bytes that deflate can make of one
 _UTF8 = 0x800  # among the flags of a zip's member: its name is in UTF-8
 _WINDOWS = 0  # where a zip was made
+_ZIP_COLUMNS = {"size", "crc32", "deflated"}  # of MEMBER, which a tar does not know
 
 MEMBER = np.dtype(
     [
@@ -161,11 +162,9 @@ class ArchiveTree:
         rows: np.ndarray,
         top: _Folder,
         inside: str = "",
-        locate: Callable[[], None] | None = None,
     ) -> None:
         self._content = content
         self._rows = rows
-        self._locate = locate  # of a zip: corrects the offsets of all rows when it is first called
         self._top = top
         self._inside = inside
 
@@ -177,7 +176,7 @@ class ArchiveTree:
         for name in folder.split("/"):
             top = top.folders[name]
         inside = f"{self._inside}/{folder}" if self._inside else folder
-        return ArchiveTree(self._content, self._rows, top, inside, self._locate)
+        return ArchiveTree(self._content, self._rows, top, inside)
 
     def folders(self) -> list[str]:
         return sorted(filter(_is_shown, self._top.folders))
@@ -216,22 +215,20 @@ class ArchiveTree:
             for folder in folders:
                 top = top.folders[folder]
             numbers.append(top.files[name])
-        if self._locate is not None:
-            self._locate()
         return self._rows[numbers]
 
 
 def open_archive(path: Path) -> ArchiveTree:
     """InputError when it cannot be read as what its name says it is."""
-    locate = None
     if path.name.endswith(".zip"):
         content = Content(path, path)
-        names, stored, rows = _zip_members(path)
-        locate = functools.cache(lambda: _skip_local_headers(content, stored, rows))
+        index = kept.indexed(path, "members of a zip", lambda: _zip_members(content))
     else:
         content = tar_content(path)
         index = kept.indexed(path, "files", lambda: _arrays_of(tar_members(whole(content), str(path))))
-        names, rows = [os.fsdecode(name) for name in index["names"].tolist()], plain_rows(index["spans"])
+    names, rows = [os.fsdecode(name) for name in index["names"].tolist()], plain_rows(index["spans"])
+    for column in _ZIP_COLUMNS & set(index):
+        rows[column] = index[column]
     top = _Folder({}, {})
     for row, name in enumerate(names):
         parts = name.removeprefix("./").split("/")
@@ -241,7 +238,7 @@ def open_archive(path: Path) -> ArchiveTree:
         for part in parts[:-1]:
             folder = folder.folders.setdefault(part, _Folder({}, {}))
         folder.files[parts[-1]] = row
-    return ArchiveTree(content, rows, top, locate=locate)
+    return ArchiveTree(content, rows, top)
 
 
 # --- tars
@@ -327,23 +324,35 @@ def plain_rows(spans: np.ndarray, file: int = 0) -> np.ndarray:
 # --- zips
 
 
-def _zip_members(path: Path) -> tuple[list[str], list[bytes], np.ndarray]:
-    """(names, the same as they are stored, rows). Offsets are those of the local headers."""
+def _zip_members(content: Content) -> kept.Arrays:
+    """What the list at the zip's end says of its members, and each member's own header of where its bytes begin."""
+    path = content.path
     try:
         with zipfile.ZipFile(path) as file:
             members = file.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, EOFError, struct.error) as error:
         raise InputError(f"{path} cannot be read as a zip: {error}; fetch or write it again") from error
-    rows = np.zeros(len(members), dtype=MEMBER)
-    for number, member in enumerate(members):
+    for member in members:
         if member.flag_bits & 1:
             raise InputError(f"{path}: {member.filename!r} is encrypted; write the zip without a password")
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise InputError(f"{path}: {member.filename!r} is compressed with an unsupported method; use deflate")
-        deflated = member.compress_type == zipfile.ZIP_DEFLATED
-        rows[number] = (0, member.header_offset, member.compress_size, member.file_size, member.CRC, deflated)
+        stored_bytes = member.compress_size
+        if member.header_offset + stored_bytes > content.length or member.file_size > _MOST_INFLATED * stored_bytes:
+            raise InputError(
+                f"{path} cannot be read as a zip: the size or place of {member.filename!r} is impossible; "
+                "fetch or write it again"
+            )
     stored = [member.orig_filename.encode("utf-8" if member.flag_bits & _UTF8 else "cp437") for member in members]
-    return [_zip_name(member, name) for member, name in zip(members, stored, strict=True)], stored, rows
+    places = _behind_headers(content, stored, members)
+    spans = [(place, member.compress_size) for place, member in zip(places, members, strict=True)]
+    return {
+        "names": np.array([os.fsencode(_zip_name(*both)) for both in zip(members, stored, strict=True)], dtype=bytes),
+        "spans": np.array(spans, dtype=np.int64).reshape(-1, 2),
+        "size": np.array([member.file_size for member in members], dtype=np.int64),
+        "crc32": np.array([member.CRC for member in members], dtype=np.int64),
+        "deflated": np.array([member.compress_type == zipfile.ZIP_DEFLATED for member in members], dtype=bool),
+    }
 
 
 def _zip_name(member: zipfile.ZipInfo, stored: bytes) -> str:
@@ -355,11 +364,11 @@ def _zip_name(member: zipfile.ZipInfo, stored: bytes) -> str:
     return name.replace("\\", "/") if member.create_system == _WINDOWS else name
 
 
-def _skip_local_headers(content: Content, names: list[bytes], rows: np.ndarray) -> None:
+def _behind_headers(content: Content, names: list[bytes], members: list[zipfile.ZipInfo]) -> list[int]:
     """Only a member's own header says where its bytes begin. It repeats the name, in which the class is, so a damaged
     name is found; also one that no longer is that of an image."""
     content.open()
-    starts, places = rows["offset"].tolist(), []
+    starts, places = [member.header_offset for member in members], []
     for name, offset in zip(names, starts, strict=True):
         header = content.read(offset, _HEADER_BYTES + len(name)) if offset >= 0 else b""
         name_bytes, extra_bytes = struct.unpack("<26xHH", header[:_HEADER_BYTES].ljust(_HEADER_BYTES, b"\0"))
@@ -367,7 +376,7 @@ def _skip_local_headers(content: Content, names: list[bytes], rows: np.ndarray) 
             told = repr(name.decode(errors="replace"))
             raise InputError(f"{content.path} cannot be read as a zip: the header of {told} is damaged; fetch it again")
         places.append(offset + _HEADER_BYTES + name_bytes + extra_bytes)
-    ends = [place + length for place, length in zip(places, rows["length"].tolist(), strict=True)]
+    ends = [place + member.compress_size for place, member in zip(places, members, strict=True)]
     # Members that the list at the end of the zip has lost. A program may stand before the first member.
     for end, start in zip([0, *sorted(ends)], [*sorted(starts), content.length], strict=True):
         if start - end >= _HEADER_BYTES and _HEADER_MAGIC in content.read(end, _TRAILER_BYTES + 4):
@@ -375,4 +384,4 @@ def _skip_local_headers(content: Content, names: list[bytes], rows: np.ndarray) 
                 f"{content.path} has members that it does not list, so it is damaged or several zips were "
                 "concatenated; fetch or write it again"
             )
-    rows["offset"] = places
+    return places

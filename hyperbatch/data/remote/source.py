@@ -36,6 +36,7 @@ from hyperbatch.data.shards import (
     ShardSource,
     incomplete,
     index_path,
+    is_plan,
     names_path,
     parse_manifest,
 )
@@ -91,13 +92,17 @@ def open_packed(address: Address) -> RemoteShards | None:
     if _is_archive(address):
         return None
     try:
-        size = persist(lambda: store.stat(MANIFEST).size_bytes, patient=False)
-        content = b"".join(read_range(store, MANIFEST, 0, size, patient=False))
+        content = _read(store, MANIFEST)
     except Missing:
         return None
     except RemoteError as error:
         raise not_readable(address.url, error) from error
     return RemoteShards(address, store, content)
+
+
+def _read(store: Store, name: str) -> bytes:
+    size = persist(lambda: store.stat(name).size_bytes, patient=False)
+    return b"".join(read_range(store, name, 0, size, patient=False))
 
 
 def fetched(address: Address) -> Path:
@@ -128,7 +133,7 @@ def _fetched_folder(address: Address) -> Path:
                 f"{address} has no {MANIFEST}, and a web server cannot be asked for a list of files; "
                 f"give the address of packed shards, or of one archive ({', '.join(SUFFIXES)})"
             )
-        if PLAN in names:
+        if PLAN in names and is_plan(_read(store, PLAN)):
             raise InputError(incomplete(address))
         safe = [name for name in names if not {"", ".", ".."} & set(name.split("/")) and "\\" not in name]
         wanted = [name for name in safe if name.endswith((*SUFFIXES, _PARQUET))]
