@@ -103,6 +103,10 @@ class Evaluator:
                     self._count(*inputs)
                     with backend.no_synchronisation():
                         self._count(*inputs)
+                    # Modules may keep what follows from their weights until `train` is called, as the tables of
+                    # biases in timm's LeViT. The graph must compute it, or it would read what is freed by then.
+                    self._model.train()
+                    self._model.eval()
                     replay = backend.capture(partial(self._count, *inputs))
                     replay()  # the first brings the graph to the device
             except RuntimeError as error:  # of memory, too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import sys
@@ -346,6 +347,49 @@ def test_evaluation_reads_a_buffer_that_training_replaces_at_one_place():
         score = evaluator.evaluate([Batch(images, labels)])
         assert score.val_loss == pytest.approx(loss.item(), rel=1e-5)
     assert len(set(places[1::2])) == 1
+
+
+class Cached(Network):
+    """As timm's LeViT, EfficientFormer and TinyViT: in evaluation, a table is made of weights once, and kept."""
+
+    def __init__(self, classes):
+        super().__init__(classes)
+        self.biases = nn.Parameter(torch.randn(classes))
+        self.table = None
+
+    def train(self, mode=True):
+        self.table = None if mode else self.table
+        return super().train(mode)
+
+    def forward(self, images):
+        if self.training:
+            return super().forward(images) + self.biases.flip(0)
+        self.table = self.biases.flip(0) if self.table is None else self.table
+        return super().forward(images) + self.table
+
+
+def test_a_captured_evaluation_computes_what_a_network_would_keep():
+    """A graph is its operations on tensors that are there: it would read a table of before for ever."""
+    tables = []
+
+    class Backend:
+        @staticmethod
+        def capture(run):
+            tables.append(network.table)
+            run()
+            tables.append(network.table)
+            return lambda: None
+
+        on_capture_stream = no_synchronisation = staticmethod(contextlib.nullcontext)
+
+    network = Cached(3)
+    network.body.eval()
+    evaluator = Evaluator(network, torch.device("cpu"))
+    assert evaluator.prepare(Batch(torch.randn(2, 1, 8, 8), torch.tensor([0, 2])), Backend()) is None
+    assert tables[0] is None
+    assert tables[1] is not None
+    assert network.training
+    assert not network.body.training
 
 
 def test_parts_that_are_never_in_training_mode_stay_so():
