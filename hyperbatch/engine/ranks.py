@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 RESOLVE_S = 60.0  # for the name of rank 0's host
-FILES_PER_RANK = (
-    4  # that a process may open for each rank: rank 0 may host the store, and ranks have several connections
-)
+MANY_RANKS = 64  # from here on, sockets between all pairs of ranks, opened through the store, take too long
+FILES_PER_RANK = 4  # that a process may open for each rank: rank 0 may host the store, and ranks connect to it twice
 FILES = 4096  # that it may open besides
 
 
