@@ -123,7 +123,7 @@ def meet(ranks: Ranks, timeout_s: float) -> dist.Store:
 
     def all_have_come() -> bool:
         if meeting.check(keys) and (asked := set(meeting.multi_get(keys)) - answered):
-            meeting.multi_set([question.decode() for question in asked], [own] * len(asked))
+            meeting.multi_set([question.decode() for question in asked], [own] * len(asked))  # pyright: ignore[reportAttributeAccessIssue]
             answered.update(asked)
         return meeting.add(own, 0) == len(keys)
 
