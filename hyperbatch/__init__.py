@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from hyperbatch.models.fused import why_not_fused as why_not_fused
     from hyperbatch.optim import LAMB as LAMB
     from hyperbatch.optim import LARS as LARS
+    from hyperbatch.optim import AdamW as AdamW
     from hyperbatch.optim import Muon as Muon
     from hyperbatch.optim.build import set_rate as set_rate
     from hyperbatch.optim.precision import LossScaler as LossScaler
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 
 # Public name -> the module it comes from. The imports above say the same to type checkers; a test compares them.
 _HOME = {
+    "AdamW": "optim",
     "Arena": "arena",
     "ArraySource": "data.source",
     "BatchPhase": "config",

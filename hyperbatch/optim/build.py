@@ -14,7 +14,7 @@ from hyperbatch.errors import InputError
 from hyperbatch.models.initial import whitening_layer
 from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.optim.half_lars import HalfLARS
-from hyperbatch.optim.lamb import LAMB
+from hyperbatch.optim.lamb import LAMB, AdamW
 from hyperbatch.optim.lars import LARS
 from hyperbatch.optim.muon import Muon
 from hyperbatch.optim.tensors import write_setting
@@ -45,8 +45,7 @@ def _lamb(optim: OptimConfig) -> tuple[type[LARS | LAMB | Muon], dict[str, Any]]
 
 
 def _adamw(optim: OptimConfig) -> tuple[type[LARS | LAMB | Muon], dict[str, Any]]:
-    """LAMB without trust ratios, with the eps of torch's AdamW."""
-    return LAMB, {"betas": (optim.momentum, optim.beta2), "eps": 1e-8, "adapt": False}
+    return AdamW, {"betas": (optim.momentum, optim.beta2)}
 
 
 def _muon(optim: OptimConfig) -> tuple[type[LARS | LAMB | Muon], dict[str, Any]]:

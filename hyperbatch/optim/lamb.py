@@ -1,7 +1,9 @@
 """LAMB (You et al., 2019) on the same norms as LARS.
 
 m = b1 m + (1 - b1) g      v = b2 v + (1 - b2) g^2      u = m' / (sqrt(v') + eps) + wd w     (' bias-corrected)
-w -= lr trust u            trust = |w| / |u|, or 1 where either is 0, and for groups with adapt=False (AdamW)
+w -= lr trust u            trust = |w| / |u|, or 1 where either is 0, and for groups with adapt=False
+
+AdamW is LAMB with a trust ratio of 1 everywhere.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -143,3 +145,27 @@ class LAMB(LayerwiseOptimizer):
             "step": 0.0,
         }
         super().__init__(params, defaults, arena=arena, capturable=capturable, foreach=foreach, fused=fused)
+
+
+class AdamW(LAMB):
+    """AdamW by LAMB's rule and kernels: every group has `adapt=False`, also those of `param_groups`."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        arena: Arena | None = None,
+    ) -> None:
+        super().__init__(
+            params, lr, betas, eps, weight_decay, capturable=capturable, foreach=foreach, fused=fused, arena=arena
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group({**param_group, "adapt": False})

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hyperbatch import LAMB, LARS, Muon
+from hyperbatch import LAMB, LARS, AdamW, Muon
 
 LARGEST_DIFFERENCE = 1e-12
 SHAPES = ((8, 5), (4, 3, 3, 3), (6,))
@@ -186,7 +186,7 @@ FIXED_EPS = [{key: value for key, value in settings.items() if key != "eps"} for
 
 PEERS = [
     Peer("torch SGD", imported("torch.optim", "SGD"), LARS, SGD, SGD_LIKE),
-    Peer("torch AdamW", imported("torch.optim", "AdamW"), LAMB, {"adapt": False}, ADAM_LIKE),
+    Peer("torch AdamW", imported("torch.optim", "AdamW"), AdamW, {}, ADAM_LIKE),
     Peer("MLPerf's formula", formula(lr_inside=True, clip=False), LARS, {}, PLAIN),
     Peer("apex's LARC, formula", formula(lr_inside=False, clip=True), LARS, LARC, PLAIN),
     Peer("timm Lars", imported("timm.optim", "Lars", **TIMM), LARS, OUTSIDE, LARS_LIKE + NO_DECAY),

@@ -58,6 +58,7 @@ def test_public_names_are_these():
 
     assert hyperbatch.__all__ == [
         "__version__",
+        "AdamW",
         "Arena",
         "ArraySource",
         "BatchPhase",

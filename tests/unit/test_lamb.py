@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hyperbatch.optim import LAMB
+from hyperbatch.optim import LAMB, AdamW, param_groups
 
 every_path = pytest.mark.parametrize("foreach", [False, True])
 
@@ -40,12 +40,36 @@ def test_without_trust_it_is_adamw(foreach):
     # AdamW decays by lr wd w beside the Adam step: the same sum.
     lamb = LAMB([{"params": [ours], "adapt": False}], lr=0.01, eps=1e-8, weight_decay=0.1, foreach=foreach)
     adamw = torch.optim.AdamW([theirs], lr=0.01, eps=1e-8, weight_decay=0.1)
+    assert_same_steps(lamb, adamw)
+
+
+@every_path
+def test_adamw_has_torchs_defaults_and_adapts_no_group(foreach):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5)).double()
+    copied = copy.deepcopy(model)
+    assert_same_steps(AdamW(model.parameters(), foreach=foreach), torch.optim.AdamW(copied.parameters()))
+    groups, theirs = param_groups(model, weight_decay=0.1), param_groups(copied, weight_decay=0.1)
+    assert [group["adapt"] for group in groups] == [True, False]
+    ours = AdamW(groups, lr=0.01, foreach=foreach)
+    assert ours.adapted_names() == set()
+    assert_same_steps(ours, torch.optim.AdamW(theirs, lr=0.01))
+
+
+def assert_same_steps(ours: LAMB, theirs: torch.optim.AdamW) -> None:
+    pairs = [
+        (a, b)
+        for group, their_group in zip(ours.param_groups, theirs.param_groups, strict=True)
+        for a, b in zip(group["params"], their_group["params"], strict=True)
+    ]
     for _ in range(5):
-        ours.grad = torch.randn_like(ours)
-        theirs.grad = ours.grad.clone()
-        lamb.step()
-        adamw.step()
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+        for a, b in pairs:
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        ours.step()
+        theirs.step()
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
 @every_path
