@@ -24,6 +24,7 @@ from hyperbatch.bench.data_arrays import array_rows
 from hyperbatch.bench.harness import Candidate
 from hyperbatch.bench.peers import check_names, data_peers
 from hyperbatch.config import BatchPhase, DataConfig
+from hyperbatch.cores import usable_cores
 from hyperbatch.data.decoders import resolve_decoders
 from hyperbatch.data.folders import FolderSource
 from hyperbatch.data.loader import TrainLoader
@@ -58,7 +59,7 @@ def bench_data(
     target = harness.pick_device(device)
     gpu = target.type == "cuda"
     images, batch, passes = images or (2048 if gpu else 256), batch or (256 if gpu else 64), passes or (4 if gpu else 1)
-    threads = threads or len(os.sched_getaffinity(0))
+    threads = threads or usable_cores()
     dtype = torch.float16 if gpu else torch.float32
     with tempfile.TemporaryDirectory(prefix="hyperbatch-bench-") as folder:
         root = Path(folder)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import lzma
-import os
 import pickle
 import shutil
 import tarfile
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hyperbatch.cores import usable_cores
 from hyperbatch.data import kept
 from hyperbatch.data.source import ArraySource, DataCounts
 from hyperbatch.data.tars import check_end
@@ -112,7 +112,7 @@ def open_cifar(cifar: Cifar, path: Path) -> tuple[ArraySource, ArraySource]:
     if splits is None:
         items = _unpacked([*train, *test])
         # Threads, because xz decoding (7 s for the whole set on one core) releases the interpreter lock.
-        with ThreadPoolExecutor(min(len(items), os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(min(len(items), usable_cores())) as pool:
             parts = list(pool.map(read, items))
         splits = [_joined(chosen) for chosen in (parts[: len(train)], parts[len(train) :])]
         _keep(kept_folder, splits)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hyperbatch.config import DataConfig
+from hyperbatch.cores import usable_cores
 from hyperbatch.data import augment, rand_augment, trivial
 from hyperbatch.data.batch import BadSamples, Batch, Batches, Plan
 from hyperbatch.data.buffers import copy_to_device
@@ -138,8 +138,7 @@ def load_or_replace(
 
 def threads_per_rank(config: DataConfig, ranks_per_host: int) -> int:
     """What was asked for, or the cores this process may use, shared with the other ranks of the host."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return config.data_threads or max(1, cores // ranks_per_host)
+    return config.data_threads or max(1, usable_cores() // ranks_per_host)
 
 
 def samples_per_task(samples: int, threads: int) -> int:

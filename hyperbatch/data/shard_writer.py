@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from hyperbatch.cores import usable_cores
 from hyperbatch.data.folders import IMAGE_SUFFIXES
 from hyperbatch.data.recompress import Recompress, header_size, image_format
 from hyperbatch.data.shards import BLOCK_BYTES, INDEX_DTYPE, index_path, names_path, read_index, read_names
@@ -84,7 +85,7 @@ def write_shards(
     done = total - sum(map(len, todo))
     if progress:
         progress(done, total)
-    workers = workers or os.cpu_count() or 1
+    workers = workers or usable_cores()
     pool = ThreadPoolExecutor(workers)
     try:
         for plan in todo:

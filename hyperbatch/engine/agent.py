@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hyperbatch.cores import usable_cores
 from hyperbatch.engine.culprit import Exit, first_cause
 from hyperbatch.errors import InputError, Interrupted, Preempted, RunFailed
 from hyperbatch.memory import host_memory_bytes
@@ -35,7 +36,7 @@ PREEMPT_FILE = "preempt"  # beside the argument: ranks see there that the comman
 def default_nproc(device: str) -> int:
     """One process per GPU; on a CPU two, so that the path of a large run is the path of a small one."""
     gpus = 0 if device == "cpu" else count_gpus()
-    return gpus or min(2, os.cpu_count() or 1)
+    return gpus or min(2, usable_cores())
 
 
 def check_nproc(nproc: int) -> None:

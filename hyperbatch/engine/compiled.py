@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from hyperbatch.config import Config
+from hyperbatch.cores import usable_cores
 from hyperbatch.data.kept import cache_folder
 from hyperbatch.models.alexnet import AlexNetBN
 from hyperbatch.models.depthwise import DepthwiseConv2d
@@ -160,7 +161,7 @@ def prepare_compiler(ranks_per_host: int) -> None:
     if folder.is_absolute():
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     if ranks_per_host > 1:
-        processes = max(1, len(os.sched_getaffinity(0)) // ranks_per_host)
+        processes = max(1, usable_cores() // ranks_per_host)
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(processes))
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from hyperbatch.cores import usable_cores
 from hyperbatch.errors import InputError
 from hyperbatch.kernels import leave_processors
 from hyperbatch.plan.types import RankGrid
@@ -163,7 +164,7 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     elif ranks.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks.local_size))
+        torch.set_num_threads(max(1, usable_cores() // ranks.local_size))
     if ranks.world_size == 1 or dist.is_initialized():  # alone, or in a process group the caller opened and will close
         if ranks.world_size > 1:
             host_group(timeout_s)

@@ -17,13 +17,13 @@ import contextlib
 import contextvars
 import functools
 import inspect
-import os
 import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from hyperbatch.cores import usable_cores
 from hyperbatch.kernels import interpreted, workers
 
 MAX_THREADS = 16
@@ -257,7 +257,7 @@ def _make_launcher(source: Any) -> None:
 
 def _cores(ranks: int) -> int:
     """The number of cores that each rank of this host may use."""
-    return len(os.sched_getaffinity(0)) // ranks
+    return usable_cores() // ranks
 
 
 def _threads(ranks: int) -> int:

@@ -28,6 +28,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from hyperbatch.cores import usable_cores
+
 MAX_WORKERS = 12
 SPARED_CORES = 3  # for the process that is setting up a run meanwhile
 PATIENCE_S = 60.0  # for one kernel; the largest take a few seconds
@@ -97,7 +99,7 @@ def start() -> None:
     """Starts workers if there are enough cores, for a process that trains on a GPU as the only rank. Call `stop` at the
     end."""
     global _running
-    count = min(MAX_WORKERS, len(os.sched_getaffinity(0)) - SPARED_CORES) if hasattr(os, "sched_getaffinity") else 0
+    count = min(MAX_WORKERS, usable_cores() - SPARED_CORES)
     if _running is None and count > 1 and importlib.util.find_spec("triton") is not None:
         with contextlib.suppress(OSError):
             _running = Workers(count)

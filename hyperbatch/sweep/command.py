@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hyperbatch.cores import usable_cores
 from hyperbatch.data.source import DataCounts, check_data
 from hyperbatch.engine.agent import count_gpus
 from hyperbatch.engine.ranks import ended_by_sigterm, find_ranks
@@ -169,11 +170,13 @@ def side_by_side(
     retry_failed: bool = False,
     keep_runs: bool = False,
 ) -> SweepResult:
-    """`count` commands that share the runs and the folder; on several GPUs each has one of them."""
+    """`count` commands that share the runs and the folder; each has its share of the cores, and one of several GPUs."""
     plan = load_plan(plan_file, data=data)
     check_runs(plan)
     folder = out or default_folder(plan)
     gpus = visible_gpus()
+    # threads that wait for one another on a core they share take ten times as long
+    shared = {"OMP_NUM_THREADS": str(max(1, usable_cores() // count))} | os.environ
     words = [sys.executable, "-m", "hyperbatch", "sweep", str(plan_file), "--out", str(folder)]
     words += [] if data is None else ["--data", data]
     words += [] if until_s is None else ["--until", str(until_s)]
@@ -182,7 +185,7 @@ def side_by_side(
         subprocess.Popen(
             [*words, "--part", f"{k}/{count}"],
             stdout=subprocess.DEVNULL,
-            env=os.environ | ({"CUDA_VISIBLE_DEVICES": gpus[(k - 1) % len(gpus)]} if gpus else {}),
+            env=shared | ({"CUDA_VISIBLE_DEVICES": gpus[(k - 1) % len(gpus)]} if gpus else {}),
             preexec_fn=end_with_parent,
         )
         for k in range(1, count + 1)

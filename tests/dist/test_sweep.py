@@ -150,6 +150,20 @@ def test_a_part_that_a_signal_ended_is_no_mistake_of_the_user(plan, tmp_path, mo
         command.side_by_side(plan, tmp_path / "out", 2)
 
 
+@pytest.mark.parametrize(("cores", "asked", "threads"), [(8, None, "2"), (2, None, "1"), (8, "5", "5")])
+def test_processes_side_by_side_share_the_cores(plan, tmp_path, monkeypatch, cores, asked, threads):
+    """Threads of several processes on one core wait for one another most of the time."""
+    seen = []
+    monkeypatch.setattr(command, "usable_cores", lambda: cores)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    played = lambda *_, env, **__: seen.append(env["OMP_NUM_THREADS"]) or SimpleNamespace(wait=lambda: 0)  # noqa: E731
+    monkeypatch.setattr(command.subprocess, "Popen", played)
+    command.side_by_side(plan, tmp_path / "out", 4)
+    assert seen == [threads] * 4
+
+
 def test_a_command_that_is_refused_leaves_the_plan_of_the_other_one(plan, tmp_path, capsys):
     (tmp_path / "plan.toml").write_text(PLAN)
     with held(tmp_path, (1, 1)):

@@ -12,13 +12,26 @@ import hyperbatch
 ROOT = Path(hyperbatch.__file__).parent
 PAGE = ROOT.parent / "docs" / "design.md"
 NO_TORCH = {
-    *("callbacks", "choices", "cli", "config", "durable", "errors", "memory", "mllog", "plan", "preview", "recipes"),
+    *(
+        "callbacks",
+        "choices",
+        "cli",
+        "config",
+        "cores",
+        "durable",
+        "errors",
+        "memory",
+        "mllog",
+        "plan",
+        "preview",
+        "recipes",
+    ),
     *("record", "report", "schedule", "sim", "sweep", "tables", "trackers", "vocabulary"),
 }
 
 # From the bottom up. A room is a folder or a module of the package; it imports from lower rows only.
 ROWS = (
-    ("choices", "errors", "memory", "stopwatch", "tables", "vocabulary"),
+    ("choices", "cores", "errors", "memory", "stopwatch", "tables", "vocabulary"),
     ("config", "durable", "kernels"),
     ("models", "recipes", "schedule"),
     ("data", "params"),

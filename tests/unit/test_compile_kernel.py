@@ -97,7 +97,7 @@ class PlayedGpu:
 def gpu(tmp_path, monkeypatch):
     """With nothing compiled for it."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(4))
+    monkeypatch.setattr(kernels, "usable_cores", lambda: 4)
     gpu = PlayedGpu()
     driver.set_active(gpu)
     for one in kernels._kernels:
@@ -371,7 +371,7 @@ def test_interpreted_networks_are_as_before():
 
 
 def test_threads_are_shared_by_the_ranks_of_a_host(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(kernels, "usable_cores", lambda: 64)
     assert [kernels._threads(ranks) for ranks in (1, 4, 8, 64)] == [16, 15, 7, 2]
 
 

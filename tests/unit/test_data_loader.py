@@ -306,7 +306,7 @@ def test_waiting_is_measured():
 
 def test_ranks_of_a_host_share_its_cores_and_memory(monkeypatch):
     """As the caller counts them: not every launcher sets LOCAL_WORLD_SIZE, so the environment is not asked."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr("hyperbatch.data.maker.usable_cores", lambda: 64)
     monkeypatch.setattr("hyperbatch.data.cache.host_memory_bytes", lambda: 64 << 30)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     config = dataclasses.replace(CROP, data_threads=0, cache="host")
