@@ -120,7 +120,7 @@ def judge(figure: Figure, points: Sequence[PointResult]) -> tuple[str, str]:
 
 def _contrast(here: PointResult, there: PointResult) -> str:
     """What is compared with what, in as few words as tell the two apart."""
-    arms = [[point.arm] if here.arm != there.arm else [] for point in (here, there)]
+    arms = [[here.arm], [there.arm]] if here.arm != there.arm else [[here.arm] if here.arm else [], []]
     left, right = ([setting(name, value) for name, value in point.conditions.items()] for point in (here, there))
     if left == right:
         return ", ".join([" against ".join(*zip(*arms, strict=True)), *left])
