@@ -39,6 +39,18 @@ _SEQUENTIAL_FRAMES = (0xC0, 0xC1)
 _CONTEXT_ROWS = 2  # below a crop, of the decoded image: interpolated colours depend on the next row of colours
 _RGB_IDS = b"RGB"  # component names of files that are not YCbCr
 _GREY_16_BITS = ("PNG", "PPM")  # formats whose grey images of 32 bits, as Pillow opens them, hold 16
+# Pillow's plugins raise all of these on damaged files; none of them is a mistake of ours that should pass.
+_DAMAGE = (
+    OSError,
+    EOFError,
+    ValueError,
+    SyntaxError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    LookupError,
+    RuntimeError,
+)
 
 ViewOf = Callable[[int, int], View]  # of the full image's width and height
 
@@ -376,8 +388,7 @@ def _guarded(decode: Callable[[], Any], where: object) -> Any:
         raise
     except UnidentifiedImageError as error:  # its text holds an address, other each time
         raise BadSample(f"{where}: not a readable image") from error
-    # Pillow's plugins raise all of these on damaged files; none of them is a mistake of ours that should pass.
-    except (OSError, ValueError, SyntaxError, TypeError, EOFError, OverflowError, IndexError, KeyError) as error:
+    except _DAMAGE as error:
         raise BadSample(f"{where}: {' '.join(str(error).split())}") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise BadSample(f"{where}: {error}") from error

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, features
 
 from hyperbatch.config import DataConfig, SizePhase
 from hyperbatch.data import augment
@@ -360,6 +360,20 @@ def bomb():
     return bytes(data)
 
 
+def damaged_avif():
+    """As pictures from the web are, whatever they are called; Pillow raises no OSError here."""
+    data = encoded(photo(16, 16), "AVIF")
+    start = data.index(b"mdat") + 4
+    return data[:start] + bytes(len(data) - start)
+
+
+def unknown_texture():
+    """A DDS file with pixels of no kind that there is, for which Pillow raises no OSError."""
+    data = bytearray(encoded(photo(16, 16), "DDS"))
+    data[80:84] = bytes(4)
+    return bytes(data)
+
+
 BROKEN = {
     "empty": lambda: b"",
     "text": lambda: b"not an image",
@@ -367,6 +381,8 @@ BROKEN = {
     "header only": lambda: encoded(photo(200, 150))[:100],
     "truncated png": lambda: encoded(photo(200, 150), "PNG")[:3000],
     "bomb": bomb,
+    "unknown texture": unknown_texture,
+    **({"damaged avif": damaged_avif} if features.check("avif") else {}),
 }
 
 
