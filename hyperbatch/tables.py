@@ -1,4 +1,4 @@
-"""Tables in a terminal: a line of titles, then columns of one unit each, whose numbers end below each other."""
+"""Tables in a terminal: a line of titles, then columns whose numbers end below each other."""
 
 from __future__ import annotations
 

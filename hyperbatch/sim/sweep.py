@@ -278,21 +278,10 @@ def format_simulation(simulation: Simulation) -> str:
     """`simulate`'s answer as text."""
     points = simulation.points
     priced = all(point.cost_usd is not None for point in points)
-    unit, unit_s = _time_unit(max(point.time_to_target_s.mid for point in points))
     goal = "to the end" if simulation.target_top1 is None else "to target"
     accumulates = any(point.phase.accumulation > 1 for point in points)
     titles = ["GPUs", "grid", "all-reduce", "batch", "per GPU", *(["micro-steps"] if accumulates else []), "step ms"]
-    titles += [
-        "exposed ms",
-        "images/s",
-        "efficiency %",
-        "epochs",
-        f"{goal} {unit}",
-        f"low {unit}",
-        f"high {unit}",
-        f"at best {unit}",
-        "kWh",
-    ]
+    titles += ["exposed ms", "images/s", "efficiency %", "epochs", goal, "low", "high", "at best", "kWh"]
     titles += ["USD"] if priced else []
     rows = []
     for point in points:
@@ -309,7 +298,7 @@ def format_simulation(simulation: Simulation) -> str:
             f"{point.images_per_s:,.0f}",
             f"{100 * point.efficiency:.1f}",
             f"{point.epochs.mid:.1f}",
-            *(_in_unit(seconds, unit_s) for seconds in (time.mid, time.low, time.high, point.lower_bound_s)),
+            *(_duration(seconds) for seconds in (time.mid, time.low, time.high, point.lower_bound_s)),
             f"{point.energy_kwh:,.1f}",
         ]
         rows.append([*row, f"{point.cost_usd:,.0f}"] if priced else row)
@@ -322,14 +311,14 @@ def format_simulation(simulation: Simulation) -> str:
         "at best: all GPUs at the peak of their arithmetic from start to end",
     ]
     if any(len(point.spans) > 1 for point in points):
-        lines += ["", *_format_spans(points, unit, unit_s)]
+        lines += ["", *_format_spans(points)]
     notes = [f"note ({point.gpus:,} GPUs): {note}" for point in points for note in point.notes]
     return "\n".join([*lines, *notes])
 
 
-def _format_spans(points: Sequence[Prediction], unit: str, unit_s: float) -> list[str]:
+def _format_spans(points: Sequence[Prediction]) -> list[str]:
     """The parts of a run that changes its batch or image size; the table before has the speed of the main part."""
-    titles = ("GPUs", "epochs", "px", "batch", "step ms", "exposed ms", "images/s", f"training {unit}")
+    titles = ("GPUs", "epochs", "px", "batch", "step ms", "exposed ms", "images/s", "training")
     rows = [
         (
             f"{point.gpus:,}",
@@ -339,7 +328,7 @@ def _format_spans(points: Sequence[Prediction], unit: str, unit_s: float) -> lis
             f"{span.step_s * 1e3:.2f}",
             f"{span.exposed_comm_s * 1e3:.2f}",
             f"{span.images_per_s:,.0f}",
-            _in_unit(span.train_s, unit_s),
+            _duration(span.train_s),
         )
         for point in points
         for span in point.spans
@@ -348,10 +337,10 @@ def _format_spans(points: Sequence[Prediction], unit: str, unit_s: float) -> lis
     return [title, "", *text_table(titles, rows, left=0)]
 
 
-def _time_unit(longest_s: float) -> tuple[str, float]:
-    """One for the whole column."""
-    return ("s", 1.0) if longest_s < 300 else ("min", 60.0) if longest_s < 3 * 3600 else ("h", 3600.0)
-
-
-def _in_unit(seconds: float, unit_s: float) -> str:
-    return "years" if seconds >= YEAR_S else f"{seconds / unit_s:,.1f}"  # the interval of a batch nobody has tried
+def _duration(seconds: float) -> str:
+    """In its own unit, not the column's: one GPU takes hours where a cluster takes seconds."""
+    if seconds >= YEAR_S:
+        return "years"  # the interval of a batch nobody has tried
+    units = (("h", 3600.0, 3 * 3600.0), ("min", 60.0, 300.0), ("s", 1.0, 1.0))
+    unit, unit_s = next(((unit, unit_s) for unit, unit_s, from_s in units if seconds >= from_s), ("ms", 1e-3))
+    return f"{seconds / unit_s:,.1f} {unit}"

@@ -204,6 +204,5 @@ def test_no_torch_is_loaded() -> None:
 
 def test_an_interval_without_an_end_is_told_in_a_word() -> None:
     values = simulate("mlperf_resnet50", cluster="dgx_h100", gpus=[65_536], batch_per_rank=1024)
-    titles, row = (line.split("  ") for line in format_simulation(values).splitlines()[2:4])
+    row = format_simulation(values).splitlines()[3].split("  ")
     assert [cell.strip() for cell in row].count("years") == 1
-    assert "high s" in [title.strip() for title in titles]
