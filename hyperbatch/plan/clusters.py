@@ -27,6 +27,7 @@ from hyperbatch.vocabulary import PRECISION_DTYPE, is_foreign
 
 FOLDER = Path(__file__).parent / "machines"
 LINKS = ("intra", "inter")
+MOST_OF_A_COUNT, MOST = 1e9, 1e24  # in SI units; beyond them predictions overflow
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")  # of TOML
 
 UNITS: dict[str, dict[str, float]] = {
@@ -392,7 +393,7 @@ def _value(value: Any, field: _Field, scale: float, where: str) -> Any:
         if not isinstance(value, list) or not value or any(item not in field.choices for item in value):
             raise refuse(f"must be a list of {', '.join(field.choices)}")
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value < math.inf:
         raise refuse("must be a number")
     if field.kind == "count" and (value < 1 or value != int(value)):
         raise refuse("must be a whole number, at least 1")
@@ -400,4 +401,6 @@ def _value(value: Any, field: _Field, scale: float, where: str) -> Any:
         raise refuse("must be positive" if not field.zero else "must not be negative")
     if field.kind == "fraction" and value > 1:
         raise refuse("is a part of one: between 0 and 1")
+    if value > (MOST_OF_A_COUNT if field.kind == "count" else MOST / scale):
+        raise refuse("is too large to be true")
     return int(value) if field.kind == "count" else value * scale
