@@ -393,43 +393,48 @@ def fill_model(model: nn.Module, weights: Mapping[str, Tensor], *, where: str) -
 
 
 def start_from(model: nn.Module, weights: Weights, *, classes: Sequence[str] | None, where: str) -> str | None:
-    """As `fill_model`, but a head for other classes keeps the weights that the model has: returns a line that says so.
+    """As `fill_model`, but heads for other classes keep the weights that the model has: returns a line that says so.
 
     classes: names of the data's; None: they are not known, and only their number is compared.
     """
-    head = head_of_others(model, weights, classes)
-    if head is None:
+    heads = heads_of_others(model, weights, classes)
+    if not heads:
         fill_model(model, weights.tensors, where=where)
         return None
-    own = {name: param for name, param in model.named_parameters() if _is_of(head, name)}
-    body = {name: tensor for name, tensor in weights.tensors.items() if not _is_of(head, name)}
+    own = {name: param for name, param in model.named_parameters() if _layer(name) in heads}
+    body = {name: tensor for name, tensor in weights.tensors.items() if _layer(name) not in heads}
     fill_model(model, body | {name: param.detach() for name, param in own.items()}, where=where)
-    ours, theirs = own.get(f"{head}.weight"), weights.tensors.get(f"{head}.weight")
+    ours, theirs = own.get(f"{heads[0]}.weight"), weights.tensors.get(f"{heads[0]}.weight")
+    what = f"the heads ({', '.join(heads)}) are" if len(heads) > 1 else f"the head ({heads[0]}) is"
     if ours is None or theirs is None:
-        return f"the head ({head}) is initialised anew: {where} has none"
+        return f"{what} initialised anew: {where} has none"
     if len(ours) == len(theirs):
-        return f"the head ({head}) is initialised anew: {where} was trained for {len(theirs):,} other classes"
-    return f"the head ({head}) is initialised anew with {len(ours):,} classes: {where} was trained for {len(theirs):,}"
+        return f"{what} initialised anew: {where} was trained for {len(theirs):,} other classes"
+    return f"{what} initialised anew with {len(ours):,} classes: {where} was trained for {len(theirs):,}"
 
 
-def head_of_others(model: nn.Module, weights: Weights, classes: Sequence[str] | None) -> str | None:
-    """The layer of the model that gives the logits, where the weights have it for other classes, or lack it."""
+def heads_of_others(model: nn.Module, weights: Weights, classes: Sequence[str] | None) -> list[str]:
+    """The layers of the model that give logits, where the weights have them for other classes, or lack the last one.
+
+    Some models have several, as timm's distilled DeiT.
+    """
     own = dict(model.named_parameters())
     other = {name for name, tensor in weights.tensors.items() if name in own and tensor.shape != own[name].shape}
-    layers = {name.rpartition(".")[0] for name in other}
+    layers = [layer for layer in dict.fromkeys(map(_layer, own)) if layer in map(_layer, other)]
+    counts = {(weights.tensors[name].shape[:1], own[name].shape[:1]) for name in other}
     rows_differ = all(weights.tensors[name].shape[1:] == own[name].shape[1:] for name in other)
-    if len(layers) == 1 and rows_differ and "" not in layers:
-        return layers.pop()
+    if len(counts) == 1 and rows_differ and "" not in layers:
+        return layers
     head = head_layer(model)
     if head is None or other:
-        return None  # they do not fit
+        return []  # they do not fit
     renamed = classes is not None and weights.classes is not None and tuple(classes) != weights.classes
-    lacking = all(name not in weights.tensors for name in own if _is_of(head, name))
-    return head if renamed or lacking else None
+    lacking = all(name not in weights.tensors for name in own if _layer(name) == head)
+    return [head] if renamed or lacking else []
 
 
-def _is_of(layer: str, name: str) -> bool:
-    return name.rpartition(".")[0] == layer
+def _layer(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def per_rank(stacked: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

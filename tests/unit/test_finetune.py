@@ -186,6 +186,25 @@ def test_a_head_for_other_classes_starts_anew():
         assert torch.equal(tensor, (fresh.state_dict() if name.startswith("5") else theirs)[name]), name
 
 
+def test_two_heads_for_other_classes_start_anew():
+    """As in timm's distilled DeiT and LeViT, and in CrossViT."""
+
+    def two_heads(classes, seed=0):
+        torch.manual_seed(seed)
+        return nn.ModuleDict(
+            {"body": nn.Linear(6, 5), "head": nn.Linear(5, classes), "head_dist": nn.Linear(5, classes)}
+        )
+
+    model, fresh, theirs = two_heads(3), two_heads(3), two_heads(9, seed=1).state_dict()
+    line = start_from(model, Weights(theirs, None), classes=None, where="base.pt")
+    assert line == "the heads (head, head_dist) are initialised anew with 3 classes: base.pt was trained for 9"
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, (fresh.state_dict() if "head" in name else theirs)[name]), name
+    theirs["head.weight"], theirs["head.bias"] = torch.ones(7, 5), torch.ones(7)
+    with pytest.raises(InputError, match="4 of another shape"):
+        start_from(model, Weights(theirs, None), classes=None, where="base.pt")
+
+
 def test_a_head_of_as_many_other_classes_starts_anew_where_names_are_known():
     theirs = network(seed=1).state_dict()
     for ours, known, line in (
