@@ -28,6 +28,11 @@ def layer_factors(rates: Sequence[LayerRate], names: Sequence[str], head: str | 
         found = [name for name in names if is_in(name, layer)]
         if not found and layer == HEAD and head is not None:
             found = [name for name in names if is_in(name, head)]
+        if not found and layer == HEAD and names:
+            last = names[-1].rpartition(".")[0] or names[-1]
+            raise InputError(
+                f"--layer-rates: the model has no linear layer, for which head stands; name a layer, such as {last!r}"
+            )
         if not found:
             raise InputError(f"--layer-rates: the model has no layer {layer!r}{nearest(layer, _layers(names))}")
         factors.update(dict.fromkeys(found, factor))

@@ -80,6 +80,8 @@ def test_the_last_entry_that_names_a_layer_counts():
     assert layer_factors((LayerRate("head", 0.0),), own, "fc") == {"head.weight": 0.0, "fc.weight": 1.0}
     with pytest.raises(InputError, match=r"--layer-rates: the model has no layer 'layr1'; did you mean 'layer1'\?"):
         found("layr1:0")
+    with pytest.raises(InputError, match=r"no linear layer, for which head stands; .* such as 'fc'$"):
+        layer_factors((LayerRate("head", 1.0),), names, None)  # a convolution gives the logits, as in timm's DLA
     with pytest.raises(InputError, match=r"--layer-rates \*:0 freezes every layer; leave one to train"):
         found("*:0")
 
