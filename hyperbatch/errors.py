@@ -42,12 +42,19 @@ def notes_of(error: BaseException) -> tuple[str, ...]:
     return tuple(getattr(error, "__notes__", ()))
 
 
-def nearest(name: Any, known: list[str] | tuple[str, ...]) -> str:
-    """`; did you mean 'x'?` for a misspelt name, or the list of known ones when nothing is close."""
+def nearest(name: Any, known: list[str] | tuple[str, ...], *, listed_by: str | None = None) -> str:
+    """`; did you mean 'x'?` for a misspelt name, or the list of known ones when nothing is close.
+
+    listed_by: what the user calls to list them, if they are too many for a line.
+    """
     import difflib
 
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return (
+        f"; known: {', '.join(sorted(known))}" if listed_by is None else f"; {listed_by} lists the {len(known):,} known"
+    )
 
 
 def shown(value: Any) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,14 +144,11 @@ def has_known_memory(config: Config, channels: int) -> bool:
 
 def start_note(config: Config, channels: int) -> str | None:
     """The line that the run would say about its head; InputError where the weights do not fit."""
-    import torch
-
     from hyperbatch.engine.learner import fill_from
-    from hyperbatch.models import create_from
+    from hyperbatch.models import create_from, without_values
 
     names = open_data(config.data)[0].classes if has_data(config) else None
-    with torch.device("meta"):  # nothing is allocated
-        model = create_from(config.model, classes=config.data.classes, in_channels=channels)
+    model = without_values(partial(create_from, config.model, classes=config.data.classes, in_channels=channels))
     return fill_from(config, model, in_channels=channels, class_names=names, fetch=False)
 
 
@@ -168,7 +166,7 @@ def data_counts(config: Config) -> DataCounts:
 
 def tensors_and_groups(config: Config, channels: int) -> tuple[tuple[TensorSpec, ...], GroupSummary]:
     """The trainable tensors in backward order, and how the optimizer treats them. A model without a table, or with
-    layers of different rates, is built on torch's meta device, which allocates nothing."""
+    layers of different rates, is built without values."""
     optim = config.optim
     if config.model.model in inventory.model_names() and not optim.layer_rates and optim.layer_decay == 1.0:
         specs = model_tensors(config, channels)
@@ -176,15 +174,12 @@ def tensors_and_groups(config: Config, channels: int) -> tuple[tuple[TensorSpec,
             ParamRow(s.name, s.numel, optim.weight_decay > 0 and (s.decayed or optim.decay_norm_bias), 1.0)
             for s in reversed(specs)
         )
-    import torch
-
-    from hyperbatch.models import create_from
+    from hyperbatch.models import create_from, without_values
     from hyperbatch.models.norm import freeze
     from hyperbatch.optim.build import group_summary, rate_factors
     from hyperbatch.params import kind_of, owners
 
-    with torch.device("meta"):
-        model = create_from(config.model, classes=config.data.classes, in_channels=channels)
+    model = without_values(partial(create_from, config.model, classes=config.data.classes, in_channels=channels))
     freeze(model, {name for name, factor in rate_factors(optim, model).items() if not factor})
     dtype = PRECISION_DTYPE[optim.precision]
     specs = []

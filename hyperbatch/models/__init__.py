@@ -1,6 +1,6 @@
 """resnet, alexnet, whitenet, vit, loss; nothing here knows of ranks, but a norm layer may be handed a process group."""
 
-from hyperbatch.models.build import create_from, create_model, model_names, pretrained_weights
+from hyperbatch.models.build import create_from, create_model, model_names, pretrained_weights, without_values
 from hyperbatch.models.loss import Loss, binary_cross_entropy, mixed_cross_entropy, smoothed_cross_entropy
 from hyperbatch.models.norm import merge_norm_statistics, merged_buffers, norm_buffers, set_norm_group
 
@@ -17,4 +17,5 @@ __all__ = [
     "pretrained_weights",
     "set_norm_group",
     "smoothed_cross_entropy",
+    "without_values",
 ]

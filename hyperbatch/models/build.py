@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,8 @@ from hyperbatch.vocabulary import TIMM_MODEL, is_foreign
 
 DEFAULT_BN_MOMENTUM = 0.1  # torch's
 DEFAULT_BN_EPS = 1e-5  # torch's
+
+T = TypeVar("T")
 
 _RESNETS: dict[str, Callable[..., nn.Module]] = {
     **{f"resnet{depth}": partial(imagenet_resnet, depth) for depth in IMAGENET_DEPTHS},
@@ -151,6 +152,16 @@ def create_from(config: ModelConfig, *, classes: int, in_channels: int) -> nn.Mo
     )
 
 
+def without_values(build: Callable[[], T]) -> T:
+    """What `build` returns, on torch's meta device, which allocates nothing; on the CPU if it needs numbers, as timm's
+    RegNets do."""
+    try:
+        with torch.device("meta"):
+            return build()
+    except Exception:  # of the device's, or of whatever is wrong on every device
+        return build()
+
+
 def _no_drop(key: str, rate: float, name: str, why: str = "") -> InputError:
     what = {"dropout": "dropout", "drop_path": "stochastic depth"}[key]
     return InputError(f"--{key.replace('_', '-')} {rate:g}: {name} has no {what}{why}; leave it out")
@@ -175,7 +186,9 @@ def _timm_model(
     except InputError as error:
         raise InputError(f"model 'timm/{name}' needs timm: {error}") from error
     if not timm.is_model(name):
-        raise InputError(f"timm has no model {name!r}{nearest(name, timm.list_models())}")
+        raise InputError(
+            f"timm has no model {name!r}{nearest(name, timm.list_models(), listed_by='timm.list_models()')}"
+        )
     options: dict[str, Any] = {"zero_init_last": True} if zero_init_last_gamma else {}
     options |= {_DROP_NAMES[key][1]: rate for key, rate in drops.items()}
     try:
@@ -185,11 +198,14 @@ def _timm_model(
             if f"'{_DROP_NAMES[key][1]}'" in str(error):
                 raise _no_drop(key, rate, f"timm/{name}") from error
         raise InputError(f"model 'timm/{name}': {error}") from error
+    except RuntimeError as error:  # an unknown tag of weights, such as resnet18.a1
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise InputError(f"model 'timm/{name}' cannot be built: {reason}") from error
 
 
 def pretrained_weights(model: str, *, in_channels: int, fetch: bool = True) -> dict[str, Tensor]:
     """timm's for one of its models, or for one of our ResNets, which have its names; with the head they were trained
-    with. fetch=False: their shapes alone, on torch's meta device."""
+    with. fetch=False: their shapes alone (`without_values`)."""
     name = model.removeprefix("timm/")
     if not model.startswith("timm/") and name not in ("resnet50d", *(f"resnet{depth}" for depth in IMAGENET_DEPTHS)):
         raise InputError(f"--init-from timm: timm has no weights for {model}; use --model timm/NAME or resnet50")
@@ -200,8 +216,8 @@ def pretrained_weights(model: str, *, in_channels: int, fetch: bool = True) -> d
     if not timm.is_model_pretrained(name):
         raise InputError(f"--init-from timm: timm has no pretrained weights for {name!r}; see timm.list_pretrained()")
     try:
-        with contextlib.nullcontext() if fetch else torch.device("meta"):
-            return timm.create_model(name, pretrained=fetch, in_chans=in_channels).state_dict()
+        build = partial(timm.create_model, name, pretrained=fetch, in_chans=in_channels)
+        return (build() if fetch else without_values(build)).state_dict()
     except Exception as error:  # what a hub, a proxy or a cache raises
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"--init-from timm: the weights of {name!r} cannot be fetched: {reason}") from error

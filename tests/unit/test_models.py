@@ -355,8 +355,22 @@ def test_timm_is_given_classes_and_channels(monkeypatch):
     assert create_model("timm/tiny", classes=6, in_channels=1)(torch.randn(2, 1, 8, 8)).shape == (2, 6)
     with pytest.raises(InputError, match="did you mean 'tiny'"):
         create_model("timm/tinny")
+    with pytest.raises(InputError, match=r"^timm has no model 'x'; timm\.list_models\(\) lists the 1 known$"):
+        create_model("timm/x")
     with pytest.raises(InputError, match="zero_init_last"):
         create_model("timm/tiny", zero_init_last_gamma=True)
+
+
+def test_a_name_with_an_unknown_tag_of_weights_is_one_line(monkeypatch):
+    fake = types.ModuleType("timm")
+
+    def refuse(name, **options):
+        raise RuntimeError("Invalid pretrained tag (a1) for tiny.")
+
+    fake.is_model, fake.create_model = lambda name: True, refuse  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "timm", fake)
+    with pytest.raises(InputError, match=r"^model 'timm/tiny\.a1' cannot be built: Invalid .* \(a1\) for tiny$"):
+        create_model("timm/tiny.a1")
 
 
 def test_names_are_sorted_and_buildable():
