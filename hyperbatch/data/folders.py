@@ -20,6 +20,7 @@ from hyperbatch.errors import InputError
 from hyperbatch.memory import free_host_memory_bytes
 
 _CHUNK_BYTES = 1 << 20
+_MAX_FILE_BYTES = (1 << 31) - 4096  # of which Linux reads no more at once; an image that may be decoded has fewer
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".webp", ".tif", ".tiff")
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz")
 
@@ -69,7 +70,10 @@ class FolderSource(EncodedSource):
             # Four calls of the system; Python's own file objects make eight. A pipe is empty instead of waited for.
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             try:
-                data = bytearray(os.fstat(descriptor).st_size)
+                size_bytes = os.fstat(descriptor).st_size
+                if size_bytes > _MAX_FILE_BYTES:
+                    raise BadSample(f"{path}: {size_bytes:,} bytes are too many for an image")
+                data = bytearray(size_bytes)
                 del data[os.readv(descriptor, [data]) :]
             finally:
                 os.close(descriptor)

@@ -449,6 +449,15 @@ def test_a_file_that_disappears_is_a_bad_sample(tmp_path):
         train.image(0)
 
 
+@pytest.mark.parametrize("size_bytes", [3 << 30, 1 << 42])
+def test_a_file_too_large_for_an_image_is_a_bad_sample(tmp_path, size_bytes):
+    """It is neither cut off at the 2 GiB that one read gives, nor does it fill the memory."""
+    train, _ = open_data(images(tree(tmp_path)))
+    os.truncate(tmp_path / "train" / "cat" / "0.JPEG", size_bytes)
+    with pytest.raises(BadSample, match=r"0\.JPEG: [\d,]+ bytes are too many for an image"):
+        train.read(0)
+
+
 def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
     """Emulated, because a test may run as root, whom no permission stops."""
     tree(tmp_path)
