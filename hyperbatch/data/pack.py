@@ -24,6 +24,7 @@ from hyperbatch.data.recompress import Recompress
 from hyperbatch.data.shard_writer import (
     Progress,
     ShardPlan,
+    cannot_write,
     is_finished,
     skipped_rows,
     write_atomically,
@@ -329,8 +330,11 @@ def _finish(
         packed = {*(splits[name].classes if name in splits else ()), *(number[each] for each in source.classes)}
         splits[name] = Split(samples=samples, bytes=size_bytes, classes=tuple(sorted(packed)), shards=tuple(shards))
     manifest = Manifest(classes=classes, splits=splits)
-    skipped = _write_skipped(dst, [*missing, *(text for plan in plans for _, text in skipped_rows(plan))])
-    write_atomically(dst / MANIFEST, json.dumps(manifest.to_dict(), indent=1).encode())
+    try:
+        skipped = _write_skipped(dst, [*missing, *(text for plan in plans for _, text in skipped_rows(plan))])
+        write_atomically(dst / MANIFEST, json.dumps(manifest.to_dict(), indent=1).encode())
+    except OSError as error:
+        raise cannot_write(dst / MANIFEST, error) from error
     for split in splits.values():
         for shard in split.shards:
             index = read_index(dst / shard.name, shard.samples, shard.index_crc32)

@@ -157,10 +157,7 @@ def _write_shard(plan: ShardPlan, prepared: Iterator[Sample], report: Callable[[
     except OSError as error:
         with contextlib.suppress(OSError):  # a file system that has become read-only
             part.unlink(missing_ok=True)
-        raise InputError(
-            f"cannot write {plan.path}: {error.strerror}; fix this and run the same command again. "
-            "Finished shards are kept"
-        ) from error
+        raise cannot_write(plan.path, error) from error
     except InputError:
         part.unlink(missing_ok=True)
         raise
@@ -215,6 +212,12 @@ def skipped_rows(plan: ShardPlan) -> list[tuple[int, str]]:
         return []
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{plan.skipped_path} cannot be read: {error}; give an empty folder") from error
+
+
+def cannot_write(path: Path, error: OSError) -> InputError:
+    return InputError(
+        f"cannot write {path}: {error.strerror}; fix this and run the same command again. Finished shards are kept"
+    )
 
 
 def write_atomically(path: Path, content: bytes) -> None:

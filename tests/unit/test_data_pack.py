@@ -14,10 +14,12 @@ from PIL import Image
 
 from hyperbatch.config import DataConfig
 from hyperbatch.data import kept, shard_writer
+from hyperbatch.data import pack as pack_module
 from hyperbatch.data.decode import decode_full
 from hyperbatch.data.identity import sample_list
 from hyperbatch.data.pack import info, pack
 from hyperbatch.data.recompress import Recompress
+from hyperbatch.data.shard_writer import write_atomically
 from hyperbatch.data.shards import INDEX_DTYPE, ShardSource, _checksum, index_path
 from hyperbatch.data.source import BadSample, check_data, open_data
 from hyperbatch.data.texts import format_info
@@ -120,6 +122,23 @@ def test_an_interrupted_pack_is_finished_by_the_next(tree, tmp_path, monkeypatch
     assert 0 < result.resumed_shards < result.shards
     left = files(tmp_path / "dst")
     assert {name: data for name, data in left.items() if not name.endswith(".part")} == files(tmp_path / "whole")
+    assert verify(tmp_path / "dst").ok
+
+
+@pytest.mark.parametrize("last", ["manifest.json", "skipped.txt"])
+def test_a_disk_that_the_last_files_fill_is_one_line(tree, tmp_path, monkeypatch, last):
+    (tree / "train" / "a" / "gone.jpg").symlink_to(tmp_path / "nowhere")
+
+    def full_disk(path, content):
+        if path.name == last:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_atomically(path, content)
+
+    monkeypatch.setattr(pack_module, "write_atomically", full_disk)
+    with pytest.raises(InputError, match=r"cannot write .*manifest\.json: No space left on device; fix this and run"):
+        pack(tree, tmp_path / "dst")
+    monkeypatch.undo()
+    assert pack(tree, tmp_path / "dst").skipped == 1
     assert verify(tmp_path / "dst").ok
 
 
