@@ -36,6 +36,7 @@ _SOI, _EOI = b"\xff\xd8", b"\xff\xd9"
 _PLAIN_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive: all Huffman coded
 _OTHER_FRAMES = (0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
 _SEQUENTIAL_FRAMES = (0xC0, 0xC1)
+_LOSSLESS_FRAME = 0xC3
 _CONTEXT_ROWS = 2  # below a crop, of the decoded image: interpolated colours depend on the next row of colours
 _RGB_IDS = b"RGB"  # component names of files that are not YCbCr
 _GREY_16_BITS = ("PNG", "PPM")  # formats whose grey images of 32 bits, as Pillow opens them, hold 16
@@ -260,6 +261,8 @@ def _fast_view(data: bytes | bytearray, view_of: ViewOf, size: int, decoder: str
             pixels = simplejpeg.decode_jpeg(data, "RGB", buffer=buffer)
         else:
             eighths = _least_eighths(_least_size(view, width, height, size), width, height)
+            if eighths < 8 and _is_lossless(data):
+                eighths = 8
             rows = math.ceil(view.box[3]) + -(-8 * _CONTEXT_ROWS // eighths)
             is_bgr = view.flip
             pixels, height = _upper_rows(data, eighths, width, height, rows, buffer, "BGR" if is_bgr else "RGB")
@@ -298,14 +301,26 @@ def _upper_rows(
 
 def _height_place(data: bytearray) -> int | None:
     """Where a JPEG whose rows come one after the other says how high it is; None: it is another kind of JPEG."""
+    place = _frame_place(data)
+    return None if place is None or data[place + 1] not in _SEQUENTIAL_FRAMES else place + 5
+
+
+def _is_lossless(data: bytes | bytearray) -> bool:
+    """Whether it is a JPEG that cannot be decoded smaller: asked to, libjpeg gives pixels from all over the image."""
+    place = _frame_place(data)
+    return place is not None and data[place + 1] == _LOSSLESS_FRAME
+
+
+def _frame_place(data: bytes | bytearray) -> int | None:
+    """Where the marker of a JPEG's frame is; None: there is none before the first scan, or it is no JPEG."""
     place, end = 2, len(data) - 9
     while place < end and data[place] == 0xFF:
         marker = data[place + 1]
-        if marker in _SEQUENTIAL_FRAMES:
-            return place + 5
+        if marker in _PLAIN_FRAMES or marker in _OTHER_FRAMES:
+            return place
         if marker == 0xFF:  # fill
             place += 1
-        elif marker in (*_PLAIN_FRAMES, *_OTHER_FRAMES, 0xDA):
+        elif marker == 0xDA:
             return None
         else:
             place += 2 + (data[place + 2] << 8 | data[place + 3])
@@ -349,7 +364,7 @@ def _pillow_view(data: bytes | bytearray, where: object, view_of: ViewOf, size: 
     image = _open(data, where)
     full_size = image.size
     view = view_of(*full_size)
-    if not exact:
+    if not exact and not _is_lossless(data):
         image.draft("RGB", _least_size(view, *full_size, size))  # only JPEGs; others stay as they are
     return render(as_rgb(image), view, size, full_size=full_size)
 

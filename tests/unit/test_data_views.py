@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -343,6 +344,40 @@ def test_exif_orientation_is_ignored_as_torchvision_does(decoder):
     assert decode_full(tagged, "x").shape == (32, 64, 3)
     views = [decode_view(data, "x", whole_view, 32, decoder=decoder, exact=True) for data in (plain, tagged)]
     assert (views[0] == views[1]).all()
+
+
+def lossless_jpeg(pixels):
+    """uint8[h, w, 3] as ITU T.81 predicts them without loss: each by its left neighbour, the first by the one above."""
+    height, width, colors = pixels.shape
+    ahead = pixels.astype(int)
+    steps = np.diff(ahead, axis=1, prepend=np.concatenate([np.full((1, 1, 3), 128), ahead[:-1, :1]]))
+    codes = []  # the number of bits of a step, in 5 bits, then these bits
+    for step in steps.ravel().tolist():
+        bits = abs(step).bit_length()
+        codes.append(f"{bits:05b}" + (f"{step if step > 0 else step + (1 << bits) - 1:0{bits}b}" if bits else ""))
+    stream = "".join(codes)
+    stream += "1" * (-len(stream) % 8)
+    segments = (
+        (0xC3, struct.pack(">BHHB", 8, height, width, colors) + b"".join(bytes((name, 0x11, 0)) for name in b"RGB")),
+        (0xC4, bytes(5) + bytes([10]) + bytes(11) + bytes(range(10))),  # ten codes, of 5 bits each
+        (0xDA, bytes([colors]) + b"".join(bytes((name, 0)) for name in b"RGB") + bytes((1, 0, 0))),
+    )
+    head = b"".join(struct.pack(">BBH", 0xFF, marker, len(rest) + 2) + rest for marker, rest in segments)
+    coded = int(stream, 2).to_bytes(len(stream) // 8, "big").replace(b"\xff", b"\xff\0")
+    return b"\xff\xd8" + head + coded + b"\xff\xd9"
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_lossless_jpegs_are_not_decoded_smaller(decoder):
+    """libjpeg cannot, and gives pixels from all over the image, or says that the file is damaged."""
+    pixels = np.asarray(photo(200, 150))
+    data = lossless_jpeg(pixels)
+    try:
+        assert (decode_full(data, "x", decoder=decoder) == pixels).all()
+    except BadSample:
+        pytest.skip("this libjpeg does not decode lossless JPEGs")
+    smaller = decode_view(bytearray(data), "x", whole_view, 16, decoder=decoder, exact=False)
+    assert abs(smaller.astype(int) - render_array(pixels, whole_view(200, 150), 16)).max() <= 1
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
