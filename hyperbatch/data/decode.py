@@ -40,6 +40,7 @@ _LOSSLESS_FRAME = 0xC3
 _CONTEXT_ROWS = 2  # below a crop, of the decoded image: interpolated colours depend on the next row of colours
 _RGB_IDS = b"RGB"  # component names of files that are not YCbCr
 _GREY_16_BITS = ("PNG", "PPM")  # formats whose grey images of 32 bits, as Pillow opens them, hold 16
+_TIFF_BITS = 258  # the tag that says how many a channel has; Pillow opens 12 as it does 16
 # Pillow's plugins raise all of these on damaged files; none of them is a mistake of ours that should pass.
 _DAMAGE = (
     OSError,
@@ -183,11 +184,12 @@ def fits(width: int, height: int, data_bytes: int) -> bool:
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Of 16 bits a channel the upper 8, as Pillow itself reads RGB. Its own conversion cuts 16-bit grey off at 255, so
-    that nearly all of it would be white."""
+    """Of 16 bits a channel, or 12, the upper 8, as Pillow itself reads RGB. Its own conversion cuts 16-bit grey off at
+    255, so that nearly all of it would be white."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _GREY_16_BITS):
         image.load()
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        bits = getattr(image, "tag_v2", {}).get(_TIFF_BITS, (16,))[0]
+        image = Image.fromarray((np.asarray(image) >> (bits - 8)).astype(np.uint8))
     elif image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # Pillow would warn that transparency is dropped
     return image.convert("RGB")

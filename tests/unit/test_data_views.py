@@ -320,10 +320,18 @@ def test_grey_cmyk_and_png_become_rgb(decoder):
 def test_of_16_bits_the_upper_8_are_kept():
     grey = np.asarray(photo(64, 48).convert("L"))
     wide = (grey.astype(np.uint16) << 8) + 200
+    bits = np.unpackbits(wide.astype(">u2").view(np.uint8)).reshape(-1, 16)
+    tag = struct.pack("<HHIHH", 258, 3, 1, 16, 0)  # BitsPerSample
+    tiff_12_bits = (
+        encoded(Image.fromarray(wide), "TIFF")
+        .replace(tag, tag.replace(b"\x10", b"\x0c"))
+        .replace(wide.tobytes(), np.packbits(bits[:, :12]).tobytes())
+    )
     expected = np.repeat(grey[:, :, None], 3, axis=2)
     for file in (
         encoded(Image.fromarray(wide), "PNG"),
         encoded(Image.fromarray(wide), "TIFF"),
+        tiff_12_bits,
         b"P5 64 48 65535\n" + wide.astype(">u2").tobytes(),
         b"P6 64 48 65535\n" + np.repeat(wide[:, :, None], 3, axis=2).astype(">u2").tobytes(),
     ):
