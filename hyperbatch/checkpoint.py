@@ -163,10 +163,10 @@ def save(folder: Path, saved: Checkpoint, *, keep: int, keep_best: bool = True) 
     values["checksums"] = checksums(values)
     durable.write(path, lambda file: torch.save(values, file))
     best = _path(folder, saved.progress.best_step)
-    files = _files(folder)
-    newest = files.index(path)
+    files = _files(folder)  # without this one, if somebody deletes the folder just now
+    before, after = [file for file in files if file < path], [file for file in files if file > path]
     # Later files are of an attempt that this run went back behind; they must not pass for its newest.
-    for old in [*files[: max(0, newest + 1 - keep)], *files[newest + 1 :]]:
+    for old in [*before[: max(0, len(before) + 1 - keep)], *after]:
         if not (keep_best and old == best):
             old.unlink(missing_ok=True)
     _link_best(folder / BEST, best)

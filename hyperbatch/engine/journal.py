@@ -36,6 +36,7 @@ from hyperbatch.engine.tracing import Tracer
 from hyperbatch.errors import Preempted, RunFailed
 from hyperbatch.mllog import MlperfEvents
 from hyperbatch.plan.types import StepTiming
+from hyperbatch.recipes.files import RUN_CONFIG
 from hyperbatch.record import RunRecord, RunWriter, Span, commit
 from hyperbatch.schedule import EpochGrid, Step, Stride, total_steps
 
@@ -325,7 +326,8 @@ class Journal:
     def finish(self, run: Run, *, error: str = "") -> RunRecord:
         """Writes what is pending and the record. error: why the run ended early, if it did.
 
-        If the record cannot be written, the run fails, since it would not show that it has ended.
+        If the record cannot be written, the run fails, since it would not show that it has ended. It also fails if its
+        folder was deleted or moved meanwhile: the record would stand there without what it is about.
         """
         self.flush()
         self.clock.switch("pause")
@@ -342,11 +344,17 @@ class Journal:
         ranks = gather(self._gauges.to_dict() if self._gauges is not None else {}, run.ranks)
         record = self._record(run, bad_samples=bad_samples, by_class=by_class, ranks=ranks, error=error)
         if self.writer is not None:
+            folder, line = self.writer.folder, ""
+            if self.writer.is_gone:
+                line = (
+                    f"{folder} was deleted or moved during the run: {RUN_CONFIG} and metrics.jsonl are no longer there"
+                )
             try:
-                record.save(self.writer.folder)
+                record.save(folder)
             except OSError as problem:
-                line = f"{self.writer.folder / 'record.json'} could not be written: {problem.strerror or problem}"
-                raise (Preempted(f"{error}, but {line}") if error else RunFailed(line)) from None
+                line = f"{folder / 'record.json'} could not be written: {problem.strerror or problem}"
+            if line:
+                raise Preempted(f"{error}, but {line}") if error else RunFailed(line)
         return record
 
     def _bad_samples(self, run: Run) -> list[str]:

@@ -58,6 +58,11 @@ class RunWriter:
         wanted = tensorboard and importlib.util.find_spec("tensorboard") is not None  # an extra of the package
         self._board = Tensorboard(folder / "tensorboard", resume_from_step, self.warnings) if wanted else None
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody has deleted or moved the folder: what was written before is no longer in it."""
+        return not (self.folder / self._metrics.name).exists()
+
     def go_back(self, step: int) -> None:
         """Drops metric lines of steps at or after this one, which the run will write again."""
         self._end(self._metrics, self._layers)

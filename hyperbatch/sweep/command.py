@@ -122,6 +122,7 @@ def sweep(
                     continue
                 row = trainer.row_of(run)
                 say(f"{run_label(plan, run)}  {progress_line(row)}")  # first: the row may find no room on the disk
+                (folder / PLAN).stat()  # not there: --keep-runs has made a folder again that was deleted with its rows
                 if trainer.environment is not None:
                     note_environment(folder, trainer.environment)
                 append_row(folder, row)

@@ -156,6 +156,19 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path, step):
     assert record["result"]["top1"] == RunRecord.load(tmp_path / "whole").result.top1
 
 
+def test_a_checkpoint_that_is_deleted_as_soon_as_it_is_written_is_no_fault(tmp_path, monkeypatch):
+    train(1, tmp_path / "run")
+    write = durable.write
+
+    def deleted(path, put):
+        write(path, put)
+        path.unlink()
+
+    monkeypatch.setattr(durable, "write", deleted)
+    checkpoint.save(tmp_path / "other", checkpoint.load(tmp_path / "run"), keep=2)
+    assert not list((tmp_path / "other").iterdir())
+
+
 # Kills
 
 

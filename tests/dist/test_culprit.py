@@ -90,8 +90,8 @@ def test_a_hang_shows_where_each_rank_is(tmp_path):
 
 @pytest.mark.parametrize(("where", "rank"), [("evaluation", 1), ("checkpoint", 1), ("write", 0)])
 def test_a_rank_that_is_stopped_elsewhere_ends_the_run_too(tmp_path, where, rank):
-    """write: in the thread that writes, while the others train."""
-    done, _ = train(tmp_path / "run", "stopped", "--timeout-s", "6", FAULT_IN=where, FAULT_RANK=str(rank))
+    """write: in the thread that writes, while the others train. They tell what they wait in after 7 of the 10 s."""
+    done, _ = train(tmp_path / "run", "stopped", "--timeout-s", "10", FAULT_IN=where, FAULT_RANK=str(rank))
     assert done.returncode == 1
     assert f"hyperbatch: rank {rank} has not responded for" in last_line(done)
     failure = RunRecord.load(tmp_path / "run").failure

@@ -21,7 +21,7 @@ from hyperbatch.engine import scratch
 from hyperbatch.engine.scratch import scratch_folder
 from hyperbatch.errors import InputError, Preempted, RunFailed
 from hyperbatch.launch import train
-from hyperbatch.record import Span, TraceFile, read_metrics
+from hyperbatch.record import RunRecord, Span, TraceFile, read_metrics
 from hyperbatch.sweep.command import sweep
 from hyperbatch.sweep.rows import read_rows
 
@@ -223,3 +223,13 @@ def test_a_sweep_on_a_full_disk_keeps_its_rows_and_goes_on_later(disk, tmp_path)
     assert sweep(plan, folder).done == 8
     assert [row.seed for row in read_rows(folder)] == [*range(8)]
     assert (folder / "report.html").exists()
+
+
+def test_a_run_whose_folder_is_deleted_does_not_end_as_if_all_were_there(tmp_path):
+    out = tmp_path / "run"
+    line = f"{out} was deleted or moved during the run: config.toml and metrics.jsonl are no longer there; --resume"
+    with pytest.raises(RunFailed, match=line):
+        train(config(out=str(out), nproc=1), callbacks=[At(12, lambda: shutil.rmtree(out))])
+    record = RunRecord.load(out)
+    assert record.error.startswith(f"{out} was deleted")
+    assert record.result.steps == 30

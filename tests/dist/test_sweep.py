@@ -351,6 +351,21 @@ def test_a_folder_that_is_gone_ends_the_sweep_in_one_line(plan, tmp_path):
     assert not folder.exists()
 
 
+def test_a_folder_that_is_gone_is_not_made_again_by_the_runs_that_are_kept(plan, tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+
+    class Deleted(command.Trainer):
+        def row_of(self, run):
+            if run.number == 2:
+                shutil.rmtree(folder)
+            return super().row_of(run)
+
+    monkeypatch.setattr(command, "Trainer", Deleted)
+    with pytest.raises(RunFailed, match=r"^the rows can no longer be written to .*: No such file or directory; once"):
+        command.sweep(plan, folder, keep_runs=True)
+    assert not (folder / "rows.jsonl").exists()
+
+
 def test_a_folder_that_can_only_be_read_is_refused(plan, tmp_path, monkeypatch, capsys):
     """Its first file is a lock. Root may write everywhere, so the refusal is made up."""
 
