@@ -19,7 +19,7 @@ from typing import Any
 
 from hyperbatch.callbacks import Hooks, forwarded
 from hyperbatch.config import Config
-from hyperbatch.data.source import DataCounts, check_data
+from hyperbatch.data.source import DataCounts, check_data, has_data
 from hyperbatch.engine.agent import check_nproc, count_gpus, default_nproc, start_ranks
 from hyperbatch.engine.context import open_context
 from hyperbatch.engine.folder import claimed, default_out, has_checkpoint, keep_config, resume_hint
@@ -30,6 +30,7 @@ from hyperbatch.kernels import workers
 from hyperbatch.plan import inventory
 from hyperbatch.plan.files import check_names, load_groups
 from hyperbatch.plan.types import RankGrid
+from hyperbatch.recipes import published_data
 from hyperbatch.record import RunRecord, note_failure
 from hyperbatch.schedule import check_batches, resolve_phases
 from hyperbatch.trackers import trackers_of
@@ -65,6 +66,10 @@ def _train(config: Config, callbacks: Iterable[Any], ranks: Ranks | None) -> Run
     hooks = Hooks([*callbacks, *trackers_of(config)] if ranks is None or ranks.rank == 0 else ())
     if config.run.resume != "no" and not config.run.out:
         raise InputError("--resume needs the folder of the run to continue; add --out DIR")
+    if not has_data(config.data):
+        address = published_data(config)
+        download = f", or download the published data set with --data {address}" if address else ""
+        raise InputError(f"{config.recipe} needs --data: give a folder, an archive or an address{download}")
     if ranks is None:
         nproc = config.run.nproc or default_nproc(config.run.device)
         check_nproc(nproc)

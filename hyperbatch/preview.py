@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hyperbatch.config import Config, fields, format_value
-from hyperbatch.data.source import DataCounts, check_data, open_data
+from hyperbatch.data.source import DataCounts, check_data, has_data, open_data
 from hyperbatch.engine.agent import count_gpus, cpu_has_bf16
 from hyperbatch.errors import InputError
 from hyperbatch.launch import check_input
@@ -147,18 +147,14 @@ def start_note(config: Config, channels: int) -> str | None:
     from hyperbatch.engine.learner import fill_from
     from hyperbatch.models import create_from, without_values
 
-    names = open_data(config.data)[0].classes if has_data(config) else None
+    names = open_data(config.data)[0].classes if has_data(config.data) else None
     model = without_values(partial(create_from, config.model, classes=config.data.classes, in_channels=channels))
     return fill_from(config, model, in_channels=channels, class_names=names, fetch=False)
 
 
-def has_data(config: Config) -> bool:
-    return config.data.data is not None or config.data.dataset not in ("images", "cifar10", "cifar100")
-
-
 def data_counts(config: Config) -> DataCounts:
     """Counts of the data at hand, or those the recipe was written for when none is given."""
-    if has_data(config):
+    if has_data(config.data):
         return check_data(config.data)
     data = config.data
     return DataCounts(train_samples=data.train_samples, eval_samples=data.eval_samples, classes=data.classes)

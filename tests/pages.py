@@ -43,8 +43,8 @@ def placeholders(command: str) -> set[str]:
 def run(page: Path, folder: Path, *, leave_out: Collection[str] = ()) -> list[str]:
     """Runs the page's commands in the folder, one shell for all, and returns what each printed.
 
-    Commands of NOT_HERE, those with placeholders and those of `leave_out` are not run. A run that misses its target
-    (exit code 3) is fine.
+    Commands of NOT_HERE, those with placeholders or an address on the web, and those of `leave_out` are not run. A run
+    that misses its target (exit code 3) is fine.
     """
     tool = folder / "bin" / "hyperbatch"
     tool.parent.mkdir()
@@ -53,7 +53,8 @@ def run(page: Path, folder: Path, *, leave_out: Collection[str] = ()) -> list[st
     script = []
     for command in commands(page):
         found = words(command)
-        if not (command in leave_out or (found and found[0] in NOT_HERE) or placeholders(command)):
+        elsewhere = "://" in command or (found and found[0] in NOT_HERE)
+        if not (command in leave_out or elsewhere or placeholders(command)):
             script += [command, f"echo {NEXT}"]
     environment = {**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

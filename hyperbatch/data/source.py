@@ -329,6 +329,11 @@ def _address(config: DataConfig) -> Address:
     return Address(str(config.data), int(config.data_cache_gb * 1e9))
 
 
+def has_data(config: DataConfig) -> bool:
+    """Whether a data set can be opened: it is given, or it is one that needs no files."""
+    return bool(config.data) or config.dataset not in ("images", "cifar10", "cifar100")
+
+
 def is_there(path: Path) -> bool:
     """InputError where that cannot be told."""
     try:
@@ -344,7 +349,7 @@ def data_path(config: DataConfig) -> Path:
     """The --data folder or file; InputError when it is not given, missing, or an empty folder. What is at
     an address is fetched."""
     if not config.data:
-        raise InputError(f"dataset {config.dataset!r} needs a data folder; add --data DIR")
+        raise InputError(f"dataset {config.dataset!r} needs --data: give a folder, an archive or an address")
     if is_address(config.data):
         from hyperbatch.data.remote.source import fetched
 

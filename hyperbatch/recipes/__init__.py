@@ -44,7 +44,8 @@ MODULES = (
 class Recipe:
     """A recipe's claim and its sources. `chosen` lists what the source does not give and what stands instead;
     `batches` are the global batches its figures hold for, empty: only the one it starts with. `record` is the folder
-    under records/ whose runs show the claim, `published` whether others have published it."""
+    under records/ whose runs show the claim, `published` whether others have published it. `data` is the address of its
+    data set, if anyone may download that."""
 
     name: str
     claim: str
@@ -56,6 +57,7 @@ class Recipe:
     batches: tuple[int, ...] = ()
     record: str = ""
     published: bool = True
+    data: str = ""
 
     @property
     def evidence(self) -> str:
@@ -132,6 +134,7 @@ def recipe(
     batches: tuple[int, ...] = (),
     record: str = "",
     published: bool = True,
+    data: str = "",
 ) -> Callable[[Callable[..., Config]], Callable[..., Config]]:
     """Registers the function below it; `ranks` and `cluster` are where the claim was made."""
 
@@ -148,6 +151,7 @@ def recipe(
             batches=batches,
             record=record,
             published=published,
+            data=data,
         )
         return build
 
@@ -160,6 +164,12 @@ def all_recipes() -> dict[str, Recipe]:
     # Modules import each other, so registration order is not the listing order; recipes of others come last.
     order = {f"{__name__}.{module}": i for i, module in enumerate(MODULES)}
     return dict(sorted(_registry.items(), key=lambda item: order.get(item[1].build.__module__, len(order))))
+
+
+def published_data(config: Config) -> str:
+    """The address of the data set that a built-in recipe trains on; empty if it has none, or for other data."""
+    known = all_recipes().get(config.recipe)
+    return known.data if known and known.config().data.dataset == config.data.dataset else ""
 
 
 def find_recipe(name: str) -> Recipe:

@@ -10,6 +10,8 @@ from hyperbatch.config import BatchPhase, Config, LayerRate
 from hyperbatch.recipes import recipe
 from hyperbatch.recipes.mlperf import POINTS, from_point
 
+CIFAR10_ADDRESS = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
+
 # What the small sets share. LARS moves a weight by lr x trust of its own length per step; they want 2 % at the peak.
 # Splitting it as 1.0 x 0.02 keeps the rate of norm parameters and biases, which take it as it is, at a size plain SGD
 # would use.
@@ -62,6 +64,7 @@ def digits() -> Config:
     source="CIFAR-10 (Krizhevsky, 2009); network of He et al., arXiv 1512.03385, four times as wide",
     chosen=("all values; learning rate and trust coefficient are those of `digits`",),
     published=False,
+    data=CIFAR10_ADDRESS,
 )
 def cifar10_resnet() -> Config:
     """A 20-layer residual network, 64 to 256 channels, shifts of 4 pixels and mirrors.
@@ -94,6 +97,7 @@ def cifar10_resnet() -> Config:
         "all values; learning rate, decay and clipping are those of `vit_s16`, and nothing was tuned on this data",
     ),
     published=False,
+    data=CIFAR10_ADDRESS,
 )
 def vit_cifar10() -> Config:
     """A plain vision transformer of 64 tokens from scratch: AdamW, RandAugment, mixup, shifts of 4 pixels and mirrors.
@@ -137,6 +141,7 @@ def vit_cifar10() -> Config:
     source="Imagenette (fast.ai), 10 classes of ImageNet: 9,469 train, 3,925 validation",
     chosen=("all values; learning rate and trust coefficient are those of `digits`",),
     published=False,
+    data="https://s3.amazonaws.com/fast-ai-imageclas/imagenette2.tgz",
 )
 def imagenette() -> Config:
     """ResNet-18 from scratch on 10 easy classes at 160 px: the folder layout and code path of ImageNet in minutes.
@@ -165,9 +170,10 @@ def imagenette() -> Config:
     source="Tiny ImageNet (Stanford CS231n): 200 classes of 64 px, 100,000 train, 10,000 validation",
     chosen=("all values; learning rate and trust coefficient are those of `digits`",),
     published=False,
+    data="http://cs231n.stanford.edu/tiny-imagenet-200.zip",
 )
 def tinyimagenet() -> Config:
-    """The network of `cifar10_resnet` on 64 px. Validation images must lie in class folders, as for ImageNet.
+    """The network of `cifar10_resnet` on 64 px.
 
     hyperbatch train tinyimagenet --data DIR
     """

@@ -32,6 +32,7 @@ def _row(recipe: Recipe) -> dict[str, Any]:
         "cluster": recipe.cluster,
         "model": config.model.model,
         "dataset": config.data.dataset,
+        "data": recipe.data or None,
         "train_samples": config.data.train_samples,
         "image_size": config.data.image_size,
         "epochs": config.schedule.epochs,
@@ -103,6 +104,7 @@ def _in_full(recipe: Recipe) -> Any:
         ("claimed on", ranks + ("" if recipe.cluster == "local" else f" of `{recipe.cluster}`")),
         ("about", " ".join(" ".join(about).split())),
         *(("chosen" if i == 0 else "", text) for i, text in enumerate(recipe.chosen)),
+        ("data", f"your copy, or the published one: --data {recipe.data}" if recipe.data else ""),
         ("train", recipe.command),
         ("look first", f"{recipe.command} --dry-run"),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hyperbatch.config import BatchPhase, Config, SizePhase
 from hyperbatch.recipes import recipe
+from hyperbatch.recipes.everyday import CIFAR10_ADDRESS
 
 # The speed runs sum the loss over a batch and divide logits by 256; ours is a mean, and logits are divided by 9. Rates
 # of what is not orthogonalised follow: batch x rate for shifts, batch x rate x (9 / 256)^2 for the head. Each step
@@ -72,6 +73,7 @@ _SHARED = {
     ),
     cluster="h200x8",
     record="2026-11-16_cifar10_200_seeds",
+    data=CIFAR10_ADDRESS,
 )
 def cifar10() -> Config:
     """A whitening network with identity convolutions, Muon, small images first, mirrors in turn, shifts with
@@ -112,6 +114,7 @@ def cifar10() -> Config:
     cluster="h200x8",
     record="2026-11-16_cifar10_96_50_seeds",
     published=False,
+    data=CIFAR10_ADDRESS,
 )
 def cifar10_96() -> Config:
     """The speed run to 96 %: a wider network of ten convolutions with shortcuts, squares of 12 pixels cut out, shifts

@@ -11,7 +11,7 @@ import pytest
 from hyperbatch.cli import main
 from hyperbatch.config import Config, SizePhase
 from hyperbatch.errors import InputError
-from hyperbatch.recipes import DEFAULT, all_recipes, find_recipe, get_recipe, weights_note
+from hyperbatch.recipes import DEFAULT, all_recipes, find_recipe, get_recipe, published_data, weights_note
 from hyperbatch.recipes.listing import format_recipes, list_recipes
 from hyperbatch.recipes.mlperf import IMAGENET_SAMPLES, POINTS, nearest_point
 from hyperbatch.schedule import full_size_epochs, learning_rate, resolve_phases, size_spans, total_steps
@@ -325,6 +325,14 @@ def test_the_default_takes_the_same_path_as_the_large_ones():
     assert config.run.target_top1 == 0.99
     for ranks in (1, 2, 4):  # one GPU, two CPU processes, a 2x2 grid
         resolve_phases(config.schedule.batch_phases, config.data.train_samples, ranks)
+
+
+def test_a_recipe_names_where_its_data_set_is_published():
+    config = get_recipe("cifar10")
+    (row,) = list_recipes(["cifar10"])
+    assert published_data(config) == row["data"] == "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
+    assert published_data(config.override(dataset="images")) == "", "another data set"
+    assert published_data(get_recipe("resnet50")) == ""
 
 
 def test_listing():

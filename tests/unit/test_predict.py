@@ -243,7 +243,7 @@ def test_an_export_is_all_that_prediction_and_evaluation_need(flowers, tmp_path,
     told = evaluate_checkpoint(path, data=str(root / "data"), device="cpu")
     assert (told["top1"], told["samples"], told["weights"]) == (record.result.top1, 15, "averaged")
     assert main(["eval", str(path), "--device", "cpu"]) == 2
-    assert "dataset 'images' needs a data folder; add --data DIR" in capsys.readouterr().err
+    assert "dataset 'images' needs --data: give a folder, an archive or an address" in capsys.readouterr().err
     assert main(["eval", str(path), "--device", "cpu", "--weights", "trained"]) == 2
     assert "holds averaged weights only" in capsys.readouterr().err
     assert main(["export", str(path), "--output", str(tmp_path / "again.safetensors")]) == 0
