@@ -1,7 +1,7 @@
 # make train   set up .venv and train the embedded default to its target
 # make test    the whole CPU suite
 # make lint    ruff and pyright
-.PHONY: test-ranks-a-m test-ranks-n-z test-rest train test lint format clean
+.PHONY: test-ranks-a-m test-ranks-n-z test-units-a-l test-rest train test lint format clean
 PYTHON ?= python3
 BIN := .venv/bin
 # The pin must hold for build isolation too, hence the variable and not only the flag.
@@ -11,12 +11,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 train: .venv/installed
 	$(BIN)/hyperbatch train $(ARGS)
 
-# Tests with several processes wait a lot: they run side by side, unless ARGS names some.
+# Tests with several processes wait a lot, so four parts run side by side, unless ARGS names some tests.
 test: .venv/tested
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(MAKE) --jobs=3 --output-sync=target test-ranks-a-m test-ranks-n-z test-rest
+	$(MAKE) --jobs=4 --output-sync=target test-ranks-a-m test-ranks-n-z test-units-a-l test-rest
 endif
 
 test-ranks-a-m:
@@ -25,8 +25,11 @@ test-ranks-a-m:
 test-ranks-n-z:
 	$(BIN)/python -m pytest tests/dist/test_[n-z]*.py tests/net
 
+test-units-a-l:
+	$(BIN)/python -m pytest tests/unit/test_[a-l]*.py
+
 test-rest:
-	$(BIN)/python -m pytest --ignore=tests/dist --ignore=tests/net
+	$(BIN)/python -m pytest --ignore=tests/dist --ignore=tests/net --ignore-glob='tests/unit/test_[a-l]*.py'
 
 lint: .venv/linted
 	$(BIN)/ruff format --check .
