@@ -289,4 +289,4 @@ def _from_factory(build: Callable[..., Any], path: str, given: dict[str, Any], o
             except TypeError as error:
                 if not any(f"unexpected keyword argument '{name}'" in str(error) for name in more):
                     raise
-    raise InputError(f"model {path!r} accepts the number of classes neither as classes nor as num_classes")
+    raise InputError(f"model {path!r} has no argument for the number of classes; call it classes or num_classes")

@@ -342,7 +342,9 @@ class Muon(LayerwiseOptimizer):
 
     def check_group(self, group: dict[str, Any]) -> None:
         if any(is_dtensor(param) for param in group["params"]):
-            raise ValueError("Muon needs whole matrices and takes no DTensor parameters; use LARS for sharded models")
+            raise ValueError(
+                "Muon needs whole matrices and does not support DTensor parameters; use LARS for sharded models"
+            )
         super().check_group(group)
 
     def why_not_fused(self) -> str | None:

@@ -400,7 +400,7 @@ def _value(value: Any, field: _Field, scale: float, where: str) -> Any:
     if value < 0 or (value == 0 and not field.zero):
         raise refuse("must be positive" if not field.zero else "must not be negative")
     if field.kind == "fraction" and value > 1:
-        raise refuse("is a part of one: between 0 and 1")
+        raise refuse("must be between 0 and 1")
     if value > (MOST_OF_A_COUNT if field.kind == "count" else MOST / scale):
-        raise refuse("is too large to be true")
+        raise refuse("is implausibly large")
     return int(value) if field.kind == "count" else value * scale

@@ -51,7 +51,7 @@ def param_specs(module: Any, order: Sequence[str] | None = None) -> tuple[Tensor
     params = {name: param for name, param in module.named_parameters() if param.requires_grad}
     odd = next((name for name in order or () if name not in params), None)
     if odd is not None:
-        raise InputError(f"order names {odd!r}, which is no trainable parameter of the model")
+        raise InputError(f"order names {odd!r}, which is not a trainable parameter of the model")
     return tuple(
         TensorSpec(name=name, shape=tuple(params[name].shape), dtype=str(params[name].dtype).removeprefix("torch."))
         for name in (reversed(params) if order is None else order)

@@ -307,8 +307,8 @@ def format_simulation(simulation: Simulation) -> str:
     lines += text_table(titles, rows, left=0)
     lines += [
         "",
-        "exposed: communication that the backward pass does not hide    low, high: the interval of the prediction",
-        "at best: all GPUs at the peak of their arithmetic from start to end",
+        "exposed: communication that does not overlap with backward    low, high: the interval of the prediction",
+        "at best: the time if all GPUs computed at their peak throughout",
     ]
     if any(len(point.spans) > 1 for point in points):
         lines += ["", *_format_spans(points)]

@@ -17,8 +17,8 @@ SEARCH_NOTE = (
     "upwards if many points have few seeds each."
 )
 CONFIRM_NOTE = (
-    "The mean of a confirmed point is from fresh seeds, which had no part in the selection. The mean of a point that is "
-    "only the best of its search is biased upwards."
+    "The mean of a confirmed point is from fresh seeds, which had no part in the selection. The mean of a point that "
+    "is only the best of its search is biased upwards."
 )
 ACROSS = 5  # arms for which a page is wide enough
 OTHER_ACCURACIES = {"top1_plain": "top-1 without test-time augmentation"}
