@@ -1,4 +1,4 @@
-"""The everyday recipes: the embedded default, small data sets, and ImageNet on one machine.
+"""The everyday recipes: the default (digits), small data sets, and ImageNet on one machine.
 
 They repeat fields that others set, too, so that each can be read, copied and changed as a whole. Those that may be
 tried on a laptop leave the precision to the device: on most CPUs, 16 bits take many times as long as fp32.
