@@ -324,7 +324,7 @@ class Muon(LayerwiseOptimizer):
         super().__init__(params, defaults, arena=arena, capturable=capturable, foreach=foreach, fused=fused)
 
     def share(self, comm: GridComm) -> None:
-        """From now on each rank of `comm` orthogonalises a share of the matrices. The resulting weights are the same.
+        """Makes each rank of `comm` orthogonalise a share of the matrices. The resulting weights are the same.
 
         Every rank must have the same complete gradients, as from `GradSync` without `sharded` or from DDP.
         """

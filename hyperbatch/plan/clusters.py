@@ -115,7 +115,7 @@ def cluster_names() -> list[str]:
 
 
 def load_cluster(name_or_file: str | Path) -> Cluster:
-    """A built-in cluster by name, or a machine file of yours."""
+    """Returns a built-in cluster by name, or reads a machine file."""
     text = str(name_or_file)
     path = Path(text)
     if not (path.suffix == ".toml" or "/" in text):
@@ -220,7 +220,7 @@ def fitted_overhead(points: Sequence[Measured]) -> float:
 
 
 def format_machine_file(cluster: Cluster) -> str:
-    """The machine file that `load_cluster` reads back as this cluster, in SI units."""
+    """Returns the text of a machine file, in SI units, from which `load_cluster` reads this cluster."""
     device, network = cluster.device, cluster.network
     tables: dict[str, dict[str, Any]] = {
         "": {

@@ -35,7 +35,7 @@ def plan_groups(
     cost: Cost | None = None,
     **optimal_options: Any,
 ) -> GroupPlan:
-    """A plan that groups these parameters.
+    """Returns a plan that groups these parameters.
 
     params: in the order in which backward finishes them, or a torch module, whose backward is assumed to run in the
     reverse order of definition. Options: count (equal), threshold_bytes (threshold), base (cubic), ready_s and cost,

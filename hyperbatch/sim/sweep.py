@@ -153,11 +153,12 @@ def simulate(
     global_batch: int | None = None,
     batch_per_rank: int | None = None,
 ) -> Simulation:
-    """Predicts the run that `train` would make on each number of GPUs; what is None is the recipe's own.
+    """Predicts the run that `train` would make on each number of GPUs. An argument that is None has the value of the
+    recipe.
 
-    model: in the place of the recipe's; `timm/NAME` may also stand for a recipe.
-    A grid neither asked for nor stated by the recipe is `train`'s default, hosts x devices per host. `hyperbatch plan`
-    looks for better ones.
+    model: replaces the model of the recipe. `timm/NAME` may also be given instead of a recipe. Without a grid in the
+    call or in the recipe, the grid is the default of `train`, hosts x devices per host. `hyperbatch plan` looks for
+    better grids.
     """
     choices = {"algorithm": algorithm, "grid": grid, "strategy": strategy}
     requests = [
