@@ -13,9 +13,9 @@ from hyperbatch.sweep.values import Values, show
 
 FIELDS = {"lr": "learning_rate", "nproc": "ranks"}
 ARMS = {
-    "and no decay on biases and norms": "LARS, no decay on biases and norms",
-    "and label smoothing": "LARS, no decay on biases and norms, label smoothing",
-    "and small batches first": "LARS, no decay on biases and norms, label smoothing, small batches first",
+    "and no decay on biases and norms": "+ no decay on biases and norms",
+    "and label smoothing": "+ label smoothing",
+    "and small batches first": "+ small batches first",
     "rate 0.08": "learning rate 0.08",
     "rate 0.17": "learning rate 0.17",
     "243 steps, rate 0.24": "243 steps, learning rate 0.24",
