@@ -94,7 +94,7 @@ def _question(values: Mapping[str, Any]) -> Question:
 
 
 def _claim_of(recipe: str) -> str:
-    return f"`{recipe}`: {all_recipes()[recipe].claim}"
+    return f"`{recipe}`: {all_recipes()[recipe].claim.replace('goal: ', 'the goal is ')}"
 
 
 def answered(question: Question, points: Sequence[PointResult]) -> Answer:
