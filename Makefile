@@ -1,4 +1,4 @@
-# make train   set up .venv and train the embedded default to its target
+# make train   set up .venv and train the default recipe, digits, to its target
 # make test    the whole CPU suite
 # make lint    ruff and pyright
 .PHONY: test-ranks-a-m test-ranks-n-z test-units-a-l test-rest train test lint format clean

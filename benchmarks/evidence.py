@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.questions import FILE, OPEN, VERDICTS, Answer, Question, answered, read_questions
+from benchmarks.questions import FILE, MISSED, OPEN, SHOWN, VERDICTS, Answer, Question, answered, read_questions
+from benchmarks.wording import readable
 from hyperbatch.recipes import all_recipes
 from hyperbatch.report import units
 from hyperbatch.report.picture import charts_picture
@@ -42,25 +43,33 @@ from hyperbatch.sweep.values import key_of
 ROOT = Path(__file__).parents[1]
 HEAD = """# Evidence
 
-What is claimed of hyperbatch, and what runs say about it: shown, missed, or open. Speeds of single parts are in
-[docs/measured.md](measured.md).
+This page lists what hyperbatch claims and what its recorded runs say about each claim. The speeds of single
+parts are on another page: [docs/measured.md](measured.md).
 """
-RULE = (
-    "A claim is shown where the whole 95 % interval is on its side of the goal, missed where all of it is on the other "
-    "side, and open otherwise. Differences are by pairs of equal seeds. n counts runs."
-)
+SUMMARIES = {
+    SHOWN: "The runs support these claims",
+    MISSED: "The runs contradict these claims",
+    OPEN: "There are no runs yet for these claims, or too few to decide them",
+}
+PUBLISHED = "the published results that the other {} recipes are modelled on"
+RULE = """A claim is **shown** if the whole 95 % confidence interval of the measured value is on the claimed side of the
+goal, **missed** if the whole interval is on the other side, and **open** otherwise. A difference, such as "LARS
+minus SGD", is the mean over pairs of runs with the same seed, in percentage points of top-1 accuracy. n is the
+number of runs. The limit of half a point in the claims of equal accuracy was chosen after the runs. A value
+from another program is quoted from its log, and its verdict is set by hand.
+"""
 RECORDS = """## Records
 
-A record is a folder under `records/` with its plan, its rows as they were written when a run ended (failed and worse
-ones, too), the environment and a report. [docs/sweep.md](sweep.md) describes the plans. One run of a record is made
-again by
+A record is a folder under `records/`. It holds a plan, a row for every run that ended (failed runs and poor results
+are kept), the environment and a report. [docs/sweep.md](sweep.md) describes plans. This command repeats one run of a
+record:
 
 ```sh
 hyperbatch sweep records/NAME/plan.toml --data DIR --row N
 ```
 
-and a record goes on growing by the same command with `--out records/NAME` in place of `--row N`. This page is written
-by `python -m benchmarks.evidence` from the records and from [questions.toml](../records/questions.toml).
+With `--out records/NAME` in place of `--row N`, the same command makes the runs that the record does not have yet.
+`python -m benchmarks.evidence` writes this page from the records and from [questions.toml](../records/questions.toml).
 """
 POINTS = "points.md"
 SHORT = 8  # points of a record that the page shows; more are on the record's own
@@ -77,6 +86,10 @@ class Record:
     @property
     def name(self) -> str:
         return self.folder.name
+
+    @property
+    def readable(self) -> list[PointResult]:
+        return [readable(point) for point in self.points]
 
 
 def load_record(folder: Path) -> Record:
@@ -106,7 +119,7 @@ def write_all(root: Path = ROOT) -> dict[Path, str]:
     for record in records:
         files[record.folder / REPORT] = render_sweep(record.plan, record.points)
         files[record.folder / POINTS] = points_page(record)
-        if charts := sweep_charts(record.points):
+        if charts := sweep_charts(record.readable):
             files[root / "docs" / "pictures" / picture_name(record)] = charts_picture(*charts)
     return files
 
@@ -134,18 +147,19 @@ def summary(questions: Sequence[Question], records: Mapping[str, Record]) -> lis
         for answer in answers
     ]
     published = [recipe.name for recipe in all_recipes().values() if recipe.published and not recipe.record]
-    lines.append(
-        [
-            f"What others have published of their systems, by the {len(published)} recipes that are made after them",
-            f"**{OPEN}**",
-            "None was trained here; the configs are resolved and checked.",
-            "not run",
-            "[recipes](recipes.md)",
-        ]
-    )
-    verdicts = [*(answer.verdict for answer in answers), OPEN]
-    counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS)
-    return [f"## Claims and answers\n\n{counts}. {RULE}\n", markdown(["claim", "", "answer", "figure", "from"], lines)]
+    claim = PUBLISHED.format(len(published))
+    nobody = "None of these recipes has been trained here. Tests resolve and check their configs."
+    lines.append([f"{claim[0].upper()}{claim[1:]}", f"**{OPEN}**", nobody, "not run", "[recipes](recipes.md)"])
+    shorts: dict[str, list[str]] = {verdict: [] for verdict in VERDICTS}
+    for answer in answers:
+        shorts[answer.verdict].append(answer.question.short)
+    shorts[OPEN].append(claim)
+    parts = [
+        f"- **{verdict.capitalize()} ({len(claims)}).** {SUMMARIES[verdict]}: {'; '.join(dict.fromkeys(claims))}."
+        for verdict, claims in shorts.items()
+    ]
+    table = markdown(["claim", "verdict", "what the runs say", "measured", "source"], lines)
+    return ["## Claims and answers\n", "\n".join(parts) + "\n", RULE, table]
 
 
 def _source(answer: Answer) -> str:
@@ -164,32 +178,32 @@ def index(records: Sequence[Record]) -> str:
         failed = sum(row.error is not None for row in record.rows)
         runs = f"{len(record.rows)}" + (f", {failed} of them failed" if failed else "")
         lines.append([f"[{record.name}](#{record.name})", f"`{record.plan.recipe}`", runs, _devices(record)])
-    return markdown(["record", "recipe", "runs", "made on"], lines)
+    return markdown(["record", "recipe", "runs", "device"], lines)
 
 
 def section(record: Record) -> str:
-    failed = sum(row.error is not None for row in record.rows)
     made, planned = progress(record.plan, record.points)
     left = planned - made
+    failed = sum(row.error is not None for row in record.rows)
     done = f"{units.plural(len(record.rows), 'run')} of `{record.plan.recipe}`"
     done += f", {failed} of them failed" if failed else ""
-    done += f"; {left} of the plan are still to be made" if left > 0 else ""
-    commits = ", ".join(dict.fromkeys(str(row.commit) for row in record.rows))
+    done += f"; {units.plural(left, 'run')} of the plan {'is' if left == 1 else 'are'} missing" if left > 0 else ""
+    commits = list(dict.fromkeys(str(row.commit) for row in record.rows))
+    commit = f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
     folder = f"../records/{record.name}"
     links = [f"[{name}]({folder}/{name})" for name in _files(record)]
     lines = [f"## {record.name}\n", f"{record.plan.about}\n" if record.plan.about else ""]
-    lines += [f"{done}. Made on {_devices(record)}, commit {commits}. Files: {', '.join(links)}.\n"]
-    if len(arms_of(record.points)) > 1:
-        lines.append(comparison(record.points))
-    if sweep_charts(record.points):
+    lines += [f"{done}. Device: {_devices(record)}, {commit}. Files: {', '.join(links)}.\n"]
+    points = record.readable
+    if len(arms_of(points)) > 1:
+        lines.append(comparison(points))
+    if sweep_charts(points):
         lines.append(f"![{record.plan.name}](pictures/{picture_name(record)})\n")
-    if len(record.points) <= SHORT:
-        lines.append(markdown(*columns(record.points)))
+    if len(points) <= SHORT:
+        lines.append(markdown(*columns(points)))
     else:
-        lines.append(
-            f"All {len(record.points)} points, the worse and the failed ones, too: [{POINTS}]({folder}/{POINTS}).\n"
-        )
-    if any(point.confirms for point in record.points):
+        lines.append(f"[{POINTS}]({folder}/{POINTS}) lists all {len(points)} points, including those that failed.\n")
+    if any(point.confirms for point in points):
         lines.append(f"{CONFIRM_NOTE}\n")
     return "\n".join(line for line in lines if line)
 
@@ -198,10 +212,10 @@ def points_page(record: Record) -> str:
     """A record's own page: every point, and every run that failed."""
     failed = [row for row in record.rows if row.error is not None]
     lines = [
-        f"# {record.name}: every point\n",
-        f"Written by `python -m benchmarks.evidence` from {ROWS}. {interval_note()}\n",
+        f"# {record.name}: all points\n",
+        f"`python -m benchmarks.evidence` writes this page from {ROWS}. {interval_note()}\n",
     ]
-    lines.append(markdown(*columns(record.points)))
+    lines.append(markdown(*columns(record.readable)))
     if any(point.confirms for point in record.points):
         lines.append(f"{CONFIRM_NOTE}\n")
     if failed:
@@ -220,7 +234,7 @@ def comparison(points: Sequence[PointResult]) -> str:
 
 
 def _cell(point: PointResult, points: Sequence[PointResult]) -> str:
-    """Mean and interval; how many runs, what was searched, and whether it was chosen by these very runs."""
+    """Mean and interval; how many runs, what the search chose, and whether it was chosen by these very runs."""
     if not point.top1.n:
         return "every run failed"
     chosen = "not confirmed" if is_unconfirmed(point, points) else ""

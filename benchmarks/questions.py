@@ -1,12 +1,13 @@
-"""records/questions.toml -> the table with which docs/evidence.md begins: what is claimed, and what the rows say of it.
+"""records/questions.toml -> the table with which docs/evidence.md begins: the claims, and what the rows say about each.
 
-A figure is computed from the rows of a record, and its verdict from the figure's 95 % interval and the claim's bound:
+A figure is computed from the rows of a record. Its verdict follows from its 95 % interval and the claim's bound:
 
     shown    the whole interval is on the claim's side of the bound
     missed   the whole interval is on the other side
     open     the bound lies within the interval, there is no interval (a single run), or nothing was run
 
-What was measured by other tools is quoted from their files, with a verdict by hand. A test looks the quotes up.
+Values that other programs measured are quoted from their files, and their verdicts are set by hand. A test looks up the
+quotes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.wording import readable
 from hyperbatch.recipes import all_recipes
 from hyperbatch.report import units
 from hyperbatch.sweep.plan import setting
@@ -28,8 +30,8 @@ from hyperbatch.sweep.values import key_of
 FILE = "questions.toml"
 SHOWN, MISSED, OPEN = VERDICTS = ("shown", "missed", "open")
 BOUNDS = ("at_least", "at_most", "within")
-KEYS = {"claim", "recipe", "answer", "record", "figures", "quote", "file", "verdict", "plan"}
-FIGURE_KEYS = {"measure", "arm", "when", "against", "each", *BOUNDS}
+KEYS = {"claim", "short", "recipe", "answer", "record", "figures", "quote", "file", "verdict", "plan"}
+FIGURE_KEYS = {"measure", "arm", "when", "against", "label", "each", *BOUNDS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +42,7 @@ class Figure:
     arm: str | None = None  # None: the record's only one
     when: Mapping[str, Any] | None = None  # conditions of the point
     against: Mapping[str, Any] | None = None  # {"arm", "when"} of a point that is subtracted; the rest is as above
+    label: str | None = None  # what is compared, where the names of arms and conditions do not say it well
     each: bool = False  # the bound holds for every run, not for their mean
     at_least: float | None = None
     at_most: float | None = None
@@ -49,6 +52,7 @@ class Figure:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
     claim: str
+    short: str  # the claim in the summary; several questions may share one
     answer: str
     record: str | None
     figures: tuple[Figure, ...]
@@ -82,6 +86,7 @@ def _question(values: Mapping[str, Any]) -> Question:
     keys = ("record", "quote", "file", "verdict", "plan")
     return Question(
         claim=claim,
+        short=values["short"],
         answer=values["answer"],
         figures=tuple(Figure(**figure) for figure in figures),
         **{key: values.get(key) for key in keys},
@@ -89,7 +94,7 @@ def _question(values: Mapping[str, Any]) -> Question:
 
 
 def _claim_of(recipe: str) -> str:
-    return f"`{recipe}`: {all_recipes()[recipe].claim}"
+    return f"`{recipe}`: {all_recipes()[recipe].claim.replace('goal: ', 'the goal is ')}"
 
 
 def answered(question: Question, points: Sequence[PointResult]) -> Answer:
@@ -112,19 +117,29 @@ def judge(figure: Figure, points: Sequence[PointResult]) -> tuple[str, str]:
     mean, half, count = difference(here, there, figure.measure)
     low, high = (mean, mean) if half is None else (mean - half, mean + half)
     scale, unit = (100, "points") if figure.measure == "top1" else (1, "s")
-    text = f"{mean * scale:+.2f} {unit}" + ("" if half is None else f" ± {half * scale:.2f}") + f" ({count})"
+    text = f"{mean * scale:+.2f}" + ("" if half is None else f" ± {half * scale:.2f}") + f" {unit} ({count})"
     values = Spread(n=0, mean=mean, deviation=None, half_width=half, low=low, high=high)
-    text = text.replace("+", "+ ").replace("-", "- ")
-    return f"{_contrast(here, there)}: {text}", verdict_of(figure, values)
+    return f"{figure.label or _contrast(here, there)}: {text}", verdict_of(figure, values)
 
 
 def _contrast(here: PointResult, there: PointResult) -> str:
-    """What is compared with what, in as few words as tell the two apart."""
-    arms = [[here.arm], [there.arm]] if here.arm != there.arm else [[here.arm] if here.arm else [], []]
-    left, right = ([setting(name, value) for name, value in point.conditions.items()] for point in (here, there))
-    if left == right:
-        return ", ".join([" against ".join(*zip(*arms, strict=True)), *left])
-    return " against ".join(", ".join([*arm, *where]) for arm, where in zip(arms, (left, right), strict=True))
+    """What is subtracted from what, in as few words as tell the two apart."""
+    here, there = readable(here), readable(there)
+    where, elsewhere = (
+        [_condition(name, value) for name, value in point.conditions.items()] for point in (here, there)
+    )
+    if where == elsewhere:
+        return ", ".join([f"{here.arm} minus {there.arm}", *where])
+    if here.arm == there.arm:
+        return f"{here.arm}, {', '.join(where)} minus {', '.join(elsewhere)}"
+    return f"{', '.join([here.arm, *where])} minus {', '.join([there.arm, *elsewhere])}"
+
+
+def _condition(name: str, value: Any) -> str:
+    """E.g. `batch 4,096` or `4 ranks`."""
+    if name == "ranks":
+        return units.plural(value, "rank")
+    return f"batch {value:,}" if name in ("batch", "global_batch") else setting(name, value)
 
 
 def find_point(points: Sequence[PointResult], arm: str | None, when: Mapping[str, Any] | None) -> PointResult:

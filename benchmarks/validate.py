@@ -28,31 +28,31 @@ CONSTANT_EFFICIENCY = 0.9  # of the first naive predictor
 INTRODUCTION = f"""\
 # The simulator against published runs
 
-Written by `python -m benchmarks.validate`; do not edit. Inputs are the machine files in `hyperbatch/plan/machines/`:
-data sheets, single-node results, NCCL's own latency table. They were committed before this comparison was first made
-and have not been changed since; no figure of a predicted row is an input to it. The published figures were known while
-the model was written, so this is not a blind test.
+`python -m benchmarks.validate` writes this page; do not edit it. The inputs are the machine files in
+`hyperbatch/plan/machines/`: data sheets, single-node results, and NCCL's own latency table. They were committed before
+this comparison was first made and have not been changed since. No figure of a predicted row is an input to its
+prediction. The published figures were known while the model was written, so this is not a blind test.
 
-Naive predictors on the same rows: *constant* is the single-node speed times {CONSTANT_EFFICIENCY:g}; *ring* adds the
-textbook ring all-reduce to the single-node step, nothing hidden.
+The table also has two naive predictors. *Constant* is the single-node speed times {CONSTANT_EFFICIENCY:g}. *Ring*
+adds the time of the textbook ring all-reduce to the single-node step, without any overlap.
 """
 
 WITHOUT_SPEED = """\
 ## Whole runs without a single-node speed of their own
 
-No speed of AlexNet on one P40 or Skylake is at hand, nor of Sony's framework on one V100, and Tencent's 6.6 minutes
-include evaluations whose share is not given. These predictions start from another model's or another system's speed and
-most miss by far: they say what the hardware allows, not what that software did. Give `simulate` a machine file with a
-speed measured on your own software.
+No single-node speed is available for AlexNet on a P40 or Skylake, or for Sony's framework on a V100. Tencent's 6.6
+minutes include evaluations, whose share is not given. These predictions start from the speed of another model or
+system, and most of them have large errors: they show what the hardware allows, not how fast that software was. For
+your own software, give `simulate` a machine file with its measured speed.
 """
 
 FOUND_LATER = f"""\
 ## Runs found after the model was written
 
-{LATER_SOURCE}. The whole chain is at work: epochs to the target at
-that batch, step time, evaluations. Nothing was changed after these were seen. But only times are published: batches are
-assumed, and another choice moves the prediction. 8 devices are nearly an input: the machine file has the speed of one
-node, of MLPerf v4.0.
+Source: {LATER_SOURCE}. Each prediction includes the number of epochs
+to the target at that batch size, the step time and the evaluations. Nothing was changed after these runs were seen.
+However, only their times are published. The batch sizes are assumed, and other batch sizes would change the prediction.
+The run on 8 devices is nearly an input, because the machine file has the speed of one node from MLPerf v4.0.
 
 | devices | batch, assumed | published, s | simulator, s | error | its interval, s |
 |---|---|---|---|---|---|"""

@@ -77,7 +77,7 @@ class Arena:
             raise InputError(f"dtype is {shown(dtype)}; give one of {', '.join(map(str, FLOAT_DTYPES))}")
         if any(is_dtensor(param) for param in model.parameters()):
             raise InputError(
-                "an arena takes no DTensor parameters; give the optimizer a sharded model without an arena"
+                "an arena does not support DTensor parameters; give the optimizer a sharded model without an arena"
             )
         self.dtype = dtype
         self.copy_on_ready = copy_on_ready
@@ -406,8 +406,8 @@ def _working_dtype(module: nn.Module, kind: str, param: Tensor, dtype: torch.dty
     """
     if not param.is_floating_point():
         raise InputError(
-            f"a parameter of {type(module).__name__} is {param.dtype}; an arena holds real floating-point numbers: "
-            "keep a complex parameter as two real ones (torch.view_as_real)"
+            f"a parameter of {type(module).__name__} is {param.dtype}; an arena supports only real floating-point "
+            "parameters: keep a complex parameter as two real ones (torch.view_as_real)"
         )
     wide = isinstance(module, _NormBase) or getattr(module, "takes_fp32_parameters", False)
     return torch.float32 if dtype in HALF_DTYPES and kind != "weight" and wide else dtype

@@ -81,7 +81,8 @@ class CheckpointEvent:
 
 
 class Callback:
-    """Override what you need. A method that raises ends the run; with several processes, once the ranks are done."""
+    """A base class for callbacks: override the methods that you need. An exception in a method ends the run; with
+    several processes, it is raised once the ranks have ended."""
 
     def on_start(self, event: StartEvent) -> None: ...
     def on_step(self, event: StepEvent) -> None: ...

@@ -229,16 +229,16 @@ def _check_tables(values: Mapping[str, Any]) -> None:
         if not isinstance(tensors, dict) or not all(
             isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
         ):
-            raise InputError(f"its {table!r} is no table of tensors")
+            raise InputError(f"its {table!r} is not a table of tensors")
     for table in ("norm", "average_norm"):
         if len({tensor.shape[:1] for tensor in values.get(table, {}).values()} | {torch.Size()}) > 2:
-            raise InputError(f"its {table!r} is of different numbers of ranks")
+            raise InputError(f"its {table!r} has entries of different numbers of ranks")
     for name, kind, what in (("classes", str, "names"), ("mean", float, "numbers"), ("std", float, "numbers")):
         found = values.get(name, [])
         if not isinstance(found, list) or not all(isinstance(item, kind) for item in found):
-            raise InputError(f"its {name!r} is no list of {what}")
+            raise InputError(f"its {name!r} is not a list of {what}")
     if type(values["channels"]) is not int or values["channels"] < 1:
-        raise InputError("its 'channels' is no number of channels")
+        raise InputError("its 'channels' is not a number of channels")
 
 
 def _read(path: Path) -> Any:
@@ -354,7 +354,7 @@ def load_weights(path: Path) -> Weights:
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
-        raise InputError(f"weights {path} hold no name -> tensor table")
+        raise InputError(f"weights {path} do not map names to tensors")
     return Weights({name.removeprefix("module."): tensor for name, tensor in state.items()}, None)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 
 class InputError(ValueError):
-    """What is wrong, where, and what to do, in one line. The command line prints it and exits with 2."""
+    """Invalid input. The message says in one line what is wrong, where, and what to do. The command prints it and exits
+    with 2."""
 
 
 class Damaged(InputError):
@@ -19,7 +20,8 @@ class Damaged(InputError):
 
 
 class RunFailed(RuntimeError):
-    """The run cannot go on: why, where, what to try, in one line. The command line prints it and exits with 1."""
+    """A run that cannot continue. The message says in one line why, where, and what to try. The command prints it and
+    exits with 1."""
 
     words: Mapping[str, Any] = MappingProxyType({})  # of the rank that failed first, where it is known
 

@@ -41,13 +41,13 @@ PYTHONS_OWN = 1000  # objects that gc does not look through from the start: 375 
 
 
 def train(config: Config, callbacks: Iterable[Any] = ()) -> RunRecord:
-    """Trains and returns the record of the run.
+    """Trains a config and returns the record of the run.
 
-    Raises InputError if the config or the data is wrong, and RunFailed if the run could not finish; its subclass
-    Preempted says that the run was asked to make room and can be resumed.
+    Raises InputError if the config or the data is invalid, and RunFailed if the run could not finish. Preempted, a
+    subclass of RunFailed, means that the run was asked to stop and can be resumed.
 
-    callbacks: objects that are told what happens (see `Callback`). They are called in this process, or on rank 0 under
-    a launcher such as torchrun.
+    callbacks: objects whose methods are called during the run (see `Callback`). They are called in this process, or on
+    rank 0 under a launcher such as torchrun.
     """
     check_kind("config", config, Config, "give a Config, as get_recipe(NAME) returns")
     check_kind("callbacks", callbacks, Iterable, "give a list of callbacks")

@@ -86,12 +86,13 @@ def param_groups(
     layer_decay: float = 1.0,
     lr: float | None = None,
 ) -> list[dict[str, Any]]:
-    """The model's trainable parameters as groups for any torch optimizer, with their names of `named_parameters()`.
+    """Returns the model's trainable parameters as groups for any torch optimizer, with their names of
+    `named_parameters()`.
 
     There are two groups: weights, and the `undecayed` rest (norm parameters, biases, position embeddings, tokens),
     which by default gets neither weight decay nor a trust ratio. `layer_decay` divides them further by depth
-    (`layer_depths`): a group's rate is `lr` times its `lr_scale`, which is `layer_decay` to the power of its distance
-    from the head.
+    (`layer_depths`): the learning rate of a group is `lr` times its `lr_scale`, which is `layer_decay` to the power of
+    its distance from the head.
     """
     check_kind("model", model, nn.Module, "give a torch module")
     check_number("layer_decay", layer_decay, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
@@ -211,7 +212,7 @@ def head_layer(model: nn.Module) -> str | None:
 
 
 def backward_order(model: nn.Module, run_backward: Callable[[], None]) -> list[str]:
-    """Names of trainable parameters in the order in which one probe backward finishes their gradients.
+    """Returns the names of the trainable parameters in the order in which one probe backward finishes their gradients.
 
     run_backward: runs one forward and backward pass of the model. Parameters that it does not reach come last, in the
     order of definition. Buffers, gradients and the random state are restored afterwards.

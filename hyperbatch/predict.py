@@ -125,15 +125,15 @@ class Classifier:
         self.device = device
 
     def predict(self, images: Picture | Iterable[Picture], *, top: int = 5) -> list[Prediction]:
-        """The `top` most probable classes of each image: a path, pixels, or several of them; see `stream`."""
+        """Returns the `top` most probable classes of each image: a path, pixels, or several of them (see `stream`)."""
         single = isinstance(images, str | os.PathLike | Image.Image) or (
             isinstance(images, np.ndarray) and images.ndim <= 3
         )
         return list(self.stream([images] if single else images, top=top))  # type: ignore[list-item]
 
     def stream(self, images: Iterable[Picture], *, top: int = 5) -> Iterator[Prediction]:
-        """The same one by one, in order, for more images than fit into memory. Files that cannot be read have an
-        `error` in the place of classes."""
+        """Yields the predictions one by one, in order, for more images than fit into memory. The prediction of a file
+        that cannot be read has an `error` instead of classes."""
         if top < 1:
             raise InputError(f"top {top}: must be positive")
         count = min(top, len(self.classes))
@@ -185,10 +185,10 @@ def load_model(
     averaged: bool = True,
     trust_code: bool = False,
 ) -> Classifier:
-    """The model of a run's folder, a checkpoint, or a .safetensors file that `hyperbatch export` wrote.
+    """Loads the model of a run's folder, of a checkpoint, or of a .safetensors file that `hyperbatch export` wrote.
 
-    device: "auto" is a GPU where there is one. averaged: of a run with --averaging ema, its average; False: the weights
-    as they were trained. trust_code: import the model's code where it is somebody's own (package.module:callable).
+    device: "auto" uses a GPU if there is one. averaged: for a run with --averaging ema, whether to use the averaged
+    weights or the trained ones. trust_code: allows importing the code of a custom model (package.module:callable).
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

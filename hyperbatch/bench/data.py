@@ -68,7 +68,7 @@ def bench_data(
         pack(root / "tree", root / "shards")
         pack(root / "tree", root / "small", short_side=SMALL_SIDE)
         pack(root / "tree", root / "decoded", short_side=SMALL_SIDE, decoded=True)
-        harness.say(f"packed as they are, at {SMALL_SIDE} px, and decoded at {SMALL_SIDE} px")
+        harness.say(f"packed unchanged, at {SMALL_SIDE} px, and decoded at {SMALL_SIDE} px")
         sets = {name: _encoded(root / name) for name in ("tree", "shards", "small", "decoded")}
         tree = sets["tree"]
         assert isinstance(tree, FolderSource)

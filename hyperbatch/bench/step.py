@@ -128,7 +128,7 @@ def check_peers(names: list[str], max_autotune: bool, *, gpu: bool, foreign: boo
         if name not in PEERS:
             raise InputError(f"--peers: unknown peer {name!r}; use some of {', '.join(PEERS)}, or none")
         if name == "masters" and foreign:
-            raise InputError("--peers: masters keeps 16-bit weights by hand, of built-in models alone; leave it out")
+            raise InputError("--peers: masters supports only built-in models; leave it out")
     names = list(dict.fromkeys([*names, *([MAX_AUTOTUNE] if max_autotune else [])]))
     for name in names:
         if name != "eager" and not gpu:

@@ -31,7 +31,7 @@ def format_step(report: dict[str, Any]) -> str:
     for batch in dict.fromkeys(row["batch"] for row in rows):
         lines += _families([row for row in rows if row["batch"] == batch], f"batch {batch}")
     lines += [
-        f"  warning: {row['name']} had nans or skipped updates: its load is not that of training"
+        f"  warning: {row['name']} had nans or skipped updates, so its speed is not that of training"
         for row in rows
         if row["skipped_updates"] or not row["finite"]
     ]

@@ -69,7 +69,7 @@ def _eval(args: argparse.Namespace) -> int:
         lines.append(f"  {names[label]} taken for {names[answer]}: {count:,} of {by_class['samples'][label]:,}")
     if bad := values["warnings"]:
         what = "1 image was unreadable" if len(bad) == 1 else f"{len(bad):,} images were unreadable"
-        lines.append(f"  warning  {what} and counted as black, the first: {bad[0]} (--json lists all)")
+        lines.append(f"  warning  {what} and evaluated as black, the first: {bad[0]} (--json lists all)")
     show(args, values, lambda: "\n".join(lines))
     return 0
 

@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 def ddp_kwargs(plan: GroupPlan) -> dict[str, Any]:
-    """Arguments of DistributedDataParallel that make its buckets follow the plan.
+    """Returns arguments of DistributedDataParallel that make its buckets follow the plan.
 
     torch >= 2.13: one cap per bucket (`bucket_cap_mb_list`). A bucket closes once it holds its cap. With one dtype it
     therefore ends exactly where the group does, once DDP has rebuilt its buckets in backward order (second step); with
@@ -44,7 +44,8 @@ def ddp_kwargs(plan: GroupPlan) -> dict[str, Any]:
 
 
 def ddp_bucket_bytes(ddp_model: DistributedDataParallel) -> tuple[int, ...]:
-    """The sizes of the buckets that DDP uses now, in launch order; from its second step on, of the rebuilt ones."""
+    """Returns the sizes of the buckets that DDP uses now, in launch order; from its second step on, those of the
+    rebuilt buckets."""
     _check_ddp(ddp_model)
     data = ddp_model._get_ddp_logging_data()
     sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes", "")
@@ -70,7 +71,7 @@ class GridHookState:
 
 
 def grid_hook(state, bucket):  # bare: DDP compares annotations by identity, and ours are strings
-    """A communication hook of DistributedDataParallel: returns a future of the bucket's mean over the grid's ranks."""
+    """A communication hook of DistributedDataParallel. It returns a future of the bucket's mean over all ranks."""
     buffer = bucket.buffer()
     future: torch.futures.Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
     wire_bytes = message_bytes(buffer.numel(), buffer.dtype, state.wire_dtype)

@@ -54,7 +54,8 @@ def check_collectives(
     sizes_bytes: Sequence[int] | None = None,
     rounds: int = 10,
 ) -> list[CollectiveCheck]:
-    """One row per algorithm, precision and size, the same on every rank; every rank of the process group calls it.
+    """Checks every all-reduce. Returns one row per algorithm, precision and size, the same on every rank. Every rank of
+    the process group must call it.
 
     grid: by default as square as the world size allows, so that every algorithm uses both directions.
     """

@@ -196,7 +196,7 @@ class GradSync:
             self._check_next()
 
     def shard(self, index: int) -> tuple[int, int]:
-        """[start, stop) of this rank's shard of a group, in elements of its dtype's buffers."""
+        """Returns [start, stop) of this rank's shard of a group, in elements of its dtype's buffers."""
         slots = [self._arena.slot(name) for name in self.plan.groups[index].parameters]
         first = slots[0].offset
         start, stop = own_shard(slots[-1].end - first, self.comm, self._algorithms[index])

@@ -17,7 +17,7 @@ POSITIVE, NOT_NEGATIVE, BELOW_ONE, SHARE = RULES
 
 
 class BatchPhase(NamedTuple):
-    """From this epoch on, this many samples a step over all ranks (Sony's batch-size control)."""
+    """The number of samples per step over all ranks, from an epoch on (Sony's batch-size control)."""
 
     from_epoch: float
     global_batch: int

@@ -28,7 +28,7 @@ from hyperbatch.vocabulary import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """The network, its normalisation and its initial weights."""
+    """The settings of the network, its normalisation and its initial weights."""
 
     model: str = option(
         "resnet50",
@@ -336,7 +336,7 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """The length of the run, and the global batch and the learning rate over time."""
+    """The settings of the length of the run, the global batch and the learning rate over time."""
 
     epochs: float = option(90.0, "Number of passes over the training set.", POSITIVE)
     batch_phases: tuple[BatchPhase, ...] = option(

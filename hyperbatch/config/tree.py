@@ -21,7 +21,7 @@ NEVER_SEEN = ("KILL", "STOP", "INT")  # Ctrl-C always ends a run at once, and no
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Everything a run needs. `recipe` is only a label; the sections hold the values."""
+    """All settings of a run, in sections. `recipe` is only a label."""
 
     recipe: str = "custom"
     model: ModelConfig = field(default_factory=ModelConfig, metadata={"title": "model"})
@@ -51,7 +51,7 @@ class Config:
         return self.comm.sharded_update and self.optim.optimizer != "muon"
 
     def override(self, **values: Any) -> Self:
-        """A copy with fields replaced by their unique names. `global_batch=N` scales every batch phase."""
+        """Returns a copy with fields replaced by their unique names. `global_batch=N` scales every batch phase."""
         global_batch = values.pop("global_batch", None)
         by_section: dict[str, dict[str, Any]] = {}
         known = {spec.name: spec for spec in fields()}
@@ -88,7 +88,7 @@ class Config:
         return dataclasses.replace(self, schedule=schedule)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists and numbers, as JSON would give back."""
+        """Returns plain dicts, lists and numbers, as they are read back from JSON."""
         return plain(dataclasses.asdict(self))
 
     @classmethod

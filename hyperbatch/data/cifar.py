@@ -203,7 +203,7 @@ def _find(path: Path, cifar: Cifar = CIFAR10) -> Form:
     arrays = "train_images_1..5.npy[.xz] with labels, " if cifar is CIFAR10 else ""
     raise InputError(
         f"{path} does not hold {cifar.title}; expected {' or '.join(cifar.archives)}, {arrays}"
-        f"or {files} and {cifar.test[0]}, as they are or with .bin"
+        f"or {files} and {cifar.test[0]}, or the same names with .bin"
     )
 
 

@@ -246,7 +246,7 @@ def _simplejpeg_size(data: bytes | bytearray) -> tuple[int, int]:
     level from Pillow's."""
     height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
     if colors in ("CMYK", "YCCK"):
-        raise ValueError("neither grey nor of three colours")
+        raise ValueError("neither grey nor RGB")
     if not fits(width, height, len(data)):
         raise ValueError("too large")
     return width, height

@@ -18,7 +18,7 @@ _TEST_EVERY = 5
 
 
 def open_digits() -> tuple[ArraySource, ArraySource]:
-    """(train, test): within each class, every fifth sample of a fixed shuffle is test."""
+    """Returns (train, test). Within each class, every fifth sample of a fixed shuffle is a test sample."""
     pixels, labels = _read()
     shuffled = permute(np.arange(len(labels)), len(labels), _SPLIT_SEED, np.zeros(len(labels), dtype=np.int64))
     is_test = np.zeros(len(labels), dtype=bool)

@@ -298,7 +298,7 @@ def read_index(
         raise InputError(f"{path} points past the end of {shard.name}; pack the set again")
     # An image stands on a block of its own behind its header, and each further into the tar than the one before.
     if (offsets % BLOCK_BYTES != 0).any() or (offsets < BLOCK_BYTES).any() or (offsets[1:] <= offsets[:-1]).any():
-        raise InputError(f"{path} has rows that are no samples of {shard.name}; pack the set again")
+        raise InputError(f"{path} has rows that are not samples of {shard.name}; pack the set again")
     return index
 
 

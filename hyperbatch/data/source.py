@@ -85,7 +85,7 @@ class Source(Protocol):
 
 
 class ArraySource:
-    """Images of one size, held in memory. Fewer images than labels: they repeat (synthetic sets)."""
+    """Images of one size, held in memory. If there are fewer images than labels, the images repeat (synthetic sets)."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class ArraySource:
 
 
 class EncodedSource:
-    """Image files of any size, decoded to RGB. Subclasses give `read`, `describe` and `sizes_bytes`."""
+    """Image files of any size, decoded to RGB. A subclass defines `read`; `describe` and `sizes_bytes` are optional."""
 
     channels = 3
     mean = IMAGENET_MEAN
@@ -140,7 +140,7 @@ class EncodedSource:
         return len(self.labels)
 
     def read(self, index: int) -> bytes:
-        """The file's bytes; raises BadSample when they cannot be read."""
+        """Returns the bytes of a file, and raises BadSample if they cannot be read."""
         raise BadSample(f"{self.describe(index)}: {type(self).__name__} reads nothing")
 
     def read_buffer(self, index: int) -> bytearray:

@@ -115,7 +115,7 @@ def _devices() -> Check:
     import torch
 
     if not torch.cuda.is_available():
-        return Check("device", True, f"CPU, {os.cpu_count()} cores; no GPU is seen by torch")
+        return Check("device", True, f"CPU, {os.cpu_count()} cores; torch sees no GPU")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     from torch.cuda import nccl as torch_nccl
 
@@ -126,7 +126,7 @@ def _devices() -> Check:
 def _network() -> Check:
     host = socket.gethostname()
     try:
-        return Check("network", True, f"{host} is {socket.gethostbyname(host)}")
+        return Check("network", True, f"{host} resolves to {socket.gethostbyname(host)}")
     except OSError:
         # Gloo looks the host name up; without an entry it cannot start over several hosts.
         return Check("network", True, f"{host} has no address; set GLOO_SOCKET_IFNAME for runs over several hosts")

@@ -64,9 +64,9 @@ class _Warm:
 
 
 class Session:
-    """Trains many configs in this process: a run reuses the data, model and graphs of the run before where it can.
+    """Trains many configs in this process. A run reuses the data, model and graphs of the previous run where it can.
 
-    Call `run(config)` as often as wanted. It is a context manager; without `with`, call `close` at the end.
+    Call `run(config)` for each config. A session is a context manager; without `with`, call `close` at the end.
     """
 
     def __init__(self, *, runner: type[StepRunner] = StepRunner) -> None:
@@ -77,7 +77,8 @@ class Session:
         self._warm: _Warm | None = None
 
     def run(self, config: Config, out: str | os.PathLike[str] | None = None) -> RunRecord:
-        """Trains, and raises RunFailed if the run fails. out: the run's folder; None: the run writes nothing.
+        """Trains a config, and raises RunFailed if the run fails. out: the folder of the run; with None, no files are
+        written.
 
         After any other error nothing is reused, because the state that it left is unknown.
         """

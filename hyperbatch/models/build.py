@@ -72,9 +72,10 @@ def create_model(
     init: str = "default",
     blurpool: bool = False,
 ) -> nn.Module:
-    """A built-in name, `timm/NAME`, or `package.module:callable`, with freshly drawn weights on the CPU.
+    """Builds a model on the CPU with random initial weights: a built-in name, `timm/NAME`, or
+    `package.module:callable`.
 
-    dropout, drop_path: for models that take them; None leaves the model its own.
+    dropout, drop_path: rates for models that support them. None keeps the default of the model.
     """
     if activation is not None and name not in _WHITENETS:
         raise InputError(f"--activation {activation}: {name} has a fixed activation; leave it out")
@@ -289,4 +290,4 @@ def _from_factory(build: Callable[..., Any], path: str, given: dict[str, Any], o
             except TypeError as error:
                 if not any(f"unexpected keyword argument '{name}'" in str(error) for name in more):
                     raise
-    raise InputError(f"model {path!r} accepts the number of classes neither as classes nor as num_classes")
+    raise InputError(f"model {path!r} has no argument for the number of classes; call it classes or num_classes")

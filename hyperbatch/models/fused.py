@@ -30,7 +30,7 @@ UNIT_TYPES = (nn.Conv2d, BatchNorm2d, nn.SiLU, nn.GELU, nn.MaxPool2d, nn.Identit
 
 
 def why_not_fused(model: nn.Module, dtype: torch.dtype, device: torch.device) -> str | None:
-    """One line saying why the fused kernels cannot train this model; None when they can."""
+    """Returns one line that says why the fused kernels cannot train this model, or None if they can."""
     of_timm = is_timm_resnet(model)
     if not of_timm and not isinstance(model, ResNet | AlexNetBN | WhiteNet):
         return f"{type(model).__name__} is not a built-in ResNet, AlexNet or whitening network, nor timm's ResNet"
@@ -132,7 +132,7 @@ def _takes(channels: int) -> bool:
 
 
 def fuse(model: nn.Module) -> None:
-    """From now on, training forwards take the fused path. InputError when they cannot."""
+    """Makes the training forward of the model use the fused kernels. Raises InputError if they cannot run it."""
     weight = next(module.weight for module in model.modules() if isinstance(module, nn.Conv2d))
     reason = why_not_fused(model, weight.dtype, weight.device)
     if reason is not None:

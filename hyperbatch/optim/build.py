@@ -167,10 +167,10 @@ def group_summary(optim: OptimConfig, model: nn.Module) -> GroupSummary:
 def set_rate(
     optimizer: torch.optim.Optimizer, lr: float, weight_decay_scale: float = 1.0, *, early_lr: float | None = None
 ) -> None:
-    """Sets the rates of the next step; each group multiplies them by its own factor.
+    """Sets the learning rate of the next step. Each group multiplies it by its own factor.
 
-    early_lr: for groups whose schedule ends early. Values on the device (capturable) are filled in place, without
-    waiting for it.
+    early_lr: the learning rate of groups whose schedule ends early. Values on the device (capturable) are filled in
+    place, without waiting for the device.
     """
     for group, name, value in settings_at(optimizer, lr, weight_decay_scale, early_lr):
         write_setting(group, name, value)

@@ -148,7 +148,7 @@ class LAMB(LayerwiseOptimizer):
 
 
 class AdamW(LAMB):
-    """AdamW by LAMB's rule and kernels: every group has `adapt=False`, also those of `param_groups`."""
+    """AdamW, computed by LAMB's kernels. Every group has `adapt=False`, including those of `param_groups`."""
 
     def __init__(
         self,

@@ -324,7 +324,7 @@ class Muon(LayerwiseOptimizer):
         super().__init__(params, defaults, arena=arena, capturable=capturable, foreach=foreach, fused=fused)
 
     def share(self, comm: GridComm) -> None:
-        """From now on each rank of `comm` orthogonalises a share of the matrices. The resulting weights are the same.
+        """Makes each rank of `comm` orthogonalise a share of the matrices. The resulting weights are the same.
 
         Every rank must have the same complete gradients, as from `GradSync` without `sharded` or from DDP.
         """
@@ -342,7 +342,9 @@ class Muon(LayerwiseOptimizer):
 
     def check_group(self, group: dict[str, Any]) -> None:
         if any(is_dtensor(param) for param in group["params"]):
-            raise ValueError("Muon needs whole matrices and takes no DTensor parameters; use LARS for sharded models")
+            raise ValueError(
+                "Muon needs whole matrices and does not support DTensor parameters; use LARS for sharded models"
+            )
         super().check_group(group)
 
     def why_not_fused(self) -> str | None:

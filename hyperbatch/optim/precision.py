@@ -46,7 +46,7 @@ class _StartFrom(torch.autograd.Function):
 
 
 class LossScaler:
-    """Dynamic loss scaling. Infs are found by the optimizer's norms, so no extra pass over the gradients is needed."""
+    """Dynamic loss scaling. The optimizer's norms show infs, so no additional pass over the gradients is needed."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class LossScaler:
             self.scale(loss).backward()
 
     def update(self) -> None:
-        """Adjusts the scale. To be called after each `optimizer.step()`."""
+        """Adjusts the scale. Call it after each `optimizer.step()`."""
         found = self.optimizer.last_found_inf
         if found is None:
             return
@@ -106,7 +106,7 @@ class LossScaler:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as numbers, for a checkpoint. Waits for the device."""
+        """Returns the state as numbers, for a checkpoint. It waits for the device."""
         return {
             "scale": self._scale.item(),
             "good_steps": int(self._good_steps.item()),

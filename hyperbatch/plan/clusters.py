@@ -115,7 +115,7 @@ def cluster_names() -> list[str]:
 
 
 def load_cluster(name_or_file: str | Path) -> Cluster:
-    """A built-in cluster by name, or a machine file of yours."""
+    """Returns a built-in cluster by name, or reads a machine file."""
     text = str(name_or_file)
     path = Path(text)
     if not (path.suffix == ".toml" or "/" in text):
@@ -220,7 +220,7 @@ def fitted_overhead(points: Sequence[Measured]) -> float:
 
 
 def format_machine_file(cluster: Cluster) -> str:
-    """The machine file that `load_cluster` reads back as this cluster, in SI units."""
+    """Returns the text of a machine file, in SI units, from which `load_cluster` reads this cluster."""
     device, network = cluster.device, cluster.network
     tables: dict[str, dict[str, Any]] = {
         "": {
@@ -400,7 +400,7 @@ def _value(value: Any, field: _Field, scale: float, where: str) -> Any:
     if value < 0 or (value == 0 and not field.zero):
         raise refuse("must be positive" if not field.zero else "must not be negative")
     if field.kind == "fraction" and value > 1:
-        raise refuse("is a part of one: between 0 and 1")
+        raise refuse("must be between 0 and 1")
     if value > (MOST_OF_A_COUNT if field.kind == "count" else MOST / scale):
-        raise refuse("is too large to be true")
+        raise refuse("is implausibly large")
     return int(value) if field.kind == "count" else value * scale

@@ -129,9 +129,10 @@ def make_plan(
     global_batch: int | None = None,
     batch_per_rank: int | None = None,
 ) -> Plan:
-    """The plan for a recipe on a cluster, both by name or as values; what is None is chosen for the shortest step.
+    """Returns the plan for a recipe on a cluster. Both may be names or values. An argument that is None is chosen for
+    the shortest step.
 
-    model: in the place of the recipe's; `timm/NAME` may also stand for a recipe.
+    model: replaces the model of the recipe. `timm/NAME` may also be given instead of a recipe.
     """
     request = resolve(recipe, cluster, gpus, model=model, global_batch=global_batch, batch_per_rank=batch_per_rank)
     config, machine, ranks, notes = request.config, request.cluster, request.ranks, list(request.notes)
@@ -311,7 +312,7 @@ def _stated_grid(config: Config, ranks: int, asked: str | None) -> RankGrid | No
 
 
 def format_plan(plan: Plan, file: str | None = None) -> str:
-    """`make_plan`'s answer as text; file: where it was written."""
+    """Returns the answer of `make_plan` as text. file: where the plan was written."""
     ms = 1e3
     phase, timing = plan.phase, plan.step.timing
     gpus = "1 GPU" if plan.gpus == 1 else f"{plan.gpus:,} GPUs"

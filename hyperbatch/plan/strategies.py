@@ -35,7 +35,7 @@ def plan_groups(
     cost: Cost | None = None,
     **optimal_options: Any,
 ) -> GroupPlan:
-    """A plan that groups these parameters.
+    """Returns a plan that groups these parameters.
 
     params: in the order in which backward finishes them, or a torch module, whose backward is assumed to run in the
     reverse order of definition. Options: count (equal), threshold_bytes (threshold), base (cubic), ready_s and cost,
@@ -56,7 +56,7 @@ def plan_groups(
         plan = _optimal(params, ready_s, cost, optimal_options)
     else:
         if optimal_options:
-            raise InputError(f"grouping {strategy!r} knows no option {', '.join(sorted(optimal_options))}")
+            raise InputError(f"grouping {strategy!r} has no option {', '.join(sorted(optimal_options))}")
         main, rest = split_by_precision(params)
         match strategy:
             case "single":
@@ -83,7 +83,7 @@ def split_by_precision(params: Sequence[TensorSpec]) -> tuple[list[TensorSpec], 
     """(the tensors a strategy groups, those of the one last group); the second is empty with a single dtype."""
     odd = next((spec for spec in params if spec.dtype not in DTYPE_BYTES), None)
     if odd is not None:
-        raise InputError(f"{odd.name} is {odd.dtype}; gradients travel in {', '.join(DTYPE_BYTES)}")
+        raise InputError(f"{odd.name} is {odd.dtype}; gradients can be sent in {', '.join(DTYPE_BYTES)}")
     dtypes = sorted({spec.dtype for spec in params}, key=lambda name: DTYPE_BYTES[name])
     if len(dtypes) > 2:
         raise InputError(f"gradients in {', '.join(dtypes)}: a plan supports one working precision and fp32")

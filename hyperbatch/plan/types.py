@@ -45,13 +45,14 @@ class TensorSpec:
 
 
 def param_specs(module: Any, order: Sequence[str] | None = None) -> tuple[TensorSpec, ...]:
-    """The trainable parameters of a torch module; order: of backward, by default the reverse of definition."""
+    """Returns the specs of the trainable parameters of a torch module. order: their order in backward, by default the
+    reverse order of definition."""
     if not hasattr(module, "named_parameters"):  # this room knows no torch
         raise InputError(f"{shown(module)} has no named parameters; give a torch module")
     params = {name: param for name, param in module.named_parameters() if param.requires_grad}
     odd = next((name for name in order or () if name not in params), None)
     if odd is not None:
-        raise InputError(f"order names {odd!r}, which is no trainable parameter of the model")
+        raise InputError(f"order names {odd!r}, which is not a trainable parameter of the model")
     return tuple(
         TensorSpec(name=name, shape=tuple(params[name].shape), dtype=str(params[name].dtype).removeprefix("torch."))
         for name in (reversed(params) if order is None else order)
@@ -143,7 +144,7 @@ class GroupPlan:
 
     @property
     def hash(self) -> str:
-        """The same on two ranks if and only if they would exchange the same groups."""
+        """Returns a hash that is the same on two ranks if and only if they would exchange the same groups."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -181,7 +182,7 @@ class GroupTiming:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTiming:
-    """Where one step's time went. `exposed_comm_s` is the communication that did not overlap with backward."""
+    """The time of each part of a step. `exposed_comm_s` is the communication that does not overlap with backward."""
 
     step_s: float
     forward_s: float
@@ -206,7 +207,7 @@ class StepTiming:
         return cls(**own)
 
     def parts(self) -> list[tuple[str, float, float]]:
-        """(part, start_s, end_s) one after the other; a part that took no time is left out."""
+        """Returns (part, start_s, end_s) of the parts one after another, without those that take no time."""
         found, at = [], 0.0
         for name in ("data_wait", "forward", "backward", "exposed_comm", "update"):
             seconds = getattr(self, f"{name}_s")

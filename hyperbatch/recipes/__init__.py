@@ -186,7 +186,7 @@ def find_recipe(name: str) -> Recipe:
 
 
 def get_recipe(name: str, **values: Any) -> Config:
-    """The config of a recipe, with fields replaced by name: `get_recipe("digits", epochs=5, global_batch=128)`."""
+    """Returns a recipe's config with fields replaced by name: `get_recipe("digits", epochs=5, global_batch=128)`."""
     global_batch = values.pop("global_batch", None)
     if global_batch is not None and "batch_phases" in values:
         raise InputError("batch_phases sets the batch of every phase; leave out global_batch")

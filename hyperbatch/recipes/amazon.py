@@ -12,15 +12,17 @@ from hyperbatch.recipes.facebook import GOYAL_SGD
     source="Li, Scaling Distributed Machine Learning with System and Algorithm Co-design, thesis 2017; as "
     "cited by You et al., SysML 2018, table 2",
     chosen=(
-        "the table gives model, batch and accuracy only; 5k is taken as 5,120",
-        "processors: 256 ranks of 20 images on the P100 cluster of the same year",
-        "schedule, rate and decay: Facebook's (0.1 per 256, 5 epochs of warm-up, by 10 at 30, 60 and 80, 90 epochs)",
+        "The table gives only the model, the batch size and the accuracy. 5k is taken as 5,120.",
+        "The number of ranks is 256, with 20 images each, on the P100 cluster of the same year.",
+        "Schedule, learning rate and weight decay are Facebook's: 0.1 per 256 images, 5 epochs of warm-up, division "
+        "by 10 at epochs 30, 60 and 80, and 90 epochs.",
     ),
     ranks=256,
     cluster="facebook_p100",
 )
 def amazon_resnet152() -> Config:
-    """SGD by linear scaling on a deep network: the largest batch before LARS that lost nothing on ResNet-152.
+    """SGD with linear scaling of the learning rate. Before LARS, this was the largest batch at which ResNet-152 lost no
+    accuracy.
 
     hyperbatch train amazon_resnet152 --data DIR
     """

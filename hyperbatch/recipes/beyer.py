@@ -18,23 +18,26 @@ _BATCH = 1_024
     source="Beyer, Zhai and Kolesnikov, Better plain ViT baselines for ImageNet-1k, arXiv 2205.01580; vit_s16_i1k.py "
     "of google-research/big_vision",
     chosen=(
-        "a linear head; big_vision's file has a hidden tanh layer before it, which the paper finds to make little "
-        "difference",
-        "RandAugment of torchvision's operations at full strength, with black from outside; big_vision's has cutout, "
-        "inversion and SolarizeAdd besides, grey from outside, and enhances in one direction",
-        "mixup weights drawn for each pair of images, not for each batch",
-        "all of the training set (big_vision: 99 %), ImageNet's mean and deviation (big_vision: -1 to 1), bf16",
-        "eight H200 in the place of a TPUv3-8",
+        "The head is linear. The file of big_vision has a hidden tanh layer before it, which makes little "
+        "difference according to the paper.",
+        "RandAugment uses torchvision's operations at full strength and fills with black. That of big_vision also "
+        "has cutout, inversion and SolarizeAdd, fills with grey, and its enhancing operations work in one direction "
+        "only.",
+        "Mixup weights are drawn for each pair of images, not for each batch.",
+        "All training images are used (big_vision: 99 %), normalised with ImageNet's mean and deviation "
+        "(big_vision: -1 to 1), in bf16.",
+        "The devices are eight H200 instead of a TPUv3-8.",
     ),
     ranks=8,
     cluster="h200x8",
 )
 def vit_s16() -> Config:
-    """AdamW at 1e-3 with 10,000 steps of warm-up and a cosine decay, RandAugment of two operations, mixup of 0.2, and
-    gradients no longer than 1.
+    """AdamW with a learning rate of 1e-3, 10,000 steps of warm-up and a cosine decay, RandAugment with two operations,
+    mixup of 0.2, and gradients clipped to a norm of 1.
 
-    The source decays weights by 1e-4 times the schedule, beside the rate. Here the rate multiplies the decay, so it
-    stands as 1e-4 / 1e-3 = 0.1; both take the same part off every weight. Norms and biases do not decay.
+    The source applies a weight decay of 1e-4 that follows the schedule, but is not multiplied by the learning rate.
+    Here the learning rate multiplies the weight decay, which is therefore 1e-4 / 1e-3 = 0.1. Both reduce every weight
+    by the same fraction. Norm parameters and biases are not decayed.
 
     hyperbatch train vit_s16 --data DIR
     """

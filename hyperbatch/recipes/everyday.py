@@ -1,4 +1,4 @@
-"""The everyday recipes: the embedded default, small data sets, and ImageNet on one machine.
+"""The everyday recipes: the default (digits), small data sets, and ImageNet on one machine.
 
 They repeat fields that others set, too, so that each can be read, copied and changed as a whole. Those that may be
 tried on a laptop leave the precision to the device: on most CPUs, 16 bits take many times as long as fp32.
@@ -20,16 +20,17 @@ _PHOTOS = _SMALL | {"weight_decay": 5e-4, "precision": "auto", "warmup_epochs": 
 
 
 @recipe(
-    claim="99 % test accuracy in seconds on two CPU cores, on each of ten seeds",
+    claim="99 % test accuracy in seconds on two CPU cores, with each of ten seeds",
     source="UCI's handwritten digits (Alpaydin, Kaynak), as scikit-learn has them: 1,797 of 8x8; 1,433 train, 364 test",
-    chosen=("all values; they were tuned on this data",),
+    chosen=("All values. They were tuned on this data set.",),
     ranks=2,
     record="2026-11-15_digits_10_seeds",
     published=False,
 )
 def digits() -> Config:
-    """The default: no download, and the path a run on 2,048 GPUs takes. LARS, label smoothing, warm-up, one change of
-    the batch, gradient groups. Two processes on a CPU, one on a GPU.
+    """The default recipe. It needs no download and runs the same code as a run on 2,048 GPUs: LARS, label smoothing,
+    warm-up, one change of the batch size, and gradient groups. It starts two processes on a CPU and one per GPU
+    otherwise.
 
     hyperbatch train
     """
@@ -62,12 +63,12 @@ def digits() -> Config:
 @recipe(
     claim="goal: 93 % test accuracy after 30 epochs on one GPU (not measured yet)",
     source="CIFAR-10 (Krizhevsky, 2009); network of He et al., arXiv 1512.03385, four times as wide",
-    chosen=("all values; learning rate and trust coefficient are those of `digits`",),
+    chosen=("All values. The learning rate and the trust coefficient are those of `digits`.",),
     published=False,
     data=CIFAR10_ADDRESS,
 )
 def cifar10_resnet() -> Config:
-    """A 20-layer residual network, 64 to 256 channels, shifts of 4 pixels and mirrors.
+    """A residual network with 20 layers and 64 to 256 channels. Images are shifted by up to 4 pixels and mirrored.
 
     hyperbatch train cifar10_resnet --data DIR
     """
@@ -94,13 +95,15 @@ def cifar10_resnet() -> Config:
     claim="goal: 90 % test accuracy after 100 epochs on one GPU (not measured yet)",
     source="CIFAR-10 (Krizhevsky, 2009); network of Beyer et al., arXiv 2205.01580, with patches of 4 pixels",
     chosen=(
-        "all values; learning rate, decay and clipping are those of `vit_s16`, and nothing was tuned on this data",
+        "All values. Learning rate, weight decay and clipping are those of `vit_s16`; nothing was tuned on this "
+        "data set.",
     ),
     published=False,
     data=CIFAR10_ADDRESS,
 )
 def vit_cifar10() -> Config:
-    """A plain vision transformer of 64 tokens from scratch: AdamW, RandAugment, mixup, shifts of 4 pixels and mirrors.
+    """A plain vision transformer with 64 tokens, trained from scratch with AdamW, RandAugment and mixup. Images are
+    shifted by up to 4 pixels and mirrored.
 
     hyperbatch train vit_cifar10 --data DIR
     """
@@ -139,12 +142,13 @@ def vit_cifar10() -> Config:
 @recipe(
     claim="goal: 88 % top-1 after 40 epochs on one GPU (not measured yet)",
     source="Imagenette (fast.ai), 10 classes of ImageNet: 9,469 train, 3,925 validation",
-    chosen=("all values; learning rate and trust coefficient are those of `digits`",),
+    chosen=("All values. The learning rate and the trust coefficient are those of `digits`.",),
     published=False,
     data="https://s3.amazonaws.com/fast-ai-imageclas/imagenette2.tgz",
 )
 def imagenette() -> Config:
-    """ResNet-18 from scratch on 10 easy classes at 160 px: the folder layout and code path of ImageNet in minutes.
+    """ResNet-18, trained from scratch on 10 easy classes of ImageNet at 160 px. It takes minutes and uses the same
+    folder layout and code as ImageNet.
 
     hyperbatch train imagenette --data DIR
     """
@@ -168,12 +172,12 @@ def imagenette() -> Config:
 @recipe(
     claim="goal: 55 % top-1 after 30 epochs on one GPU (not measured yet)",
     source="Tiny ImageNet (Stanford CS231n): 200 classes of 64 px, 100,000 train, 10,000 validation",
-    chosen=("all values; learning rate and trust coefficient are those of `digits`",),
+    chosen=("All values. The learning rate and the trust coefficient are those of `digits`.",),
     published=False,
     data="http://cs231n.stanford.edu/tiny-imagenet-200.zip",
 )
 def tinyimagenet() -> Config:
-    """The network of `cifar10_resnet` on 64 px.
+    """The network of `cifar10_resnet` at 64 px.
 
     hyperbatch train tinyimagenet --data DIR
     """
@@ -197,7 +201,7 @@ def tinyimagenet() -> Config:
 @recipe(
     claim="fine-tunes pretrained weights on your own images; the accuracy is not measured yet",
     source="SGD with a cosine decay and a faster head, as fine-tuning is done (Kornblith et al., arXiv 1805.08974)",
-    chosen=("all values; neither the learning rate nor the number of epochs was tuned on any data",),
+    chosen=("All values. Neither the learning rate nor the number of epochs was tuned on any data set.",),
     published=False,
 )
 def finetune() -> Config:
@@ -233,14 +237,15 @@ def finetune() -> Config:
     claim="75.9 % top-1 after 35.2 epochs on 8 GPUs (MLPerf's reference point at batch 3,264; not run here yet)",
     source="MLPerf training 4.0.0 reference convergence points (mlcommons/logging)",
     chosen=(
-        "on fewer than 8 GPUs the same batch in micro-steps; batch norm then sees one micro-step of one rank",
-        "groups: cubic",
+        "On fewer than 8 GPUs, the same batch is split into micro-steps. Batch norm then uses the samples of one "
+        "micro-step on one rank.",
+        "The gradient groups are cubic.",
     ),
     ranks=8,
     cluster="h200x8",
 )
 def resnet50() -> Config:
-    """ImageNet on 1 to 8 GPUs: MLPerf's row for one machine, 408 images a GPU on 8, fp16.
+    """ImageNet on 1 to 8 GPUs in fp16, with MLPerf's values for one machine: 408 images per GPU on 8 GPUs.
 
     hyperbatch train resnet50 --data DIR
     """

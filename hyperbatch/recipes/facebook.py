@@ -25,15 +25,19 @@ GOYAL_SGD = {
 @recipe(
     claim="76.26 % top-1 in 65 minutes on 256 P100 (90 epochs, batch 8,192; 76.40 % at batch 256)",
     source="Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, arXiv 1706.02677",
-    chosen=("smallest crop area 0.08, aspect 3/4 to 4/3: the augmentation the paper builds on",),
+    chosen=(
+        "The smallest crop area is 0.08 and the aspect ratio 3/4 to 4/3, as in the augmentation that the paper "
+        "refers to.",
+    ),
     ranks=256,
     cluster="facebook_p100",
 )
 def facebook_resnet50() -> Config:
-    """SGD with a rate of 0.1 per 256 images, reached over 5 epochs from the unscaled 0.1, cut by 10 at 30, 60 and 80.
+    """SGD with a learning rate of 0.1 per 256 images. The warm-up starts at 0.1 and takes 5 epochs, and the learning
+    rate is divided by 10 at epochs 30, 60 and 80.
 
-    The last norm scale of each residual block starts at 0. Norm parameters are not decayed. Gradients go out layer by
-    layer, through a reduction inside each server of 8 first.
+    The last norm scale of each residual block starts at 0, and norm parameters are not decayed. Gradients are sent
+    layer by layer, and are first reduced inside each server of 8 GPUs.
 
     hyperbatch train facebook_resnet50 --data DIR
     """

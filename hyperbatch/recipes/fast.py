@@ -15,17 +15,18 @@ _BATCH = 2_048
     source="MosaicML's Mild: MLPerf v2.0 open division logs and mosaicml/examples (resnet_imagenet); sizes that grow, "
     "with LARS, as in Alibaba's DAWNBench entries",
     chosen=(
-        "LARS with MLPerf's rate at 1,632 images, scaled by the square root (Mild: SGD with a rate of 2.0, momentum "
-        "0.875, decoupled decay of 5e-4, cosine)",
-        "cross entropy with label smoothing of 0.08 (Mild: binary cross entropy with that smoothing)",
-        "six sizes in place of one every 4 pixels: each costs a captured graph",
+        "LARS with MLPerf's learning rate at 1,632 images, scaled by the square root of the batch. Mild uses SGD "
+        "with a learning rate of 2.0, momentum 0.875, a decoupled weight decay of 5e-4 and a cosine decay.",
+        "Cross entropy with a label smoothing of 0.08. Mild uses binary cross entropy with this smoothing.",
+        "There are six image sizes instead of one every 4 pixels, because a CUDA graph is captured for each size.",
     ),
     ranks=8,
     cluster="h200x8",
 )
 def resnet50_fast() -> Config:
-    """ResNet-50 in a third of the epochs and a quarter of the pixels of `resnet50`: small images first, evaluation at
-    224 px after training at 176 (FixRes), blurred strides (BlurPool), and an average of the weights (EMA).
+    """ResNet-50 with a third of the epochs and a quarter of the pixels of `resnet50`. Training starts with small images
+    and ends at 176 px, and evaluation uses 224 px (FixRes). Strided convolutions are blurred (BlurPool), and the
+    weights are averaged (EMA).
 
     hyperbatch train resnet50_fast --data DIR
     """

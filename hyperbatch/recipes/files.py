@@ -117,7 +117,7 @@ def _base(recipe: str, global_batch: int | None) -> Config:
 
 
 def load_config(path: str | Path, **values: Any) -> Config:
-    """The config of a file, or of a run's folder, with fields replaced by name."""
+    """Reads the config of a file, or of a run's folder, and replaces fields by name."""
     path = Path(path)
     if path.is_dir():
         config = run_config(path)

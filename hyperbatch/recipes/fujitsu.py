@@ -14,15 +14,17 @@ _LR = 13.0
     claim="75.9 % top-1 in 70.42 s on 2,048 V100 (90 epochs, batch 86,016 = 42 per GPU)",
     source="Tabuchi et al., ResNet-50 Training in 70.4 Seconds; MLPerf v0.6 open division, Fujitsu: job "
     "parameters, optimizer and Horovod sources, logs (mlcommons/training_results_v0.6)",
-    chosen=("where the rate enters the momentum: inside, as in MLPerf's reference",),
+    chosen=("The learning rate is inside the momentum, as in MLPerf's reference.",),
     ranks=2_048,
     cluster="abci",
 )
 def fujitsu_resnet50() -> Config:
-    """Groups end after 3, 24, 81 tensors from the output (3 k^3), so the first leaves early and the last are large.
+    """Gradient groups end after 3, 24 and 81 tensors from the output (3 k^3), so that the first group is sent early and
+    the last ones are large.
 
-    The weight decay is decoupled from the rate and has its own warm-up and decay. Near-full crops from epoch 85 on.
-    Reduce-scatter in the node, all-reduce across, all-gather in the node: that is the torus on a nodes x GPUs grid.
+    The weight decay does not depend on the learning rate and has its own warm-up and decay. From epoch 85 on, crops
+    have nearly the full image area. Gradients are reduce-scattered inside each node, all-reduced between nodes and
+    all-gathered inside each node, which is the torus algorithm on a grid of nodes x GPUs.
 
     hyperbatch train fujitsu_resnet50 --data DIR
     """

@@ -12,16 +12,17 @@ from hyperbatch.recipes.mlperf import TARGET_TOP1, epochs_of
     source="MLPerf v0.6, Google: lars_util.py and logs of tpu-v3-2048 (mlcommons/training_results_v0.6); "
     "Kumar et al., arXiv 1909.09756",
     chosen=(
-        "a rank is a chip of two cores, 32 images; batch norm over 128 samples is then 4 ranks",
-        "momentum 0.9: the closed division's rule below a batch of 32K",
-        "groups: XLA's are not known; cubic groups",
-        "cluster: no TPU pod is described here; dgx_a100 stands in for planning",
+        "A rank is a chip with two cores and 32 images. Batch norm over 128 samples is therefore shared by 4 ranks.",
+        "The momentum of 0.9 is the closed division's rule for a batch below 32K.",
+        "XLA's gradient groups are not known. The recipe uses cubic groups.",
+        "No TPU pod is described here, so `dgx_a100` is the cluster for planning.",
     ),
     ranks=1_024,
     cluster="dgx_a100",
 )
 def google_resnet50() -> Config:
-    """Gradients are reduced over a 2D mesh; each rank updates its shard and new weights, not gradients, are gathered.
+    """Gradients are reduced over a 2D mesh. Each rank updates its shard of the weights, and the new weights are
+    gathered instead of the gradients.
 
     hyperbatch train google_resnet50 --data DIR
     """

@@ -13,16 +13,18 @@ _EPOCHS = 90
     source="Krizhevsky, One weird trick for parallelizing convolutional neural networks, arXiv 1404.5997; as cited by "
     "You et al., SysML 2018, table 2",
     chosen=(
-        "batch norm in place of local response normalisation: the AlexNet of this library",
-        "data parallelism alone; the paper's trick splits the fully connected layers by model",
-        "rate 0.01 per 128 scaled linearly, by 250^(1/3) after each quarter of 90 epochs, decay 5e-4: from memory",
-        "8 ranks on one machine; one epoch of warm-up",
+        "Batch norm replaces local response normalisation, as in all AlexNets of this library.",
+        "The recipe uses only data parallelism. The paper splits the fully connected layers by model.",
+        "From memory: a learning rate of 0.01 per 128 images, divided by 250^(1/3) after each quarter of 90 epochs, "
+        "and a weight decay of 5e-4.",
+        "8 ranks on one machine, and one epoch of warm-up.",
     ),
     ranks=8,
     cluster="local",
 )
 def krizhevsky_alexnet() -> Config:
-    """SGD with linear scaling where it still works without LARS; at 4K it falls to 53.1 %.
+    """SGD with linear scaling, at a batch size at which it still works without LARS. At a batch of 4K the accuracy
+    falls to 53.1 %.
 
     hyperbatch train krizhevsky_alexnet --data DIR
     """

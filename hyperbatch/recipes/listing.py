@@ -106,11 +106,11 @@ def _in_full(recipe: Recipe) -> Any:
         *(("chosen" if i == 0 else "", text) for i, text in enumerate(recipe.chosen)),
         ("data", f"your copy, or the published one: --data {recipe.data}" if recipe.data else ""),
         ("train", recipe.command),
-        ("look first", f"{recipe.command} --dry-run"),
+        ("dry run", f"{recipe.command} --dry-run"),
     ]
     if recipe.cluster != "local":
         lines.append(
-            ("its cost", f"hyperbatch simulate {recipe.name} --cluster {recipe.cluster} --gpus {recipe.ranks}")
+            ("simulate", f"hyperbatch simulate {recipe.name} --cluster {recipe.cluster} --gpus {recipe.ranks}")
         )
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 2))
     table.add_column(style="dim", no_wrap=True, min_width=LABEL)

@@ -11,20 +11,21 @@ from hyperbatch.recipes import recipe
     source="Liu et al., A ConvNet for the 2020s, arXiv 2201.03545; TRAINING.md and main.py of "
     "facebookresearch/ConvNeXt",
     chosen=(
-        "no random erasing (the source erases a quarter of the images), no colour jitter",
-        "RandAugment of two operations at torchvision's 27 of 30, always applied; timm's level 9 of 10 varies by 0.5 "
-        "and applies each operation half of the time",
-        "mixup or CutMix for a whole step, weights drawn for each pair of images; the source draws both for each batch",
-        "bilinear resizing (the source: bicubic), bf16",
-        "32 GPUs of four A100 machines: the source says four machines of eight, not which",
+        "There is no random erasing (the source erases a quarter of the images) and no colour jitter.",
+        "RandAugment applies two operations with strength 27 of 30 (torchvision's scale) to every image. timm's "
+        "level 9 of 10 varies by 0.5, and each operation is applied with a probability of one half.",
+        "Mixup or CutMix is chosen for a whole step, with a weight for each pair of images. The source draws both "
+        "for each batch.",
+        "Images are resized bilinearly (the source: bicubically), and the precision is bf16.",
+        "32 GPUs in four A100 machines. The source says four machines of eight GPUs, but not which GPUs.",
     ),
     ranks=32,
     cluster="dgx_a100",
 )
 def convnext_t() -> Config:
-    """AdamW at 4e-3 for a batch of 4,096, 20 epochs of warm-up and a cosine decay; mixup, CutMix, RandAugment, label
-    smoothing, stochastic depth, and an average of the weights that is evaluated. The network is timm's: pip install
-    'hyperbatch[timm]'.
+    """AdamW with a learning rate of 4e-3 at a batch of 4,096, 20 epochs of warm-up and a cosine decay; mixup, CutMix,
+    RandAugment, label smoothing and stochastic depth. The averaged weights are evaluated. The network is timm's: pip
+    install 'hyperbatch[timm]'.
 
     hyperbatch train convnext_t --data DIR
     """

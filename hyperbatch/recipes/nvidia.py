@@ -10,14 +10,17 @@ from hyperbatch.recipes.mlperf import TARGET_TOP1
 @recipe(
     claim="75.9 % top-1 in 79.9 s on 1,536 V100 (90 epochs, batch 59,904 = 39 per GPU)",
     source="MLPerf v0.6, NVIDIA: config_DGX2_multi.sh, fit.py and logs (mlcommons/training_results_v0.6)",
-    chosen=("16 groups of equally many tensors: the submission asks its all-reduce for 16, by an order of its own",),
+    chosen=(
+        "16 groups with the same number of layers. The submission also asks its all-reduce for 16 groups, but forms "
+        "them in another order.",
+    ),
     ranks=1_536,
     cluster="dgx2h_v100",
 )
 def nvidia_resnet50() -> Config:
-    """The momentum buffer is rescaled when the rate changes, which a 33-epoch warm-up to 40.7 needs.
+    """The momentum buffer is rescaled when the learning rate changes, which the 33 epochs of warm-up to 40.7 require.
 
-    fp16 throughout, batch norm over 39 samples.
+    All training is in fp16, and batch norm uses the 39 samples of each GPU.
 
     hyperbatch train nvidia_resnet50 --data DIR
     """

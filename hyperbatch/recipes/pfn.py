@@ -11,19 +11,21 @@ from hyperbatch.recipes.facebook import GOYAL_SGD
     claim="74.9 % top-1 in 15 minutes on 1,024 P100 (90 epochs, batch 32,768)",
     source="Akiba, Suzuki, Fukuda, Extremely Large Minibatch SGD, arXiv 1711.04325",
     chosen=(
-        "RMSprop blended into SGD during the warm-up: not built here; plain SGD with the slow start stands for it, so "
-        "the accuracy is not expected to carry over",
-        "slow start: half the usual slope over the first half of a 5-epoch warm-up",
-        "rate, steps, decay: Facebook's (0.1 per 256, by 10 at 30, 60 and 80, weight decay 1e-4)",
-        "gradients in 16 bit on the wire, one group of all: quoted from memory",
+        "The source blends RMSprop into SGD during the warm-up. This is not implemented; the recipe uses SGD with a "
+        "slow start, so do not expect the published accuracy.",
+        "The slow start has half the usual slope over the first half of a 5-epoch warm-up.",
+        "Learning rate, milestones and weight decay are Facebook's: 0.1 per 256 images, division by 10 at epochs "
+        "30, 60 and 80, and 1e-4.",
+        "From memory: gradients are sent in 16 bits, in one group.",
     ),
     ranks=1_024,
     cluster="pfn_p100",
 )
 def pfn_resnet50() -> Config:
-    """Evaluation uses the statistics of the last batch, averaged over all ranks, instead of moving averages.
+    """Evaluation uses the batch-norm statistics of the last batch, averaged over all ranks, instead of moving averages.
 
-    Here that is a batch-norm momentum of 1 (the newest batch alone) and the merge that every evaluation does.
+    Here this is a batch-norm momentum of 1 (only the newest batch counts), because every evaluation averages the
+    statistics over all ranks.
 
     hyperbatch train pfn_resnet50 --data DIR
     """

@@ -8,10 +8,11 @@ from hyperbatch.recipes.mlperf import POINTS, Point
 
 _PAPER = "Mikami et al., Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash, arXiv 1811.05233"
 _CHOSEN = (
-    "learning rates were not at hand: MLPerf's nearest point, its rate scaled linearly to this batch",
-    "polynomial decay of power 2 over the rest of the 90 epochs",
-    "grid: hosts x ranks per host; at full size a squarer one has shorter rings, see below",
-    "groups: the fusion is not described; cubic groups",
+    "The sources with the learning rates were not available. The recipe uses MLPerf's point with the nearest batch "
+    "and scales its learning rate linearly.",
+    "The polynomial decay of power 2 takes the rest of the 90 epochs.",
+    "The grid is hosts x ranks per host. On all GPUs, a squarer grid has shorter rings.",
+    "The tensor fusion is not described. The recipe uses cubic groups.",
 )
 
 
@@ -40,9 +41,10 @@ def _resnet50(name: str, phases: tuple[BatchPhase, ...], point: Point, target_to
     cluster="abci",
 )
 def sony_resnet50() -> Config:
-    """16 images per GPU; the all-reduce runs along rows, then columns, then rows of a 2D grid.
+    """Each GPU has 16 images per step. The all-reduce runs along the rows, then the columns, then the rows of a 2D
+    grid.
 
-    Each column moves only a row's share of the bytes. On all 3,456 GPUs add `--grid 48x72`.
+    Each column exchanges only one row's share of the bytes. On all 3,456 GPUs, add `--grid 48x72`.
 
     hyperbatch train sony_resnet50 --data DIR
     """
@@ -52,14 +54,18 @@ def sony_resnet50() -> Config:
 @recipe(
     claim="75.03 % top-1 in 224 s on 2,176 V100 (90 epochs, batch 34,816 then 69,632); 91.62 % scaling at 1,088",
     source=f"{_PAPER} (first version); NVIDIA's note on that record",
-    chosen=("switch of the batch after 30 of the 90 epochs: not at hand", *_CHOSEN),
+    chosen=(
+        "The epoch of the batch change was not available. The recipe changes it after 30 of the 90 epochs.",
+        *_CHOSEN,
+    ),
     ranks=2_176,
     cluster="abci",
 )
 def sony_resnet50_2018() -> Config:
-    """Batch-size control: 16 images per GPU while the loss is rough, 32 once it is smooth. The rate does not follow.
+    """Batch-size control: 16 images per GPU at first, and 32 later, when the loss is smooth. The learning rate is not
+    changed with the batch.
 
-    On all 2,176 GPUs add `--grid 34x64`.
+    On all 2,176 GPUs, add `--grid 34x64`.
 
     hyperbatch train sony_resnet50_2018 --data DIR
     """

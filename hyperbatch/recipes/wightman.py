@@ -11,21 +11,23 @@ from hyperbatch.recipes import recipe
     source="Wightman, Touvron and Jegou, ResNet strikes back: An improved training procedure in timm, arXiv "
     "2110.00476, table 2",
     chosen=(
-        "a class counts as present above a share of 0.2 in a mixed image, the rate starts at 1e-4 and ends at 1e-6: "
-        "from reimplementations",
-        "gradients no longer than 1 and last norm scales that start at 0: timm's defaults",
-        "RandAugment of two operations at torchvision's 18 of 30, always applied; timm's level 6 of 10 varies by 0.5 "
-        "and applies each operation half of the time",
-        "mixup or CutMix for a whole step, weights drawn for each pair of images; timm draws both for each batch",
-        "bilinear resizing (timm: bicubic)",
-        "four V100",
+        "From reimplementations: in a mixed image, a class counts as present above a share of 0.2; the learning "
+        "rate starts at 1e-4 and ends at 1e-6.",
+        "Clipping to a norm of 1 and last norm scales that start at 0 are timm's defaults.",
+        "RandAugment applies two operations with strength 18 of 30 (torchvision's scale) to every image. timm's "
+        "level 6 of 10 varies by 0.5, and each operation is applied with a probability of one half.",
+        "Mixup or CutMix is chosen for a whole step, with a weight for each pair of images. timm draws both for "
+        "each batch.",
+        "Images are resized bilinearly (timm: bicubically).",
+        "The devices are four V100.",
     ),
     ranks=4,
     cluster="dgx1_v100",
 )
 def resnet50_a3() -> Config:
-    """LAMB at 8e-3, five epochs of warm-up and a cosine decay, binary cross entropy, RandAugment, mixup of 0.1 and
-    CutMix of 1, at 160 pixels; evaluated at 224 with a crop of 95 %. Norms and biases neither decay nor adapt.
+    """LAMB with a learning rate of 8e-3, five epochs of warm-up and a cosine decay, binary cross entropy, RandAugment,
+    mixup of 0.1 and CutMix of 1, at 160 px. Evaluation is at 224 px with a crop of 95 %. Norm parameters and biases
+    have neither weight decay nor a trust ratio.
 
     hyperbatch train resnet50_a3 --data DIR
     """

@@ -7,10 +7,11 @@ from hyperbatch.recipes import recipe
 
 _SOURCE = "You et al., Speeding up ImageNet Training on Supercomputers, SysML 2018; LARS: arXiv 1708.03888"
 _CHOSEN = (
-    "rate: 0.1 per 256 images, Facebook's linear scaling; the paper says linear scaling without the figure",
-    "warm-up 5 epochs, polynomial decay of power 2 to 0, momentum 0.9, weight decay 1e-4",
-    "no decay and no trust ratio on norm parameters and biases",
-    "denominator of the trust ratio |g| + decay |w|: the paper prints |g| twice",
+    "The learning rate is 0.1 per 256 images with Facebook's linear scaling. The paper mentions linear scaling "
+    "without a value.",
+    "5 epochs of warm-up, a polynomial decay of power 2 to 0, momentum 0.9 and weight decay 1e-4.",
+    "Norm parameters and biases have neither weight decay nor a trust ratio.",
+    "The denominator of the trust ratio is |g| + decay |w|. The paper prints |g| twice.",
 )
 
 
@@ -66,7 +67,7 @@ def you_resnet50() -> Config:
     batches=(16_384, 16_000),
 )
 def you_resnet50_16k() -> Config:
-    """The same at a batch of 16K on CPUs, two to a node.
+    """The same as `you_resnet50` at a batch of 16K, on CPUs with two ranks per node.
 
     hyperbatch train you_resnet50_16k --data DIR
     """
@@ -77,17 +78,19 @@ def you_resnet50_16k() -> Config:
     claim="58.6 % top-1 in 11 minutes on 2,048 Xeon 8160 (100 epochs, batch 32,768; 53.1 % at 4K without LARS)",
     source=f"{_SOURCE}; solver published with Intel Caffe",
     chosen=(
-        "processors: the paper names both chips for this run; its introduction says Xeon 8160",
-        "weight decay 5e-4, momentum 0.9: AlexNet's usual; neither decay nor trust ratio on norm parameters and biases",
-        "batch norm after every convolution in place of local response normalisation, dropout 0.5",
+        "The paper names both processors for this run; its introduction says Xeon 8160.",
+        "Weight decay 5e-4 and momentum 0.9 are usual for AlexNet. Norm parameters and biases have neither weight "
+        "decay nor a trust ratio.",
+        "Batch norm after every convolution replaces local response normalisation, and dropout is 0.5.",
     ),
     ranks=2_048,
     cluster="stampede2_skx",
 )
 def you_alexnet() -> Config:
-    """AlexNet with batch norm under LARS: base rate 33, power 2, 10 epochs of warm-up, 100 epochs.
+    """AlexNet with batch norm, trained by LARS for 100 epochs: base learning rate 33, decay of power 2, 10 epochs of
+    warm-up.
 
-    Images are resized to 256 and cropped at random to 224, as AlexNet's were.
+    The shorter side of an image is resized to 256, and a random crop of 224 is taken, as in AlexNet.
 
     hyperbatch train you_alexnet --data DIR
     """

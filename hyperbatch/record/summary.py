@@ -45,7 +45,7 @@ class Result:
 
 @dataclass(kw_only=True, slots=True)
 class RunRecord:
-    """One run. The first block is fixed by the design; the second is what this version adds."""
+    """The record of one run: the contents of record.json. The first block of fields is fixed; the second may grow."""
 
     recipe: str
     config: dict[str, Any]
@@ -80,15 +80,15 @@ class RunRecord:
         return dataclasses.asdict(self)
 
     def metrics(self, event: str | None = None) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl as they are, e.g. for `pandas.DataFrame(record.metrics("eval"))`.
+        """Returns the rows of metrics.jsonl, e.g. for `pandas.DataFrame(record.metrics("eval"))`.
 
-        event: "step" or "eval"; None: all, in the order in which they happened.
+        event: "step" or "eval". With None, all rows are returned in the order in which they were written.
         """
         rows = read_metrics(Path(self.folder)) if self.folder else []
         return [row for row in rows if event in (None, row["event"])]
 
     def save(self, folder: Path) -> None:
-        """Writes record.json in one atomic move, so a reader never sees half of it; an OSError leaves the old one."""
+        """Writes record.json atomically, so that a reader never sees half of it. An OSError leaves the old file."""
         replace_text(folder / "record.json", strict_json(self.to_dict(), indent=1) + "\n")
 
     @classmethod

@@ -138,7 +138,7 @@ def group_spans(groups: Sequence[GroupTiming], start_s: float = 0.0) -> list[Spa
 
 
 def write_trace(path: str | Path, steps: Mapping[str, StepTiming]) -> None:
-    """Predicted or measured steps below each other in one trace; the keys are their titles."""
+    """Writes predicted or measured steps below each other into one trace. The keys are their titles."""
     try:
         trace = TraceFile(Path(path))
         for title, timing in steps.items():

@@ -72,7 +72,7 @@ def curves(runs: list[Run]) -> list[Chart]:
         batch.append(line(run.steps["global_batch"], stairs=True))
     targets = {run.target for run in runs if run.target is not None}
     several = len(runs) > 1
-    notes = [f"{run.name}: not a number from step {run.first_bad_step:,} on" for run in runs if run.first_bad_step]
+    notes = [f"{run.name}: not finite from step {run.first_bad_step:,} on" for run in runs if run.first_bad_step]
     return [
         Chart(
             key="accuracy",

@@ -52,7 +52,7 @@ def sweep_charts(values: Mapping[str, Any]) -> list[Chart]:
         time_chart(name, points),
         against_gpus(
             "Images per second",
-            "Perfect scaling is the first point's speed per GPU, times the GPUs.",
+            "Perfect scaling is the first point's speed per GPU times the number of GPUs.",
             speed,
             form="count",
             log_y=True,

@@ -135,7 +135,7 @@ def alerts(run: Run) -> Html:
     if run.record and run.record.error:
         out.append(el("p", run.record.error, cls="alert bad"))
     if run.first_bad_step is not None:
-        out.append(el("p", f"The loss was not a number from step {run.first_bad_step:,} on.", cls="alert bad"))
+        out.append(el("p", f"The loss was not finite from step {run.first_bad_step:,} on.", cls="alert bad"))
     found = [*run.record.rollbacks, *run.record.stragglers] if run.record else []
     out += [el("p", str(each.get("message", "")), cls="alert warn") for each in found if isinstance(each, dict)]
     out += [el("p", warning, cls="alert warn") for warning in (run.record.warnings if run.record else [])]

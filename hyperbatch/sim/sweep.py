@@ -153,11 +153,12 @@ def simulate(
     global_batch: int | None = None,
     batch_per_rank: int | None = None,
 ) -> Simulation:
-    """Predicts the run that `train` would make on each number of GPUs; what is None is the recipe's own.
+    """Predicts the run that `train` would make on each number of GPUs. An argument that is None has the value of the
+    recipe.
 
-    model: in the place of the recipe's; `timm/NAME` may also stand for a recipe.
-    A grid neither asked for nor stated by the recipe is `train`'s default, hosts x devices per host. `hyperbatch plan`
-    looks for better ones.
+    model: replaces the model of the recipe. `timm/NAME` may also be given instead of a recipe. Without a grid in the
+    call or in the recipe, the grid is the default of `train`, hosts x devices per host. `hyperbatch plan` looks for
+    better grids.
     """
     choices = {"algorithm": algorithm, "grid": grid, "strategy": strategy}
     requests = [
@@ -307,8 +308,8 @@ def format_simulation(simulation: Simulation) -> str:
     lines += text_table(titles, rows, left=0)
     lines += [
         "",
-        "exposed: communication that the backward pass does not hide    low, high: the interval of the prediction",
-        "at best: all GPUs at the peak of their arithmetic from start to end",
+        "exposed: communication that does not overlap with backward    low, high: the interval of the prediction",
+        "at best: the time if all GPUs computed at their peak throughout",
     ]
     if any(len(point.spans) > 1 for point in points):
         lines += ["", *_format_spans(points)]

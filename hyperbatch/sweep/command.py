@@ -297,7 +297,7 @@ def format_plan_runs(plan: Plan) -> str:
             lines += [f"{step.number:>5}  {title(step.point)}, seed {step.seed}", f"       {step.command}"]
         else:
             seeds = units.plural(len(step.seeds), "seed") + f" ({', '.join(map(str, step.seeds))})"
-            numbers = f"numbers {step.fresh[0].number} to {step.fresh[-1].number}, {len(step.seeds)} a point"
-            these = f"of the best of these {units.plural(len(step.runs), 'run')}"
-            lines.append(f"       {step.title}: {seeds} {these}; {numbers}")
+            numbers = f"{step.fresh[0].number} to {step.fresh[-1].number}, {len(step.seeds)} for each point"
+            best = f"the best of these {units.plural(len(step.runs), 'run')} is repeated with {seeds}"
+            lines.append(f"       {step.title}: {best}; numbers {numbers}")
     return "\n".join(lines)

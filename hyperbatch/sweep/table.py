@@ -13,11 +13,12 @@ from hyperbatch.sweep.statistics import CONFIDENCE, Spread, spread
 from hyperbatch.sweep.values import Values, key_of, show
 
 SEARCH_NOTE = (
-    "Best is the highest mean on the same images that are reported, so a wide search with few seeds is biased upwards."
+    "The best point of a search has the highest mean top-1 on the images that are reported, so its mean is biased "
+    "upwards if many points have few seeds each."
 )
 CONFIRM_NOTE = (
-    "A confirmed point has the mean of fresh seeds, which had no part in the selection; the mean of a point that is "
-    "only the best of its search is biased upwards by the selection."
+    "The mean of a confirmed point is from fresh seeds, which had no part in the selection. The mean of a point that "
+    "is only the best of its search is biased upwards."
 )
 ACROSS = 5  # arms for which a page is wide enough
 OTHER_ACCURACIES = {"top1_plain": "top-1 without test-time augmentation"}

@@ -69,8 +69,8 @@ def read_folder_name(values: Mapping[str, Any], default: str) -> str:
 def check_count(count: int) -> None:
     if count > MOST_RUNS:
         raise InputError(
-            f"it has {count:,} runs with those that may confirm a search; a plan has at most {MOST_RUNS:,}: shorten "
-            "its lists, or write several plans"
+            f"it has {count:,} runs, including those that may confirm a search; a plan may have at most {MOST_RUNS:,}: "
+            "shorten its lists, or write several plans"
         )
 
 

@@ -204,9 +204,9 @@ def refuse(rank: int) -> None:
     for kind in (LARS, LAMB):
         with pytest.raises(ValueError, match=r"foreach=False .* DTensor"):
             kind(model.parameters(), lr=0.1, foreach=False)
-    with pytest.raises(ValueError, match="Muon needs whole matrices and takes no DTensor parameters"):
+    with pytest.raises(ValueError, match="Muon needs whole matrices and does not support DTensor parameters"):
         Muon(model.parameters(), lr=0.1)
-    with pytest.raises(InputError, match="an arena takes no DTensor parameters"):
+    with pytest.raises(InputError, match="an arena does not support DTensor parameters"):
         Arena(model, [name for name, _ in model.named_parameters()])
 
 

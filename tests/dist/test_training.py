@@ -479,7 +479,7 @@ def test_unreadable_images_of_every_rank_are_reported_once(tmp_path, capsys, wor
 
     assert main(["eval", str(tmp_path), "--device", "cpu", "--trust-code"]) == 0
     assert (
-        "5 images were unreadable and counted as black, the first: val[0]: not a readable image"
+        "5 images were unreadable and evaluated as black, the first: val[0]: not a readable image"
         in capsys.readouterr().out
     )
     assert main(["eval", str(tmp_path), "--device", "cpu", "--trust-code", "--json"]) == 0

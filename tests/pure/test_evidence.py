@@ -51,7 +51,7 @@ def test_a_row_of_a_later_run_is_on_the_page(tmp_path):
         append_row(folder, Row(run=1, arm="plan", seed=0, recipe="digits", commit="abc", **place))
     files = evidence.write_all(tmp_path)
     page = files[tmp_path / "docs" / "evidence.md"]
-    assert "3 runs of `digits`, 1 of them failed. Made on chip, torch 3, commit abc." in page
+    assert "3 runs of `digits`, 1 of them failed. Device: chip, torch 3, commit abc." in page
     assert "| plan | 0.5 | 1 | 25.00 % |" in page
     assert "| plan | 1 | 0 + 1 failed |" in page
     xml.fromstring(files[tmp_path / "docs" / "pictures" / "evidence_2030-01-01_new.svg"])
@@ -73,10 +73,10 @@ def test_a_confirmed_search_is_shown_with_its_fresh_seeds(tmp_path):
         place = {"arm": "sgd", "search": {"lr": lr}, "seed": 0, "digest": f"sgd {lr}", "error": "diverged"}
         append_row(folder, Row(run=1, recipe="digits", commit="abc", **place))
     page = evidence.write_all(tmp_path)[tmp_path / "docs" / "evidence.md"]
-    assert "75.00 % ± 63.53 % (n = 2, lr 2) | every run failed |" in page
+    assert "75.00 % ± 63.53 % (n = 2, learning rate 2) | every run failed |" in page
     assert "| lars | 2 | 1 | 60.00 % |" in page
     assert "| lars | 1 | 1 | 99.00 % | – | – | 2 s | best of an earlier search |" in page
-    assert "7 runs of `digits`, 2 of them failed; 1 of the plan are still to be made." in page
+    assert "7 runs of `digits`, 2 of them failed; 1 run of the plan is missing." in page
     assert "had no part in the selection" in page
 
 
@@ -100,7 +100,7 @@ def test_a_long_table_has_a_page_of_its_own_with_what_failed(tmp_path):
     place = {"arm": "sgd", "search": {"lr": 1}, "seed": 0, "digest": "sgd", "result": {"top1": 0.5, "train_s": 2}}
     append_row(folder, Row(run=10, recipe="digits", commit="abc", **place))
     page = evidence.write_all(tmp_path)[tmp_path / "docs" / "evidence.md"]
-    assert "| 8.00 % (n = 1, lr 8, not confirmed) | 50.00 % (n = 1, lr 1) |" in page
+    assert "| 8.00 % (n = 1, learning rate 8, not confirmed) | 50.00 % (n = 1, learning rate 1) |" in page
 
 
 # --- the claims at the beginning of the page
@@ -113,6 +113,13 @@ def test_what_questions_name_is_there():
         if question.quote is not None:
             assert question.quote in " ".join((evidence.ROOT / str(question.file)).read_text().split())
         assert not re.search(r"\d ?(%|points?\b|s\b)", question.answer), "figures come from the rows"
+
+
+def test_the_summary_names_every_claim_once():
+    page = (evidence.ROOT / "docs" / "evidence.md").read_text()
+    summary = page.partition("\n## Claims and answers\n")[2].partition("\n| claim |")[0]
+    for question in read_questions(evidence.ROOT / "records" / FILE):
+        assert summary.count(f"{question.short};") + summary.count(f"{question.short}.") == 1, question.short
 
 
 def test_a_claim_of_our_own_has_an_answer():
@@ -170,22 +177,35 @@ def test_differences_are_by_pairs_where_seeds_are_the_same():
     """1, 2 and 3 points: 2 ± 4.303 / sqrt(3)."""
     both = points(a=[91, 72, 53], b=[90, 70, 50])
     figure = Figure(arm="a", against={"arm": "b"}, at_least=-0.01)
-    assert judge(figure, both) == ("a against b: + 2.00 points ± 2.48 (3 pairs)", SHOWN)
+    assert judge(figure, both) == ("a minus b: +2.00 ± 2.48 points (3 pairs)", SHOWN)
     assert judge(Figure(arm="a", against={"arm": "b"}, at_least=0.0), both)[1] == OPEN
     assert judge(Figure(arm="b", against={"arm": "a"}, at_least=0.05), both)[1] == MISSED
     for margin, verdict in ((0.05, SHOWN), (0.04, OPEN)):
         assert judge(Figure(arm="a", against={"arm": "b"}, within=margin), both)[1] == verdict
     far = points(a=[91, 92, 93], b=[80, 81, 82])
     assert judge(Figure(arm="a", against={"arm": "b"}, within=0.05), far) == (
-        "a against b: + 11.00 points ± 0.00 (3 pairs)",
+        "a minus b: +11.00 ± 0.00 points (3 pairs)",
         MISSED,
     )
+
+
+def test_conditions_are_in_the_words_of_the_field():
+    rows = [
+        Row(run=1, arm=arm, seed=0, digest=f"{arm}{where}", recipe="digits", conditions=where, result={"top1": 0.5})
+        for arm in ("LARS", "SGD")
+        for where in ({"batch_phases": "0:1433"}, {"nproc": 1}, {"nproc": 4})
+    ]
+    both = points_of(rows)
+    found = judge(Figure(arm="LARS", when={"batch_phases": "0:1433"}, against={"arm": "SGD"}, at_least=0), both)
+    assert found[0] == "LARS minus SGD, batch 1,433: +0.00 points (1 pair)"
+    found = judge(Figure(arm="LARS", when={"nproc": 4}, against={"when": {"nproc": 1}}, at_least=0), both)
+    assert found[0] == "LARS, 4 ranks minus 1 rank: +0.00 points (1 pair)"
 
 
 def test_differences_of_other_seeds_are_by_welch():
     """Variances of 1 and 5/3 over 3 and 4 runs: 1/3 + 5/12, 4.96 degrees, of which 4 are taken: t = 2.776."""
     text, _ = judge(Figure(arm="a", against={"arm": "b"}, at_least=0.0), points(a=[89, 90, 91], b=[80, 81, 82, 83]))
-    assert text == "a against b: + 8.50 points ± 2.40 (n = 3 and 4)"
+    assert text == "a minus b: +8.50 ± 2.40 points (n = 3 and 4)"
 
 
 def test_a_figure_must_be_of_one_point():

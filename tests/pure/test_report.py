@@ -448,7 +448,7 @@ def test_a_loss_that_is_not_a_number_breaks_the_curve_and_is_said(tmp_path):
             writer.step(
                 step=step, epoch=3, time_s=step / 5, loss=math.nan, lr=1, global_batch=64, images_per_s=math.inf
             )
-    assert "not a number from step 31 on" in report(tmp_path).text
+    assert "not finite from step 31 on" in report(tmp_path).text
     assert "nan" not in "".join(attributes.get("d") or "" for tag, attributes in report(tmp_path).tags if tag == "path")
 
 

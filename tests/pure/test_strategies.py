@@ -121,7 +121,7 @@ def test_optimal_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("cubik", {}, "did you mean 'cubic'"),
         ("equal", {"count": 0}, "count is 0; give a whole number of at least 1"),
-        ("equal", {"groups": 3}, "knows no option groups"),
+        ("equal", {"groups": 3}, "has no option groups"),
         ("optimal", {}, "needs ready_s"),
     ],
 )

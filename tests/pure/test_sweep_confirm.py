@@ -159,9 +159,8 @@ def test_dry_run_says_what_is_known(tmp_path, capsys):
     assert cli.main(["sweep", str(path), "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert "plan: 5 runs of digits" in text
-    assert (
-        text.splitlines()[-1].strip() == "LARS: 2 seeds (1, 2) of the best of these 3 runs; numbers 4 to 9, 2 a point"
-    )
+    last = "LARS: the best of these 3 runs is repeated with 2 seeds (1, 2); numbers 4 to 9, 2 for each point"
+    assert text.splitlines()[-1].strip() == last
 
 
 # --- the best point

@@ -188,7 +188,7 @@ WRONG = {
     "is not a list of tables; write [[arms]] above each": "[arms]\nlr = 1",
     "it has 1,000,000,000,000 runs": "seeds = 1000000000000",
     "it has 100,000,000,000 runs": "confirm = 100000000000\n[[arms]]\ngrid.lr = [1, 2]",
-    "it has 40,000 runs with those that may confirm a search; a plan has at most 20,000": (
+    "it has 40,000 runs, including those that may confirm a search; a plan may have at most 20,000": (
         f"confirm = 3\n[grid]\nlr = {[i + 1 for i in range(100)]}\nweight_decay = {[i / 1000 for i in range(100)]}"
     ),
     "not valid TOML": "seeds = ",

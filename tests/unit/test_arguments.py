@@ -119,7 +119,7 @@ CALLS = {
     "grouping option base is 0; give a whole number of at least 1": lambda: plan_groups(layer(), "cubic", base=0),
     "an element of params is": lambda: plan_groups([nn.Parameter(torch.ones(2))], "single"),
     "3 has no named parameters; give a torch module": lambda: plan_groups(3, "single"),
-    "order names 'weights', which is no trainable parameter": lambda: param_specs(layer(), ["weights"]),
+    "order names 'weights', which is not a trainable parameter": lambda: param_specs(layer(), ["weights"]),
     "model is None; give a torch module": lambda: Arena(None, ORDER),
     "dtype is 'bf16'; give one of torch.float16": lambda: Arena(layer(), ORDER, dtype="bf16"),
     "dtype is torch.int8; give one of": lambda: Arena(layer(), ORDER, dtype=torch.int8),

@@ -200,7 +200,7 @@ def test_a_step_with_a_nan_is_not_finite():
         ({"model": "resnet51"}, "unknown model 'resnet51'"),
         ({"peers": ["eager", "jit"]}, "unknown peer 'jit'"),
         ({"peers": ["compile"]}, "compile needs a GPU"),
-        ({"model": "blocky:network", "peers": ["masters"]}, "masters keeps 16-bit weights by hand, of built-in models"),
+        ({"model": "blocky:network", "peers": ["masters"]}, "masters supports only built-in models"),
         ({"precision": "bf16"}, "--precision bf16 needs a GPU"),
         ({"model": "blocky:nothing"}, "no attribute 'nothing'"),
         ({"max_autotune": True}, "max-autotune needs a GPU"),

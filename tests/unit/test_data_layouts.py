@@ -383,7 +383,7 @@ def test_labels_that_are_numbers_are_in_the_order_of_numbers(tmp_path):
     [
         ("path,label\n0.jpg\n", "train.csv line 2 has 1 fields, not 2"),
         ("path,label\n0.jpg,\n", "line 2 has no path or no label"),
-        ("path,label\n1.jpg,a\n", "1.jpg is no file"),
+        ("path,label\n1.jpg,a\n", "1.jpg is not a file"),
         ("path,label,class\n0.jpg,a,a\n", "more than one label column"),
         ("name,label\n0.jpg,a\n", "no path column"),
         ("path,label\n", "names no images"),

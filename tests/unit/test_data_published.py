@@ -225,7 +225,7 @@ def test_imagenets_tars_in_parts(tmp_path):
     train.write_bytes(train.read_bytes()[:-11000])
     assert "ILSVRC2012_img_train.tar" in message(tmp_path)
     Files({"n01_0.JPEG": jpeg(1)}).tar(train)
-    assert "'n01_0.JPEG', which is no tar of a class" in message(tmp_path)
+    assert "'n01_0.JPEG', which is not the tar of a class" in message(tmp_path)
 
 
 # --- CIFAR as published

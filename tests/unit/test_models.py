@@ -260,7 +260,7 @@ def test_own_model_gets_what_its_signature_takes(function):
         ("someones_models:own_needs_more", "missing a required argument: 'depth'; only classes can be given"),
         (
             "someones_models:own_factory_of_nothing",
-            "accepts the number of classes neither as classes nor as num_classes",
+            "has no argument for the number of classes; call it classes or num_classes",
         ),
         (
             "someones_models:own_broken",

@@ -105,7 +105,7 @@ def _tar_of_tars(path: Path) -> MemberSource:
         names, spans = [], []
         for name, offset, length in tar_members(Window(content, 0, content.length), str(path)):
             if not name.endswith(".tar"):
-                raise InputError(f"{path} holds {name!r}, which is no tar of a class; fetch the tar again")
+                raise InputError(f"{path} holds {name!r}, which is not the tar of a class; fetch the tar again")
             inner = Window(content, offset, length)
             for member, place, size in tar_members(inner, f"{path}:{name}"):
                 names.append(os.fsencode(f"{Path(name).stem}/{member}"))

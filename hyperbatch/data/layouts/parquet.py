@@ -155,7 +155,7 @@ def _by_number(texts: list[str], classes: int, path: Path) -> np.ndarray:
     try:
         labels = np.array([int(text) for text in texts], dtype=np.int64)
     except ValueError as error:
-        raise InputError(f"{path} names its classes, but a label is no number: {error}") from error
+        raise InputError(f"{path} names its classes, but a label is not a number: {error}") from error
     if labels.min() < 0 or labels.max() >= classes:
         raise InputError(
             f"{path} names {classes} classes, but has labels {labels.min()} to {labels.max()}; fetch it again"

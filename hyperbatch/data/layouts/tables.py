@@ -99,7 +99,7 @@ def _found(where: Path, rows_of: Any, has_train: bool, val: str | None, missing:
         classes = classes_of(labels)
         first = path.parent / rows[0].path
         if not os.path.isfile(first):
-            raise InputError(f"{path} names {rows[0].path}, but {first} is no file; paths are relative to the table")
+            raise InputError(f"{path} names {rows[0].path}, but {first} is not a file; paths are relative to the table")
         listed = Listed(
             split, classes, numbered([row.label for row in rows], classes, path), [row.path for row in rows]
         )
