@@ -253,7 +253,7 @@ def seconds(values: Spread) -> str:
 
 def _significant(value: float, digits: int) -> str:
     """At least so many digits, and never an exponent for what is large."""
-    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+    return f"{value:,.0f}" if abs(value) >= 10**digits - 0.5 else f"{value:.{digits}g}"
 
 
 def _with_interval(mean: str, half: str, values: Spread) -> str:
