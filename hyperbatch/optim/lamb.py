@@ -167,5 +167,6 @@ class AdamW(LAMB):
             params, lr, betas, eps, weight_decay, capturable=capturable, foreach=foreach, fused=fused, arena=arena
         )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group({**param_group, "adapt": False})
+    def check_group(self, group: dict[str, Any]) -> None:
+        group["adapt"] = False  # also in a state dict of LAMB
+        super().check_group(group)
