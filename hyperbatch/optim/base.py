@@ -324,6 +324,12 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             found = torch.maximum(found, (told != 0).float().reshape(()))
         return norms, agreed(found, [entry.spread for entry in entries])
 
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """The norm of all gradients together as they are, perhaps loss-scaled. Does not wait for the device."""
+        entries = [entry for group, names in self.group_names() for entry in self._entries(group, names)]
+        return torch.linalg.vector_norm(self._measure(entries)[0]) if entries else torch.zeros(())
+
     def scale_of_grads(self) -> Tensor | None:
         return getattr(self, "grad_scale", None)
 
