@@ -82,6 +82,7 @@ class Arena:
         self.dtype = dtype
         self.copy_on_ready = copy_on_ready
         self.pinned = False  # True once a captured graph holds the addresses: the buffers must not move any more
+        self.holds_shards = False  # True if the exchange leaves this rank only its shard of the gradients
         self._on_load: list[weakref.WeakMethod[Callable[[], None]]] = []
         by_name = {name: owner for name, owner in owners(model).items() if _is_trainable(owner)}
         _check_order(order, by_name)

@@ -177,6 +177,11 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.arena is not None:
+            if self.arena.holds_shards:
+                raise RuntimeError(
+                    "GradSync(sharded=True) leaves this rank only a part of each gradient; replace optimizer.step() by "
+                    "that of ShardedUpdate(optimizer, arena, sync)"
+                )
             self.arena.reclaim()
         if self.step_fused():
             return loss
