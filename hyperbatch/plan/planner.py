@@ -123,7 +123,7 @@ def make_plan(
     cluster: str | Cluster | None = None,
     gpus: int | None = None,
     model: str | None = None,
-    grid: str | None = None,
+    grid: str | RankGrid | None = None,
     algorithm: str | None = None,
     strategy: str | None = None,
     global_batch: int | None = None,
@@ -131,6 +131,7 @@ def make_plan(
 ) -> Plan:
     """The plan for a recipe on a cluster, both by name or as values; what is None is chosen for the shortest step.
 
+    grid: a `RankGrid`, or ROWSxCOLUMNS such as "4x8".
     model: in the place of the recipe's; `timm/NAME` may also stand for a recipe.
     """
     request = resolve(recipe, cluster, gpus, model=model, global_batch=global_batch, batch_per_rank=batch_per_rank)
@@ -177,7 +178,7 @@ def plan_step(
     ranks: int,
     phase: Phase,
     *,
-    grid: str | None = None,
+    grid: str | RankGrid | None = None,
     algorithm: str | None = None,
     strategy: str | None = None,
     search_grid: bool = False,
@@ -300,10 +301,10 @@ def best_grid(
     return min(grids(ranks), key=order)
 
 
-def _stated_grid(config: Config, ranks: int, asked: str | None) -> RankGrid | None:
+def _stated_grid(config: Config, ranks: int, asked: str | RankGrid | None) -> RankGrid | None:
     """The grid asked for, which must fit, or the recipe's where it does."""
     if asked is not None:
-        grid = RankGrid.parse(asked)
+        grid = RankGrid.parse(str(asked))
         grid.check_world(ranks)
         return grid
     grid = RankGrid.parse(config.comm.grid) if config.comm.grid else None
