@@ -443,8 +443,14 @@ def _cast_constants(model: nn.Module, dtype: torch.dtype) -> None:
 
     Biases: queries and values of timm's EVA, BEiT and SwinV2 have one, and keys a buffer of zeros, which is put
     together with them. Squares: the masks of Swin's windows, and the filters of timm's BlurPool2d, one for each
-    channel. A buffer that is saved may be a running mean, and one of another shape a table of positions: these stay.
+    channel. A buffer that is saved may be a running mean, and one of another shape a table of positions: these stay,
+    except that the statistics of batch norm become fp32.
     """
+    for module in model.modules():
+        if isinstance(module, _NormBase):  # its parameters are fp32 or fp64, and torch wants the same of its statistics
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.dtype in HALF_DTYPES:  # the whole model was cast before
+                    module._buffers[name] = buffer.float()
     if dtype not in HALF_DTYPES:
         return
     for module in model.modules():
