@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from hyperbatch.optim import Muon as Muon
     from hyperbatch.optim.build import set_rate as set_rate
     from hyperbatch.optim.precision import LossScaler as LossScaler
+    from hyperbatch.optim.sharded import ShardedUpdate as ShardedUpdate
     from hyperbatch.params import backward_order as backward_order
     from hyperbatch.params import param_groups as param_groups
     from hyperbatch.plan.clusters import format_machine_file as format_machine_file
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from hyperbatch.recipes.files import save_config as save_config
     from hyperbatch.record import RunRecord as RunRecord
     from hyperbatch.record import write_trace as write_trace
+    from hyperbatch.sim.sweep import format_simulation as format_simulation
     from hyperbatch.sim.sweep import simulate as simulate
 
 # Public name -> the module it comes from. The imports above say the same to type checkers; a test compares them.
@@ -90,6 +92,7 @@ _HOME = {
     "RunRecord": "record",
     "ScheduleConfig": "config",
     "Session": "engine.session",
+    "ShardedUpdate": "optim.sharded",
     "StepTiming": "plan.types",
     "all_reduce": "comm",
     "backward_order": "params",
@@ -100,6 +103,7 @@ _HOME = {
     "ddp_kwargs": "comm",
     "format_machine_file": "plan.clusters",
     "format_plan": "plan.planner",
+    "format_simulation": "sim.sweep",
     "fuse": "models.fused",
     "get_recipe": "recipes",
     "grid_hook": "comm",

@@ -82,6 +82,7 @@ class Arena:
         self.dtype = dtype
         self.copy_on_ready = copy_on_ready
         self.pinned = False  # True once a captured graph holds the addresses: the buffers must not move any more
+        self.holds_shards = False  # True if the exchange leaves this rank only its shard of the gradients
         self._on_load: list[weakref.WeakMethod[Callable[[], None]]] = []
         by_name = {name: owner for name, owner in owners(model).items() if _is_trainable(owner)}
         _check_order(order, by_name)
@@ -442,8 +443,14 @@ def _cast_constants(model: nn.Module, dtype: torch.dtype) -> None:
 
     Biases: queries and values of timm's EVA, BEiT and SwinV2 have one, and keys a buffer of zeros, which is put
     together with them. Squares: the masks of Swin's windows, and the filters of timm's BlurPool2d, one for each
-    channel. A buffer that is saved may be a running mean, and one of another shape a table of positions: these stay.
+    channel. A buffer that is saved may be a running mean, and one of another shape a table of positions: these stay,
+    except that the statistics of batch norm become fp32.
     """
+    for module in model.modules():
+        if isinstance(module, _NormBase):  # its parameters are fp32 or fp64, and torch wants the same of its statistics
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.dtype in HALF_DTYPES:  # the whole model was cast before
+                    module._buffers[name] = buffer.float()
     if dtype not in HALF_DTYPES:
         return
     for module in model.modules():

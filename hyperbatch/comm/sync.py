@@ -94,7 +94,8 @@ class GradSync:
         """Compares the plan and the weights (and masters) over all ranks; a difference is an error on each of them.
 
         sharded: gradients are only reduce-scattered, by rows and columns with `torus`, over all ranks at once with any
-        other algorithm. Each rank then holds the mean only in its `shard` of a group (see optim/sharded.py).
+        other algorithm. Each rank then holds the mean only in its `shard` of a group, and
+        `ShardedUpdate` replaces the optimizer's `step()`.
         """
         check_kind("arena", arena, Arena, "give the Arena of the model")
         check_comm(comm)
@@ -132,6 +133,7 @@ class GradSync:
                 slot.param.register_post_accumulate_grad_hook(partial(self._arrived, i))
                 for i, slot in enumerate(self._slots)
             ]
+            arena.holds_shards = sharded
 
     def begin(self, *, last_micro_step: bool = True) -> None:
         """To be called before each backward. Only the last micro-step of an accumulated step communicates."""
@@ -243,6 +245,7 @@ class GradSync:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._arena.holds_shards = False
 
     # -- one step ------------------------------------------------------------------------------------------------
 

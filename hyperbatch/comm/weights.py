@@ -23,7 +23,10 @@ _STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as every factor here, so that no 
 
 
 def broadcast_weights(arena: Arena, comm: GridComm) -> None:
-    """Copies the first rank's weights and fp32 masters to all ranks. Every rank calls it before it creates GradSync."""
+    """Copies the first rank's weights and fp32 masters to all ranks. Every rank calls it before it creates GradSync.
+
+    Frozen parameters and buffers are not in the arena and stay as they are.
+    """
     if comm.world is None:
         return
     arena.reclaim()

@@ -19,6 +19,7 @@ from hyperbatch.arena import Arena
 from hyperbatch.errors import InputError, check_kind
 from hyperbatch.optim.dtensor import agreed, local, local_grad, spread_of
 from hyperbatch.optim.loading import load
+from hyperbatch.optim.naming import mix_names, names_of, tell_apart, title
 from hyperbatch.optim.rule import Entry, Rule, norms_of_layers
 from hyperbatch.optim.tensors import (
     adopt_writes,
@@ -120,7 +121,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         # Not through torch's wrapper: it imports what torch.compile needs, which takes seconds.
         plain = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", torch.optim.Optimizer.add_param_group)
+        mix_names(self, param_group)
         plain(self, param_group)
+        tell_apart(self.param_groups)
         group = self.param_groups[-1]
         try:
             self.check_group(group)
@@ -144,7 +147,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             check_setting(field.name, getattr(settings, field.name), field.type)
         for param in group["params"]:
             if not param.is_floating_point():
-                raise ValueError(f"params must be real floating-point tensors, not {param.dtype}")
+                raise ValueError(
+                    f"params must be real floating-point tensors, but {title(self, param)} is {param.dtype}"
+                )
             if is_dtensor(param) and self.foreach is False:
                 raise ValueError("foreach=False takes norms of whole tensors; leave it out for DTensor parameters")
         settings.check()
@@ -158,14 +163,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     def group_names(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
         """Each group with its parameters' names: its own, the arena's, or group.index."""
         for index, group in enumerate(self.param_groups):
-            given = group.get("param_names")
-            yield (
-                group,
-                [
-                    given[i] if given else self._arena_names.get(param, f"{index}.{i}")
-                    for i, param in enumerate(group["params"])
-                ],
-            )
+            yield group, names_of(self, index, group)
+
+    def arena_name(self, param: Tensor) -> str | None:
+        return self._arena_names.get(param)
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -176,6 +177,11 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.arena is not None:
+            if self.arena.holds_shards:
+                raise RuntimeError(
+                    "GradSync(sharded=True) leaves this rank only a part of each gradient; replace optimizer.step() by "
+                    "that of ShardedUpdate(optimizer, arena, sync)"
+                )
             self.arena.reclaim()
         if self.step_fused():
             return loss
@@ -268,7 +274,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             if param.grad is None:
                 continue
             if param.grad.layout != torch.strided:
-                raise ValueError(f"the gradient of {name} is sparse; {type(self).__name__} needs dense gradients")
+                raise ValueError(
+                    f"the gradient of {title(self, param)} is sparse, and {type(self).__name__} supports only dense "
+                    "gradients; use sparse=False in its layer"
+                )
             state = self.init_state(param)
             part, buffers = local(param), tuple(local(state[key]) for key in self.state_names)
             weight = local(state["master"]) if "master" in state else part
@@ -319,6 +328,12 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         if told is not None:
             found = torch.maximum(found, (told != 0).float().reshape(()))
         return norms, agreed(found, [entry.spread for entry in entries])
+
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """The norm of all gradients together as they are, perhaps loss-scaled. Does not wait for the device."""
+        entries = [entry for group, names in self.group_names() for entry in self._entries(group, names)]
+        return torch.linalg.vector_norm(self._measure(entries)[0]) if entries else torch.zeros(())
 
     def scale_of_grads(self) -> Tensor | None:
         return getattr(self, "grad_scale", None)

@@ -115,7 +115,11 @@ LAMB_RULE = Rule(
 
 
 class LAMB(LayerwiseOptimizer):
-    """LAMB, which like `LARS` supports fp32 masters, the arena, loss scaling, skipped steps and fused kernels."""
+    """LAMB, which like `LARS` supports fp32 masters, the arena, loss scaling, skipped steps and fused kernels.
+
+    All parameters of a group share one step count. Groups with `adapt=False`, such as the norm parameters and biases of
+    `param_groups`, take steps of AdamW: their rate is not multiplied by a trust ratio.
+    """
 
     rule = LAMB_RULE
 
@@ -133,7 +137,10 @@ class LAMB(LayerwiseOptimizer):
         fused: bool | None = None,
         arena: Arena | None = None,
     ) -> None:
-        """trust_clip: limits trust ratios to 1, so that no layer exceeds the plain learning rate."""
+        """weight_decay: decoupled, as in AdamW: `lr * weight_decay * w`, times the trust ratio.
+        trust_clip: limits trust ratios to 1, so that no layer exceeds the plain learning rate.
+        capturable, foreach, fused, arena: as in `LARS`.
+        """
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -148,7 +155,11 @@ class LAMB(LayerwiseOptimizer):
 
 
 class AdamW(LAMB):
-    """AdamW, computed by LAMB's kernels. Every group has `adapt=False`, including those of `param_groups`."""
+    """AdamW, computed by LAMB's kernels. Every group has `adapt=False`, including those of `param_groups`.
+
+    The formula and the defaults are those of `torch.optim.AdamW`, whose state dicts it loads. It has no `amsgrad` and
+    no `maximize`, and all parameters of a group share one step count.
+    """
 
     def __init__(
         self,
@@ -163,9 +174,11 @@ class AdamW(LAMB):
         fused: bool | None = None,
         arena: Arena | None = None,
     ) -> None:
+        """The arguments are torch's; `arena` is as in `LARS`."""
         super().__init__(
             params, lr, betas, eps, weight_decay, capturable=capturable, foreach=foreach, fused=fused, arena=arena
         )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group({**param_group, "adapt": False})
+    def check_group(self, group: dict[str, Any]) -> None:
+        group["adapt"] = False  # also in a state dict of LAMB
+        super().check_group(group)

@@ -203,10 +203,14 @@ LARS_RULE = Rule(
 class LARS(LayerwiseOptimizer):
     """LARS as a torch optimizer, with param groups, closures, LR schedulers, GradScaler and CUDA graphs.
 
-    Groups with `adapt=False` take steps of plain momentum SGD. Paths: `fused` (CUDA with Triton, and the default there:
-    two launches for all layers), `foreach` (the default on other GPUs), in place (the default on CPUs), and the
-    reference (`foreach=False`). A step with an inf or nan in a gradient leaves weights and state unchanged on every
-    path, without a host synchronisation.
+        optimizer = LARS(param_groups(model, weight_decay=5e-5), lr=10.0, momentum=0.9)
+
+    Groups with `adapt=False`, such as the norm parameters and biases of `param_groups`, take steps of plain momentum
+    SGD: their rate is not multiplied by a trust ratio. With `model.parameters()` every parameter is adapted.
+
+    Paths: `fused` (CUDA with Triton, and the default there: two launches for all layers), `foreach` (the default on
+    other GPUs), in place (the default on CPUs), and the reference (`foreach=False`). A step with an inf or nan in a
+    gradient leaves weights and state unchanged on every path, without a host synchronisation.
     """
 
     rule = LARS_RULE
@@ -230,8 +234,15 @@ class LARS(LayerwiseOptimizer):
         fused: bool | None = None,
         arena: Arena | None = None,
     ) -> None:
-        """lr: may be left out if every param group has its own.
-
+        """lr: may be left out if every param group has its own. Much larger than SGD's, because a layer's rate is
+        `lr * trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)`.
+        momentum_rule: "lr_inside" multiplies the gradient by the rate before it is added to the momentum; "lr_outside"
+        multiplies the momentum by the rate, as torch's SGD does; "rescaled" and "unscaled" are in docs/lars.md.
+        trust_clip: a layer's rate is at most `lr` (LARC).
+        decoupled_weight_decay: each step subtracts `weight_decay * w`, whatever the rate.
+        maximize: follows the gradient upwards.
+        capturable: keeps `lr` and `weight_decay` on the device, for CUDA graphs.
+        foreach, fused: True chooses this path, and foreach=False the reference; None takes the fastest that can run.
         arena: stores the momentum too. Gradients in it keep their addresses, so the fused path sends them only once.
         """
         defaults = {

@@ -8,18 +8,33 @@ import torch
 from torch import Tensor
 
 from hyperbatch.errors import InputError
+from hyperbatch.optim.naming import title
 from hyperbatch.optim.tensors import write_setting
 
 if TYPE_CHECKING:
     from hyperbatch.optim.base import LayerwiseOptimizer
+
+# What only torch's optimizers save, and the values that change nothing in ours; None: any.
+TORCHS = {
+    "amsgrad": (False,),
+    "dampening": (0,),
+    "decoupled_weight_decay": (True,),
+    "maximize": (False,),
+    "differentiable": None,
+    "foreach": None,
+    "fused": None,
+}
 
 
 def load(optimizer: LayerwiseOptimizer, groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
     """Takes over a state dict. groups: those that were saved, as torch has prepared them for these parameters."""
     saved_order = [index for group in saved["param_groups"] for index in group["params"]]
     order = [param for group in groups for param in group["params"]]
-    _check_shapes(optimizer, order, [saved["state"].get(index, {}) for index in saved_order])
+    states = {index: saved["state"].get(index, {}) for index in saved_order}
+    _check_shapes(optimizer, order, list(states.values()))
+    _check_rule(optimizer, list(states.values()))
     for group, before, indices in zip(groups, optimizer.param_groups, saved["param_groups"], strict=True):
+        _take_over_torchs(optimizer, group, before, states, indices["params"])
         group.setdefault("base_weight_decay", float(group.get("weight_decay", before["weight_decay"])))
         for name in optimizer.group_state_names:  # torch's AdamW counts the steps of each parameter
             own = [saved["state"].get(index, {}).get(name) for index in indices["params"]]
@@ -37,7 +52,7 @@ def load(optimizer: LayerwiseOptimizer, groups: list[dict[str, Any]], saved: dic
     optimizer.state.update((key, value) for key, value in saved["state"].items() if key not in saved_order)  # of hooks
     with torch.no_grad():
         for param, index in zip(order, saved_order, strict=True):
-            values = saved["state"].get(index, {})
+            values = states[index]
             if not values and param not in optimizer.state:
                 continue
             # Filled in place: the arena, kernels' tables and captured graphs point there.
@@ -50,12 +65,59 @@ def load(optimizer: LayerwiseOptimizer, groups: list[dict[str, Any]], saved: dic
 
 def _check_shapes(optimizer: LayerwiseOptimizer, order: list[Tensor], saved: list[dict[str, Any]]) -> None:
     """A copy would be broadcast where shapes allow it."""
-    names = [name for _, part in optimizer.group_names() for name in part]
-    for name, param, state in zip(names, order, saved, strict=True):
+    for param, state in zip(order, saved, strict=True):
         for key in (*optimizer.state_names, "master"):
             value = state.get(key)
             if value is not None and value.shape != param.shape:
                 raise InputError(
-                    f"the state dict has a {key} of shape {tuple(value.shape)} for {name}, which has shape "
-                    f"{tuple(param.shape)}; give the parameters in the order in which they were saved"
+                    f"the state dict has a {key} of shape {tuple(value.shape)} for {title(optimizer, param)}, which "
+                    f"has shape {tuple(param.shape)}; give the parameters in the order in which they were saved"
                 )
+
+
+def _check_rule(optimizer: LayerwiseOptimizer, saved: list[dict[str, Any]]) -> None:
+    """The state of another rule would be left out without a word, and its settings would be taken for ours."""
+    held = {key for state in saved for key, value in state.items() if isinstance(value, Tensor)}
+    if held and held.isdisjoint(optimizer.state_names):
+        raise InputError(
+            f"the state dict has {', '.join(sorted(held))} and not {', '.join(optimizer.state_names)}: another kind of "
+            f"optimizer than {type(optimizer).__name__} has saved it; load the weights alone"
+        )
+
+
+def _take_over_torchs(
+    optimizer: LayerwiseOptimizer,
+    group: dict[str, Any],
+    before: dict[str, Any],
+    states: dict[int, dict[str, Any]],
+    indices: list[int],
+) -> None:
+    """Turns a group that torch's SGD, AdamW or Muon has saved into ours, or says why it cannot be."""
+    if "differentiable" not in group and "ns_steps" not in group:
+        return
+    group["adapt"] = before["adapt"]  # theirs ignore what `param_groups` says
+    advice = "load the weights alone"
+    buffers = {index: states[index].get("momentum_buffer") for index in indices}
+    buffers = {index: buffer for index, buffer in buffers.items() if buffer is not None}
+    if "dampening" in group and buffers and optimizer.rule.name == "lars":
+        rule = before["momentum_rule"]
+        if rule != "unscaled" and (rule != "lr_outside" or group["adapt"]):
+            raise InputError(
+                "torch's SGD has saved this state dict, and its momentum_buffer fits only a LARS with "
+                f"momentum_rule='lr_outside' and groups with adapt=False; {advice}"
+            )
+    if "ns_steps" in group and optimizer.rule.name == "muon":
+        group["steps"], group["coefficients"] = group.pop("ns_steps"), group.pop("ns_coefficients")
+        group["adjust_lr"] = group.pop("adjust_lr_fn") or "original"
+        for index, buffer in buffers.items():  # theirs is an average
+            states[index] = {**states[index], "momentum_buffer": buffer / (1 - group["momentum"])}
+    for name, values in TORCHS.items():
+        if name not in group or name in optimizer.defaults:
+            continue
+        value = group.pop(name)
+        is_idle = name == "decoupled_weight_decay" and group["weight_decay"] == 0
+        if values is not None and value not in values and not is_idle:
+            raise InputError(
+                f"the state dict was saved with {name}={value}, which {type(optimizer).__name__} does not support; "
+                f"{advice}"
+            )

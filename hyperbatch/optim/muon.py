@@ -299,11 +299,15 @@ class Muon(LayerwiseOptimizer):
     ) -> None:
         """lr: may be left out if every param group has its own.
 
+        steps: iterations of the polynomial that orthogonalises the momentum.
         coefficients: "original" or "polar_express", or three numbers, or three numbers for each of the iterations.
         adjust_lr: a matrix's rate is multiplied by sqrt(max(1, rows / columns)) ("original"), by
         0.2 sqrt(max(rows, columns)) ("match_rms_adamw") or by nothing ("none").
         normalize_weights: before each update a matrix is scaled to the norm sqrt(rows).
+        decoupled_weight_decay: each step subtracts `weight_decay * w`; otherwise `lr * weight_decay * w` from matrices,
+        and the rest decays as in torch's SGD.
         product_dtype: of the matrix products; None: bf16 on a GPU, the weights' own on a CPU and in the reference.
+        maximize, capturable, foreach, fused, arena: as in `LARS`.
         """
         defaults = {
             "lr": lr,

@@ -46,7 +46,16 @@ class _StartFrom(torch.autograd.Function):
 
 
 class LossScaler:
-    """Dynamic loss scaling. The optimizer's norms show infs, so no additional pass over the gradients is needed."""
+    """Dynamic loss scaling. The optimizer's norms show infs, so no additional pass over the gradients is needed.
+
+        scaler = LossScaler("fp16", optimizer, device=device)
+        scaler.backward(loss)                # or scaler.scale(loss).backward()
+        scaler.clip_grad_norm_(1.0)          # where gradients are clipped; not torch's
+        optimizer.step()                     # divides by the scale; an inf or nan skips the step
+        scaler.update()
+
+    Only fp16 scales. In other precisions it counts skipped steps, so that a loop looks the same.
+    """
 
     def __init__(
         self,
@@ -59,6 +68,8 @@ class LossScaler:
         backoff_factor: float = 0.5,
         growth_interval_steps: int = 2000,
     ) -> None:
+        """precision: of the gradients, "fp16", "bf16", "fp32" or "fp64". The scale is multiplied by `growth_factor`
+        after `growth_interval_steps` good steps in a row, and by `backoff_factor` after each that was skipped."""
         self.enabled = working_dtype(precision) == torch.float16
         advice = "give a LARS, LAMB or Muon, whose steps divide by the loss scale, or use torch.amp.GradScaler"
         check_kind("optimizer", optimizer, LayerwiseOptimizer, advice)
@@ -73,6 +84,7 @@ class LossScaler:
         self.skipped_in_a_row = torch.zeros((), device=device)  # up to the last step
         self._scale = torch.full((), initial_scale if self.enabled else 1.0, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self._divisor: Tensor | None = None  # the scale, or more where gradients were clipped
         if self.enabled:
             optimizer.grad_scale = self._scale
 
@@ -87,6 +99,22 @@ class LossScaler:
             _StartFrom.apply(loss, start).backward()
         else:
             self.scale(loss).backward()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clips the gradients of the next step to this norm over all parameters, and returns their norm before that.
+
+        To be called before `optimizer.step()`, with gradients as backward or the exchange left them. torch's
+        `clip_grad_norm_` would take the loss scale for a part of their norm. No gradient is rewritten: the step divides
+        by more than the scale. With `GradSync(sharded=True)` a rank has not all gradients; clip without sharding.
+        """
+        check_number("max_norm", max_norm, lambda x: 0 < x < math.inf, "a positive number")
+        norm = self.optimizer.grad_norm()
+        if self._divisor is None:
+            self._divisor = self._scale.clone()
+        torch.maximum(self._scale, (norm / max_norm).to(self._scale), out=self._divisor)
+        self.optimizer.grad_scale = self._divisor
+        return norm / self._scale
 
     def update(self) -> None:
         """Adjusts the scale. Call it after each `optimizer.step()`."""
@@ -104,6 +132,8 @@ class LossScaler:
                 self.backoff_factor,
                 self.growth_interval_steps,
             )
+        if self._divisor is not None:  # the next step may not clip
+            self._divisor.copy_(self._scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as numbers, for a checkpoint. It waits for the device."""
@@ -116,6 +146,8 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.enabled:
             self._scale.fill_(state["scale"])
+        if self._divisor is not None:
+            self._divisor.copy_(self._scale)
         self._good_steps.fill_(state["good_steps"])
         self.skipped.fill_(state["skipped"])
         self.skipped_in_a_row.zero_()

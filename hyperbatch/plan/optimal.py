@@ -34,7 +34,7 @@ def optimal_groups(
     strategy, with two precisions the 16-bit tensors are grouped, and all fp32 tensors form one last group.
     """
     if len(params) != len(ready_s):
-        raise ValueError(f"{len(params)} parameters, but {len(ready_s)} ready times")
+        raise ValueError(f"ready_s has {len(ready_s)} times for {len(params)} parameters; give one for each")
     by_name = cost if isinstance(cost, Mapping) else {"": cost}
     main, rest = split_by_precision(params)
     moments = {spec.name: moment for spec, moment in zip(params, ready_s, strict=True)}

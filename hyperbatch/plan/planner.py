@@ -123,7 +123,7 @@ def make_plan(
     cluster: str | Cluster | None = None,
     gpus: int | None = None,
     model: str | None = None,
-    grid: str | None = None,
+    grid: str | RankGrid | None = None,
     algorithm: str | None = None,
     strategy: str | None = None,
     global_batch: int | None = None,
@@ -132,6 +132,7 @@ def make_plan(
     """Returns the plan for a recipe on a cluster. Both may be names or values. An argument that is None is chosen for
     the shortest step.
 
+    grid: a `RankGrid`, or ROWSxCOLUMNS such as "4x8".
     model: replaces the model of the recipe. `timm/NAME` may also be given instead of a recipe.
     """
     request = resolve(recipe, cluster, gpus, model=model, global_batch=global_batch, batch_per_rank=batch_per_rank)
@@ -178,7 +179,7 @@ def plan_step(
     ranks: int,
     phase: Phase,
     *,
-    grid: str | None = None,
+    grid: str | RankGrid | None = None,
     algorithm: str | None = None,
     strategy: str | None = None,
     search_grid: bool = False,
@@ -301,10 +302,10 @@ def best_grid(
     return min(grids(ranks), key=order)
 
 
-def _stated_grid(config: Config, ranks: int, asked: str | None) -> RankGrid | None:
+def _stated_grid(config: Config, ranks: int, asked: str | RankGrid | None) -> RankGrid | None:
     """The grid asked for, which must fit, or the recipe's where it does."""
     if asked is not None:
-        grid = RankGrid.parse(asked)
+        grid = RankGrid.parse(str(asked))
         grid.check_world(ranks)
         return grid
     grid = RankGrid.parse(config.comm.grid) if config.comm.grid else None

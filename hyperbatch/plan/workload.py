@@ -6,9 +6,10 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Integral
 
 from hyperbatch.config import Config
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, check_kind, shown
 from hyperbatch.plan import fit
 from hyperbatch.plan.clusters import load_cluster
 from hyperbatch.plan.compute import LayerTime, layer_times
@@ -50,11 +51,15 @@ def resolve(
     with the defaults of `train`. model: replaces the recipe's. A requested batch must divide over the ranks; the
     recipe's own is changed to the nearest one that does.
     """
+    check_kind("recipe", recipe, (str, Config), "give the name of a recipe or of a model, or a Config")
     known = find_recipe(recipe) if isinstance(recipe, str) and not is_model(recipe) else None
     ranks = gpus if gpus is not None else (known.ranks if known else 1)
     for flag, value in (("--gpus", ranks), ("--global-batch", global_batch), ("--batch-per-rank", batch_per_rank)):
+        if value is not None and not isinstance(value, Integral):
+            raise InputError(f"{flag} {shown(value)}: must be a whole number")
         if value is not None and value < 1:
             raise InputError(f"{flag} {value}: must be at least 1")
+    ranks = int(ranks)  # perhaps numpy's, which json does not know
     if batch_per_rank is not None:
         if global_batch is not None:
             raise InputError("give --batch-per-rank or --global-batch, not both")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, check_kind
 from hyperbatch.record.text import strict_json
 
 if TYPE_CHECKING:
@@ -139,6 +139,7 @@ def group_spans(groups: Sequence[GroupTiming], start_s: float = 0.0) -> list[Spa
 
 def write_trace(path: str | Path, steps: Mapping[str, StepTiming]) -> None:
     """Writes predicted or measured steps below each other into one trace. The keys are their titles."""
+    check_kind("steps", steps, Mapping, 'give titles and StepTimings, such as {"predicted": plan.step.timing}')
     try:
         trace = TraceFile(Path(path))
         for title, timing in steps.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
@@ -12,6 +12,7 @@ from hyperbatch.plan.compute import peak_flops
 from hyperbatch.plan.inventory import training_flops
 from hyperbatch.plan.machine import Cluster
 from hyperbatch.plan.planner import StepPlan, plan_step
+from hyperbatch.plan.types import RankGrid
 from hyperbatch.plan.workload import (
     Request,
     RunSpan,
@@ -145,10 +146,10 @@ def simulate(
     recipe: str | Config,
     *,
     cluster: str | Cluster | None = None,
-    gpus: Sequence[int] | None = None,
+    gpus: int | Sequence[int] | None = None,
     model: str | None = None,
     algorithm: str | None = None,
-    grid: str | None = None,
+    grid: str | RankGrid | None = None,
     strategy: str | None = None,
     global_batch: int | None = None,
     batch_per_rank: int | None = None,
@@ -156,14 +157,17 @@ def simulate(
     """Predicts the run that `train` would make on each number of GPUs. An argument that is None has the value of the
     recipe.
 
-    model: replaces the model of the recipe. `timm/NAME` may also be given instead of a recipe. Without a grid in the
-    call or in the recipe, the grid is the default of `train`, hosts x devices per host. `hyperbatch plan` looks for
-    better grids.
+    `format_simulation` makes a table of it, and `to_dict()["points"]` is a list that pandas.DataFrame takes.
+
+    model: replaces the model of the recipe. `timm/NAME` may also be given instead of a recipe.
+    grid: a `RankGrid`, or ROWSxCOLUMNS such as "4x8". Without a grid in the call or in the recipe, it is the default of
+    `train`, hosts x devices per host. `hyperbatch plan` looks for better grids.
     """
+    counts = (list(gpus) or [None]) if isinstance(gpus, Iterable) else [gpus]
     choices = {"algorithm": algorithm, "grid": grid, "strategy": strategy}
     requests = [
         resolve(recipe, cluster, count, model=model, global_batch=global_batch, batch_per_rank=batch_per_rank)
-        for count in gpus or [None]
+        for count in counts
     ]
     first = requests[0]
     return Simulation(
@@ -177,7 +181,9 @@ def simulate(
     )
 
 
-def _predict(request: Request, *, algorithm: str | None, grid: str | None, strategy: str | None) -> Prediction:
+def _predict(
+    request: Request, *, algorithm: str | None, grid: str | RankGrid | None, strategy: str | None
+) -> Prediction:
     config, machine, ranks = request.config, request.cluster, request.ranks
     phases = resolve_all(config, machine.device.memory_bytes, ranks)
     name = algorithm or config.comm.algorithm

@@ -278,6 +278,11 @@ def refuse(rank: int) -> None:
     with pytest.raises(InputError, match=r"supports sgd, lars, lamb and adamw, not muon; call optimizer.share\(comm\)"):
         ShardedUpdate(muon, arena, GradSync(arena, plan, comm, sharded=True))
     lars = LARS(model.parameters(), lr=0.1, arena=arena)
+    sync = GradSync(arena, plan, comm, sharded=True)
+    with pytest.raises(RuntimeError, match=r"that of ShardedUpdate\(optimizer, arena, sync\)"):
+        lars.step()  # would give every rank other weights
+    sync.close()
+    lars.step()
     with pytest.raises(InputError, match="sharded=True"):
         ShardedUpdate(lars, arena, GradSync(arena, plan, comm))
     with pytest.raises(InputError, match="sharded True"):

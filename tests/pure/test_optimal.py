@@ -143,5 +143,5 @@ def test_the_search_is_quadratic() -> None:
 
 
 def test_ready_times_must_match() -> None:
-    with pytest.raises(ValueError, match="2 parameters, but 1 ready times"):
+    with pytest.raises(ValueError, match="ready_s has 1 times for 2 parameters"):
         optimal_groups(specs_of([1, 2]), [0.0], lambda nbytes: 1.0)

@@ -62,6 +62,8 @@ def test_trace_covers_the_step_and_every_group(tmp_path: Path) -> None:
     assert groups[-1]["ts"] + groups[-1]["dur"] == pytest.approx(timing.groups[-1].end_s * 1e6, abs=0.11)
     with pytest.raises(InputError, match="cannot be written"):
         write_trace(tmp_path / "nowhere" / "trace.json", STEPS)
+    with pytest.raises(InputError, match="give titles and StepTimings"):
+        write_trace(tmp_path / "trace.json", timing)  # pyright: ignore[reportArgumentType]
 
 
 def test_the_time_lines_have_a_bar_for_each_group() -> None:

@@ -123,9 +123,16 @@ def test_bad_requests_are_refused() -> None:
         ("not both", {"gpus": 8, "global_batch": 1000, "batch_per_rank": 3}),
         ("--batch-per-rank 0", {"gpus": 8, "batch_per_rank": 0}),
         ("unknown cluster", {"gpus": 8, "cluster": "nowhere"}),
+        (r"--gpus \[8\]: must be a whole number", {"gpus": [8]}),
+        (r"grid '\(2, 4\)' is not ROWSxCOLUMNS", {"gpus": 8, "grid": (2, 4)}),
     ):
         with pytest.raises(InputError, match=message):
             make_plan(config(256), **{"cluster": "abci", **options})  # pyright: ignore[reportArgumentType]
+
+
+def test_a_grid_may_be_the_value_that_a_plan_has() -> None:
+    first = make_plan(config(256), cluster="abci", gpus=8, grid="4x2")
+    assert make_plan(config(256), cluster="abci", gpus=8, grid=first.step.grid) == first
 
 
 def test_the_recipe_s_own_batch_is_moved_to_one_that_divides() -> None:

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from hyperbatch.config import BatchPhase, CommConfig, Config, OptimConfig, ScheduleConfig, SizePhase
 from hyperbatch.errors import InputError
+from hyperbatch.plan.types import RankGrid
 from hyperbatch.sim.sweep import format_simulation, simulate
 
 LARGE = Config(
@@ -185,6 +187,18 @@ def test_every_recipe_can_be_simulated() -> None:
 def test_zero_gpus() -> None:
     with pytest.raises(InputError, match="--gpus 0: must be at least 1"):
         simulate(LARGE, cluster="abci", gpus=[0])
+
+
+def test_what_a_caller_from_python_gives() -> None:
+    """One number of GPUs, numpy's numbers, a RankGrid; and what is no recipe."""
+    expect = simulate(LARGE, cluster="abci", gpus=[512], grid="128x4").to_dict()
+    for gpus in (512, np.array([512]), range(512, 513)):
+        found = simulate(LARGE, cluster="abci", gpus=gpus, grid=RankGrid(128, 4)).to_dict()
+        assert json.loads(json.dumps(found)) == json.loads(json.dumps(expect))
+    with pytest.raises(InputError, match=r"--gpus '8': must be a whole number"):
+        simulate(LARGE, cluster="abci", gpus="8")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InputError, match="recipe is 3; give the name of a recipe or of a model, or a Config"):
+        simulate(3, cluster="abci")  # pyright: ignore[reportArgumentType]
 
 
 def test_more_gpus_than_anything_can_be_said_of() -> None:

@@ -137,6 +137,16 @@ def test_gradients_land_in_the_arena_and_equal_plain_autograd(dtype):
             assert torch.equal(arena.views(arena.grads)[slot.name], expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_model_that_was_cast_as_a_whole_trains(dtype):
+    """Batch norm keeps fp32 parameters in 16 bits, and torch takes no 16-bit statistics beside them."""
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5)).bfloat16()
+    Arena(model, [name for name, _ in model.named_parameters()], dtype=dtype)
+    model(images(dtype)).sum().backward()
+    assert model[1].running_mean.dtype == model[1].weight.dtype
+    assert model[1].weight.dtype == (dtype if dtype == torch.float64 else torch.float32)
+
+
 def test_padding_stays_zero():
     model, arena = build()
     arena.zero_grad()

@@ -17,6 +17,8 @@ from torch import nn
 from hyperbatch.arena import Arena
 from hyperbatch.comm import GradSync, GridComm
 from hyperbatch.config import OptimConfig
+from hyperbatch.errors import InputError
+from hyperbatch.optim import LARS, param_groups
 from hyperbatch.optim.build import build_optimizer
 from hyperbatch.optim.clip import GradientClip
 from hyperbatch.optim.precision import LossScaler, working_dtype
@@ -156,3 +158,32 @@ def test_a_parameter_without_a_gradient_counts_as_zero():
     assert run.clip is not None
     run.clip.measure()
     assert run.optimizer.scale_of_grads().item() == pytest.approx((WIDTH * 30) ** 0.5)
+
+
+@outside
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_loop_of_ones_own_clips_by_the_loss_scaler(precision):
+    """torch's clip_grad_norm_ would clip gradients that are 65,536 times too large."""
+    limit, groups = 1.0, (lambda model: param_groups(model, 0.1))
+    model, reference = network(), network().double()
+    plain = [{**group, "adapt": False} for group in groups(model)]
+    optimizer = LARS(plain, lr=0.05, momentum=0.9, momentum_rule="lr_outside")
+    theirs = torch.optim.SGD(groups(reference), lr=0.05, momentum=0.9)
+    scaler = LossScaler(precision, optimizer, growth_interval_steps=2)
+    for i, x in enumerate(batches(6)):
+        optimizer.zero_grad()
+        scaler.backward(model(x).square().sum())
+        theirs.zero_grad()
+        reference(x.double()).square().sum().backward()
+        if i % 3:  # the others are not clipped
+            norm = scaler.clip_grad_norm_(limit)
+            expect = nn.utils.clip_grad_norm_(reference.parameters(), limit)
+            torch.testing.assert_close(norm.double(), expect, rtol=1e-5, atol=0)
+        optimizer.step()
+        scaler.update()
+        theirs.step()
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+    assert scaler.state_dict()["scale"] == (2.0**19 if precision == "fp16" else 1.0)
+    with pytest.raises(InputError, match="max_norm is 0; give a positive number"):
+        scaler.clip_grad_norm_(0)

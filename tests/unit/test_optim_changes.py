@@ -12,7 +12,8 @@ import torch.distributed.checkpoint.state_dict as dcp
 from torch import nn
 
 from hyperbatch.arena import Arena
-from hyperbatch.optim import LAMB, LARS, base, param_groups
+from hyperbatch.errors import InputError
+from hyperbatch.optim import LAMB, LARS, AdamW, Muon, base, param_groups
 from hyperbatch.optim.lars import MOMENTUM_RULES
 
 KINDS = {
@@ -251,7 +252,7 @@ def test_state_of_another_shape_is_refused_and_changes_nothing(kind, path):
     saved.step()
     params = make_params()
     optimizer = kind(params, lr=0.2, **path)
-    with pytest.raises(ValueError, match=r"of shape \(7,\) for 0\.0, which has shape \(5, 7\)"):
+    with pytest.raises(ValueError, match=r"\(7,\) for parameter 0 of group 0, which has shape \(5, 7\)"):
         optimizer.load_state_dict(saved.state_dict())  # a vector of 7 would fit every row of 5 x 7
     assert optimizer.param_groups[0]["lr"] == 0.2
     assert not optimizer.state
@@ -278,6 +279,62 @@ def test_a_run_goes_on_from_the_state_of_torchs_sgd_and_adamw(momentum):
             theirs.step()
         for a, b in zip(params, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_goes_on_from_the_state_of_torchs_muon(monkeypatch):
+    """Whose buffer is an average of gradients, and ours a sum."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self)  # the dtype of its products
+    params = [nn.Parameter(torch.randn(4, 6, dtype=torch.float64)) for _ in range(2)]
+    theirs = torch.optim.Muon(params, lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw", ns_steps=3)
+    for step in range(3):
+        set_grads(params, step)
+        theirs.step()
+    copies = [nn.Parameter(param.detach().clone()) for param in params]
+    optimizer = Muon(copies, lr=0.5)
+    optimizer.load_state_dict(theirs.state_dict())
+    for step in range(3, 6):
+        for group, one in ((params, theirs), (copies, optimizer)):
+            set_grads(group, step)
+            one.step()
+    for a, b in zip(copies, params, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    assert not {"ns_steps", "ns_coefficients", "adjust_lr_fn"} & set(optimizer.param_groups[0])
+
+
+SGD, ADAMW, PLAIN = torch.optim.SGD, torch.optim.AdamW, {"momentum": 0.9}
+FOREIGN = {
+    "has exp_avg, exp_avg_sq, step and not momentum_buffer: another kind of optimizer than LARS": (ADAMW, {}, LARS),
+    "has momentum_buffer and not exp_avg, exp_avg_sq: another kind of optimizer than AdamW": (LARS, {}, AdamW),
+    "its momentum_buffer fits only a LARS with momentum_rule='lr_outside'": (SGD, PLAIN, LARS),
+    "dampening=0.5, which Muon does not support": (SGD, {**PLAIN, "dampening": 0.5}, Muon),
+    "amsgrad=True, which AdamW does not support": (ADAMW, {"amsgrad": True}, AdamW),
+    "decoupled_weight_decay=False, which LAMB does not support": (torch.optim.Adam, {"weight_decay": 0.1}, LAMB),
+}
+
+
+@pytest.mark.parametrize("message", FOREIGN)
+def test_state_that_means_something_else_is_refused(message):
+    saving, options, kind = FOREIGN[message]
+    saved = saving(make_params(), lr=0.1, **options)
+    set_grads(saved.param_groups[0]["params"])
+    saved.step()
+    optimizer = kind(make_params(), lr=0.2)
+    with pytest.raises(InputError) as raised:
+        optimizer.load_state_dict(saved.state_dict())
+    assert message in str(raised.value)
+    assert "load the weights alone" in str(raised.value)
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    assert not optimizer.state
+
+
+def test_adamw_adapts_no_group_whatever_it_loads():
+    """torch's ignores the `adapt` of `param_groups`, but saves it."""
+    model = nn.Linear(3, 2)
+    for kind in (ADAMW, LAMB):
+        saved = kind(param_groups(model, 0.1), lr=0.1)
+        optimizer = AdamW(param_groups(model, 0.1))
+        optimizer.load_state_dict(saved.state_dict())
+        assert [group["adapt"] for group in optimizer.param_groups] == [False, False]
 
 
 @every_kind
@@ -368,6 +425,48 @@ def test_distributed_checkpoints_prime_an_optimizer_without_moving_weights(kind,
     for one, its in ((model, optimizer), (other, resumed)):
         step(one, its, 2)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+# --- groups added later ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [LARS, AdamW])
+def test_groups_with_and_without_names_may_be_mixed(kind):
+    """torch takes only all or none: whoever unfreezes layers with its usual line would be refused."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+    optimizer = kind(param_groups(model[2], 0.1), lr=0.1)
+    optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.01})
+    optimizer.add_param_group({"params": model[0].weight})
+    assert [group["param_names"] for group in optimizer.param_groups] == [["weight"], ["bias"], ["2.0", "2.1"], ["3.0"]]
+    optimizer.add_param_group({"params": []})
+    unnamed = kind([model[2].weight], lr=0.1)
+    unnamed.add_param_group({"params": model[1].named_parameters()})
+    assert [group["param_names"] for group in unnamed.param_groups] == [["0.0"], ["weight", "bias"]]
+    for one in (optimizer, unnamed):
+        before = model[1].weight.clone()
+        set_grads(model.parameters())
+        one.step()
+        assert not torch.equal(model[1].weight, before)
+        one.load_state_dict(one.state_dict())
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": model[1].parameters()})
+    with pytest.raises(TypeError, match="ordered collections"):
+        optimizer.add_param_group({"params": set(model[0].parameters())})
+
+
+def test_layers_of_the_same_name_have_statistics_of_their_own():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = LARS(param_groups(model[1], 0.1), lr=0.1)
+    for group in param_groups(model[0], 0.1):  # gradual unfreezing
+        optimizer.add_param_group(group)
+    set_grads(model.parameters())
+    with torch.no_grad():
+        model[0].weight.mul_(5)
+    norms = [model[1].weight.norm().item(), model[0].weight.norm().item()]
+    optimizer.step()
+    rows = optimizer.layer_norms()
+    assert list(rows) == ["weight", "bias", "2.weight", "3.bias"]
+    assert [rows["weight"][0], rows["2.weight"][0]] == pytest.approx(norms)
 
 
 # --- sparse gradients -----------------------------------------------------------------------------------------------
