@@ -30,7 +30,6 @@ from hyperbatch.optim.sharded import ShardedUpdate
 from hyperbatch.optim.tensors import write_setting
 from hyperbatch.schedule import learning_rate, position_of
 
-
 STATISTICS = ("norm", "average_norm")  # tables of a checkpoint whose tensors have a row for each rank
 _ALIGN_BYTES = 16  # of the buffers in a message: the largest element
 
