@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import run_ranks
-from test_training import metrics, ranks_here, train
+from test_training import metrics, ranks_here, train, train_rank
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from toy import Masked, config, flat_weights, same_bits
@@ -144,6 +144,21 @@ def test_a_run_goes_on_from_what_rank_0_reads(tmp_path):
     for table in snapshot.STATISTICS:
         assert same_bits(getattr(saved, table), getattr(resumed, table))
         assert any(not torch.equal(rows[0], rows[1]) for rows in getattr(saved, table).values())
+
+
+def fetches_on_rank_0_alone(rank, values):
+    if rank != 0:
+        checkpoint.load_weights = None
+    return train_rank(rank, values)
+
+
+def test_a_run_starts_from_the_weights_that_rank_0_reads(tmp_path):
+    """Those of a hub may be fetched once, and not by thousands of ranks."""
+    train(1, tmp_path / "base", max_steps=2)
+    values = {"out": str(tmp_path / "run"), "init_from": str(tmp_path / "base"), "lr": 1e-30, "max_steps": 1}
+    run_ranks(2, fetches_on_rank_0_alone, values)
+    before, after = (checkpoint.load(tmp_path / name).model for name in ("base", "run"))
+    assert same_bits(before, after)
 
 
 ODD = {
