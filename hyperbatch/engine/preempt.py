@@ -28,6 +28,7 @@ from hyperbatch.engine.ranks import Ranks
 from hyperbatch.errors import RunFailed
 
 INTERVAL_S = 0.25  # between two looks at the store
+OFTEN = 512  # ranks that look so often; more of them look less often, so that the store has no more to answer
 LEAVE_S = 1.0  # for the thread to end: an interpreter that ends while it returns from the store would abort
 SHOWN_RANKS = 8  # of those that do not respond
 PARENT_S = 1.0  # after a SIGTERM, for the word of the parent command that it was for all
@@ -47,6 +48,7 @@ class Preemption:
         self.on_stop: Callable[[], None] = lambda: None  # called when it is known that the run stops
         self.reason = ""  # the signal's name
         self._signals, self._ranks, self._timeout_s = signals_of(names), ranks, timeout_s
+        self._interval_s = INTERVAL_S * max(1.0, ranks.world_size / OFTEN)
         self._parent_file, self._parent = parent_file, os.getppid()
         self._term_s: float | None = None  # when SIGTERM came
         self._begun = 0  # the last step that was begun
@@ -115,7 +117,7 @@ class Preemption:
     # --- in the thread --------------------------------------------------------------------------------------------
 
     def _watch(self, store: dist.Store | None) -> None:
-        while not self._over.wait(INTERVAL_S):
+        while not self._over.wait(self._interval_s):
             try:
                 if not self.reason:
                     self._look_at_parent()
@@ -164,7 +166,7 @@ class Preemption:
         wait_s, missing = INTERVAL_S / 10, list(range(self._ranks.world_size))
         while not (self._latest(store, missing) if self._ranks.rank == 0 else store.check(["latest"])):
             if self._ranks.rank != 0:
-                wait_s = min(2 * wait_s, INTERVAL_S)
+                wait_s = min(2 * wait_s, self._interval_s)
                 self._problem = store.get("missing").decode() if store.check(["missing"]) else ""
             if self._over.wait(wait_s):
                 return

@@ -270,6 +270,11 @@ def test_only_rank_0_asks_the_store_about_every_rank():
         assert rank == 0 or asked.keys <= {"latest", "missing"}
 
 
+@pytest.mark.parametrize(("world_size", "seconds"), [(2, 0.25), (512, 0.25), (4096, 2.0)])
+def test_thousands_of_ranks_look_less_often(world_size, seconds):
+    assert Preemption("USR1", Ranks(world_size=world_size), timeout_s=30)._interval_s == seconds
+
+
 def test_ranks_that_do_not_answer_are_named_on_every_other():
     found = agreeing(dist.HashStore(), [0, 1], 4)
     for preemption, _, _ in found.values():
