@@ -8,9 +8,9 @@ each. The store runs in a process of its own, as torchrun's does.
     torch         init_process_group with the agent's store: gloo connects every pair of ranks
     hyperbatch    engine.ranks.join: the ranks meet in a fresh part of the store, and many ranks connect late
 
-Afterwards hyperbatch's ranks send heartbeats and look for a preemption for ten seconds, as ranks that train do. Then one
-of them gets a signal, and all agree on a last step. Wall times say how many ranks share this host's cores, and are not
-kept.
+Afterwards hyperbatch's ranks send heartbeats and look for a preemption for ten seconds, as ranks that train do. Then
+one of them gets a signal, and all agree on a last step. Wall times say how many ranks share this host's cores, and are
+not kept.
 """
 
 # pyright: reportPrivateImportUsage=false
