@@ -8,8 +8,9 @@ each. The store runs in a process of its own, as torchrun's does.
     torch         init_process_group with the agent's store: gloo connects every pair of ranks
     hyperbatch    engine.ranks.join: the ranks meet in a fresh part of the store, and many ranks connect late
 
-Afterwards hyperbatch's ranks send heartbeats for ten seconds. Wall times say how many ranks share this host's cores,
-and are not kept.
+Afterwards hyperbatch's ranks send heartbeats and look for a preemption for ten seconds, as ranks that train do. Then
+one of them gets a signal, and all agree on a last step. Wall times say how many ranks share this host's cores, and are
+not kept.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -33,6 +34,7 @@ import torch.multiprocessing as processes
 import hyperbatch
 from hyperbatch.comm import GridComm, Heartbeat
 from hyperbatch.engine import stores
+from hyperbatch.engine.preempt import Preemption
 from hyperbatch.engine.ranks import Ranks, join
 from hyperbatch.plan.types import RankGrid
 
@@ -43,7 +45,9 @@ _HEARTBEATS_S = 10.0
 Row = dict[str, Any]
 
 
-def rank_body(arm: str, rank: int, world_size: int, port: int, said: SimpleQueue[int], go_on: Any) -> None:
+def rank_body(
+    arm: str, rank: int, world_size: int, port: int, said: SimpleQueue[int], go_on: Any, preempt: Any
+) -> None:
     """One rank, which reports its open files when it has exchanged something in every group."""
     torch.set_num_threads(1)
     ranks = Ranks(
@@ -68,9 +72,20 @@ def rank_body(arm: str, rank: int, world_size: int, port: int, said: SimpleQueue
             exchange_once(world_size)
             said.put(open_files())
             go_on.wait()
-            with Heartbeat(store, rank, world_size, timeout_s=_TIMEOUT_S):
+            preemption, step = Preemption("USR1", ranks, timeout_s=_TIMEOUT_S), 0
+            with (
+                Heartbeat(store, rank, world_size, timeout_s=_TIMEOUT_S),
+                preemption,
+                preemption.watched(dist.PrefixStore("preempt", store)),
+            ):
                 time.sleep(_HEARTBEATS_S)
-            said.put(0)
+                said.put(0)
+                preempt.wait()
+                if rank == world_size // 2:
+                    preemption.saw(signal.SIGUSR1)
+                while preemption.may_begin(step := step + 1):
+                    time.sleep(0.1)
+                said.put(step)
     os._exit(0)  # the way out is not measured
 
 
@@ -94,13 +109,14 @@ def cpu_s(process: int) -> float:
 
 def measure(arm: str, world_size: int) -> Row:
     context = processes.get_context("fork")
-    ports, said, go_on = context.SimpleQueue(), context.SimpleQueue(), context.Event()
+    ports, said, go_on, preempt = context.SimpleQueue(), context.SimpleQueue(), context.Event(), context.Event()
     host = context.Process(target=host_store, args=(ports,))
     host.start()
     port, store = ports.get()
     started = cpu_s(store)
     ranks = [
-        context.Process(target=rank_body, args=(arm, rank, world_size, port, said, go_on)) for rank in range(world_size)
+        context.Process(target=rank_body, args=(arm, rank, world_size, port, said, go_on, preempt))
+        for rank in range(world_size)
     ]
     for rank in ranks:
         rank.start()
@@ -112,6 +128,11 @@ def measure(arm: str, world_size: int) -> Row:
         for _ in ranks:
             said.get()
         row["heartbeats_store_cpu"] = (cpu_s(store) - before) / _HEARTBEATS_S
+        before = cpu_s(store)
+        preempt.set()
+        if len({said.get() for _ in ranks}) != 1:
+            raise SystemExit("preempted ranks have not agreed on a last step")
+        row["preempted_store_cpu_s"] = round(cpu_s(store) - before, 2)
     for rank in ranks:
         rank.join()
     host.kill()
@@ -138,7 +159,7 @@ def main() -> None:
         print(
             f"{world_size} ranks: store {theirs['store_cpu_s']:.2f} s -> {ours['store_cpu_s']:.2f} s of CPU, open "
             f"files of a rank {theirs['open_files']} -> {ours['open_files']}, heartbeats "
-            f"{ours['heartbeats_store_cpu']:.1%} of a core"
+            f"{ours['heartbeats_store_cpu']:.1%} of a core, a preemption {ours['preempted_store_cpu_s']:.2f} s"
         )
     result = {
         "bench": "many_ranks",

@@ -27,7 +27,7 @@ from hyperbatch import durable
 from hyperbatch.config import Config, format_value
 from hyperbatch.config import fields as config_fields
 from hyperbatch.errors import Damaged, InputError
-from hyperbatch.models.norm import merge_norm_statistics
+from hyperbatch.models.norm import merge_rows
 from hyperbatch.params import head_layer
 from hyperbatch.plan.types import GroupPlan
 
@@ -143,10 +143,10 @@ class Checkpoint:
         averaged: of a run that evaluates its averaged weights, those; False: the ones that were trained.
         """
         try:
-            trained = {**self.model, **merge_norm_statistics(per_rank(self.norm))}
+            trained = {**self.model, **merge_rows(self.norm)}
             if self.which(averaged=averaged) == "trained":
                 return trained
-            return {**trained, **self.average, **merge_norm_statistics(per_rank(self.average_norm))}
+            return {**trained, **self.average, **merge_rows(self.average_norm)}
         except NOT_OURS as error:
             raise InputError(f"checkpoint {self.path}: its statistics do not fit each other: {error}") from error
 
@@ -435,9 +435,3 @@ def heads_of_others(model: nn.Module, weights: Weights, classes: Sequence[str] |
 
 def _layer(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def per_rank(stacked: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The buffers of each rank from name -> tensor[world_size, ...]."""
-    ranks = next((len(tensor) for tensor in stacked.values()), 1)
-    return [{name: tensor[rank] for name, tensor in stacked.items()} for rank in range(ranks)]

@@ -6,11 +6,12 @@ rank 1   step 5, forward pass, for 6.2 s                   hangs: it is behind, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from typing import Any, Self
 
-MAX_NAMED = 8  # ranks in a message
+MAX_NAMED = 8  # ranks, or ranges of them, in a message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,11 +40,33 @@ class Place:
 
 
 def told(places: Mapping[int, tuple[Place, float]]) -> list[str]:
-    """A line for each rank. places: each rank's place, and for how many seconds it has been there."""
-    return [
-        f"rank {rank}: {place}, for {seconds:.1f} s" + (f"; {place.collective}" if place.collective else "")
-        for rank, (place, seconds) in sorted(places.items())
-    ]
+    """A line for each rank; of many ranks, one for all that are at the same place, since each rank reads these lines.
+    places: each rank's place, and for how many seconds it has been there."""
+    together: dict[Any, list[int]] = {}
+    for rank, (place, _) in sorted(places.items()):
+        key = (place, place.collective) if len(places) > MAX_NAMED else rank
+        together.setdefault(key, []).append(rank)
+    return [_line(ranks, places) for ranks in together.values()]
+
+
+def _line(ranks: Sequence[int], places: Mapping[int, tuple[Place, float]]) -> str:
+    place, seconds = places[ranks[0]][0], [places[rank][1] for rank in ranks]
+    shortest, longest = f"{min(seconds):.1f}", f"{max(seconds):.1f}"
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks):,} ranks ({ranges(ranks)})"
+    time = longest if shortest == longest else f"{shortest} to {longest}"
+    return f"{who}: {place}, for {time} s" + (f"; {place.collective}" if place.collective else "")
+
+
+def named(ranks: Sequence[int]) -> str:
+    """The first of them, for a message."""
+    return ", ".join(map(str, ranks[:MAX_NAMED])) + (", ..." if len(ranks) > MAX_NAMED else "")
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2, 5"; the first of many."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join(texts[:MAX_NAMED]) + (", ..." if len(texts) > MAX_NAMED else "")
 
 
 def who_hangs(places: Mapping[int, tuple[Place, float]]) -> tuple[int, str]:
@@ -52,10 +75,9 @@ def who_hangs(places: Mapping[int, tuple[Place, float]]) -> tuple[int, str]:
     behind = [rank for rank, step in sorted(steps.items()) if step == min(steps.values())]
     busy = [rank for rank in behind if not places[rank][0].waits]
     # If all of the slowest ranks wait, they wait for a message that does not come, and all are named.
-    named = busy or behind
-    place, seconds = places[named[0]]
+    first = busy or behind
+    place, seconds = places[first[0]]
     line = f"has made no progress for {seconds:.1f} s (step and phase: {place})"
-    if len(named) == 1:
-        return named[0], f"rank {named[0]} {line}"
-    ranks = ", ".join(map(str, named[:MAX_NAMED])) + (", ..." if len(named) > MAX_NAMED else "")
-    return named[0], f"ranks {ranks}: the first of them {line}"
+    if len(first) == 1:
+        return first[0], f"rank {first[0]} {line}"
+    return first[0], f"ranks {named(first)}: the first of them {line}"

@@ -7,13 +7,13 @@ sent behind the last gradient group of every step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from hyperbatch.comm.collectives import all_reduce_now
 from hyperbatch.comm.grid import GridComm
+from hyperbatch.comm.place import ranges
 from hyperbatch.errors import InputError
 
 _RANKS_PER_WORD = 62  # distinct powers of two, so that their sum tells the ranks apart and stays below the sign bit
@@ -50,12 +50,6 @@ def check_usage(bits: Tensor, names: Sequence[str], comm: GridComm) -> None:
     more = len(alike) - _SHOWN_NAMES
     shown = ", ".join(names[i] for i in alike[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
     raise InputError(
-        f"{shown}: got a gradient on {len(users)} of {comm.size} ranks only ({_ranges(users)}); "
+        f"{shown}: got a gradient on {len(users)} of {comm.size} ranks only ({ranges(users)}); "
         "make every rank run the same layers in each step, or freeze these parameters"
     )
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2, 5"."""
-    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -11,12 +11,14 @@ label is found as a changed pixel is. Sets of the first schema have neither chec
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import json
 import os
 import re
 import stat
+import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -157,12 +159,13 @@ class ShardSource(EncodedSource):
                 f"{folder}: a {split} index has labels outside its {len(manifest.classes)} classes; pack the set again"
             )
         super().__init__(split, manifest.classes, labels)
+        # Opened when they are first read: thousands of ranks would otherwise open every shard at the same moment, and
+        # those whose reading processes open them never use these.
         self._open: dict[int, int] = {}  # shard -> descriptor
-        try:
-            for number, path in enumerate(self._paths[: max_open_files()] if has_shards else ()):
-                self._open[number] = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise InputError(f"{error.filename} cannot be read: {error.strerror}; check its permissions") from error
+        self._most_open, self._opening = max_open_files(), threading.Lock()
+        denied = next((path for path in self._paths if not os.access(path, os.R_OK)), None) if has_shards else None
+        if denied is not None:
+            raise InputError(f"{denied} cannot be read: {os.strerror(errno.EACCES)}; check its permissions")
 
     def __del__(self) -> None:
         for descriptor in getattr(self, "_open", {}).values():
@@ -178,8 +181,8 @@ class ShardSource(EncodedSource):
         shard = self.shard_of(index)
         offset, length, _, _, _, checksum = self.index[index].item()
         try:
-            if shard in self._open:
-                data = _pread(self._open[shard], length, offset)
+            if (descriptor := self._descriptor(shard)) is not None:
+                data = _pread(descriptor, length, offset)
             else:
                 with open(self._paths[shard], "rb") as file:
                     data = _pread(file.fileno(), length, offset)
@@ -188,6 +191,14 @@ class ShardSource(EncodedSource):
         if len(data) != length or zlib.crc32(data) != checksum:
             raise BadSample(f"{self.describe(index)}: the bytes do not match the index's checksum")
         return data
+
+    def _descriptor(self, shard: int) -> int | None:
+        """Of a shard that is kept open; None if enough others are."""
+        if shard not in self._open and len(self._open) < self._most_open:
+            with self._opening:
+                if shard not in self._open and len(self._open) < self._most_open:
+                    self._open[shard] = os.open(self._paths[shard], os.O_RDONLY)
+        return self._open.get(shard)
 
     def locations(self, ids: list[int]) -> list[Location] | None:
         rows = self.index[ids]

@@ -28,7 +28,7 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from hyperbatch.comm.heartbeat import Heartbeat, Words, announce, announced
-from hyperbatch.comm.place import Place
+from hyperbatch.comm.place import Place, named
 from hyperbatch.engine.preempt import Preemption
 from hyperbatch.engine.ranks import Ranks, interrupt
 from hyperbatch.errors import InputError, Preempted, RunFailed
@@ -310,7 +310,7 @@ def _who_is_lost(lost: list[int], error: BaseException, rank: int) -> str:
     reason = str(error).strip().partition("\n")[0]
     who, have, it = f"rank {lost[0]}", "has", "it"
     if len(lost) > 1:
-        who, have, it = f"ranks {', '.join(map(str, lost))}", "have", "them"
+        who, have, it = f"ranks {named(lost)}", "have", "them"
     return f"{who} {have} ended or cannot be reached: communication with {it} failed on rank {rank}: {reason}"
 
 

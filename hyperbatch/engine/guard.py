@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hyperbatch.arena import Arena, Slot
+from hyperbatch.comm.place import MAX_NAMED, named
 from hyperbatch.comm.weights import Rows, extremes, gather_rows, word_sum
 from hyperbatch.config import Config
 from hyperbatch.data.batch import Batch
@@ -128,7 +129,7 @@ class Guard:
         if most > others[0][1]:
             who = f"rank {odd[0]} (host {found[odd[0]][0]}) has"
             if len(odd) > 1:
-                who = f"ranks {', '.join(map(str, odd))} (hosts {', '.join(found[rank][0] for rank in odd)}) have"
+                who = f"ranks {named(odd)} (hosts {', '.join(found[rank][0] for rank in odd[:MAX_NAMED])}) have"
             line = f"{who} drifted from the other {most} ranks: {place} differs {when}; {advice}"
         else:
             line = (

@@ -241,7 +241,7 @@ def initial_model(
             model.double()
         if saved is not None:
             checkpoint.fill_model(model, saved.model, where=saved.path)
-        elif config.model.init_from is not None:
+        elif config.model.init_from is not None and ranks.rank == 0:  # which sends them: others need not read them
             note = fill_from(config, model, in_channels=in_channels, class_names=class_names)
             if note is not None and notes is not None:
                 notes.append(note)

@@ -103,6 +103,7 @@ def run(
             run.warnings += told
             if saved is not None:
                 snapshot.restore(run, saved)
+                saved = None  # as large as the weights and the optimizer's state
             runner = StepRunner(run.learner, micro_step, config, ranks, run.warnings)
             held.callback(runner.close)  # NCCL waits for graphs that hold its collectives
             saver = held.enter_context(Saver(run, out, warn=journal.warn, written=journal.checkpoint))

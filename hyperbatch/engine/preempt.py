@@ -3,7 +3,8 @@
     signal on any rank, or the parent command's file
       -> store: preempted                                  a thread on every rank reads it
       -> every rank: the last step that it has started     it starts no other for now
-      -> the run stops after the latest of these           ranks that are behind do the missing steps first
+      -> rank 0: the latest of these                       the run stops after it; ranks that are behind do the missing
+                                                           steps first
 
 This costs a step only an uncontended lock: no exchange and no read from the device. The host starts steps, so a stride
 of captured steps counts as one.
@@ -27,7 +28,9 @@ from hyperbatch.engine.ranks import Ranks
 from hyperbatch.errors import RunFailed
 
 INTERVAL_S = 0.25  # between two looks at the store
+OFTEN = 512  # ranks that look so often; more of them look less often, so that the store has no more to answer
 LEAVE_S = 1.0  # for the thread to end: an interpreter that ends while it returns from the store would abort
+SHOWN_RANKS = 8  # of those that do not respond
 PARENT_S = 1.0  # after a SIGTERM, for the word of the parent command that it was for all
 
 
@@ -45,6 +48,7 @@ class Preemption:
         self.on_stop: Callable[[], None] = lambda: None  # called when it is known that the run stops
         self.reason = ""  # the signal's name
         self._signals, self._ranks, self._timeout_s = signals_of(names), ranks, timeout_s
+        self._interval_s = INTERVAL_S * max(1.0, ranks.world_size / OFTEN)
         self._parent_file, self._parent = parent_file, os.getppid()
         self._term_s: float | None = None  # when SIGTERM came
         self._begun = 0  # the last step that was begun
@@ -113,7 +117,7 @@ class Preemption:
     # --- in the thread --------------------------------------------------------------------------------------------
 
     def _watch(self, store: dist.Store | None) -> None:
-        while not self._over.wait(INTERVAL_S):
+        while not self._over.wait(self._interval_s):
             try:
                 if not self.reason:
                     self._look_at_parent()
@@ -156,14 +160,31 @@ class Preemption:
         return False
 
     def _agree(self, store: dist.Store) -> None:
+        """The store is a single thread, so only rank 0 asks it about every rank. The others ask for rank 0's answer:
+        it mostly comes at once, and if not, they ask less and less often."""
         store.set(f"begun-{self._ranks.rank}", str(self._freeze()))
-        keys = [f"begun-{rank}" for rank in range(self._ranks.world_size)]
-        while not store.check(keys):
-            silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            self._problem = f"; no response from rank {', '.join(map(str, silent[:8]))}" if silent else ""
-            if self._over.wait(INTERVAL_S / 10):
+        wait_s, missing = INTERVAL_S / 10, list(range(self._ranks.world_size))
+        while not (self._latest(store, missing) if self._ranks.rank == 0 else store.check(["latest"])):
+            if self._ranks.rank != 0:
+                wait_s = min(2 * wait_s, self._interval_s)
+                self._problem = store.get("missing").decode() if store.check(["missing"]) else ""
+            if self._over.wait(wait_s):
                 return
-        self._decide(max(map(int, store.multi_get(keys))))
+        self._decide(int(store.get("latest")))
+
+    def _latest(self, store: dist.Store, missing: list[int]) -> bool:
+        """Whether every rank has told the last step that it has started; the latest of them is then in the store.
+        Until then, the store says who is missing. missing: the ranks that were at the last call."""
+        keys = [f"begun-{rank}" for rank in range(self._ranks.world_size)]
+        if store.check(keys):
+            store.set("latest", str(max(map(int, store.multi_get(keys)))))
+            return True
+        missing[:] = [rank for rank in missing if not store.check([keys[rank]])]
+        problem = f"; no response from rank {', '.join(map(str, missing[:SHOWN_RANKS]))}" if missing else ""
+        if problem != self._problem:
+            self._problem = problem
+            store.set("missing", problem)
+        return False
 
     def _freeze(self) -> int:
         with self._lock:

@@ -6,18 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 
 from hyperbatch.checkpoint import Checkpoint, Progress
+from hyperbatch.comm.agree import check_agreement
 from hyperbatch.config import Config
 from hyperbatch.data.cache import gpu_cache_bytes
 from hyperbatch.data.decoders import cpu_decode_share, measured_decoder
-from hyperbatch.data.identity import check_same_data
+from hyperbatch.data.identity import check_same_data, sample_list
 from hyperbatch.data.loader import TrainLoader
 from hyperbatch.data.source import Source, open_data
 from hyperbatch.engine.agent import cpu_has_bf16
 from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.learner import Learner, build_learner
-from hyperbatch.engine.ranks import Ranks, errors_shared, gather, share
+from hyperbatch.engine.ranks import Ranks, errors_shared, gather, host_group, share
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.validation import Validation
 from hyperbatch.recipes import batch_note, size_note, weights_note
@@ -83,6 +85,8 @@ def build_run(
             check_same_data(
                 saved.fixed.data, classes=saved.classes, samples=saved.train_samples, train=train_set, val=eval_set
             )
+    if ranks.world_size > 1:
+        check_equal_data(train_set, eval_set)
     warnings = notes(config, device, len(train_set))
     stage(f"building {config.model.model} and measuring the batch that fits")
     learner = build_learner(
@@ -126,6 +130,14 @@ def build_run(
         warnings=warnings,
         timer=StepTimer(device),
     )
+
+
+def check_equal_data(train: Source, val: Source) -> None:
+    """InputError on every rank if one sees other samples, as on a host whose copy of the set is not complete: each rank
+    takes its part of one order of all samples."""
+    parts = [(split, sample_list(source)) for split, source in (("train", train), ("val", val))]
+    lines = [f"{part.samples:,} {split} samples ({part.form}, {part.order[:12]})" for split, part in parts]
+    check_agreement(host_group() or dist.group.WORLD, "the data set", lines, advice="give every host the same files")
 
 
 def next_run(before: Run, config: Config, clock: Clock) -> Run:

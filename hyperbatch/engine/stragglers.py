@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from hyperbatch.engine.ranks import Ranks, gather, host_group
+from hyperbatch.engine.ranks import Ranks, gather_on_first, host_group
 from hyperbatch.plan.types import StepTiming
 
 # What a rank does without the others, and what it is called
@@ -65,11 +65,11 @@ def slow_ranks(rows: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[St
 
 
 class Stragglers:
-    """Every rank has one and gives it its steps; `look` is called by all at once."""
+    """Every rank has one and gives it its steps; `look` is called by all at once. Only rank 0 learns what is found."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._hosts: list[str] = gather(socket.gethostname(), ranks)
+        self._hosts: list[str] = gather_on_first(socket.gethostname(), ranks)
         self._steps = 0
         self._window: list[list[float]] = []
         self._windows: list[list[list[float]]] = []  # the means of each rank, by window
@@ -83,13 +83,17 @@ class Stragglers:
             self._window.append([getattr(timing, f"{phase}_s") for phase in (*OWN, "step")])
 
     def look(self) -> list[Straggler]:
-        """Compares the steps since the last call. Returns ranks that were slow in both, each only once."""
+        """Compares the steps since the last call. Returns ranks that were slow in both, each only once; on ranks other
+        than 0 nothing."""
         if len(self._window) < WINDOW_STEPS:  # on every rank alike
             return []
         means = torch.tensor(self._window, dtype=torch.float64).mean(0)
         self._window.clear()
-        rows = [torch.empty_like(means) for _ in range(self._ranks.world_size)]
-        dist.all_gather(rows, means, group=host_group())
+        rows = [torch.empty_like(means) for _ in range(self._ranks.world_size)] if self._ranks.rank == 0 else None
+        # Gloo's all-gather would pass every row through every rank, while all of them wait.
+        dist.gather(means, rows, dst=0, group=host_group())
+        if rows is None:
+            return []
         self._windows.append([row.tolist() for row in rows])
         slow = {(each.rank, each.phase): each for each in slow_ranks(self._windows[-1], self._hosts)}
         new = slow.keys() & self._before - self._told
@@ -103,7 +107,7 @@ class Stragglers:
 
     def means(self) -> list[dict[str, float]]:
         """Of each rank, the mean seconds of each phase and of a whole step (`forward_s`, `step_s`); empty for one rank,
-        and before the first comparison."""
+        before the first comparison, and on ranks other than 0."""
         return [dict(zip((f"{phase}_s" for phase in (*OWN, "step")), row, strict=True)) for row in self._means()]
 
     def _means(self) -> list[list[float]]:

@@ -198,10 +198,14 @@ def merge_norm_statistics(per_rank: Sequence[Mapping[str, Tensor]]) -> dict[str,
 
     The variance of means is what a rank's own variance cannot see. Other buffers (the batch count) are rank 0's.
     """
-    merged = {name: tensor.clone() for name, tensor in per_rank[0].items()}
-    for mean_name, var_name in _statistics(list(per_rank[0])):
-        means = torch.stack([buffers[mean_name] for buffers in per_rank]).double()
-        variances = torch.stack([buffers[var_name] for buffers in per_rank]).double()
+    return merge_rows({name: torch.stack([buffers[name] for buffers in per_rank]) for name in per_rank[0]})
+
+
+def merge_rows(stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`merge_norm_statistics` of tensors [ranks, ...]."""
+    merged = {name: tensor[0].clone() for name, tensor in stacked.items()}
+    for mean_name, var_name in _statistics(list(stacked)):
+        means, variances = stacked[mean_name].double(), stacked[var_name].double()
         merged[mean_name].copy_(means.mean(0))
         merged[var_name].copy_(variances.mean(0) + means.var(0, correction=0))
     return merged

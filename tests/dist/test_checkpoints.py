@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import run_ranks
-from test_training import metrics, ranks_here, train
+from test_training import metrics, ranks_here, train, train_rank
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from toy import Masked, config, same_bits
+from toy import Masked, config, flat_weights, same_bits
 
 from hyperbatch import checkpoint, durable
-from hyperbatch.engine import loop, saver
+from hyperbatch.engine import loop, saver, snapshot
 from hyperbatch.engine.loop import run
 from hyperbatch.engine.saver import Deadline
 from hyperbatch.errors import InputError
@@ -122,6 +122,75 @@ def waits(rank, values, fails):
 def test_every_rank_can_wait_until_a_checkpoint_is_on_the_disk(tmp_path, fails):
     first, second = run_ranks(2, waits, {"out": str(tmp_path), "max_steps": 2}, fails)
     assert first == second == [(not fails, [] if fails else ["step-00000002.pt"])]
+
+
+# Many ranks
+
+
+def reads_on_rank_0_alone(rank, values):
+    if rank != 0:
+        checkpoint.load = checkpoint._read = None
+    return run(config(**values), ranks_here()).to_dict()
+
+
+def test_a_run_goes_on_from_what_rank_0_reads(tmp_path):
+    """Thousands of ranks would otherwise read the same file at the same time. Each gets its own statistics."""
+    values = {"model": "toy:normed", "averaging": "ema", "averaging_decay": 0.9, "max_steps": 12}
+    _, unbroken = train(2, tmp_path / "whole", **values)
+    train(2, tmp_path / "parts", **{**values, "max_steps": 7})
+    run_ranks(2, reads_on_rank_0_alone, {**values, "out": str(tmp_path / "parts"), "resume": "yes"})
+    saved, resumed = checkpoint.load(tmp_path / "whole"), checkpoint.load(tmp_path / "parts")
+    assert same_bits(unbroken, flat_weights(tmp_path / "parts"))
+    for table in snapshot.STATISTICS:
+        assert same_bits(getattr(saved, table), getattr(resumed, table))
+        assert any(not torch.equal(rows[0], rows[1]) for rows in getattr(saved, table).values())
+
+
+def fetches_on_rank_0_alone(rank, values):
+    if rank != 0:
+        checkpoint.load_weights = None
+    return train_rank(rank, values)
+
+
+def test_a_run_starts_from_the_weights_that_rank_0_reads(tmp_path):
+    """Those of a hub may be fetched once, and not by thousands of ranks."""
+    train(1, tmp_path / "base", max_steps=2)
+    values = {"out": str(tmp_path / "run"), "init_from": str(tmp_path / "base"), "lr": 1e-30, "max_steps": 1}
+    run_ranks(2, fetches_on_rank_0_alone, values)
+    before, after = (checkpoint.load(tmp_path / name).model for name in ("base", "run"))
+    assert same_bits(before, after)
+
+
+ODD = {
+    "mean": torch.tensor([0.1, -2.0, 1e-40]),
+    "count": torch.tensor((1 << 60) + 1),  # which fp64 cannot hold
+    "flag": torch.tensor([True, False, True]),
+    "half": torch.randn(3, 5, generator=torch.Generator().manual_seed(1)).bfloat16(),
+    "none": torch.empty(0, 4),
+    "waves": torch.tensor([1 + 2j], dtype=torch.complex128),
+    "turned": torch.arange(6.0).reshape(2, 3).T,
+}
+
+
+def there_and_back(rank, merged):
+    """What rank 0 has gathered, and what each rank gets of it."""
+    ranks = ranks_here()
+    mine = {name: tensor if tensor.dtype == torch.bool else tensor * (rank + 1) for name, tensor in ODD.items()}
+    gathered = snapshot.gather_rows(mine, ranks)
+    like = {name: tensor[None] for name, tensor in ODD.items()}
+    rows = {name: tensor[-1:] if merged else tensor for name, tensor in gathered.items()}
+    return mine, gathered, snapshot.scatter_rows(rows if rank == 0 else {}, like, ranks)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_statistics_travel_as_the_bytes_that_they_are(merged):
+    answers = run_ranks(3, there_and_back, merged)
+    gathered = answers[0][1]
+    for rank, (mine, _, scattered) in enumerate(answers):
+        for name, tensor in mine.items():
+            assert torch.equal(gathered[name][rank], tensor)
+            assert torch.equal(scattered[name][0], answers[2 if merged else rank][0][name])
+            assert scattered[name].dtype == gathered[name].dtype == tensor.dtype
 
 
 # Full disks

@@ -10,8 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from harness import run_ranks
 from test_ending import free_port
 
+from hyperbatch.engine.ranks import Ranks
+from hyperbatch.engine.stragglers import Stragglers
+from hyperbatch.plan.types import StepTiming
 from hyperbatch.record import RunRecord
 
 HERE = Path(__file__).parent
@@ -148,6 +153,26 @@ def check_silent(run, done, second):
     assert places[0].startswith("rank 0: step 5, gradient exchange, group ")
     assert places[1].startswith(second)
     assert all(place in done.stderr for place in places)
+
+
+def compares_steps(rank):
+    """What each comparison of ten steps has found here; rank 2 is slow."""
+    dist.all_gather = dist.all_gather_object = None
+    stragglers = Stragglers(Ranks(rank=rank, world_size=3))
+    forward_s = 0.5 if rank == 2 else 0.1
+    found = []
+    for _ in range(3):
+        for _ in range(10):
+            stragglers.add(
+                StepTiming(step_s=0.6, forward_s=forward_s, backward_s=0.1, exposed_comm_s=0.0, update_s=0.0)
+            )
+        found.append([(slow.rank, slow.phase) for slow in stragglers.look()])
+    return found, len(stragglers.means())
+
+
+def test_rank_0_alone_learns_how_long_the_steps_of_others_took():
+    """Of thousands of ranks each would otherwise pass on and keep the times of all."""
+    assert run_ranks(3, compares_steps) == [([[], [(2, "forward")], []], 3), ([[]] * 3, 0), ([[]] * 3, 0)]
 
 
 def test_a_slow_rank_is_named_in_output_record_and_report(tmp_path):

@@ -22,7 +22,7 @@ from hyperbatch.engine import loop
 from hyperbatch.engine.preempt import Preemption
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.engine.stores import meet
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, RunFailed
 from hyperbatch.record import RunRecord, read_metrics
 
 TRAIN = ["-m", "hyperbatch", "train", "faulty:recipe"]
@@ -223,6 +223,66 @@ def test_a_signal_that_comes_during_a_look_at_the_store_is_spread():
     assert not preemption._spread(store), "nobody else knows of it yet"
     assert preemption._spread(store)
     assert store.asked == "SIGUSR1"
+
+
+class Asked:
+    """A store that notes which keys it is asked about."""
+
+    def __init__(self, store):
+        self._store, self.keys = store, set()
+
+    def check(self, keys):
+        self.keys.update(keys)
+        return self._store.check(keys)
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
+def wait_for(preemption, problem):
+    while preemption._problem != problem:
+        time.sleep(0.01)
+
+
+def agreeing(store, ranks, world_size):
+    """Some ranks that agree on a last step in threads of their own; each has begun the step of its number."""
+    found = {}
+    for rank in ranks:
+        preemption = Preemption("USR1", Ranks(rank=rank, world_size=world_size), timeout_s=30)
+        assert preemption.may_begin(rank)
+        asked = Asked(store)
+        thread = threading.Thread(target=preemption._agree, args=(asked,), daemon=True)
+        found[rank] = preemption, asked, thread
+        thread.start()
+    return found
+
+
+def test_only_rank_0_asks_the_store_about_every_rank():
+    """It is a single thread: thousands of ranks that ask about each other would keep it busy past the time limit."""
+    store, late = dist.HashStore(), 5
+    found = agreeing(store, [rank for rank in range(20) if rank != late], 20)
+    wait_for(found[0][0], "; no response from rank 5")
+    found |= agreeing(store, [late], 20)
+    for rank, (preemption, asked, thread) in found.items():
+        thread.join()
+        assert preemption.may_begin(19)
+        assert not preemption.may_begin(20), "the latest step that any rank has begun is the last"
+        assert rank == 0 or asked.keys <= {"latest", "missing"}
+
+
+@pytest.mark.parametrize(("world_size", "seconds"), [(2, 0.25), (512, 0.25), (4096, 2.0)])
+def test_thousands_of_ranks_look_less_often(world_size, seconds):
+    assert Preemption("USR1", Ranks(world_size=world_size), timeout_s=30)._interval_s == seconds
+
+
+def test_ranks_that_do_not_answer_are_named_on_every_other():
+    found = agreeing(dist.HashStore(), [0, 1], 4)
+    for preemption, _, _ in found.values():
+        wait_for(preemption, "; no response from rank 2, 3")
+        preemption._timeout_s = 0.0
+        with pytest.raises(RunFailed, match="did not agree on a last step; no response from rank 2, 3"):
+            preemption.may_begin(5)
+        preemption._over.set()
 
 
 def is_told_to_end(rank, folder, in_background):

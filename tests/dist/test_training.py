@@ -365,6 +365,14 @@ def test_a_mistake_on_one_rank_is_told_on_all(tmp_path):
     assert str(failed.value).count("InputError: rank 1: the data is not on this host") == 2
 
 
+def test_a_host_whose_data_is_not_complete_is_told_on_all_ranks(tmp_path):
+    """Each rank takes its part of one order of all samples; with other numbers they would also end at other steps."""
+    with pytest.raises(AssertionError, match="InputError: the data set differs between ranks: rank 0 has") as failed:
+        run_ranks(2, train_rank, {"out": str(tmp_path), "dataset": "toy:data_without_a_sample_on_rank_1"})
+    said = "'239 train samples (ArraySource, "
+    assert str(failed.value).count(said) == 2, "on both ranks"
+
+
 def test_resume_on_another_world_size(tmp_path):
     """Nothing is lost or repeated: in float64 without batch norm the end equals the unbroken run's to rounding."""
     _, unbroken = train(1, tmp_path / "whole", precision="fp64")

@@ -201,6 +201,16 @@ def packed(tree, tmp_path):
     return tmp_path / "dst"
 
 
+def test_a_shard_is_opened_when_it_is_first_read(packed):
+    """Thousands of ranks that open every shard as they start would hold up a shared file system."""
+    source = open_data(DataConfig(data=str(packed)))[0]
+    assert isinstance(source, ShardSource)
+    assert source._open == {}
+    for index in (0, len(source) - 1, 0):
+        source.read(index)
+    assert set(source._open) == {0, source.shard_of(len(source) - 1)}
+
+
 def rewrite_index(packed, change):
     path = index_path(packed / "train-000000.tar")
     index = np.load(path)
