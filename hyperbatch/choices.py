@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import threading
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class Choices:
         with self._lock:
             self._known = {**self._read(), **self._known, key: value}
             content = json.dumps({"machine": self._machine, "choices": self._known}, indent=1, sort_keys=True)
-            partial = self._path.with_suffix(f".{os.getpid()}.partial")
+            partial = self._path.with_suffix(f".{uuid.uuid4().hex}.partial")  # hosts may share the folder
             with contextlib.suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 partial.write_text(content)

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import os
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,8 +147,8 @@ def note_environment(folder: Path, environment: Values) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """In one move, so that a reader never sees half of it; several processes may do it at once."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    """In one move, so that a reader never sees half of it; several processes may do it at once, on several hosts."""
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
