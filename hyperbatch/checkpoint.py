@@ -30,6 +30,7 @@ from hyperbatch.errors import Damaged, InputError
 from hyperbatch.models.norm import merge_rows
 from hyperbatch.params import head_layer
 from hyperbatch.plan.types import GroupPlan
+from hyperbatch.vocabulary import DEVICE_PRECISIONS
 
 FORMAT = 1
 TABLES = ("model", "norm", "optimizer", "average", "average_norm")  # fields that hold tensors
@@ -314,7 +315,7 @@ def check_same_run(saved: Config, config: Config) -> None:
 
 def _may_become(name: str, saved: Config, config: Config) -> bool:
     if name == "precision":
-        return config.optim.precision == "auto"  # the saved one is taken
+        return config.optim.precision in DEVICE_PRECISIONS  # the saved one is taken
     return name == "epochs" and config.schedule.epochs > saved.schedule.epochs
 
 

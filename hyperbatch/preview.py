@@ -103,8 +103,8 @@ class Preview:
 
 def preview(config: Config, world_size: int) -> Preview:
     # A run asks the GPU which 16 bits it has; every one of the last years has bf16.
-    on_gpu = config.run.device != "cpu" and count_gpus()
-    config = config.with_precision("bf16" if on_gpu or cpu_has_bf16() else "fp32")
+    on_gpu = config.run.device != "cpu" and count_gpus() > 0
+    config = config.with_precision("bf16" if on_gpu or cpu_has_bf16() else "fp32", on_gpu=on_gpu)
     counts = data_counts(config)
     check_input(config, world_size, counts)
     channels, available = counts.channels, device_memory_bytes()

@@ -25,7 +25,8 @@ AVERAGING = ("none", "ema", "lookahead")  # of the weights over steps
 TRACKERS = ("wandb", "mlflow", "tensorboard")  # services that curves can be sent to; packages of the same names
 
 PRECISION_DTYPE = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
-PRECISIONS = (*PRECISION_DTYPE, "auto")
+DEVICE_PRECISIONS = ("auto", "fp16_on_gpu")  # which one they are depends on the device
+PRECISIONS = (*PRECISION_DTYPE, *DEVICE_PRECISIONS)
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 HALF_DTYPES = tuple(name for name, nbytes in DTYPE_BYTES.items() if nbytes == 2)
 

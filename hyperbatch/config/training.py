@@ -318,7 +318,7 @@ class OptimConfig:
     precision: str = option(
         "fp32",
         "Precision of forward and backward. auto is bf16 on GPUs and x86 CPUs with instructions for it, fp16 on other "
-        "GPUs, and fp32 on other CPUs.",
+        "GPUs, and fp32 on other CPUs. fp16_on_gpu is fp16 on every GPU, and the same as auto on CPUs.",
         PRECISIONS,
     )
     averaging: str = option(

@@ -15,6 +15,7 @@ from hyperbatch.config.running import CommConfig, RunConfig
 from hyperbatch.config.training import DataConfig, ModelConfig, OptimConfig, ScheduleConfig
 from hyperbatch.config.values import describe, finite, fits, format_value, parse_text, plain, tuple_item, tuples
 from hyperbatch.errors import InputError, nearest
+from hyperbatch.vocabulary import DEVICE_PRECISIONS
 
 NEVER_SEEN = ("KILL", "STOP", "INT")  # Ctrl-C always ends a run at once, and nobody can handle the other two
 
@@ -41,9 +42,11 @@ class Config:
         """Samples of the first step over all ranks."""
         return self.schedule.batch_phases[0].global_batch
 
-    def with_precision(self, found: str) -> Self:
-        """A copy in which a precision of `auto` is replaced by the one that was found for the device."""
-        return self.override(precision=found) if self.optim.precision == "auto" else self
+    def with_precision(self, auto: str, *, on_gpu: bool = True) -> Self:
+        """A copy whose precision does not depend on the device: `auto` is what that stands for on this one."""
+        if self.optim.precision not in DEVICE_PRECISIONS:
+            return self
+        return self.override(precision="fp16" if on_gpu and self.optim.precision == "fp16_on_gpu" else auto)
 
     @property
     def scatters_gradients(self) -> bool:

@@ -24,6 +24,7 @@ from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.validation import Validation
 from hyperbatch.recipes import batch_note, size_note, weights_note
 from hyperbatch.schedule import Phase, repeats_note, resolve_phases
+from hyperbatch.vocabulary import DEVICE_PRECISIONS
 
 
 @dataclass(kw_only=True, slots=True)
@@ -166,15 +167,16 @@ def phases_of(config: Config, ranks: Ranks, learner: Learner, train_set: Source)
 
 
 def at_precision(config: Config, device: torch.device, ranks: Ranks, saved: Checkpoint | None = None) -> Config:
-    """The config with a precision of `auto` chosen: that of the run it continues, or what suits the devices of all
-    ranks. Every rank calls it."""
-    if config.optim.precision != "auto":
+    """The config with a precision that depends on the device chosen: that of the run it continues, or what suits the
+    devices of all ranks. Every rank calls it."""
+    if config.optim.precision not in DEVICE_PRECISIONS:
         return config
     if saved is not None:
-        return config.with_precision(saved.config.optim.precision)
-    found = gather(fast_precision(device), ranks)
+        return config.override(precision=saved.config.optim.precision)
+    here = config.with_precision(fast_precision(device), on_gpu=device.type == "cuda")
+    found = gather(here.optim.precision, ranks)
     # Where devices differ: every GPU has fp16, every CPU fp32.
-    return config.with_precision(max(found, key=("bf16", "fp16", "fp32").index))
+    return config.override(precision=max(found, key=("bf16", "fp16", "fp32").index))
 
 
 def fast_precision(device: torch.device) -> str:
@@ -188,6 +190,6 @@ def notes(config: Config, device: torch.device, train_samples: int) -> list[str]
     repeats = repeats_note(config.schedule.batch_phases, train_samples)
     found = [weights_note(config), batch_note(config), size_note(config), repeats]
     precision = config.optim.precision
-    if device.type == "cpu" and (precision == "fp16" or (precision == "bf16" and not cpu_has_bf16())):
-        found.append(f"{precision} is many times slower than fp32 on this CPU; use --precision fp32 here")
+    if device.type == "cpu" and precision in ("fp16", "bf16") and precision != (fast := fast_precision(device)):
+        found.append(f"{precision} is many times slower than {fast} on this CPU; use --precision {fast} here")
     return [note for note in found if note]

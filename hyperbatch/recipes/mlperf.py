@@ -75,7 +75,7 @@ def from_point(point: Point, global_batch: int, *, name: str) -> Config:
         crop_area=(0.05, 1.0),
         momentum=point.momentum,
         weight_decay=point.weight_decay,
-        precision="fp16",
+        precision="fp16_on_gpu",
         epochs=point.epochs,
         batch_phases=(BatchPhase(0, global_batch),),
         lr=point.lr,

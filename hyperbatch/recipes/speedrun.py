@@ -52,7 +52,7 @@ _SHARED = {
     "muon_normalize_weights": True,
     "rest_momentum": 0.825,
     "decay_norm_bias": True,
-    "precision": "fp16",
+    "precision": "fp16_on_gpu",
     "warmup_epochs": 0.0,
     "decay_power": 1.0,
     "end_lr": 0.0,

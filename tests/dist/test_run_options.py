@@ -115,6 +115,8 @@ def test_the_precision_of_every_device(monkeypatch, kind, capability, precision)
     monkeypatch.setattr(Path, "read_text", lambda self: f"processor : 0\nflags : {capability}\nbugs :\n")
     device = torch.device(kind)
     assert at_precision(config(precision="auto"), device, Ranks()).optim.precision == precision
+    in_16_bits = at_precision(config(precision="fp16_on_gpu"), device, Ranks()).optim.precision
+    assert in_16_bits == ("fp16" if kind == "cuda" else precision)
     assert at_precision(config(precision="fp64"), device, Ranks()).optim.precision == "fp64"
 
 
@@ -130,9 +132,11 @@ def test_ranks_on_different_devices_train_in_one_precision(monkeypatch, found, p
 @pytest.mark.parametrize(("has_bf16", "noted"), [(True, ["fp16"]), (False, ["fp16", "bf16"])])
 def test_a_precision_that_is_slow_on_the_cpu_is_noted(monkeypatch, has_bf16, noted):
     monkeypatch.setattr("hyperbatch.engine.run.cpu_has_bf16", lambda: has_bf16)
+    fast = "bf16" if has_bf16 else "fp32"
     for precision in ("fp32", "bf16", "fp16"):
         told = notes(config(precision=precision), torch.device("cpu"), 1433)
-        assert any("slower than fp32 on this CPU" in note for note in told) == (precision in noted)
+        wanted = f"many times slower than {fast} on this CPU; use --precision {fast} here"
+        assert any(wanted in note for note in told) == (precision in noted)
 
 
 @pytest.mark.parametrize("nproc", [1, 2])

@@ -93,9 +93,14 @@ def test_recipe_is_complete(name):
     assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-@pytest.mark.parametrize("name", ["digits", "cifar10_resnet", "vit_cifar10", "imagenette", "tinyimagenet", "finetune"])
-def test_small_recipes_train_in_fp32_on_a_cpu(name):
-    assert find_recipe(name).config().with_precision("fp32").optim.precision == "fp32"
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_everyday_recipes_train_in_fp32_on_a_cpu_without_bf16(name):
+    assert find_recipe(name).config().with_precision("fp32", on_gpu=False).optim.precision == "fp32"
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar10_96", "resnet50", "resnet50_fast", "mlperf_resnet50"])
+def test_the_fastest_recipes_train_in_fp16_on_a_gpu(name):
+    assert find_recipe(name).config().with_precision("bf16", on_gpu=True).optim.precision == "fp16"
 
 
 @pytest.mark.parametrize("name", PUBLISHED + EVERYDAY)
