@@ -14,8 +14,12 @@ from torch.nn import functional as F
 
 
 def blur(x: Tensor, stride: int = 1) -> Tensor:
-    """[1 2 1] is [1 1] after [1 1]: two means over 2x2 pixels, of which the first sees the zeros outside."""
-    return F.avg_pool2d(F.avg_pool2d(x, 2, stride=1, padding=1), 2, stride=stride)
+    """[1 2 1] is [1 1] after [1 1]: two means over 2x2 pixels, of which the first sees the zeros outside.
+
+    `pad` adds the zeros because with `padding` torch's gradient is wrong on CUDA for channels-last tensors (pytorch
+    issue 188344).
+    """
+    return F.avg_pool2d(F.avg_pool2d(F.pad(x, (1, 1, 1, 1)), 2, stride=1), 2, stride=stride)
 
 
 class BlurConv2d(nn.Conv2d):

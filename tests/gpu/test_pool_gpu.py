@@ -10,6 +10,7 @@ from blur_reference import check as check_blur
 from pool_reference import ALEXNET, RESNET, check, make, reference, through_kernels
 from torch.nn import functional as F
 
+from hyperbatch.engine.kernel_choice import training_kernels
 from hyperbatch.models import smoothed_cross_entropy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -67,6 +68,18 @@ def test_means_agree_with_float64(size, dtype):
 @pytest.mark.parametrize("size", [(8, 256, 56, 56), (4, 64, 112, 112), (7, 1024, 13, 7), (256, 128, 56, 57)], ids=str)
 def test_blurs_agree_with_float64(size, stride, dtype):
     check_blur(make_pixels(*size, dtype, "cuda"), stride)
+
+
+@pytest.mark.parametrize("options", [{"padding": 1}, {"padding": 1, "count_include_pad": False}, {}], ids=str)
+def test_gradients_of_torchs_pool_are_right_in_training(options):
+    torch.manual_seed(0)
+    x = torch.randn(8, 64, 28, 29, dtype=torch.float64, requires_grad=True)
+    y = F.avg_pool2d(x, 3, 2, **options)
+    dy = torch.randn(y.shape, dtype=torch.float64)
+    on_gpu = x.detach().cuda().to(memory_format=torch.channels_last).requires_grad_()
+    with training_kernels(deterministic=False):
+        (gradient,) = torch.autograd.grad(F.avg_pool2d(on_gpu, 3, 2, **options), on_gpu, dy.cuda())
+    torch.testing.assert_close(gradient.cpu(), torch.autograd.grad(y, x, dy)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
