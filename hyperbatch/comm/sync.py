@@ -179,6 +179,7 @@ class GradSync:
         handle = step.flights[-1].handle
         assert handle is not None
         self._unchecked.append((handle, step.usage))
+        step.usage = None  # pinned; if `_last` freed it in a later capture, torch would record its events there
         while self._unchecked and self._unchecked[0][0].done():
             self._check_next()
 

@@ -109,6 +109,7 @@ def test_a_step_with_its_exchange_is_captured(comm):
         for _ in range(4):
             step()
     torch.cuda.current_stream().wait_stream(side)
+    sync.check()  # nothing but the last step could still hold pinned memory, which must not be freed in the capture
     expected = {dtype: grad.clone() for dtype, grad in arena.grads.items()}
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
