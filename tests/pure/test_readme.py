@@ -57,6 +57,7 @@ def test_every_result_is_the_one_of_its_file():
 def test_every_step_is_the_one_of_its_file():
     files = {"resnet50": "step_h200", "resnet50d": "step_resnet50d_h200", "own_blocks:network": "step_own_blocks_h200"}
     files |= {"timm/vit_small_patch16_224": "step_vit_s16_h200", "timm/convnext_tiny": "step_convnext_t_h200"}
+    files |= {"timm/tf_efficientnetv2_s": "step_efficientnetv2_s_h200"}
     shown = table("training step")
     assert len(shown) == len(files)
     for what, *cells in shown:
