@@ -67,8 +67,8 @@ def right_pool_gradients(device: str = "CUDA") -> Iterator[None]:
 def _pool_gradient(gradient: Tensor, x: Tensor, kernel: Any, stride: Any, padding: list[int], *rest: Any) -> Any:
     if any(padding):
         x = x.new_empty(x.shape)  # the kernel looks at its shape and strides only
-    into = torch.empty_like(x)
-    return torch.ops.aten.avg_pool2d_backward.grad_input(gradient, x, kernel, stride, padding, *rest, grad_input=into)
+    empty = gradient.new_empty(0)  # which torch lays out as it would its own
+    return torch.ops.aten.avg_pool2d_backward.grad_input(gradient, x, kernel, stride, padding, *rest, grad_input=empty)
 
 
 def _be_deterministic(mode: int) -> None:
