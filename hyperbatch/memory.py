@@ -1,8 +1,11 @@
-"""How much memory this host has, and how much of it is free; asked without torch."""
+"""How much memory this host has, how much of it is free, and what becomes of memory that is freed; without torch."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 LIMIT = Path("/sys/fs/cgroup/memory.max")  # of the control group, e.g. a container's
@@ -25,3 +28,30 @@ def free_host_memory_bytes() -> int:
     except (OSError, StopIteration):  # not Linux
         available = host_memory_bytes() // 2
     return min(available, host_memory_bytes())
+
+
+TRIM_THRESHOLD, MMAP_MAX = -1, -4  # glibc's mallopt
+MMAPS, TRIM_BYTES = 65_536, 64 << 20  # what glibc itself comes to, once large blocks were freed
+
+
+@contextlib.contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """Within it, memory that was freed serves the next allocation.
+
+    glibc otherwise returns large blocks, and what is free at the end of its heap, to the system. A training step on a
+    CPU, whose activations are such blocks, then takes a sixth of its time to have the same memory cleared again. Other
+    C libraries, and settings of the user's own, are left alone.
+    """
+    libc = ctypes.CDLL(None)
+    own = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if own or not hasattr(libc, "gnu_get_libc_version"):
+        yield
+        return
+    libc.mallopt(MMAP_MAX, 0)
+    libc.mallopt(TRIM_THRESHOLD, -1)  # never
+    try:
+        yield
+    finally:
+        libc.mallopt(MMAP_MAX, MMAPS)
+        libc.mallopt(TRIM_THRESHOLD, TRIM_BYTES)
+        libc.malloc_trim(0)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from hyperbatch.cores import usable_cores
 from hyperbatch.errors import InputError
 from hyperbatch.kernels import leave_processors
+from hyperbatch.memory import freed_memory_kept
 from hyperbatch.plan.types import RankGrid
 
 if TYPE_CHECKING:
@@ -152,7 +153,6 @@ def first_host(nodes: str) -> str:
 def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
     """Picks this rank's device and opens the process group for the time of the run."""
     import torch
-    import torch.distributed as dist
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -165,11 +165,21 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
         torch.cuda.set_device(chosen)
     elif ranks.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // ranks.local_size))
-    if ranks.world_size == 1 or dist.is_initialized():  # alone, or in a process group the caller opened and will close
+    memory = freed_memory_kept() if chosen.type == "cpu" else contextlib.nullcontext()
+    with memory, open_group(ranks, chosen, timeout_s):
+        yield chosen
+
+
+@contextlib.contextmanager
+def open_group(ranks: Ranks, device: torch.device, timeout_s: float) -> Iterator[None]:
+    """Of all ranks; nothing where this one is alone, or in a process group the caller opened and will close."""
+    import torch.distributed as dist
+
+    if ranks.world_size == 1 or dist.is_initialized():
         if ranks.world_size > 1:
             host_group(timeout_s)
         _leave_processors_to_nccl(ranks)
-        yield chosen
+        yield
         return
     from hyperbatch.engine import stores  # with torch's rendezvous, which a rank alone has no use for
 
@@ -181,16 +191,16 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
     resolve(ranks.master_addr, min(timeout_s, RESOLVE_S))
     with signals_kill():  # the others may not come, and no handler runs while this rank waits for them
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=stores.meet(ranks, timeout_s) if ranks.agent_store else stores.own_store(ranks, timeout_s),
             rank=ranks.rank,
             world_size=ranks.world_size,
             timeout=timedelta(seconds=timeout_s),
         )
     try:
-        yield chosen
+        yield
     except BaseException:
-        leave_group(chosen)
+        leave_group(device)
         raise
     dist.destroy_process_group()
 
