@@ -201,10 +201,10 @@ class TarSource(EncodedSource):
         for number, (path, content) in enumerate(zip(paths, self._contents, strict=True)):
             try:
                 for name, offset, length in plain_files(_file_over(content)):
-                    *folders, file = (part for part in name.split("/") if part != ".")
+                    *folders, file = path_parts(name)
                     if len(folders) < 2 or folders[0] != split or not is_image(file):
                         continue
-                    if all(folder and not folder.startswith(".") for folder in folders):
+                    if not any(folder.startswith(".") for folder in folders):
                         found[number, folders[1], "/".join([*folders[2:], file])] = offset, length
             except (ValueError, OverflowError) as error:  # a map cannot seek behind its end
                 raise InputError(f"{path} is truncated or damaged ({error}); fetch or write it again") from error
@@ -264,6 +264,11 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     """Links to folders count; those that lead to themselves are no error."""
     return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
+
+
+def path_parts(name: str) -> list[str]:
+    """Folders and file of a member of an archive, as it would be unpacked: /a//b/./c.jpg is a/b/c.jpg."""
+    return [part for part in name.split("/") if part not in ("", ".")] or [""]
 
 
 def is_image(name: str) -> bool:

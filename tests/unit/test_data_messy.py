@@ -43,6 +43,29 @@ def test_images_in_hidden_folders_are_no_samples(tmp_path, form):
     is_read(path, tmp_path, kind=kind, classes=("a", "b"), train=train, val=val)
 
 
+@pytest.mark.parametrize("form", ["zip", "tar", "tars"])
+@pytest.mark.parametrize(
+    "name", ["{split}/b/./{file}", "{split}//b/{file}", "/{split}/b/{file}", "./././{split}/b/{file}"]
+)
+def test_paths_in_archives_mean_what_they_mean_when_unpacked(tmp_path, form, name):
+    """`tar cf x.tar train/a train/b/.` writes such names; the images of class b were passed over in both splits."""
+    files, train, val = folder_set()
+    odd = Files()
+    for path, data in files.items():
+        split, label, file = path.split("/")
+        odd[name.format(split=split, file=file) if label == "b" else path] = data
+    path = tmp_path / "set"
+    path.mkdir()
+    if form == "tars":
+        for split in ("train", "val"):
+            part = {each: data for each, data in odd.items() if f"{split}/" in each}
+            Files(part).tar(path / f"{split}.tar")
+    else:
+        path = getattr(odd, form)(path / f"set.{form}")
+    kind = "tars" if form == "tars" else f"folder in a {form}"
+    is_read(path, tmp_path, kind=kind, classes=("a", "b"), train=train, val=val)
+
+
 @pytest.mark.parametrize("name", ["val", "valid", "validation", "test"])
 def test_tars_may_have_any_name_of_the_validation_set(tmp_path, name):
     files, train, val = folder_set(name)

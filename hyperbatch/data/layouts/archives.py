@@ -21,7 +21,7 @@ from typing import IO, NamedTuple, cast
 import numpy as np
 
 from hyperbatch.data import kept
-from hyperbatch.data.folders import Listed, decoded, is_image, read_into_memory
+from hyperbatch.data.folders import Listed, decoded, is_image, path_parts, read_into_memory
 from hyperbatch.data.source import BadSample, EncodedSource, Location, max_open_files
 from hyperbatch.data.tars import plain_files
 from hyperbatch.errors import InputError
@@ -231,8 +231,8 @@ def open_archive(path: Path) -> ArchiveTree:
         rows[column] = index[column]
     top = _Folder({}, {})
     for row, name in enumerate(names):
-        parts = name.removeprefix("./").split("/")
-        if any(part in ("", ".", "..") for part in parts):  # folders, too: their names end in a slash
+        parts = path_parts(name)
+        if ".." in parts or name.endswith("/"):  # a zip lists its folders, too
             continue
         folder = top
         for part in parts[:-1]:
