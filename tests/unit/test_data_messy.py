@@ -1,5 +1,6 @@
 """Sets as other people's tools leave them: hidden copies, hard links, names in other encodings, odd tables."""
 
+import errno
 import io
 import json
 import os
@@ -41,6 +42,27 @@ def test_images_in_hidden_folders_are_no_samples(tmp_path, form):
         path = getattr(files, form)(path / f"set.{form}")
     kind = {"folder": "folder", "tars": "tars"}.get(form, f"folder in a {form}")
     is_read(path, tmp_path, kind=kind, classes=("a", "b"), train=train, val=val)
+
+
+@pytest.mark.parametrize("form", ["tar", "zip", "shards"])
+def test_an_archive_that_may_not_be_read_is_told(tmp_path, monkeypatch, form):
+    files, _, _ = folder_set()
+    path = tmp_path / "set"
+    if form == "shards":
+        path.mkdir()
+        for split in ("train", "val"):
+            Files({"0.jpg": jpeg(3), "0.cls": b"a"}).tar(path / f"{split}.tar")
+    else:
+        path = getattr(files, form)(tmp_path / f"set.{form}")
+    allowed = os.open
+
+    def denied(name, *flags):
+        if str(name).endswith((".tar", ".zip")):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+        return allowed(name, *flags)
+
+    monkeypatch.setattr(os, "open", denied)
+    assert "cannot be read: Permission denied; check its permissions" in message(path)
 
 
 @pytest.mark.parametrize("form", ["zip", "tar", "tars"])

@@ -59,9 +59,12 @@ class Content:
         self._descriptor = -1
 
     def open(self) -> None:
-        """Keeps the file open for the reads to come."""
+        """Keeps the file open for the reads to come. InputError where it may not be read."""
         if self.file is not None and self._descriptor < 0:
-            self._descriptor = os.open(self.file, os.O_RDONLY)
+            try:
+                self._descriptor = os.open(self.file, os.O_RDONLY)
+            except OSError as error:
+                raise InputError(f"{self.path} cannot be read: {error.strerror}; check its permissions") from error
 
     def close(self) -> None:
         """Later reads open the file each time."""
