@@ -4,6 +4,7 @@ again."""
 import errno
 import json
 import os
+import shutil
 import tarfile
 import zlib
 from pathlib import Path
@@ -322,6 +323,22 @@ def test_an_interrupted_append_is_finished_by_the_next_and_loses_nothing_before(
     assert [contents(source) for source in opened(packed)] == before
     assert pack(src, packed, append=True).samples == 24
     assert verify(packed).ok
+
+
+def test_two_packs_into_one_folder_at_once(src, tmp_path):
+    """Both would write to the same files: the second emptied what the first had finished, or mixed other data in."""
+    shutil.copytree(src, tmp_path / "other")
+    refused = []
+
+    def meanwhile(done, total):
+        with pytest.raises(InputError, match="another process packs into") as caught:
+            pack(tmp_path / "other", tmp_path / "twice")
+        refused.append(caught)
+
+    pack(src, tmp_path / "twice", progress=meanwhile)
+    assert refused
+    assert verify(tmp_path / "twice").ok
+    pack(src, tmp_path / "twice")
 
 
 def test_what_changed_is_not_appended_to(src, packed, tmp_path):
