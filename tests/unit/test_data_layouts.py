@@ -391,6 +391,7 @@ def test_labels_that_are_numbers_are_in_the_order_of_numbers(tmp_path):
         ("path,label\n0.jpg,b\n", "a label 'a' that the training set does not have"),
         ("path,label\n\xff,b\n", "not a text in UTF-8"),
         ("path,label\n0.jpg,a\nPath,Label\n0.jpg,a\n", "line 3 repeats the names of the columns"),
+        ("path,label\n0.jpg,b\n0.jpg,a\n", "train.csv gives 0.jpg the labels 'b' and 'a'; keep one of them"),
     ],
 )
 def test_wrong_tables_are_told(tmp_path, table, told):
@@ -398,6 +399,25 @@ def test_wrong_tables_are_told(tmp_path, table, told):
     (tmp_path / "train.csv").write_bytes(table.encode("latin-1"))
     (tmp_path / "val.csv").write_text("path,label\n0.jpg,a\n")
     assert told in message(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ("1.jpg,a,", "line 4 has no split; write train, val or test"),
+        ("1.jpg,a,trian", "line 4 has a split 'trian'; write train, val or test"),
+    ],
+)
+def test_rows_of_no_split_are_told(tmp_path, row, told):
+    """They were left out without a word."""
+    Files().images("0.jpg", "1.jpg").folder(tmp_path)
+    (tmp_path / "labels.csv").write_text(f"path,label,split\n0.jpg,a,train\n0.jpg,a,val\n{row}\n")
+    assert f"labels.csv {told}" in message(tmp_path)
+    (tmp_path / "labels.csv").unlink()
+    rows = [dict(zip(("path", "label", "split"), line.split(","))) for line in ("0.jpg,a,train", "0.jpg,a,val", row)]
+    del rows[0]["split"]
+    (tmp_path / "labels.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert "labels.jsonl line 1 has no split; write train, val or test" in message(tmp_path)
 
 
 def test_tables_in_parts(tmp_path):

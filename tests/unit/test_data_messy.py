@@ -238,9 +238,9 @@ def test_a_label_that_cannot_be_printed_is_told(tmp_path):
 
 def test_a_table_with_a_split_column_beside_a_hidden_copy(tmp_path):
     Files().images("0.jpg", "1.jpg").folder(tmp_path)
-    (tmp_path / "labels.csv").write_text("path,label,split\n0.jpg,a,train\n1.jpg,a,{dev}\n")
+    (tmp_path / "labels.csv").write_text("path,label,split\n0.jpg,a,train\n1.jpg,a,train\n")
     (tmp_path / "._labels.csv").write_bytes(b"\0\5\x16\7")
-    assert "labels.csv has no row whose 'split' is val, only train and {dev}; call one of them val" in message(tmp_path)
+    assert "labels.csv has no row whose 'split' is val, only train; call some of them val" in message(tmp_path)
 
 
 # --- labels and images of shards and parquet

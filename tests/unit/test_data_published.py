@@ -64,6 +64,8 @@ def test_tiny_imagenet_in_parts(tmp_path):
     assert "lacks 1 of the 5 images" in message(tmp_path / "set")
     annotations.write_text("\n".join([*lines[:3], "val_2.JPEG\tn03\t0"]))
     assert "'n03'" in message(tmp_path / "set")
+    annotations.write_text("\n".join([*lines, "val_1.JPEG\tn02\t0"]))
+    assert "val_annotations.txt gives val_1.JPEG the labels 'n01' and 'n02'" in message(tmp_path / "set")
     annotations.unlink()
     assert "has no val_annotations.txt" in message(tmp_path / "set")
     (tmp_path / "set" / "wnids.txt").write_text("n01\nn02\nn04\n")
@@ -110,6 +112,13 @@ def test_imagenet_from_kaggle_as_its_zip(tmp_path):
     files, train, val = kaggle()
     path = files.zip(tmp_path / "imagenet.zip")
     is_read(path, tmp_path, kind="ImageNet from Kaggle in a zip", classes=("n01", "n02"), train=train, val=val)
+
+
+def test_imagenet_from_kaggle_with_two_labels_for_an_image(tmp_path):
+    files, _, _ = kaggle()
+    files["LOC_val_solution.csv"] += b"ILSVRC2012_val_00000001,n02 1 2 3 4\n"
+    told = "LOC_val_solution.csv gives ILSVRC2012_val_00000001.JPEG the labels 'n01' and 'n02'"
+    assert told in message(files.folder(tmp_path))
 
 
 def test_imagenet_from_kaggle_without_its_labels(tmp_path):

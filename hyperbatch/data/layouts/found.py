@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,15 @@ def classes_of(labels: Collection[str]) -> tuple[str, ...]:
     if all(re.fullmatch("[0-9]{1,9}", label) for label in distinct):
         return tuple(sorted(distinct, key=lambda label: (int(label), label)))
     return tuple(sorted(distinct))
+
+
+def labels_of(pairs: Iterable[tuple[str, str]], where: object) -> dict[str, str]:
+    """Image -> label, of a table. InputError where it gives one image two labels."""
+    labels: dict[str, str] = {}
+    for image, label in pairs:
+        if labels.setdefault(image, label) != label:
+            raise InputError(f"{where} gives {image} the labels {labels[image]!r} and {label!r}; keep one of them")
+    return labels
 
 
 def numbered(labels: list[str], classes: tuple[str, ...], where: object) -> np.ndarray:

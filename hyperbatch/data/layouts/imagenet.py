@@ -23,7 +23,7 @@ import numpy as np
 from hyperbatch.data import kept
 from hyperbatch.data.folders import FolderTree, Listed, Tree, class_names, list_classes
 from hyperbatch.data.layouts.archives import MemberSource, Window, open_archive, plain_rows, tar_content, tar_members
-from hyperbatch.data.layouts.found import TRAIN, Found
+from hyperbatch.data.layouts.found import TRAIN, Found, labels_of
 from hyperbatch.data.layouts.trees import labelled
 from hyperbatch.data.source import EncodedSource
 from hyperbatch.errors import InputError
@@ -162,9 +162,10 @@ def _kaggle(tree: Tree) -> Labels:
         rows = csv.DictReader(io.StringIO(tree.text(_CSV)))
         try:
             # The string begins with the class; its boxes follow.
-            return {f"{row['ImageId']}.JPEG": row["PredictionString"].split()[0] for row in rows}
+            pairs = [(f"{row['ImageId']}.JPEG", row["PredictionString"].split()[0]) for row in rows]
         except (KeyError, AttributeError, IndexError, csv.Error) as error:
             raise InputError(f"{tree}/{_CSV} is not Kaggle's table ({error!r}); fetch it again") from error
+        return labels_of(pairs, f"{tree}/{_CSV}")
 
     return read
 
