@@ -1,5 +1,6 @@
 """Sets as they are published, built small with their names, keys and records: opened, described and packed alike."""
 
+import functools
 import io
 import os
 import pickle
@@ -13,7 +14,7 @@ from scipy.io import savemat
 
 from hyperbatch.config import DataConfig
 from hyperbatch.data import kept
-from hyperbatch.data.layouts import archives, imagenet
+from hyperbatch.data.layouts import archives, devkit, imagenet
 from hyperbatch.data.pack import info, pack
 from hyperbatch.data.source import check_data, open_data, open_eval
 from hyperbatch.errors import InputError
@@ -130,6 +131,7 @@ def test_imagenet_from_kaggle_without_its_labels(tmp_path):
 # --- ImageNet's tars
 
 
+@functools.cache
 def meta_mat(wnids):
     """In the devkit's own order, with a group of classes at the end."""
     fields = ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children", "wordnet_height")
@@ -157,13 +159,13 @@ def official(folder, *, devkit_unpacked=False):
     Files(sorted(val.items(), reverse=True)).tar(folder / "ILSVRC2012_img_val.tar")
     numbers = [1, 2, 3, 3, 1]
     data = "ILSVRC2012_devkit_t12/data"
-    devkit = Files(
+    kit = Files(
         {f"{data}/meta.mat": meta_mat(wnids), f"{data}/ILSVRC2012_validation_ground_truth.txt": b"1\n2\n3\n3\n1\n"}
     )
     if devkit_unpacked:
-        devkit.folder(folder)
+        kit.folder(folder)
     else:
-        devkit.tar(folder / "ILSVRC2012_devkit_t12.tar.gz")
+        kit.tar(folder / "ILSVRC2012_devkit_t12.tar.gz")
     return (
         [(data, path.split("/")[0]) for path, data in train],
         [(data, wnids[number - 1]) for data, number in zip(val.values(), numbers)],
@@ -184,8 +186,19 @@ def test_imagenets_tars(tmp_path, monkeypatch, devkit_unpacked, kept_bytes):
 
 def test_the_devkit_needs_an_extra(tmp_path, monkeypatch):
     official(tmp_path)
-    monkeypatch.setitem(sys.modules, "scipy.io", None)
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    devkit.wordnet_ids.cache_clear()
     assert "run pip install 'hyperbatch[imagenet]'" in message(tmp_path)
+
+
+def test_a_damaged_devkit_does_not_end_the_process(tmp_path):
+    """Of a type that does not exist, scipy's reader takes the process along."""
+    official(tmp_path, devkit_unpacked=True)
+    path = tmp_path / "ILSVRC2012_devkit_t12" / "data" / "meta.mat"
+    damaged = bytearray(path.read_bytes())
+    damaged[damaged.index(b"n02") - 4] = 200
+    path.write_bytes(damaged)
+    assert "ILSVRC2012_devkit_t12 cannot be read: its meta.mat is damaged; fetch the devkit again" in message(tmp_path)
 
 
 def test_imagenets_tars_are_indexed_in_the_cache_where_nothing_can_be_written_beside_them(tmp_path, cache, monkeypatch):
