@@ -1,7 +1,7 @@
 """The WordNet ids in the meta.mat of ImageNet's devkit, read by a process of its own: scipy's reader is not safe from
 damaged files, and of some the process that calls it dies.
 
-    python -m hyperbatch.data.layouts.devkit < meta.mat      {"1": "n02119789", "2": "n02100735", ...}
+    python devkit.py < meta.mat      {"1": "n02119789", "2": "n02100735", ...}
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import io
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -22,9 +23,10 @@ def wordnet_ids(meta: bytes) -> dict[int, str]:
     """By the devkit's own numbers. ImportError: there is no scipy. ValueError: the file cannot be read."""
     if importlib.util.find_spec("scipy") is None:
         raise ImportError
-    command = [sys.executable, "-m", __name__]
+    command = [sys.executable, "-P", __file__]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # it finds scipy where this process would
     try:
-        answer = subprocess.run(command, input=meta, capture_output=True, timeout=_TIMEOUT_S, check=True)
+        answer = subprocess.run(command, input=meta, env=env, capture_output=True, timeout=_TIMEOUT_S, check=True)
         return {int(number): wnid for number, wnid in json.loads(answer.stdout).items()}
     except (subprocess.SubprocessError, OSError, ValueError) as error:
         raise ValueError("its meta.mat is damaged") from error
