@@ -13,7 +13,7 @@ from layout_files import Files, cache, images, is_read, jpeg, message
 from scipy.io import savemat
 
 from hyperbatch.config import DataConfig
-from hyperbatch.data import kept
+from hyperbatch.data import cifar, kept
 from hyperbatch.data.layouts import archives, devkit, imagenet
 from hyperbatch.data.pack import info, pack
 from hyperbatch.data.source import check_data, open_data, open_eval
@@ -288,8 +288,9 @@ def published_cifar(classes, form):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("form", ["python", "binary"])
 @pytest.mark.parametrize("classes", [10, 100])
-def test_cifar_as_published(tmp_path, classes, form, packed):
+def test_cifar_as_published(tmp_path, monkeypatch, classes, form, packed):
     files, *expected = published_cifar(classes, form)
+    monkeypatch.setattr(cifar, "SAMPLES", {"train": len(expected[0][1]), "test": len(expected[1][1])})
     (tmp_path / "set").mkdir()
     if packed:
         files.tar(tmp_path / "set" / f"cifar-{classes}-{form}.tar.gz")

@@ -270,7 +270,8 @@ def cifar_forms(folder, name, flat, labels, form):
 
 
 @pytest.mark.parametrize("form", ["binary", "pickle", "arrays"])
-def test_cifar10_forms_agree(tmp_path, form):
+def test_cifar10_forms_agree(tmp_path, monkeypatch, form):
+    monkeypatch.setattr(cifar, "SAMPLES", {"train": 35, "test": 7})
     rng = np.random.default_rng(0)
     flat, labels = cifar_records(rng, 7)
     if form == "arrays":
@@ -289,6 +290,7 @@ def test_cifar10_forms_agree(tmp_path, form):
 def test_cifar10_is_kept_as_arrays_until_its_files_change(tmp_path, monkeypatch, form):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cifar, "_WORTH_KEEPING_BYTES", 0)
+    monkeypatch.setattr(cifar, "SAMPLES", {"train": 35, "test": 7})
     decoded = []
     for name in ("_read_arrays", "_read_binary", "_read_pickle"):
         read = getattr(cifar, name)
@@ -336,10 +338,17 @@ def test_a_hostile_pickle_is_refused(tmp_path):
     assert not (tmp_path / "owned").exists()
 
 
-def test_a_cut_binary_file_is_named(tmp_path):
+def test_a_cut_binary_file_is_named(tmp_path, monkeypatch):
     for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
         (tmp_path / f"{name}.bin").write_bytes(bytes(3073 * 2 - 5))
     with pytest.raises(InputError, match="records"):
+        open_cifar(CIFAR10, tmp_path)
+    monkeypatch.setattr(cifar, "SAMPLES", {"train": 10, "test": 2})
+    for path in tmp_path.iterdir():
+        path.write_bytes(bytes(3073 * 2))
+    open_cifar(CIFAR10, tmp_path)
+    (tmp_path / "data_batch_3.bin").write_bytes(bytes(3073))  # between two images
+    with pytest.raises(InputError, match="holds 9 images of CIFAR-10's train set, which has 10; fetch it again"):
         open_cifar(CIFAR10, tmp_path)
 
 
