@@ -483,6 +483,22 @@ def test_shards_of_a_validation_set_alone_are_evaluated(tmp_path):
     assert len(open_eval(images(tmp_path))) == 2
 
 
+@pytest.mark.parametrize("suffix", ["", "-5f3a", "-{0}b"])
+def test_a_set_that_lacks_one_of_its_numbered_files_is_told(tmp_path, suffix):
+    """They say themselves how many they are; half of a set was read without a word."""
+    names = [f"train-{i:05d}-of-00003{suffix.format(i)}.tar" for i in range(3)]
+    for name in (*names, "val-00000-of-00001.tar", "test-00001-of-00002.tar"):
+        Files({"0.jpg": jpeg(1), "0.cls": b"0"}).tar(tmp_path / name)
+    assert check_data(images(tmp_path)).train_samples == 3
+    (tmp_path / names[1]).unlink()
+    assert "lacks train-00001-of-00003; fetch it" in message(tmp_path)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    for name in ("train-1-of-4", "train-2-of-4", "train-4-of-4", "val"):
+        (tmp_path / f"{name}.parquet").touch()
+    assert "lacks train-3-of-4; fetch it" in message(tmp_path)
+
+
 # --- parquet
 
 

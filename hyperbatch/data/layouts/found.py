@@ -68,6 +68,25 @@ def files_by_split(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[Pa
     return found
 
 
+def check_all_parts(files: list[Path]) -> list[Path]:
+    """InputError unless every file of those that are numbered train-00000-of-00002 is there."""
+    parts: dict[tuple[str, str], dict[int, str]] = {}
+    for path in files:
+        if named := re.match(r"(.*[^0-9])?([0-9]+)-of-([0-9]+)(?![0-9])", path.name):
+            parts.setdefault((named[1] or "", named[3]), {})[int(named[2])] = named[2]
+    for (before, total), numbers in parts.items():
+        # Some count from 0 and some from 1.
+        first = min(1, *numbers) if int(total) in numbers else 0
+        for number in range(first, first + int(total)):
+            if number not in numbers:
+                digits = len(next(iter(numbers.values())))
+                raise InputError(
+                    f"{files[0].parent} lacks {before}{number:0{digits}d}-of-{total}; fetch it, or rename the others "
+                    "to do without it"
+                )
+    return files
+
+
 def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
     try:
         return sorted(

@@ -20,7 +20,16 @@ import numpy as np
 from hyperbatch.data import kept
 from hyperbatch.data.folders import Listed
 from hyperbatch.data.layouts.archives import Content, MemberSource, plain_rows
-from hyperbatch.data.layouts.found import TRAIN, Found, classes_of, files_by_split, label_text, numbered, val_name
+from hyperbatch.data.layouts.found import (
+    TRAIN,
+    Found,
+    check_all_parts,
+    classes_of,
+    files_by_split,
+    label_text,
+    numbered,
+    val_name,
+)
 from hyperbatch.errors import InputError
 
 _IMAGES = ("image", "img", "jpg", "png", "picture")
@@ -36,7 +45,7 @@ def parquet(folder: Path) -> Found | None:
     val = val_name(files, folder)
 
     def opened(split: str) -> MemberSource:
-        content, index = _unpacked(files[split])
+        content, index = _unpacked(check_all_parts(files[split]))
         names = _class_names(files[split][0])
         texts = [text.decode() for text in index["labels"].tolist()]
         if names is not None:

@@ -28,7 +28,16 @@ from hyperbatch.data.layouts.archives import (
     tar_members,
     whole,
 )
-from hyperbatch.data.layouts.found import TRAIN, Found, classes_of, files_by_split, label_text, numbered, val_name
+from hyperbatch.data.layouts.found import (
+    TRAIN,
+    Found,
+    check_all_parts,
+    classes_of,
+    files_by_split,
+    label_text,
+    numbered,
+    val_name,
+)
 from hyperbatch.errors import InputError
 
 _PEEKED_MEMBERS = 16
@@ -44,7 +53,7 @@ def webdataset(folder: Path) -> Found | None:
 
     @functools.cache
     def walked(split: str) -> tuple[list[Content], list[kept.Arrays]]:
-        contents = [tar_content(path) for path in shards[split]]
+        contents = [tar_content(path) for path in check_all_parts(shards[split])]
         return contents, [_index(content) for content in contents]
 
     def opened(split: str) -> MemberSource:
