@@ -9,6 +9,7 @@ import mmap
 import os
 import tarfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol, cast
 
@@ -88,6 +89,12 @@ class FolderSource(EncodedSource):
     def describe(self, index: int) -> str:
         return str(self.path(index))
 
+    def sample_names(self) -> np.ndarray:
+        """Other paths are as a table has them, which says them relative to itself or else to this machine."""
+        return names_below_classes(
+            self, self._paths, lambda path: path.rpartition(b"/")[2] if path[:1] == b"/" else path
+        )
+
     def sizes_bytes(self) -> np.ndarray:
         sizes = np.full(len(self), -1, dtype=np.int64)
         for i in range(len(self)):
@@ -98,6 +105,16 @@ class FolderSource(EncodedSource):
             except OSError as error:
                 raise InputError(f"{error.filename}: {error.strerror}; repair or remove the file") from error
         return sizes
+
+
+def names_below_classes(source: EncodedSource, paths: np.ndarray, other: Callable[[bytes], bytes]) -> np.ndarray:
+    """bytes[n]: what is behind the class folder in each path, which is alike in a folder, an archive and a table of the
+    same files; `other` names those that are in no folder of their class."""
+    classes, names = [os.fsencode(name) for name in source.classes], []
+    for path, label in zip(paths.tolist(), source.labels.tolist(), strict=True):
+        _, inside, below = b"/".join((b"", path)).rpartition(b"/%b/" % classes[label])
+        names.append(below if inside else other(path))
+    return np.array(names)
 
 
 class FolderTree:
@@ -227,6 +244,9 @@ class TarSource(EncodedSource):
     def describe(self, index: int) -> str:
         path = self._paths[self._spans[index, 0]]
         return f"{path}:{self.name}/{self.classes[self.labels[index]]}/{os.fsdecode(bytes(self._names[index]))}"
+
+    def sample_names(self) -> np.ndarray:
+        return self._names  # behind the class folder
 
     def sizes_bytes(self) -> np.ndarray:
         return self._spans[:, 2].copy()

@@ -460,3 +460,46 @@ def test_samples_of_a_folder_or_archive_are_known_by_their_names_wherever_it_lie
     renamed = Files({path.replace("train/a/0", "train/a/5"): data for path, data in files.items()})
     train, _ = open_data(DataConfig(data=str(renamed.tar(tmp_path / "three.tar"))))
     assert sample_list(train).members != lists[0].members
+
+
+@pytest.mark.parametrize("form", ["folder", "tar", "zip", "tars", "table"])
+def test_files_of_one_name_in_other_folders_of_a_class_are_other_samples(tmp_path, form):
+    """The frames of videos are called the same in each; the videos of a class could change places unnoticed."""
+
+    def listed(name, first, second):
+        paths = [
+            f"{split}/{c}/{video}/{i}.jpg" for split in ("train", "val") for c in "ab" for video in "vw" for i in "01"
+        ]
+        files = {path.replace("/v/", f"/{first}/").replace("/w/", f"/{second}/"): b"" for path in paths}
+        files = Files({path: path.encode() for path in files})
+        if form == "tars":
+            for split in ("train", "val"):
+                part = Files({path: data for path, data in files.items() if path.startswith(split)})
+                (tmp_path / name).mkdir(exist_ok=True)
+                part.tar(tmp_path / name / f"{split}.tar")
+        elif form in ("folder", "table"):
+            files.folder(tmp_path / name / ("images" if form == "table" else ""))
+        else:
+            (tmp_path / name).mkdir()
+            getattr(files, form)(tmp_path / name / f"set.{form}")
+        for split in ("train", "val") if form == "table" else ():
+            rows = [f"images/{path},{path.split('/')[1]}\n" for path in files if path.startswith(split)]
+            (tmp_path / name / f"{split}.csv").write_text("path,label\n" + "".join(rows))
+        return sample_list(open_data(DataConfig(data=str(tmp_path / name)))[0])
+
+    one = listed("one", "v", "w")
+    assert one == listed("moved", "v", "w")
+    assert one.order != listed("other", "w", "x").order
+    assert one.members != listed("more", "v", "x").members
+
+
+def test_rows_of_parquet_are_told_apart_by_their_images(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    lists = []
+    for number, images in enumerate(([b"1", b"2", b"3"], [b"2", b"1", b"3"])):
+        (tmp_path / str(number)).mkdir()
+        for split in ("train", "val"):
+            table = pyarrow.table({"image": images, "label": ["a", "a", "b"]})
+            parquet.write_table(table, tmp_path / str(number) / f"{split}.parquet")
+        lists.append(sample_list(open_data(DataConfig(data=str(tmp_path / str(number))))[0]))
+    assert lists[0].order != lists[1].order

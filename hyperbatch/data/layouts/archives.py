@@ -21,7 +21,7 @@ from typing import IO, NamedTuple, cast
 import numpy as np
 
 from hyperbatch.data import kept
-from hyperbatch.data.folders import Listed, decoded, is_image, path_parts, read_into_memory
+from hyperbatch.data.folders import Listed, decoded, is_image, names_below_classes, path_parts, read_into_memory
 from hyperbatch.data.source import BadSample, EncodedSource, Location, max_open_files
 from hyperbatch.data.tars import plain_files
 from hyperbatch.errors import InputError
@@ -125,7 +125,7 @@ class MemberSource(EncodedSource):
 
     def sample_names(self) -> np.ndarray:
         """As of files in a folder, so that a set may be put into an archive, or unpacked, in the middle of a run."""
-        return np.array([path.rpartition(b"/")[2] for path in self._paths.tolist()])
+        return names_below_classes(self, self._paths, lambda path: path.rpartition(b"/")[2])
 
 
 def read_member(content: Content, row: np.ndarray) -> bytes:

@@ -56,7 +56,9 @@ def parquet(folder: Path) -> Found | None:
             labels = numbered(texts, classes, f"the {split} set in {folder}")
         rows = plain_rows(index["spans"])
         rows["crc32"] = index["crc32"]
-        paths = [f"{row:09d}.{kind.decode()}" for row, kind in enumerate(index["formats"].tolist())]
+        # With their checksums, by which a run that is continued knows them.
+        kinds = zip(index["crc32"].tolist(), index["formats"].tolist(), strict=True)
+        paths = [f"{row:09d}-{crc32:08x}.{kind.decode()}" for row, (crc32, kind) in enumerate(kinds)]
         return MemberSource(Listed(split, classes, labels, paths), [content], rows)
 
     return Found(
