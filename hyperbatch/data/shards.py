@@ -28,7 +28,7 @@ from typing import Any, Self
 import numpy as np
 
 from hyperbatch.data import kept
-from hyperbatch.data.source import BadSample, EncodedSource, Location, max_open_files
+from hyperbatch.data.source import BadSample, EncodedSource, Location, can_be_printed, max_open_files
 from hyperbatch.errors import InputError
 
 MANIFEST = "manifest.json"
@@ -101,6 +101,8 @@ class Manifest:
         classes = tuple(values["classes"])
         if not classes or not all(isinstance(name, str) for name in classes) or len(set(classes)) < len(classes):
             raise ValueError("classes are not a list of different names")
+        if not all(map(can_be_printed, classes)):
+            raise ValueError("a class has a name that cannot be printed")
         splits = {name: _split(name, split, schema, len(classes)) for name, split in values["splits"].items()}
         if not splits or not set(splits) <= set(SPLITS):
             raise ValueError(f"splits are {list(splits)}, not train and val")

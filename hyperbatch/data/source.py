@@ -190,6 +190,15 @@ class EncodedSource:
         return decode_full(self.read(index), self.describe(index))
 
 
+def can_be_printed(text: str) -> bool:
+    """False: it holds half of a pair that stands for one character, which JSON can spell and nobody can write."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def checked_labels(name: str, labels: Any, classes: int) -> np.ndarray:
     """int64[n]; InputError unless every label is the number of a class."""
     found = np.asarray(labels)

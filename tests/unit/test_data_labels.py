@@ -130,6 +130,7 @@ def test_a_changed_manifest_is_refused(packed, change):
         {"classes": ["ant", "ant"]},
         {"classes": []},
         {"classes": [1, 2]},
+        {"classes": ["ant", "\ud800"]},
         {"splits": {}},
         {"splits": {"test": {}}},
         {"splits": []},

@@ -544,6 +544,16 @@ def test_parquet_files_that_name_their_classes_otherwise(tmp_path):
     assert "train-1.parquet names other classes than" in message(tmp_path)
 
 
+@pytest.mark.parametrize("names", [["ant", "\ud800"], ["ant", "ant"]])
+def test_parquet_files_with_names_of_classes_that_are_none(tmp_path, names):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for split in ("train", "test"):
+        table = pyarrow.table({"image": [jpeg(1), jpeg(2)], "label": [0, 1]})
+        noted = json.dumps({"info": {"features": {"label": {"names": names}}}})
+        parquet.write_table(table.replace_schema_metadata({"huggingface": noted}), tmp_path / f"{split}.parquet")
+    assert "parquet does not name its classes by different texts" in message(tmp_path)
+
+
 def test_damage_to_parquet_and_to_what_was_unpacked(tmp_path, cache):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"image": [jpeg(1), jpeg(2)], "label": ["a", "b"]})

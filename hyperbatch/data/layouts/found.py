@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hyperbatch.data.source import ArraySource, EncodedSource
+from hyperbatch.data.source import ArraySource, EncodedSource, can_be_printed
 from hyperbatch.errors import InputError
 
 TRAIN = "train"
@@ -106,11 +105,7 @@ def label_text(value: Any) -> str | None:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = str(value).strip() if isinstance(value, (str, int)) else ""
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:  # half of a pair that stands for one character: it cannot be printed
-        return None
-    return None if re.search(r"[\x00-\x1f\x7f]", text) else text or None
+    return text if text and can_be_printed(text) and not re.search(r"[\x00-\x1f\x7f]", text) else None
 
 
 def classes_of(labels: Collection[str]) -> tuple[str, ...]:

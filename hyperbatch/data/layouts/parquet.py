@@ -30,6 +30,7 @@ from hyperbatch.data.layouts.found import (
     numbered,
     val_name,
 )
+from hyperbatch.data.source import can_be_printed
 from hyperbatch.errors import InputError
 
 _IMAGES = ("image", "img", "jpg", "png", "picture")
@@ -157,9 +158,12 @@ def _class_names(path: Path) -> tuple[str, ...] | None:
         metadata = file.schema_arrow.metadata or {}
     try:
         names = json.loads(metadata[b"huggingface"])["info"]["features"][label]["names"]
-        return tuple(str(name) for name in names)
+        classes = tuple(str(name) for name in names)
     except (KeyError, ValueError, TypeError):
         return None
+    if len(set(classes)) < len(classes) or not all(map(can_be_printed, classes)):
+        raise InputError(f"{path} does not name its classes by different texts; write the file again")
+    return classes
 
 
 def _by_number(texts: list[str], classes: int, path: Path) -> np.ndarray:

@@ -28,6 +28,7 @@ from hyperbatch.data.layouts.found import (
     split_of,
     val_name,
 )
+from hyperbatch.data.source import can_be_printed
 from hyperbatch.errors import InputError
 
 SUFFIXES = (".csv", ".tsv", ".jsonl")
@@ -193,10 +194,6 @@ def _row(path: Path, number: int, file: Any, label: Any, split: Any) -> _Row:
     text = label_text(label)
     if not isinstance(file, str) or not file.strip() or text is None:
         raise InputError(f"{path} line {number} has no path or no label; correct or remove it")
-    try:
-        valid = b"\0" not in os.fsencode(file)
-    except UnicodeEncodeError:  # half of a pair that stands for one character
-        valid = False
-    if not valid:
+    if "\0" in file or not can_be_printed(file):
         raise InputError(f"{path} line {number} has a path that no file can have; correct or remove it")
     return _Row(number, file.strip(), text, split.strip().lower() if isinstance(split, str) else None)
