@@ -1,5 +1,6 @@
 """Each layout that people really have, built small and exactly: opened, described and packed alike."""
 
+import io
 import itertools
 import json
 import os
@@ -470,7 +471,14 @@ def test_webdataset_shards_without_labels_or_cut(tmp_path):
     for split in ("train", "val"):
         Files({"0.jpg": jpeg(1), "0.cls": b"0", "1.jpg": jpeg(2)}).tar(tmp_path / f"{split}-0.tar")
     assert "train-0.tar: sample '1' has no .cls" in message(tmp_path)
+    Files({"0.jpg": jpeg(1), "0.cls": b"0", "1.gif": b"GIF89a", "1.cls": b"1"}).tar(tmp_path / "train-0.tar")
+    assert "train-0.tar: sample '1' has a .cls and no image" in message(tmp_path)
     path = Files({"0.jpg": jpeg(1), "0.cls": b"0"}).tar(tmp_path / "train-0.tar")
+    with tarfile.open(path, "a") as tar:
+        for name in ("0.jpg", "0.cls"):
+            tar.addfile(tarfile.TarInfo(name), io.BytesIO())
+    assert "train-0.tar: sample '0' has more than one .jpg" in message(tmp_path)
+    Files({"0.jpg": jpeg(1), "0.cls": b"0"}).tar(path)
     path.write_bytes(path.read_bytes() * 2)
     assert "data after its end mark" in message(tmp_path)
     path.unlink()

@@ -107,8 +107,20 @@ def _samples(content: Content) -> Iterator[tuple[bytes, tuple[int, int], bytes]]
     members = tar_members(whole(content), str(content.path))
     shown = (member for member in members if not os.path.basename(member[0]).startswith("."))
     for key, members in itertools.groupby(shown, lambda member: _key(member[0])):
-        parts = {name[len(key) + 1 :].lower(): (name, offset, length) for name, offset, length in members}
+        parts: dict[str, tuple[str, int, int]] = {}
+        for member in members:
+            suffix = member[0][len(key) + 1 :].lower()
+            if parts.setdefault(suffix, member) is not member:
+                raise InputError(
+                    f"{content.path}: sample {key!r} has more than one .{suffix}, so others may have its key; "
+                    "give every sample a key of its own"
+                )
         suffixes = [suffix for suffix, part in parts.items() if is_image(os.path.basename(part[0]))]
+        if not suffixes and "cls" in parts:
+            kinds = ", ".join(suffix for suffix in parts if suffix != "cls") or "nothing else"
+            raise InputError(
+                f"{content.path}: sample {key!r} has a .cls and no image, only {kinds}; add one or remove it"
+            )
         if not suffixes:
             continue
         image = parts[min(suffixes, key=lambda suffix: suffix.count("."))]
