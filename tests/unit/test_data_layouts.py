@@ -505,6 +505,10 @@ def test_a_set_that_lacks_one_of_its_numbered_files_is_told(tmp_path, suffix):
     for name in ("train-1-of-4", "train-2-of-4", "train-4-of-4", "val"):
         (tmp_path / f"{name}.parquet").touch()
     assert "lacks train-3-of-4; fetch it" in message(tmp_path)
+    (tmp_path / "tars").mkdir()
+    Files({"train/a/0.jpg": jpeg(1)}).tar(tmp_path / "tars" / "train-0-of-2.tar")
+    Files({"val/a/0.jpg": jpeg(1)}).tar(tmp_path / "tars" / "val.tar")
+    assert "lacks train-1-of-2; fetch it" in message(tmp_path / "tars")
 
 
 # --- parquet
