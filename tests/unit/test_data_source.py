@@ -19,7 +19,7 @@ from hyperbatch.data.cifar import CIFAR10, count_cifar, open_cifar
 from hyperbatch.data.digits import open_digits
 from hyperbatch.data.folders import FolderSource, TarSource
 from hyperbatch.data.gpu import reader_process
-from hyperbatch.data.source import ArraySource, BadSample, Source, check_data, open_data, open_eval
+from hyperbatch.data.source import ArraySource, BadSample, EncodedSource, Source, check_data, open_data, open_eval
 from hyperbatch.errors import InputError
 
 
@@ -431,6 +431,33 @@ def test_own_data_is_checked_when_it_is_opened(monkeypatch, kind):
         check_data(DataConfig(dataset="some:data"))
     monkeypatch.setattr(source, "load_object", lambda *_: lambda config: (Own(), Own()))
     assert check_data(DataConfig(dataset="some:data")).train_samples == 3
+
+
+class OwnFiles(EncodedSource):
+    """Of somebody's own, as the documented LMDB set: of a key that is not there LMDB gives None."""
+
+    def __init__(self, files):
+        super().__init__("own", ("a", "b"), np.array([0, 1]))
+        self.files = files
+
+    def read(self, index):
+        if self.files[index] == "gone":
+            raise KeyError("gone")
+        return self.files[index]
+
+
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [(None, "own: read(0) must return bytes, got NoneType"), ("gone", "dataset 'some:data': read(0) raised KeyError")],
+)
+def test_own_files_are_read_when_they_are_opened(monkeypatch, first, told):
+    sets = OwnFiles([first, jpeg()]), OwnFiles([jpeg(), None])
+    monkeypatch.setattr(source, "load_object", lambda *_: lambda config: (sets[0], sets[1]))
+    assert told in message(DataConfig(dataset="some:data"))
+    monkeypatch.setattr(source, "load_object", lambda *_: lambda config: (sets[1], sets[1]))
+    check_data(DataConfig(dataset="some:data"))
+    with pytest.raises(BadSample, match=r"own\[1\]: read returned NoneType, not bytes"):
+        sets[1].read_buffer(1)
 
 
 def test_own_arrays_need_an_image_for_every_label(monkeypatch):
