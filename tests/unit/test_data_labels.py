@@ -168,7 +168,7 @@ def test_files_that_are_pipes_or_folders_are_named(packed):
     index = index_path(packed / "train-000000.tar")
     index.unlink()
     os.mkfifo(index)
-    with pytest.raises(InputError, match=r"train-000000\.index\.npy: not a regular file"):
+    with pytest.raises(InputError, match=r"train-000000\.index\.npy cannot be read: not a regular file"):
         opened(packed)
     (packed / "manifest.json").unlink()
     os.mkfifo(packed / "manifest.json")
@@ -176,7 +176,22 @@ def test_files_that_are_pipes_or_folders_are_named(packed):
         opened(packed)
     (packed / "manifest.json").unlink()
     (packed / "manifest.json").mkdir()
-    with pytest.raises(InputError, match=r"manifest\.json is not a manifest"):
+    with pytest.raises(InputError, match=r"manifest\.json cannot be read: Is a directory"):
+        opened(packed)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "train-000000.index.npy"])
+def test_files_that_may_not_be_read_need_other_permissions(packed, monkeypatch, name):
+    """Not to be packed again, as others that cannot be read."""
+    allowed = os.open
+
+    def denied(path, *flags):
+        if str(path).endswith(name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return allowed(path, *flags)
+
+    monkeypatch.setattr(os, "open", denied)
+    with pytest.raises(InputError, match=f"{name} cannot be read: Permission denied; check its permissions"):
         opened(packed)
 
 
