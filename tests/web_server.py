@@ -16,6 +16,10 @@ class WebServer:
         self.sent_bytes = 0
         self.drop = lambda path, start, stop: None
         self.damage = lambda path: False
+        self.answers = lambda start, stop, size: (
+            start,
+            f"bytes {start}-{stop - 1}/{size}",
+        )  # first byte, Content-Range
         self.before = lambda path: None
         self.status = {}  # path -> what is answered instead
         self._server, self._port, self._open = None, 0, []
@@ -88,7 +92,10 @@ class WebServer:
                 handler.end_headers()
                 return
             handler.send_response(206)
-            handler.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(data)}")
+            first, place = self.answers(start, stop, len(data))
+            start, stop = first, first + stop - start
+            if place:
+                handler.send_header("Content-Range", place)
         else:
             handler.send_response(200)
         self.requests.append((path, start, stop))

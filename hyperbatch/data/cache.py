@@ -159,5 +159,5 @@ def decoded_bytes(source: Source) -> int:
         return source.images.nbytes
     if not isinstance(source, EncodedSource):
         return source.image(0).nbytes * len(source)
-    pixels = estimated_mean(source, lambda i: math.prod(image_size(source.read(i), source.describe(i))))
+    pixels = estimated_mean(source, lambda i: math.prod(image_size(source.read_buffer(i), source.describe(i))))
     return 1 << 62 if pixels is None else int(pixels * source.channels * len(source))

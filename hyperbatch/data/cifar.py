@@ -29,6 +29,7 @@ from hyperbatch.data.tars import check_end
 from hyperbatch.errors import InputError
 
 _PIXEL_BYTES = 3 * 32 * 32
+SAMPLES = {"train": 50_000, "test": 10_000}  # of either set
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,12 @@ def open_cifar(cifar: Cifar, path: Path) -> tuple[ArraySource, ArraySource]:
         with ThreadPoolExecutor(min(len(items), usable_cores())) as pool:
             parts = list(pool.map(read, items))
         splits = [_joined(chosen) for chosen in (parts[: len(train)], parts[len(train) :])]
+        for (name, samples), (images, _) in zip(SAMPLES.items(), splits, strict=True):
+            if len(images) != samples:  # a file may be cut between two images
+                raise InputError(
+                    f"{path} holds {len(images):,} images of {cifar.title}'s {name} set, which has {samples:,}; "
+                    "fetch it again"
+                )
         _keep(kept_folder, splits)
     sources = [
         ArraySource(f"{cifar.name} {name}", images, labels, classes=cifar.classes, mean=cifar.mean, std=cifar.std)
@@ -126,7 +133,7 @@ def open_cifar(cifar: Cifar, path: Path) -> tuple[ArraySource, ArraySource]:
 def count_cifar(cifar: Cifar, path: Path) -> DataCounts:
     """The counts of the full set; checks that the files are there, decodes none of them."""
     _find(path, cifar)
-    return DataCounts(train_samples=50_000, eval_samples=10_000, classes=len(cifar.classes))
+    return DataCounts(train_samples=SAMPLES["train"], eval_samples=SAMPLES["test"], classes=len(cifar.classes))
 
 
 def recognised_cifar(path: Path) -> Cifar | None:

@@ -9,6 +9,7 @@ import mmap
 import os
 import tarfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol, cast
 
@@ -88,6 +89,12 @@ class FolderSource(EncodedSource):
     def describe(self, index: int) -> str:
         return str(self.path(index))
 
+    def sample_names(self) -> np.ndarray:
+        """Other paths are as a table has them, which says them relative to itself or else to this machine."""
+        return names_below_classes(
+            self, self._paths, lambda path: path.rpartition(b"/")[2] if path[:1] == b"/" else path
+        )
+
     def sizes_bytes(self) -> np.ndarray:
         sizes = np.full(len(self), -1, dtype=np.int64)
         for i in range(len(self)):
@@ -98,6 +105,16 @@ class FolderSource(EncodedSource):
             except OSError as error:
                 raise InputError(f"{error.filename}: {error.strerror}; repair or remove the file") from error
         return sizes
+
+
+def names_below_classes(source: EncodedSource, paths: np.ndarray, other: Callable[[bytes], bytes]) -> np.ndarray:
+    """bytes[n]: what is behind the class folder in each path, which is alike in a folder, an archive and a table of the
+    same files; `other` names those that are in no folder of their class."""
+    classes, names = [os.fsencode(name) for name in source.classes], []
+    for path, label in zip(paths.tolist(), source.labels.tolist(), strict=True):
+        _, inside, below = b"/".join((b"", path)).rpartition(b"/%b/" % classes[label])
+        names.append(below if inside else other(path))
+    return np.array(names)
 
 
 class FolderTree:
@@ -201,10 +218,10 @@ class TarSource(EncodedSource):
         for number, (path, content) in enumerate(zip(paths, self._contents, strict=True)):
             try:
                 for name, offset, length in plain_files(_file_over(content)):
-                    *folders, file = (part for part in name.split("/") if part != ".")
+                    *folders, file = path_parts(name)
                     if len(folders) < 2 or folders[0] != split or not is_image(file):
                         continue
-                    if all(folder and not folder.startswith(".") for folder in folders):
+                    if not any(folder.startswith(".") for folder in folders):
                         found[number, folders[1], "/".join([*folders[2:], file])] = offset, length
             except (ValueError, OverflowError) as error:  # a map cannot seek behind its end
                 raise InputError(f"{path} is truncated or damaged ({error}); fetch or write it again") from error
@@ -227,6 +244,9 @@ class TarSource(EncodedSource):
     def describe(self, index: int) -> str:
         path = self._paths[self._spans[index, 0]]
         return f"{path}:{self.name}/{self.classes[self.labels[index]]}/{os.fsdecode(bytes(self._names[index]))}"
+
+    def sample_names(self) -> np.ndarray:
+        return self._names  # behind the class folder
 
     def sizes_bytes(self) -> np.ndarray:
         return self._spans[:, 2].copy()
@@ -264,6 +284,11 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     """Links to folders count; those that lead to themselves are no error."""
     return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
+
+
+def path_parts(name: str) -> list[str]:
+    """Folders and file of a member of an archive, as it would be unpacked: /a//b/./c.jpg is a/b/c.jpg."""
+    return [part for part in name.split("/") if part not in ("", ".")] or [""]
 
 
 def is_image(name: str) -> bool:

@@ -7,10 +7,13 @@ classes, only if the rest is what it was.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -126,41 +129,42 @@ def pack(
     names = {name: _source_names(source, src) for name, source in sources.items()}
     sizes = {name: source.sizes_bytes() for name, source in sources.items()}
     fingerprints = {name: _fingerprints(source, names[name], sizes[name]) for name, source in sources.items()}
-    _claim(dst, repr((shard_bytes, recompress, skip_bad)), fingerprints, append=append)
+    with _alone(dst):
+        _claim(dst, repr((shard_bytes, recompress, skip_bad)), fingerprints, append=append)
 
-    before = read_manifest(dst) if (dst / MANIFEST).exists() else None
-    classes = _class_order(before, sources)
-    number = {name: i for i, name in enumerate(classes)}
-    todo: list[ShardPlan] = []
-    missing: list[str] = []
-    for name, source in sources.items():
-        # Pixels of unknown number: a photograph, a third longer than its shorter side, of three bytes each.
-        guess = np.full_like(sizes[name], 4 * short_side**2) if decoded and short_side else sizes[name]
-        packed = before.splits.get(name) if before else None
-        known = {classes[number] for number in packed.classes} if packed else set()
-        new = np.array([each not in known for each in source.classes])[source.labels]
-        missing += [f"{names[name][i]}: there is no such file" for i in np.flatnonzero(new & (sizes[name] < 0))]
-        ids = np.flatnonzero(new & (sizes[name] >= 0))
-        if len(ids) == 0 and not packed:
-            raise InputError(f"{src} has no {name} image that can be read; nothing was packed")
-        numbers = np.arange(len(ids)) + (packed.samples if packed else 0)
-        labels = np.array([number[each] for each in source.classes])[source.labels[ids]]
-        first_shard = len(packed.shards) if packed else 0
-        for shard, rows in enumerate(_shard_cuts(guess[ids], shard_bytes)):
-            todo.append(
-                ShardPlan(
-                    path=dst / f"{name}-{first_shard + shard:06d}.tar",
-                    source=source,
-                    names=names[name],
-                    ids=ids[rows],
-                    numbers=numbers[rows],
-                    labels=labels[rows],
-                    lengths=sizes[name][ids[rows]] if recompress.keeps_bytes else None,
+        before = read_manifest(dst) if (dst / MANIFEST).exists() else None
+        classes = _class_order(before, sources)
+        number = {name: i for i, name in enumerate(classes)}
+        todo: list[ShardPlan] = []
+        missing: list[str] = []
+        for name, source in sources.items():
+            # Pixels of unknown number: a photograph, a third longer than its shorter side, of three bytes each.
+            guess = np.full_like(sizes[name], 4 * short_side**2) if decoded and short_side else sizes[name]
+            packed = before.splits.get(name) if before else None
+            known = {classes[number] for number in packed.classes} if packed else set()
+            new = np.array([each not in known for each in source.classes])[source.labels]
+            missing += [f"{names[name][i]}: there is no such file" for i in np.flatnonzero(new & (sizes[name] < 0))]
+            ids = np.flatnonzero(new & (sizes[name] >= 0))
+            if len(ids) == 0 and not packed:
+                raise InputError(f"{src} has no {name} image that can be read; nothing was packed")
+            numbers = np.arange(len(ids)) + (packed.samples if packed else 0)
+            labels = np.array([number[each] for each in source.classes])[source.labels[ids]]
+            first_shard = len(packed.shards) if packed else 0
+            for shard, rows in enumerate(_shard_cuts(guess[ids], shard_bytes)):
+                todo.append(
+                    ShardPlan(
+                        path=dst / f"{name}-{first_shard + shard:06d}.tar",
+                        source=source,
+                        names=names[name],
+                        ids=ids[rows],
+                        numbers=numbers[rows],
+                        labels=labels[rows],
+                        lengths=sizes[name][ids[rows]] if recompress.keeps_bytes else None,
+                    )
                 )
-            )
-    written = {plan.path for plan in todo if not is_finished(plan)}
-    write_shards([plan for plan in todo if plan.path in written], todo, recompress, skip_bad, workers, progress)
-    return _finish(dst, before, classes, sources, todo, missing, written=len(written))
+        written = {plan.path for plan in todo if not is_finished(plan)}
+        write_shards([plan for plan in todo if plan.path in written], todo, recompress, skip_bad, workers, progress)
+        return _finish(dst, before, classes, sources, todo, missing, written=len(written))
 
 
 def _is_below(path: Path, folder: Path) -> bool:
@@ -244,10 +248,34 @@ def _fingerprints(source: EncodedSource, names: list[str], sizes: np.ndarray) ->
     return {name: found.hexdigest() for name, found in zip(source.classes, hashes, strict=True)}
 
 
+@contextlib.contextmanager
+def _alone(dst: Path) -> Iterator[None]:
+    """Makes the folder, and keeps other processes from packing into it until the block, or this process, ends."""
+    try:
+        dst.mkdir(parents=True, exist_ok=True)
+        folder = os.open(dst, os.O_RDONLY)
+    except OSError as error:
+        raise _cannot_pack(dst, error) from error
+    try:
+        with contextlib.suppress(OSError):  # a file system on which folders cannot be locked, such as NFS
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise InputError(
+                    f"another process packs into {dst}; wait until it has finished, or give another folder"
+                ) from error
+        yield
+    finally:
+        os.close(folder)
+
+
+def _cannot_pack(dst: Path, error: Exception) -> InputError:
+    return InputError(f"cannot pack into {dst}: {error}; give an empty folder that can be written")
+
+
 def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append: bool) -> None:
     """Makes the folder this pack's own, or finds that it already is."""
     try:
-        dst.mkdir(parents=True, exist_ok=True)
         plan = dst / PLAN
         held: dict[str, Any] = {"splits": {}}
         if holds_plan(dst):
@@ -280,7 +308,7 @@ def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"cannot pack into {dst}: {error}; give an empty folder that can be written") from error
+        raise _cannot_pack(dst, error) from error
 
 
 def _class_order(before: Manifest | None, sources: dict[str, EncodedSource]) -> tuple[str, ...]:

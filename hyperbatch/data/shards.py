@@ -28,7 +28,7 @@ from typing import Any, Self
 import numpy as np
 
 from hyperbatch.data import kept
-from hyperbatch.data.source import BadSample, EncodedSource, Location, max_open_files
+from hyperbatch.data.source import BadSample, EncodedSource, Location, can_be_printed, max_open_files
 from hyperbatch.errors import InputError
 
 MANIFEST = "manifest.json"
@@ -101,6 +101,8 @@ class Manifest:
         classes = tuple(values["classes"])
         if not classes or not all(isinstance(name, str) for name in classes) or len(set(classes)) < len(classes):
             raise ValueError("classes are not a list of different names")
+        if not all(map(can_be_printed, classes)):
+            raise ValueError("a class has a name that cannot be printed")
         splits = {name: _split(name, split, schema, len(classes)) for name, split in values["splits"].items()}
         if not splits or not set(splits) <= set(SPLITS):
             raise ValueError(f"splits are {list(splits)}, not train and val")
@@ -241,7 +243,13 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError as error:
         raise InputError(incomplete(folder)) from error
     except OSError as error:
-        raise InputError(f"{path} is not a manifest of packed shards: {error}; pack the set again") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> InputError:
+    hint = "check its permissions" if isinstance(error, PermissionError) else "pack the set again"
+    name = error.filename if isinstance(error.filename, str) else path  # it may be the number of an open file
+    return InputError(f"{name} cannot be read: {error.strerror or error}; {hint}")
 
 
 def holds_plan(folder: Path) -> bool:
@@ -292,7 +300,7 @@ def read_index(
         data = _content(path)
         size_bytes = shard.stat().st_size if has_shard else 1 << 62
     except OSError as error:
-        raise InputError(f"{path}: {error}; pack the set again") from error
+        raise _unreadable(path, error) from error
     if checksum is not None and zlib.crc32(data) != checksum:
         raise InputError(f"{path} does not match the manifest's checksum, so labels may be wrong; pack the set again")
     header = _INDEX_HEADER.match(data)
@@ -325,7 +333,7 @@ def _joined_index(folder: Path, shards: tuple[Shard, ...], has_shards: bool) -> 
         if has_shards:
             state += [(shard, _state(folder / shard.name)) for shard in shards]
     except OSError as error:
-        raise InputError(f"{error.filename}: {error.strerror}; pack the set again") from error
+        raise _unreadable(folder, error) from error
     key = hashlib.sha256(repr((str(folder.resolve()), state)).encode()).hexdigest()
     return kept.shared_rows(f"index-{key[:16]}", INDEX_DTYPE, sum(shard.samples for shard in shards), parts)
 
@@ -341,7 +349,7 @@ def read_names(shard: Path, samples: int, checksum: int | None) -> list[bytes]:
     try:
         data = _content(path)
     except OSError as error:
-        raise InputError(f"{path}: {error}; pack the set again") from error
+        raise _unreadable(path, error) from error
     names = data.split(b"\0")
     if (checksum is not None and zlib.crc32(data) != checksum) or len(names) != max(1, samples):
         raise InputError(f"{path} does not match the manifest's checksum; pack the set again")

@@ -24,6 +24,7 @@ from hyperbatch.data.remote.store import Address, is_address
 from hyperbatch.errors import InputError, RunFailed, load_object, nearest, own_code
 from hyperbatch.vocabulary import IMAGENET_MEAN, IMAGENET_STD
 
+_BYTES = (bytes, bytearray, memoryview)
 _PROBED_SAMPLES = 32
 _MAX_OPEN = 256
 _SYNTHETIC_BYTES = 64 << 20  # distinct pixels a synthetic split holds; larger sets repeat them
@@ -145,7 +146,10 @@ class EncodedSource:
 
     def read_buffer(self, index: int) -> bytearray:
         """`read` into memory of the caller's own, which decoders that refuse read-only bytes need."""
-        return bytearray(self.read(index))
+        data: Any = self.read(index)
+        if not isinstance(data, _BYTES):  # of a key that is not there a database may give None
+            raise BadSample(f"{self.describe(index)}: read returned {type(data).__name__}, not bytes")
+        return bytearray(data)
 
     def will_read(self, ids: np.ndarray) -> None:
         """The loader will read these soon, in this order: whoever has to wait for them can begin."""
@@ -188,6 +192,15 @@ class EncodedSource:
         from hyperbatch.data.decode import decode_full
 
         return decode_full(self.read(index), self.describe(index))
+
+
+def can_be_printed(text: str) -> bool:
+    """False: it holds half of a pair that stands for one character, which JSON can spell and nobody can write."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def checked_labels(name: str, labels: Any, classes: int) -> np.ndarray:
@@ -394,6 +407,9 @@ def _user_data(config: DataConfig) -> tuple[Source, Source]:
         )
     for part in made:
         _check_own(part)
+        if isinstance(part, EncodedSource):
+            with contextlib.suppress(BadSample):  # reported when the loader meets it
+                _check_read(part, config.dataset)
     return made
 
 
@@ -420,6 +436,14 @@ def _check_own(source: Source) -> None:
             ):
                 got = f"{image.dtype}{image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
                 raise InputError(f"{name}: image(0) must be uint8[height, width, {source.channels}], got {got}")
+
+
+def _check_read(source: EncodedSource, dataset: str) -> None:
+    rule = "it must return the bytes of a file, or raise BadSample"
+    with own_code(f"dataset {dataset!r}: read(0)", rule, lambda error: isinstance(error, BadSample)):
+        data: Any = source.read(0)
+    if not isinstance(data, _BYTES):
+        raise InputError(f"{source.name}: read(0) must return bytes, got {type(data).__name__}")
 
 
 def _synthetic(config: DataConfig, split: str, samples: int) -> ArraySource:

@@ -4,6 +4,7 @@ again."""
 import errno
 import json
 import os
+import shutil
 import tarfile
 import zlib
 from pathlib import Path
@@ -129,6 +130,7 @@ def test_a_changed_manifest_is_refused(packed, change):
         {"classes": ["ant", "ant"]},
         {"classes": []},
         {"classes": [1, 2]},
+        {"classes": ["ant", "\ud800"]},
         {"splits": {}},
         {"splits": {"test": {}}},
         {"splits": []},
@@ -166,7 +168,7 @@ def test_files_that_are_pipes_or_folders_are_named(packed):
     index = index_path(packed / "train-000000.tar")
     index.unlink()
     os.mkfifo(index)
-    with pytest.raises(InputError, match=r"train-000000\.index\.npy: not a regular file"):
+    with pytest.raises(InputError, match=r"train-000000\.index\.npy cannot be read: not a regular file"):
         opened(packed)
     (packed / "manifest.json").unlink()
     os.mkfifo(packed / "manifest.json")
@@ -174,7 +176,22 @@ def test_files_that_are_pipes_or_folders_are_named(packed):
         opened(packed)
     (packed / "manifest.json").unlink()
     (packed / "manifest.json").mkdir()
-    with pytest.raises(InputError, match=r"manifest\.json is not a manifest"):
+    with pytest.raises(InputError, match=r"manifest\.json cannot be read: Is a directory"):
+        opened(packed)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "train-000000.index.npy"])
+def test_files_that_may_not_be_read_need_other_permissions(packed, monkeypatch, name):
+    """Not to be packed again, as others that cannot be read."""
+    allowed = os.open
+
+    def denied(path, *flags):
+        if str(path).endswith(name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return allowed(path, *flags)
+
+    monkeypatch.setattr(os, "open", denied)
+    with pytest.raises(InputError, match=f"{name} cannot be read: Permission denied; check its permissions"):
         opened(packed)
 
 
@@ -324,6 +341,22 @@ def test_an_interrupted_append_is_finished_by_the_next_and_loses_nothing_before(
     assert verify(packed).ok
 
 
+def test_two_packs_into_one_folder_at_once(src, tmp_path):
+    """Both would write to the same files: the second emptied what the first had finished, or mixed other data in."""
+    shutil.copytree(src, tmp_path / "other")
+    refused = []
+
+    def meanwhile(done, total):
+        with pytest.raises(InputError, match="another process packs into") as caught:
+            pack(tmp_path / "other", tmp_path / "twice")
+        refused.append(caught)
+
+    pack(src, tmp_path / "twice", progress=meanwhile)
+    assert refused
+    assert verify(tmp_path / "twice").ok
+    pack(src, tmp_path / "twice")
+
+
 def test_what_changed_is_not_appended_to(src, packed, tmp_path):
     add_class(src, "bee")
     (src / "train" / "ant" / "0.bmp").write_bytes(b"new")
@@ -443,3 +476,46 @@ def test_samples_of_a_folder_or_archive_are_known_by_their_names_wherever_it_lie
     renamed = Files({path.replace("train/a/0", "train/a/5"): data for path, data in files.items()})
     train, _ = open_data(DataConfig(data=str(renamed.tar(tmp_path / "three.tar"))))
     assert sample_list(train).members != lists[0].members
+
+
+@pytest.mark.parametrize("form", ["folder", "tar", "zip", "tars", "table"])
+def test_files_of_one_name_in_other_folders_of_a_class_are_other_samples(tmp_path, form):
+    """The frames of videos are called the same in each; the videos of a class could change places unnoticed."""
+
+    def listed(name, first, second):
+        paths = [
+            f"{split}/{c}/{video}/{i}.jpg" for split in ("train", "val") for c in "ab" for video in "vw" for i in "01"
+        ]
+        files = {path.replace("/v/", f"/{first}/").replace("/w/", f"/{second}/"): b"" for path in paths}
+        files = Files({path: path.encode() for path in files})
+        if form == "tars":
+            for split in ("train", "val"):
+                part = Files({path: data for path, data in files.items() if path.startswith(split)})
+                (tmp_path / name).mkdir(exist_ok=True)
+                part.tar(tmp_path / name / f"{split}.tar")
+        elif form in ("folder", "table"):
+            files.folder(tmp_path / name / ("images" if form == "table" else ""))
+        else:
+            (tmp_path / name).mkdir()
+            getattr(files, form)(tmp_path / name / f"set.{form}")
+        for split in ("train", "val") if form == "table" else ():
+            rows = [f"images/{path},{path.split('/')[1]}\n" for path in files if path.startswith(split)]
+            (tmp_path / name / f"{split}.csv").write_text("path,label\n" + "".join(rows))
+        return sample_list(open_data(DataConfig(data=str(tmp_path / name)))[0])
+
+    one = listed("one", "v", "w")
+    assert one == listed("moved", "v", "w")
+    assert one.order != listed("other", "w", "x").order
+    assert one.members != listed("more", "v", "x").members
+
+
+def test_rows_of_parquet_are_told_apart_by_their_images(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    lists = []
+    for number, images in enumerate(([b"1", b"2", b"3"], [b"2", b"1", b"3"])):
+        (tmp_path / str(number)).mkdir()
+        for split in ("train", "val"):
+            table = pyarrow.table({"image": images, "label": ["a", "a", "b"]})
+            parquet.write_table(table, tmp_path / str(number) / f"{split}.parquet")
+        lists.append(sample_list(open_data(DataConfig(data=str(tmp_path / str(number))))[0]))
+    assert lists[0].order != lists[1].order

@@ -1,5 +1,6 @@
 """Each layout that people really have, built small and exactly: opened, described and packed alike."""
 
+import io
 import itertools
 import json
 import os
@@ -391,6 +392,7 @@ def test_labels_that_are_numbers_are_in_the_order_of_numbers(tmp_path):
         ("path,label\n0.jpg,b\n", "a label 'a' that the training set does not have"),
         ("path,label\n\xff,b\n", "not a text in UTF-8"),
         ("path,label\n0.jpg,a\nPath,Label\n0.jpg,a\n", "line 3 repeats the names of the columns"),
+        ("path,label\n0.jpg,b\n0.jpg,a\n", "train.csv gives 0.jpg the labels 'b' and 'a'; keep one of them"),
     ],
 )
 def test_wrong_tables_are_told(tmp_path, table, told):
@@ -398,6 +400,25 @@ def test_wrong_tables_are_told(tmp_path, table, told):
     (tmp_path / "train.csv").write_bytes(table.encode("latin-1"))
     (tmp_path / "val.csv").write_text("path,label\n0.jpg,a\n")
     assert told in message(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ("1.jpg,a,", "line 4 has no split; write train, val or test"),
+        ("1.jpg,a,trian", "line 4 has a split 'trian'; write train, val or test"),
+    ],
+)
+def test_rows_of_no_split_are_told(tmp_path, row, told):
+    """They were left out without a word."""
+    Files().images("0.jpg", "1.jpg").folder(tmp_path)
+    (tmp_path / "labels.csv").write_text(f"path,label,split\n0.jpg,a,train\n0.jpg,a,val\n{row}\n")
+    assert f"labels.csv {told}" in message(tmp_path)
+    (tmp_path / "labels.csv").unlink()
+    rows = [dict(zip(("path", "label", "split"), line.split(","))) for line in ("0.jpg,a,train", "0.jpg,a,val", row)]
+    del rows[0]["split"]
+    (tmp_path / "labels.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert "labels.jsonl line 1 has no split; write train, val or test" in message(tmp_path)
 
 
 def test_tables_in_parts(tmp_path):
@@ -450,7 +471,14 @@ def test_webdataset_shards_without_labels_or_cut(tmp_path):
     for split in ("train", "val"):
         Files({"0.jpg": jpeg(1), "0.cls": b"0", "1.jpg": jpeg(2)}).tar(tmp_path / f"{split}-0.tar")
     assert "train-0.tar: sample '1' has no .cls" in message(tmp_path)
+    Files({"0.jpg": jpeg(1), "0.cls": b"0", "1.gif": b"GIF89a", "1.cls": b"1"}).tar(tmp_path / "train-0.tar")
+    assert "train-0.tar: sample '1' has a .cls and no image" in message(tmp_path)
     path = Files({"0.jpg": jpeg(1), "0.cls": b"0"}).tar(tmp_path / "train-0.tar")
+    with tarfile.open(path, "a") as tar:
+        for name in ("0.jpg", "0.cls"):
+            tar.addfile(tarfile.TarInfo(name), io.BytesIO())
+    assert "train-0.tar: sample '0' has more than one .jpg" in message(tmp_path)
+    Files({"0.jpg": jpeg(1), "0.cls": b"0"}).tar(path)
     path.write_bytes(path.read_bytes() * 2)
     assert "data after its end mark" in message(tmp_path)
     path.unlink()
@@ -461,6 +489,26 @@ def test_shards_of_a_validation_set_alone_are_evaluated(tmp_path):
     (tmp_path / "val").mkdir()
     Files({"0.jpg": jpeg(1), "0.cls": b"0", "1.jpg": jpeg(2), "1.cls": b"1"}).tar(tmp_path / "val" / "0.tar")
     assert len(open_eval(images(tmp_path))) == 2
+
+
+@pytest.mark.parametrize("suffix", ["", "-5f3a", "-{0}b"])
+def test_a_set_that_lacks_one_of_its_numbered_files_is_told(tmp_path, suffix):
+    """They say themselves how many they are; half of a set was read without a word."""
+    names = [f"train-{i:05d}-of-00003{suffix.format(i)}.tar" for i in range(3)]
+    for name in (*names, "val-00000-of-00001.tar", "test-00001-of-00002.tar"):
+        Files({"0.jpg": jpeg(1), "0.cls": b"0"}).tar(tmp_path / name)
+    assert check_data(images(tmp_path)).train_samples == 3
+    (tmp_path / names[1]).unlink()
+    assert "lacks train-00001-of-00003; fetch it" in message(tmp_path)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    for name in ("train-1-of-4", "train-2-of-4", "train-4-of-4", "val"):
+        (tmp_path / f"{name}.parquet").touch()
+    assert "lacks train-3-of-4; fetch it" in message(tmp_path)
+    (tmp_path / "tars").mkdir()
+    Files({"train/a/0.jpg": jpeg(1)}).tar(tmp_path / "tars" / "train-0-of-2.tar")
+    Files({"val/a/0.jpg": jpeg(1)}).tar(tmp_path / "tars" / "val.tar")
+    assert "lacks train-1-of-2; fetch it" in message(tmp_path / "tars")
 
 
 # --- parquet
@@ -506,6 +554,16 @@ def test_parquet_files_that_name_their_classes_otherwise(tmp_path):
         table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
         parquet.write_table(table, tmp_path / f"{split}.parquet")
     assert "train-1.parquet names other classes than" in message(tmp_path)
+
+
+@pytest.mark.parametrize("names", [["ant", "\ud800"], ["ant", "ant"]])
+def test_parquet_files_with_names_of_classes_that_are_none(tmp_path, names):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for split in ("train", "test"):
+        table = pyarrow.table({"image": [jpeg(1), jpeg(2)], "label": [0, 1]})
+        noted = json.dumps({"info": {"features": {"label": {"names": names}}}})
+        parquet.write_table(table.replace_schema_metadata({"huggingface": noted}), tmp_path / f"{split}.parquet")
+    assert "parquet does not name its classes by different texts" in message(tmp_path)
 
 
 def test_damage_to_parquet_and_to_what_was_unpacked(tmp_path, cache):

@@ -1,5 +1,6 @@
 """Sets as other people's tools leave them: hidden copies, hard links, names in other encodings, odd tables."""
 
+import errno
 import io
 import json
 import os
@@ -40,6 +41,50 @@ def test_images_in_hidden_folders_are_no_samples(tmp_path, form):
     else:
         path = getattr(files, form)(path / f"set.{form}")
     kind = {"folder": "folder", "tars": "tars"}.get(form, f"folder in a {form}")
+    is_read(path, tmp_path, kind=kind, classes=("a", "b"), train=train, val=val)
+
+
+@pytest.mark.parametrize("form", ["tar", "zip", "shards"])
+def test_an_archive_that_may_not_be_read_is_told(tmp_path, monkeypatch, form):
+    files, _, _ = folder_set()
+    path = tmp_path / "set"
+    if form == "shards":
+        path.mkdir()
+        for split in ("train", "val"):
+            Files({"0.jpg": jpeg(3), "0.cls": b"a"}).tar(path / f"{split}.tar")
+    else:
+        path = getattr(files, form)(tmp_path / f"set.{form}")
+    allowed = os.open
+
+    def denied(name, *flags):
+        if str(name).endswith((".tar", ".zip")):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+        return allowed(name, *flags)
+
+    monkeypatch.setattr(os, "open", denied)
+    assert "cannot be read: Permission denied; check its permissions" in message(path)
+
+
+@pytest.mark.parametrize("form", ["zip", "tar", "tars"])
+@pytest.mark.parametrize(
+    "name", ["{split}/b/./{file}", "{split}//b/{file}", "/{split}/b/{file}", "./././{split}/b/{file}"]
+)
+def test_paths_in_archives_mean_what_they_mean_when_unpacked(tmp_path, form, name):
+    """`tar cf x.tar train/a train/b/.` writes such names; the images of class b were passed over in both splits."""
+    files, train, val = folder_set()
+    odd = Files()
+    for path, data in files.items():
+        split, label, file = path.split("/")
+        odd[name.format(split=split, file=file) if label == "b" else path] = data
+    path = tmp_path / "set"
+    path.mkdir()
+    if form == "tars":
+        for split in ("train", "val"):
+            part = {each: data for each, data in odd.items() if f"{split}/" in each}
+            Files(part).tar(path / f"{split}.tar")
+    else:
+        path = getattr(odd, form)(path / f"set.{form}")
+    kind = "tars" if form == "tars" else f"folder in a {form}"
     is_read(path, tmp_path, kind=kind, classes=("a", "b"), train=train, val=val)
 
 
@@ -193,9 +238,9 @@ def test_a_label_that_cannot_be_printed_is_told(tmp_path):
 
 def test_a_table_with_a_split_column_beside_a_hidden_copy(tmp_path):
     Files().images("0.jpg", "1.jpg").folder(tmp_path)
-    (tmp_path / "labels.csv").write_text("path,label,split\n0.jpg,a,train\n1.jpg,a,{dev}\n")
+    (tmp_path / "labels.csv").write_text("path,label,split\n0.jpg,a,train\n1.jpg,a,train\n")
     (tmp_path / "._labels.csv").write_bytes(b"\0\5\x16\7")
-    assert "labels.csv has no row whose 'split' is val, only train and {dev}; call one of them val" in message(tmp_path)
+    assert "labels.csv has no row whose 'split' is val, only train; call some of them val" in message(tmp_path)
 
 
 # --- labels and images of shards and parquet

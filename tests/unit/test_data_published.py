@@ -1,5 +1,6 @@
 """Sets as they are published, built small with their names, keys and records: opened, described and packed alike."""
 
+import functools
 import io
 import os
 import pickle
@@ -12,8 +13,8 @@ from layout_files import Files, cache, images, is_read, jpeg, message
 from scipy.io import savemat
 
 from hyperbatch.config import DataConfig
-from hyperbatch.data import kept
-from hyperbatch.data.layouts import archives, imagenet
+from hyperbatch.data import cifar, kept
+from hyperbatch.data.layouts import archives, devkit, imagenet
 from hyperbatch.data.pack import info, pack
 from hyperbatch.data.source import check_data, open_data, open_eval
 from hyperbatch.errors import InputError
@@ -64,6 +65,8 @@ def test_tiny_imagenet_in_parts(tmp_path):
     assert "lacks 1 of the 5 images" in message(tmp_path / "set")
     annotations.write_text("\n".join([*lines[:3], "val_2.JPEG\tn03\t0"]))
     assert "'n03'" in message(tmp_path / "set")
+    annotations.write_text("\n".join([*lines, "val_1.JPEG\tn02\t0"]))
+    assert "val_annotations.txt gives val_1.JPEG the labels 'n01' and 'n02'" in message(tmp_path / "set")
     annotations.unlink()
     assert "has no val_annotations.txt" in message(tmp_path / "set")
     (tmp_path / "set" / "wnids.txt").write_text("n01\nn02\nn04\n")
@@ -112,6 +115,13 @@ def test_imagenet_from_kaggle_as_its_zip(tmp_path):
     is_read(path, tmp_path, kind="ImageNet from Kaggle in a zip", classes=("n01", "n02"), train=train, val=val)
 
 
+def test_imagenet_from_kaggle_with_two_labels_for_an_image(tmp_path):
+    files, _, _ = kaggle()
+    files["LOC_val_solution.csv"] += b"ILSVRC2012_val_00000001,n02 1 2 3 4\n"
+    told = "LOC_val_solution.csv gives ILSVRC2012_val_00000001.JPEG the labels 'n01' and 'n02'"
+    assert told in message(files.folder(tmp_path))
+
+
 def test_imagenet_from_kaggle_without_its_labels(tmp_path):
     files, _, _ = kaggle()
     del files["LOC_val_solution.csv"]
@@ -121,6 +131,7 @@ def test_imagenet_from_kaggle_without_its_labels(tmp_path):
 # --- ImageNet's tars
 
 
+@functools.cache
 def meta_mat(wnids):
     """In the devkit's own order, with a group of classes at the end."""
     fields = ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children", "wordnet_height")
@@ -148,13 +159,13 @@ def official(folder, *, devkit_unpacked=False):
     Files(sorted(val.items(), reverse=True)).tar(folder / "ILSVRC2012_img_val.tar")
     numbers = [1, 2, 3, 3, 1]
     data = "ILSVRC2012_devkit_t12/data"
-    devkit = Files(
+    kit = Files(
         {f"{data}/meta.mat": meta_mat(wnids), f"{data}/ILSVRC2012_validation_ground_truth.txt": b"1\n2\n3\n3\n1\n"}
     )
     if devkit_unpacked:
-        devkit.folder(folder)
+        kit.folder(folder)
     else:
-        devkit.tar(folder / "ILSVRC2012_devkit_t12.tar.gz")
+        kit.tar(folder / "ILSVRC2012_devkit_t12.tar.gz")
     return (
         [(data, path.split("/")[0]) for path, data in train],
         [(data, wnids[number - 1]) for data, number in zip(val.values(), numbers)],
@@ -175,8 +186,19 @@ def test_imagenets_tars(tmp_path, monkeypatch, devkit_unpacked, kept_bytes):
 
 def test_the_devkit_needs_an_extra(tmp_path, monkeypatch):
     official(tmp_path)
-    monkeypatch.setitem(sys.modules, "scipy.io", None)
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    devkit.wordnet_ids.cache_clear()
     assert "run pip install 'hyperbatch[imagenet]'" in message(tmp_path)
+
+
+def test_a_damaged_devkit_does_not_end_the_process(tmp_path):
+    """Of a type that does not exist, scipy's reader takes the process along."""
+    official(tmp_path, devkit_unpacked=True)
+    path = tmp_path / "ILSVRC2012_devkit_t12" / "data" / "meta.mat"
+    damaged = bytearray(path.read_bytes())
+    damaged[damaged.index(b"n02") - 4] = 200
+    path.write_bytes(damaged)
+    assert "ILSVRC2012_devkit_t12 cannot be read: its meta.mat is damaged; fetch the devkit again" in message(tmp_path)
 
 
 def test_imagenets_tars_are_indexed_in_the_cache_where_nothing_can_be_written_beside_them(tmp_path, cache, monkeypatch):
@@ -266,8 +288,9 @@ def published_cifar(classes, form):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("form", ["python", "binary"])
 @pytest.mark.parametrize("classes", [10, 100])
-def test_cifar_as_published(tmp_path, classes, form, packed):
+def test_cifar_as_published(tmp_path, monkeypatch, classes, form, packed):
     files, *expected = published_cifar(classes, form)
+    monkeypatch.setattr(cifar, "SAMPLES", {"train": len(expected[0][1]), "test": len(expected[1][1])})
     (tmp_path / "set").mkdir()
     if packed:
         files.tar(tmp_path / "set" / f"cifar-{classes}-{form}.tar.gz")

@@ -492,6 +492,26 @@ def full(*values, **options):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [
+        # A proxy that sends a file from its start, whatever part of it is asked for.
+        (lambda start, stop, size: (0, f"bytes 0-{stop - start - 1}/{size}"), "other bytes than were asked for"),
+        (lambda start, stop, size: (start, None), "does not report the size of the file"),
+    ],
+)
+def test_a_server_that_answers_with_other_bytes_is_told(tree, answers, told):
+    """What came before a dropped connection and after it would not belong together, and few files have a checksum."""
+    with tarfile.open(tree.parent / "set.tar", "w") as tar:
+        tar.add(tree, "set")
+    server = WebServer(tree.parent)
+    server.drop = lambda path, start, stop: 50_000 if stop - start > 50_000 else None
+    server.answers = answers
+    with pytest.raises(InputError, match=rf"set.tar cannot be read: the server .*{told}"):
+        info(f"{server.url}/set.tar")
+    server.die()
+
+
 def test_a_full_disk(server, packed, tree, tmp_path, monkeypatch, capfd):
     local, _ = opened(packed)
     monkeypatch.setattr(mirror.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 100))

@@ -19,7 +19,7 @@ from hyperbatch.data.cifar import CIFAR10, count_cifar, open_cifar
 from hyperbatch.data.digits import open_digits
 from hyperbatch.data.folders import FolderSource, TarSource
 from hyperbatch.data.gpu import reader_process
-from hyperbatch.data.source import ArraySource, BadSample, Source, check_data, open_data, open_eval
+from hyperbatch.data.source import ArraySource, BadSample, EncodedSource, Source, check_data, open_data, open_eval
 from hyperbatch.errors import InputError
 
 
@@ -135,7 +135,7 @@ def test_tars(tmp_path, suffix):
 def test_odd_tar_members_are_passed_over(tmp_path):
     good = [("./train/a/0.jpg", jpeg()), ("train/b/0.jpg", jpeg())]
     odd = [
-        ("/train/a/1.jpg", jpeg()),
+        ("/train/../a/1.jpg", jpeg()),
         ("train/../x.jpg", jpeg()),
         ("train//x.jpg", jpeg()),
         ("train/a/x.txt", b"x"),
@@ -270,7 +270,8 @@ def cifar_forms(folder, name, flat, labels, form):
 
 
 @pytest.mark.parametrize("form", ["binary", "pickle", "arrays"])
-def test_cifar10_forms_agree(tmp_path, form):
+def test_cifar10_forms_agree(tmp_path, monkeypatch, form):
+    monkeypatch.setattr(cifar, "SAMPLES", {"train": 35, "test": 7})
     rng = np.random.default_rng(0)
     flat, labels = cifar_records(rng, 7)
     if form == "arrays":
@@ -289,6 +290,7 @@ def test_cifar10_forms_agree(tmp_path, form):
 def test_cifar10_is_kept_as_arrays_until_its_files_change(tmp_path, monkeypatch, form):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cifar, "_WORTH_KEEPING_BYTES", 0)
+    monkeypatch.setattr(cifar, "SAMPLES", {"train": 35, "test": 7})
     decoded = []
     for name in ("_read_arrays", "_read_binary", "_read_pickle"):
         read = getattr(cifar, name)
@@ -336,10 +338,17 @@ def test_a_hostile_pickle_is_refused(tmp_path):
     assert not (tmp_path / "owned").exists()
 
 
-def test_a_cut_binary_file_is_named(tmp_path):
+def test_a_cut_binary_file_is_named(tmp_path, monkeypatch):
     for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
         (tmp_path / f"{name}.bin").write_bytes(bytes(3073 * 2 - 5))
     with pytest.raises(InputError, match="records"):
+        open_cifar(CIFAR10, tmp_path)
+    monkeypatch.setattr(cifar, "SAMPLES", {"train": 10, "test": 2})
+    for path in tmp_path.iterdir():
+        path.write_bytes(bytes(3073 * 2))
+    open_cifar(CIFAR10, tmp_path)
+    (tmp_path / "data_batch_3.bin").write_bytes(bytes(3073))  # between two images
+    with pytest.raises(InputError, match="holds 9 images of CIFAR-10's train set, which has 10; fetch it again"):
         open_cifar(CIFAR10, tmp_path)
 
 
@@ -422,6 +431,33 @@ def test_own_data_is_checked_when_it_is_opened(monkeypatch, kind):
         check_data(DataConfig(dataset="some:data"))
     monkeypatch.setattr(source, "load_object", lambda *_: lambda config: (Own(), Own()))
     assert check_data(DataConfig(dataset="some:data")).train_samples == 3
+
+
+class OwnFiles(EncodedSource):
+    """Of somebody's own, as the documented LMDB set: of a key that is not there LMDB gives None."""
+
+    def __init__(self, files):
+        super().__init__("own", ("a", "b"), np.array([0, 1]))
+        self.files = files
+
+    def read(self, index):
+        if self.files[index] == "gone":
+            raise KeyError("gone")
+        return self.files[index]
+
+
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [(None, "own: read(0) must return bytes, got NoneType"), ("gone", "dataset 'some:data': read(0) raised KeyError")],
+)
+def test_own_files_are_read_when_they_are_opened(monkeypatch, first, told):
+    sets = OwnFiles([first, jpeg()]), OwnFiles([jpeg(), None])
+    monkeypatch.setattr(source, "load_object", lambda *_: lambda config: (sets[0], sets[1]))
+    assert told in message(DataConfig(dataset="some:data"))
+    monkeypatch.setattr(source, "load_object", lambda *_: lambda config: (sets[1], sets[1]))
+    check_data(DataConfig(dataset="some:data"))
+    with pytest.raises(BadSample, match=r"own\[1\]: read returned NoneType, not bytes"):
+        sets[1].read_buffer(1)
 
 
 def test_own_arrays_need_an_image_for_every_label(monkeypatch):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hyperbatch.data.folders import FolderTree, TarSource, Tree, is_image, list_classes, tar_paths
 from hyperbatch.data.layouts import archives
-from hyperbatch.data.layouts.found import TEST, TRAIN, VAL_NAMES, Found, files_by_split, val_name
+from hyperbatch.data.layouts.found import TEST, TRAIN, VAL_NAMES, Found, check_all_parts, files_by_split, val_name
 from hyperbatch.data.layouts.imagenet import imagenet_tars, imagenet_tree
 from hyperbatch.data.layouts.parquet import parquet
 from hyperbatch.data.layouts.tables import SUFFIXES as TABLES
@@ -135,8 +135,8 @@ def _tars(folder: Path) -> Found | None:
     return Found(
         kind="tars",
         where=str(folder),
-        train=(lambda: TarSource(files[TRAIN], TRAIN)) if TRAIN in files else None,
-        val=(lambda: TarSource(files[val], val)) if val is not None else None,
+        train=(lambda: TarSource(check_all_parts(files[TRAIN]), TRAIN)) if TRAIN in files else None,
+        val=(lambda: TarSource(check_all_parts(files[val]), val)) if val is not None else None,
         expected=lambda split: f"no {split}*.tar; expected {split}.tar, .tar.gz or .tar.xz",
     )
 

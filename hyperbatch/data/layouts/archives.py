@@ -21,7 +21,7 @@ from typing import IO, NamedTuple, cast
 import numpy as np
 
 from hyperbatch.data import kept
-from hyperbatch.data.folders import Listed, decoded, is_image, read_into_memory
+from hyperbatch.data.folders import Listed, decoded, is_image, names_below_classes, path_parts, read_into_memory
 from hyperbatch.data.source import BadSample, EncodedSource, Location, max_open_files
 from hyperbatch.data.tars import plain_files
 from hyperbatch.errors import InputError
@@ -59,9 +59,12 @@ class Content:
         self._descriptor = -1
 
     def open(self) -> None:
-        """Keeps the file open for the reads to come."""
+        """Keeps the file open for the reads to come. InputError where it may not be read."""
         if self.file is not None and self._descriptor < 0:
-            self._descriptor = os.open(self.file, os.O_RDONLY)
+            try:
+                self._descriptor = os.open(self.file, os.O_RDONLY)
+            except OSError as error:
+                raise InputError(f"{self.path} cannot be read: {error.strerror}; check its permissions") from error
 
     def close(self) -> None:
         """Later reads open the file each time."""
@@ -122,7 +125,7 @@ class MemberSource(EncodedSource):
 
     def sample_names(self) -> np.ndarray:
         """As of files in a folder, so that a set may be put into an archive, or unpacked, in the middle of a run."""
-        return np.array([path.rpartition(b"/")[2] for path in self._paths.tolist()])
+        return names_below_classes(self, self._paths, lambda path: path.rpartition(b"/")[2])
 
 
 def read_member(content: Content, row: np.ndarray) -> bytes:
@@ -231,8 +234,8 @@ def open_archive(path: Path) -> ArchiveTree:
         rows[column] = index[column]
     top = _Folder({}, {})
     for row, name in enumerate(names):
-        parts = name.removeprefix("./").split("/")
-        if any(part in ("", ".", "..") for part in parts):  # folders, too: their names end in a slash
+        parts = path_parts(name)
+        if ".." in parts or name.endswith("/"):  # a zip lists its folders, too
             continue
         folder = top
         for part in parts[:-1]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hyperbatch.data.source import ArraySource, EncodedSource
+from hyperbatch.data.source import ArraySource, EncodedSource, can_be_printed
 from hyperbatch.errors import InputError
 
 TRAIN = "train"
@@ -68,6 +67,25 @@ def files_by_split(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[Pa
     return found
 
 
+def check_all_parts(files: list[Path]) -> list[Path]:
+    """InputError unless every file of those that are numbered train-00000-of-00002 is there."""
+    parts: dict[tuple[str, str], dict[int, str]] = {}
+    for path in files:
+        if named := re.match(r"(.*[^0-9])?([0-9]+)-of-([0-9]+)(?![0-9])", path.name):
+            parts.setdefault((named[1] or "", named[3]), {})[int(named[2])] = named[2]
+    for (before, total), numbers in parts.items():
+        # Some count from 0 and some from 1.
+        first = min(1, *numbers) if int(total) in numbers else 0
+        for number in range(first, first + int(total)):
+            if number not in numbers:
+                digits = len(next(iter(numbers.values())))
+                raise InputError(
+                    f"{files[0].parent} lacks {before}{number:0{digits}d}-of-{total}; fetch it, or rename the others "
+                    "to do without it"
+                )
+    return files
+
+
 def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
     try:
         return sorted(
@@ -87,11 +105,7 @@ def label_text(value: Any) -> str | None:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = str(value).strip() if isinstance(value, (str, int)) else ""
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:  # half of a pair that stands for one character: it cannot be printed
-        return None
-    return None if re.search(r"[\x00-\x1f\x7f]", text) else text or None
+    return text if text and can_be_printed(text) and not re.search(r"[\x00-\x1f\x7f]", text) else None
 
 
 def classes_of(labels: Collection[str]) -> tuple[str, ...]:
@@ -100,6 +114,15 @@ def classes_of(labels: Collection[str]) -> tuple[str, ...]:
     if all(re.fullmatch("[0-9]{1,9}", label) for label in distinct):
         return tuple(sorted(distinct, key=lambda label: (int(label), label)))
     return tuple(sorted(distinct))
+
+
+def labels_of(pairs: Iterable[tuple[str, str]], where: object) -> dict[str, str]:
+    """Image -> label, of a table. InputError where it gives one image two labels."""
+    labels: dict[str, str] = {}
+    for image, label in pairs:
+        if labels.setdefault(image, label) != label:
+            raise InputError(f"{where} gives {image} the labels {labels[image]!r} and {label!r}; keep one of them")
+    return labels
 
 
 def numbered(labels: list[str], classes: tuple[str, ...], where: object) -> np.ndarray:

@@ -16,14 +16,14 @@ import io
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from hyperbatch.data import kept
 from hyperbatch.data.folders import FolderTree, Listed, Tree, class_names, list_classes
 from hyperbatch.data.layouts.archives import MemberSource, Window, open_archive, plain_rows, tar_content, tar_members
-from hyperbatch.data.layouts.found import TRAIN, Found
+from hyperbatch.data.layouts.devkit import wordnet_ids
+from hyperbatch.data.layouts.found import TRAIN, Found, labels_of
 from hyperbatch.data.layouts.trees import labelled
 from hyperbatch.data.source import EncodedSource
 from hyperbatch.errors import InputError
@@ -139,21 +139,19 @@ def _devkit(tree: Tree) -> Labels | None:
 
 
 def _devkit_labels(data: Tree | None, where: str) -> dict[str, str]:
-    try:
-        from scipy.io import loadmat
-    except ImportError:
-        raise InputError(f"{where} needs scipy to be read; run pip install 'hyperbatch[imagenet]'") from None
     if data is None or not {"meta.mat", _GROUND_TRUTH} <= set(data.files()):
         raise InputError(f"{where} lacks data/meta.mat or data/{_GROUND_TRUTH}; fetch the devkit again")
+    truth = data.text(_GROUND_TRUTH).split()
     try:
-        synsets: Any = loadmat(io.BytesIO(data.read("meta.mat")), squeeze_me=True)["synsets"]
-        leaves = synsets[synsets["num_children"] == 0]  # the others are groups of classes
-        wnids = {int(number): str(wnid) for number, wnid in zip(leaves["ILSVRC2012_ID"], leaves["WNID"], strict=True)}
-        numbers = [int(line) for line in data.text(_GROUND_TRUTH).split()]
-        return {f"ILSVRC2012_val_{place:08d}.JPEG": wnids[number] for place, number in enumerate(numbers, start=1)}
-    except InputError:
-        raise
-    except Exception as error:  # a damaged meta.mat can fail in any way
+        wnids = wordnet_ids(data.read("meta.mat"))
+        return {f"ILSVRC2012_val_{place:08d}.JPEG": wnids[int(number)] for place, number in enumerate(truth, start=1)}
+    except ImportError:
+        raise InputError(f"{where} needs scipy to be read; run pip install 'hyperbatch[imagenet]'") from None
+    except KeyError as error:
+        raise InputError(f"{where} cannot be read: there is no class {error}; fetch the devkit again") from error
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(f"{where} cannot be read: {error}; fetch the devkit again") from error
 
 
@@ -162,9 +160,10 @@ def _kaggle(tree: Tree) -> Labels:
         rows = csv.DictReader(io.StringIO(tree.text(_CSV)))
         try:
             # The string begins with the class; its boxes follow.
-            return {f"{row['ImageId']}.JPEG": row["PredictionString"].split()[0] for row in rows}
+            pairs = [(f"{row['ImageId']}.JPEG", row["PredictionString"].split()[0]) for row in rows]
         except (KeyError, AttributeError, IndexError, csv.Error) as error:
             raise InputError(f"{tree}/{_CSV} is not Kaggle's table ({error!r}); fetch it again") from error
+        return labels_of(pairs, f"{tree}/{_CSV}")
 
     return read
 

@@ -20,7 +20,17 @@ import numpy as np
 from hyperbatch.data import kept
 from hyperbatch.data.folders import Listed
 from hyperbatch.data.layouts.archives import Content, MemberSource, plain_rows
-from hyperbatch.data.layouts.found import TRAIN, Found, classes_of, files_by_split, label_text, numbered, val_name
+from hyperbatch.data.layouts.found import (
+    TRAIN,
+    Found,
+    check_all_parts,
+    classes_of,
+    files_by_split,
+    label_text,
+    numbered,
+    val_name,
+)
+from hyperbatch.data.source import can_be_printed
 from hyperbatch.errors import InputError
 
 _IMAGES = ("image", "img", "jpg", "png", "picture")
@@ -36,7 +46,7 @@ def parquet(folder: Path) -> Found | None:
     val = val_name(files, folder)
 
     def opened(split: str) -> MemberSource:
-        content, index = _unpacked(files[split])
+        content, index = _unpacked(check_all_parts(files[split]))
         names = _class_names(files[split][0])
         texts = [text.decode() for text in index["labels"].tolist()]
         if names is not None:
@@ -47,7 +57,9 @@ def parquet(folder: Path) -> Found | None:
             labels = numbered(texts, classes, f"the {split} set in {folder}")
         rows = plain_rows(index["spans"])
         rows["crc32"] = index["crc32"]
-        paths = [f"{row:09d}.{kind.decode()}" for row, kind in enumerate(index["formats"].tolist())]
+        # With their checksums, by which a run that is continued knows them.
+        kinds = zip(index["crc32"].tolist(), index["formats"].tolist(), strict=True)
+        paths = [f"{row:09d}-{crc32:08x}.{kind.decode()}" for row, (crc32, kind) in enumerate(kinds)]
         return MemberSource(Listed(split, classes, labels, paths), [content], rows)
 
     return Found(
@@ -146,9 +158,12 @@ def _class_names(path: Path) -> tuple[str, ...] | None:
         metadata = file.schema_arrow.metadata or {}
     try:
         names = json.loads(metadata[b"huggingface"])["info"]["features"][label]["names"]
-        return tuple(str(name) for name in names)
+        classes = tuple(str(name) for name in names)
     except (KeyError, ValueError, TypeError):
         return None
+    if len(set(classes)) < len(classes) or not all(map(can_be_printed, classes)):
+        raise InputError(f"{path} does not name its classes by different texts; write the file again")
+    return classes
 
 
 def _by_number(texts: list[str], classes: int, path: Path) -> np.ndarray:

@@ -16,15 +16,19 @@ from typing import Any, NamedTuple
 
 from hyperbatch.data.folders import FolderSource, FolderTree, Listed, decoded, is_image
 from hyperbatch.data.layouts.found import (
+    TEST,
     TRAIN,
+    VAL_NAMES,
     Found,
     classes_of,
     files_by_split,
     label_text,
+    labels_of,
     numbered,
     split_of,
     val_name,
 )
+from hyperbatch.data.source import can_be_printed
 from hyperbatch.errors import InputError
 
 SUFFIXES = (".csv", ".tsv", ".jsonl")
@@ -34,6 +38,7 @@ _SPLIT = "split"
 
 
 class _Row(NamedTuple):
+    line: int
     path: str
     label: str
     split: str | None
@@ -82,12 +87,16 @@ def _with_splits(path: Path) -> Found:
         raise InputError(
             f"{path} has no {_SPLIT!r} column that says train or val; add it, or write train.csv and val.csv"
         )
+    for row in rows:
+        if row.split not in (TRAIN, *VAL_NAMES, TEST):
+            said = f"a split {row.split!r}" if row.split else "no split"
+            raise InputError(f"{path} line {row.line} has {said}; write train, val or test")
 
     def of_split(split: str) -> tuple[Path, list[_Row]]:
         return path, [row for row in rows if row.split == split]
 
     def missing(split: str) -> str:
-        return f"no row whose {_SPLIT!r} is {split}, only {' and '.join(sorted(splits))}; call one of them {split}"
+        return f"no row whose {_SPLIT!r} is {split}, only {' and '.join(sorted(splits))}; call some of them {split}"
 
     return _found(path, of_split, TRAIN in splits, val_name(splits, path), missing)
 
@@ -95,6 +104,7 @@ def _with_splits(path: Path) -> Found:
 def _found(where: Path, rows_of: Any, has_train: bool, val: str | None, missing: Callable[[str], str]) -> Found:
     def opened(split: str) -> FolderSource:
         path, rows = rows_of(split)
+        labels_of(((row.path, row.label) for row in rows), path)
         labels = [row.label for row in (rows_of(TRAIN)[1] if has_train else rows)]
         classes = classes_of(labels)
         first = path.parent / rows[0].path
@@ -184,10 +194,6 @@ def _row(path: Path, number: int, file: Any, label: Any, split: Any) -> _Row:
     text = label_text(label)
     if not isinstance(file, str) or not file.strip() or text is None:
         raise InputError(f"{path} line {number} has no path or no label; correct or remove it")
-    try:
-        valid = b"\0" not in os.fsencode(file)
-    except UnicodeEncodeError:  # half of a pair that stands for one character
-        valid = False
-    if not valid:
+    if "\0" in file or not can_be_printed(file):
         raise InputError(f"{path} line {number} has a path that no file can have; correct or remove it")
-    return _Row(file.strip(), text, split.strip().lower() if isinstance(split, str) else None)
+    return _Row(number, file.strip(), text, split.strip().lower() if isinstance(split, str) else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hyperbatch.data.folders import Listed, Tree, class_names, is_image, list_classes
-from hyperbatch.data.layouts.found import TRAIN, Found, numbered, val_name
+from hyperbatch.data.layouts.found import TRAIN, Found, labels_of, numbered, val_name
 from hyperbatch.data.source import EncodedSource, check_same_classes
 from hyperbatch.errors import InputError
 
@@ -74,8 +74,9 @@ def tiny_imagenet(tree: Tree) -> Found | None:
             raise InputError(f"{part} has no {_ANNOTATIONS} beside its images; copy it from tiny-imagenet-200.zip")
         # NAME \t WNID \t the box's four numbers
         lines = [line.split("\t") for line in part.text(_ANNOTATIONS).splitlines() if line.strip()]
-        labels = {fields[0]: fields[1] for fields in lines if len(fields) > 1}
-        return labelled(part.within("images"), labels, classes(), f"{part}/{_ANNOTATIONS}")
+        where = f"{part}/{_ANNOTATIONS}"
+        labels = labels_of(((fields[0], fields[1]) for fields in lines if len(fields) > 1), where)
+        return labelled(part.within("images"), labels, classes(), where)
 
     return Found(
         kind="Tiny-ImageNet",

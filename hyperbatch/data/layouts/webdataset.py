@@ -28,7 +28,16 @@ from hyperbatch.data.layouts.archives import (
     tar_members,
     whole,
 )
-from hyperbatch.data.layouts.found import TRAIN, Found, classes_of, files_by_split, label_text, numbered, val_name
+from hyperbatch.data.layouts.found import (
+    TRAIN,
+    Found,
+    check_all_parts,
+    classes_of,
+    files_by_split,
+    label_text,
+    numbered,
+    val_name,
+)
 from hyperbatch.errors import InputError
 
 _PEEKED_MEMBERS = 16
@@ -44,7 +53,7 @@ def webdataset(folder: Path) -> Found | None:
 
     @functools.cache
     def walked(split: str) -> tuple[list[Content], list[kept.Arrays]]:
-        contents = [tar_content(path) for path in shards[split]]
+        contents = [tar_content(path) for path in check_all_parts(shards[split])]
         return contents, [_index(content) for content in contents]
 
     def opened(split: str) -> MemberSource:
@@ -98,8 +107,20 @@ def _samples(content: Content) -> Iterator[tuple[bytes, tuple[int, int], bytes]]
     members = tar_members(whole(content), str(content.path))
     shown = (member for member in members if not os.path.basename(member[0]).startswith("."))
     for key, members in itertools.groupby(shown, lambda member: _key(member[0])):
-        parts = {name[len(key) + 1 :].lower(): (name, offset, length) for name, offset, length in members}
+        parts: dict[str, tuple[str, int, int]] = {}
+        for member in members:
+            suffix = member[0][len(key) + 1 :].lower()
+            if parts.setdefault(suffix, member) is not member:
+                raise InputError(
+                    f"{content.path}: sample {key!r} has more than one .{suffix}, so others may have its key; "
+                    "give every sample a key of its own"
+                )
         suffixes = [suffix for suffix, part in parts.items() if is_image(os.path.basename(part[0]))]
+        if not suffixes and "cls" in parts:
+            kinds = ", ".join(suffix for suffix in parts if suffix != "cls") or "nothing else"
+            raise InputError(
+                f"{content.path}: sample {key!r} has a .cls and no image, only {kinds}; add one or remove it"
+            )
         if not suffixes:
             continue
         image = parts[min(suffixes, key=lambda suffix: suffix.count("."))]

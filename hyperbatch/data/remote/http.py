@@ -45,9 +45,10 @@ class HttpStore:
         with self._asked(name, 0, 1) as response:
             if response.status == 206:
                 response.read()
-            place = response.getheader("Content-Range") if response.status in (206, 416) else None
-            size = place.rpartition("/")[2] if place else response.getheader("Content-Length")
-            if size is None or not size.isdigit():
+            # The length of an answer in part is not the file's.
+            told = response.getheader("Content-Range" if response.status in (206, 416) else "Content-Length")
+            size = (told or "").rpartition("/")[2]
+            if not size.isdigit():
                 raise Refused("the server does not report the size of the file")
             return Stat(int(size), _version(response))
 
@@ -57,6 +58,9 @@ class HttpStore:
                 raise Refused(f"the file ends before byte {start}")
             if response.status == 200 and start > 0:
                 raise Refused("the server does not support range requests; use one that does, such as nginx")
+            place = response.getheader("Content-Range") or ""
+            if response.status == 206 and not place.startswith(f"bytes {start}-"):
+                raise Refused(f"the server sends other bytes than were asked for ({place or 'it does not say which'})")
             if version not in (None, _version(response)):
                 raise Refused("the file has changed since it was opened")
             left = stop - start
