@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import types
 import typing
 from typing import Any
@@ -25,8 +26,9 @@ def format_value(value: Any) -> str:
     return str(value)
 
 
-def tuples(value: Any) -> Any:
-    return tuple(tuples(part) for part in value) if isinstance(value, list | tuple) else value
+def native(value: Any) -> Any:
+    """A number of numpy's as one of Python's."""
+    return value.item() if isinstance(value, numbers.Number) and hasattr(value, "item") else value
 
 
 def plain(value: Any) -> Any:
