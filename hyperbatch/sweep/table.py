@@ -11,6 +11,7 @@ from hyperbatch.sweep.plan import Place, Plan, setting
 from hyperbatch.sweep.rows import Row
 from hyperbatch.sweep.statistics import CONFIDENCE, Spread, spread
 from hyperbatch.sweep.values import Values, key_of, show
+from hyperbatch.tables import text_table
 
 SEARCH_NOTE = (
     "The best point of a search has the highest mean top-1 on the images that are reported, so its mean is biased "
@@ -273,6 +274,4 @@ def interval_note() -> str:
 def format_points(points: Sequence[PointResult]) -> str:
     """Aligned lines for a terminal."""
     head, rows = columns(points)
-    wide = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
-    lines = ["  ".join(f"{text:{n}}" for text, n in zip(line, wide, strict=True)).rstrip() for line in (head, *rows)]
-    return "\n".join(lines)
+    return "\n".join(text_table(head, rows, left=len(head)))
