@@ -30,6 +30,7 @@ from hyperbatch.sweep.rows import (
     append_row,
     note_environment,
     of_plan,
+    read_environments,
     read_rows,
     replace_file,
 )
@@ -234,6 +235,7 @@ def prepare_folder(folder: Path, plan: Plan) -> None:
     with written(folder):
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / PLAN, plan.text)
+        read_environments(folder)  # the first row would find no place if it is damaged, after its run
 
 
 @contextlib.contextmanager

@@ -137,13 +137,23 @@ def of_plan(rows: Iterable[Row], runs: Sequence[PlannedRun]) -> list[Row]:
     ]
 
 
+def read_environments(folder: Path) -> list[Values]:
+    """What the rows were made with."""
+    path = folder / ENVIRONMENT
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON ({error}); repair it or delete it") from None
+
+
 def note_environment(folder: Path, environment: Values) -> None:
     """Adds what rows were made with, where it is not there yet."""
-    path = folder / ENVIRONMENT
     with open(folder / ROWS, "ab") as file, _locked(file.fileno()):
-        known = json.loads(path.read_text()) if path.exists() else []
+        known = read_environments(folder)
         if environment not in known:
-            replace_file(path, strict_json([*known, environment], indent=1) + "\n")
+            replace_file(folder / ENVIRONMENT, strict_json([*known, environment], indent=1) + "\n")
 
 
 def replace_file(path: Path, text: str) -> None:

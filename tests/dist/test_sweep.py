@@ -336,6 +336,14 @@ def test_its_folder_must_be_writable(plan, tmp_path, capsys):
     assert "cannot be written" in capsys.readouterr().err
 
 
+def test_a_damaged_file_of_environments_is_told_before_a_run(plan, tmp_path, capsys):
+    (tmp_path / "environment.json").write_text("<<<<<<< ours")
+    assert cli.main(["sweep", str(plan), "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert f"{tmp_path / 'environment.json'} is not valid JSON" in told
+    assert read_rows(tmp_path) == []
+
+
 def test_a_folder_that_is_gone_ends_the_sweep_in_one_line(plan, tmp_path):
     folder, told = tmp_path / "out", []
 
