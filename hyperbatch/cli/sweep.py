@@ -96,6 +96,6 @@ def _seconds(text: str) -> float:
 
 def _part(text: str) -> tuple[int, int]:
     first, _, second = text.partition("/")
-    if not (first.isdigit() and second.isdigit() and 1 <= int(first) <= int(second)):
+    if not (first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
         raise argparse.ArgumentTypeError(f"{text!r} is not K/N, e.g. 1/2 and 2/2 for two commands side by side")
     return int(first), int(second)

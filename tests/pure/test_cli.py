@@ -188,6 +188,8 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["simulate", "--gpus", ""], "--gpus '' is not a list of positive numbers"),
         (["profile", "--batches", ""], "--batches '' is not a list of positive numbers"),
         (["simulate", "--gpus", "many"], "--gpus 'many' is not a list of positive numbers"),
+        (["simulate", "--gpus", "²"], "--gpus '²' is not a list of positive numbers"),
+        (["simulate", "--gpus", "8", "--grid", "²x4"], "grid '²x4' is not ROWSxCOLUMNS"),
         (["simulate", "--gpus", "8", "--cluster", "abcy"], "did you mean 'abci'?"),
     ],
 )
