@@ -275,7 +275,8 @@ def progress_line(row: Row) -> str:
     if row.error is not None:
         outcome = f"failed: {row.error}"
     else:
-        outcome = f"{percent(row.top1)} top-1, {row.number('train_s'):.4g} s of training, {row.wall_s:.4g} s in all"
+        train_s, wall_s = (units.significant(row.number(name) or 0.0, 4) for name in ("train_s", "wall_s"))
+        outcome = f"{percent(row.top1)} top-1, {train_s} s of training, {wall_s} s in all"
     return f"{point}  {outcome}"
 
 

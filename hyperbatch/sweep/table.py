@@ -248,13 +248,8 @@ def percent(share: float | None) -> str:
 
 
 def seconds(values: Spread) -> str:
-    text = units.NONE if values.mean is None else f"{_significant(values.mean, 4)} s"
-    return _with_interval(text, f"{_significant(values.half_width or 0.0, 2)} s", values)
-
-
-def _significant(value: float, digits: int) -> str:
-    """At least so many digits, and never an exponent for what is large."""
-    return f"{value:,.0f}" if abs(value) >= 10**digits - 0.5 else f"{value:.{digits}g}"
+    text = units.NONE if values.mean is None else f"{units.significant(values.mean, 4)} s"
+    return _with_interval(text, f"{units.significant(values.half_width or 0.0, 2)} s", values)
 
 
 def _with_interval(mean: str, half: str, values: Spread) -> str:
