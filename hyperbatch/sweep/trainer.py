@@ -67,7 +67,7 @@ class Trainer:
             seed=run.seed,
             confirms=run.confirms,
             digest=run.digest,
-            recipe=run.config.recipe,
+            recipe=run.recipe,
             wall_s=wall_s,
             error=error,
             commit=self._commit,
