@@ -23,7 +23,7 @@ from hyperbatch.config import BatchPhase, Config
 from hyperbatch.errors import InputError, RunFailed
 from hyperbatch.plan.clusters import cluster_of_device
 from hyperbatch.plan.types import GradGroup, GroupPlan, GroupTiming, StepTiming
-from hyperbatch.recipes import find_recipe
+from hyperbatch.recipes import find_recipe, get_recipe
 from hyperbatch.record import Result, RunRecord, RunWriter
 from hyperbatch.report import setup, units, write_report
 from hyperbatch.report.chart import ticks
@@ -347,6 +347,14 @@ def test_what_was_compiled_is_shown(tmp_path):
 def test_faint_and_bold_lines_have_a_legend(tmp_path):
     make_run(tmp_path)
     assert {"faint: every step", "bold: moving average"} <= set(report(tmp_path).texts)
+
+
+@pytest.mark.parametrize(("device_type", "changed"), [("cuda", {}), ("cpu", {"precision": ("auto", "fp16")})])
+def test_the_precision_of_the_recipe_on_this_device_is_no_change(device_type, changed):
+    config = get_recipe("cifar10", precision="fp16").to_dict()
+    environment = {"device_type": device_type}
+    record = RunRecord(recipe="cifar10", config=config, environment=environment, world_size=1, grid="1x1")
+    assert setup.changed_fields(record) == changed
 
 
 def test_changed_fields_are_highlighted_and_in_the_command(tmp_path):
