@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hyperbatch.cli import RANK_0_S, main
+from hyperbatch.cli import sweep as sweep_verb
 from hyperbatch.cli.flags import SYNONYMS, translated
 from hyperbatch.cli.parser import build_parser
 from hyperbatch.config import fields, section_titles
@@ -386,3 +388,11 @@ def test_rank_0_says_what_is_wrong_before_a_launcher_ends_it(capsys, monkeypatch
         code, _, err = command(capsys, "train", "--epoch", "3")
         assert (code, err.count("did you mean '--epochs'?")) == (2, said)
     assert waited == [RANK_0_S]
+
+
+def test_a_sweep_writes_each_line_in_one_piece(monkeypatch):
+    """Parts side by side share stderr, and with PYTHONUNBUFFERED every write is one of the system's."""
+    written = []
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=written.append, flush=lambda: None))
+    sweep_verb._say("a line")
+    assert written == ["a line\n"]
