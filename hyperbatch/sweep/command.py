@@ -37,6 +37,7 @@ from hyperbatch.sweep.rows import (
 from hyperbatch.sweep.sharing import held
 from hyperbatch.sweep.table import CONFIRM_NOTE, PointResult, format_points, interval_note, percent, points_of, progress
 from hyperbatch.sweep.trainer import Trainer, ranks_of
+from hyperbatch.trackers import trackers_of
 
 WAIT_S = 1.0  # between two looks at rows that other commands write
 
@@ -226,6 +227,7 @@ def check_runs(plan: Plan, runs: Sequence[PlannedRun] | None = None) -> None:
             if config.data not in counts:
                 counts[config.data] = check_data(config.data)
             check_input(config, ranks_of(config), counts[config.data])
+            trackers_of(config)
         except InputError as error:
             raise InputError(f"{title(run.point)}: {error}") from None
 
