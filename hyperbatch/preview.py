@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hyperbatch.config import Config, fields, format_value
+from hyperbatch.config import Config, fields, format_epochs, format_value
 from hyperbatch.data.source import DataCounts, check_data, has_data, open_data
 from hyperbatch.engine.agent import count_gpus, cpu_has_bf16
 from hyperbatch.errors import InputError
@@ -248,7 +248,7 @@ def format_preview(preview: Preview) -> str:
             f"{config.comm.algorithm} all-reduce in {config.comm.wire_dtype or 'the precision of the gradients'}, "
             f"training in {config.optim.precision}"
         )
-        console.print(f"length    {config.schedule.epochs:g} epochs, {preview.steps:,} steps")
+        console.print(f"length    {format_epochs(config.schedule.epochs)}, {preview.steps:,} steps")
         first, *later = size_spans(config)
         if later:
             sizes = [f"{first.image_size} px", *(f"{s.image_size} from epoch {s.from_epoch:g}" for s in later)]

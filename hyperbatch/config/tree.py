@@ -13,7 +13,17 @@ from typing import Any, Self
 from hyperbatch.config.option import RULES, BatchPhase
 from hyperbatch.config.running import CommConfig, RunConfig
 from hyperbatch.config.training import DataConfig, ModelConfig, OptimConfig, ScheduleConfig
-from hyperbatch.config.values import describe, finite, fits, format_value, native, parse_text, plain, tuple_item
+from hyperbatch.config.values import (
+    describe,
+    finite,
+    fits,
+    format_epochs,
+    format_value,
+    native,
+    parse_text,
+    plain,
+    tuple_item,
+)
 from hyperbatch.errors import InputError, check_whole, nearest
 from hyperbatch.vocabulary import DEVICE_PRECISIONS
 
@@ -142,7 +152,7 @@ class FieldSpec:
         return float(value) if type(value) is int and "float" in str(self.type) else value
 
     def coerce(self, value: Any) -> Any:
-        """Lists become the tuples the field declares, and numpy's numbers Python's. `check` refuses what does not fit."""
+        """Lists become the tuples the field declares, numpy's numbers Python's; `check` refuses what does not fit."""
         item = tuple_item(self.type)
         if item is None or not isinstance(value, list | tuple):
             return native(value)
@@ -190,10 +200,9 @@ def check(config: Config) -> None:
 
     o, s, d, r = config.optim, config.schedule, config.data, config.run
     if s.warmup_epochs > s.epochs:
-        epochs = "1 epoch" if s.epochs == 1 else f"{s.epochs:g} epochs"
         raise InputError(
-            f"--warmup-epochs {s.warmup_epochs:g} is longer than the whole run ({epochs}); use --warmup-epochs 0 or a "
-            "larger --epochs"
+            f"--warmup-epochs {s.warmup_epochs:g} is longer than the whole run ({format_epochs(s.epochs)}); use "
+            "--warmup-epochs 0 or a larger --epochs"
         )
     need(bool(s.batch_phases) and s.batch_phases[0].from_epoch == 0, "batch_phases", "must start at epoch 0")
     need(all(p.global_batch > 0 for p in s.batch_phases), "batch_phases", "every global batch must be positive")

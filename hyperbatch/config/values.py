@@ -26,9 +26,15 @@ def format_value(value: Any) -> str:
     return str(value)
 
 
+def format_epochs(epochs: float) -> str:
+    """`1 epoch`, `2.5 epochs`."""
+    return f"{epochs:g} epoch{'' if epochs == 1 else 's'}"
+
+
 def native(value: Any) -> Any:
     """A number of numpy's as one of Python's."""
-    return value.item() if isinstance(value, numbers.Number) and hasattr(value, "item") else value
+    item = getattr(value, "item", None)
+    return value if item is None or not isinstance(value, numbers.Number) else item()
 
 
 def plain(value: Any) -> Any:

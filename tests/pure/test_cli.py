@@ -147,6 +147,10 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["train", "--nproc", "2", "--grid", "3x2"], "grid 3x2 holds 6 ranks, but there are 2"),
         (["train", "--nproc", "2", "--accumulate", "48"], "--accumulate 48 is more than the 32 samples of a rank"),
         (["train", "--global-batch", "90000"], "is more than the whole run (20 epochs of 1,433 images)"),
+        (
+            ["train", "--epochs", "1", "--warmup-epochs", "0", "--global-batch", "1434"],
+            "is more than the whole run (1 epoch of 1,433 images)",
+        ),
         (["train", "resnet50"], "resnet50 needs --data: give a folder, an archive or an address"),
         (["train", "tinyimagenet"], "with --data http://cs231n.stanford.edu/tiny-imagenet-200.zip"),
         (["train", "resnet50", "--data", "nowhere"], "nowhere does not exist"),

@@ -135,7 +135,7 @@ def test_values_may_be_what_a_program_has():
 
 @pytest.mark.parametrize("batch", ["x", 0, -5, 1.5, True])
 def test_a_batch_that_is_none(batch):
-    with pytest.raises(InputError, match="global_batch is .*; give a whole number of at least 1"):
+    with pytest.raises(InputError, match=r"global_batch is .*; give a whole number of at least 1"):
         Config().override(global_batch=batch)
 
 

@@ -143,11 +143,11 @@ def test_arguments_of_another_kind(flowers):
     with pytest.raises(InputError, match="images is None; give a path, pixels or a list of them"):
         classifier.predict(None)
     for top in (0, 1.5, "3"):
-        with pytest.raises(InputError, match="top is .*; give a whole number of at least 1"):
+        with pytest.raises(InputError, match=r"top is .*; give a whole number of at least 1"):
             classifier.predict([], top=top)
     with pytest.raises(InputError, match="path is None; give the folder of a run"):
         hyperbatch.load_model(None)
-    with pytest.raises(InputError, match="device is 'tpu'; give auto, cpu, cuda or a torch.device"):
+    with pytest.raises(InputError, match="device is 'tpu'; give auto, cpu, cuda or a torch"):
         hyperbatch.load_model(run, device="tpu")
 
 
