@@ -14,6 +14,7 @@ from typing import Any
 
 from hyperbatch.cores import usable_cores
 from hyperbatch.data.source import DataCounts, check_data
+from hyperbatch.durable import replace_text
 from hyperbatch.engine.agent import count_gpus
 from hyperbatch.engine.ranks import ended_by_sigterm, find_ranks
 from hyperbatch.engine.worker import end_with_parent
@@ -32,7 +33,6 @@ from hyperbatch.sweep.rows import (
     of_plan,
     read_environments,
     read_rows,
-    replace_file,
 )
 from hyperbatch.sweep.sharing import held
 from hyperbatch.sweep.table import CONFIRM_NOTE, PointResult, format_points, interval_note, percent, points_of, progress
@@ -236,7 +236,7 @@ def prepare_folder(folder: Path, plan: Plan) -> None:
     """Makes it, with the plan in it."""
     with written(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / PLAN, plan.text)
+        replace_text(folder / PLAN, plan.text)
         read_environments(folder)  # the first row would find no place if it is damaged, after its run
 
 
