@@ -152,7 +152,7 @@ class FieldSpec:
         return float(value) if type(value) is int and "float" in str(self.type) else value
 
     def coerce(self, value: Any) -> Any:
-        """Lists become the tuples the field declares, numpy's numbers Python's; `check` refuses what does not fit."""
+        """Lists become the tuples the field declares, other values what `native` says; `check` refuses the rest."""
         item = tuple_item(self.type)
         if item is None or not isinstance(value, list | tuple):
             return native(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 import types
 import typing
 from typing import Any
@@ -32,7 +33,9 @@ def format_epochs(epochs: float) -> str:
 
 
 def native(value: Any) -> Any:
-    """A number of numpy's as one of Python's."""
+    """A number of numpy's as one of Python's, and a path as its text."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     item = getattr(value, "item", None)
     return value if item is None or not isinstance(value, numbers.Number) else item()
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -124,10 +125,14 @@ def test_values_of_another_type(values, words):
 
 def test_values_may_be_what_a_program_has():
     config = Config().override(
-        batch_phases=[(0, 64), [np.float64(5), np.int64(128)]], milestones=[3, 6], lr=np.float32(0.5), seed=np.int64(7)
+        batch_phases=[(0, 64), [np.float64(5), np.int64(128)]],
+        milestones=[3, 6],
+        lr=np.float32(0.5),
+        seed=np.int64(7),
+        out=Path("runs") / "five",
     )
     assert config == Config().override(
-        batch_phases=(BatchPhase(0, 64), BatchPhase(5, 128)), milestones=(3, 6), lr=0.5, seed=7
+        batch_phases=(BatchPhase(0, 64), BatchPhase(5, 128)), milestones=(3, 6), lr=0.5, seed=7, out="runs/five"
     )
     assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config, "a run of it can be resumed"
     assert config.override(global_batch=np.int64(32)).global_batch == 32
