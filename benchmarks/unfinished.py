@@ -3,7 +3,7 @@
     python -m benchmarks.unfinished                                        # a line for each plan of the queue
     python -m benchmarks.unfinished --minutes 9 --data cifar10=DIR imagenette=DIR --tar rows.tar.gz
 
-The queue is benchmarks/plans/queue.toml. Plans whose data is not given are passed over. A plan's rows are in the newest
+The queue is benchmarks/queue.toml. Plans whose data is not given are passed over. A plan's rows are in the newest
 folder records/*_NAME, or else in records/DATE_NAME. Each plan runs in a process of its own, so that one that fails does
 not end the others, and continues where it stopped. The tar holds the folders that have changed.
 """
@@ -27,7 +27,7 @@ from hyperbatch.sweep.rows import PLAN, ROWS, of_plan, read_rows
 from hyperbatch.sweep.table import points_of, progress
 
 ROOT = Path(__file__).parents[1]
-QUEUE = ROOT / "benchmarks" / "plans" / "queue.toml"
+QUEUE = ROOT / "benchmarks" / "queue.toml"
 GRACE_S = 60  # a run that has begun may take this much longer
 
 

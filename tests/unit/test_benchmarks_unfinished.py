@@ -22,7 +22,7 @@ def test_the_queue_names_plans_that_can_be_read(capsys):
     main([])
     lines = capsys.readouterr().out.splitlines()
     assert [waiting.folder.name in line for waiting, line in zip(queue, lines, strict=True)] == [True] * len(queue)
-    plans = {path.stem for path in QUEUE.parent.glob("*.toml")} - {QUEUE.stem}
+    plans = {path.stem for path in (QUEUE.parent / "plans").glob("*.toml")}
     assert plans <= {waiting.plan_file.stem for waiting in queue}, "every plan that no record holds is in the queue"
 
 
@@ -33,7 +33,7 @@ def test_the_queue_runs_until_its_time_is_over_and_continues_there(tmp_path):
     plans.mkdir(parents=True)
     (plans / "new.toml").write_text(PLAN)
     (plans / "elsewhere.toml").write_text(PLAN)
-    queue_file = plans / "queue.toml"
+    queue_file = tmp_path / "queue.toml"
     queue_file.write_text(
         '[[queue]]\nplan = "2030-01-01_known"\n[[queue]]\nplan = "elsewhere"\ndata = "pictures"\n'
         '[[queue]]\nplan = "new"\n'
