@@ -50,7 +50,7 @@ class Waiting:
 
     def run_cost_s(self) -> float:
         """The mean of the runs that have a row; nan without one."""
-        times = [row.wall_s for row in read_rows(self.folder) if row.error is None]
+        times = [row.wall_s for row in read_rows(self.folder) if row.error is None and row.wall_s is not None]
         return sum(times) / len(times) if times else math.nan
 
     def command(self, data: Mapping[str, str], seconds: float) -> list[str]:
