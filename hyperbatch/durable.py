@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import re
+import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,8 +43,13 @@ def replace_text(path: Path, text: str) -> None:
         with open(target, "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
         return
-    with _replaced(target, target.with_name(target.name + PARTIAL)) as file:
+    with _replaced(target, _beside(target)) as file:
         file.write(text.encode(errors="surrogateescape"))
+
+
+def _beside(path: Path) -> Path:
+    """A name that nobody else has: several processes may replace a file at once, on several hosts."""
+    return path.with_name(f"{path.name}.{uuid.uuid4().hex}{PARTIAL}")
 
 
 @contextlib.contextmanager

@@ -259,6 +259,8 @@ def export_dcp(run: Path, output: Path | None = None, *, averaged: bool = True) 
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
+    if run.suffix == ".safetensors" and not run.is_dir():
+        raise InputError(f"{run} has no optimizer state; give the folder of the run or a checkpoint for --format dcp")
     saved = checkpoint.load(run)
     path = output or _beside(run) / "model.dcp"
     if path.exists():

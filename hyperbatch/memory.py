@@ -30,8 +30,8 @@ def free_host_memory_bytes() -> int:
     return min(available, host_memory_bytes())
 
 
-TRIM_THRESHOLD, MMAP_MAX = -1, -4  # glibc's mallopt
-MMAPS, TRIM_BYTES = 65_536, 64 << 20  # what glibc itself comes to, once large blocks were freed
+TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4  # glibc's mallopt
+MMAPS, MMAP_BYTES, TRIM_BYTES = 65_536, 32 << 20, 64 << 20  # what glibc itself comes to, once large blocks were freed
 
 
 @contextlib.contextmanager
@@ -53,5 +53,6 @@ def freed_memory_kept() -> Iterator[None]:
         yield
     finally:
         libc.mallopt(MMAP_MAX, MMAPS)
+        libc.mallopt(MMAP_THRESHOLD, MMAP_BYTES)  # glibc no longer adapts it once any of the three was set
         libc.mallopt(TRIM_THRESHOLD, TRIM_BYTES)
         libc.malloc_trim(0)

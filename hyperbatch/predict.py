@@ -28,7 +28,7 @@ from hyperbatch.data.decode import as_rgb, choose_decoder, decode_full, decode_v
 from hyperbatch.data.folders import FolderTree
 from hyperbatch.data.remote.store import is_address
 from hyperbatch.data.source import BadSample
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, check_kind, check_whole, shown
 from hyperbatch.export import TrainedModel, load_trained
 from hyperbatch.models.layers import to_channels_last
 
@@ -94,7 +94,7 @@ class Preprocessing:
         """Grey is repeated for models of colour images, and colours are mixed for models of grey ones."""
         if found.ndim == 2:
             found = found[:, :, None]
-        if found.dtype != np.uint8 or found.ndim != 3:
+        if found.dtype != np.uint8 or found.ndim != 3 or not found.size:
             raise InputError(f"pixels must be uint8[height, width, channels], got {found.dtype}{list(found.shape)}")
         given = found.shape[2]
         if given == self.channels:
@@ -129,13 +129,14 @@ class Classifier:
         single = isinstance(images, str | os.PathLike | Image.Image) or (
             isinstance(images, np.ndarray) and images.ndim <= 3
         )
-        return list(self.stream([images] if single else images, top=top))  # type: ignore[list-item]
+        several: Any = [images] if single else images
+        check_kind("images", several, Iterable, "give a path, pixels or a list of them")
+        return list(self.stream(several, top=top))
 
     def stream(self, images: Iterable[Picture], *, top: int = 5) -> Iterator[Prediction]:
         """Yields the predictions one by one, in order, for more images than fit into memory. The prediction of a file
         that cannot be read has an `error` instead of classes."""
-        if top < 1:
-            raise InputError(f"top {top}: must be positive")
+        check_whole("top", top)
         count = min(top, len(self.classes))
         numbered, make = enumerate(images), self.preprocess.pixels
         with ThreadPoolExecutor(thread_name_prefix="hyperbatch-images") as pool:
@@ -190,9 +191,13 @@ def load_model(
     device: "auto" uses a GPU if there is one. averaged: for a run with --averaging ema, whether to use the averaged
     weights or the trained ones. trust_code: allows importing the code of a custom model (package.module:callable).
     """
+    check_kind("path", path, (str, os.PathLike), "give the folder of a run, a checkpoint or an exported model")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise InputError(f"device is {shown(device)}; give auto, cpu, cuda or a torch.device") from None
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch sees no GPU here; use --device cpu or check the driver")
     return Classifier(load_trained(Path(path), averaged=averaged), place, trust_code=trust_code)

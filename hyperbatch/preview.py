@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hyperbatch.config import Config, fields, format_value
+from hyperbatch.config import Config, fields, format_epochs, format_value
 from hyperbatch.data.source import DataCounts, check_data, has_data, open_data
 from hyperbatch.engine.agent import count_gpus, cpu_has_bf16
 from hyperbatch.errors import InputError
@@ -107,7 +107,7 @@ def preview(config: Config, world_size: int) -> Preview:
     config = config.with_precision("bf16" if on_gpu or cpu_has_bf16() else "fp32", on_gpu=on_gpu)
     counts = data_counts(config)
     check_input(config, world_size, counts)
-    channels, available = counts.channels, device_memory_bytes()
+    channels, available = counts.channels, device_memory_bytes(on_gpu=on_gpu)
     at_hand = config.override(train_samples=counts.train_samples, classes=counts.classes)
     known = has_known_memory(at_hand, channels)
     phases = resolve_all(at_hand, available if known else None, world_size, channels)
@@ -220,9 +220,9 @@ def schedule_table(config: Config, phases: tuple[Phase, ...], samples: int) -> t
     return tuple(rows)
 
 
-def device_memory_bytes() -> int:
-    """Memory of one GPU here, or of the host where there is none; asked without loading torch."""
-    if shutil.which("nvidia-smi"):
+def device_memory_bytes(*, on_gpu: bool) -> int:
+    """Memory of one GPU here, or of the host; asked without loading torch."""
+    if on_gpu and shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False).stdout.split()
         if answer and answer[0].isdigit():
@@ -248,7 +248,7 @@ def format_preview(preview: Preview) -> str:
             f"{config.comm.algorithm} all-reduce in {config.comm.wire_dtype or 'the precision of the gradients'}, "
             f"training in {config.optim.precision}"
         )
-        console.print(f"length    {config.schedule.epochs:g} epochs, {preview.steps:,} steps")
+        console.print(f"length    {format_epochs(config.schedule.epochs)}, {preview.steps:,} steps")
         first, *later = size_spans(config)
         if later:
             sizes = [f"{first.image_size} px", *(f"{s.image_size} from epoch {s.from_epoch:g}" for s in later)]

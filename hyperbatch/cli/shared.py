@@ -36,14 +36,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
+    if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 
 
 def numbers(text: str, flag: str) -> list[int]:
     parts = text.split(",")
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise InputError(f"{flag} {text!r} is not a list of positive numbers, e.g. 512,1024,2048")
     return [int(part) for part in parts]
 

@@ -38,10 +38,6 @@ def _sweep(args: argparse.Namespace) -> int:
     from hyperbatch.sweep import command
 
     plan_file, out = Path(args.plan), Path(args.out) if args.out else None
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     _check_flags(args)
     if args.dry_run:
         from hyperbatch.sweep.plan import load_plan
@@ -61,10 +57,16 @@ def _sweep(args: argparse.Namespace) -> int:
         if args.side_by_side > 1:
             result = command.side_by_side(plan_file, out, args.side_by_side, data=args.data, **options)
         else:
-            result = command.sweep(plan_file, out, data=args.data, part=args.part, say=say, **options)
+            result = command.sweep(plan_file, out, data=args.data, part=args.part, say=_say, **options)
         show(args, result.to_dict(), lambda: command.format_sweep(result))
         return 1 if result.all_failed and args.part[1] == 1 else 0  # others may do better than this part
     return 0
+
+
+def _say(line: str) -> None:
+    """In one piece, since parts side by side write at the same time; `print` writes the line's end by itself."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def _check_flags(args: argparse.Namespace) -> None:
@@ -96,6 +98,6 @@ def _seconds(text: str) -> float:
 
 def _part(text: str) -> tuple[int, int]:
     first, _, second = text.partition("/")
-    if not (first.isdigit() and second.isdigit() and 1 <= int(first) <= int(second)):
+    if not (first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
         raise argparse.ArgumentTypeError(f"{text!r} is not K/N, e.g. 1/2 and 2/2 for two commands side by side")
     return int(first), int(second)

@@ -8,7 +8,7 @@ from hyperbatch.config.option import RULES, BatchPhase, LayerRate, SizePhase
 from hyperbatch.config.running import CommConfig, RunConfig
 from hyperbatch.config.training import DataConfig, ModelConfig, OptimConfig, ScheduleConfig
 from hyperbatch.config.tree import Config, FieldSpec, check, fields, section_titles
-from hyperbatch.config.values import format_value
+from hyperbatch.config.values import format_epochs, format_value
 
 __all__ = [
     "RULES",
@@ -25,6 +25,7 @@ __all__ = [
     "SizePhase",
     "check",
     "fields",
+    "format_epochs",
     "format_value",
     "section_titles",
 ]

@@ -13,8 +13,18 @@ from typing import Any, Self
 from hyperbatch.config.option import RULES, BatchPhase
 from hyperbatch.config.running import CommConfig, RunConfig
 from hyperbatch.config.training import DataConfig, ModelConfig, OptimConfig, ScheduleConfig
-from hyperbatch.config.values import describe, finite, fits, format_value, parse_text, plain, tuple_item, tuples
-from hyperbatch.errors import InputError, nearest
+from hyperbatch.config.values import (
+    describe,
+    finite,
+    fits,
+    format_epochs,
+    format_value,
+    native,
+    parse_text,
+    plain,
+    tuple_item,
+)
+from hyperbatch.errors import InputError, check_whole, nearest
 from hyperbatch.vocabulary import DEVICE_PRECISIONS
 
 NEVER_SEEN = ("KILL", "STOP", "INT")  # Ctrl-C always ends a run at once, and nobody can handle the other two
@@ -61,16 +71,15 @@ class Config:
         for name, value in values.items():
             if name not in known:
                 raise InputError(f"unknown config field {name!r}{nearest(name, [*known, 'global_batch'])}")
-            by_section.setdefault(known[name].section, {})[name] = value
+            by_section.setdefault(known[name].section, {})[name] = known[name].coerce(value)
         config = dataclasses.replace(
             self,
             **{name: dataclasses.replace(getattr(self, name), **part) for name, part in by_section.items()},
         )
         if global_batch is None:
             return config
-        if not isinstance(global_batch, int):
-            raise InputError(f"global batch {global_batch!r} is not a whole number")
-        return config._rescaled(global_batch)
+        check_whole("global_batch", global_batch)
+        return config._rescaled(int(global_batch))
 
     def _rescaled(self, global_batch: int) -> Self:
         first = self.global_batch
@@ -98,7 +107,7 @@ class Config:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The inverse of `to_dict`. A field that an older version saved and that is gone is left out."""
         saved = ((spec, values.get(spec.section, {})) for spec in fields())
-        known = {spec.name: spec.coerce(part[spec.name]) for spec, part in saved if spec.name in part}
+        known = {spec.name: part[spec.name] for spec, part in saved if spec.name in part}
         return cls(recipe=values.get("recipe", "custom")).override(**known)
 
 
@@ -138,18 +147,20 @@ class FieldSpec:
         if isinstance(value, str):
             return self.parse(value)
         if isinstance(value, list):
-            value = tuples(value)
-            pairs = value and all(isinstance(part, tuple) and len(part) == 2 for part in value)
-            return self.coerce(value) if pairs else value
+            return self.coerce(value)
         # A whole number is a number: 30 and 30.0 are the same run.
         return float(value) if type(value) is int and "float" in str(self.type) else value
 
     def coerce(self, value: Any) -> Any:
-        """JSON lists become the tuples the field declares."""
+        """Lists become the tuples the field declares, other values what `native` says; `check` refuses the rest."""
         item = tuple_item(self.type)
-        if item is None or value is None:
-            return value
-        return tuple(item(*v) if hasattr(item, "_fields") else v for v in value)
+        if item is None or not isinstance(value, list | tuple):
+            return native(value)
+        parts = len(getattr(item, "_fields", ()))
+        return tuple(
+            item(*map(native, v)) if parts and isinstance(v, list | tuple) and len(v) == parts else native(v)
+            for v in value
+        )
 
 
 @cache
@@ -189,10 +200,9 @@ def check(config: Config) -> None:
 
     o, s, d, r = config.optim, config.schedule, config.data, config.run
     if s.warmup_epochs > s.epochs:
-        epochs = "1 epoch" if s.epochs == 1 else f"{s.epochs:g} epochs"
         raise InputError(
-            f"--warmup-epochs {s.warmup_epochs:g} is longer than the whole run ({epochs}); use --warmup-epochs 0 or a "
-            "larger --epochs"
+            f"--warmup-epochs {s.warmup_epochs:g} is longer than the whole run ({format_epochs(s.epochs)}); use "
+            "--warmup-epochs 0 or a larger --epochs"
         )
     need(bool(s.batch_phases) and s.batch_phases[0].from_epoch == 0, "batch_phases", "must start at epoch 0")
     need(all(p.global_batch > 0 for p in s.batch_phases), "batch_phases", "every global batch must be positive")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import numbers
+import os
 import types
 import typing
 from typing import Any
@@ -25,8 +27,17 @@ def format_value(value: Any) -> str:
     return str(value)
 
 
-def tuples(value: Any) -> Any:
-    return tuple(tuples(part) for part in value) if isinstance(value, list | tuple) else value
+def format_epochs(epochs: float) -> str:
+    """`1 epoch`, `2.5 epochs`."""
+    return f"{epochs:g} epoch{'' if epochs == 1 else 's'}"
+
+
+def native(value: Any) -> Any:
+    """A number of numpy's as one of Python's, and a path as its text."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    item = getattr(value, "item", None)
+    return value if item is None or not isinstance(value, numbers.Number) else item()
 
 
 def plain(value: Any) -> Any:

@@ -30,7 +30,7 @@ from hyperbatch.engine.run import Run, at_precision, build_run, next_run
 from hyperbatch.engine.runner import StepRunner
 from hyperbatch.engine.saver import Saver
 from hyperbatch.engine.warmup import preserved_state
-from hyperbatch.errors import RunFailed, check_kind
+from hyperbatch.errors import InputError, RunFailed, check_kind
 from hyperbatch.optim.build import build_optimizer
 from hyperbatch.record import RunRecord
 
@@ -42,8 +42,8 @@ READ_ANEW = frozenset(
         *("decay_epochs", "decay_power", "end_lr", "milestones", "decay_factor", "weight_decay"),
         *("seed", "target_top1", "stop_at_target", "eval_every_epochs", "eval_offset_epochs", "max_steps"),
         *("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_minutes", "keep_checkpoints"),
-        *("keep_best", "log_every_steps", "timeout_s", "out", "resume", "patience_evals", "final_eval", "tracker"),
-        *("max_skipped_steps", "compare_every_steps", "max_rollbacks", "spike_factor"),
+        *("keep_best", "log_every_steps", "timeout_s", "out", "patience_evals", "final_eval", "max_skipped_steps"),
+        *("compare_every_steps", "max_rollbacks", "spike_factor"),
     )
 )
 
@@ -83,6 +83,7 @@ class Session:
         After any other error nothing is reused, because the state that it left is unknown.
         """
         check_kind("config", config, Config, "give a Config, as get_recipe(NAME) returns")
+        check_plain(config)
         clock, ranks = Clock(), Ranks()
         self.failure = None
         folder = None if out is None else Path(out)
@@ -157,6 +158,20 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_plain(config: Config) -> None:
+    """InputError for what only `train` does."""
+    run = config.run
+    asked = {
+        f"nproc={run.nproc}": run.nproc > 1,
+        f"resume={run.resume!r}": run.resume != "no",
+        f"max_restarts={run.max_restarts}": run.max_restarts > 0,
+        f"tracker={run.tracker!r}": run.tracker is not None,
+    }
+    odd = next((text for text, is_asked in asked.items() if is_asked), None)
+    if odd is not None:
+        raise InputError(f"{odd}: a session trains new runs in this process, without trackers; use hyperbatch.train")
 
 
 def key_of(config: Config) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hyperbatch import checkpoint
 from hyperbatch.arena import Arena
 from hyperbatch.checkpoint import Checkpoint, Fixed
-from hyperbatch.config import Config, ScheduleConfig
+from hyperbatch.config import Config, ScheduleConfig, format_epochs
 from hyperbatch.data.identity import sample_list
 from hyperbatch.data.source import ArraySource
 from hyperbatch.engine.folder import has_checkpoint
@@ -154,7 +154,7 @@ def longer_run(before: ScheduleConfig, now: ScheduleConfig, epoch: float) -> str
     rate = f"stays {old:.4g}" if old == new else f"goes from {old:.4g} to {new:.4g}"
     return (
         f"--epochs {before.epochs:g} -> {now.epochs:g}: the schedule now runs to epoch {now.epochs:g}, and at epoch "
-        f"{epoch:.4g} the learning rate {rate}; the result differs from a run started with {now.epochs:g} epochs"
+        f"{epoch:.4g} the learning rate {rate}; the result differs from a run started with {format_epochs(now.epochs)}"
     )
 
 
@@ -247,7 +247,7 @@ def how_to_go_on(config: Config, saved: Checkpoint) -> str:
     """Why a resumed run has nothing left to do, and what would change that."""
     progress = saved.progress
     if progress.position >= position_of(config.schedule.epochs, saved.train_samples):
-        return f"it has completed its {config.schedule.epochs:g} epochs; use a larger --epochs to continue"
+        return f"it has completed its {format_epochs(config.schedule.epochs)}; use a larger --epochs to continue"
     if progress.time_to_target_s is not None and config.run.stop_at_target:
         return "it has reached its target; use --no-stop-at-target to continue"
     if progress.is_stale(config.run.patience_evals):

@@ -157,7 +157,7 @@ def make_plan(
             notes.append(f"--wire-dtype fp16 would shorten the step by {saved:.0%}")
     original, no_recipe = request.original, isinstance(recipe, str) and is_model(recipe)
     return Plan(
-        recipe=config.recipe,
+        recipe=recipe if isinstance(recipe, str) else config.recipe,
         model=config.model.model,
         precision=config.optim.precision,
         other_model=no_recipe or config.model.model != original.model.model,

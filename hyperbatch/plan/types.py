@@ -82,7 +82,7 @@ class RankGrid:
     @classmethod
     def parse(cls, text: str) -> Self:
         rows, cross, columns = text.lower().partition("x")
-        if not (cross and rows.isdigit() and columns.isdigit()):
+        if not (cross and rows.isdecimal() and columns.isdecimal()):
             raise InputError(f"grid {text!r} is not ROWSxCOLUMNS, e.g. 4x8 for 4 nodes of 8 GPUs")
         return cls(int(rows), int(columns))
 

@@ -11,10 +11,11 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from hyperbatch.config import Config, SizePhase, format_value
-from hyperbatch.errors import InputError, nearest
+from hyperbatch.errors import InputError, check_kind, check_whole, nearest
 
 DEFAULT = "digits"
 
@@ -82,7 +83,8 @@ class Recipe:
     def config(self, global_batch: int | None = None) -> Config:
         """The full config; a recipe whose values hang on the batch (MLPerf's table) is told it."""
         if global_batch is not None and "global_batch" in inspect.signature(self.build).parameters:
-            return self._built(global_batch=global_batch)
+            check_whole("global_batch", global_batch)
+            return self._built(global_batch=int(global_batch))
         config = self._built()
         return config if global_batch is None else config.override(global_batch=global_batch)
 
@@ -187,6 +189,7 @@ def find_recipe(name: str) -> Recipe:
 
 def get_recipe(name: str, **values: Any) -> Config:
     """Returns a recipe's config with fields replaced by name: `get_recipe("digits", epochs=5, global_batch=128)`."""
+    check_kind("name", name, str, "give the name of a recipe, such as 'digits'")
     global_batch = values.pop("global_batch", None)
     if global_batch is not None and "batch_phases" in values:
         raise InputError("batch_phases sets the batch of every phase; leave out global_batch")
@@ -197,8 +200,8 @@ def adapted(config: Config, values: Mapping[str, Any]) -> Config:
     """A recipe's config with fields replaced. Other epochs move its size phases along, unless those are given, too."""
     epochs, phases = values.get("epochs"), config.data.size_phases
     moved = {}
-    if phases and isinstance(epochs, int | float) and "size_phases" not in values:
-        moved["size_phases"] = stretched(phases, epochs / config.schedule.epochs)
+    if phases and isinstance(epochs, Real) and "size_phases" not in values:
+        moved["size_phases"] = stretched(phases, float(epochs) / config.schedule.epochs)
     return config.override(**moved, **values)
 
 

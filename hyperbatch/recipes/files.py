@@ -21,7 +21,7 @@ from typing import Any
 
 from hyperbatch.config import Config, FieldSpec, fields, section_titles
 from hyperbatch.durable import replace_text
-from hyperbatch.errors import InputError, nearest
+from hyperbatch.errors import InputError, check_number, nearest
 from hyperbatch.recipes import DEFAULT, adapted, find_recipe, stretched
 
 CUSTOM = Config().recipe  # the label of a config that comes from no recipe
@@ -105,8 +105,10 @@ def layered(
     scaled = {GLOBAL_BATCH: wanted} if "batch_phases" in values and wanted is not None else {}
     config = _base(recipe or (file.recipe if file is not None else None) or DEFAULT, None if scaled else wanted)
     before = values.get("epochs", config.schedule.epochs)
-    if "size_phases" in values and "epochs" in flags and before > 0:  # the file's phases are of the file's epochs
-        values["size_phases"] = stretched(values["size_phases"], flags["epochs"] / before)
+    if "size_phases" in values and "epochs" in flags:  # the file's phases are of the file's epochs
+        phases = config.override(size_phases=values["size_phases"]).data.size_phases
+        check_number("epochs", before, lambda epochs: epochs > 0, "a positive number")
+        values["size_phases"] = stretched(phases, flags["epochs"] / before)
     return adapted(config, {**values, **flags, **scaled})
 
 

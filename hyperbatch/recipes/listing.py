@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hyperbatch.config import format_epochs
 from hyperbatch.recipes import DEFAULT, Recipe, all_recipes, find_recipe
 
 NARROW = 60  # columns of a terminal, below which the sizes are left out
@@ -87,7 +88,7 @@ def _in_full(recipe: Recipe) -> Any:
 
     row, stops = _row(recipe), recipe.config().run.stop_at_target
     images = f"{row['train_samples']:,} images" if row["train_samples"] else "its images"
-    work = f"{row['model']} on {row['dataset']}, {row['epochs']:g} epochs of {images} at {row['image_size']} px"
+    work = f"{row['model']} on {row['dataset']}, {format_epochs(row['epochs'])} of {images} at {row['image_size']} px"
     target = (
         "none"
         if row["target"] is None

@@ -28,7 +28,8 @@ def changed_fields(record: RunRecord) -> dict[str, tuple[Any, Any]] | None:
     recipe = all_recipes().get(record.recipe)
     if recipe is None:
         return None
-    usual = recipe.config().to_dict()
+    # `auto` stays: what it stood for depends on the chip, of which the record says too little.
+    usual = recipe.config().with_precision("auto", on_gpu=record.environment.get("device_type") == "cuda").to_dict()
     changed = {}
     for spec in fields():
         here = record.config.get(spec.section)

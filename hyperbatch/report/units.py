@@ -11,16 +11,21 @@ def missing(value: float | None) -> bool:
     return value is None or not math.isfinite(value)
 
 
+def significant(value: float, digits: int) -> str:
+    """At least so many digits, and never an exponent for what is large."""
+    return f"{value:,.0f}" if abs(value) >= 10**digits - 0.5 else f"{value:.{digits}g}"
+
+
 def duration(seconds: float | None) -> str:
     if seconds is None or missing(seconds):
         return NONE
     if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} µs"
+        return f"{significant(seconds * 1e6, 3)} µs"
     if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
+        return f"{significant(seconds * 1e3, 3)} ms"
     if seconds < 99.95:
         return f"{seconds:.1f} s"
-    if seconds < 3600:
+    if round(seconds) < 3600:
         return f"{round(seconds) // 60} min {round(seconds) % 60:02d} s"
     return f"{round(seconds / 60) // 60} h {round(seconds / 60) % 60:02d} min"
 
@@ -40,7 +45,7 @@ def count(value: float | None) -> str:
         return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
     for unit, size in (("G", 1e9), ("M", 1e6)):
         if abs(value) >= size:
-            return f"{value / size:.3g} {unit}"
+            return f"{significant(value / size, 3)} {unit}"
     raise AssertionError
 
 
@@ -51,7 +56,7 @@ def number(value: float | None) -> str:
 def size(nbytes: float) -> str:
     for unit, base in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= base:
-            return f"{nbytes / base:.3g} {unit}"
+            return f"{significant(nbytes / base, 3)} {unit}"
     return f"{nbytes:.0f} B"
 
 

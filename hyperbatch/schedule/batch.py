@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from hyperbatch.config import BatchPhase
+from hyperbatch.config import BatchPhase, format_epochs
 from hyperbatch.errors import InputError
 
 
@@ -52,7 +52,7 @@ def check_batches(phases: tuple[BatchPhase, ...], train_samples: int, epochs: fl
     largest = max(phase.global_batch for phase in phases)
     if largest > train_samples * max(1.0, epochs):
         raise InputError(
-            f"the global batch of {largest:,} is more than the whole run ({epochs:g} epochs of {train_samples:,} "
+            f"the global batch of {largest:,} is more than the whole run ({format_epochs(epochs)} of {train_samples:,} "
             f"images); use a --global-batch of {train_samples:,} or less"
         )
 

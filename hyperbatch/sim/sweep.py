@@ -171,7 +171,7 @@ def simulate(
     ]
     first = requests[0]
     return Simulation(
-        recipe=first.config.recipe,
+        recipe=recipe if isinstance(recipe, str) else first.config.recipe,
         cluster=first.cluster.name,
         device=first.cluster.device.name,
         model=first.config.model.model,

@@ -14,6 +14,7 @@ from typing import Any
 
 from hyperbatch.cores import usable_cores
 from hyperbatch.data.source import DataCounts, check_data
+from hyperbatch.durable import replace_text
 from hyperbatch.engine.agent import count_gpus
 from hyperbatch.engine.ranks import ended_by_sigterm, find_ranks
 from hyperbatch.engine.worker import end_with_parent
@@ -30,12 +31,13 @@ from hyperbatch.sweep.rows import (
     append_row,
     note_environment,
     of_plan,
+    read_environments,
     read_rows,
-    replace_file,
 )
 from hyperbatch.sweep.sharing import held
 from hyperbatch.sweep.table import CONFIRM_NOTE, PointResult, format_points, interval_note, percent, points_of, progress
 from hyperbatch.sweep.trainer import Trainer, ranks_of
+from hyperbatch.trackers import trackers_of
 
 WAIT_S = 1.0  # between two looks at rows that other commands write
 
@@ -225,6 +227,7 @@ def check_runs(plan: Plan, runs: Sequence[PlannedRun] | None = None) -> None:
             if config.data not in counts:
                 counts[config.data] = check_data(config.data)
             check_input(config, ranks_of(config), counts[config.data])
+            trackers_of(config)
         except InputError as error:
             raise InputError(f"{title(run.point)}: {error}") from None
 
@@ -233,7 +236,8 @@ def prepare_folder(folder: Path, plan: Plan) -> None:
     """Makes it, with the plan in it."""
     with written(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / PLAN, plan.text)
+        replace_text(folder / PLAN, plan.text)
+        read_environments(folder)  # the first row would find no place if it is damaged, after its run
 
 
 @contextlib.contextmanager
@@ -273,7 +277,8 @@ def progress_line(row: Row) -> str:
     if row.error is not None:
         outcome = f"failed: {row.error}"
     else:
-        outcome = f"{percent(row.top1)} top-1, {row.number('train_s'):.4g} s of training, {row.wall_s:.4g} s in all"
+        train_s, wall_s = (units.significant(row.number(name) or 0.0, 4) for name in ("train_s", "wall_s"))
+        outcome = f"{percent(row.top1)} top-1, {train_s} s of training, {wall_s} s in all"
     return f"{point}  {outcome}"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hyperbatch
+from hyperbatch.durable import replace_text
 from hyperbatch.report import chart as charts
 from hyperbatch.report import units
 from hyperbatch.report.compare import swatch
@@ -14,7 +15,7 @@ from hyperbatch.report.page import document, top
 from hyperbatch.report.sections import card, folded
 from hyperbatch.sweep.charts import sweep_charts
 from hyperbatch.sweep.plan import Plan
-from hyperbatch.sweep.rows import PLAN, Row, replace_file
+from hyperbatch.sweep.rows import PLAN, Row
 from hyperbatch.sweep.table import (
     CONFIRM_NOTE,
     SEARCH_NOTE,
@@ -33,7 +34,7 @@ from hyperbatch.sweep.table import (
 
 
 def write_page(path: Path, plan: Plan, points: Sequence[PointResult]) -> None:
-    replace_file(path, render_sweep(plan, points))
+    replace_text(path, render_sweep(plan, points))
 
 
 def render_sweep(plan: Plan, points: Sequence[PointResult]) -> str:

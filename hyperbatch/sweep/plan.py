@@ -29,7 +29,7 @@ import math
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ class Point:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedRun:
     number: int  # in the plan, from 1: what --row asks for
+    recipe: str  # as the plan names it; a recipe of one's own may return a config with the label of another
     point: Point
     config: Config
     confirms: bool = False  # whether it is made only if its point is the best of a search
@@ -90,7 +91,7 @@ class PlannedRun:
     @property
     def command(self) -> str:
         """The ordinary command that trains this run alone."""
-        words = ["hyperbatch", "train", self.config.recipe]
+        words = ["hyperbatch", "train", self.recipe]
         known = {spec.name: spec for spec in fields()}
         for name, value in ({"nproc": 1} | self.point.overrides | {"seed": self.seed}).items():
             if name == GLOBAL_BATCH:
@@ -225,7 +226,8 @@ def parse_plan(values: Mapping[str, Any], *, name: str = "sweep", text: str = ""
             except InputError as error:
                 raise InputError(f"{title(point)}: {error}") from None
             for seed in block.seeds:
-                runs.append(PlannedRun(number=len(runs) + 1, point=point, config=config.override(seed=seed)))
+                number, seeded = len(runs) + 1, config.override(seed=seed)
+                runs.append(PlannedRun(number=number, recipe=recipe.name, point=point, config=seeded))
     runs, searches = _confirmed(runs, confirm, every)
     about = read_typed(values, "about", str, "").strip()
     plan = Plan(name=name, recipe=recipe.name, about=about, text=text, runs=tuple(runs), searches=tuple(searches))
@@ -277,7 +279,7 @@ def _confirmed(
     def fresh(place: Place, *, confirms: bool) -> list[PlannedRun]:
         points = {id(run.point): run for run in places[place]}.values()
         return [
-            PlannedRun(number=next(number), point=run.point, config=run.config.override(seed=seed), confirms=confirms)
+            replace(run, number=next(number), config=run.config.override(seed=seed), confirms=confirms)
             for run in points
             for seed in seeds[place]
         ]

@@ -11,12 +11,12 @@ import errno
 import fcntl
 import json
 import os
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from hyperbatch.durable import replace_text
 from hyperbatch.errors import InputError
 from hyperbatch.record import strict_json
 from hyperbatch.sweep.plan import PlannedRun, point_title
@@ -137,25 +137,23 @@ def of_plan(rows: Iterable[Row], runs: Sequence[PlannedRun]) -> list[Row]:
     ]
 
 
+def read_environments(folder: Path) -> list[Values]:
+    """What the rows were made with."""
+    path = folder / ENVIRONMENT
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON ({error}); repair it or delete it") from None
+
+
 def note_environment(folder: Path, environment: Values) -> None:
     """Adds what rows were made with, where it is not there yet."""
-    path = folder / ENVIRONMENT
     with open(folder / ROWS, "ab") as file, _locked(file.fileno()):
-        known = json.loads(path.read_text()) if path.exists() else []
+        known = read_environments(folder)
         if environment not in known:
-            replace_file(path, strict_json([*known, environment], indent=1) + "\n")
-
-
-def replace_file(path: Path, text: str) -> None:
-    """In one move, so that a reader never sees half of it; several processes may do it at once, on several hosts."""
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
+            replace_text(folder / ENVIRONMENT, strict_json([*known, environment], indent=1) + "\n")
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from hyperbatch.sweep.plan import Place, Plan, setting
 from hyperbatch.sweep.rows import Row
 from hyperbatch.sweep.statistics import CONFIDENCE, Spread, spread
 from hyperbatch.sweep.values import Values, key_of, show
+from hyperbatch.tables import text_table
 
 SEARCH_NOTE = (
     "The best point of a search has the highest mean top-1 on the images that are reported, so its mean is biased "
@@ -247,13 +248,8 @@ def percent(share: float | None) -> str:
 
 
 def seconds(values: Spread) -> str:
-    text = units.NONE if values.mean is None else f"{_significant(values.mean, 4)} s"
-    return _with_interval(text, f"{_significant(values.half_width or 0.0, 2)} s", values)
-
-
-def _significant(value: float, digits: int) -> str:
-    """At least so many digits, and never an exponent for what is large."""
-    return f"{value:,.0f}" if abs(value) >= 10**digits - 0.5 else f"{value:.{digits}g}"
+    text = units.NONE if values.mean is None else f"{units.significant(values.mean, 4)} s"
+    return _with_interval(text, f"{units.significant(values.half_width or 0.0, 2)} s", values)
 
 
 def _with_interval(mean: str, half: str, values: Spread) -> str:
@@ -273,6 +269,4 @@ def interval_note() -> str:
 def format_points(points: Sequence[PointResult]) -> str:
     """Aligned lines for a terminal."""
     head, rows = columns(points)
-    wide = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
-    lines = ["  ".join(f"{text:{n}}" for text, n in zip(line, wide, strict=True)).rstrip() for line in (head, *rows)]
-    return "\n".join(lines)
+    return "\n".join(text_table(head, rows, left=len(head)))

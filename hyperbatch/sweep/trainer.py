@@ -67,7 +67,7 @@ class Trainer:
             seed=run.seed,
             confirms=run.confirms,
             digest=run.digest,
-            recipe=run.config.recipe,
+            recipe=run.recipe,
             wall_s=wall_s,
             error=error,
             commit=self._commit,
@@ -81,7 +81,7 @@ class Trainer:
         return None if self._session is None else self._session.failure
 
     def _train(self, config: Config, out: Path | None) -> RunRecord:
-        if ranks_of(config) > 1:
+        if ranks_of(config) > 1 or config.run.max_restarts or config.run.tracker is not None:  # no part of a session
             self.close()  # its memory is for the ranks that start
             return self._train_apart(config, out)
         from hyperbatch.engine.session import Session

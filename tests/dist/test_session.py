@@ -17,7 +17,8 @@ from hyperbatch.engine import session as session_module
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.engine.runner import StepRunner
 from hyperbatch.engine.session import READ_ANEW, Session, data_key, key_of
-from hyperbatch.errors import RunFailed
+from hyperbatch.errors import InputError, RunFailed
+from hyperbatch.recipes import get_recipe
 
 
 def alone(out, **values):
@@ -172,3 +173,12 @@ def test_keys_name_fields_that_exist():
     assert key_of(config(label_smoothing=0.3)) != key_of(config())
     assert data_key(config(dataset="digits", shift_pixels=3).data) == data_key(config(dataset="digits").data)
     assert data_key(config(dataset="synthetic", image_size=9).data) != data_key(config(dataset="synthetic").data)
+
+
+@pytest.mark.parametrize(
+    "values", [{"nproc": 2}, {"resume": "auto"}, {"max_restarts": 1}, {"tracker": "mlflow"}], ids=str
+)
+def test_what_only_train_does_is_refused(values):
+    ((name, value),) = values.items()
+    with pytest.raises(InputError, match=f"{name}={value!r}: a session trains new runs in this process"):
+        Session().run(get_recipe("digits", **values))

@@ -336,6 +336,34 @@ def test_its_folder_must_be_writable(plan, tmp_path, capsys):
     assert "cannot be written" in capsys.readouterr().err
 
 
+def test_a_damaged_file_of_environments_is_told_before_a_run(plan, tmp_path, capsys):
+    (tmp_path / "environment.json").write_text("<<<<<<< ours")
+    assert cli.main(["sweep", str(plan), "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert f"{tmp_path / 'environment.json'} is not valid JSON" in told
+    assert read_rows(tmp_path) == []
+
+
+@pytest.mark.parametrize("setting", ['tracker = "tensorboard"', "max_restarts = 1"])
+def test_what_no_session_does_is_done_as_by_train(tmp_path, monkeypatch, setting):
+    """A session has neither trackers nor restarts: they were left out without a word."""
+    (plan := tmp_path / "plan.toml").write_text(f'recipe = "digits"\n[fixed]\ndevice = "cpu"\n{setting}')
+
+    def train(config):
+        raise RunFailed("by train")
+
+    monkeypatch.setattr("hyperbatch.sweep.trainer.train", train)
+    assert [row.error for row in command.sweep(plan, tmp_path / "out").rows] == ["by train"]
+
+
+def test_a_tracker_that_is_not_installed_is_told_at_once(tmp_path, monkeypatch):
+    (plan := tmp_path / "plan.toml").write_text('recipe = "digits"\n[fixed]\ntracker = "mlflow"')
+    nothing = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None))
+    monkeypatch.setattr("hyperbatch.trackers.importlib", nothing)
+    with pytest.raises(InputError, match="plan: --tracker mlflow: mlflow is not installed"):
+        command.sweep(plan, tmp_path / "out")
+
+
 def test_a_folder_that_is_gone_ends_the_sweep_in_one_line(plan, tmp_path):
     folder, told = tmp_path / "out", []
 

@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hyperbatch.cli import RANK_0_S, main
+from hyperbatch.cli import sweep as sweep_verb
 from hyperbatch.cli.flags import SYNONYMS, translated
 from hyperbatch.cli.parser import build_parser
 from hyperbatch.config import fields, section_titles
@@ -145,6 +147,10 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["train", "--nproc", "2", "--grid", "3x2"], "grid 3x2 holds 6 ranks, but there are 2"),
         (["train", "--nproc", "2", "--accumulate", "48"], "--accumulate 48 is more than the 32 samples of a rank"),
         (["train", "--global-batch", "90000"], "is more than the whole run (20 epochs of 1,433 images)"),
+        (
+            ["train", "--epochs", "1", "--warmup-epochs", "0", "--global-batch", "1434"],
+            "is more than the whole run (1 epoch of 1,433 images)",
+        ),
         (["train", "resnet50"], "resnet50 needs --data: give a folder, an archive or an address"),
         (["train", "tinyimagenet"], "with --data http://cs231n.stanford.edu/tiny-imagenet-200.zip"),
         (["train", "resnet50", "--data", "nowhere"], "nowhere does not exist"),
@@ -188,6 +194,8 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["simulate", "--gpus", ""], "--gpus '' is not a list of positive numbers"),
         (["profile", "--batches", ""], "--batches '' is not a list of positive numbers"),
         (["simulate", "--gpus", "many"], "--gpus 'many' is not a list of positive numbers"),
+        (["simulate", "--gpus", "²"], "--gpus '²' is not a list of positive numbers"),
+        (["simulate", "--gpus", "8", "--grid", "²x4"], "grid '²x4' is not ROWSxCOLUMNS"),
         (["simulate", "--gpus", "8", "--cluster", "abcy"], "did you mean 'abci'?"),
     ],
 )
@@ -384,3 +392,11 @@ def test_rank_0_says_what_is_wrong_before_a_launcher_ends_it(capsys, monkeypatch
         code, _, err = command(capsys, "train", "--epoch", "3")
         assert (code, err.count("did you mean '--epochs'?")) == (2, said)
     assert waited == [RANK_0_S]
+
+
+def test_a_sweep_writes_each_line_in_one_piece(monkeypatch):
+    """Parts side by side share stderr, and with PYTHONUNBUFFERED every write is one of the system's."""
+    written = []
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=written.append, flush=lambda: None))
+    sweep_verb._say("a line")
+    assert written == ["a line\n"]

@@ -2,7 +2,9 @@
 
 import json
 import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hyperbatch.config import RULES, BatchPhase, Config, SizePhase, fields, format_value
@@ -119,6 +121,27 @@ def test_values_of_another_type(values, words):
         Config().override(**values)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_values_may_be_what_a_program_has():
+    config = Config().override(
+        batch_phases=[(0, 64), [np.float64(5), np.int64(128)]],
+        milestones=[3, 6],
+        lr=np.float32(0.5),
+        seed=np.int64(7),
+        out=Path("runs") / "five",
+    )
+    assert config == Config().override(
+        batch_phases=(BatchPhase(0, 64), BatchPhase(5, 128)), milestones=(3, 6), lr=0.5, seed=7, out="runs/five"
+    )
+    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config, "a run of it can be resumed"
+    assert config.override(global_batch=np.int64(32)).global_batch == 32
+
+
+@pytest.mark.parametrize("batch", ["x", 0, -5, 1.5, True])
+def test_a_batch_that_is_none(batch):
+    with pytest.raises(InputError, match=r"global_batch is .*; give a whole number of at least 1"):
+        Config().override(global_batch=batch)
 
 
 def test_a_whole_number_is_a_number():

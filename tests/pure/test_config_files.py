@@ -85,6 +85,19 @@ def test_the_image_sizes_of_a_file_follow_the_epochs_of_a_flag(tmp_path):
         layered("digits", parse_config({"size_phases": "0:16,10:8", "epochs": 0}), {})
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"size_phases": [[0, 24, 1]]}, "--size-phases: .* is not a list EPOCH:VALUE"),
+        ({"size_phases": 5}, "--size-phases: 5 is not a list EPOCH:VALUE"),
+        ({"size_phases": [[0, 24]], "epochs": [3]}, "epochs is .* give a positive number"),
+    ],
+)
+def test_image_sizes_that_cannot_follow_the_epochs_of_a_flag(values, words):
+    with pytest.raises(InputError, match=words):
+        layered("digits", parse_config(values), {"epochs": 3.0})
+
+
 def test_layers_are_checked_together():
     """A file that only makes sense with the flags is no mistake."""
     file = parse_config({"warmup_epochs": 60})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from hyperbatch import preview
@@ -71,7 +73,7 @@ def test_peaks_at_two_batches_give_what_is_fixed_and_what_grows() -> None:
 )
 def test_simulate_plan_and_dry_run_find_the_same_batch(cluster: str, changes: dict, monkeypatch) -> None:
     memory_bytes = load_cluster(cluster).device.memory_bytes
-    monkeypatch.setattr(preview, "device_memory_bytes", lambda: int(memory_bytes))
+    monkeypatch.setattr(preview, "device_memory_bytes", lambda *, on_gpu: int(memory_bytes))
     config = Config().override(**changes)
     largest = largest_batch(config, memory_bytes)
     assert largest is not None
@@ -84,6 +86,16 @@ def test_simulate_plan_and_dry_run_find_the_same_batch(cluster: str, changes: di
     assert {name: (phase.batch_per_rank, phase.accumulation) for name, phase in found.items()} == dict.fromkeys(
         found, (largest, 4)
     )
+
+
+@pytest.mark.parametrize(("device", "available"), [("cuda", 16 << 20), ("cpu", 5)])
+def test_a_dry_run_on_the_cpu_has_the_hosts_memory(monkeypatch, device: str, available: int) -> None:
+    monkeypatch.setattr(preview, "count_gpus", lambda: 1)
+    monkeypatch.setattr(preview, "host_memory_bytes", lambda: 5)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr("subprocess.run", lambda *_, **options: SimpleNamespace(stdout="16\n"))
+    config = Config().override(device=device, accumulate=1, dataset="digits", model="resnet8", global_batch=2)
+    assert preview.preview(config, 1).memory_bytes_available == available
 
 
 def test_a_v100_holds_204_images() -> None:

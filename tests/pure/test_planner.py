@@ -12,6 +12,7 @@ from hyperbatch.plan.clusters import load_cluster
 from hyperbatch.plan.inventory import tensors
 from hyperbatch.plan.planner import format_plan, make_plan, plan_step
 from hyperbatch.plan.workload import largest_batch, resolve_all
+from hyperbatch.sim.sweep import simulate
 
 
 def config(batch: int = 86_016, *, model: str = "resnet50", precision: str = "fp16", **comm: object) -> Config:
@@ -84,6 +85,13 @@ def test_one_gpu_has_no_communication() -> None:
     values = make_plan(config(64), cluster="abci", gpus=1).to_dict()
     assert values["exposed_comm_s"] == 0
     assert values["grid"] == "1x1"
+
+
+def test_the_command_names_the_recipe_that_was_asked_about() -> None:
+    """And not the label of its config: recipes of one's own often change a built-in one."""
+    own = "hyperbatch.recipes.everyday:digits"
+    assert f"train with it: hyperbatch train {own} --" in format_plan(make_plan(own))
+    assert simulate(own).recipe == own
 
 
 def test_given_choices_are_kept() -> None:

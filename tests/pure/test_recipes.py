@@ -6,6 +6,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hyperbatch.cli import main
@@ -297,7 +298,7 @@ def config_epochs(name):
     return find_recipe(name).config().schedule.epochs
 
 
-@pytest.mark.parametrize("epochs", [4, 19.0464])
+@pytest.mark.parametrize("epochs", [4, np.int64(4), 19.0464])
 def test_image_sizes_follow_the_epochs(epochs):
     recipe, config = find_recipe("cifar10"), get_recipe("cifar10", epochs=epochs)
     whole = recipe.config()
@@ -398,6 +399,18 @@ def test_every_claim_says_what_it_rests_on():
         elif not recipe.published:
             assert "not measured yet" in recipe.claim
             assert recipe.evidence == "not measured yet"
+
+
+@pytest.mark.parametrize("name", ["digits", "mlperf_resnet50"])
+def test_a_program_may_give_numpys_numbers(name):
+    assert get_recipe(name, global_batch=np.int64(4096)).global_batch == 4096
+    with pytest.raises(InputError, match="global_batch is 0; give a whole number of at least 1"):
+        get_recipe(name, global_batch=0)
+
+
+def test_a_recipe_without_a_name():
+    with pytest.raises(InputError, match="name is None; give the name of a recipe"):
+        get_recipe(None)
 
 
 def test_unknown_recipe_names_the_nearest():

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hyperbatch.config import BatchPhase, Config
+from hyperbatch.durable import replace_text
 from hyperbatch.errors import InputError
 from hyperbatch.mllog import MlperfEvents
 from hyperbatch.record import Result, RunRecord, RunWriter, Span, read_metrics
@@ -84,13 +85,14 @@ def test_resume_drops_the_steps_it_will_write_again_and_a_torn_line(tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_lines_that_are_dropped_are_cut_off_in_place(tmp_path):
+def test_lines_that_are_dropped_are_cut_off_in_place(tmp_path, monkeypatch):
     """A full disk has no room for a second file."""
     with RunWriter(tmp_path, tensorboard=False) as writer:
         for step in range(6):
             write_step(writer, step)
     before = (tmp_path / "metrics.jsonl").stat().st_ino
     (tmp_path / "metrics.jsonl.partial").symlink_to("/dev/full")
+    monkeypatch.setattr("hyperbatch.durable._beside", lambda path: path.with_name(f"{path.name}.partial"))
     with RunWriter(tmp_path, resume_from_step=4, tensorboard=False) as writer:
         write_step(writer, 4)
     assert [line["step"] for line in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
@@ -98,18 +100,26 @@ def test_lines_that_are_dropped_are_cut_off_in_place(tmp_path):
     assert writer.warnings == []
 
 
-def test_lines_that_cannot_be_dropped_stay_with_a_warning(tmp_path):
+def test_lines_that_cannot_be_dropped_stay_with_a_warning(tmp_path, monkeypatch):
     with RunWriter(tmp_path, tensorboard=False) as writer:
         for step in (0, 5, 1):  # as nobody but a text editor leaves them
             write_step(writer, step)
     told = []
     (tmp_path / "metrics.jsonl.partial").symlink_to("/dev/full")
+    monkeypatch.setattr("hyperbatch.durable._beside", lambda path: path.with_name(f"{path.name}.partial"))
     with RunWriter(tmp_path, resume_from_step=4, tensorboard=False, warn=told.append) as writer:
         write_step(writer, 4)
     assert [line["step"] for line in read_metrics(tmp_path)] == [0, 5, 1, 4]
     line = "metrics.jsonl keeps the old lines of the steps from 4 on, which are repeated: No space left on device"
     assert told == writer.warnings == [line]
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_two_processes_may_replace_a_file_at_once(tmp_path, monkeypatch):
+    path, others = tmp_path / "report.html", iter([tmp_path / "report.html"])
+    monkeypatch.setattr(os, "fsync", lambda _: [replace_text(other, "theirs") for other in others])
+    replace_text(path, "ours")
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["ours"]
 
 
 @pytest.mark.parametrize("go_on", [False, True])

@@ -23,7 +23,7 @@ from hyperbatch.config import BatchPhase, Config
 from hyperbatch.errors import InputError, RunFailed
 from hyperbatch.plan.clusters import cluster_of_device
 from hyperbatch.plan.types import GradGroup, GroupPlan, GroupTiming, StepTiming
-from hyperbatch.recipes import find_recipe
+from hyperbatch.recipes import find_recipe, get_recipe
 from hyperbatch.record import Result, RunRecord, RunWriter
 from hyperbatch.report import setup, units, write_report
 from hyperbatch.report.chart import ticks
@@ -349,6 +349,14 @@ def test_faint_and_bold_lines_have_a_legend(tmp_path):
     assert {"faint: every step", "bold: moving average"} <= set(report(tmp_path).texts)
 
 
+@pytest.mark.parametrize(("device_type", "changed"), [("cuda", {}), ("cpu", {"precision": ("auto", "fp16")})])
+def test_the_precision_of_the_recipe_on_this_device_is_no_change(device_type, changed):
+    config = get_recipe("cifar10", precision="fp16").to_dict()
+    environment = {"device_type": device_type}
+    record = RunRecord(recipe="cifar10", config=config, environment=environment, world_size=1, grid="1x1")
+    assert setup.changed_fields(record) == changed
+
+
 def test_changed_fields_are_highlighted_and_in_the_command(tmp_path):
     config = find_recipe("digits").config().override(lr=0.123, seed=7, out="somewhere", nproc=2)
     make_run(tmp_path, config=config)
@@ -565,6 +573,8 @@ def test_smoothing_keeps_a_constant_and_skips_nan():
     [
         (units.duration(0.00002), "20 µs"),
         (units.duration(0.25), "250 ms"),
+        (units.duration(0.9996), "1,000 ms"),
+        (units.duration(3599.7), "1 h 00 min"),
         (units.duration(7.44), "7.4 s"),
         (units.duration(122), "2 min 02 s"),
         (units.duration(119.7), "2 min 00 s"),
@@ -576,11 +586,12 @@ def test_smoothing_keeps_a_constant_and_skips_nan():
         (units.percent(0.5, 0), "50 %"),
         (units.count(1234.4), "1,234"),
         (units.count(1_730_000), "1.73 M"),
-        (units.count(2e12), "2e+03 G"),
+        (units.count(2e12), "2,000 G"),
         (units.count(32), "32"),
         (units.count(math.nan), "–"),
         (units.size(999), "999 B"),
         (units.size(22_000_000), "22 MB"),
+        (units.size(999.6e6), "1,000 MB"),
         (units.plural(1, "rank"), "1 rank"),
         (units.plural(2048, "rank"), "2,048 ranks"),
     ],

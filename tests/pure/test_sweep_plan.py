@@ -40,6 +40,13 @@ def parsed(text: str, **options):
     return parse_plan(tomllib.loads(text), **options)
 
 
+def test_the_command_of_a_run_names_the_recipe_as_the_plan_does():
+    """And not the label of its config: recipes of one's own often change a built-in one."""
+    (run,) = parsed('recipe = "hyperbatch.recipes.everyday:digits"').runs
+    assert run.config.recipe == "digits"
+    assert run.command == "hyperbatch train hyperbatch.recipes.everyday:digits --nproc 1 --seed 0"
+
+
 def test_arms_grids_and_seeds_become_runs():
     plan = parsed(PLAN)
     assert [(title(run.point), run.seed) for run in plan.runs] == [

@@ -319,6 +319,10 @@ def test_the_converted_folder_says_what_it_is_and_replaces_nothing(tmp_path, cap
     assert capsys.readouterr().err == f"hyperbatch: {folder} exists already; remove it or choose another --output\n"
     assert main(["export", str(path), "--format", "dcp", "--output", str(path / "x")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+    (exported := tmp_path / "model.safetensors").touch()
+    assert main(["export", str(exported), "--format", "dcp"]) == 2
+    told = f"{exported} has no optimizer state; give the folder of the run or a checkpoint for --format dcp"
+    assert capsys.readouterr().err == f"hyperbatch: {told}\n"
     assert names(tmp_path / "run") == ["checkpoints", "model.dcp"]
 
 

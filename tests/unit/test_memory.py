@@ -5,6 +5,8 @@ from __future__ import annotations
 import platform
 import resource
 import statistics
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -44,3 +46,20 @@ def test_the_users_own_settings_are_left_alone(monkeypatch):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")
     with memory.freed_memory_kept():
         assert faults_of_a_step() > PAGES / 1000
+
+
+PROGRAM = """
+import resource
+from hyperbatch.memory import freed_memory_kept
+with freed_memory_kept():
+    pass
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    bytearray(b"1") * (8 << 20)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_a_program_that_has_trained_allocates_as_fast_as_before():
+    faults = int(subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True).stdout)
+    assert faults < (8 << 20) / resource.getpagesize() / 100, "glibc gave the same block back"

@@ -130,6 +130,27 @@ def test_paths_pixels_and_pillow_images_give_the_same_answer(flowers):
         classifier.predict(np.zeros((4, 4, 2), dtype=np.uint8))
 
 
+def test_what_is_no_picture(flowers):
+    classifier = hyperbatch.load_model(flowers[0] / "run", device="cpu")
+    for nothing in (np.zeros((0, 4, 3), dtype=np.uint8), Image.new("RGB", (0, 0)), [None]):
+        with pytest.raises(InputError, match=r"pixels must be uint8\[height, width, channels\], got"):
+            classifier.predict(nothing)
+
+
+def test_arguments_of_another_kind(flowers):
+    run = flowers[0] / "run"
+    classifier = hyperbatch.load_model(run, device="cpu")
+    with pytest.raises(InputError, match="images is None; give a path, pixels or a list of them"):
+        classifier.predict(None)
+    for top in (0, 1.5, "3"):
+        with pytest.raises(InputError, match=r"top is .*; give a whole number of at least 1"):
+            classifier.predict([], top=top)
+    with pytest.raises(InputError, match="path is None; give the folder of a run"):
+        hyperbatch.load_model(None)
+    with pytest.raises(InputError, match="device is 'tpu'; give auto, cpu, cuda or a torch"):
+        hyperbatch.load_model(run, device="tpu")
+
+
 def test_many_images_come_in_order_and_the_unreadable_one_is_told(flowers, tmp_path):
     root, _ = flowers
     bad = tmp_path / "bad.jpg"
