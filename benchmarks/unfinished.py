@@ -116,7 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.minutes is None:
         print(listing(queue))
         return
-    data = dict(pair.split("=", 1) for pair in args.data)
+    data = dict(pair.partition("=")[::2] for pair in args.data)
+    if not all(data.values()):
+        parser.error("--data takes NAME=DIR, such as cifar10=data/cifar10")
     changed = run_queue(queue, data, time.monotonic() + 60 * args.minutes)
     if args.tar:
         with tarfile.open(args.tar, "w:gz") as file:
