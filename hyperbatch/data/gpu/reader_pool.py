@@ -80,7 +80,8 @@ class ReaderPool:
         self._pinned = pin
         if pin:
             runtime: Any = torch.cuda.cudart()
-            self._pinned = int(runtime.cudaHostRegister(self.slab.data_ptr(), size, 0)) == 0  # otherwise copies are slower
+            # If the memory cannot be pinned, copies are slower.
+            self._pinned = int(runtime.cudaHostRegister(self.slab.data_ptr(), size, 0)) == 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._requests: list[Connection] = []
         self._replies: list[Connection] = []

@@ -29,15 +29,16 @@ from hyperbatch.data.maker import load_or_replace, samples_per_task
 from hyperbatch.data.meter import Meter
 from hyperbatch.data.source import EncodedSource, Source, estimated_mean
 
-_ROOM = 2  # times the mean size; what does not fit into its slot is read again by the parent
+_ROOM = 2  # slots have room for this many times the mean size; the parent reads what does not fit
 _ALL_PIXELS = 1 << 62
-_CPU_PIXELS = 1 << 20  # of the CPU's share: its time goes with the pixels, the GPU's much less
+_CPU_PIXELS = 1 << 20  # the CPU decodes no larger images: its time grows with the pixels, the GPU's much less
 _DECODE_DOMAIN = 0x6465636F6465  # separates the choice of the CPU's samples from other draws
 
 
 @dataclass(frozen=True, slots=True)
 class PixelBlock:
-    """Images one after the other in (pinned) host memory, rows of the batch, and offset, width, height of each."""
+    """Images stored one after the other in (pinned) host memory, with their rows in the batch and their offset, width
+    and height."""
 
     pixels: Tensor
     rows: np.ndarray  # int64[n]
@@ -46,12 +47,12 @@ class PixelBlock:
 
 @dataclass(slots=True)
 class ReadRows:
-    """What was read for some rows of a batch. A row that is in neither `files` nor `blocks` is in device memory
-    already, or it is an unreadable sample of an evaluation, which is shown black."""
+    """What was read for some rows of a batch. A row that is in neither `files` nor `blocks` is already in device
+    memory, or it is an unreadable sample of an evaluation, which becomes a black image."""
 
     files: list[JpegFiles] = field(default_factory=list)  # for the GPU's decoder
     blocks: list[PixelBlock] = field(default_factory=list)  # decoded on the host
-    replaced: dict[int, int] = field(default_factory=dict)  # row -> the sample that stands in for an unreadable one
+    replaced: dict[int, int] = field(default_factory=dict)  # row -> the sample that replaces an unreadable one
     bad: BadSamples = field(default_factory=list)
 
 
@@ -60,11 +61,11 @@ Promise = Callable[[], ReadRows]
 
 @dataclass(frozen=True, kw_only=True)
 class SampleReader:
-    """Reads one sample at a time, in this process; finds what replaces an unreadable one."""
+    """Reads one sample at a time, in this process, and replaces unreadable ones."""
 
     source: Source
-    on_gpu: bool  # JPEGs are left to the GPU's decoder,
-    cpu_share: float  # but for this share of them
+    on_gpu: bool  # whether the GPU decodes JPEGs
+    cpu_share: float  # the share of the JPEGs that the CPU decodes nevertheless
     decoder: str
     pin: bool
     meter: Meter
