@@ -152,8 +152,8 @@ def _fetched_folder(address: Address) -> Path:
 class RemoteShardSource(ShardSource):
     """One split of a packed set at an address.
 
-    Threads, which start with the first read, fetch whole shards into the cache. A sample whose shard is not cached yet is
-    read by a range request: when the loader announces it (`will_read`), or at the latest when the loader reads it.
+    Threads, which start with the first read, fetch whole shards into the cache. A sample whose shard is not cached yet
+    is read by a range request: when the loader announces it (`will_read`), or at the latest when the loader reads it.
     """
 
     def __init__(self, mirror: Mirror, split: str, manifest: Manifest) -> None:
