@@ -1,8 +1,7 @@
 """Test-time augmentation: logits averaged over several views of an image.
 
     mirror          0.5 unchanged + 0.5 mirrored
-    mirror_shift    0.5 of `mirror` + 0.25 of `mirror` on the image shifted by one pixel down and right + 0.25 up and
-    left
+    mirror_shift    0.5 of `mirror` + 0.25 of `mirror` one pixel further down and right + 0.25 one further up and left
 
 The border that a shift leaves open is filled by reflection. With a share below 1, only that share of a batch, the
 images with the least certain logits, gets further views. Everything stays on the device, and shapes depend only on
