@@ -339,7 +339,7 @@ def _frame_place(data: bytes | bytearray) -> int | None:
 
 def _least_eighths(least: tuple[int, int], width: int, height: int) -> int:
     """Returns the smallest scale, in eighths, at which both sides are long enough. Scales between a half and one are
-    never chosen: they take longer to decode than the full size."""
+    not used, because they take longer to decode."""
     for eighths in (1, 2, 3, 4):
         if -(-width * eighths // 8) >= least[0] and -(-height * eighths // 8) >= least[1]:
             return eighths

@@ -79,8 +79,8 @@ def measured_decoder(source: Source, config: DataConfig, device: torch.device, *
 
 def cpu_decode_share(source: Source, config: DataConfig, decoder: str, *, ranks_per_host: int = 1) -> float:
     """Returns the share of the JPEGs that the CPU decodes alongside this decoder: the configured share, or the default.
-    The default is above 0 only if there are enough cores and the reading is worth processes of its own, which do not
-    compete for Python's lock."""
+    The default is above 0 only for `auto`, with enough cores, and if processes read the set, which do not compete for
+    Python's lock."""
     if decoder != "nvjpeg":
         return 0.0
     if config.cpu_decode_share is not None:

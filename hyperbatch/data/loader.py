@@ -97,7 +97,7 @@ class TrainLoader:
 
     def rehearse(self, strides: Iterable[Stride]) -> None:
         """Makes the batches of these strides and discards them, because the first batch of a shape takes longer. It has
-        an effect only on a GPU. Call it while no iterator over batches is in use."""
+        an effect only if a GPU makes the batches alone. Call it while no iterator over batches is in use."""
         if isinstance(self._maker, DeviceMaker):
             self._maker.rehearse(list(self._plans(strides, 0)))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-LEAST_SHARE = 0.5  # of a model's layers must be in blocks; with less, most of the step would stay uncompiled
+LEAST_SHARE = 0.5  # blocks must contain this share of a model's layers, or most of the step would not be compiled
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@
 torchvision calls the same library and is the reference: the pixels are equal bit for bit. It is slower, because it
 makes tensors and parses the header twice for each file. While an H200 runs a graph of matrix products, torchvision
 decodes 6,900 images of 500x375 per second, and nvJPEG itself decodes 12,500. In a run of ResNet-50, the loader's calls
-decode 8,600 per second at any image size: a copy, a decoding and a small kernel for each file, one after the other.
+decode 8,600 per second, however many files a call has: a copy, a decoding and a small kernel for each file, one by one.
 
 Files that the decoder would silently decode wrongly are decoded by the CPU instead: see `decode.gpu_frame`.
 """

@@ -125,7 +125,7 @@ def read_range(
 
 def persist(ask: Callable[[], T], *, patient: bool, stopped: threading.Event | None = None) -> T:
     """Returns the result of `ask`, which is tried again after each OSError. Raises Unreachable after the last retry, or
-    when `stopped` is set."""
+    after an error if `stopped` is set."""
     waits_s = READING_WAITS_S if patient else OPENING_WAITS_S
     for wait_s in (*waits_s, None):
         try:
