@@ -31,7 +31,7 @@ def add(verb: AddVerb) -> None:
     parser.add_argument("--help-all", action=FullHelp, help="Show all flags by section and exit.")
     help = f"The recipe to train. [default: the config file's recipe, or {DEFAULT}]"
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=help)
-    help = "TOML file of config fields. It overrides the recipe, and flags override it."
+    help = "TOML file of config fields, or the folder of a run. It overrides the recipe, and flags override it."
     parser.add_argument("--config", metavar="FILE", help=help)
     help = "Write the resolved config to a TOML file and exit."
     parser.add_argument("--save-config", metavar="FILE", help=help)

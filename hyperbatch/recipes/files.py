@@ -38,7 +38,9 @@ class ConfigFile:
 
 
 def read_config(path: Path) -> ConfigFile:
-    """InputError names the file and what is wrong in it."""
+    """path: a file, or the folder of a run. InputError names the file and what is wrong in it."""
+    if path.is_dir():
+        path = path / RUN_CONFIG
     try:
         # Paths in it may have names that are not in UTF-8.
         tables = tomllib.loads(path.read_text(encoding="utf-8", errors="surrogateescape"))
@@ -64,7 +66,7 @@ def parse_config(tables: Mapping[str, Any]) -> ConfigFile:
             part = {name: _value(name, inner, known, section=key) for name, inner in value.items()}
         elif key == "recipe":
             continue
-        elif isinstance(value, dict) and key not in known:
+        elif isinstance(value, dict):  # also [optimizer], which is a field
             raise InputError(f"unknown section [{key}]{nearest(key, list(sections))}")
         else:
             part = {key: _value(key, value, known)}

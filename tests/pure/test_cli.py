@@ -137,6 +137,7 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
     [
         (["train", "fujitsu_resnet5"], "unknown recipe 'fujitsu_resnet5'; did you mean 'fujitsu_resnet50'?"),
         (["train", "--momentun", "0.9"], "unknown argument '--momentun'; did you mean '--momentum'?"),
+        (["simulate", "--epochs", "90"], "unknown argument '--epochs'; see `hyperbatch simulate --help`"),
         (["train", "--epochs", "ten"], "--epochs: 'ten' is not a number"),
         (["train", "--algorithm", "tree"], "--algorithm: 'tree' is not one of"),
         (["train", "--global-batch", "0"], "is not a positive whole number"),
