@@ -61,7 +61,7 @@ class Config:
         for name, value in values.items():
             if name not in known:
                 raise InputError(f"unknown config field {name!r}{nearest(name, [*known, 'global_batch'])}")
-            by_section.setdefault(known[name].section, {})[name] = value
+            by_section.setdefault(known[name].section, {})[name] = known[name].coerce(value)
         config = dataclasses.replace(
             self,
             **{name: dataclasses.replace(getattr(self, name), **part) for name, part in by_section.items()},
@@ -138,18 +138,17 @@ class FieldSpec:
         if isinstance(value, str):
             return self.parse(value)
         if isinstance(value, list):
-            value = tuples(value)
-            pairs = value and all(isinstance(part, tuple) and len(part) == 2 for part in value)
-            return self.coerce(value) if pairs else value
+            return self.coerce(tuples(value))
         # A whole number is a number: 30 and 30.0 are the same run.
         return float(value) if type(value) is int and "float" in str(self.type) else value
 
     def coerce(self, value: Any) -> Any:
-        """JSON lists become the tuples the field declares."""
+        """Lists become the tuples that the field declares, and pairs its phases. `check` names what is neither."""
         item = tuple_item(self.type)
-        if item is None or value is None:
+        if item is None or not isinstance(value, list | tuple):
             return value
-        return tuple(item(*v) if hasattr(item, "_fields") else v for v in value)
+        parts = len(getattr(item, "_fields", ()))
+        return tuple(item(*v) if parts and isinstance(v, list | tuple) and len(v) == parts else v for v in value)
 
 
 @cache

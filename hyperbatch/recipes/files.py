@@ -21,7 +21,7 @@ from typing import Any
 
 from hyperbatch.config import Config, FieldSpec, fields, section_titles
 from hyperbatch.durable import replace_text
-from hyperbatch.errors import InputError, nearest
+from hyperbatch.errors import InputError, check_kind, nearest
 from hyperbatch.recipes import DEFAULT, adapted, find_recipe, stretched
 
 CUSTOM = Config().recipe  # the label of a config that comes from no recipe
@@ -160,6 +160,7 @@ def save_config(config: Config, path: str | Path, *, recipe: str | None = None) 
 
     recipe: the name by which the recipe is found, if that is not the config's label.
     """
+    check_kind("config", config, Config, "give a Config, as get_recipe(NAME) returns")
     try:
         replace_text(Path(path), format_config(config, recipe=recipe))
     except OSError as error:

@@ -125,6 +125,14 @@ def test_a_whole_number_is_a_number():
     assert Config().override(lr=2, epochs=9, seed=(1 << 63) - 1).schedule.lr == 2
 
 
+def test_phases_may_be_pairs():
+    """As in a config file."""
+    config = Config().override(batch_phases=[(0, 64), [5, 128]], layer_rates=[("head", 1.0)], milestones=[3.0])
+    assert config.schedule.batch_phases == (BatchPhase(0, 64), BatchPhase(5, 128))
+    assert isinstance(config.schedule.batch_phases[1], BatchPhase)
+    assert config.schedule.milestones == (3.0,)
+
+
 def test_only_numbers_have_rules_and_only_names_have_choices():
     for spec in fields():
         if isinstance(spec.allowed, str):

@@ -125,6 +125,8 @@ def test_files_that_are_not_there(capsys, tmp_path):
     assert "none.toml: cannot be read (No such file or directory)" in capsys.readouterr().err
     assert main(["train", "--save-config", str(tmp_path / "none" / "run.toml")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+    with pytest.raises(InputError, match="give a Config, as get_recipe"):
+        save_config({}, tmp_path / "run.toml")  # pyright: ignore[reportArgumentType]
     assert run_config(tmp_path) is None
     with pytest.raises(InputError, match="give a config file or the folder of a run"):
         load_config(tmp_path)
