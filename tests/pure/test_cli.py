@@ -204,6 +204,13 @@ def test_mistakes_get_one_line_and_exit_code_2(capsys, arguments, words, tmp_pat
     assert not (tmp_path / "runs").exists(), "what is refused leaves nothing behind"
 
 
+def test_a_flag_that_does_nothing_is_named(capsys):
+    assert main(["train", "digits", "--nproc", "1", "--ema-decay", "0.9", "--dry-run", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "note: --averaging-decay has no effect with --averaging none; it needs --averaging ema or lookahead\n"
+    assert json.loads(out)
+
+
 @pytest.mark.parametrize(
     ("files", "words"),
     [
