@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,9 +53,11 @@ SUMMARIES = {
 }
 PUBLISHED = "the published results that the other {} recipes are modelled on"
 RULE = """A claim is **shown** if the whole 95 % confidence interval of the measured value is on the claimed side of the
-goal, **missed** if the whole interval is on the other side, and **open** otherwise. A difference, such as "LARS
-minus SGD", is the mean over pairs of runs with the same seed, in percentage points of top-1 accuracy. n is the
-number of runs. The limit of half a point in the claims of equal accuracy was chosen after the runs. A value
+goal, **missed** if the whole interval is on the other side, and **open** otherwise. A claim with several values is
+shown if all of them are, and missed if one is. A difference, such as "LARS minus SGD", is the mean over pairs of runs
+with the same seed, in percentage points of top-1 accuracy. n is the number of runs. The limit of half a point in the
+claims of equal accuracy was chosen after the runs. An interval tells how far seeds move the mean on one set of test
+images; it is not widened for the number of comparisons on this page, and it says nothing about other images. A value
 from another program is quoted from its log, and its verdict is set by hand.
 """
 RECORDS = """## Records
@@ -95,16 +97,25 @@ class Record:
 def load_record(folder: Path) -> Record:
     """Rows as they are, under the names that they were written with: recipes may have changed since.
 
-    Whether a row confirms a search is the plan's to say: a point may have got rivals since, or a search more seeds.
+    They are in the order of the plan, not in the one in which several processes wrote them: the first of equal points
+    wins, here as in the sweep. Whether a row confirms a search is the plan's to say: a point may have got rivals since,
+    or a search more seeds.
     """
     environments = json.loads((folder / ENVIRONMENT).read_text())
     plan = load_plan(folder / PLAN)
-    known = {(*run.point.place, key_of(run.point.search), run.seed): run.confirms for run in plan.every_run}
-    rows = []
+    runs = {(*run.point.place, key_of(run.point.search), run.seed): run for run in plan.every_run}
+    order = {place: number for number, place in enumerate(runs)}
+    rows: dict[Hashable, Row] = {}
     for row in latest(read_rows(folder)):
         place = key_of(row.conditions), row.arm, key_of(row.search), row.seed
-        rows.append(dataclasses.replace(row, confirms=known.get(place, row.confirms)))
-    return Record(folder=folder, plan=plan, rows=rows, points=points_of(rows), environments=environments)
+        if place in rows:
+            raise ValueError(
+                f"{folder / ROWS}: {row.title}, seed {row.seed}, is there with two configs ({rows[place].digest} and "
+                f"{row.digest}); one mean of both would be wrong. Give {PLAN} the settings of one, and delete the other"
+            )
+        rows[place] = dataclasses.replace(row, confirms=runs[place].confirms if place in runs else row.confirms)
+    made = [rows[place] for place in sorted(rows, key=lambda place: order.get(place, len(order)))]
+    return Record(folder=folder, plan=plan, rows=made, points=points_of(made), environments=environments)
 
 
 def load_records(root: Path) -> list[Record]:
