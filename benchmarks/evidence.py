@@ -84,6 +84,7 @@ class Record:
     rows: list[Row]
     points: list[PointResult]
     environments: list[dict[str, object]]
+    again: int  # runs that failed first and were made again; only the later row counts
 
     @property
     def name(self) -> str:
@@ -106,7 +107,8 @@ def load_record(folder: Path) -> Record:
     runs = {(*run.point.place, key_of(run.point.search), run.seed): run for run in plan.every_run}
     order = {place: number for number, place in enumerate(runs)}
     rows: dict[Hashable, Row] = {}
-    for row in latest(read_rows(folder)):
+    written = read_rows(folder)
+    for row in latest(written):
         place = key_of(row.conditions), row.arm, key_of(row.search), row.seed
         if place in rows:
             raise ValueError(
@@ -115,7 +117,10 @@ def load_record(folder: Path) -> Record:
             )
         rows[place] = dataclasses.replace(row, confirms=runs[place].confirms if place in runs else row.confirms)
     made = [rows[place] for place in sorted(rows, key=lambda place: order.get(place, len(order)))]
-    return Record(folder=folder, plan=plan, rows=made, points=points_of(made), environments=environments)
+    failed = {row.digest for row in written if row.error is not None}
+    again = len(failed) - sum(row.error is not None for row in made)
+    points = points_of(made)
+    return Record(folder=folder, plan=plan, rows=made, points=points, environments=environments, again=again)
 
 
 def load_records(root: Path) -> list[Record]:
@@ -198,6 +203,11 @@ def section(record: Record) -> str:
     failed = sum(row.error is not None for row in record.rows)
     done = f"{units.plural(len(record.rows), 'run')} of `{record.plan.recipe}`"
     done += f", {failed} of them failed" if failed else ""
+    done += (
+        f"; {units.plural(record.again, 'run')} failed at first and {_was(record.again)} made again"
+        if record.again
+        else ""
+    )
     done += f"; {units.plural(left, 'run')} of the plan {'is' if left == 1 else 'are'} missing" if left > 0 else ""
     commits = list(dict.fromkeys(str(row.commit) for row in record.rows))
     commit = f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
@@ -217,6 +227,10 @@ def section(record: Record) -> str:
     if any(point.confirms for point in points):
         lines.append(f"{CONFIRM_NOTE}\n")
     return "\n".join(line for line in lines if line)
+
+
+def _was(count: int) -> str:
+    return "was" if count == 1 else "were"
 
 
 def points_page(record: Record) -> str:

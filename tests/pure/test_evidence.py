@@ -89,7 +89,13 @@ def written(tmp_path, plan, rows):
     (folder / "plan.toml").write_text(plan)
     (folder / "environment.json").write_text('[{"device": "chip", "torch": "3"}]')
     for search, seed, top1, fresh in rows:
-        place = {"arm": "plan", "search": search, "seed": seed, "confirms": fresh, "digest": f"{len(read_rows(folder))}"}
+        place = {
+            "arm": "plan",
+            "search": search,
+            "seed": seed,
+            "confirms": fresh,
+            "digest": f"{len(read_rows(folder))}",
+        }
         append_row(folder, Row(run=1, recipe="digits", commit="abc", result={"top1": top1, "train_s": 2}, **place))
     return folder
 
@@ -109,6 +115,16 @@ def test_two_configs_of_one_point_are_not_one_mean(tmp_path):
     folder = written(tmp_path, 'recipe = "digits"\nseeds = 1\n', [({}, 0, 0.9, False), ({}, 0, 0.5, False)])
     with pytest.raises(ValueError, match=r"plan, seed 0, is there with two configs \(0 and 1\)"):
         evidence.load_record(folder)
+
+
+def test_a_failure_that_was_repaired_is_told(tmp_path):
+    """--retry-failed: the later row of the run counts."""
+    folder = written(tmp_path, 'recipe = "digits"\nseeds = 2\n', [({}, 0, 0.9, False)])
+    place = {"arm": "plan", "seed": 1, "digest": "b", "recipe": "digits", "commit": "abc"}
+    append_row(folder, Row(run=2, error="the loss became nan", **place))
+    append_row(folder, Row(run=2, result={"top1": 0.8, "train_s": 2}, **place))
+    page = evidence.write_all(tmp_path)[tmp_path / "docs" / "evidence.md"]
+    assert "2 runs of `digits`; 1 run failed at first and was made again. Device" in page
 
 
 def test_a_long_table_has_a_page_of_its_own_with_what_failed(tmp_path):
@@ -231,7 +247,10 @@ def test_each_run_counts_also_one_without_a_value():
 
 def test_a_difference_says_how_many_runs_failed():
     both = some(a=[(91, 1), (None, None)], b=[(90, 1), (None, None)])
-    assert judge(Figure(arm="a", against={"arm": "b"}, at_least=0), both)[0] == "a minus b: +1.00 points (1 pair, 2 failed)"
+    assert (
+        judge(Figure(arm="a", against={"arm": "b"}, at_least=0), both)[0]
+        == "a minus b: +1.00 points (1 pair, 2 failed)"
+    )
     both = some(a=[(91, 1), (93, 1), (None, None)], b=[(90, 1), (90, 1), (90, 1)])
     assert "(n = 2 and 3, 1 failed)" in judge(Figure(arm="a", against={"arm": "b"}, at_least=0), both)[0]
 
