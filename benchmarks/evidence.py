@@ -105,7 +105,7 @@ def load_record(folder: Path) -> Record:
     environments = json.loads((folder / ENVIRONMENT).read_text())
     plan = load_plan(folder / PLAN)
     runs = {(*run.point.place, key_of(run.point.search), run.seed): run for run in plan.every_run}
-    order = {place: number for number, place in enumerate(runs)}
+    order: dict[Hashable, int] = {place: number for number, place in enumerate(runs)}
     rows: dict[Hashable, Row] = {}
     written = read_rows(folder)
     for row in latest(written):
