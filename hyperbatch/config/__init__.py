@@ -8,7 +8,7 @@ field's name only, without its section.
 from hyperbatch.config.option import RULES, BatchPhase, LayerRate, SizePhase
 from hyperbatch.config.running import CommConfig, RunConfig
 from hyperbatch.config.training import DataConfig, ModelConfig, OptimConfig, ScheduleConfig
-from hyperbatch.config.tree import Config, FieldSpec, check, fields, section_titles
+from hyperbatch.config.tree import Config, FieldSpec, check, fields, section_titles, without_effect
 from hyperbatch.config.values import format_epochs, format_value
 
 __all__ = [
@@ -29,4 +29,5 @@ __all__ = [
     "format_epochs",
     "format_value",
     "section_titles",
+    "without_effect",
 ]

@@ -40,12 +40,20 @@ class LayerRate(NamedTuple):
 
 
 def option(
-    default: Any, help: str, allowed: tuple[str, ...] | str = (), *, free: bool = False, repeated: bool = True
+    default: Any,
+    help: str,
+    allowed: tuple[str, ...] | str = (),
+    *,
+    free: bool = False,
+    repeated: bool = True,
+    needs: tuple[str, ...] = (),
 ) -> Any:
     """Declares a field with the help text of its flag, and its allowed names or the rule for its number.
 
     free: a resumed run may change it, because it affects where things are or how the work is divided, and not what is
     computed.
     repeated=False: a command that repeats the run omits it.
+    needs: the name of another field, and its values; this field has an effect only with one of them.
     """
-    return field(default=default, metadata={"help": help, "allowed": allowed, "free": free, "repeated": repeated})
+    about = {"help": help, "allowed": allowed, "free": free, "repeated": repeated, "needs": needs}
+    return field(default=default, metadata=about)
