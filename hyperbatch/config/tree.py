@@ -186,7 +186,7 @@ def section_titles() -> dict[str, str]:
 
 
 def without_effect(config: Config, names: Collection[str]) -> list[str]:
-    """Returns one line for each of these fields that has no effect in this config, such as --muon-steps without Muon."""
+    """Returns a line for each of these fields that has no effect in this config, such as --muon-steps without Muon."""
     known = {spec.name: spec for spec in fields()}
     lines = []
     for spec in (known[name] for name in names):
