@@ -32,7 +32,7 @@ _MAX_PIXELS = 1 << 28  # a header may claim any size; no photograph is larger
 # An image with more than _MUCH_PIXELS has at most this many pixels per byte of its file, unless the file is malicious.
 _MUCH_PIXELS, _PIXELS_PER_BYTE = 1 << 24, 400
 _JPEG_MAGIC = b"\xff\xd8\xff"
-_PPM_HEADER = re.compile(rb"P6\n(\d{1,6}) (\d{1,6})\n255\n")  # as `data pack --decoded` writes it
+_PPM_HEADER = re.compile(rb"P6\s(\d{1,6})\s(\d{1,6})\s255\s")  # as `data pack` writes photographs and arrays
 _SOI, _EOI = b"\xff\xd8", b"\xff\xd9"
 _PLAIN_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive: all are Huffman coded
 _OTHER_FRAMES = (0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)

@@ -15,13 +15,13 @@ from PIL import Image
 from hyperbatch.config import DataConfig
 from hyperbatch.data import kept, shard_writer
 from hyperbatch.data import pack as pack_module
-from hyperbatch.data.decode import decode_full
+from hyperbatch.data.decode import decode_full, raw_header_bytes
 from hyperbatch.data.identity import sample_list
 from hyperbatch.data.pack import info, pack
 from hyperbatch.data.recompress import Recompress
 from hyperbatch.data.shard_writer import write_atomically
 from hyperbatch.data.shards import INDEX_DTYPE, ShardSource, _checksum, index_path
-from hyperbatch.data.source import BadSample, check_data, open_data
+from hyperbatch.data.source import ArraySource, BadSample, PixelFiles, check_data, open_data
 from hyperbatch.data.texts import format_info
 from hyperbatch.data.verify import verify
 from hyperbatch.errors import InputError
@@ -403,6 +403,16 @@ def test_plain_pixels_are_those_of_the_files(tree, tmp_path):
         member = next(iter(tar))
         assert member.name.endswith(".ppm")
         assert Image.open(io.BytesIO(tar.extractfile(member).read())).format == "PPM"  # others read it, too
+
+
+def test_arrays_are_packed_as_plain_pixels_that_need_no_decoder():
+    images = np.random.default_rng(0).integers(0, 256, (2, 5, 4, 3), dtype=np.uint8)
+    source = PixelFiles(
+        ArraySource("t", images, np.zeros(2, np.int64), classes=("a",), mean=(0.5,) * 3, std=(0.2,) * 3)
+    )
+    data = source.read(1)
+    assert raw_header_bytes(data) == (4, 5, len(data) - 5 * 4 * 3)
+    assert (decode_full(data, "x") == images[1]).all()
 
 
 def test_damaged_images_are_kept_as_they_are(tree, tmp_path):
