@@ -84,6 +84,8 @@ class Arena:
         self.pinned = False  # True once a captured graph holds the addresses: the buffers must not move any more
         self.holds_shards = False  # True if the exchange leaves this rank only its shard of the gradients
         self._on_load: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._model = weakref.ref(model)
+        self._frozen = [param for param in model.parameters() if not param.requires_grad]
         by_name = {name: owner for name, owner in owners(model).items() if _is_trainable(owner)}
         _check_order(order, by_name)
 
@@ -157,6 +159,15 @@ class Arena:
     def flat_weights(self) -> list[Tensor]:
         """Every buffer that holds weights or masters: what a broadcast of the weights must send."""
         return [*self.weights.values(), *([] if self.masters is None else [self.masters])]
+
+    def has_thawed(self) -> bool:
+        """Whether a parameter that was frozen when the arena was built is trainable now. Fast enough for every step."""
+        return any(param.requires_grad for param in self._frozen)
+
+    def left_out(self) -> list[str]:
+        """Names of trainable parameters outside the arena: they were frozen, or not there, when it was built."""
+        model, held = self._model(), {slot.param for slot in self.slots}
+        return [] if model is None else [n for n, p in model.named_parameters() if p.requires_grad and p not in held]
 
     def holds(self, slot: Slot) -> bool:
         """Whether the parameter's data is still in the arena; `.to()` moves it out."""

@@ -249,4 +249,8 @@ def backward_order(model: nn.Module, run_backward: Callable[[], None]) -> list[s
             for places, name, buffer, saved in buffers:
                 places[name] = buffer  # forward may have put another tensor there
                 buffer.copy_(saved)
+    if named and not finished:
+        raise InputError(
+            "run_backward has computed no gradient of the model; give a function that ends with loss.backward()"
+        )
     return [*finished, *(name for name, _ in named if name not in finished)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,8 +27,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
                 f"{flag!r} is an unexpected argument; see `hyperbatch {args.verb or ''} --help`".replace("  ", " ")
             )
         subparser = parser.verbs.get(args.verb, parser)
-        flags = [option for action in subparser._actions for option in action.option_strings]
-        raise InputError(f"unknown argument {flag!r}{nearest(flag, flags)}")
+        # Without the dashes, which would make any two flags look alike
+        flags = {flag.lstrip("-"): flag for action in subparser._actions for flag in action.option_strings}
+        close = difflib.get_close_matches(flag.lstrip("-"), flags, n=1)
+        hint = f"did you mean {flags[close[0]]!r}?" if close else f"see `hyperbatch {args.verb or ''} --help`"
+        raise InputError(f"unknown argument {flag!r}; {hint}".replace("  ", " "))
     if args.function is None:
         parser.print_help()
         raise SystemExit(0)

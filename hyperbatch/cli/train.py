@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hyperbatch.cli.flags import FullHelp, ShortHelp
 from hyperbatch.cli.shared import AddVerb, add_sizes, is_first_rank, positive, show
-from hyperbatch.config import Config, FieldSpec, fields, format_value, section_titles
+from hyperbatch.config import Config, FieldSpec, fields, format_value, section_titles, without_effect
 from hyperbatch.errors import InputError, RunFailed
 
 
@@ -31,7 +32,7 @@ def add(verb: AddVerb) -> None:
     parser.add_argument("--help-all", action=FullHelp, help="Show all flags by section and exit.")
     help = f"The recipe to train. [default: the config file's recipe, or {DEFAULT}]"
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=help)
-    help = "TOML file of config fields. It overrides the recipe, and flags override it."
+    help = "TOML file of config fields, or the folder of a run. It overrides the recipe, and flags override it."
     parser.add_argument("--config", metavar="FILE", help=help)
     help = "Write the resolved config to a TOML file and exit."
     parser.add_argument("--save-config", metavar="FILE", help=help)
@@ -82,6 +83,9 @@ def _train(args: argparse.Namespace) -> int:
     if args.world_size and not args.dry_run:
         raise InputError("--world-size needs --dry-run; to start N processes, use --nproc N or a launcher")
     config = config_of(args)
+    if is_first_rank():
+        for line in without_effect(config, [spec.name for spec in fields() if getattr(args, spec.name) is not None]):
+            print(f"note: {line}", file=sys.stderr)
     if args.save_config:
         from hyperbatch.recipes.files import save_config
 

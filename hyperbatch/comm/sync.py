@@ -107,6 +107,8 @@ class GradSync:
         problem = None
         try:
             self._check_plan()
+            if comm.world is not None:
+                self._check_left_out()
             self._algorithms = [self._algorithm(group, algorithm, hybrid_switch_bytes) for group in plan.groups]
         except (InputError, ValueError) as error:
             problem = str(error)
@@ -137,6 +139,8 @@ class GradSync:
 
     def begin(self, *, last_micro_step: bool = True) -> None:
         """To be called before each backward. Only the last micro-step of an accumulated step communicates."""
+        if self._hooks and self._arena.has_thawed():
+            self._check_left_out()
         if self._open is not None and self._open.launched:
             raise RuntimeError("GradSync.begin() while groups of the step before are in flight; call finish() first")
         self._open = None
@@ -344,6 +348,15 @@ class GradSync:
             between = self._slots[min(places) : max(places) + 1]
             if [slot.name for slot in between if dtypes[slot.name] == group.dtype] != [*group.parameters]:
                 raise InputError(f"group {group.index} does not hold neighbours of the arena in the arena's order")
+
+    def _check_left_out(self) -> None:
+        """The gradients of such parameters would not be exchanged: ranks would train them apart."""
+        if names := self._arena.left_out():
+            more = "" if len(names) == 1 else f" and {len(names) - 1} more"
+            raise InputError(
+                f"{names[0]}{more}: trainable, but not in the arena; build the Arena, the optimizer and GradSync again "
+                "after you unfreeze or replace layers"
+            )
 
     def _compare_plans(self, problem: str | None) -> None:
         self.comm.drain()  # another GradSync may share the groups

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from hyperbatch.arena import ALIGN_BYTES, Arena
 from hyperbatch.comm.agree import check_agreement
+from hyperbatch.comm.collectives import check_comm
 from hyperbatch.comm.grid import GridComm
 from hyperbatch.comm.shards import all_gather
+from hyperbatch.errors import check_kind
 
 _BLOCK = 1 << 22  # elements at a time: bounds the memory of their 64-bit products
 _COLUMNS = ALIGN_BYTES // 8  # slots begin and end at multiples of it
@@ -27,6 +29,8 @@ def broadcast_weights(arena: Arena, comm: GridComm) -> None:
 
     Frozen parameters and buffers are not in the arena and stay as they are.
     """
+    check_kind("arena", arena, Arena, "give the Arena of the model")
+    check_comm(comm)
     if comm.world is None:
         return
     arena.reclaim()

@@ -7,7 +7,7 @@ A config is a tree of sections, but every field name is unique in the whole tree
 from hyperbatch.config.option import RULES, BatchPhase, LayerRate, SizePhase
 from hyperbatch.config.running import CommConfig, RunConfig
 from hyperbatch.config.training import DataConfig, ModelConfig, OptimConfig, ScheduleConfig
-from hyperbatch.config.tree import Config, FieldSpec, check, fields, section_titles
+from hyperbatch.config.tree import Config, FieldSpec, check, fields, section_titles, without_effect
 from hyperbatch.config.values import format_epochs, format_value
 
 __all__ = [
@@ -28,4 +28,5 @@ __all__ = [
     "format_epochs",
     "format_value",
     "section_titles",
+    "without_effect",
 ]

@@ -38,11 +38,19 @@ class LayerRate(NamedTuple):
 
 
 def option(
-    default: Any, help: str, allowed: tuple[str, ...] | str = (), *, free: bool = False, repeated: bool = True
+    default: Any,
+    help: str,
+    allowed: tuple[str, ...] | str = (),
+    *,
+    free: bool = False,
+    repeated: bool = True,
+    needs: tuple[str, ...] = (),
 ) -> Any:
     """A field and what is known of it: the help text of its flag, and the names it may be or the rule a number obeys.
 
     free: a resumed run may change it, because it says where things are or how the work is cut, not what is computed.
-    repeated=False: a command that does the run again leaves it out.
+    repeated=False: a command that does the run again leaves it out. needs: another field, and the values of it with
+    which alone this one has an effect.
     """
-    return field(default=default, metadata={"help": help, "allowed": allowed, "free": free, "repeated": repeated})
+    about = {"help": help, "allowed": allowed, "free": free, "repeated": repeated, "needs": needs}
+    return field(default=default, metadata=about)

@@ -29,6 +29,7 @@ class CommConfig:
         HYBRID_SWITCH_BYTES,
         "Largest message that the hybrid all-reduce sends hierarchically; larger ones are sent flat.",
         NOT_NEGATIVE,
+        needs=("algorithm", "hybrid"),
     )
     wire_dtype: str | None = option(
         None,
@@ -36,14 +37,20 @@ class CommConfig:
         ("fp16", "bf16", "fp32"),
     )
     grouping: str = option("cubic", "Strategy that groups gradients for the all-reduce.", STRATEGIES)
-    group_count: int = option(GROUP_COUNT, "Number of groups with `--grouping equal`.", POSITIVE)
+    group_count: int = option(
+        GROUP_COUNT, "Number of groups with `--grouping equal`.", POSITIVE, needs=("grouping", "equal")
+    )
     group_threshold_bytes: int = option(
-        GROUP_THRESHOLD_BYTES, "Fusion threshold in bytes with `--grouping threshold`.", POSITIVE
+        GROUP_THRESHOLD_BYTES,
+        "Fusion threshold in bytes with `--grouping threshold`.",
+        POSITIVE,
+        needs=("grouping", "threshold"),
     )
     group_base: int = option(
         GROUP_BASE,
         "Number of tensors in the first group with `--grouping cubic`, whose boundaries are at base * k^3.",
         POSITIVE,
+        needs=("grouping", "cubic"),
     )
     plan: str | None = option(
         None,
@@ -80,7 +87,12 @@ class RunConfig:
         free=True,
     )
     tta: str = option("none", "Test-time augmentation: the views of each image that evaluation averages over.", TTA)
-    tta_share: float = option(1.0, "Share of each batch that gets more than one view: the least certain images.", SHARE)
+    tta_share: float = option(
+        1.0,
+        "Share of each batch that gets more than one view: the least certain images.",
+        SHARE,
+        needs=("tta", "mirror", "mirror_shift"),
+    )
     seed: int = option(0, "Seed of the initial weights, the sample order and the augmentation.", NOT_NEGATIVE)
     deterministic: bool = option(False, "Use bit-exact kernels on GPUs. CPU runs are always bit-exact.")
     device: str = option("auto", "Where to run.", ("auto", "cpu", "cuda"), free=True)

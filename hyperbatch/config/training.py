@@ -235,7 +235,10 @@ class OptimConfig:
     optimizer: str = option("lars", "Optimizer.", OPTIMIZERS)
     momentum: float = option(0.9, "Momentum, in [0, 1). For LAMB and AdamW, the first beta.", BELOW_ONE)
     beta2: float = option(
-        0.999, "Second beta of LAMB and AdamW, in [0, 1): the decay of the average of squared gradients.", BELOW_ONE
+        0.999,
+        "Second beta of LAMB and AdamW, in [0, 1): the decay of the average of squared gradients.",
+        BELOW_ONE,
+        needs=("optimizer", "lamb", "adamw"),
     )
     weight_decay: float = option(5e-5, "Weight decay.", NOT_NEGATIVE)
     clip_norm: float = option(
@@ -243,17 +246,25 @@ class OptimConfig:
         "Clip the gradient to this global norm: the norm over all parameters. 0 turns clipping off.",
         NOT_NEGATIVE,
     )
-    trust_coefficient: float = option(0.001, "Trust coefficient of LARS.", POSITIVE)
-    lars_eps: float = option(0.0, "Constant added to the denominator of the trust ratio.", NOT_NEGATIVE)
+    trust_coefficient: float = option(0.001, "Trust coefficient of LARS.", POSITIVE, needs=("optimizer", "lars"))
+    lars_eps: float = option(
+        0.0, "Constant added to the denominator of the trust ratio.", NOT_NEGATIVE, needs=("optimizer", "lars")
+    )
     lars_precision: str = option(
         "fp32",
         "Precision in which LARS and SGD compute their update. fp16 is only for comparison: it loses small "
         "updates and learning rates.",
         ("fp32", "fp16"),
     )
-    nesterov: bool = option(False, "Use Nesterov momentum.")
-    trust_clip: bool = option(False, "Limit the learning rate of each layer to the global learning rate (LARC).")
-    momentum_rule: str = option("lr_inside", "How the learning rate enters the momentum update.", MOMENTUM_RULES)
+    nesterov: bool = option(False, "Use Nesterov momentum.", needs=("optimizer", "lars", "sgd", "muon"))
+    trust_clip: bool = option(
+        False,
+        "Limit the learning rate of each layer to the global learning rate (LARC).",
+        needs=("optimizer", "lars", "lamb"),
+    )
+    momentum_rule: str = option(
+        "lr_inside", "How the learning rate enters the momentum update.", MOMENTUM_RULES, needs=("optimizer", "lars")
+    )
     decoupled_weight_decay: bool = option(
         False,
         "Apply weight decay separately from the gradient, with its own schedule (Fujitsu). For SGD, LARS and Muon; "
@@ -293,14 +304,26 @@ class OptimConfig:
         "schedule in this time. 0 freezes it. By default, all epochs.",
         NOT_NEGATIVE,
     )
-    muon_steps: int = option(5, "Number of orthogonalisation iterations of Muon.", POSITIVE)
-    muon_coefficients: str = option("original", "Polynomials of Muon's iterations.", MUON_COEFFICIENTS)
-    muon_adjust_lr: str = option(
-        "original", "How Muon's learning rate depends on the shape of a matrix.", MUON_ADJUSTMENTS
+    muon_steps: int = option(
+        5, "Number of orthogonalisation iterations of Muon.", POSITIVE, needs=("optimizer", "muon")
     )
-    muon_normalize_weights: bool = option(False, "Scale each matrix to the norm sqrt(rows) before Muon's update.")
+    muon_coefficients: str = option(
+        "original", "Polynomials of Muon's iterations.", MUON_COEFFICIENTS, needs=("optimizer", "muon")
+    )
+    muon_adjust_lr: str = option(
+        "original",
+        "How Muon's learning rate depends on the shape of a matrix.",
+        MUON_ADJUSTMENTS,
+        needs=("optimizer", "muon"),
+    )
+    muon_normalize_weights: bool = option(
+        False, "Scale each matrix to the norm sqrt(rows) before Muon's update.", needs=("optimizer", "muon")
+    )
     rest_momentum: float | None = option(
-        None, "Momentum of biases, norm parameters and the head with Muon. By default, --momentum.", BELOW_ONE
+        None,
+        "Momentum of biases, norm parameters and the head with Muon. By default, --momentum.",
+        BELOW_ONE,
+        needs=("optimizer", "muon"),
     )
     loss: str = option(
         "cross_entropy",
@@ -327,10 +350,20 @@ class OptimConfig:
         "weights to it.",
         AVERAGING,
     )
-    averaging_every_steps: int = option(1, "Steps between two updates of the average.", POSITIVE)
-    averaging_decay: float = option(0.999, "Share of the old average that an update keeps, in [0, 1).", BELOW_ONE)
+    averaging_every_steps: int = option(
+        1, "Steps between two updates of the average.", POSITIVE, needs=("averaging", "ema", "lookahead")
+    )
+    averaging_decay: float = option(
+        0.999,
+        "Share of the old average that an update keeps, in [0, 1).",
+        BELOW_ONE,
+        needs=("averaging", "ema", "lookahead"),
+    )
     averaging_power: float = option(
-        0.0, "Multiply the decay by the completed share of the run to this power. 0 keeps it constant.", NOT_NEGATIVE
+        0.0,
+        "Multiply the decay by the completed share of the run to this power. 0 keeps it constant.",
+        NOT_NEGATIVE,
+        needs=("averaging", "ema", "lookahead"),
     )
 
 
@@ -360,9 +393,11 @@ class ScheduleConfig:
     decay_epochs: float | None = option(
         None, "Length of the decay in epochs. By default, it lasts until the end of the run.", POSITIVE
     )
-    decay_power: float = option(2.0, "Power of the polynomial decay.", POSITIVE)
+    decay_power: float = option(2.0, "Power of the polynomial decay.", POSITIVE, needs=("decay", "polynomial"))
     end_lr: float = option(1e-4, "Learning rate at the end of a polynomial or cosine decay.", NOT_NEGATIVE)
     milestones: tuple[float, ...] = option(
-        (30.0, 60.0, 80.0), "Epochs at which `--decay step` reduces the learning rate."
+        (30.0, 60.0, 80.0), "Epochs at which `--decay step` reduces the learning rate.", needs=("decay", "step")
     )
-    decay_factor: float = option(0.1, "Factor of each reduction with `--decay step`.", NOT_NEGATIVE)
+    decay_factor: float = option(
+        0.1, "Factor of each reduction with `--decay step`.", NOT_NEGATIVE, needs=("decay", "step")
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Self
@@ -123,6 +123,7 @@ class FieldSpec:
     allowed: tuple[str, ...] | str  # names, or a rule
     free: bool
     repeated: bool
+    needs: tuple[str, ...]  # another field, and its values with which alone this one has an effect; empty: always
 
     def of(self, config: Config) -> Any:
         return getattr(getattr(config, self.section), self.name)
@@ -152,7 +153,8 @@ class FieldSpec:
         return float(value) if type(value) is int and "float" in str(self.type) else value
 
     def coerce(self, value: Any) -> Any:
-        """Lists become the tuples the field declares, other values what `native` says; `check` refuses the rest."""
+        """Converts lists to the tuples that the field declares, pairs to its phases, and the rest by `native`. `check`
+        reports what does not fit."""
         item = tuple_item(self.type)
         if item is None or not isinstance(value, list | tuple):
             return native(value)
@@ -178,6 +180,20 @@ def fields() -> tuple[FieldSpec, ...]:
 def section_titles() -> dict[str, str]:
     """The sections, in declaration order, with the heading of each."""
     return {f.name: f.metadata["title"] for f in dataclasses.fields(Config) if "title" in f.metadata}
+
+
+def without_effect(config: Config, names: Collection[str]) -> list[str]:
+    """A line for each of these fields that does nothing in this config, such as --muon-steps without Muon."""
+    known = {spec.name: spec for spec in fields()}
+    lines = []
+    for spec in (known[name] for name in names):
+        other = known[spec.needs[0]] if spec.needs else None
+        if other is not None and other.of(config) not in spec.needs[1:] and spec.of(config) != spec.default:
+            wanted = " or ".join(spec.needs[1:])
+            lines.append(
+                f"{spec.flag} has no effect with {other.flag} {other.of(config)}; it needs {other.flag} {wanted}"
+            )
+    return lines
 
 
 def check(config: Config) -> None:

@@ -22,6 +22,7 @@ from hyperbatch.record import RunRecord
 
 DEFAULT_PARENT = Path("runs")
 LOCK = ".lock"
+SWEEP_ROWS = "rows.jsonl"  # in the folder of a sweep
 HELD = "HYPERBATCH_HOLDS"  # environment variable: the folder that the command which started this rank has locked for it
 
 
@@ -73,6 +74,8 @@ def claimed(out: Path, *, resume: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in FULL or not _goes_on(out, resume):
             raise _unwritable(out, error) from None
+    if (out / SWEEP_ROWS).exists():
+        raise InputError(f"--out {out} holds a sweep, whose report would be replaced; choose another folder")
     with contextlib.nullcontext() if os.environ.get(HELD) == _name(out) else _lock(out):
         if resume == "no" if has_checkpoint(out) else resume != "yes" and _is_finished(out):
             raise InputError(f"--out {out} already holds a run; continue it with --resume or choose another folder")
@@ -95,6 +98,11 @@ def _tidied(out: Path, *, existed: bool) -> Iterator[None]:
             elif existed:
                 out.mkdir(exist_ok=True)
         raise
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has written files to this folder, however it ended."""
+    return (folder / RUN_CONFIG).exists() or (folder / "record.json").exists()
 
 
 def _goes_on(out: Path, resume: str) -> bool:

@@ -113,6 +113,11 @@ def _logits(model: nn.Module, images: Tensor, classes: int) -> Tensor:
         )
     if isinstance(output, Tensor):
         if output.dim() == 2 and output.shape[0] == samples and output.shape[1] >= classes:
+            if classes > 1 and _are_probabilities(output.detach()):
+                raise InputError(
+                    f"--model: the network returns probabilities{'' if model.training else ' in evaluation'}; it must "
+                    "return the logits, which the loss makes probabilities of itself; remove its softmax"
+                )
             return output
         what = f"a tensor of {list(output.shape)}"
     else:
@@ -122,6 +127,13 @@ def _logits(model: nn.Module, images: Tensor, classes: int) -> Tensor:
         f"{'' if model.training else ' in evaluation'}; it must return the logits, "
         f"a tensor of [{samples}, {classes}]"
     )
+
+
+def _are_probabilities(output: Tensor) -> bool:
+    """No logits: those of two images would sum to 1 only by chance."""
+    sums = output.double().sum(1)
+    near = ((sums - 1).abs() < 0.01).all() & (output >= 0).all()
+    return bool(near)  # waits for the device: once for each image size, before the first step
 
 
 def fitting_batch(

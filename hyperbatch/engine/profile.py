@@ -8,6 +8,7 @@ The planner takes the layers as measured: for this model on this device its read
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import statistics
@@ -36,6 +37,7 @@ from hyperbatch.tables import text_table
 
 BATCHES = {"cuda": (32, 128, 256), "cpu": (2, 8)}
 CEILING_ROUNDS = 7  # the best of them counts: a ceiling is looked for
+LEAST_S = 1.0  # of measured steps on a CPU: the median of a few short ones is that of what else its cores do
 
 
 class LayerRow(NamedTuple):
@@ -105,6 +107,7 @@ def profile(
                 precision=precision,
                 device=place,
                 rounds=rounds or (10 if place.type == "cuda" else 3),
+                least_s=LEAST_S if place.type == "cpu" and not rounds else 0.0,
             )
             for batch in sorted(set(batches or BATCHES[place.type]))
         ]
@@ -187,9 +190,20 @@ def format_profile(measured: DeviceProfile) -> str:
 
 
 def step_profile(
-    model: str, batch: int, *, image_size: int, classes: int, precision: str, device: torch.device, rounds: int
+    model: str,
+    batch: int,
+    *,
+    image_size: int,
+    classes: int,
+    precision: str,
+    device: torch.device,
+    rounds: int,
+    least_s: float = 0.0,
 ) -> tuple[Measured, Profile]:
-    """A training step (forward, backward, LARS) on data that is already there: as a whole and layer by layer."""
+    """A training step (forward, backward, LARS) on data that is already there: as a whole and layer by layer.
+
+    rounds: the least number of steps that are measured. least_s: the least time that they take together.
+    """
     network = to_channels_last(create_model(model, classes=classes).to(device))
     order, _ = probe(network, torch.zeros(2, 3, image_size, image_size, device=device))
     dtype = working_dtype(precision)
@@ -225,13 +239,15 @@ def step_profile(
     whole, forward, backward = [], [], []
     ready = [[spec.name for spec in layer.tensors] for layer in reversed(table)]
     with gradient_marks({slot.name: slot.param for slot in arena.slots}, device) as gradients:
-        for i in range(rounds + 2):
+        for i in itertools.count():
             step()
             wait(device)  # events can be read once they were reached
             if i >= 2:  # the first rounds choose kernels and fill caches
                 whole.append(seconds_between(marks["start"], marks["end"]))
                 forward.append(_between(marks["start"], marks, [[f"forward {layer.name}"] for layer in table]))
                 backward.append(_between(marks["backward"], gradients, ready)[::-1])
+                if len(whole) >= rounds and sum(whole) >= least_s:
+                    break
     run = {
         "model": model,
         "precision": precision,

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 
 from hyperbatch.config import ModelConfig
-from hyperbatch.errors import InputError, load_object, nearest, own_code
+from hyperbatch.errors import InputError, check_whole, load_object, nearest, own_code
 from hyperbatch.models.alexnet import AlexNetBN
 from hyperbatch.models.initial import dirac_
 from hyperbatch.models.layers import adopt
@@ -77,6 +77,8 @@ def create_model(
 
     dropout, drop_path: rates for models that support them. None keeps the default of the model.
     """
+    check_whole("classes", classes)
+    check_whole("in_channels", in_channels)
     if activation is not None and name not in _WHITENETS:
         raise InputError(f"--activation {activation}: {name} has a fixed activation; leave it out")
     if blurpool and name not in _RESNETS:

@@ -24,6 +24,7 @@ from hyperbatch.optim.rule import Entry, Rule, norms_of_layers
 from hyperbatch.optim.tensors import (
     adopt_writes,
     capturing,
+    check_keys,
     check_setting,
     is_dense,
     on_device,
@@ -126,6 +127,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         tell_apart(self.param_groups)
         group = self.param_groups[-1]
         try:
+            check_keys(group, self.defaults)
             self.check_group(group)
         except ValueError:
             self.param_groups.pop()

@@ -24,6 +24,8 @@ TORCHS = {
     "foreach": None,
     "fused": None,
 }
+# Settings that only one rule has, ours or torch's: they tell whose momentum_buffer it is. SGD's fits LARS and Muon.
+WHOSE = {"momentum_rule": "lars", "adjust_lr": "muon", "adjust_lr_fn": "muon"}
 
 
 def load(optimizer: LayerwiseOptimizer, groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
@@ -32,7 +34,7 @@ def load(optimizer: LayerwiseOptimizer, groups: list[dict[str, Any]], saved: dic
     order = [param for group in groups for param in group["params"]]
     states = {index: saved["state"].get(index, {}) for index in saved_order}
     _check_shapes(optimizer, order, list(states.values()))
-    _check_rule(optimizer, list(states.values()))
+    _check_rule(optimizer, groups, list(states.values()))
     for group, before, indices in zip(groups, optimizer.param_groups, saved["param_groups"], strict=True):
         _take_over_torchs(optimizer, group, before, states, indices["params"])
         group.setdefault("base_weight_decay", float(group.get("weight_decay", before["weight_decay"])))
@@ -75,14 +77,22 @@ def _check_shapes(optimizer: LayerwiseOptimizer, order: list[Tensor], saved: lis
                 )
 
 
-def _check_rule(optimizer: LayerwiseOptimizer, saved: list[dict[str, Any]]) -> None:
-    """The state of another rule would be left out without a word, and its settings would be taken for ours."""
+def _check_rule(optimizer: LayerwiseOptimizer, groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """The state of another rule would be left out without a word, or taken for ours, as its settings would be."""
     held = {key for state in saved for key, value in state.items() if isinstance(value, Tensor)}
-    if held and held.isdisjoint(optimizer.state_names):
-        raise InputError(
-            f"the state dict has {', '.join(sorted(held))} and not {', '.join(optimizer.state_names)}: another kind of "
-            f"optimizer than {type(optimizer).__name__} has saved it; load the weights alone"
-        )
+    if not held:
+        return
+    odd = [key for key, rule in WHOSE.items() if rule != optimizer.rule.name and any(key in group for group in groups)]
+    if odd:
+        found = f"has the setting {odd[0]}"
+    elif held.isdisjoint(optimizer.state_names):
+        found = f"has {', '.join(sorted(held))} and not {', '.join(optimizer.state_names)}"
+    else:
+        return
+    raise InputError(
+        f"the state dict {found}: another kind of optimizer than {type(optimizer).__name__} has saved it; "
+        "load the weights alone"
+    )
 
 
 def _take_over_torchs(

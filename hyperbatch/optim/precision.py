@@ -71,7 +71,7 @@ class LossScaler:
         """precision: of the gradients, "fp16", "bf16", "fp32" or "fp64". The scale is multiplied by `growth_factor`
         after `growth_interval_steps` good steps in a row, and by `backoff_factor` after each that was skipped."""
         self.enabled = working_dtype(precision) == torch.float16
-        advice = "give a LARS, LAMB or Muon, whose steps divide by the loss scale, or use torch.amp.GradScaler"
+        advice = "give one of hyperbatch, whose steps divide by the loss scale, or use torch.amp.GradScaler"
         check_kind("optimizer", optimizer, LayerwiseOptimizer, advice)
         check_number("initial_scale", initial_scale, lambda x: 0 < x < math.inf, "a positive number")
         check_number("growth_factor", growth_factor, lambda x: 1 < x < math.inf, "a number above 1")

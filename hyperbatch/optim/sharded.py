@@ -22,7 +22,7 @@ from hyperbatch.arena import Arena, Slot
 from hyperbatch.comm.collectives import all_reduce_now
 from hyperbatch.comm.shards import gather_now
 from hyperbatch.comm.sync import GradSync
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, check_kind
 from hyperbatch.optim.base import LayerwiseOptimizer
 from hyperbatch.optim.rule import Entry
 from hyperbatch.optim.tensors import adopt_writes, capturing, norms_of
@@ -42,6 +42,12 @@ class ShardedUpdate:
     """
 
     def __init__(self, optimizer: LayerwiseOptimizer, arena: Arena, sync: GradSync) -> None:
+        check_kind("optimizer", optimizer, LayerwiseOptimizer, "give one of hyperbatch")
+        check_kind("sync", sync, GradSync, "give a GradSync(sharded=True)")
+        if optimizer.arena is not arena:
+            raise InputError(
+                f"ShardedUpdate needs the optimizer's state in the arena; give arena=... to {type(optimizer).__name__}"
+            )
         if not optimizer.rule.shardable:
             raise InputError(
                 f"the sharded update supports sgd, lars, lamb and adamw, not {optimizer.rule.name}; call "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -38,6 +39,19 @@ def check_setting(name: str, value: Any, kind: Any) -> None:
             raise ValueError(f"{name} must not be negative, but is {value}")
     if kind == "bool" and value not in (True, False):
         raise ValueError(f"{name} must be True or False, not {shown(value)}")
+
+
+def check_keys(group: dict[str, Any], settings: Collection[str]) -> None:
+    """ValueError where a key looks like a setting misspelt, which would do nothing. Keys of one's own are welcome."""
+    own = group.keys() - settings - {"params", "param_names"}
+    if not own:
+        return
+    import difflib
+
+    for key in sorted(map(str, own)):
+        meant = difflib.get_close_matches(key, [*settings], n=1, cutoff=0.8)
+        if meant and meant[0] not in key:  # a word in front gives a schedule's key, such as max_momentum
+            raise ValueError(f"{key!r} is no setting of a param group; did you mean {meant[0]!r}?")
 
 
 def scalar(value: Any, name: str, device: torch.device | None = None) -> Any:

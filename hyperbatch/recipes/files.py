@@ -21,7 +21,7 @@ from typing import Any
 
 from hyperbatch.config import Config, FieldSpec, fields, section_titles
 from hyperbatch.durable import replace_text
-from hyperbatch.errors import InputError, check_number, nearest
+from hyperbatch.errors import InputError, check_kind, check_number, nearest
 from hyperbatch.recipes import DEFAULT, adapted, find_recipe, stretched
 
 CUSTOM = Config().recipe  # the label of a config that comes from no recipe
@@ -38,7 +38,9 @@ class ConfigFile:
 
 
 def read_config(path: Path) -> ConfigFile:
-    """InputError names the file and what is wrong in it."""
+    """path: a file, or the folder of a run. InputError names the file and what is wrong in it."""
+    if path.is_dir():
+        path = path / RUN_CONFIG
     try:
         # Paths in it may have names that are not in UTF-8.
         tables = tomllib.loads(path.read_text(encoding="utf-8", errors="surrogateescape"))
@@ -64,7 +66,7 @@ def parse_config(tables: Mapping[str, Any]) -> ConfigFile:
             part = {name: _value(name, inner, known, section=key) for name, inner in value.items()}
         elif key == "recipe":
             continue
-        elif isinstance(value, dict) and key not in known:
+        elif isinstance(value, dict):  # also [optimizer], which is a field
             raise InputError(f"unknown section [{key}]{nearest(key, list(sections))}")
         else:
             part = {key: _value(key, value, known)}
@@ -160,6 +162,7 @@ def save_config(config: Config, path: str | Path, *, recipe: str | None = None) 
 
     recipe: the name by which the recipe is found, if that is not the config's label.
     """
+    check_kind("config", config, Config, "give a Config, as get_recipe(NAME) returns")
     try:
         replace_text(Path(path), format_config(config, recipe=recipe))
     except OSError as error:

@@ -16,6 +16,7 @@ from hyperbatch.cores import usable_cores
 from hyperbatch.data.source import DataCounts, check_data
 from hyperbatch.durable import replace_text
 from hyperbatch.engine.agent import count_gpus
+from hyperbatch.engine.folder import holds_run
 from hyperbatch.engine.ranks import ended_by_sigterm, find_ranks
 from hyperbatch.engine.worker import end_with_parent
 from hyperbatch.errors import InputError, RunFailed
@@ -101,6 +102,8 @@ def sweep(
     plan = load_plan(plan_file, data=data)
     check_runs(plan)
     folder = out or default_folder(plan)
+    if holds_run(folder):
+        raise InputError(f"--out {folder} holds a run, whose report would be replaced; choose another folder")
     say(f"{plan.name}: {units.plural(plan.count, 'run')} of {plan.recipe}, rows and report in {folder}")
     with contextlib.ExitStack() as stack:
         with written(folder):

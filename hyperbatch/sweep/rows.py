@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Self
 
 from hyperbatch.durable import replace_text
+from hyperbatch.engine.folder import SWEEP_ROWS
 from hyperbatch.errors import InputError
 from hyperbatch.record import strict_json
 from hyperbatch.sweep.plan import PlannedRun, point_title
 from hyperbatch.sweep.values import Values
 
-ROWS, PLAN, ENVIRONMENT, REPORT = "rows.jsonl", "plan.toml", "environment.json", "report.html"
+ROWS, PLAN, ENVIRONMENT, REPORT = SWEEP_ROWS, "plan.toml", "environment.json", "report.html"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

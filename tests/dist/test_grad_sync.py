@@ -620,13 +620,23 @@ def misuse(rank: int) -> list[str]:
     sync.begin()
     (model(1.0) + model.idle.sum()).backward()
     in_flight = message_of(sync.begin)
+    sync.finish()
+    model.extra = nn.Parameter(torch.ones(()), requires_grad=False)
+    arena = Arena(model, ["third", "second", "first", "idle"])
+    frozen = GradSync(arena, plan_groups(arena.specs, "single"), GridComm(RankGrid(2, 1)))
+    model.extra.requires_grad_(True)
+    thawed = message_of(frozen.begin)
+    added = message_of(lambda: GradSync(arena, frozen.plan, frozen.comm))
+    frozen.close()
     sync.close()
     model(1.0).backward()  # no hook is left to object
-    return [never_begun, not_last, twice, in_flight]
+    return [never_begun, not_last, twice, in_flight, thawed, added]
 
 
 def test_misuse_is_named() -> None:
-    never_begun, not_last, twice, in_flight = run_ranks(2, misuse)[0]
+    never_begun, not_last, twice, in_flight, thawed, added = run_ranks(2, misuse)[0]
+    assert "extra: trainable, but not in the arena; build the Arena" in thawed
+    assert "extra: trainable, but not in the arena; build the Arena" in added
     assert "call finish() first" in in_flight
     assert "finish() without begin()" in never_begun
     assert "finish() without begin()" in not_last

@@ -285,6 +285,10 @@ def refuse(rank: int) -> None:
     lars.step()
     with pytest.raises(InputError, match="sharded=True"):
         ShardedUpdate(lars, arena, GradSync(arena, plan, comm))
+    with pytest.raises(InputError, match=r"in the arena; give arena=\.\.\. to LARS"):
+        ShardedUpdate(LARS(model.parameters(), lr=0.1), arena, sync)
+    with pytest.raises(InputError, match="optimizer is a value of type SGD; give one of hyperbatch"):
+        ShardedUpdate(torch.optim.SGD(model.parameters()), arena, sync)
     with pytest.raises(InputError, match="sharded True"):
         GradSync(arena, plan, comm, sharded=rank == 0)
 

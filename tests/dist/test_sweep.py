@@ -174,6 +174,14 @@ def test_a_command_that_is_refused_leaves_the_plan_of_the_other_one(plan, tmp_pa
     assert (tmp_path / "plan.toml").read_text() == PLAN
 
 
+def test_the_folder_of_a_run_keeps_its_report(plan, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").touch()
+    assert cli.main(["sweep", str(plan), "--out", str(tmp_path / "run")]) == 2
+    assert "run holds a run, whose report would be replaced; choose another folder" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.toml"]
+
+
 def test_a_sweep_of_which_every_run_failed_has_failed(plan, tmp_path, capsys):
     fixed, *_, sgd = PLAN.split("[[arms]]")
     plan.write_text(f"{fixed}[[arms]]{sgd}")

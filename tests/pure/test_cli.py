@@ -139,6 +139,7 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
     [
         (["train", "fujitsu_resnet5"], "unknown recipe 'fujitsu_resnet5'; did you mean 'fujitsu_resnet50'?"),
         (["train", "--momentun", "0.9"], "unknown argument '--momentun'; did you mean '--momentum'?"),
+        (["simulate", "--epochs", "90"], "unknown argument '--epochs'; see `hyperbatch simulate --help`"),
         (["train", "--epochs", "ten"], "--epochs: 'ten' is not a number"),
         (["train", "--algorithm", "tree"], "--algorithm: 'tree' is not one of"),
         (["train", "--global-batch", "0"], "is not a positive whole number"),
@@ -209,6 +210,13 @@ def test_mistakes_get_one_line_and_exit_code_2(capsys, arguments, words, tmp_pat
     assert err.startswith("hyperbatch: ")
     assert err.count("\n") == 1
     assert not (tmp_path / "runs").exists(), "what is refused leaves nothing behind"
+
+
+def test_a_flag_that_does_nothing_is_named(capsys):
+    assert main(["train", "digits", "--nproc", "1", "--ema-decay", "0.9", "--dry-run", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "note: --averaging-decay has no effect with --averaging none; it needs --averaging ema or lookahead\n"
+    assert json.loads(out)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hyperbatch.config import RULES, BatchPhase, Config, SizePhase, fields, format_value
+from hyperbatch.config import RULES, BatchPhase, Config, SizePhase, fields, format_value, without_effect
 from hyperbatch.errors import InputError
 
 
@@ -146,6 +146,32 @@ def test_a_batch_that_is_none(batch):
 
 def test_a_whole_number_is_a_number():
     assert Config().override(lr=2, epochs=9, seed=(1 << 63) - 1).schedule.lr == 2
+
+
+def test_fields_without_effect_are_named():
+    config = Config().override(optimizer="lars", muon_steps=3, averaging_decay=0.9, trust_coefficient=0.02, beta2=0.999)
+    names = ["optimizer", "muon_steps", "averaging_decay", "trust_coefficient", "beta2"]  # beta2: as it was
+    assert without_effect(config, names) == [
+        "--muon-steps has no effect with --optimizer lars; it needs --optimizer muon",
+        "--averaging-decay has no effect with --averaging none; it needs --averaging ema or lookahead",
+    ]
+    assert without_effect(config.override(optimizer="muon", averaging="ema"), names[:3]) == []
+
+
+def test_what_a_field_needs_are_values_of_another_one():
+    known = {spec.name: spec for spec in fields()}
+    needs = [spec.needs for spec in fields() if spec.needs]
+    assert needs
+    for name, *values in needs:
+        assert set(values) < set(known[name].choices)
+
+
+def test_phases_may_be_pairs():
+    """As in a config file."""
+    config = Config().override(batch_phases=[(0, 64), [5, 128]], layer_rates=[("head", 1.0)], milestones=[3.0])
+    assert config.schedule.batch_phases == (BatchPhase(0, 64), BatchPhase(5, 128))
+    assert isinstance(config.schedule.batch_phases[1], BatchPhase)
+    assert config.schedule.milestones == (3.0,)
 
 
 def test_only_numbers_have_rules_and_only_names_have_choices():

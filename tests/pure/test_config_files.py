@@ -112,6 +112,7 @@ def test_layers_are_checked_together():
         ("epoch = 5", "unknown config field 'epoch'; did you mean 'epochs'?"),
         ("[optim]\nepochs = 5", "epochs is in [optim], but belongs in [schedule]"),
         ("[optimm]\nlr = 1", "unknown section [optimm]; did you mean 'optim'?"),
+        ("[optimizer]\nlr = 1", "unknown section [optimizer]; did you mean 'optim'?"),
         ("epochs = 5\n[schedule]\nepochs = 6", "epochs is set twice"),
         ('epochs = "ten"', "--epochs: 'ten' is not a number"),
         ("epochs = true", "--epochs: True is not a number"),
@@ -137,6 +138,8 @@ def test_files_that_are_not_there(capsys, tmp_path):
     assert "none.toml: cannot be read (No such file or directory)" in capsys.readouterr().err
     assert main(["train", "--save-config", str(tmp_path / "none" / "run.toml")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+    with pytest.raises(InputError, match="give a Config, as get_recipe"):
+        save_config({}, tmp_path / "run.toml")  # pyright: ignore[reportArgumentType]
     assert run_config(tmp_path) is None
     with pytest.raises(InputError, match="give a config file or the folder of a run"):
         load_config(tmp_path)
@@ -166,3 +169,11 @@ def test_a_path_that_is_not_in_utf_8_is_kept(tmp_path):
     save_config(config, tmp_path / "config.toml")
     assert b"/data/\xe9t\xe9" in (tmp_path / "config.toml").read_bytes()
     assert run_config(tmp_path) == config
+
+
+def test_the_folder_of_a_run_is_a_config_file(capsys, tmp_path):
+    save_config(hyperbatch.get_recipe("cifar10_resnet", epochs=3), tmp_path / "config.toml")
+    found = resolved(capsys, "--config", tmp_path, "--seed", 5)
+    assert (found.recipe, found.schedule.epochs, found.run.seed) == ("cifar10_resnet", 3, 5)
+    assert main(["train", "--config", str(tmp_path.parent)]) == 2
+    assert "config.toml: cannot be read (No such file or directory)" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from hyperbatch.engine.folder import HELD, claimed
+from hyperbatch.engine.folder import HELD, SWEEP_ROWS, claimed
 from hyperbatch.errors import InputError
 
 HOLD = """
@@ -56,6 +56,15 @@ def test_a_run_that_is_refused_keeps_nothing(tmp_path):
         pass
     assert HELD not in os.environ
     with claimed(tmp_path, resume="yes"):
+        pass
+
+
+def test_the_folder_of_a_sweep_keeps_its_report(tmp_path):
+    (tmp_path / SWEEP_ROWS).touch()
+    with (
+        pytest.raises(InputError, match="holds a sweep, whose report would be replaced"),
+        claimed(tmp_path, resume="no"),
+    ):
         pass
 
 

@@ -20,6 +20,9 @@ from hyperbatch import (
     Muon,
     RankGrid,
     all_reduce,
+    backward_order,
+    broadcast_weights,
+    create_model,
     ddp_bucket_bytes,
     ddp_kwargs,
     param_groups,
@@ -92,6 +95,32 @@ def test_a_setting_of_one_group():
         LARS([{"params": layer().parameters(), "adapt": "no"}], lr=0.1)
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"), [("adpat", "adapt"), ("weigth_decay", "weight_decay"), ("momentun", "momentum")]
+)
+def test_a_misspelt_key_of_a_group(key, meant):
+    with pytest.raises(ValueError, match=f"'{key}' is no setting of a param group; did you mean '{meant}'"):
+        LARS([{"params": layer().parameters(), key: 0}], lr=0.1)
+
+
+def test_groups_may_have_keys_of_ones_own():
+    keys = (
+        "name",
+        "lr_scale",
+        "initial_lr",
+        "max_lr",
+        "min_lr",
+        "base_momentum",
+        "max_momentum",
+        "dampening",
+        "tag",
+        7,
+    )
+    for kind in (LARS, LAMB, Muon):
+        group = {"params": layer().parameters(), **dict.fromkeys(keys, 0)}
+        assert group.items() >= {key: kind([group], lr=0.1).param_groups[0][key] for key in keys}.items()
+
+
 CALLS = {
     "rows and columns must be positive whole numbers": lambda: RankGrid("2", 1),
     "grid 2.0x1: rows and columns": lambda: RankGrid(2.0, 1),
@@ -134,6 +163,15 @@ CALLS = {
     "backoff_factor is 2.0; give a number between 0 and 1": lambda: scaler(backoff_factor=2.0),
     "growth_interval_steps is 0; give a whole number": lambda: scaler(growth_interval_steps=0),
     "comm is 4; give a GridComm": lambda: Muon(layer().parameters(), lr=0.1).share(4),
+    "has computed no gradient of the model; give a function that ends with loss.backward()": lambda: backward_order(
+        layer(), lambda: None
+    ),
+    "arena is Linear(in_features=4, out_features=4, bias=True); give the Arena": lambda: broadcast_weights(
+        layer(), GridComm(RankGrid(1, 1))
+    ),
+    "comm is 'gloo'; give a GridComm": lambda: broadcast_weights(with_arena()[1], "gloo"),
+    "classes is '10'; give a whole number": lambda: create_model("resnet8", classes="10"),
+    "in_channels is 0; give a whole number": lambda: create_model("resnet8", in_channels=0),
     "model is [1]; give a torch module": lambda: param_groups([1], 0.1),
     "weight_decay is None; give a number": lambda: param_groups(layer(), None),
     "layer_decay is 0; give a number above 0": lambda: param_groups(layer(), 0.1, layer_decay=0, lr=0.1),

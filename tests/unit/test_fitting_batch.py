@@ -128,6 +128,10 @@ class Pair(Network):
     [
         (nn.Flatten(), "the network has no parameters"),
         (Pair(), r"returns a tuple; it must return the logits, a tensor of \[2, 10\]"),
+        (
+            nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.Softmax(1)),
+            "returns probabilities; it must return the logits",
+        ),
         (nn.Linear(8, 10), r"returns a tensor of \[2, 1, 8, 10\]"),
         (Network(), r"2 images of 10 classes the network returns a tensor of \[2, 3\]"),
     ],

@@ -304,7 +304,9 @@ def test_a_run_goes_on_from_the_state_of_torchs_muon(monkeypatch):
 SGD, ADAMW, PLAIN = torch.optim.SGD, torch.optim.AdamW, {"momentum": 0.9}
 FOREIGN = {
     "has exp_avg, exp_avg_sq, step and not momentum_buffer: another kind of optimizer than LARS": (ADAMW, {}, LARS),
-    "has momentum_buffer and not exp_avg, exp_avg_sq: another kind of optimizer than AdamW": (LARS, {}, AdamW),
+    "has momentum_buffer and not exp_avg, exp_avg_sq: another kind of optimizer than AdamW": (SGD, PLAIN, AdamW),
+    "has the setting momentum_rule: another kind of optimizer than Muon": (LARS, {}, Muon),
+    "has the setting adjust_lr: another kind of optimizer than LARS": (Muon, {}, LARS),
     "its momentum_buffer fits only a LARS with momentum_rule='lr_outside'": (SGD, PLAIN, LARS),
     "dampening=0.5, which Muon does not support": (SGD, {**PLAIN, "dampening": 0.5}, Muon),
     "amsgrad=True, which AdamW does not support": (ADAMW, {"amsgrad": True}, AdamW),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
+import torch
 
 from hyperbatch.config import BatchPhase, Config, DataConfig, ModelConfig, ScheduleConfig
-from hyperbatch.engine.profile import format_profile, profile
+from hyperbatch.engine.profile import format_profile, profile, step_profile
 from hyperbatch.errors import InputError
 from hyperbatch.plan.clusters import load_cluster
 from hyperbatch.plan.compute import layer_times
@@ -44,6 +46,18 @@ def test_a_profile_is_a_machine_file_with_ready_times(tmp_path: Path) -> None:
     assert [time.backward_s for time in times] == list(large.backward_s)
     point = simulate(CONFIG, cluster=str(path), gpus=[2]).points[0].to_dict()
     assert point["forward_s"] == pytest.approx(sum(large.forward_s)), "4 images on each of 2 ranks, as measured"
+
+
+def test_short_steps_are_measured_for_a_while(monkeypatch) -> None:
+    """The median of three steps of some milliseconds is that of what else the cores did."""
+    steps = []
+    medians = statistics.median
+    monkeypatch.setattr(statistics, "median", lambda values: steps.append(len(values)) or medians(values))
+    options = {"image_size": 8, "classes": 10, "precision": "fp32", "device": torch.device("cpu")}
+    step_profile("resnet8", 1, rounds=3, least_s=0.1, **options)
+    assert steps[0] > 3
+    step_profile("resnet8", 1, rounds=3, **options)
+    assert steps[-1] == 3
 
 
 def test_requests_it_cannot_serve(tmp_path: Path) -> None:
