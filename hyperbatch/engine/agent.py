@@ -34,8 +34,7 @@ PREEMPT_FILE = "preempt"  # next to the argument; it tells the ranks that the co
 
 
 def default_nproc(device: str) -> int:
-    """Returns one process per GPU. On a CPU there are two, so that a small run takes the same code path as a large one.
-    """
+    """Returns one process per GPU. On a CPU there are two, so that a small run takes the code path of a large one."""
     gpus = 0 if device == "cpu" else count_gpus()
     return gpus or min(2, usable_cores())
 

@@ -255,8 +255,7 @@ def _real(batch: Batch) -> Tensor:
 
 
 def eval_limit(training_batch_per_rank: int, image_size: int, device: torch.device) -> int:
-    """Returns how many samples are evaluated at once. Evaluation keeps no activations, so a training batch always fits.
-    """
+    """Returns how many samples are evaluated at once. As no activations are kept, a training batch always fits."""
     return max(training_batch_per_rank, PIXELS // image_size**2 if device.type == "cuda" else 0)
 
 

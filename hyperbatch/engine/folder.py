@@ -43,8 +43,7 @@ def default_out(config: Config) -> Path:
 
 
 def claim_folder(config: Config, ranks: Ranks, held: contextlib.ExitStack) -> Path:
-    """Returns the run's folder. Rank 0 claims it until `held` is closed, unless a parent command has already done so.
-    """
+    """Returns the run's folder. Rank 0 claims it until `held` is closed, unless a parent command has claimed it."""
     out = config.run.out
     with errors_shared(ranks):
         if ranks.rank == 0 and ranks.launcher != "none":

@@ -130,10 +130,10 @@ def _logits(model: nn.Module, images: Tensor, classes: int) -> Tensor:
 
 
 def _are_probabilities(output: Tensor) -> bool:
-    """No logits: those of two images would sum to 1 only by chance."""
+    """Whether the outputs are probabilities. The logits of two images would both sum to 1 only by chance."""
     sums = output.double().sum(1)
     near = ((sums - 1).abs() < 0.01).all() & (output >= 0).all()
-    return bool(near)  # waits for the device: once for each image size, before the first step
+    return bool(near)  # synchronises: once for each image size, before the first step
 
 
 def fitting_batch(
