@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,9 +53,11 @@ SUMMARIES = {
 }
 PUBLISHED = "the published results that the other {} recipes are modelled on"
 RULE = """A claim is **shown** if the whole 95 % confidence interval of the measured value is on the claimed side of the
-goal, **missed** if the whole interval is on the other side, and **open** otherwise. A difference, such as "LARS
-minus SGD", is the mean over pairs of runs with the same seed, in percentage points of top-1 accuracy. n is the
-number of runs. The limit of half a point in the claims of equal accuracy was chosen after the runs. A value
+goal, **missed** if the whole interval is on the other side, and **open** otherwise. A claim with several values is
+shown if all of them are, and missed if one is. A difference, such as "LARS minus SGD", is the mean over pairs of runs
+with the same seed, in percentage points of top-1 accuracy. n is the number of runs. The limit of half a point in the
+claims of equal accuracy was chosen after the runs. An interval tells how far seeds move the mean on one set of test
+images; it is not widened for the number of comparisons on this page, and it says nothing about other images. A value
 from another program is quoted from its log, and its verdict is set by hand.
 """
 RECORDS = """## Records
@@ -82,6 +84,7 @@ class Record:
     rows: list[Row]
     points: list[PointResult]
     environments: list[dict[str, object]]
+    again: int  # runs that failed first and were made again; only the later row counts
 
     @property
     def name(self) -> str:
@@ -95,16 +98,29 @@ class Record:
 def load_record(folder: Path) -> Record:
     """Rows as they are, under the names that they were written with: recipes may have changed since.
 
-    Whether a row confirms a search is the plan's to say: a point may have got rivals since, or a search more seeds.
+    They are in the order of the plan, not in the one in which several processes wrote them: the first of equal points
+    wins, here as in the sweep. Whether a row confirms a search is the plan's to say: a point may have got rivals since,
+    or a search more seeds.
     """
     environments = json.loads((folder / ENVIRONMENT).read_text())
     plan = load_plan(folder / PLAN)
-    known = {(*run.point.place, key_of(run.point.search), run.seed): run.confirms for run in plan.every_run}
-    rows = []
-    for row in latest(read_rows(folder)):
+    runs = {(*run.point.place, key_of(run.point.search), run.seed): run for run in plan.every_run}
+    order: dict[Hashable, int] = {place: number for number, place in enumerate(runs)}
+    rows: dict[Hashable, Row] = {}
+    written = read_rows(folder)
+    for row in latest(written):
         place = key_of(row.conditions), row.arm, key_of(row.search), row.seed
-        rows.append(dataclasses.replace(row, confirms=known.get(place, row.confirms)))
-    return Record(folder=folder, plan=plan, rows=rows, points=points_of(rows), environments=environments)
+        if place in rows:
+            raise ValueError(
+                f"{folder / ROWS}: {row.title}, seed {row.seed}, is there with two configs ({rows[place].digest} and "
+                f"{row.digest}); one mean of both would be wrong. Give {PLAN} the settings of one, and delete the other"
+            )
+        rows[place] = dataclasses.replace(row, confirms=runs[place].confirms if place in runs else row.confirms)
+    made = [rows[place] for place in sorted(rows, key=lambda place: order.get(place, len(order)))]
+    failed = {row.digest for row in written if row.error is not None}
+    again = len(failed) - sum(row.error is not None for row in made)
+    points = points_of(made)
+    return Record(folder=folder, plan=plan, rows=made, points=points, environments=environments, again=again)
 
 
 def load_records(root: Path) -> list[Record]:
@@ -187,6 +203,11 @@ def section(record: Record) -> str:
     failed = sum(row.error is not None for row in record.rows)
     done = f"{units.plural(len(record.rows), 'run')} of `{record.plan.recipe}`"
     done += f", {failed} of them failed" if failed else ""
+    done += (
+        f"; {units.plural(record.again, 'run')} failed at first and {_was(record.again)} made again"
+        if record.again
+        else ""
+    )
     done += f"; {units.plural(left, 'run')} of the plan {'is' if left == 1 else 'are'} missing" if left > 0 else ""
     commits = list(dict.fromkeys(str(row.commit) for row in record.rows))
     commit = f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
@@ -206,6 +227,10 @@ def section(record: Record) -> str:
     if any(point.confirms for point in points):
         lines.append(f"{CONFIRM_NOTE}\n")
     return "\n".join(line for line in lines if line)
+
+
+def _was(count: int) -> str:
+    return "was" if count == 1 else "were"
 
 
 def points_page(record: Record) -> str:

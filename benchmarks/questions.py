@@ -112,7 +112,10 @@ def judge(figure: Figure, points: Sequence[PointResult]) -> tuple[str, str]:
     here = find_point(points, figure.arm, figure.when)
     if figure.against is None:
         values = measured(here, figure.measure)
-        return described(here, figure, values), verdict_of(figure, values)
+        text = described(here, figure, values)
+        if figure.each and values.n < len(here.rows):  # a run that failed, or that never reached its target
+            return text, MISSED
+        return text, verdict_of(figure, values)
     there = find_point(points, figure.against.get("arm", figure.arm), figure.against.get("when", figure.when))
     mean, half, count = difference(here, there, figure.measure)
     low, high = (mean, mean) if half is None else (mean - half, mean + half)
@@ -166,8 +169,13 @@ def described(point: PointResult, figure: Figure, values: Spread) -> str:
     if figure.each:
         ends = (values.low, values.high)
         text = " to ".join(percent(end) if figure.measure == "top1" else f"{end or 0:.1f} s" for end in ends)
-    failed = f", {point.failed} failed" if point.failed else ""
-    return f"{text} (n = {values.n}{failed})"
+    of = f" of {point.top1.n}" if values.n < point.top1.n else ""
+    return f"{text} (n = {values.n}{of}{_failed(point)})"
+
+
+def _failed(*points: PointResult) -> str:
+    failed = sum(point.failed for point in points)
+    return f", {failed} failed" if failed else ""
 
 
 def verdict_of(figure: Figure, values: Spread) -> str:
@@ -201,11 +209,11 @@ def difference(here: PointResult, there: PointResult, measure: str) -> tuple[flo
     if left and left.keys() == right.keys():
         of_pairs = spread([left[seed] - right[seed] for seed in left])
         assert of_pairs.mean is not None
-        return of_pairs.mean, of_pairs.half_width, units.plural(of_pairs.n, "pair")
+        return of_pairs.mean, of_pairs.half_width, units.plural(of_pairs.n, "pair") + _failed(here, there)
     a, b = measured(here, measure), measured(there, measure)
     assert a.mean is not None
     assert b.mean is not None
-    count = f"n = {a.n} and {b.n}"
+    count = f"n = {a.n} and {b.n}{_failed(here, there)}"
     if a.deviation is None or b.deviation is None:
         return a.mean - b.mean, None, count
     shares = [a.deviation**2 / a.n, b.deviation**2 / b.n]

@@ -92,7 +92,8 @@ def cifar10_resnet() -> Config:
 
 
 @recipe(
-    claim="goal: 90 % test accuracy after 100 epochs on one GPU (not measured yet)",
+    claim="goal: 90 % test accuracy after 100 epochs on one GPU (two runs reached 88.57 and 89.06 %; five seeds are "
+    "not measured yet)",
     source="CIFAR-10 (Krizhevsky, 2009); network of Beyer et al., arXiv 2205.01580, with patches of 4 pixels",
     chosen=(
         "All values. Learning rate, weight decay and clipping are those of `vit_s16`; nothing was tuned on this "

@@ -232,7 +232,7 @@ def columns(points: Sequence[PointResult]) -> tuple[list[str], list[list[str]]]:
         low_high = f"{percent(top1.low)} to {percent(top1.high)}" if top1.n > 1 else units.NONE
         row = [point.arm, *shown, counted(point), accuracy(top1), percent(top1.deviation), low_high]
         row += [accuracy(point.measures[name]) if name in point.measures else units.NONE for name in more]
-        row += [seconds(point.measures[name]) for name in times]
+        row += [_time(point, name) for name in times]
         rows.append([*row, str(point.confirms or units.NONE)] if confirmed else row)
     return head, rows
 
@@ -250,6 +250,13 @@ def percent(share: float | None) -> str:
 def seconds(values: Spread) -> str:
     text = units.NONE if values.mean is None else f"{units.significant(values.mean, 4)} s"
     return _with_interval(text, f"{units.significant(values.half_width or 0.0, 2)} s", values)
+
+
+def _time(point: PointResult, name: str) -> str:
+    """Only runs that reach the target have a time to it: the mean says of how many it is."""
+    values = point.measures[name]
+    runs = f" ({values.n} of {point.top1.n} runs)" if 0 < values.n < point.top1.n else ""
+    return seconds(values) + runs
 
 
 def _with_interval(mean: str, half: str, values: Spread) -> str:

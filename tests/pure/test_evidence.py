@@ -11,8 +11,9 @@ import pytest
 from benchmarks import evidence
 from benchmarks.questions import FILE, MISSED, OPEN, SHOWN, Figure, find_point, judge, read_questions
 from hyperbatch.recipes import all_recipes
+from hyperbatch.sweep.plan import load_plan
 from hyperbatch.sweep.rows import Row, append_row, read_rows
-from hyperbatch.sweep.table import points_of
+from hyperbatch.sweep.table import columns, points_of
 
 RECORDS = sorted(path.parent for path in (evidence.ROOT / "records").glob("*/rows.jsonl"))
 
@@ -33,8 +34,9 @@ def test_a_record_is_whole(folder):
     }
     rows = read_rows(folder)
     assert len(rows) == len((folder / "rows.jsonl").read_text().splitlines()), "no torn line"
+    planned = {run.digest for run in load_plan(folder / "plan.toml").every_run}
     for row in rows:
-        assert row.digest
+        assert row.digest in planned, "if a recipe has changed, the plan must state what it was"
         assert row.commit
         assert row.command.startswith(f"hyperbatch train {row.recipe} ")
         assert (row.error is None) == (row.top1 is not None)
@@ -78,6 +80,51 @@ def test_a_confirmed_search_is_shown_with_its_fresh_seeds(tmp_path):
     assert "| lars | 1 | 1 | 99.00 % | – | – | 2 s | best of an earlier search |" in page
     assert "7 runs of `digits`, 2 of them failed; 1 run of the plan is missing." in page
     assert "had no part in the selection" in page
+
+
+def written(tmp_path, plan, rows):
+    """A record with these rows, which are (search, seed, top-1, confirms)."""
+    folder = tmp_path / "records" / "2030-01-01_new"
+    folder.mkdir(parents=True)
+    (folder / "plan.toml").write_text(plan)
+    (folder / "environment.json").write_text('[{"device": "chip", "torch": "3"}]')
+    for search, seed, top1, fresh in rows:
+        place = {
+            "arm": "plan",
+            "search": search,
+            "seed": seed,
+            "confirms": fresh,
+            "digest": f"{len(read_rows(folder))}",
+        }
+        append_row(folder, Row(run=1, recipe="digits", commit="abc", result={"top1": top1, "train_s": 2}, **place))
+    return folder
+
+
+def test_the_first_of_equal_points_is_that_of_the_plan(tmp_path):
+    """Processes side by side wrote the second one first; the sweep confirmed the first."""
+    one, two = {"lr": 0.5}, {"lr": 0.7}
+    plan = 'recipe = "digits"\nconfirm = 2\n[[arms]]\nname = "plan"\ngrid.lr = [0.5, 0.7]\n'
+    rows = [(two, 0, 0.9, False), (one, 0, 0.9, False), (one, 1, 0.7, True), (one, 2, 0.8, True)]
+    record = evidence.load_record(written(tmp_path, plan, rows))
+    assert find_point(record.points, "plan", None).top1.mean == pytest.approx(0.75)
+    assert "best of an earlier search" not in evidence.write_all(tmp_path)[record.folder / "points.md"]
+
+
+def test_two_configs_of_one_point_are_not_one_mean(tmp_path):
+    """The recipe changed after the first run, and the sweep was continued."""
+    folder = written(tmp_path, 'recipe = "digits"\nseeds = 1\n', [({}, 0, 0.9, False), ({}, 0, 0.5, False)])
+    with pytest.raises(ValueError, match=r"plan, seed 0, is there with two configs \(0 and 1\)"):
+        evidence.load_record(folder)
+
+
+def test_a_failure_that_was_repaired_is_told(tmp_path):
+    """--retry-failed: the later row of the run counts."""
+    folder = written(tmp_path, 'recipe = "digits"\nseeds = 2\n', [({}, 0, 0.9, False)])
+    place = {"arm": "plan", "seed": 1, "digest": "b", "recipe": "digits", "commit": "abc"}
+    append_row(folder, Row(run=2, error="the loss became nan", **place))
+    append_row(folder, Row(run=2, result={"top1": 0.8, "train_s": 2}, **place))
+    page = evidence.write_all(tmp_path)[tmp_path / "docs" / "evidence.md"]
+    assert "2 runs of `digits`; 1 run failed at first and was made again. Device" in page
 
 
 def test_a_long_table_has_a_page_of_its_own_with_what_failed(tmp_path):
@@ -171,6 +218,46 @@ def test_the_interval_decides(bound, verdict):
 
 def test_one_run_decides_nothing():
     assert judge(Figure(at_least=0.5), points(a=[90])) == ("90.00 % (n = 1)", OPEN)
+
+
+def some(**arms):
+    """(top-1 in percent or None for a failed run, time to the target or None) of each run."""
+    return points_of(
+        Row(
+            run=1,
+            arm=arm,
+            seed=seed,
+            digest=f"{arm}{seed}",
+            recipe="digits",
+            result={} if top1 is None else {"top1": top1 / 100, "time_to_target_s": seconds},
+            error="the loss became nan" if top1 is None else None,
+        )
+        for arm, runs in arms.items()
+        for seed, (top1, seconds) in enumerate(runs)
+    )
+
+
+def test_each_run_counts_also_one_without_a_value():
+    fast = Figure(each=True, measure="time_to_target_s", at_most=10)
+    assert judge(fast, some(a=[(99, 4), (98, 5)])) == ("4.0 s to 5.0 s (n = 2)", SHOWN)
+    assert judge(fast, some(a=[(99, 4), (98, None)])) == ("4.0 s to 4.0 s (n = 1 of 2)", MISSED)
+    accurate = Figure(each=True, at_least=0.9)
+    assert judge(accurate, some(a=[(99, 4), (None, None)])) == ("99.00 % to 99.00 % (n = 1, 1 failed)", MISSED)
+
+
+def test_a_difference_says_how_many_runs_failed():
+    both = some(a=[(91, 1), (None, None)], b=[(90, 1), (None, None)])
+    assert (
+        judge(Figure(arm="a", against={"arm": "b"}, at_least=0), both)[0]
+        == "a minus b: +1.00 points (1 pair, 2 failed)"
+    )
+    both = some(a=[(91, 1), (93, 1), (None, None)], b=[(90, 1), (90, 1), (90, 1)])
+    assert "(n = 2 and 3, 1 failed)" in judge(Figure(arm="a", against={"arm": "b"}, at_least=0), both)[0]
+
+
+def test_a_time_to_the_target_says_of_how_many_runs_it_is():
+    head, rows = columns(some(a=[(99, 4), (99, 6), (98, None)], b=[(99, 4), (99, 6), (None, None)], c=[(98, None)]))
+    assert [row[head.index("to target")].partition("(")[2] for row in rows] == ["2 of 3 runs)", "", ""]
 
 
 def test_differences_are_by_pairs_where_seeds_are_the_same():

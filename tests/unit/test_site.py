@@ -32,4 +32,4 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert [name for name in hyperbatch._HOME if f'.{name}"' not in reference] == []
     assert [spec.name for spec in fields() if f"<code>{spec.name}</code>" not in flags] == []
     assert 'href="finetune.html"' in start
-    assert "a plain loop (<code>examples/own_loop.py</code>)" in start, "not a page of the site"
+    assert "a plain loop with LARS (<code>examples/own_loop.py</code>)" in start, "not a page of the site"
