@@ -40,7 +40,7 @@ def default_nproc(device: str) -> int:
 
 
 def check_nproc(nproc: int) -> None:
-    """Raises InputError if this host's memory cannot hold so many processes."""
+    """Raises InputError if this host's memory cannot hold `nproc` processes."""
     needed, there = nproc * RANK_BYTES, host_memory_bytes()
     if needed > there:
         raise InputError(

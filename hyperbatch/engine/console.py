@@ -196,7 +196,7 @@ class _Line(ProgressColumn):
 
 
 def fitted(parts: tuple[str, ...], columns: int) -> str:
-    """Joins as many of the parts as fit into so many columns. The first part is always included."""
+    """Joins as many of the parts as fit into `columns`. The first part is always included."""
     line = parts[0]
     for part in parts[1:]:
         if len(line) + 2 + len(part) > columns:

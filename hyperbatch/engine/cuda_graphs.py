@@ -3,11 +3,12 @@
     capture   run the micro-steps once on inputs with fixed addresses; their launches become a graph
     replay    batch -> copy into the graph's inputs -> launch the graph
 
-There is one graph per image size and launch; a launch names the samples, the share of the step and the position of each
-of its micro-steps. A single micro-step has two, which are replayed in turn: each replay overwrites the time marks of
-its graph, and the journal reads those of one while the other runs. The graph of a stride has no marks, and exists once:
-batches are copied to its inputs, and rates to its table, on the stream that it runs on. All graphs share one memory
-pool; tensors that outlive a replay (inputs, losses, gradients, state) are outside it.
+There is one graph per image size and launch; a launch contains the number of samples, the share of the step and the
+position of each of its micro-steps. A launch of a single micro-step has two graphs, which are replayed in turn: each
+replay overwrites the time marks of its graph, and the journal reads the marks of one graph while the other runs. A
+launch of a whole stride has one graph without marks: batches are copied to its inputs, and rates to its table, on the
+stream on which it runs. All graphs share one memory pool; tensors that outlive a replay (inputs, losses, gradients,
+state) are outside it.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -87,7 +88,7 @@ class CapturedSteps:
 
     def __init__(self, backend: Backend, learner: Learner, work: Work, rates: RateTable, losses: Tensor) -> None:
         self.backend = backend
-        self.shapes: set[StrideShape] = set()  # of strides that are captured
+        self.shapes: set[StrideShape] = set()  # shapes of the captured strides
         self.graphs: dict[tuple[Launch, int, int], Captured] = {}  # by launch, image size and turn
         # By samples of each micro-step and image size. Launches run one after the other, so they share the inputs.
         self._inputs: dict[tuple[tuple[int, ...], int], StaticInputs] = {}

@@ -228,7 +228,7 @@ class Ending:
             self._heart.end_silent()
         return True
 
-    # --- in threads beside it -----------------------------------------------------------------------------------
+    # --- in other threads ---------------------------------------------------------------------------------------
 
     def _lost(self, words: Words, after: str = "") -> None:
         """Ends this rank because another has failed, unless it is already ending. NCCL would block it for long."""

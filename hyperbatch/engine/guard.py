@@ -32,7 +32,7 @@ from hyperbatch.errors import Diverged, RunFailed
 from hyperbatch.models.norm import persistent_buffers
 from hyperbatch.schedule import Stride
 
-SPIKE_STEPS = 64  # a loss is compared with the median over so many steps
+SPIKE_STEPS = 64  # a loss is compared with the median over this number of steps
 LEAST_STEPS = 16  # with fewer steps there is no reliable median
 
 

@@ -41,7 +41,7 @@ from hyperbatch.recipes.files import RUN_CONFIG
 from hyperbatch.record import RunRecord, RunWriter, Span, commit
 from hyperbatch.schedule import EpochGrid, Step, Stride, total_steps
 
-LOOK_STEPS = 100  # after so many steps without a line, losses are checked nevertheless
+LOOK_STEPS = 100  # after this number of steps without a line, losses are checked nevertheless
 LAYER_LINES = 48  # approximate number of lines per run in layers.jsonl: the columns of the report's heat map
 
 
@@ -293,7 +293,7 @@ class Journal:
 
     def eval(self, run: Run, score: Score) -> None:
         step, epoch, now = run.progress.step, run.epoch, run.progress.evaluated_s
-        self._last_s = self.clock.train_s  # waiting for the last step before it belongs to that step
+        self._last_s = self.clock.train_s  # the wait for the last step before the evaluation belongs to that step
         if self.writer is not None and self.mlperf is not None:
             self.writer.eval(step=step, epoch=epoch, time_s=now, **score.to_dict())
             self.mlperf.eval_stop(epoch, score.top1)

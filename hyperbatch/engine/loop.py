@@ -49,7 +49,7 @@ from hyperbatch.schedule import (
     weight_decay_scale,
 )
 
-STRIDES_AHEAD = 500  # so many strides are captured before the run's time starts; a short run has fewer in all
+STRIDES_AHEAD = 500  # number of strides that are captured before the run's time starts: all of a short run
 
 
 def run(
@@ -103,7 +103,7 @@ def run(
             run.warnings += told
             if saved is not None:
                 snapshot.restore(run, saved)
-                saved = None  # as large as the weights and the optimizer's state
+                saved = None  # frees memory as large as the weights and the optimizer's state
             runner = StepRunner(run.learner, micro_step, config, ranks, run.warnings)
             held.callback(runner.close)  # NCCL waits for graphs that contain its collectives
             saver = held.enter_context(Saver(run, out, warn=journal.warn, written=journal.checkpoint))

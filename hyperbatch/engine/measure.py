@@ -165,8 +165,8 @@ def fitting_batch(
 
 
 def _step_without_update(config: OptimConfig, model: nn.Module, arena: Arena, images: Tensor, samples: int) -> None:
-    """Runs a micro-step of so many samples so that it allocates its memory, without compiling our kernels. Restores the
-    model's state."""
+    """Runs a micro-step of `samples` samples, so that it allocates its memory, without compiling our kernels. Restores
+    the model's state."""
 
     def run_backward() -> None:
         batch = images[:1].expand(samples, -1, -1, -1).contiguous(memory_format=torch.channels_last)

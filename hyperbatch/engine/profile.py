@@ -1,4 +1,4 @@
-"""`hyperbatch profile`: measures this device, and the links of the process group at hand, into a machine file.
+"""`hyperbatch profile`: measures this device and the links of the current process group, and writes a machine file.
 
     step at each batch   | forward: a mark after every layer | backward: a mark at every gradient | update |
     under torchrun       all-reduces inside a host and between hosts (engine/network.py)

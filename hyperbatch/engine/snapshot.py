@@ -351,8 +351,8 @@ def scatter_rows(stacked: Mapping[str, Tensor], like: Mapping[str, Tensor], rank
 
 
 def rows_for(stacked: dict[str, Tensor], world_size: int) -> dict[str, Tensor]:
-    """Returns the statistics for so many ranks: those of each rank, or one merged row if they were saved by a different
-    number of ranks."""
+    """Returns the statistics for `world_size` ranks: those of each rank, or one merged row if they were saved by a
+    different number of ranks."""
     if all(len(tensor) == world_size for tensor in stacked.values()):
         return stacked
     return {name: tensor[None] for name, tensor in merge_rows(stacked).items()}

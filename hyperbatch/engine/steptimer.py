@@ -64,14 +64,14 @@ class StepTimer:
     Marks that are made while a CUDA graph is captured belong to the graph: each replay writes them again.
     """
 
-    alone: StepTiming | None = None  # see Marks
+    alone: StepTiming | None = None  # see `Marks`
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self.start()
 
     def start(self, steps: int = 1) -> None:
-        """Must be called when a launch of so many steps begins, or a step of several launches."""
+        """Must be called when a launch of `steps` steps begins, or a step of several launches."""
         self._steps = steps
         self._ends: list[tuple[str, Mark]] = []
         self._start = self._now()

@@ -24,8 +24,8 @@ from hyperbatch.plan.types import StepTiming
 # The phases in which a rank does not wait for others, and their names in messages
 OWN = {"data_wait": "waiting for data", "forward": "forward pass", "backward": "backward pass", "update": "update"}
 SLOW_SHARE = 0.2  # a slow rank is slower than the median rank by more than this share of a step
-SLOW_S = 0.002  # and by more than so many seconds: less is noise
-FIRST_STEPS = 3  # so many steps at the start do not count, because caches are cold
+SLOW_S = 0.002  # and by more than this time: less is noise
+FIRST_STEPS = 3  # number of steps at the start that do not count, because caches are cold
 WINDOW_STEPS = 5  # the least number of steps in a comparison
 
 
