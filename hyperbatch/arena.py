@@ -464,7 +464,7 @@ def _cast_constants(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         if isinstance(module, _NormBase):  # its parameters and, for torch, its statistics must be fp32 or fp64
             for name, buffer in module.named_buffers(recurse=False):
-                if buffer.dtype in HALF_DTYPES:  # the user has cast the whole model
+                if buffer.dtype in HALF_DTYPES:  # the whole model was cast to 16 bits before
                     module._buffers[name] = buffer.float()
     if dtype not in HALF_DTYPES:
         return

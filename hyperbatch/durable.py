@@ -68,7 +68,8 @@ def _replaced(path: Path, partial: Path) -> Iterator[BinaryIO]:
 
 
 def check(path: Path) -> bool:
-    """Verifies a file's checksum. Returns False if it has none, and raises Damaged if its bytes have changed."""
+    """Verifies a file's checksum: returns True if it matches and False if there is none, and raises Damaged
+    otherwise."""
     length = len(_last_line(0))
     with open(path, "rb") as file:
         left = file.seek(0, os.SEEK_END) - length

@@ -1,5 +1,4 @@
-"""Checks the values and the speed of every all-reduce on the current process group: `hyperbatch doctor
---collectives`."""
+"""Checks the values and the speed of every all-reduce on a process group: `hyperbatch doctor --collectives`."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ rank 0 -> watches 1 -> watches 2 -> watches 0        each rank sends heartbeats 
 A rank that sends heartbeats may still hang, because its main thread waits forever. A heartbeat therefore contains the
 rank's place (comm/place.py). A rank that has made no progress for the timeout reports this to all, with every place.
 
-A process hosts the store, too. If that process is stopped, requests to the store never return. A second thread
+The store is itself hosted by a process. If that process is stopped, requests to the store never return. A second thread
 therefore watches whether the first one still gets answers, and all other requests have a time limit.
 """
 

@@ -232,8 +232,8 @@ class GradSync:
         return self._phases
 
     def under_way(self) -> int | None:
-        """Returns the index of the first group in flight, or None. Any thread may call it; the result may be
-        outdated."""
+        """Returns the index of the first group in flight, or None. Any thread may call it and get an outdated
+        result."""
         step = self._open or self._last
         flights = [] if step is None else step.flights[: step.launched]
         waiting = (i for i, flight in enumerate(flights) if flight.handle is not None and not flight.handle.done())

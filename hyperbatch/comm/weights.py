@@ -92,7 +92,7 @@ def word_sum(flat: Tensor) -> Tensor:
 
 
 def extremes(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the least and the greatest value of each tensor, on the device. Both are finite only if all values
+    """Returns the least and the greatest value of each tensor, on the device. They are finite only if all values
     are."""
     return torch.stack([bound.double() for tensor in tensors if tensor.numel() for bound in torch.aminmax(tensor)])
 

@@ -98,7 +98,7 @@ class CompiledRegions:
             about.cache_misses += after[2] - before[2]
 
     def give_up(self, reason: str) -> None:
-        """Returns every region to plain code. reason: for the record."""
+        """Switches every region back to plain code. reason: for the record."""
         for region in self._regions:
             region.module._compiled_call_impl = None
         self.about.regions, self.about.reason = 0, reason
@@ -129,7 +129,7 @@ class _Call:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         module = self.region.module
-        # Evaluation may replace a module's tensors by others, and is too short to be worth a compilation.
+        # Evaluation may replace a module's tensors by others, and is not worth a compilation.
         if not (module.training and torch.is_grad_enabled()):
             return module._call_impl(*args, **named)
         result = self.compiled(module, *args, **named)

@@ -66,7 +66,7 @@ def words_of(error: BaseException, rank: int, step: int | None = None) -> dict[s
 
 
 def is_exchange_error(error: BaseException) -> bool:
-    """Whether a collective or the store failed, mostly because another rank is gone. gloo's errors have no own type."""
+    """Whether a collective or the store failed, mostly because another rank is gone. gloo raises plain RuntimeError."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and ("gloo/" in str(error) or "NCCL" in str(error))

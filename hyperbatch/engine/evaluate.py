@@ -211,8 +211,8 @@ class Evaluator:
 
 
 def at_all_places(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors again, repeated for every module that shares one of them (tied weights). A module that the
-    model contains several times is listed under its first name only.
+    """Returns the tensors by name, with an entry for every module that shares one of them (tied weights). A module that
+    the model contains several times is listed under its first name only.
 
     `functional_call` ties tensors by name: it would swap the tensors of such a module once for each of its names, and
     afterwards leave the replacements in the module.

@@ -51,7 +51,7 @@ class Guard:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._every_steps = run.config.run.compare_every_steps
-        self._pending: tuple[int, Rows] | None = None  # the comparison under way and the step before it
+        self._pending: tuple[int, Rows] | None = None  # the comparison under way: its step and its result
         self._equal_at = self._checked_at = run.progress.step  # ranks start from the same weights
 
     def after(self, stride: Stride) -> None:

@@ -138,7 +138,7 @@ def build_learner(
         order = share(order, ranks)
     else:
         order, sample_bytes = saved.fixed.order, 0
-    # Gradients stay where autograd allocated them until their group is sent; one multi-tensor copy then moves them.
+    # Gradients stay where autograd allocated them until their group is sent: one multi-tensor copy moves each group.
     arena = Arena(model, order, dtype=dtype, copy_on_ready=False)
     if ranks.rank > 0:
         arena.frozen_in_full.clear()  # rank 0 writes the checkpoints

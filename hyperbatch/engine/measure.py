@@ -96,7 +96,7 @@ def _told_in_a_line(does: str, images: Tensor, option: str) -> contextlib.Abstra
 
     def passes(error: BaseException) -> bool:
         of_device = isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError)
-        # Errors of cuBLAS and cuDNN, which need memory of their own and find none on a full GPU, have no own type.
+        # cuBLAS and cuDNN need memory of their own. Their errors on a full GPU are plain RuntimeErrors.
         return of_device or str(error).startswith(("CUDA error", "cuDNN error")) or is_exchange_error(error)
 
     return own_code("--model: the network", f"it must {does} images of {list(images.shape)} ({option})", passes)

@@ -1,4 +1,4 @@
-"""Rolls a run whose loss has become nan or has jumped back to its newest checkpoint; it continues with other samples.
+"""Rolls a run back to its newest checkpoint if its loss has become nan or has jumped; it continues with other samples.
 
     stream     ... [ checkpoint ) a b c d e f | g h i ...       f: where the fault was found
     trained    ...              x a b c d e f
