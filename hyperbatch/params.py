@@ -23,7 +23,7 @@ NORM_TYPES = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def is_dtensor(tensor: Tensor | None) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # not imported yet: nobody has made one
+    module = sys.modules.get("torch.distributed.tensor")  # if it is not imported, there is no DTensor
     return module is not None and isinstance(tensor, module.DTensor)
 
 
@@ -97,7 +97,7 @@ def param_groups(
     check_kind("model", model, nn.Module, "give a torch module")
     check_number("layer_decay", layer_decay, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
     for name, value in (("weight_decay", weight_decay), *([] if lr is None else [("lr", lr)])):
-        if not isinstance(value, Tensor):  # which may live on a device
+        if not isinstance(value, Tensor):  # reading a tensor on a GPU would synchronise
             check_number(name, value, lambda x: 0 <= x < math.inf, "a number that is not negative")
     if layer_decay != 1.0 and lr is None:
         raise ValueError(
@@ -174,7 +174,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     stages = {type(module) for module in repeated if _is_stage(module, repeated, weights)}
     blocks: list[str] = []
     for name, module in modules.items():
-        is_inner = bool(blocks) and name.startswith(f"{blocks[-1]}.")  # a module comes before those in it
+        is_inner = bool(blocks) and name.startswith(f"{blocks[-1]}.")  # a module is listed before its children
         if module in repeated and type(module) not in stages and not is_inner:
             blocks.append(name)
     held = sum(weights[modules[block]] for block in blocks)
@@ -222,7 +222,7 @@ def backward_order(model: nn.Module, run_backward: Callable[[], None]) -> list[s
 
     def record(name: str) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
-            finished.pop(name, None)  # a second backward in the probe: the last one counts
+            finished.pop(name, None)  # if the probe runs backward twice, the last time counts
             finished[name] = None
 
         return hook
@@ -247,7 +247,7 @@ def backward_order(model: nn.Module, run_backward: Callable[[], None]) -> list[s
             param.grad = grad
         with torch.no_grad():
             for places, name, buffer, saved in buffers:
-                places[name] = buffer  # forward may have put another tensor there
+                places[name] = buffer  # forward may have replaced the tensor
                 buffer.copy_(saved)
     if named and not finished:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Tables in a terminal: a line of titles, then columns whose numbers end below each other."""
+"""Tables in a terminal: a line of titles, then columns with right-aligned numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 
 def text_table(titles: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1) -> list[str]:
-    """The lines of a table. left: columns of words, which start at the left; the others end at the right. None: "-"."""
+    """Returns the lines of a table. left: the number of left-aligned columns (words) at the start; the others are
+    right-aligned. None is shown as "-"."""
     cells = [[*titles], *(["-" if cell is None else str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(titles))]
     return [

@@ -1,9 +1,9 @@
-"""What a model is made of, seen in one forward and backward pass of two images: for models that have no table.
+"""Finds the layers of a model in one forward and backward pass of two images, for models without a table.
 
     forward    patch_embed.proj  blocks.0.norm1  blocks.0.attn.qkv  blocks.0.attn  blocks.0.attn.proj  ...  head
     backward   head  ...  blocks.0.attn.proj  blocks.0.attn.qkv  blocks.0.norm1  patch_embed.proj  pos_embed
 
-The pass runs on torch's meta device, which knows shapes and computes nothing, or on the CPU if the model needs numbers.
+The pass runs on torch's meta device, which has shapes but no values, or on the CPU if the model needs values.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from hyperbatch.errors import InputError, own_code
 from hyperbatch.models.build import create_model
 from hyperbatch.params import backward_order, kind_of, owners
 
-SAMPLES = 2  # a batch norm cannot be trained on one
+SAMPLES = 2  # batch norms cannot be trained on a single sample
 
 
 class TracedParameter(NamedTuple):
     name: str
     shape: tuple[int, ...]
-    kind: str  # of `params.kind_of`
+    kind: str  # result of `params.kind_of`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedLayer:
-    """A module that has trainable parameters or products of its own, or is a norm or a pool. Counts are per image."""
+    """A module that has trainable parameters or products of its own, or is a norm or a pool. All counts are per
+    image."""
 
     name: str
     kind: str  # "conv", "linear", "attention", "norm" or "pool"
@@ -41,16 +42,16 @@ class TracedLayer:
     macs: int
     inputs: int
     outputs: int
-    saved: int  # elements that backward needs
+    saved: int  # elements that are saved for backward
 
 
 class Trace(NamedTuple):
     layers: tuple[TracedLayer, ...]  # in the order of the forward pass
-    order: tuple[str, ...]  # of all trainable parameters, in which backward finishes them
+    order: tuple[str, ...]  # all trainable parameters, in the order in which backward finishes them
 
 
 def trace_model(name: str, *, classes: int, image_size: int, in_channels: int) -> Trace:
-    """Traces a model by its name; InputError if it cannot be trained on such images."""
+    """Traces a model by its name. Raises InputError if it cannot be trained on such images."""
 
     def traced(device: str) -> Trace:
         model = create_model(name, classes=classes, in_channels=in_channels).to(device)
@@ -60,13 +61,13 @@ def trace_model(name: str, *, classes: int, image_size: int, in_channels: int) -
         return traced("meta")
     except InputError:
         raise
-    except Exception:  # it asks for numbers, which the meta device does not have, or fails everywhere
+    except Exception:  # the model needs values, which the meta device does not have, or fails on every device
         with own_code(f"model {name!r}", f"it must take images of {image_size} px and return logits"):
             return traced("cpu")
 
 
 def trace(model: nn.Module, images: Tensor) -> Trace:
-    """Traces a model that returns a tensor. Its weights, buffers and gradients stay as they are."""
+    """Traces a model that returns a tensor. Its weights, buffers and gradients do not change."""
     watch = _Watch(model, images)
 
     def run_backward() -> None:
@@ -80,9 +81,9 @@ def trace(model: nn.Module, images: Tensor) -> Trace:
 
 @dataclass(kw_only=True, slots=True)
 class _Done:
-    """What one module has done itself; what its children have done is theirs."""
+    """The work of one module, without that of its children."""
 
-    moment: int = 0  # of its first product or, without one, of its end; 0: it was never called
+    moment: int = 0  # time of its first product or, without one, of its end; 0 if it was never called
     macs: dict[str, int] = field(default_factory=dict)  # by kind
     inputs: int = 0
     outputs: int = 0
@@ -90,7 +91,7 @@ class _Done:
 
 
 class _Watch(TorchDispatchMode):
-    """A context for the forward pass, in which every module's work is noted."""
+    """A context for the forward pass that records the work of every module."""
 
     def __init__(self, model: nn.Module, images: Tensor) -> None:
         super().__init__()
@@ -98,7 +99,8 @@ class _Watch(TorchDispatchMode):
         self._modules = dict(model.named_modules())
         self._running = [""]
         self._clock = 0
-        self._seen = {_storage(tensor): tensor for tensor in (*model.parameters(), images)}  # alive: no place is reused
+        # The tensors are kept alive, so that no storage is reused.
+        self._seen = {_storage(tensor): tensor for tensor in (*model.parameters(), images)}
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
@@ -122,7 +124,7 @@ class _Watch(TorchDispatchMode):
             operations = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
             kind = "conv" if "conv" in name else "linear" if name in ("mm", "addmm", "_scaled_mm") else "attention"
             self._multiplies(kind, operations // 2)
-        elif "scaled_dot_product" in name:  # the CPU's own, which torch does not count
+        elif "scaled_dot_product" in name:  # the CPU's attention, which torch does not count
             query, key, value = args[:3]
             rows = query.numel() // query.shape[-1]
             self._multiplies("attention", rows * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
@@ -163,12 +165,13 @@ class _Watch(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    """The same for views of one tensor; an address would not do, since the meta device has none."""
+    """Returns an identifier that is the same for all views of a tensor. It is not an address, because tensors on the
+    meta device have none."""
     return tensor.untyped_storage()._cdata
 
 
 def _layers(model: nn.Module, done: dict[str, _Done], order: list[str], samples: int) -> list[tuple[int, TracedLayer]]:
-    """(moment, layer): 0 as the moment of a layer whose place only backward tells."""
+    """Returns (moment, layer). The moment is 0 for a layer whose place in the order follows only from backward."""
     own, held = owners(model), {}
     for full_name in order:
         module, name = own[full_name]
@@ -179,7 +182,7 @@ def _layers(model: nn.Module, done: dict[str, _Done], order: list[str], samples:
     layers, rest = [], sum(done[name].saved for name, kind in kinds.items() if kind is None)
     for name, kind in kinds.items():
         here = done[name]
-        if kind is None or not (here.moment or held.get(name)):  # no layer, or a pool that is never called
+        if kind is None or not (here.moment or held.get(name)):  # not a layer, or a pool that is never called
             continue
         inner = any(other is not None and place.startswith(f"{name}.") for place, other in kinds.items()) or not name
         layer = TracedLayer(
@@ -191,27 +194,27 @@ def _layers(model: nn.Module, done: dict[str, _Done], order: list[str], samples:
             outputs=here.outputs // samples,
             saved=(here.saved + rest) // samples,
         )
-        rest = 0  # what modules that are no layers keep, such as an activation, counts with the first one
+        rest = 0  # what modules that are not layers save, such as activations, is added to the first layer
         layers.append((0 if inner and not here.macs else here.moment, layer))
     return layers
 
 
 def _kind(module: nn.Module, done: _Done, parameters: list[TracedParameter]) -> str | None:
-    """None: it is no layer."""
+    """Returns the kind of a layer, or None if the module is not a layer."""
     name = type(module).__name__.lower()
     if done.macs:
         kind = max(done.macs, key=lambda kind: done.macs[kind])
         has_weight = any(param.kind == "weight" for param in parameters)
-        return kind if has_weight or kind == "conv" else "attention"  # a product of what follows from the images
+        return kind if has_weight or kind == "conv" else "attention"  # without a weight, a product of activations
     if parameters:
-        return "norm"  # or a scale, or an embedding: bytes, no products
+        return "norm"  # also for a scale or an embedding, which read memory but have no products
     if next(module.children(), None) is not None:
         return None
     return "norm" if "norm" in name else "pool" if "pool" in name else None
 
 
 def _in_order(layers: list[tuple[int, TracedLayer]], order: list[str]) -> list[TracedLayer]:
-    """Parameters of a module that holds other layers stand behind the one whose gradients are finished next."""
+    """Sorts the layers. One without a moment is inserted after the layer whose gradients backward finishes next."""
     placed = [layer for moment, layer in sorted(layers, key=lambda item: item[0]) if moment]
     for moment, layer in layers:
         if moment == 0:

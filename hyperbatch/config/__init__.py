@@ -1,7 +1,8 @@
-"""The dataclasses a recipe fills in. No torch here: a config can be read, printed and checked anywhere.
+"""The dataclasses that a recipe fills in. They do not need torch: a config can be read, printed and checked anywhere.
 
-A config is a tree of sections, but every field name is unique in the whole tree, so a command line flag
-(`--label-smoothing 0.1`), an override (`config.override(label_smoothing=0.1)`) and an error message name it by itself.
+A config is a tree of sections, but every field name is unique in the whole tree. A command line flag
+(`--label-smoothing 0.1`), an override (`config.override(label_smoothing=0.1)`) and an error message therefore need the
+field's name only, without its section.
 """
 
 from hyperbatch.config.option import RULES, BatchPhase, LayerRate, SizePhase

@@ -1,4 +1,4 @@
-"""How a config field is declared: its default, the help text of its flag, and what its value may be."""
+"""The declaration of a config field: its default, the help text of its flag, and its allowed values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import field
 from typing import Any, NamedTuple
 
-# What a number must do or be, by the words an error says it with
+# The rules for numbers. The keys are the words that an error message uses.
 RULES: dict[str, Callable[[float], bool]] = {
     "be positive": lambda value: value > 0,
     "not be negative": lambda value: value >= 0,
@@ -17,21 +17,23 @@ POSITIVE, NOT_NEGATIVE, BELOW_ONE, SHARE = RULES
 
 
 class BatchPhase(NamedTuple):
-    """The number of samples per step over all ranks, from an epoch on (Sony's batch-size control)."""
+    """The number of samples per step over all ranks from this epoch on (Sony's batch-size control)."""
 
     from_epoch: float
     global_batch: int
 
 
 class SizePhase(NamedTuple):
-    """From this epoch on, training images of this many pixels a side (progressive resizing)."""
+    """The side of training images in pixels from this epoch on (progressive resizing)."""
 
     from_epoch: float
     image_size: int
 
 
 class LayerRate(NamedTuple):
-    """A layer, and all in it, takes this factor of the rate; 0: it is frozen (hyperbatch/schedule/layers.py)."""
+    """A layer, with everything in it, and the factor of its learning rate; 0 freezes it
+    (hyperbatch/schedule/layers.py).
+    """
 
     layer: str
     factor: float
@@ -46,11 +48,12 @@ def option(
     repeated: bool = True,
     needs: tuple[str, ...] = (),
 ) -> Any:
-    """A field and what is known of it: the help text of its flag, and the names it may be or the rule a number obeys.
+    """Declares a field with the help text of its flag, and its allowed names or the rule for its number.
 
-    free: a resumed run may change it, because it says where things are or how the work is cut, not what is computed.
-    repeated=False: a command that does the run again leaves it out. needs: another field, and the values of it with
-    which alone this one has an effect.
+    free: a resumed run may change it, because it affects where things are or how the work is divided, and not what is
+    computed.
+    repeated=False: a command that repeats the run omits it.
+    needs: the name of another field, and its values; this field has an effect only with one of them.
     """
     about = {"help": help, "allowed": allowed, "free": free, "repeated": repeated, "needs": needs}
     return field(default=default, metadata=about)

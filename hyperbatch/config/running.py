@@ -1,4 +1,4 @@
-"""How a run is carried out: the sections of gradient exchange and of the run itself."""
+"""The config sections that say how a run is executed: gradient exchange, and the run itself."""
 
 from __future__ import annotations
 
@@ -191,5 +191,5 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.resume, bool):  # what older records and scripts say
+        if isinstance(self.resume, bool):  # older records and scripts have true or false
             object.__setattr__(self, "resume", "yes" if self.resume else "no")

@@ -1,4 +1,4 @@
-"""What is trained and how: the sections of model, data, optimizer and schedule."""
+"""The config sections that say what is trained and how: model, data, optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -219,12 +219,12 @@ class DataConfig:
 
     @property
     def image_sizes(self) -> tuple[int, ...]:
-        """Sides that training images may have, in order of size."""
+        """All sides that training images may have during the run, sorted."""
         return tuple(sorted({self.image_size, *(phase.image_size for phase in self.size_phases)}))
 
     @property
     def largest_image_size(self) -> int:
-        """Side of the largest training images of the run: memory must hold those."""
+        """The side of the largest training images of the run, which must fit into memory."""
         return self.image_sizes[-1]
 
 

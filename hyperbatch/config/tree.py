@@ -1,4 +1,4 @@
-"""The whole config: its sections, its fields as the command line sees them, and the check of a complete one."""
+"""The whole config: its sections, its fields with their flags, and the check of a complete config."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hyperbatch.config.values import (
 from hyperbatch.errors import InputError, check_whole, nearest
 from hyperbatch.vocabulary import DEVICE_PRECISIONS
 
-NEVER_SEEN = ("KILL", "STOP", "INT")  # Ctrl-C always ends a run at once, and nobody can handle the other two
+NEVER_SEEN = ("KILL", "STOP", "INT")  # Ctrl-C always ends a run at once, and no process can handle the other two
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,18 +49,20 @@ class Config:
 
     @property
     def global_batch(self) -> int:
-        """Samples of the first step over all ranks."""
+        """The number of samples of the first step over all ranks."""
         return self.schedule.batch_phases[0].global_batch
 
     def with_precision(self, auto: str, *, on_gpu: bool = True) -> Self:
-        """A copy whose precision does not depend on the device: `auto` is what that stands for on this one."""
+        """Returns a copy whose precision does not depend on the device. `auto` is the precision that "auto" means on
+        this device."""
         if self.optim.precision not in DEVICE_PRECISIONS:
             return self
         return self.override(precision="fp16" if on_gpu and self.optim.precision == "fp16_on_gpu" else auto)
 
     @property
     def scatters_gradients(self) -> bool:
-        """Whether a rank gets its shard of the gradients only. Muon needs whole ones: its ranks share the products."""
+        """Whether a rank receives only its shard of the gradients. Muon needs whole gradients, and its ranks share the
+        products."""
         return self.comm.sharded_update and self.optim.optimizer != "muon"
 
     def override(self, **values: Any) -> Self:
@@ -94,18 +96,18 @@ class Config:
                     f"{format_value(self.schedule.batch_phases)} to whole numbers; give --batch-phases instead"
                 )
             phases.append(BatchPhase(phase.from_epoch, scaled))
-        # The rate stays the recipe's at the recipe's batch: linear scaling then finds the new one.
+        # `lr` remains the rate for the recipe's batch, so that linear scaling gives the rate for the new batch.
         lr_batch = self.schedule.lr_batch or first
         schedule = dataclasses.replace(self.schedule, batch_phases=tuple(phases), lr_batch=lr_batch)
         return dataclasses.replace(self, schedule=schedule)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain dicts, lists and numbers, as they are read back from JSON."""
+        """Returns plain dicts, lists and numbers, equal to what is read back from JSON."""
         return plain(dataclasses.asdict(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`. A field that an older version saved and that is gone is left out."""
+        """The inverse of `to_dict`. Fields of older versions that no longer exist are ignored."""
         saved = ((spec, values.get(spec.section, {})) for spec in fields())
         known = {spec.name: part[spec.name] for spec, part in saved if spec.name in part}
         return cls(recipe=values.get("recipe", "custom")).override(**known)
@@ -113,17 +115,17 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class FieldSpec:
-    """One config field as the command line sees it."""
+    """One config field, with the properties of its command line flag."""
 
     name: str
     section: str
     type: Any
     default: Any
     help: str
-    allowed: tuple[str, ...] | str  # names, or a rule
+    allowed: tuple[str, ...] | str  # allowed names, or the name of a rule
     free: bool
     repeated: bool
-    needs: tuple[str, ...]  # another field, and its values with which alone this one has an effect; empty: always
+    needs: tuple[str, ...]  # another field, and its values that this field needs to have an effect; empty: none
 
     def of(self, config: Config) -> Any:
         return getattr(getattr(config, self.section), self.name)
@@ -137,24 +139,25 @@ class FieldSpec:
         return "--" + self.name.replace("_", "-")
 
     def parse(self, text: str) -> Any:
-        """The value a command line text stands for; InputError names the field and what it expects."""
+        """Returns the value of a command line text. Raises InputError, which names the field and what it expects."""
         try:
             return self.coerce(parse_text(self.type, text))
         except ValueError as error:
             raise InputError(f"{self.flag}: {text!r} is not {describe(self.type)}") from error
 
     def read(self, value: Any) -> Any:
-        """The value that a TOML file gives: a text is read as on the command line, lists become tuples."""
+        """Returns the value of an entry in a TOML file. Text is read as on the command line, and lists become
+        tuples."""
         if isinstance(value, str):
             return self.parse(value)
         if isinstance(value, list):
             return self.coerce(value)
-        # A whole number is a number: 30 and 30.0 are the same run.
+        # A whole number in a float field becomes a float, because 30 and 30.0 are the same run.
         return float(value) if type(value) is int and "float" in str(self.type) else value
 
     def coerce(self, value: Any) -> Any:
-        """Converts lists to the tuples that the field declares, pairs to its phases, and the rest by `native`. `check`
-        reports what does not fit."""
+        """Converts lists to the tuples that the field declares, pairs to its phases, and other values with `native`.
+        `check` later rejects invalid ones."""
         item = tuple_item(self.type)
         if item is None or not isinstance(value, list | tuple):
             return native(value)
@@ -167,7 +170,7 @@ class FieldSpec:
 
 @cache
 def fields() -> tuple[FieldSpec, ...]:
-    """Every field of every section, in declaration order."""
+    """Returns every field of every section, in declaration order."""
     classes = typing.get_type_hints(Config)
     hints = {section: typing.get_type_hints(classes[section]) for section in section_titles()}
     return tuple(
@@ -178,12 +181,12 @@ def fields() -> tuple[FieldSpec, ...]:
 
 
 def section_titles() -> dict[str, str]:
-    """The sections, in declaration order, with the heading of each."""
+    """Returns the sections and their headings, in declaration order."""
     return {f.name: f.metadata["title"] for f in dataclasses.fields(Config) if "title" in f.metadata}
 
 
 def without_effect(config: Config, names: Collection[str]) -> list[str]:
-    """A line for each of these fields that does nothing in this config, such as --muon-steps without Muon."""
+    """Returns a line for each of these fields that has no effect in this config, such as --muon-steps without Muon."""
     known = {spec.name: spec for spec in fields()}
     lines = []
     for spec in (known[name] for name in names):
@@ -197,7 +200,7 @@ def without_effect(config: Config, names: Collection[str]) -> list[str]:
 
 
 def check(config: Config) -> None:
-    """Raises InputError for a value no run could use; names the flag and the range."""
+    """Raises InputError if a value is invalid for every run. The message names the flag and the range."""
     for spec in fields():
         value = spec.of(config)
         if not fits(spec.type, value):

@@ -1,4 +1,4 @@
-"""The values of config fields: read from a text, written as one, checked against a field's type."""
+"""Reads the values of config fields from text, writes them as text, and checks them against a field's type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hyperbatch.config.option import LayerRate
 
 
 def format_value(value: Any) -> str:
-    """The text `FieldSpec.parse` reads back."""
+    """Returns the text that `FieldSpec.parse` reads back."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -28,12 +28,12 @@ def format_value(value: Any) -> str:
 
 
 def format_epochs(epochs: float) -> str:
-    """`1 epoch`, `2.5 epochs`."""
+    """Returns `1 epoch`, `2.5 epochs`."""
     return f"{epochs:g} epoch{'' if epochs == 1 else 's'}"
 
 
 def native(value: Any) -> Any:
-    """A number of numpy's as one of Python's, and a path as its text."""
+    """Converts a numpy number to a Python number, and a path to its text."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     item = getattr(value, "item", None)
@@ -91,7 +91,8 @@ def describe(hint: Any) -> str:
 
 
 def fits(hint: Any, value: Any) -> bool:
-    """Whether a value has a field's type. A whole number is a number; true and false are neither."""
+    """Whether a value has a field's type. A whole number is accepted as a float. True and false are not accepted as
+    numbers."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return any(fits(arg, value) for arg in typing.get_args(hint))
     item = tuple_item(hint)

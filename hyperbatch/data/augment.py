@@ -1,5 +1,7 @@
-"""Which part of an image becomes a training or evaluation view. Pure functions of uniforms, so that a view depends on
-(seed, epoch, sample) only: not on the world size, the batch, or which thread made it.
+"""Chooses which part of an image becomes a training or evaluation view.
+
+All functions here are pure functions of uniform random numbers ("uniforms"). A view therefore depends on (seed, epoch,
+sample) only, and not on the world size, the batch, or the thread that makes it.
 
     image w x h                 view: box (in pixels of the image) -> size x size, then shift, then flip
     ┌──────────────┐
@@ -8,7 +10,8 @@
     │   └─────┘    │            └────┘
     └──────────────┘
 
-and its colours: grey level / 255, + colour noise; (. - mean) / std; * contrast + brightness; 0 in a square (cutout).
+The colours are then computed as: grey level / 255, + colour noise; (. - mean) / std; * contrast + brightness; 0 in a
+square (cutout).
 """
 
 from __future__ import annotations
@@ -23,12 +26,12 @@ from hyperbatch.config import DataConfig
 from hyperbatch.data import stream
 from hyperbatch.errors import InputError
 
-# Columns of a sample's uniforms: the mirror, the colour noise (two pairs of normals), geometry, then the jitter of
-# brightness and contrast, the operations of TrivialAugment or RandAugment, and the cutout's corner. The first columns
-# of a kind of view never move: runs of older versions are continued.
+# The columns of a sample's uniforms are, in this order: the mirror, the colour noise (two pairs of normals), the
+# geometry, the jitter of brightness and contrast, the operations of TrivialAugment or RandAugment, and the cutout's
+# corner. The first columns of each kind of view must not move, because runs of older versions can be resumed.
 _FLIP, _NOISE, _GEOMETRY = 0, 1, 5
-_TRIVIAL_COLUMNS = 3  # of TrivialAugment: operation, strength, sign
-RAND_COLUMNS = 2  # of each operation of RandAugment: which one, and its sign
+_TRIVIAL_COLUMNS = 3  # TrivialAugment uses three: operation, strength, sign
+RAND_COLUMNS = 2  # each operation of RandAugment uses two: which operation it is, and its sign
 _CROP_ATTEMPTS = 10
 _NEAR_FULL_AREA = 0.999  # of the image: the smallest near-full crop, as in Fujitsu's MLPerf v0.6 job parameters
 
@@ -43,7 +46,8 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels o
 class View(NamedTuple):
     """A box of the image, how far the resized result is shifted (pixels), and whether it is mirrored.
 
-    reflect: a shift brings in the image's own reflection, without its outermost pixel again; else black.
+    reflect: whether a shift fills the gap with the image's reflection (without repeating the outermost pixel); if not,
+    the gap is black.
     """
 
     box: Box
@@ -53,7 +57,7 @@ class View(NamedTuple):
     reflect: bool = False
 
     def finish(self, pixels: np.ndarray, *, mirrored: bool = False) -> np.ndarray:
-        """Shifts and mirrors [h, w, c]; mirrored: that is done already."""
+        """Shifts and mirrors [h, w, c]. mirrored: the pixels are mirrored already."""
         if self.shift_x or self.shift_y:
             height, width, _ = pixels.shape
             dx, dy = -self.shift_x if mirrored else self.shift_x, self.shift_y
@@ -70,7 +74,7 @@ class View(NamedTuple):
 
 
 def check_options(config: DataConfig, channels: int, *, whole: bool) -> None:
-    """InputError for an augmentation that does not fit the images. whole: they are shown as they are (arrays)."""
+    """Raises InputError if an augmentation does not fit the images. whole: the images are used uncropped (arrays)."""
     if not whole and config.eval_resize < config.eval_size:
         raise InputError(
             f"--eval-resize {config.eval_resize} is smaller than --eval-size {config.eval_size}: the crop would not "
@@ -92,7 +96,7 @@ def check_options(config: DataConfig, channels: int, *, whole: bool) -> None:
 
 
 def uniforms_needed(config: DataConfig) -> int:
-    """Columns of `stream.uniforms` that a training view may use."""
+    """Returns the number of columns of `stream.uniforms` that a training view may use."""
     if config.cutout:
         return cutout_column(config) + 2
     if config.auto_augment != "none":
@@ -101,17 +105,17 @@ def uniforms_needed(config: DataConfig) -> int:
 
 
 def draw(config: DataConfig, seed: int, epochs: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """float64[n, columns]: the uniforms of training views, keyed by (seed, epoch, sample)."""
+    """Returns the uniforms of training views, float64[n, columns], keyed by (seed, epoch, sample)."""
     uniforms = stream.uniforms(seed, epochs, ids, uniforms_needed(config))
     if config.flip_alternates:
         first = stream.uniforms(seed, np.zeros_like(epochs), ids, _FLIP + 1)[:, _FLIP]
         mirrored = (first < 0.5) ^ (epochs % 2 == 1)
-        uniforms[:, _FLIP] = np.where(mirrored, 0.0, 0.5)  # what `flips` reads as yes and no
+        uniforms[:, _FLIP] = np.where(mirrored, 0.0, 0.5)  # `flips` mirrors below 0.5
     return uniforms
 
 
 def size_at(config: DataConfig, epoch: float) -> int:
-    """Side of training images in a step that starts at this epoch (progressive resizing)."""
+    """Returns the side of the training images in a step that starts at this epoch (progressive resizing)."""
     size = config.image_size
     for phase in config.size_phases:
         if phase.from_epoch <= epoch:
@@ -122,7 +126,8 @@ def size_at(config: DataConfig, epoch: float) -> int:
 def train_view(
     config: DataConfig, width: int, height: int, epoch: int, uniforms: Sequence[float], *, whole: bool
 ) -> View:
-    """The training view of a sample. whole: the set's images are already cut to size (arrays in memory)."""
+    """Returns the training view of a sample. whole: the set's images already have their final size (arrays in
+    memory)."""
     u = uniforms[_GEOMETRY:]
     flip = config.flip and uniforms[_FLIP] < 0.5
     kind = config.augment
@@ -142,7 +147,7 @@ def train_view(
 
 
 def eval_view(config: DataConfig, width: int, height: int, *, whole: bool) -> View:
-    """The centre crop after the shorter side is resized, or all of an image that is already cut to size."""
+    """Returns the centre crop after resizing the shorter side, or the full image if it already has its final size."""
     if whole:
         return View((0, 0, width, height))
     return View(_resized_crop_box(width, height, config.eval_resize, config.eval_size, None, None))
@@ -157,9 +162,9 @@ def batch_views(
     *,
     whole: bool,
 ) -> np.ndarray:
-    """float64[n, 7] of a whole batch: box, shift x, shift y, mirrored. The same numbers as a view at a time gives.
+    """Returns the views of a whole batch as float64[n, 7]: box, shift x, shift y, mirrored.
 
-    No epochs and uniforms: evaluation.
+    The numbers equal those of `train_view` and `eval_view`. Without epochs and uniforms, they are evaluation views.
     """
     n = len(widths)
     views = np.zeros((n, 7))
@@ -187,15 +192,17 @@ def batch_views(
 
 
 def shifts(config: DataConfig, uniforms: np.ndarray | Sequence[float]) -> np.ndarray:
-    """(dx, dy) of the `shift` augmentation, whole pixels in [-shift_pixels, shift_pixels]; for one row or many."""
+    """Returns (dx, dy) of the `shift` augmentation: whole pixels in [-shift_pixels, shift_pixels]. `uniforms` may be
+    one row or many."""
     u = np.asarray(uniforms)[..., _GEOMETRY : _GEOMETRY + 2]
     return (u * (2 * config.shift_pixels + 1)).astype(np.int64) - config.shift_pixels
 
 
 def color_noise(config: DataConfig, uniforms: np.ndarray) -> np.ndarray:
-    """float64[n, 3] to add to pixels in [0, 1]: normal steps along the principal axes of ImageNet's colours."""
+    """Returns float64[n, 3], to be added to pixels in [0, 1]: normal steps along the principal axes of ImageNet's
+    colours."""
     u = uniforms[:, _NOISE : _NOISE + 4]
-    # Box and Muller: two normals from the first pair, one from the next.
+    # The Box-Muller transform gives two normals from the first pair of uniforms and one from the second pair.
     radius = np.sqrt(-2 * np.log1p(-u[:, [0, 0, 2]]))
     normals = radius * np.stack(
         [np.cos(2 * np.pi * u[:, 1]), np.sin(2 * np.pi * u[:, 1]), np.cos(2 * np.pi * u[:, 3])], axis=1
@@ -204,12 +211,13 @@ def color_noise(config: DataConfig, uniforms: np.ndarray) -> np.ndarray:
 
 
 def flips(config: DataConfig, uniforms: np.ndarray) -> np.ndarray:
-    """bool[n]: which views are mirrored."""
+    """Returns bool[n]: whether each view is mirrored."""
     return uniforms[:, _FLIP] < 0.5 if config.flip else np.zeros(len(uniforms), dtype=bool)
 
 
 def jitter(config: DataConfig, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(contrast, brightness), float64[n] each: what normalised pixels are multiplied with, and what is added then."""
+    """Returns (contrast, brightness), float64[n] each. Normalised pixels are multiplied by the contrast, and then the
+    brightness is added."""
     if not has_jitter(config):
         return np.ones(len(uniforms)), np.zeros(len(uniforms))
     column = jitter_column(config)
@@ -222,41 +230,45 @@ def has_jitter(config: DataConfig) -> bool:
 
 
 def jitter_column(config: DataConfig) -> int:
-    """Of brightness in the uniforms, that of contrast follows: after the geometry's."""
+    """Returns the column of brightness in the uniforms, after those of the geometry. The column of contrast follows."""
     geometry = {"none": 0, "shift": 2, "random_resized_crop": 4 * _CROP_ATTEMPTS, "scale_jitter": 3}
     return _GEOMETRY + geometry.get(config.augment, 2)
 
 
 def operation_column(config: DataConfig) -> int:
-    """Of the first operation in the uniforms; what else is drawn of it follows. Room is left for the jitter's."""
+    """Returns the column of the first operation in the uniforms. The operation's other columns follow. The two columns
+    of the jitter are always reserved."""
     return jitter_column(config) + 2
 
 
 def cutout_side(config: DataConfig, size: int) -> int:
-    """Of the square that is cut out of views of this size: as large a share of them as of full-sized ones."""
+    """Returns the side of the square that is cut out of views of this size. It covers the same share of a view at every
+    size."""
     return round(config.cutout * size / config.image_size)
 
 
 def cutout_corners(config: DataConfig, uniforms: np.ndarray, size: int) -> np.ndarray:
-    """int64[n, 2]: left and top of each view's square, which lies inside of the view."""
+    """Returns int64[n, 2]: left and top of each view's square, which lies inside the view."""
     column = cutout_column(config)
     return (uniforms[:, column : column + 2] * (size - cutout_side(config, size) + 1)).astype(np.int64)
 
 
 def cutout_column(config: DataConfig) -> int:
-    """Of the corner's left in the uniforms, its top follows: after room for the operations'."""
+    """Returns the column of the corner's left in the uniforms, after the columns reserved for the operations. The
+    column of its top follows."""
     operations = RAND_COLUMNS * config.rand_ops if config.auto_augment == "rand" else _TRIVIAL_COLUMNS
     return operation_column(config) + operations
 
 
 def _reflected(places: np.ndarray, size: int) -> np.ndarray:
-    """Places beyond the edge, folded back at the outermost pixels; none is further out than the image is wide."""
+    """Folds places beyond the edge back at the outermost pixels. No place is further out than the image is wide."""
     places = np.abs(places)
     return np.where(places < size, places, 2 * (size - 1) - places)
 
 
 def _random_area_box(config: DataConfig, width: int, height: int, u: Sequence[float]) -> Box:
-    """Inception's crop: area and aspect drawn until they fit (whole pixels, as torchvision), else the centre."""
+    """Inception's crop: area and aspect are drawn until they fit (in whole pixels, as in torchvision). If no attempt
+    fits, it is the centre crop."""
     area_low, area_high = config.crop_area
     aspect_low, aspect_high = config.crop_aspect
     for attempt in range(_CROP_ATTEMPTS):
@@ -271,7 +283,7 @@ def _random_area_box(config: DataConfig, width: int, height: int, u: Sequence[fl
 
 
 def _random_area_boxes(config: DataConfig, widths: np.ndarray, heights: np.ndarray, u: np.ndarray) -> np.ndarray:
-    """`_random_area_box` for many images: each attempt is made for those that have none yet."""
+    """`_random_area_box` for many images: each attempt is made for the images that have no box yet."""
     boxes = np.zeros((len(widths), 4))
     area_low, area_high = config.crop_area
     log_low, log_range = math.log(config.crop_aspect[0]), math.log(config.crop_aspect[1] / config.crop_aspect[0])
@@ -280,7 +292,7 @@ def _random_area_boxes(config: DataConfig, widths: np.ndarray, heights: np.ndarr
         ua, ur, ux, uy = u[rest, 4 * attempt : 4 * attempt + 4].T
         width, height = widths[rest], heights[rest]
         area = width * height * (area_low + ua * (area_high - area_low))
-        # math's own exp: numpy's may differ in the last bit, and a crop by a pixel with it.
+        # `math.exp`, because numpy's exp may differ in the last bit, which can move a crop by a pixel.
         aspect = np.array([math.exp(log_low + r * log_range) for r in ur.tolist()])
         w, h = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
         left, top = np.floor(ux * (width - w + 1)), np.floor(uy * (height - h + 1))
@@ -301,7 +313,7 @@ def _centre_box(config: DataConfig, width: int, height: int) -> Box:
 
 
 def _near_full_box(config: DataConfig, width: int, height: int, u: Sequence[float]) -> Box:
-    """Almost all of the image, at its own aspect where that is within the crop's range."""
+    """Returns almost all of the image, at the image's own aspect if it is within the crop's range."""
     scale = math.sqrt(_NEAR_FULL_AREA + u[0] * (1 - _NEAR_FULL_AREA))
     w, h = (side * scale for side in _largest_of_aspect(config, width, height))
     left, top = u[2] * (width - w), u[3] * (height - h)
@@ -314,10 +326,10 @@ def _largest_of_aspect(config: DataConfig, width: int, height: int) -> tuple[flo
 
 
 def _resized_crop_box(width: int, height: int, short_side: int, crop: int, ux: float | None, uy: float | None) -> Box:
-    """The part of the image that a crop x crop window covers after its shorter side is resized to `short_side`.
+    """Returns the part of the image that a crop x crop window covers after the shorter side is resized to `short_side`.
 
-    The window lies on whole pixels of the resized image, at random or (None) in the centre, rounded as torchvision
-    does, so that resizing this box alone gives the same pixels as resizing everything and cropping.
+    The window lies on whole pixels of the resized image, at random or (for None) in the centre. It is rounded as in
+    torchvision, so that resizing this box alone gives the same pixels as resizing everything and then cropping.
     """
     if width <= height:
         w, h = short_side, max(short_side, int(short_side * height / width))
@@ -333,7 +345,7 @@ def _resized_crop_box(width: int, height: int, short_side: int, crop: int, ux: f
 def _resized_crop_boxes(
     widths: np.ndarray, heights: np.ndarray, short_sides: np.ndarray | int, crop: int, u: np.ndarray | None
 ) -> np.ndarray:
-    """`_resized_crop_box` for many images; no u: in the centre."""
+    """`_resized_crop_box` for many images. Without `u`, the windows are in the centre."""
     long_sides = np.where(widths <= heights, short_sides * heights / widths, short_sides * widths / heights)
     long_sides = np.maximum(short_sides, long_sides.astype(np.int64))
     w = np.where(widths <= heights, short_sides, long_sides)

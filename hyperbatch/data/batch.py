@@ -1,4 +1,4 @@
-"""What a maker of batches is given and what it gives: the plan of one micro-step, and the batch made from it."""
+"""The input and output of a batch maker: the plan of one micro-step, and the batch made from it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Batch:
 
 
 class Plan:
-    """All that decides a batch. The last `padding` ids only fill the shape. No uniforms: evaluation."""
+    """Everything that determines a batch. The last `padding` ids only fill the shape. A plan without uniforms is one
+    for evaluation."""
 
     ids: np.ndarray
     epochs: np.ndarray | None
@@ -44,11 +45,11 @@ class Plan:
 
     @property
     def real(self) -> int:
-        """Samples that are not padding."""
+        """The number of samples that are not padding."""
         return len(self) - self.padding
 
     def view(self, config: DataConfig, row: int, width: int, height: int, *, whole: bool) -> augment.View:
-        """The view of the sample in this row (or of what replaces it), of an image of this size."""
+        """Returns the view of the sample in this row (or of the sample that replaces it), whose image has this size."""
         if self.uniforms is None or self.epochs is None:
             return augment.eval_view(config, width, height, whole=whole)
         uniforms = self.uniforms[row].tolist()
@@ -57,7 +58,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan(Plan):
-    """A plan whose samples and uniforms are given."""
+    """A plan whose samples and uniforms are passed in."""
 
     ids: np.ndarray
     epochs: np.ndarray | None
@@ -68,11 +69,12 @@ class BatchPlan(Plan):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamPlan(Plan):
-    """Training samples of a part of the stream of `length` samples.
+    """A plan for a part of the training stream of a set of `length` samples.
 
-    step_start: where the first step begins, on rank 0. micro_batches: samples of each micro-step of a step that the
-    plan holds; none: they are one.
-    Drawn here when somebody asks for them; a GPU that holds the set draws them itself and does not ask.
+    step_start: the position in the stream at which the first step begins, on rank 0. micro_batches: the number of
+    samples of each micro-step of a step, if the plan holds several; if empty, the plan holds one micro-step.
+    The samples and uniforms are computed on first access. A GPU that holds the set computes them itself and does not
+    access them here.
     """
 
     places: stream.Stretches

@@ -1,6 +1,6 @@
-"""Host memory that is used again: of batches once nobody looks at them any more, of threads for each sample.
+"""Reuses host memory: that of a batch once nothing refers to it any more, and a scratch buffer per thread.
 
-Fresh memory costs a page fault for every 4 kB: for a batch of 64 images that is four times the work of normalising it.
+Fresh memory costs a page fault for every 4 kB. For a batch of 64 images, that is four times the work of normalising it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:  # reading processes use this without torch
+if TYPE_CHECKING:  # reading processes use this module without torch
     import torch
     from torch import Tensor
 
@@ -22,7 +22,8 @@ _local = threading.local()
 
 
 def scratch(name: str, size: int) -> np.ndarray:
-    """uint8[at least size] of this thread's own, the same memory each time: for what does not outlive a sample."""
+    """Returns uint8[at least size] that belongs to this thread. The memory is the same each time, so use it only for
+    data that does not outlive a sample."""
     memory = getattr(_local, name, None)
     if memory is None or memory.nbytes < size:
         memory = np.empty(size, dtype=np.uint8)
@@ -31,13 +32,13 @@ def scratch(name: str, size: int) -> np.ndarray:
 
 
 class BatchBuffers:
-    """Gives tensors whose memory comes back when the last tensor that shares it is gone."""
+    """Returns tensors whose memory is reused once the last tensor that shares it is gone."""
 
     def __init__(self, keep: int) -> None:
-        self._free: deque[np.ndarray] = deque(maxlen=keep)  # of one size; more than `keep` are let go
+        self._free: deque[np.ndarray] = deque(maxlen=keep)  # all of one size; beyond `keep`, the oldest is freed
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised memory."""
+        """Returns a tensor with uninitialised memory."""
         import torch
 
         size = math.prod(shape) * dtype.itemsize
@@ -46,17 +47,17 @@ class BatchBuffers:
             memory = self._free.popleft()
         if memory is None or memory.nbytes != size:
             memory = np.empty(size, dtype=np.uint8)
-        # torch holds on to the array it was made from as long as any view of the tensor lives.
+        # torch keeps a reference to the array behind a tensor for as long as any view of the tensor lives.
         lent = memory[:]
         weakref.finalize(lent, self._free.append, memory).atexit = False
         return torch.from_numpy(lent).view(dtype).view(shape)
 
 
 def copy_to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy on the device that the host does not wait for."""
+    """Returns a copy on the device. The host does not wait for the copy."""
     import torch
 
-    host = torch.from_numpy(np.ascontiguousarray(array))  # the kernel counts on rows one after the other
+    host = torch.from_numpy(np.ascontiguousarray(array))  # the kernel expects contiguous rows
     if device.type != "cuda":
         return host
     return host.pin_memory().to(device, non_blocking=True)

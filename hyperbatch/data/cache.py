@@ -1,6 +1,6 @@
-"""Decoded images kept in memory when the set fits, so that later epochs decode nothing.
+"""Keeps decoded images in memory if the set fits, so that later epochs decode nothing.
 
-Whole images are kept, not views: every epoch cuts its own views, and they are the same with and without a cache.
+The cache keeps whole images and not views. Every epoch cuts its own views, which are the same with and without a cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GPU_SHARE = 0.25  # of a GPU's memory
 
 
 class PixelCache:
-    """uint8[h, w, c] by sample, up to a limit; what does not fit any more is not kept. Nothing is ever dropped."""
+    """Maps sample ids to uint8[h, w, c], up to a limit. An image that no longer fits is not kept; none is evicted."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -47,10 +47,10 @@ class PixelCache:
 
 
 class DeviceCache:
-    """Where each kept image lies in device memory, as rows of the kernel's table; address 0: not kept.
+    """Where each cached image lies in device memory, as rows of the kernel's table. Address 0 means not cached.
 
-    Loaders that share a cache have streams of their own, so an image is put here once the host has seen that its pixels
-    have arrived: whoever finds a row may read it at once, on any stream.
+    Loaders that share a cache have CUDA streams of their own. An image is therefore put here only after the host has
+    seen that its pixels have arrived, so a loader that finds a row may read the pixels at once, on any stream.
     """
 
     def __init__(self, samples: int, limit_bytes: int) -> None:
@@ -65,20 +65,20 @@ class DeviceCache:
         return int(np.count_nonzero(self.table[:, 0]))
 
     def has_room(self, index: int, size_bytes: int) -> bool:
-        """Whether the image is not kept yet and could be."""
+        """Whether the image is not cached yet and would fit."""
         return self.table[index, 0] == 0 and self.bytes + size_bytes <= self.limit_bytes
 
     def put(self, index: int, row: np.ndarray, pixels: Tensor) -> None:
-        """pixels: what keeps the row's address alive. They have arrived."""
+        """Adds an image. pixels: the tensor whose memory the row points to; the copy into it must be complete."""
         with self._lock:
             if self.has_room(index, pixels.nbytes):
                 self.table[index, 1:] = row[1:]
-                self.table[index, 0] = row[0]  # last: another loader may read the row at this moment
+                self.table[index, 0] = row[0]  # written last, because another loader may be reading the row
                 self.bytes += pixels.nbytes
                 self._kept.append(pixels)
 
     def put_array(self, source: ArraySource, device: torch.device) -> None:
-        """A whole set of images of one size; more labels than images: they repeat."""
+        """Adds a whole set of images of one size. If there are more labels than images, the images repeat."""
         images = self.whole = torch.from_numpy(np.ascontiguousarray(source.images)).to(device)
         self.bytes += images.nbytes
         _, height, width, channels = images.shape
@@ -87,7 +87,7 @@ class DeviceCache:
         self.table[:, 1:] = (width, height, channels, width * channels, 1)
 
 
-# A set's images are kept as long as the set is: whoever reads it again finds them.
+# The caches of a set live as long as its source object, so later readers of the same source find the decoded images.
 _caches: weakref.WeakKeyDictionary[Source, dict[tuple[object, ...], PixelCache | DeviceCache | None]] = (
     weakref.WeakKeyDictionary()
 )
@@ -96,11 +96,11 @@ _caches: weakref.WeakKeyDictionary[Source, dict[tuple[object, ...], PixelCache |
 def cache_of(
     source: Source, config: DataConfig, device: torch.device, ranks_per_host: int
 ) -> PixelCache | DeviceCache | None:
-    """`make_cache` for the first reader of this set on this device; the same cache for those who follow."""
+    """Calls `make_cache` for the first reader of this set on this device; later readers get the same cache."""
     key = device, config.cache, config.cache_bytes, config.decoder, config.cpu_decode_share or 0.0, ranks_per_host
     try:
         known = _caches.setdefault(source, {})
-    except TypeError:  # somebody's own kind of set that cannot be a key
+    except TypeError:  # a user's own kind of source that cannot be a key
         known = {}
     if key not in known:
         known[key] = make_cache(source, config, device, ranks_per_host)
@@ -110,7 +110,8 @@ def cache_of(
 def make_cache(
     source: Source, config: DataConfig, device: torch.device, ranks_per_host: int
 ) -> PixelCache | DeviceCache | None:
-    """The cache the config asks for, if any. Images in memory are copied to the device at once, or not kept again."""
+    """Returns the cache that the config selects, if any. A set that is already in memory is copied to the device at
+    once, or not cached."""
     place, limit_bytes = _choose_cache(source, config, device, ranks_per_host)
     on_device = place == "gpu" and has_triton()
     if isinstance(source, ArraySource):
@@ -125,7 +126,7 @@ def make_cache(
 
 
 def gpu_cache_bytes(source: Source, config: DataConfig, device: torch.device) -> int:
-    """What the cache that `make_cache` makes may come to hold in the GPU's memory."""
+    """Returns the most GPU memory that the cache made by `make_cache` may use, in bytes."""
     if device.type != "cuda" or not has_triton():
         return 0
     place, limit_bytes = _choose_cache(source, config, device, ranks_per_host=1)
@@ -135,7 +136,10 @@ def gpu_cache_bytes(source: Source, config: DataConfig, device: torch.device) ->
 
 
 def _choose_cache(source: Source, config: DataConfig, device: torch.device, ranks_per_host: int) -> tuple[str, int]:
-    """("none", "host" or "gpu", limit in bytes). Depends on the set and the machine only, so a rerun does the same."""
+    """Returns ("none", "host" or "gpu", limit in bytes).
+
+    The choice depends on the config, the set and the machine only, so a rerun makes the same one.
+    """
     if config.cache == "gpu" and device.type != "cuda":
         raise InputError("--cache gpu: this run does not use a GPU; use --cache host, or --device cuda")
     limits = {"host": int(host_memory_bytes() * _HOST_SHARE) // ranks_per_host}
@@ -145,7 +149,7 @@ def _choose_cache(source: Source, config: DataConfig, device: torch.device, rank
         return config.cache, config.cache_bytes or limits[config.cache]
     if config.cache == "auto":
         needed = decoded_bytes(source)
-        # On the GPU if possible. Images that are in memory as they are need no second place on the host.
+        # Prefer the GPU. Images that are already arrays in the host's memory need no second copy there.
         for place in ("gpu", "host"):
             limit = min(limits.get(place, 0), config.cache_bytes or limits.get(place, 0))
             if needed <= limit and not (place == "host" and isinstance(source, ArraySource)):
@@ -154,7 +158,7 @@ def _choose_cache(source: Source, config: DataConfig, device: torch.device, rank
 
 
 def decoded_bytes(source: Source) -> int:
-    """What the whole set takes when decoded: known for arrays, guessed from some headers for files."""
+    """Returns the size of the decoded set in bytes: exact for arrays, estimated from some headers for files."""
     if isinstance(source, ArraySource):
         return source.images.nbytes
     if not isinstance(source, EncodedSource):

@@ -1,7 +1,8 @@
-"""CIFAR-10 and CIFAR-100 as published (python or binary form, packed or not), and CIFAR-10 as npy or npy.xz arrays.
+"""Reads CIFAR-10 and CIFAR-100 as published (python or binary form, packed or not), and CIFAR-10 as npy or npy.xz
+arrays.
 
-Decoding xz takes 7 s of processor time, and turning the other forms' planes into pixels 1 s. The arrays are therefore
-kept in the user's cache folder, and the next run maps them into memory.
+Decoding xz takes 7 s of processor time, and converting the other forms' planes to pixels takes 1 s. The arrays are
+therefore kept in the user's cache folder, and the next run maps them into memory.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SAMPLES = {"train": 50_000, "test": 10_000}  # of either set
 
 @dataclass(frozen=True, kw_only=True)
 class Cifar:
-    """What tells the two sets apart."""
+    """The properties in which the two sets differ."""
 
     name: str
     title: str
@@ -42,10 +43,10 @@ class Cifar:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     label_key: bytes  # in the pickles
-    label_bytes: int  # before the pixels of a binary record; the last of them is the label
+    label_bytes: int  # bytes before the pixels of a binary record; the last one is the label
     train: tuple[str, ...]  # files, without the binary form's suffix
     test: tuple[str, ...]
-    proofs: tuple[str, ...]  # one of these must be there, too, because the others have names that anything could have
+    proofs: tuple[str, ...]  # one of these files must exist, too, because the other names are too common
     folders: tuple[str, ...]
     archives: tuple[str, ...]
 
@@ -99,14 +100,14 @@ class _Part(NamedTuple):
     cifar: Cifar
     path: Path
     member: str | None = None
-    content: bytes | None = None  # of the member
+    content: bytes | None = None  # the member's bytes
 
 
-Form = tuple[Callable[[Any], Split], Sequence[Any], Sequence[Any]]  # reader, what it reads for train, for test
+Form = tuple[Callable[[Any], Split], Sequence[Any], Sequence[Any]]  # reader, its items for train, its items for test
 
 
 def open_cifar(cifar: Cifar, path: Path) -> tuple[ArraySource, ArraySource]:
-    """(train, test) from whichever form the folder holds, or from the published archive."""
+    """Returns (train, test), read from the form that the folder holds or from the published archive."""
     read, train, test = _find(path, cifar)
     kept_folder = _kept_arrays(cifar, _files(train, test))
     splits = _load(kept_folder)
@@ -131,13 +132,13 @@ def open_cifar(cifar: Cifar, path: Path) -> tuple[ArraySource, ArraySource]:
 
 
 def count_cifar(cifar: Cifar, path: Path) -> DataCounts:
-    """The counts of the full set; checks that the files are there, decodes none of them."""
+    """Returns the counts of the full set. Checks that the files exist, but decodes none of them."""
     _find(path, cifar)
     return DataCounts(train_samples=SAMPLES["train"], eval_samples=SAMPLES["test"], classes=len(cifar.classes))
 
 
 def recognised_cifar(path: Path) -> Cifar | None:
-    """Which of the two the folder or archive holds, if any."""
+    """Returns which of the two sets the folder or archive holds, or None."""
     return next((cifar for cifar in SETS.values() if _form_in(path, cifar) is not None), None)
 
 
@@ -146,22 +147,23 @@ def _joined(parts: list[Split]) -> Split:
     return images, labels
 
 
-# --- what is kept of an earlier run
+# --- arrays kept from an earlier run
 
 
 def _files(train: Sequence[Any], test: Sequence[Any]) -> list[Path]:
-    """Every file that is read: items are paths, or tuples that hold some."""
+    """Returns every file that is read. Items are paths, or tuples that contain paths."""
     items = [item if isinstance(item, tuple) else (item,) for item in (*train, *test)]
     return sorted({part for item in items for part in item if isinstance(part, Path)})
 
 
 def _kept_arrays(cifar: Cifar, files: list[Path]) -> Path:
-    """The folder that holds, or will hold, what was made of these files as they are now."""
+    """Returns the folder for the arrays that are made from the current state of these files."""
     return kept.cache_folder() / f"{cifar.name}-{kept.state_of(files)[:16]}"
 
 
 def _load(folder: Path) -> list[Split] | None:
-    """Mapped, and writable only because torch warns of arrays that are not: nothing reaches the files."""
+    """Returns the kept arrays, or None. The images are memory-mapped copy-on-write: torch warns about read-only arrays,
+    and no write reaches the files."""
     try:
         return [
             _checked(
@@ -171,13 +173,13 @@ def _load(folder: Path) -> list[Split] | None:
             )
             for name in ("train", "test")
         ]
-    except (OSError, ValueError, EOFError, InputError):  # not there, or not whole: made anew
+    except (OSError, ValueError, EOFError, InputError):  # missing or incomplete; the caller makes them again
         return None
 
 
 def _keep(folder: Path, splits: list[Split]) -> None:
-    """Written beside and renamed, so that whoever finds the folder finds all of it. If it cannot be written, nothing is
-    kept, and the next run decodes again."""
+    """Writes to a temporary folder and renames it, so that the final folder is always complete. If it cannot be
+    written, nothing is kept, and the next run decodes again."""
     if sum(images.nbytes for images, _ in splits) < _WORTH_KEEPING_BYTES or not folder.is_absolute():  # no home
         return
     with contextlib.suppress(OSError):
@@ -187,7 +189,7 @@ def _keep(folder: Path, splits: list[Split]) -> None:
             for name, (images, labels) in zip(("train", "test"), splits, strict=True):
                 np.save(beside / f"{name}_images.npy", images)
                 np.save(beside / f"{name}_labels.npy", labels)
-            if _load(folder) is None:  # another rank may have been quicker
+            if _load(folder) is None:  # another rank may have written it first
                 shutil.rmtree(folder, ignore_errors=True)
                 beside.rename(folder)
         finally:
@@ -198,7 +200,7 @@ def _keep(folder: Path, splits: list[Split]) -> None:
 
 
 def _find(path: Path, cifar: Cifar = CIFAR10) -> Form:
-    """The first complete form in the folder or its usual subfolders, or in the archive."""
+    """Returns the first complete form in the folder, its usual subfolders, or the archive."""
     form = _form_in(path, cifar)
     if form is not None:
         return form
@@ -251,7 +253,7 @@ def _archive_form(path: Path, cifar: Cifar) -> Form:
 
 
 def _unpacked(parts: list[Any]) -> list[Any]:
-    """Members of an archive get their content, all by one pass over it."""
+    """Reads the content of all members of an archive in one pass over it."""
     if not isinstance(parts[0], _Part) or parts[0].member is None:
         return parts
     path, found = parts[0].path, {}
@@ -261,7 +263,7 @@ def _unpacked(parts: list[Any]) -> list[Any]:
                 name = member.name.rpartition("/")[2]
                 if member.isreg() and (file := tar.extractfile(member)) and name in {part.member for part in parts}:
                     found[name] = file.read()
-            check_end(tar)  # the checksum of the gz comes last
+            check_end(tar)  # the gzip checksum is at the end of the file
     except (tarfile.TarError, OSError, EOFError, ValueError, zlib.error) as error:
         raise InputError(f"{path} cannot be read: {error}; fetch the file again") from error
     for part in parts:
@@ -329,11 +331,11 @@ def _checked(path: Path | str, images: np.ndarray, labels: np.ndarray) -> Split:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Builds dicts, lists, texts and numpy arrays; a pickle that names anything else is refused, not run."""
+    """Builds dicts, lists, strings and numpy arrays. A pickle that names anything else is rejected and not executed."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
-            return np.ndarray.__reduce__(np.empty(0))[0]  # numpy's own, wherever this version keeps it
+            return np.ndarray.__reduce__(np.empty(0))[0]  # numpy's function, whose module depends on the version
         if module == "numpy" and name in ("ndarray", "dtype"):
             return getattr(np, name)
         if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes into old pickles

@@ -1,7 +1,7 @@
-"""From a file's bytes to pixels: the whole image, or one view of it cut out and resized.
+"""Decodes a file's bytes to pixels: the whole image, or one view, cropped and resized.
 
-Everything becomes RGB, as ImageNet training expects (`as_rgb`): grey is repeated, CMYK converted, transparency dropped,
-16 bits a channel become 8; EXIF orientation is ignored, as torchvision's ImageFolder ignores it.
+Everything becomes RGB, as ImageNet training expects (`as_rgb`): grey is repeated, CMYK is converted, transparency is
+dropped, and 16 bits per channel become 8. EXIF orientation is ignored, as in torchvision's ImageFolder.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ except ImportError:  # an optional extra
     simplejpeg = None
 
 _MAX_PIXELS = 1 << 28  # a header may claim any size; no photograph is larger
-_MUCH_PIXELS, _PIXELS_PER_BYTE = 1 << 24, 400  # of a larger image, a file holds no more a byte unless it is made for it
+# An image with more than _MUCH_PIXELS has at most this many pixels per byte of its file, unless the file is malicious.
+_MUCH_PIXELS, _PIXELS_PER_BYTE = 1 << 24, 400
 _JPEG_MAGIC = b"\xff\xd8\xff"
 _PPM_HEADER = re.compile(rb"P6\n(\d{1,6}) (\d{1,6})\n255\n")  # as `data pack --decoded` writes it
 _SOI, _EOI = b"\xff\xd8", b"\xff\xd9"
-_PLAIN_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive: all Huffman coded
+_PLAIN_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive: all are Huffman coded
 _OTHER_FRAMES = (0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
 _SEQUENTIAL_FRAMES = (0xC0, 0xC1)
 _LOSSLESS_FRAME = 0xC3
-_CONTEXT_ROWS = 2  # below a crop, of the decoded image: interpolated colours depend on the next row of colours
+_CONTEXT_ROWS = 2  # decoded rows needed below a crop: interpolated colours depend on the next row of colours
 _RGB_IDS = b"RGB"  # component names of files that are not YCbCr
-_GREY_16_BITS = ("PNG", "PPM")  # formats whose grey images of 32 bits, as Pillow opens them, hold 16
-_TIFF_BITS = 258  # the tag that says how many a channel has; Pillow opens 12 as it does 16
-# Pillow's plugins raise all of these on damaged files; none of them is a mistake of ours that should pass.
+_GREY_16_BITS = ("PNG", "PPM")  # formats whose 16-bit grey images Pillow may open as 32-bit ones
+_TIFF_BITS = 258  # the tag with the number of bits per channel; Pillow opens 12 bits as 16
+# Pillow's plugins raise all of these on damaged files.
 _DAMAGE = (
     OSError,
     EOFError,
@@ -54,12 +55,12 @@ _DAMAGE = (
     RuntimeError,
 )
 
-ViewOf = Callable[[int, int], View]  # of the full image's width and height
+ViewOf = Callable[[int, int], View]  # its arguments are the full image's width and height
 
 
 @functools.cache
 def load_torchvision() -> Any | None:
-    """torchvision.io, or None where it is missing or does not fit this torch."""
+    """Returns torchvision.io, or None if it is missing or does not match this torch."""
     try:
         return importlib.import_module("torchvision.io")
     except Exception:  # a build for another torch fails in many ways at import
@@ -67,7 +68,8 @@ def load_torchvision() -> Any | None:
 
 
 def choose_decoder(name: str) -> str:
-    """The CPU decoder `auto` stands for without torchvision, or the one asked for when it can be used."""
+    """Returns the CPU decoder that `auto` means without torchvision, or the requested one. Raises InputError if it is
+    not installed."""
     if name == "auto":
         return "pillow" if simplejpeg is None else "simplejpeg"
     if name == "simplejpeg" and simplejpeg is None:
@@ -78,29 +80,29 @@ def choose_decoder(name: str) -> str:
 
 
 def image_size(data: bytes | bytearray, where: object) -> tuple[int, int]:
-    """(width, height), from the header alone. Raises BadSample."""
+    """Returns (width, height), read from the header alone. Raises BadSample."""
     return _guarded(lambda: _open(data, where).size, where)
 
 
 def decode_full(data: bytes | bytearray, where: object, *, decoder: str = "pillow") -> np.ndarray:
-    """uint8[height, width, 3] of the whole image, the same from every decoder. Raises BadSample."""
+    """Returns the whole image as uint8[height, width, 3]. Raises BadSample for the same files with every decoder."""
     if (raw := _raw_pixels(data)) is not None:
         return raw
     if decoder != "pillow" and data[:3] == _JPEG_MAGIC:
         try:
             return _fast_full(data, decoder)
         except (ValueError, RuntimeError):
-            pass  # CMYK, or damage that strict decoding refuses: Pillow has the last word, so all decoders agree
+            pass  # CMYK, or damage that strict decoding rejects: Pillow decides, so that all decoders agree
     return np.asarray(_guarded(lambda: as_rgb(_open(data, where)), where))
 
 
 def decode_view(
     data: bytes | bytearray, where: object, view_of: ViewOf, size: int, *, decoder: str, exact: bool
 ) -> np.ndarray:
-    """uint8[size, size, 3]: the view of the image that `view_of` chooses. Raises BadSample.
+    """Returns the view of the image that `view_of` chooses, as uint8[size, size, 3]. Raises BadSample.
 
-    exact: decode every pixel and resize as Pillow does, for evaluation; otherwise JPEGs are decoded smaller where the
-    view does not need more, and simplejpeg's pixels are resized by a faster kernel.
+    exact: decode every pixel and resize with Pillow, for evaluation. Otherwise, JPEGs are decoded at a smaller scale if
+    that is enough for the view, and pixels that Pillow did not decode are resized by a faster kernel.
     """
     if (raw := _raw_pixels(data)) is not None:
         view, full_size = view_of(raw.shape[1], raw.shape[0]), (raw.shape[1], raw.shape[0])
@@ -109,12 +111,13 @@ def decode_view(
         try:
             return _fast_view(data, view_of, size, decoder, exact)
         except (ValueError, RuntimeError):
-            pass  # CMYK, or damage that strict decoding refuses: Pillow has the last word, so all decoders agree
+            pass  # CMYK, or damage that strict decoding rejects: Pillow decides, so that all decoders agree
     return _guarded(lambda: _pillow_view(data, where, view_of, size, exact), where)
 
 
 class JpegFrame(NamedTuple):
-    """A JPEG as its header describes it. `kind`: a decoder that takes one file takes all of its kind and size."""
+    """A JPEG as described by its header. A decoder that accepts one file accepts all files of the same `kind` and
+    size."""
 
     width: int
     height: int
@@ -122,16 +125,18 @@ class JpegFrame(NamedTuple):
 
 
 def frame_left_to_gpu(data: bytes | bytearray | memoryview, cpu_pixels: int) -> JpegFrame | None:
-    """The frame of a file that nvJPEG can decode, unless the CPU is to decode those of up to so many pixels."""
+    """Returns the frame of a file that the GPU decodes, or None. The CPU decodes files of up to `cpu_pixels` pixels and
+    those that nvJPEG cannot decode."""
     frame = gpu_frame(data)
     return None if frame is None or frame.width * frame.height <= cpu_pixels else frame
 
 
 def gpu_frame(data: bytes | bytearray | memoryview) -> JpegFrame | None:
-    """The frame of a file that nvJPEG decodes as libjpeg does: a whole 8-bit JPEG, grey or YCbCr. None: the CPU must.
+    """Returns the frame of a file that nvJPEG decodes as libjpeg does: a complete 8-bit JPEG, grey or YCbCr. None means
+    that the CPU must decode the file.
 
-    Cut-off files come out grey below the cut, and RGB or CMYK ones in wrong colours: Pillow has the word on those, and
-    on files with two frames, since the decoder is given memory for the one that is found here.
+    nvJPEG fills a truncated file with grey below the cut and gives RGB or CMYK files wrong colours, so Pillow decodes
+    those. It also decodes files with two frames, because memory is allocated for the frame that is found here.
     """
     if data[:2] != _SOI or data[-2:] != _EOI:
         return None
@@ -164,7 +169,7 @@ def gpu_frame(data: bytes | bytearray | memoryview) -> JpegFrame | None:
             elif marker in _OTHER_FRAMES or length < 2:
                 return None
             elif marker == 0xEE and data[place + 4 : place + 9] == b"Adobe" and data[place + 15] != 1:
-                return None  # colours are stored as they are, not as YCbCr
+                return None  # colours are stored as RGB or CMYK, not as YCbCr
             elif marker == 0xDD:
                 restarts = int(data[place + 4] + data[place + 5] > 0)
             place += 2 + length
@@ -178,14 +183,15 @@ def gpu_can_decode(data: bytes | bytearray | memoryview) -> bool:
 
 
 def fits(width: int, height: int, data_bytes: int) -> bool:
-    """Whether an image of this size may be decoded: a few kilobytes can claim, and fill, gigabytes of memory."""
+    """Whether an image of this size may be decoded. A malicious file of a few kilobytes can fill gigabytes of
+    memory."""
     pixels = width * height
     return 0 < pixels <= _MAX_PIXELS and (pixels <= _MUCH_PIXELS or pixels <= _PIXELS_PER_BYTE * data_bytes)
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Of 16 bits a channel, or 12, the upper 8, as Pillow itself reads RGB. Its own conversion cuts 16-bit grey off at
-    255, so that nearly all of it would be white."""
+    """Converts an image to RGB. Of 16 or 12 bits per channel, the upper 8 are kept, as Pillow does for RGB. Pillow's
+    conversion of 16-bit grey clips at 255, so nearly all pixels would be white."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _GREY_16_BITS):
         image.load()
         bits = getattr(image, "tag_v2", {}).get(_TIFF_BITS, (16,))[0]
@@ -196,13 +202,13 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 
 def raw_header_bytes(data: bytes | bytearray | memoryview) -> tuple[int, int, int] | None:
-    """(width, height, bytes before the pixels) of a file that holds nothing but pixels; None: it must be decoded."""
+    """Returns (width, height, bytes before the pixels) of an uncompressed file, or None if the file must be decoded."""
     header = _PPM_HEADER.match(data)
     if header is None:
         return None
     width, height = int(header[1]), int(header[2])
     if not 0 < width * height <= _MAX_PIXELS or len(data) != header.end() + 3 * width * height:
-        return None  # Pillow says what is wrong with it
+        return None  # Pillow then reports what is wrong with the file
     return width, height, header.end()
 
 
@@ -214,7 +220,8 @@ def _raw_pixels(data: bytes | bytearray) -> np.ndarray | None:
 
 
 def render(image: Image.Image, view: View, size: int, *, full_size: tuple[int, int]) -> np.ndarray:
-    """uint8[size, size, c]: the view cut from an image that may be decoded smaller than `full_size`."""
+    """Returns the view as uint8[size, size, c], cut from an image that may have been decoded smaller than
+    `full_size`."""
     box = _decoded_box(view, image.size, full_size)
     if box != (0, 0, size, size) or image.size != (size, size):
         image = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
@@ -234,7 +241,7 @@ def render_array(pixels: np.ndarray, view: View, size: int) -> np.ndarray:
 
 
 def _fast_full(data: bytes | bytearray, decoder: str) -> np.ndarray:
-    """By simplejpeg or torchvision; ValueError or RuntimeError for what they refuse."""
+    """Decodes with simplejpeg or torchvision. Raises ValueError or RuntimeError for files that they reject."""
     if decoder == "torchvision":
         return _torchvision_pixels(data)
     _simplejpeg_size(data)
@@ -242,8 +249,8 @@ def _fast_full(data: bytes | bytearray, decoder: str) -> np.ndarray:
 
 
 def _simplejpeg_size(data: bytes | bytearray) -> tuple[int, int]:
-    """(width, height) of a file that simplejpeg may decode; ValueError for others. Its colours of CMYK differ by a grey
-    level from Pillow's."""
+    """Returns (width, height) of a file that simplejpeg may decode. Raises ValueError for others, such as CMYK, whose
+    colours differ from Pillow's by a grey level."""
     height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
     if colors in ("CMYK", "YCCK"):
         raise ValueError("neither grey nor RGB")
@@ -253,7 +260,7 @@ def _simplejpeg_size(data: bytes | bytearray) -> tuple[int, int]:
 
 
 def _fast_view(data: bytes | bytearray, view_of: ViewOf, size: int, decoder: str, exact: bool) -> np.ndarray:
-    """By simplejpeg or torchvision; ValueError or RuntimeError for what they refuse."""
+    """Decodes a view with simplejpeg or torchvision. Raises ValueError or RuntimeError for files that they reject."""
     is_bgr = False
     if decoder == "simplejpeg":
         width, height = _simplejpeg_size(data)
@@ -280,11 +287,12 @@ def _fast_view(data: bytes | bytearray, view_of: ViewOf, size: int, decoder: str
 def _upper_rows(
     data: bytes | bytearray, eighths: int, width: int, height: int, rows: int, buffer: np.ndarray, order: str
 ) -> tuple[np.ndarray, int]:
-    """(the image decoded at eighths / 8 of its size, how many of its rows that are): at least `rows`, if it has them.
+    """Returns (the upper part of the image at eighths / 8 of its size, the number of full-size rows that it covers).
 
-    Most of the work is reading the Huffman codes, which come from top to bottom. So a file is said to be as high as
-    it is needed, and what follows is passed over. libjpeg warns of that, and must not be strict then; a file that was
-    cut off, for which strictness is meant, does not end with the end mark.
+    At least `rows` rows are decoded, if the image has them. Most of the work is reading the Huffman codes, which are
+    stored from top to bottom. The height in the header is therefore reduced to the rows needed, and the decoder skips
+    the rest of the file. libjpeg warns about that, so it must not be strict here. Strictness is meant for truncated
+    files, and those do not end with the end marker.
     """
     place = _height_place(data) if rows < height and isinstance(data, bytearray) and data[-2:] == _EOI else None
     if place is None or data[place : place + 2] != height.to_bytes(2, "big"):
@@ -302,19 +310,19 @@ def _upper_rows(
 
 
 def _height_place(data: bytearray) -> int | None:
-    """Where a JPEG whose rows come one after the other says how high it is; None: it is another kind of JPEG."""
+    """Returns the offset of the height in the header of a sequential JPEG, or None for other kinds of JPEG."""
     place = _frame_place(data)
     return None if place is None or data[place + 1] not in _SEQUENTIAL_FRAMES else place + 5
 
 
 def _is_lossless(data: bytes | bytearray) -> bool:
-    """Whether it is a JPEG that cannot be decoded smaller: asked to, libjpeg gives pixels from all over the image."""
+    """Whether the file is a lossless JPEG. libjpeg cannot decode one at a smaller scale: it returns wrong pixels."""
     place = _frame_place(data)
     return place is not None and data[place + 1] == _LOSSLESS_FRAME
 
 
 def _frame_place(data: bytes | bytearray) -> int | None:
-    """Where the marker of a JPEG's frame is; None: there is none before the first scan, or it is no JPEG."""
+    """Returns the offset of a JPEG's frame marker, or None if there is none before the first scan or it is no JPEG."""
     place, end = 2, len(data) - 9
     while place < end and data[place] == 0xFF:
         marker = data[place + 1]
@@ -330,7 +338,8 @@ def _frame_place(data: bytes | bytearray) -> int | None:
 
 
 def _least_eighths(least: tuple[int, int], width: int, height: int) -> int:
-    """The smallest scale at which both sides are long enough; sizes between a half and all take longer to decode."""
+    """Returns the smallest scale, in eighths, at which both sides are long enough. Scales between a half and one are
+    not used, because they take longer to decode."""
     for eighths in (1, 2, 3, 4):
         if -(-width * eighths // 8) >= least[0] and -(-height * eighths // 8) >= least[1]:
             return eighths
@@ -340,9 +349,12 @@ def _least_eighths(least: tuple[int, int], width: int, height: int) -> int:
 def resized_view(
     pixels: np.ndarray, view: View, size: int, *, full_size: tuple[int, int], is_bgr: bool = False
 ) -> np.ndarray:
-    """`render` by the faster kernel, which looks at nothing outside the box. is_bgr: of a mirrored view, the quicker
-    way; it becomes RGB."""
-    from hyperbatch.data.resize import mirrored, read_backwards, resize_box  # here, because they load torch
+    """`render` with the faster kernel, which reads no pixel outside the box.
+
+    is_bgr: the pixels of a mirrored view are in BGR order. Reading them backwards mirrors the view and gives RGB, which
+    is faster than mirroring RGB.
+    """
+    from hyperbatch.data.resize import mirrored, read_backwards, resize_box  # imported here because it loads torch
 
     resized = resize_box(pixels, _decoded_box(view, (pixels.shape[1], pixels.shape[0]), full_size), size)
     if view.flip:
@@ -351,13 +363,14 @@ def resized_view(
 
 
 def _torchvision_pixels(data: bytes | bytearray) -> np.ndarray:
-    """By torchvision's libjpeg-turbo, without Python's lock; ValueError or RuntimeError for what it refuses."""
-    import torch  # here, because reading processes start without it
+    """Decodes with torchvision's libjpeg-turbo, which releases Python's lock. Raises ValueError or RuntimeError for
+    files that it rejects."""
+    import torch  # imported here because reading processes start without it
 
     if not gpu_can_decode(data):
         raise ValueError("not a plain JPEG")
     torchvision: Any = load_torchvision()
-    # A bytearray, because torch warns of memory that must not be written.
+    # A bytearray, because torch warns about read-only memory.
     file = torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.uint8)
     return torchvision.decode_jpeg(file, mode=torchvision.ImageReadMode.RGB).permute(1, 2, 0).numpy()
 
@@ -367,20 +380,20 @@ def _pillow_view(data: bytes | bytearray, where: object, view_of: ViewOf, size: 
     full_size = image.size
     view = view_of(*full_size)
     if not exact and not _is_lossless(data):
-        image.draft("RGB", _least_size(view, *full_size, size))  # only JPEGs; others stay as they are
+        image.draft("RGB", _least_size(view, *full_size, size))  # has an effect on JPEGs only
     return render(as_rgb(image), view, size, full_size=full_size)
 
 
 def _decoded_box(view: View, decoded_size: tuple[int, int], full_size: tuple[int, int]) -> Box:
-    """The view's box in an image that may have been decoded smaller."""
-    # JPEGs are decoded at k/8 and their sides rounded up, so the ratio of the sides is not quite the scale.
+    """Returns the view's box in the coordinates of an image that may have been decoded smaller."""
+    # JPEGs are decoded at k/8 and their sides are rounded up, so the ratio of the sides is not exactly the scale.
     scale = round(8 * max(decoded_size) / max(full_size)) / 8
     left, top, right, bottom = (side * scale for side in view.box)
     return (left, top, min(right, decoded_size[0]), min(bottom, decoded_size[1]))
 
 
 def _least_size(view: View, width: int, height: int, size: int) -> tuple[int, int]:
-    """How large the whole image must be for the view's box to have `size` pixels a side."""
+    """Returns the size that the whole image must have for the view's box to have at least `size` pixels per side."""
     left, top, right, bottom = view.box
     return (
         min(width, math.ceil(width * size / (right - left))),
@@ -403,7 +416,7 @@ def _guarded(decode: Callable[[], Any], where: object) -> Any:
         return decode()
     except BadSample:
         raise
-    except UnidentifiedImageError as error:  # its text holds an address, other each time
+    except UnidentifiedImageError as error:  # its text contains a memory address, which differs in each run
         raise BadSample(f"{where}: not a readable image") from error
     except _DAMAGE as error:
         raise BadSample(f"{where}: {' '.join(str(error).split())}") from error

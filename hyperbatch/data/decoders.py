@@ -1,8 +1,9 @@
-"""Which decoder a run uses: what was asked for, or what a short measurement on the set's own files shows.
+"""Chooses the decoder of a run: the configured one, or the winner of a short measurement on the set's own files.
 
-Decoders differ by grey levels, so the choice belongs to a run: shared by all ranks, kept on resume. It is measured once
-for a set on a machine, and kept on disk (`hyperbatch.choices`). The share of the files that the CPU decodes beside the
-GPU belongs to the run as well; it is a constant, since one that was measured would differ from run to run.
+The pixels of different decoders differ by grey levels, so the choice belongs to the run: all ranks share it, and it is
+kept on resume. It is measured once for a set on a machine and stored on disk (`hyperbatch.choices`). The share of the
+files that the CPU decodes alongside the GPU belongs to the run as well. It is a constant, because a measured share
+would differ from run to run.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from hyperbatch.kernels import has_triton
 from hyperbatch.stopwatch import wall_s
 
 _PROBED_SAMPLES = 256  # a fraction of a second of decoding
-# Of brightness, in grey levels. nvJPEG repeats the colours of subsampled files where libjpeg interpolates them, so
-# colours differ at edges; brightness does not.
+# The tolerance for brightness, in grey levels. nvJPEG repeats the colours of subsampled files, and libjpeg interpolates
+# them. Colours therefore differ at edges, but brightness does not.
 _MEAN_TOLERANCE = 1.5
 _BRIGHTNESS = np.array([0.299, 0.587, 0.114])
-# Beside a ResNet-50 step that takes 98 us an image, an H200 decodes one in 115 us: with 0.3 of them elsewhere it keeps
-# up. A core decodes one of 500x375 in 2.3 ms, so 8 decode that share.
+# During a ResNet-50 step that takes 98 us per image, an H200 decodes one image in 115 us. It keeps up if the CPU
+# decodes a share of 0.3. A core decodes an image of 500x375 in 2.3 ms, so 8 cores are enough for that share.
 _CPU_SHARE, _CPU_SHARE_CORES = 0.3, 8
 
 
 def resolve_decoders(name: str, device: torch.device) -> tuple[str, str]:
-    """(decoder of training images, decoder of everything that must be exact or that the GPU cannot decode)."""
+    """Returns (decoder of training images, decoder of all images that must be exact or that the GPU cannot decode)."""
     cpu_decoder = choose_decoder("auto")
     if cpu_decoder == "pillow" and load_torchvision() is not None:
         cpu_decoder = "torchvision"
@@ -57,13 +58,14 @@ def resolve_decoders(name: str, device: torch.device) -> tuple[str, str]:
 
 
 def measured_decoder(source: Source, config: DataConfig, device: torch.device, *, ranks_per_host: int = 1) -> str:
-    """The decoder `auto` stands for on this set: the GPU's if its pixels are right and it is quicker than the CPU's."""
+    """Returns the decoder that `auto` means for this set: the GPU's if its pixels are right and it is faster than the
+    CPU's."""
     if config.decoder != "auto" or not isinstance(source, EncodedSource):
         return config.decoder
     decoder, cpu_decoder = resolve_decoders("auto", device)
     if device.type == "cpu":
         return cpu_decoder
-    fallback = choose_decoder("auto")  # of the processes that read for a GPU: they do not load torch
+    fallback = choose_decoder("auto")  # the decoder of the processes that read for a GPU, which do not load torch
     if decoder != "nvjpeg":
         return fallback
     threads = threads_per_rank(config, ranks_per_host)
@@ -76,8 +78,9 @@ def measured_decoder(source: Source, config: DataConfig, device: torch.device, *
 
 
 def cpu_decode_share(source: Source, config: DataConfig, decoder: str, *, ranks_per_host: int = 1) -> float:
-    """The share of the JPEGs that the CPU decodes beside this decoder: what was asked for, or what `auto` stands for,
-    which needs idle cores and processes that leave Python's lock alone."""
+    """Returns the share of the JPEGs that the CPU decodes alongside this decoder: the configured share, or the default.
+    The default is above 0 only for `auto`, with enough cores, and if processes read the set, which do not compete for
+    Python's lock."""
     if decoder != "nvjpeg":
         return 0.0
     if config.cpu_decode_share is not None:
@@ -114,5 +117,5 @@ def _faster_decoder(source: EncodedSource, device: torch.device, cpu_decoder: st
 
 
 def brightness_difference(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """Mean over the pixels, in grey levels."""
+    """Returns the mean difference in brightness over the pixels, in grey levels."""
     return float(np.abs((ours.astype(np.int16) - theirs) @ _BRIGHTNESS).mean())

@@ -1,7 +1,7 @@
 """The embedded data set: 1,797 handwritten digits, grey images of 8x8, with one fixed split.
 
 digits.npz holds the test set of UCI's Optical Recognition of Handwritten Digits, which scikit-learn distributes as
-`load_digits` (NOTICE has the terms). A test compares it with scikit-learn's, which training does not need.
+`load_digits` (NOTICE has the terms). A test compares the two; training does not need scikit-learn.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Images as they come: files below a folder (DIR/train/CLASS/FILE), or tars with the same paths inside."""
+"""Reads images as they are stored: files below a folder (DIR/train/CLASS/FILE), or tars with the same paths inside."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from hyperbatch.errors import InputError
 from hyperbatch.memory import free_host_memory_bytes
 
 _CHUNK_BYTES = 1 << 20
-_MAX_FILE_BYTES = (1 << 31) - 4096  # of which Linux reads no more at once; an image that may be decoded has fewer
+_MAX_FILE_BYTES = (1 << 31) - 4096  # the most that Linux reads in one call; images that may be decoded are smaller
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".webp", ".tif", ".tiff")
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz")
 
 
 class Listed(NamedTuple):
-    """The samples of a split: paths are relative to the folder or archive that holds them, and end in a file's name."""
+    """The samples of a split. The paths are relative to the folder or archive, and each ends in a file name."""
 
     name: str
     classes: tuple[str, ...]
@@ -48,9 +48,9 @@ class Tree(Protocol):
 
 
 class FolderSource(EncodedSource):
-    """Files below a folder. Their paths are one fixed-width array, not a Python object each.
+    """Files below a folder. The paths are stored as one fixed-width array instead of one Python object per file.
 
-    Unless they are listed otherwise, each folder in it is a class and holds that class's images, at any depth.
+    Unless a list of samples is given, each subfolder is a class and holds that class's images, at any depth.
     """
 
     def __init__(self, folder: Path, listed: Listed | None = None) -> None:
@@ -68,7 +68,7 @@ class FolderSource(EncodedSource):
     def read_buffer(self, index: int) -> bytearray:
         path = self.locations([index])[0].path
         try:
-            # Four calls of the system; Python's own file objects make eight. A pipe is empty instead of waited for.
+            # Four system calls; Python's file objects make eight. O_NONBLOCK: a pipe reads as empty and does not block.
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             try:
                 size_bytes = os.fstat(descriptor).st_size
@@ -90,7 +90,8 @@ class FolderSource(EncodedSource):
         return str(self.path(index))
 
     def sample_names(self) -> np.ndarray:
-        """Other paths are as a table has them, which says them relative to itself or else to this machine."""
+        """The path below the class folder. A path outside of its class's folder comes from a table: relative paths are
+        kept, and of absolute ones, which depend on the machine, only the file name."""
         return names_below_classes(
             self, self._paths, lambda path: path.rpartition(b"/")[2] if path[:1] == b"/" else path
         )
@@ -100,7 +101,7 @@ class FolderSource(EncodedSource):
         for i in range(len(self)):
             try:
                 sizes[i] = os.stat(self.path(i)).st_size
-            except FileNotFoundError:  # a dangling link, or removed by now
+            except FileNotFoundError:  # a dangling link, or the file was removed in the meantime
                 pass
             except OSError as error:
                 raise InputError(f"{error.filename}: {error.strerror}; repair or remove the file") from error
@@ -108,8 +109,8 @@ class FolderSource(EncodedSource):
 
 
 def names_below_classes(source: EncodedSource, paths: np.ndarray, other: Callable[[bytes], bytes]) -> np.ndarray:
-    """bytes[n]: what is behind the class folder in each path, which is alike in a folder, an archive and a table of the
-    same files; `other` names those that are in no folder of their class."""
+    """Returns bytes[n]: the part of each path below the class folder, which is the same in a folder, an archive and a
+    table of the same files. `other` names the samples that are not in a folder of their class."""
     classes, names = [os.fsencode(name) for name in source.classes], []
     for path, label in zip(paths.tolist(), source.labels.tolist(), strict=True):
         _, inside, below = b"/".join((b"", path)).rpartition(b"/%b/" % classes[label])
@@ -118,7 +119,7 @@ def names_below_classes(source: EncodedSource, paths: np.ndarray, other: Callabl
 
 
 class FolderTree:
-    """Folders and files below a folder, as `layouts` ask for them; an archive's answers are the same."""
+    """Folders and files below a folder, with the interface that `layouts` uses. Archives have the same interface."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -130,18 +131,18 @@ class FolderTree:
         return FolderTree(self.root / folder)
 
     def folders(self) -> list[str]:
-        """Names, sorted; hidden ones are passed over."""
+        """Returns the names of the subfolders, sorted, without hidden ones."""
         return sorted(
             entry.name for entry in _entries(self.root) if _is_folder(entry) and not entry.name.startswith(".")
         )
 
     def files(self) -> list[str]:
-        """Names of plain files and of links to them, sorted; hidden ones are passed over."""
+        """Returns the names of regular files and of links to them, sorted, without hidden ones."""
         return sorted(entry.name for entry in _entries(self.root) if _is_file(entry) and not entry.name.startswith("."))
 
     def images(self) -> list[str]:
-        """Paths of the images at any depth, in torchvision's order: by folder, then by name. Hidden files and folders
-        are passed over."""
+        """Returns the paths of the images at any depth, in torchvision's order: by folder, then by name. Hidden files
+        and folders are skipped."""
         found = []
         waiting = [("", os.fspath(self.root), frozenset())]
         while waiting:
@@ -155,7 +156,7 @@ class FolderTree:
                     if entry.is_symlink():
                         real = os.path.realpath(entry.path)
                         if real in links or f"{os.path.realpath(folder)}/".startswith(f"{real}/"):
-                            continue  # it goes round in circles
+                            continue  # following this link would never end
                         followed = links | {real}
                     waiting.append((f"{below}{entry.name}/", entry.path, followed))
             found.append((below, sorted(inside)))
@@ -182,7 +183,8 @@ def decoded(data: bytes, where: str) -> str:
 
 
 def list_classes(tree: Tree, name: str) -> Listed:
-    """Each folder is a class and holds that class's images, at any depth, as torchvision's ImageFolder reads them."""
+    """Lists a tree in which each folder is a class and holds that class's images, at any depth, as torchvision's
+    ImageFolder does."""
     classes, paths, counts = class_names(tree), [], []
     for folder in classes:
         images = tree.within(folder).images()
@@ -203,17 +205,17 @@ def class_names(tree: Tree) -> tuple[str, ...]:
 
 
 class TarSource(EncodedSource):
-    """One split from tars with members SPLIT/CLASS/.../FILE. Plain tars are mapped, compressed ones are unpacked into
-    memory.
+    """One split from tars with members SPLIT/CLASS/.../FILE. Plain tars are memory-mapped, and compressed ones are
+    unpacked into memory.
 
-    Nothing is ever extracted, so a member's path is only a label; symbolic links, devices, odd and hidden paths are
-    passed over.
+    Nothing is extracted to disk, so a member's path is only a label. Symbolic links, devices, and odd and hidden paths
+    are skipped.
     """
 
     def __init__(self, paths: list[Path], split: str) -> None:
         self._paths = paths
         self._contents = [_tar_content(path) for path in paths]
-        # tar file, class, file -> where: a file that was written again later counts once, as it is then
+        # (tar, class, file) -> (offset, length). If a tar holds a file twice, the later one counts.
         found: dict[tuple[int, str, str], tuple[int, int]] = {}
         for number, (path, content) in enumerate(zip(paths, self._contents, strict=True)):
             try:
@@ -223,7 +225,7 @@ class TarSource(EncodedSource):
                         continue
                     if not any(folder.startswith(".") for folder in folders):
                         found[number, folders[1], "/".join([*folders[2:], file])] = offset, length
-            except (ValueError, OverflowError) as error:  # a map cannot seek behind its end
+            except (ValueError, OverflowError) as error:  # a memory map cannot seek beyond its end
                 raise InputError(f"{path} is truncated or damaged ({error}); fetch or write it again") from error
             except tarfile.TarError as error:
                 raise InputError(f"{path} cannot be read as a tar: {error}; fetch or write it again") from error
@@ -246,7 +248,7 @@ class TarSource(EncodedSource):
         return f"{path}:{self.name}/{self.classes[self.labels[index]]}/{os.fsdecode(bytes(self._names[index]))}"
 
     def sample_names(self) -> np.ndarray:
-        return self._names  # behind the class folder
+        return self._names  # the paths below the class folder
 
     def sizes_bytes(self) -> np.ndarray:
         return self._spans[:, 2].copy()
@@ -257,7 +259,7 @@ class TarSource(EncodedSource):
 
 
 def tar_paths(folder: Path, names: str | tuple[str, ...]) -> list[Path]:
-    """The tars whose names begin with one of these, in order."""
+    """Returns the tars whose names begin with one of these names, sorted."""
     return sorted(
         path
         for path in folder.iterdir()
@@ -266,7 +268,7 @@ def tar_paths(folder: Path, names: str | tuple[str, ...]) -> list[Path]:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What a folder holds, without a stat of every file."""
+    """Lists a folder without a stat call for every file."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -275,19 +277,21 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:
-    """A dangling link counts, so that it is reported; a pipe, on which reading would wait for ever, does not."""
+    """Whether the entry counts as a file. A dangling link does, so that it is reported. A pipe does not, because
+    reading it could block forever."""
     if entry.is_symlink():
         return os.path.isfile(entry.path) or not os.path.exists(entry.path)
     return entry.is_file()
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Links to folders count; those that lead to themselves are no error."""
+    """Whether the entry is a folder or a link to one. A link that leads to itself is no error."""
     return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
 
 
 def path_parts(name: str) -> list[str]:
-    """Folders and file of a member of an archive, as it would be unpacked: /a//b/./c.jpg is a/b/c.jpg."""
+    """Returns the folders and the file name of an archive member as it would be unpacked: /a//b/./c.jpg is
+    a/b/c.jpg."""
     return [part for part in name.split("/") if part not in ("", ".")] or [""]
 
 
@@ -296,14 +300,15 @@ def is_image(name: str) -> bool:
 
 
 def _is_image_file(entry: os.DirEntry[str]) -> bool:
-    """Neither a folder nor a pipe. Links count, except to folders, so that one that dangles is reported when read."""
+    """Whether the entry is an image file, and not a folder or a pipe. Links count unless they lead to a folder, so a
+    dangling link is reported when it is read."""
     if not is_image(entry.name):
         return False
     return not os.path.isdir(entry.path) if entry.is_symlink() else entry.is_file()
 
 
 def _tar_content(path: Path) -> bytes | mmap.mmap:
-    """The plain tar: mapped from disk, or unpacked once into memory."""
+    """Returns the uncompressed tar: memory-mapped from disk, or unpacked once into memory."""
     try:
         if path.name.endswith(".xz"):
             with lzma.open(path) as file:
@@ -319,8 +324,8 @@ def _tar_content(path: Path) -> bytes | mmap.mmap:
 
 
 def read_into_memory(file: IO[bytes] | gzip.GzipFile, path: Path) -> bytes:
-    """All of a file that unpacks itself. InputError where it would take more than half of the free memory: a few
-    megabytes can unpack to any number of gigabytes."""
+    """Reads all of a file that decompresses as it is read. Raises InputError if it would take more than half of the
+    free memory: a few megabytes can unpack to any number of gigabytes."""
     limit, parts, total = free_host_memory_bytes() // 2, [], 0
     while chunk := file.read(_CHUNK_BYTES):
         parts.append(chunk)
@@ -336,4 +341,4 @@ def _file_over(content: bytes | mmap.mmap) -> IO[bytes]:
     if isinstance(content, bytes):
         return io.BytesIO(content)
     content.seek(0)
-    return cast(IO[bytes], content)  # a map reads, seeks and tells as a file does
+    return cast(IO[bytes], content)  # a memory map has read, seek and tell, as a file does

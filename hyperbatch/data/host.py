@@ -1,6 +1,6 @@
-"""Batches made by CPU threads: decoded, cut and resized on the host, normalised on the device.
+"""Makes batches with CPU threads: images are decoded, cropped and resized on the host and normalised on the device.
 
-The reference for `gpu.maker.DeviceMaker`, and the way for devices without Triton.
+This is the reference for `gpu.maker.DeviceMaker`, and it is used on devices without Triton.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Factors = tuple[np.ndarray, np.ndarray]
 
 @dataclass(eq=False)
 class HostMaker(Maker):
-    """Fills host batches from plans, on threads where that pays, and finishes them on the device."""
+    """Fills host batches from plans, on threads if that is faster, and finishes them on the device."""
 
     _: KW_ONLY
     cache: PixelCache | None = None
@@ -37,14 +37,14 @@ class HostMaker(Maker):
         super().__post_init__()
         self._buffers = BatchBuffers(self.config.prefetch + 3)
         self._known_factors: dict[tuple[int, ...], Factors] = {}
-        # 16-bit results are computed in 32.
+        # 16-bit results are computed in fp32.
         self._math_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self._scale = torch.from_numpy(self.scale).to(self.device, self._math_dtype)
         self._offset = torch.from_numpy(self.offset).to(self.device, self._math_dtype)
 
     def run(self, plans: Iterator[Plan]) -> Batches:
-        """(batch, its unreadable samples as (id, line)) for each plan, in order."""
-        # Gathering from small arrays is quicker than handing the work to a thread, unless a GPU waits meanwhile.
+        """Yields (batch, its unreadable samples as (id, line)) for each plan, in order."""
+        # Gathering from small arrays is faster than handing the work to a thread, unless a GPU waits for it.
         if isinstance(self.source, ArraySource) and self.device.type == "cpu":
             for plan in plans:
                 pixels, labels = self._host_buffers(plan)
@@ -54,9 +54,9 @@ class HostMaker(Maker):
         pool = ThreadPoolExecutor(self.threads, thread_name_prefix="hyperbatch-data")
 
         def start(plan: Plan) -> Finish:
-            _ = plan.ids, plan.uniforms, plan.mix  # drawn now, once, and not by every thread that asks
+            _ = plan.ids, plan.uniforms, plan.mix  # computed once here, and not by every thread that reads them
             pixels, labels = self._host_buffers(plan)
-            # A vectorised batch is one task, any other is spread over the threads.
+            # A vectorised batch is one task; any other batch is spread over the threads.
             count = len(plan) if self._is_vectorised(plan) else samples_per_task(len(plan), self.threads)
             starts = range(0, len(plan), count)
             tasks = [pool.submit(self._fill, plan, pixels, labels, i, i + count) for i in starts]
@@ -73,8 +73,9 @@ class HostMaker(Maker):
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _host_buffers(self, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Bytes; or, where threads cut the views of a CPU run, the normalised images themselves."""
-        # Pinned so that the copy runs beside the step; torch's host allocator reuses a block once its copy is done.
+        """Returns the buffers of a batch: (images, labels). The images are bytes, except in a CPU run whose threads
+        normalise the views: then they are floats."""
+        # Pinned, so that the copy overlaps with the step. torch's host allocator reuses a block once its copy is done.
         pin = self.device.type == "cuda"
         shape = (len(plan), plan.size, plan.size, self.source.channels)
         labels = torch.empty(len(plan), dtype=torch.int64, pin_memory=pin)
@@ -119,13 +120,15 @@ class HostMaker(Maker):
         return bad
 
     def _common_factors(self, image: np.ndarray) -> Factors:
-        """Of all images of this shape. As many as they have elements: numpy copies shorter ones for each operation."""
+        """Returns the factors shared by all images of this shape, one per element, because numpy copies shorter arrays
+        for each operation."""
         if image.shape not in self._known_factors:
             self._known_factors[image.shape] = _factors(self.scale, self.offset, image)
         return self._known_factors[image.shape]
 
     def _view(self, plan: Plan, row: int, index: int) -> np.ndarray:
-        """uint8[size, size, c] of sample `index` (the plan's, or what replaces it) with the row's randomness."""
+        """Returns uint8[size, size, c] of sample `index` (the plan's sample or its replacement), with the row's random
+        numbers."""
         source, config = self.source, self.config
 
         def view_of(width: int, height: int) -> augment.View:
@@ -157,7 +160,7 @@ class HostMaker(Maker):
             return self.source.read_buffer(index)
 
     def _finish(self, plan: Plan, pixels: Tensor, labels: Tensor) -> Batch:
-        """Copies to the device and normalises there: bytes travel, not floats."""
+        """Copies the batch to the device and normalises it there, so that bytes are copied and not floats."""
         if pixels.dtype != torch.uint8:
             images = self.cut_out(plan, pixels.permute(0, 3, 1, 2).to(self.dtype))
             return self.mixed(plan, Batch(images, labels, self.mask(plan)))
@@ -165,7 +168,7 @@ class HostMaker(Maker):
         if self.retouches(plan):
             pixels = self.retouched(plan, pixels)
         n, height, width, channels = pixels.shape
-        # As rows of width x channels: an inner loop over 3 channels alone would not be vectorised.
+        # Computed as rows of width x channels, because an inner loop over 3 channels alone would not be vectorised.
         rows = pixels.view(n * height, width * channels).to(self._math_dtype)
         rows.mul_(self._scale.repeat(width)).add_(self._offset.repeat(width))
         images = rows.view(n, height, width, channels).permute(0, 3, 1, 2)
@@ -180,19 +183,20 @@ class HostMaker(Maker):
     def _to_device(self, values: np.ndarray) -> Tensor:
         host = torch.from_numpy(values).to(self._math_dtype)
         if self.device.type == "cuda":
-            host = host.pin_memory()  # a copy from pageable memory would hold up the host
+            host = host.pin_memory()  # a copy from pageable memory would block the host
         return host.to(self.device, non_blocking=True)
 
 
 def _factors(scale: np.ndarray, offset: np.ndarray, lines: np.ndarray) -> Factors:
-    """(scales, offsets) of every element of lines of pixels: an inner loop over 3 channels would not be vectorised."""
+    """Returns (scales, offsets) for every element of these lines of pixels, because an inner loop over 3 channels would
+    not be vectorised."""
     height, width, _ = lines.shape
     scales, offsets = (np.tile(values.astype(lines.dtype), (height, width)) for values in (scale, offset))
     return scales, offsets
 
 
 def _normalise(out: np.ndarray, image: np.ndarray, scales: np.ndarray, offsets: np.ndarray) -> None:
-    """While the image is still in the processor's cache."""
+    """Normalises one image while it is still in the processor's cache."""
     rows = out.reshape(len(out), -1)
     rows[:] = image.reshape(len(out), -1)
     rows *= scales
@@ -200,13 +204,14 @@ def _normalise(out: np.ndarray, image: np.ndarray, scales: np.ndarray, offsets: 
 
 
 def write_array_views(out: np.ndarray, pixels: np.ndarray, config: DataConfig, uniforms: np.ndarray | None) -> None:
-    """`View.finish` for a whole batch [n, h, w, c]: shifted and mirrored into `out`; in evaluation as it is."""
+    """`View.finish` for a whole batch [n, h, w, c]: writes the shifted and mirrored images into `out`. In evaluation,
+    the images are copied unchanged."""
     if uniforms is not None and config.augment == "shift" and config.shift_pixels:
         _, height, width, _ = pixels.shape
         border = config.shift_pixels
         mode = "reflect" if config.shift_padding == "reflect" else "constant"
         padded = np.pad(pixels, ((0, 0), (border, border), (border, border), (0, 0)), mode=mode)
-        # A loop of slices: quicker than index arrays for images from 8x8 up.
+        # A loop of slices is faster than index arrays for images of 8x8 and larger.
         for i, (left, top) in enumerate((border - augment.shifts(config, uniforms)).tolist()):
             out[i] = padded[i, top : top + height, left : left + width]
     else:

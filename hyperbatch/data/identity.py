@@ -1,7 +1,7 @@
-"""Which samples a set holds, and in which order, as a few numbers that are saved with a run.
+"""Identifies the samples of a set, and their order, by a few hashes that are saved with a run.
 
-A run goes on at a position of the sample stream, and the stream names samples by their number in the set. On other
-data, or on the same in another order, some would be shown twice in an epoch and others never.
+A resumed run continues at a position of the sample stream, and the stream refers to samples by their number in the set.
+With other data, or the same data in another order, some samples would be shown twice in an epoch and others never.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from hyperbatch.data.source import ArraySource, EncodedSource, Source, spread_ids
 from hyperbatch.errors import InputError
 
-_PROBED_IMAGES = 4096  # of a set in memory; the labels of all are compared
+_PROBED_IMAGES = 4096  # images of an in-memory set that are hashed; the labels of all samples are
 _FORMS = {
     "FolderSource": "folders",
     "TarSource": "tars",
@@ -26,7 +26,7 @@ _FORMS = {
     "ShardSource": "packed shards",
     "RemoteShardSource": "packed shards",
 }
-_HASHED_SAMPLES = 1 << 16  # at a time: a set may have many millions
+_HASHED_SAMPLES = 1 << 16  # samples hashed at a time: a set may have many millions
 _FNV_START, _FNV_PRIME = 0xCBF29CE484222325, 0x100000001B3
 
 _known: WeakKeyDictionary[Source, SampleList] = WeakKeyDictionary()
@@ -34,20 +34,21 @@ _known: WeakKeyDictionary[Source, SampleList] = WeakKeyDictionary()
 
 @dataclass(frozen=True, kw_only=True)
 class SampleList:
-    """A split's samples: their classes and names, not where they lie. A set that is moved or copied stays the same."""
+    """Identifies a split's samples by their classes and names, not by their location: a moved or copied set is
+    equal."""
 
     form: str
     samples: int
-    order: str  # hash of every sample, one after the other
-    members: str  # hash of every sample, whatever their order
+    order: str  # hash of all samples in their order
+    members: str  # hash of all samples that does not depend on their order
     to_dict = asdict
 
 
 def sample_list(source: Source) -> SampleList:
-    """Computed once for each source."""
+    """Returns the sample list of a source. It is computed once for each source."""
     try:
         known = _known.get(source)
-    except TypeError:  # somebody's own kind of set that cannot be a key
+    except TypeError:  # a user's own kind of source that cannot be a key
         return _sample_list(source)
     if known is None:
         known = _known[source] = _sample_list(source)
@@ -75,7 +76,7 @@ def _sample_list(source: Source) -> SampleList:
 
 
 def _identities(source: Source) -> np.ndarray:
-    """[n]: the names of files, or checksums of images; the same for all where neither is known."""
+    """Returns an array of length n: the names of files, or checksums of images. It is zero where neither is known."""
     if isinstance(source, EncodedSource):
         return source.sample_names()
     checksums = np.zeros(len(source), dtype=np.uint32)
@@ -86,7 +87,8 @@ def _identities(source: Source) -> np.ndarray:
 
 
 def _fnv(hashes: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """FNV-1a of each row's bytes, going on from `hashes`. Zeros do not count: they pad names to the longest one."""
+    """Continues the FNV-1a hash of each row from `hashes`. Zero bytes are skipped: they pad names to the longest
+    one."""
     rows = np.ascontiguousarray(rows)
     for column in rows.view(np.uint8).reshape(len(rows), -1).T:
         hashes = np.where(column != 0, (hashes ^ column) * np.uint64(_FNV_PRIME), hashes)
@@ -101,9 +103,10 @@ def check_same_data(
     train: Source,
     val: Source,
 ) -> None:
-    """InputError that says in what the sets differ from those of the run that is continued.
+    """Raises InputError, which says how the sets differ from those of the resumed run.
 
-    saved: the lists of "train" and "val"; None: the run was saved before there were any. classes, samples: of train.
+    saved: the saved sample lists of "train" and "val", or None for a run of a version that did not save them yet.
+    classes, samples: those of the saved training set.
     """
     differences = []
     if list(classes) != list(train.classes):

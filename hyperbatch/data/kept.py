@@ -1,7 +1,7 @@
-"""What is worked out once about a large file and kept: the index of an archive beside it, unpacked contents in a cache.
+"""Keeps what was computed once from a large file: an archive's index next to it, and unpacked contents in a cache.
 
-What was kept is found by the file's path, size and time, so a file that changed is read anew. Everything here can be
-deleted at any time, and where nothing can be written nothing is kept.
+Entries are found by the file's path, size and modification time, so a changed file is read again. All of these files
+can be deleted at any time. If nothing can be written, nothing is kept.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ import numpy as np
 
 from hyperbatch.choices import cache_folder
 
-WORTH_KEEPING_BYTES = 16 << 20  # smaller files are read again as quickly
+WORTH_KEEPING_BYTES = 16 << 20  # smaller files are just as fast to read again
 _CHECKSUM_BYTES = 4
-INDEX_VERSION = 2  # changes when an archive is understood otherwise, so that what older versions kept is made anew
+INDEX_VERSION = 2  # raised when archives are read differently, so that the indexes of older versions are made again
 
 Arrays = dict[str, np.ndarray]
 
 
 def state_of(files: list[Path]) -> str:
-    """Changes when one of the files does."""
+    """Returns a hash that changes when one of the files changes."""
     state = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(repr(state).encode()).hexdigest()
 
 
 def indexed(path: Path, what: str, make: Callable[[], Arrays]) -> Arrays:
-    """`make()`, or what it gave for this file before: kept beside it, or in the cache folder.
+    """Returns `make()`, or its earlier result for this file, which is stored next to the file or in the cache folder.
 
-    Its arrays have a row for each member: `names`, `spans` (offset and length), and what else is known of them. `what`
-    says which members these are: a tar may be asked for its files, and later for its samples.
+    The arrays have one row per member: `names`, `spans` (offset and length), and possibly others. `what` names the kind
+    of members, because the same tar may be indexed by its files and later by its samples.
     """
     if path.stat().st_size < WORTH_KEEPING_BYTES:
         return make()
-    # Beside the file only its size and time count: a folder may be mounted elsewhere tomorrow.
+    # An index next to the file is identified by size and time only, because the folder may be mounted elsewhere later.
     state = f"{what} {INDEX_VERSION} {path.stat().st_size} {path.stat().st_mtime_ns}"
     places = [path.with_name(f"{path.name}.index.npz"), cache_folder() / f"index-{state_of([path])[:16]}.npz"]
     for place in places:
@@ -59,12 +59,13 @@ def indexed(path: Path, what: str, make: Callable[[], Arrays]) -> Arrays:
 
 
 def _load_arrays(path: Path, state: str) -> Arrays | None:
-    """None: not there, not whole (every array of a zip has a checksum), or of another file."""
+    """Returns the stored arrays, or None if they are missing, damaged (a zip has a checksum for every array), or those
+    of another file."""
     try:
-        # Opened here, because numpy leaves a file open that it cannot read.
+        # The file is opened here because numpy does not close a file that it cannot read.
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in arrays.files}
-    # RuntimeError: a flipped bit says that an array is encrypted.
+    # RuntimeError: a flipped bit can mark an array as encrypted.
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, RuntimeError):
         return None
     if "state" not in found or found.pop("state").tolist() != [state, *found]:
@@ -75,9 +76,11 @@ def _load_arrays(path: Path, state: str) -> Arrays | None:
 
 
 def made_once(name: str, write: Callable[[IO[bytes]], None]) -> Path | None:
-    """The file of this name in the cache folder, written by one process while others wait; None: it cannot be written.
+    """Returns the file of this name in the cache folder. One process writes it while others wait. Returns None if it
+    cannot be written.
 
-    An OSError of `write` may come from either side, so the caller reads again without the cache to learn which.
+    An OSError in `write` may come from the input or from the cache. The caller then reads the input without the cache,
+    which raises the error again if the input is its cause.
     """
     path = cache_folder() / name
     if path.is_file():
@@ -97,8 +100,8 @@ def made_once(name: str, write: Callable[[IO[bytes]], None]) -> Path | None:
 
 
 def shared_rows(name: str, dtype: np.dtype, count: int, parts: Callable[[], Iterator[np.ndarray]]) -> np.ndarray:
-    """The `count` rows that `parts` gives, read-only. From 16 MB on they are kept in a file and mapped into memory,
-    which the processes of a host then share; `name` must change with their content."""
+    """Returns the `count` rows that `parts` yields, read-only. From 16 MB on, they are kept in a file and mapped into
+    memory, which the processes of a host then share. `name` must change when their content changes."""
     if count * dtype.itemsize >= WORTH_KEEPING_BYTES:
         path = made_once(name, lambda file: _write_rows(file, parts()))
         rows = None if path is None else _mapped_rows(path, dtype, count)
@@ -120,7 +123,8 @@ def _write_rows(file: IO[bytes], parts: Iterator[np.ndarray]) -> None:
 
 
 def _mapped_rows(path: Path, dtype: np.dtype, count: int) -> np.ndarray | None:
-    """None: gone, or not what was written. It is then removed, so that the next opening writes it anew."""
+    """Returns the rows of a kept file, or None if it is missing or damaged. A damaged file is removed, so that it is
+    written again the next time."""
     size = count * dtype.itemsize
     try:
         content = np.memmap(path, mode="r")
@@ -136,7 +140,7 @@ def _mapped_rows(path: Path, dtype: np.dtype, count: int) -> np.ndarray | None:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Written beside and renamed, so that whoever finds the file finds all of it."""
+    """Writes to a temporary file and renames it, so that the final file is always complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:

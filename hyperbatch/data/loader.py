@@ -1,10 +1,10 @@
-"""Batches on the device, ahead of the step that needs them.
+"""Loads batches to the device ahead of the step that needs them.
 
     steps -> plans (ids, uniforms, size) ──┬─> host.HostMaker         threads decode and cut, the device normalises
                                            └─> gpu.maker.DeviceMaker  processes read, the GPU decodes and cuts
 
-A plan alone decides a batch's content, and batches leave in the order of their plans, so threads change nothing but
-the time it takes.
+A plan alone determines a batch's content, and batches are returned in the order of their plans, so threads affect only
+the time.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from hyperbatch.data.source import ArraySource, DataError, EncodedSource, Source
 from hyperbatch.kernels import has_triton
 from hyperbatch.schedule import Step, Stride
 
-_PLAIN_PIXELS = 1 << 24  # of a batch that `plain` makes: 16,384 images of 32 px, 334 of 224
+_PLAIN_PIXELS = 1 << 24  # pixels in a batch of `plain`: 16,384 images of 32 px, or 334 of 224 px
 
 
 @dataclass(eq=False)
 class TrainLoader:
-    """This rank's batches of the sample stream. Use as a context manager, or call `close`.
+    """This rank's batches of the sample stream. Use it as a context manager, or call `close`.
 
-    ranks_per_host: how many ranks share this host, and with it the cores and the memory for kept images.
+    ranks_per_host: the number of ranks that share this host's cores and its memory for cached images.
     """
 
     source: Source
@@ -61,9 +61,9 @@ class TrainLoader:
         self._running: list[Generator[Batch, None, None]] = []
 
     def batches(self, steps: Iterable[Step] | Iterable[Stride], *, passed_over: int = 0) -> Iterator[Batch]:
-        """One Batch per micro-step of each step, prefetched in order; for a stride of several steps one in all.
+        """Yields one Batch per micro-step of each step, prefetched in order. A stride of several steps gets one Batch.
 
-        passed_over: samples by which the stream is ahead of the steps' positions.
+        passed_over: the number of samples by which the stream is ahead of the steps' positions.
         """
         running = self._batches(steps, passed_over)
         self._running.append(running)
@@ -96,8 +96,8 @@ class TrainLoader:
                 start += count
 
     def rehearse(self, strides: Iterable[Stride]) -> None:
-        """Makes batches of these strides without a trace, where a GPU does it alone: the first of a shape takes longer.
-        While no iterator over batches is used."""
+        """Makes the batches of these strides and discards them, because the first batch of a shape takes longer. It has
+        an effect only if a GPU makes the batches alone. Call it while no iterator over batches is in use."""
         if isinstance(self._maker, DeviceMaker):
             self._maker.rehearse(list(self._plans(strides, 0)))
 
@@ -105,8 +105,9 @@ class TrainLoader:
         return StreamPlan(places=places, length=len(self.source), seed=self.seed, config=self.config, size=size, **step)
 
     def plain(self, samples: int) -> Iterator[Batch]:
-        """The first samples of the training set in the order of the set, without augmentation: what evaluation would
-        show, at the size at which training starts. Use it up before the next batch of `batches` is asked for."""
+        """Yields the first samples of the training set, in the order of the set and without augmentation: the views of
+        evaluation, at the image size at which training starts. Consume it before you request the next batch of
+        `batches`."""
         samples = min(samples, len(self.source))
         size, count = plain_shape(self.config, samples)
         plans = (
@@ -127,7 +128,7 @@ class TrainLoader:
             )
 
     def close(self) -> None:
-        """Ends every iterator over batches and its threads."""
+        """Closes all iterators over batches and stops their threads."""
         for running in self._running:
             running.close()
         self._running.clear()
@@ -148,12 +149,12 @@ class TrainLoader:
 
     @property
     def decoder(self) -> str | None:
-        """Of the set's files; None where it has none."""
+        """The decoder of the set's files, or None for a set without files."""
         return self._maker.decoder if isinstance(self.source, EncodedSource) else None
 
     @property
     def cpu_decode_share(self) -> float:
-        """The share of the files that the CPU decodes beside the GPU."""
+        """The share of the files that the CPU decodes alongside the GPU."""
         return (self.config.cpu_decode_share or 0.0) if self.decoder == "nvjpeg" else 0.0
 
     @property
@@ -163,7 +164,8 @@ class TrainLoader:
 
 
 def plain_shape(config: DataConfig, samples: int) -> tuple[int, int]:
-    """(image side, images) of the largest batch that `TrainLoader.plain` makes of so many samples."""
+    """Returns (image side, number of images) of the largest batch that `TrainLoader.plain` makes for this number of
+    samples."""
     size = augment.size_at(config, 0.0)
     return size, min(samples, max(1, _PLAIN_PIXELS // size**2))
 
@@ -180,9 +182,9 @@ def eval_batches(
     ranks_per_host: int = 1,
     bad_samples: list[str] | None = None,
 ) -> Iterator[Batch]:
-    """Every sample exactly once over all ranks; the same number of equally shaped batches on each.
+    """Yields every sample exactly once over all ranks. Each rank gets the same number of batches, of the same shape.
 
-    An unreadable sample is shown as a black image under its own label, so the count of samples never changes, and
+    An unreadable sample becomes a black image with its own label, so that the number of samples never changes, and it
     adds a line to `bad_samples`.
     """
     maker = _make_maker(source, config, device, dtype, ranks_per_host, Meter(), exact=True)
@@ -212,14 +214,14 @@ def _make_maker(
     *,
     exact: bool,
 ) -> HostMaker | DeviceMaker:
-    """The device makes its batches itself where it can run the fused kernel; else the CPU does.
+    """Returns a maker on the device if it can run the fused kernel, and otherwise one on the CPU.
 
-    exact: for evaluation, decoded by the CPU, since nvJPEG interpolates colours less well than the CPU's decoders, and
-    without a cache, unless the whole set is in memory as it is.
+    exact: for evaluation. The CPU decodes, because nvJPEG interpolates colours less well than the CPU's decoders. There
+    is no cache, unless the whole set is an array in memory.
     """
     augment.check_options(config, source.channels, whole=isinstance(source, ArraySource))
     decoder = cpu_decoder = "pillow"
-    if isinstance(source, EncodedSource):  # else nothing is decoded, and looking for decoders takes seconds
+    if isinstance(source, EncodedSource):  # other sets need no decoder, and looking for decoders takes seconds
         decoder, cpu_decoder = resolve_decoders(config.decoder, device)
     cache = None
     if not exact or (device.type == "cuda" and isinstance(source, ArraySource)):

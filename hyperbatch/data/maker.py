@@ -1,4 +1,4 @@
-"""What the two makers of batches have in common: how far they work ahead, and what replaces an unreadable sample.
+"""The common part of the two batch makers: prefetching, and replacing unreadable samples.
 
 `host.HostMaker` makes batches with the CPU, `gpu.maker.DeviceMaker` with the GPU.
 """
@@ -23,7 +23,7 @@ from hyperbatch.data.meter import Meter
 from hyperbatch.data.mix import mix_images, mix_labels
 from hyperbatch.data.source import BadSample, DataError, EncodedSource, Source
 
-_MAX_REPLACEMENTS = 100  # unreadable samples in a row before the set is given up
+_MAX_REPLACEMENTS = 100  # consecutive unreadable samples after which the run fails
 _MAX_TASK_SAMPLES = 16  # small enough to spread a batch over the threads, large enough to be worth a task
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Maker:
         self.offset = -np.asarray(self.source.mean, dtype=np.float64) / self.std
 
     def colors(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-        """(gains float64[n], offsets float64[n, c]) of each sample, its noise and jitter included.
+        """Returns (gains float64[n], offsets float64[n, c]) of each sample, including its noise and jitter.
 
         A normalised pixel is grey level * scale * gain + offset.
         """
@@ -72,7 +72,7 @@ class Maker:
         return plan.training and self.config.auto_augment != "none"
 
     def retouched(self, plan: Plan, levels: Tensor) -> Tensor:
-        """Views in grey levels uint8[n, h, w, c], each changed by the operations that were drawn for it."""
+        """Applies to each view, in grey levels uint8[n, h, w, c], the operations that were drawn for it."""
         assert plan.uniforms is not None
         uniforms = plan.uniforms[:, augment.operation_column(self.config) :]
         if self.config.auto_augment == "trivial":
@@ -82,7 +82,7 @@ class Maker:
         return levels
 
     def cut_out(self, plan: Plan, images: Tensor) -> Tensor:
-        """Normalised images [n, c, h, w], where a square of each training view becomes 0, the set's mean colour."""
+        """Sets a square of each training view to 0, the set's mean colour. images: normalised, [n, c, h, w]."""
         if not self.config.cutout or plan.uniforms is None:
             return images
         corners = copy_to_device(augment.cutout_corners(self.config, plan.uniforms, plan.size), images.device)
@@ -91,13 +91,13 @@ class Maker:
         return images.masked_fill_((lines[:, :, None] & columns[:, None, :])[:, None], 0.0)
 
     def mixed(self, plan: Plan, batch: Batch) -> Batch:
-        """The batch with its images and labels mixed as the plan says."""
+        """Returns the batch with its images and labels mixed according to the plan."""
         if plan.mix is None:
             return batch
         return replace(batch, images=mix_images(batch.images, plan.mix), labels=mix_labels(batch.labels, plan.mix))
 
     def mask(self, plan: Plan) -> Tensor | None:
-        """Which samples count in evaluation; None in training, where all do."""
+        """Returns which samples count in evaluation. It is None in training, where all samples count."""
         if plan.training:
             return None
         mask = torch.ones(len(plan), dtype=torch.bool, device=self.device)
@@ -105,7 +105,9 @@ class Maker:
         return mask
 
     def prefetch(self, plans: Iterator[Plan], start: Callable[[Plan], Finish]) -> Batches:
-        """The batch of each plan, in order; `config.prefetch` others are started before the one that is given."""
+        """Yields the batch of each plan, in order. The next `config.prefetch` batches are started before one is
+        yielded.
+        """
         started: deque[Finish] = deque()
         for plan in plans:
             if isinstance(self.source, EncodedSource):
@@ -120,10 +122,10 @@ class Maker:
 def load_or_replace(
     plan: Plan, index: int, source: Source, load: Callable[[int], T], bad: BadSamples
 ) -> tuple[int, T | None]:
-    """(the sample that is shown, what `load` gives for it); unreadable samples are added to `bad`.
+    """Returns (the sample that is shown, the result of `load` for it). Unreadable samples are added to `bad`.
 
-    In training the next readable sample takes the place of an unreadable one. In evaluation nothing does: the sample
-    counts, under its own label, and None stands for a black image.
+    In training, the next readable sample replaces an unreadable one. In evaluation, an unreadable sample is not
+    replaced: it counts under its own label, and the result is None, which stands for a black image.
     """
     for _ in range(_MAX_REPLACEMENTS):
         try:
@@ -137,7 +139,7 @@ def load_or_replace(
 
 
 def threads_per_rank(config: DataConfig, ranks_per_host: int) -> int:
-    """What was asked for, or the cores this process may use, shared with the other ranks of the host."""
+    """Returns the configured number of threads, or this rank's share of the cores that the process may use."""
     return config.data_threads or max(1, usable_cores() // ranks_per_host)
 
 

@@ -1,4 +1,4 @@
-"""Where a loader's time goes: how long the consumer waits, and which stage keeps it waiting."""
+"""Measures a loader's time: how long the consumer waits, and which stage it waits for."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-_NOT_WAITING = 0.02  # of the time: below it the loader keeps up, and nothing of it is worth naming
+_NOT_WAITING = 0.02  # fraction of the time; if the step waits less, the loader keeps up and is no bottleneck
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderReport:
-    """How long the step waited for data since the first batch was asked for, and how busy the loader was meanwhile."""
+    """How long the step waited for data since the first batch was requested, and how busy the loader was during that
+    time."""
 
     wait_s: float
     elapsed_s: float
-    busy_s: dict[str, float]  # of each stage, per thread that does it
+    busy_s: dict[str, float]  # busy seconds of each stage, divided by its number of threads
 
     @property
     def wait_fraction(self) -> float:
@@ -25,7 +26,7 @@ class LoaderReport:
 
     @property
     def bottleneck(self) -> str:
-        """`step` while batches are ready in time; else the busiest stage."""
+        """`step` if batches are ready in time, otherwise the busiest stage."""
         if self.wait_fraction < _NOT_WAITING or not self.busy_s:
             return "step"
         return max(self.busy_s, key=self.busy_s.__getitem__)
@@ -41,7 +42,7 @@ class LoaderReport:
 
 
 class Meter:
-    """Adds up seconds by stage over all threads; `workers` says how many threads share a stage."""
+    """Adds up seconds by stage over all threads. `workers` is the number of threads that share a stage."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -76,7 +77,8 @@ class Meter:
 
 
 class _Busy:
-    """A class, because it is entered for every sample: a generator would take three times as long."""
+    """Times a block. It is a class because it is entered for every sample, and a generator takes three times as
+    long."""
 
     def __init__(self, meter: Meter, stage: str, workers: int) -> None:
         self._meter, self._stage, self._workers = meter, stage, workers

@@ -1,12 +1,12 @@
-"""Mixup and CutMix: each training image takes a part of another image of its micro-batch, and of that one's label.
+"""Mixup and CutMix: each training image is mixed with another image of its micro-batch, and so are their labels.
 
     rows of a micro-batch   0 1 | 2 3 | 4        neighbours are partners; the last of an odd number stays as it is
     mixup                   w * own + (1 - w) * partner                  w ~ Beta(alpha, alpha)
     CutMix                  a box of the partner, the rest its own       area of the box about 1 - w
 
-A step (of all ranks) is mixed in one of the two ways, and each pair draws its own weight and box. Both are keyed by
-(seed, place in the sample stream): neither resuming nor strides change them, and where every micro-batch is even,
-neither do accumulation nor the number of ranks.
+A step (of all ranks) uses one of the two methods, and each pair draws its own weight and box. Both are keyed by (seed,
+place in the sample stream), so resuming and strides do not change them. If every micro-batch is even, accumulation and
+the number of ranks do not change them either.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _WEIGHT, _X, _Y, _WAY = range(4)  # columns of the uniforms
 
 
 class Mix(NamedTuple):
-    """How the rows of a batch are mixed. What lies in a row's box is the partner's; outside of it, `weights` of a pixel
-    is the row's own."""
+    """How the rows of a batch are mixed. Pixels inside a row's box are the partner's. Outside of it, a pixel is weights
+    * own + (1 - weights) * partner."""
 
-    partners: np.ndarray  # int64[n]: rows
-    boxes: np.ndarray  # int64[n, 4]: left, top, right, bottom in pixels; without area: none
+    partners: np.ndarray  # int64[n]: the row of each row's partner
+    boxes: np.ndarray  # int64[n, 4]: left, top, right, bottom in pixels; a box without area means no box
     weights: np.ndarray  # fp32[n]
-    shares: np.ndarray  # fp32[n]: of the row's own label
+    shares: np.ndarray  # fp32[n]: the weight of the row's own label
 
 
 def mixes(config: DataConfig) -> bool:
@@ -52,10 +52,10 @@ def draw(
     micro_batches: tuple[int, ...],
     size: int,
 ) -> Mix:
-    """The mix of a batch whose samples lie at `places` in the stream of `length` samples.
+    """Returns the mix of a batch whose samples lie at `places` in the stream of a set of `length` samples.
 
-    step_start: where the (first) step begins, on rank 0. micro_batches: samples of each of its micro-steps that the
-    batch holds. size: side of the images.
+    step_start: the position at which the (first) step begins, on rank 0. micro_batches: the number of samples of each
+    micro-step of a step that the batch holds. size: the side of the images.
     """
     n = places.count
     partners = _partners(n, micro_batches)
@@ -81,7 +81,7 @@ def draw(
 
 
 def cut_boxes(weights: np.ndarray, ux: np.ndarray, uy: np.ndarray, size: int) -> np.ndarray:
-    """int64[n, 4]: CutMix's boxes around a uniform centre, cut off at the image's edge."""
+    """Returns CutMix's boxes, int64[n, 4], around a uniformly drawn centre and clipped to the image."""
     half = (0.5 * np.sqrt(1 - weights) * size).astype(np.int64)
     x, y = (ux * size).astype(np.int64), (uy * size).astype(np.int64)
     return np.clip(np.stack([x - half, y - half, x + half, y + half], axis=1), 0, size)
@@ -89,10 +89,10 @@ def cut_boxes(weights: np.ndarray, ux: np.ndarray, uy: np.ndarray, size: int) ->
 
 @lru_cache(maxsize=4)
 def beta_quantiles(alpha: float) -> np.ndarray:
-    """float64[65536]: equally likely values of Beta(alpha, alpha). A table, so that a draw is one uniform.
+    """Returns float64[65536]: equally likely values of Beta(alpha, alpha). With this table, a draw takes one uniform.
 
-    The density below 1/2, x^(alpha-1) (1-x)^(alpha-1), is integrated over v = x^power, which takes its pole away; the
-    upper half is its mirror image.
+    The density below 1/2, x^(alpha-1) (1-x)^(alpha-1), is integrated over v = x^power, which removes its pole. The
+    upper half is the mirror image.
     """
     power = min(alpha, 1.0)
     v = np.linspace(0, 0.5**power, _INTEGRATION_POINTS)
@@ -107,12 +107,13 @@ def beta_quantiles(alpha: float) -> np.ndarray:
 
 
 def mix_images(images: Tensor, mix: Mix) -> Tensor:
-    """The mixed images of [n, c, h, w], channels last; on a GPU by one kernel. 16-bit pixels are mixed in fp32."""
+    """Returns the mixed images, [n, c, h, w] channels last. A GPU does it in one kernel. 16-bit pixels are mixed in
+    fp32."""
     device = images.device
     tables = [copy_to_device(part, device) for part in (mix.partners, mix.boxes, mix.weights)]
     on_gpu = (kernels.has_triton() and images.is_cuda) or kernels.interpreted()
     if on_gpu and images.dtype != torch.float64:
-        from hyperbatch.kernels.mix import mix as launch  # here, because it loads Triton
+        from hyperbatch.kernels.mix import mix as launch  # imported here because it loads Triton
 
         stored = images.permute(0, 2, 3, 1).contiguous()
         return launch(stored, *tables).permute(0, 3, 1, 2)
@@ -120,7 +121,7 @@ def mix_images(images: Tensor, mix: Mix) -> Tensor:
 
 
 def mix_reference(images: Tensor, partners: Tensor, boxes: Tensor, weights: Tensor) -> Tensor:
-    """What `kernels.mix` must agree with."""
+    """The reference for `kernels.mix`."""
     height, width = images.shape[2:]
     x = torch.arange(width, device=images.device)
     y = torch.arange(height, device=images.device)[:, None]
@@ -133,14 +134,15 @@ def mix_reference(images: Tensor, partners: Tensor, boxes: Tensor, weights: Tens
 
 
 def mix_labels(labels: Tensor, mix: Mix) -> Tensor:
-    """fp32[n, 3] from int64[n]: a row's label, its partner's, and the share of its own. Whole numbers up to 16 million
-    are exact."""
+    """Returns fp32[n, 3] from int64[n]: the label of each row, its partner's label, and the weight of its own label.
+    Labels up to 16 million are exact in fp32."""
     partners, shares = (copy_to_device(part, labels.device) for part in (mix.partners, mix.shares))
     return torch.stack([labels.float(), labels[partners].float(), shares], dim=1)
 
 
 def _partners(n: int, micro_batches: tuple[int, ...]) -> np.ndarray:
-    """Row i and its neighbour within each micro-batch. The batch holds these micro-batches once, or again and again."""
+    """Returns the partner of each row: its neighbour within its micro-batch. The batch holds this list of micro-batches
+    once, or several times in a row."""
     rows = np.concatenate([np.arange(count) for count in micro_batches])
     counts = np.repeat(micro_batches, micro_batches)
     moves = np.where(rows ^ 1 < counts, (rows ^ 1) - rows, 0)

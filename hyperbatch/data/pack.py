@@ -1,8 +1,8 @@
 """`hyperbatch data pack | info`: packs a set into shards (format: data/shards.py), and describes a set of any kind.
 
-manifest.json comes last and marks the set complete. pack.json says what is packed or being packed: a fingerprint of
-every class of every split, of the names, sizes and times of its files. A pack goes on, and grows by a split or by new
-classes, only if the rest is what it was.
+manifest.json is written last and marks the set as complete. pack.json describes what is packed or being packed: for
+every class of every split, a fingerprint of the names, sizes and times of its files. An interrupted pack is continued,
+and a split or new classes are added, only if everything else is unchanged.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class PackReport:
     samples: int
     bytes: int
     shards: int
-    unreadable: int  # images whose header cannot be read; they are packed all the same
-    skipped: int  # samples left out: files that are not there, and with `skip_bad` images that cannot be decoded
-    skipped_list: str | None = None  # the file that names them
+    unreadable: int  # images whose header cannot be read; they are packed nevertheless
+    skipped: int  # samples that are not packed: missing files and, with `skip_bad`, images that cannot be decoded
+    skipped_list: str | None = None  # the file that lists them
     to_dict = asdict
 
 
@@ -74,11 +74,11 @@ class SplitInfo:
     bytes: int
     mean_bytes: float
     samples_per_class: tuple[int, int]  # of the smallest and the largest class
-    # Known without reading the images where they are packed, else None.
+    # The following are known, without reading the images, for a packed set. For other sets they are None.
     median_width: int | None = None
     median_height: int | None = None
     unreadable: int | None = None
-    other_files: int | None = None  # of kinds that are not read, such as .heic, beside the images of an image folder
+    other_files: int | None = None  # files of an image folder that are not images of a supported kind, such as .heic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,16 +104,17 @@ def pack(
     workers: int = 0,
     progress: Progress | None = None,
 ) -> PackReport:
-    """Packs a folder tree or tars into shards of about `shard_bytes` each; run again, it finishes what is missing.
+    """Packs a folder tree or tars into shards of about `shard_bytes` each. Run it again to finish an interrupted pack.
 
-    Files keep their bytes unless asked otherwise: `short_side` shrinks images whose shorter side exceeds it, `quality`
-    compresses again, and `decoded` stores plain pixels (PPM), which are large and cost nothing to read.
+    By default, files keep their bytes. `short_side` shrinks images whose shorter side exceeds it, `quality` compresses
+    them again, and `decoded` stores plain pixels (PPM), which are large but need no decoding.
 
-    split: packs "train" or "val" alone; the other can be added later. append: adds classes that `dst` does not hold
-    yet; they are numbered after those it has, and what it has stays as it is. skip_bad: leaves out what cannot be read
-    and decoded. A file that is not there, as behind a dangling link, is always left out.
+    split: packs "train" or "val" alone; the other one can be added later. append: adds classes that `dst` does not hold
+    yet. They are numbered after the existing ones, which do not change. skip_bad: skips files that cannot be read and
+    decoded. A missing file, such as the target of a dangling link, is always skipped.
 
-    The order within the set is a fixed shuffle, so that readers who take shards from front to back get mixed classes.
+    The order within the set is a fixed shuffle, so that readers who read the shards from front to back get mixed
+    classes.
     """
     if shard_bytes < 1 or workers < 0:
         raise InputError(f"shard size {shard_bytes} and workers {workers}: must be positive")
@@ -123,7 +124,7 @@ def pack(
     if any(isinstance(source, ShardSource) for source in sources.values()):
         raise InputError(f"{src} is packed already; give the folder tree or tars it was made from")
     for source in sources.values():
-        # Below src itself it changes nothing, as a rule; below a split it would be a class.
+        # Below src itself, dst is usually harmless. Below a split, it would become a class.
         if isinstance(source, FolderSource) and source.folder != src and _is_below(dst, source.folder):
             raise InputError(f"{dst} lies among the images of {source.folder}; give an empty folder elsewhere")
     names = {name: _source_names(source, src) for name, source in sources.items()}
@@ -138,7 +139,7 @@ def pack(
         todo: list[ShardPlan] = []
         missing: list[str] = []
         for name, source in sources.items():
-            # Pixels of unknown number: a photograph, a third longer than its shorter side, of three bytes each.
+            # The decoded size is not known yet. Assume a 4:3 photograph, with three bytes per pixel.
             guess = np.full_like(sizes[name], 4 * short_side**2) if decoded and short_side else sizes[name]
             packed = before.splits.get(name) if before else None
             known = {classes[number] for number in packed.classes} if packed else set()
@@ -187,7 +188,7 @@ def info(folder: str | Path) -> DataInfo:
 
 
 def _other_files(source: EncodedSource) -> int | None:
-    """None: there are none."""
+    """Returns the number of files that are not images, or None if there are none."""
     assert isinstance(source, FolderSource)
     count = 0
     for _, folders, files in os.walk(source.folder):
@@ -216,13 +217,13 @@ def _split_info(source: EncodedSource) -> SplitInfo:
 
 
 def open_splits(folder: str | Path, split: str | None = None) -> tuple[str, dict[str, EncodedSource]]:
-    """(layout, split -> source): every split that is there, or the one that is asked for."""
+    """Returns (layout, split -> source) with all splits of the set, or with the requested one."""
     if split not in (None, *SPLITS):
         raise InputError(f"--split {split}: must be train or val")
     found = recognise(data_place(DataConfig(dataset="images", data=str(folder))))
     if split is not None:
         sources = {split: open_one(found, split)}
-    elif found.kind == PACKED:  # it may hold one split
+    elif found.kind == PACKED:  # a packed set may hold only one split
         splits = {"train": found.train, "val": found.val}
         sources = {name: opened() for name, opened in splits.items() if opened is not None}
     else:
@@ -230,17 +231,17 @@ def open_splits(folder: str | Path, split: str | None = None) -> tuple[str, dict
     return found.kind, {name: PixelFiles(s) if isinstance(s, ArraySource) else s for name, s in sources.items()}
 
 
-# --- what is packed, and whether it is still the same
+# --- what is packed, and whether it has changed
 
 
 def _source_names(source: EncodedSource, src: Path) -> list[str]:
-    """Where each sample lies within the set."""
+    """Returns the path of each sample within the set."""
     prefix = f"{src}{os.sep}" if src.is_dir() else f"{src}:"
     return [source.describe(i).removeprefix(prefix) for i in range(len(source))]
 
 
 def _fingerprints(source: EncodedSource, names: list[str], sizes: np.ndarray) -> dict[str, str]:
-    """class -> hash of the names, sizes and times of its files, in their order."""
+    """Returns class -> hash of the names, sizes and times of its files, in their order."""
     hashes = [hashlib.sha256() for _ in source.classes]
     times = source.changed_ns().tolist()
     for label, *sample in zip(source.labels.tolist(), names, sizes.tolist(), times, strict=True):
@@ -250,14 +251,14 @@ def _fingerprints(source: EncodedSource, names: list[str], sizes: np.ndarray) ->
 
 @contextlib.contextmanager
 def _alone(dst: Path) -> Iterator[None]:
-    """Makes the folder, and keeps other processes from packing into it until the block, or this process, ends."""
+    """Makes the folder and locks it: no other process can pack into it until the block, or this process, ends."""
     try:
         dst.mkdir(parents=True, exist_ok=True)
         folder = os.open(dst, os.O_RDONLY)
     except OSError as error:
         raise _cannot_pack(dst, error) from error
     try:
-        with contextlib.suppress(OSError):  # a file system on which folders cannot be locked, such as NFS
+        with contextlib.suppress(OSError):  # some file systems, such as NFS, cannot lock folders
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -274,7 +275,7 @@ def _cannot_pack(dst: Path, error: Exception) -> InputError:
 
 
 def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append: bool) -> None:
-    """Makes the folder this pack's own, or finds that it already is."""
+    """Writes pack.json, or adds to it. Raises InputError if the folder holds anything but this pack."""
     try:
         plan = dst / PLAN
         held: dict[str, Any] = {"splits": {}}
@@ -282,7 +283,7 @@ def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append
             held = json.loads(plan.read_text())
             if "splits" not in held:
                 raise InputError(f"{dst} holds a pack by an older version; give an empty folder")
-            # Older versions measured the longer side: with one, their images have other sizes.
+            # Older versions had an option for the longer side. A pack that used it has images of other sizes.
             if held["options"].replace("max_side=None", "short_side=None") != options:
                 raise InputError(
                     f"{dst} holds a pack with another shard size, or other options for its images; give an empty folder"
@@ -312,17 +313,19 @@ def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append
 
 
 def _class_order(before: Manifest | None, sources: dict[str, EncodedSource]) -> tuple[str, ...]:
-    """Those that have a number keep it; new ones follow in the source's order."""
+    """Returns all classes in the order of their numbers. Known classes keep theirs; new ones follow in the source's
+    order."""
     known = before.classes if before else ()
     return tuple(dict.fromkeys([*known, *(name for source in sources.values() for name in source.classes)]))
 
 
 def _shard_cuts(sizes: np.ndarray, shard_bytes: int) -> list[np.ndarray]:
-    """The rows of each shard, in order: cut where the running size passes a multiple of the shard size."""
+    """Returns the rows of each shard, in order. A new shard starts when the running size passes a multiple of the shard
+    size."""
     if len(sizes) == 0:
         return []
     order = permute(np.arange(len(sizes)), len(sizes), 0, np.zeros(len(sizes), dtype=np.int64))
-    # An image takes a header and padding, and as much again for its label.
+    # Besides its padded data, an image needs three blocks: its header, and a header and a block for its label.
     in_tar = (-(-sizes[order] // BLOCK_BYTES) + 3) * BLOCK_BYTES
     shard = (np.cumsum(in_tar) - in_tar) // shard_bytes
     return np.split(order, np.flatnonzero(np.diff(shard)) + 1)
@@ -338,7 +341,7 @@ def _finish(
     *,
     written: int,
 ) -> PackReport:
-    """Writes the list of what was left out, and the manifest; counts."""
+    """Writes the list of skipped samples and the manifest, and returns the counts."""
     splits, unreadable = dict(before.splits) if before else {}, 0
     number = {name: i for i, name in enumerate(classes)}
     for name, source in sources.items():
@@ -380,7 +383,7 @@ def _finish(
 
 
 def _write_skipped(dst: Path, lines: list[str]) -> int:
-    """Adds to the list of samples that were left out; how many that are by now."""
+    """Adds to the list of skipped samples. Returns the number of all samples in it."""
     path = dst / _SKIPPED
     before = path.read_text(errors="surrogateescape").splitlines() if path.exists() else []
     lines = list(dict.fromkeys([*before, *(" ".join(line.split()) for line in lines)]))

@@ -1,8 +1,8 @@
-"""RandAugment (Cubuk et al., 2020; torchvision's space): several operations on each training view, one after the other,
-drawn uniformly and all of one strength.
+"""RandAugment (Cubuk et al., 2020; torchvision's space): applies several operations to each training view, one after
+the other. They are drawn uniformly, and all have the same strength.
 
-The operations are those of `trivial`. Strengths count from 0 to 30, as torchvision's do; the published levels go from 0
-to 10.
+The operations are those of `trivial`. Strengths range from 0 to 30, as in torchvision; the published levels range from
+0 to 10.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from hyperbatch.data.augment import RAND_COLUMNS
 from hyperbatch.data.trivial import OPERATIONS, SIGNED, STRENGTHS, Drawn
 
 STRONGEST = STRENGTHS - 1
-# What the strongest operations do: a slope, a share of the image's side, degrees, and a share of a blend's factor.
+# The largest arguments: a slope, a fraction of the image's side, degrees, and the change of a blend's factor.
 _LARGEST = {"Shear": 0.3, "Translate": 150 / 331, "Rotate": 30.0}
 _LARGEST_BLEND = 0.9
 _POSTERIZE_BITS_LESS = 4
 
 
 def draw(uniforms: np.ndarray, operations: int, magnitude: int, size: int) -> list[Drawn]:
-    """From float64[n, 2 * operations], for views of `size` pixels a side: what to do first, second, and so on."""
+    """Returns the first, second, ... operation of each view. uniforms: float64[n, 2 * operations]. size: the side of
+    the views in pixels."""
     arguments = _arguments(magnitude, size)
     drawn = []
     for column in range(0, RAND_COLUMNS * operations, RAND_COLUMNS):
@@ -34,7 +35,7 @@ def draw(uniforms: np.ndarray, operations: int, magnitude: int, size: int) -> li
 
 @lru_cache(maxsize=16)
 def _arguments(magnitude: int, size: int) -> np.ndarray:
-    """float64[operations]"""
+    """Returns the argument of each operation, float64[operations]."""
     strength = magnitude / STRONGEST
     fixed = {
         "Posterize": 8 - np.rint(strength * _POSTERIZE_BITS_LESS),

@@ -1,4 +1,4 @@
-"""What `hyperbatch data pack` does to the bytes of an image before it writes them: nothing, unless asked."""
+"""Changes the bytes of an image before `hyperbatch data pack` writes them, if its options say so."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from PIL import Image
 from hyperbatch.data.decode import as_rgb, fits
 from hyperbatch.errors import InputError
 
-_SHRUNK_QUALITY = 90  # of images that are shrunk, when none is asked for
+_SHRUNK_QUALITY = 90  # JPEG quality of images that are shrunk, if no quality is given
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recompress:
-    """(bytes, extension) of a file as it goes into the shard. Damaged files stay as they are."""
+    """Returns (bytes, extension) of a file as it is written to the shard. Damaged files are not changed."""
 
     short_side: int | None
     quality: int | None
@@ -53,27 +53,28 @@ class Recompress:
                 pixels.save(out, "PPM")
                 return out.getvalue(), "ppm"
             pixels.save(out, "JPEG", quality=self.quality or _SHRUNK_QUALITY)
-        # Whatever a damaged file does, its bytes are kept, and the loader reports it. A JPEG has 65,500 pixels a side.
+        # A damaged file can raise anything. Its bytes are kept, and the loader reports it. An image with a side of more
+        # than 65,500 pixels cannot be a JPEG, and is kept, too.
         except Exception:
             return data, extension
         if not shrink and extension == "jpg" and len(out.getvalue()) >= len(data):
-            return data, extension  # it was smaller already
+            return data, extension  # the original is not larger
         return out.getvalue(), "jpg"
 
 
 def image_format(data: bytes) -> str:
-    """What the bytes are, as a file's ending: "jpeg", "png", ...; "bin" where that cannot be told."""
+    """Returns the format of the bytes as a file extension: "jpeg", "png", ..., or "bin" if it is unknown."""
     try:
         with Image.open(io.BytesIO(data)) as image:
             return (image.format or "bin").lower()
-    except Exception:  # whatever a damaged header does
+    except Exception:  # a damaged header can raise anything
         return "bin"
 
 
 def header_size(data: bytes) -> tuple[int, int]:
-    """(width, height) from the image's header; (0, 0) where it cannot be read."""
+    """Returns (width, height) from the image's header, or (0, 0) if it cannot be read."""
     try:
         with Image.open(io.BytesIO(data)) as image:
             return image.size
-    except Exception:  # whatever a damaged header does
+    except Exception:  # a damaged header can raise anything
         return (0, 0)

@@ -1,7 +1,7 @@
-"""Cutting a box out of pixels and resizing it, by torch's vectorised antialiased kernel: about twice Pillow's speed.
+"""Crops a box and resizes it with torch's vectorised antialiased kernel, which is about twice as fast as Pillow.
 
-The readable reference is `decode.render`; for boxes on whole pixels the two differ by a grey level at most, except that
-nothing outside the box is looked at here (as in torchvision, which crops and then resizes).
+The readable reference is `decode.render`. For boxes on whole pixels, the two differ by at most one grey level, except
+that no pixel outside the box is read here (as in torchvision, which crops first and then resizes).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch.nn import functional
 
 from hyperbatch.data.buffers import scratch
 
-_SERIAL_ELEMENTS = 32_767  # torch shares the work on more between threads
+_SERIAL_ELEMENTS = 32_767  # torch divides the work on larger tensors among threads
 
 
 def resize_box(pixels: np.ndarray, box: tuple[float, float, float, float], size: int) -> np.ndarray:
-    """uint8[size, size, c] of the box of uint8[h, w, c], widened to whole pixels."""
+    """Returns the box of uint8[h, w, c], widened to whole pixels, resized to uint8[size, size, c]."""
     left, top, right, bottom = math.floor(box[0]), math.floor(box[1]), math.ceil(box[2]), math.ceil(box[3])
     cut = pixels[top:bottom, left:right]
     height, width, channels = cut.shape
-    # Rows one after the other and the batch's stride as it should be: else torch gives planes back, not pixels.
+    # The rows must be contiguous and the batch stride regular. Otherwise torch returns planes instead of pixels.
     rows = scratch("cut", cut.size)[: cut.size].reshape(1, height, width, channels)
     rows[0] = cut
     part = torch.from_numpy(rows.transpose(0, 3, 1, 2))
@@ -31,10 +31,10 @@ def resize_box(pixels: np.ndarray, box: tuple[float, float, float, float], size:
 
 
 def mirrored(pixels: np.ndarray) -> np.ndarray:
-    """[h, w, ...] from right to left, by torch's kernel: numpy takes several times as long.
+    """Mirrors [h, w, ...] from left to right with torch's kernel, because numpy takes several times as long.
 
-    In parts that torch leaves to the thread that asks: for larger ones each of the loader's threads would start as many
-    threads as the machine has cores, and these spin while they wait for the next image.
+    The work is split into parts that torch does in the calling thread. For larger parts, each of the loader's threads
+    would start as many threads as the machine has cores, and these spin while they wait for the next image.
     """
     lines = max(1, _SERIAL_ELEMENTS // pixels[0].size)
     parts = [part.flip(1) for part in torch.from_numpy(pixels).split(lines)]
@@ -42,7 +42,9 @@ def mirrored(pixels: np.ndarray) -> np.ndarray:
 
 
 def read_backwards(pixels: np.ndarray) -> np.ndarray:
-    """uint8[h, w, c] with the bytes of each row in reverse: of BGR the mirrored RGB, in half the time of `mirrored`."""
+    """Reverses the bytes of each row of uint8[h, w, c]. This turns BGR into mirrored RGB, in half the time of
+    `mirrored`.
+    """
     rows = pixels.reshape(len(pixels), -1)
     words = mirrored(rows.view(f"i{math.gcd(8, rows.shape[1])}"))
     return words.byteswap(inplace=True).view(np.uint8).reshape(pixels.shape)

@@ -1,6 +1,7 @@
-"""How `hyperbatch data pack` writes a shard (format: data/shards.py): under another name, then renamed, its index last.
+"""Writes a shard for `hyperbatch data pack` (format: data/shards.py): under another name first, then it is renamed, and
+its index is written last.
 
-An index beside a shard therefore means that it is whole, and an interrupted pack goes on after it.
+An index next to a shard therefore means that the shard is complete, and an interrupted pack continues after it.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ class Sample:
     """A sample on its way into a shard."""
 
     id: int
-    number: int  # in its split, over all that was ever packed into it
+    number: int  # its number in the split, counted over all samples ever packed into it
     label: int
-    name: str  # where it came from, within the set
+    name: str  # its path within the original set
     data: bytes = b""
     extension: str = ""
     size: tuple[int, int] = (0, 0)
-    fault: str = ""  # why it is left out
+    fault: str = ""  # why it is skipped, if it is
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardPlan:
-    """A shard's samples in order: ids in the source, numbers in the packed split, labels there."""
+    """A shard's samples in order: their ids in the source, and their numbers and labels in the packed split."""
 
     path: Path
     source: EncodedSource
@@ -58,7 +59,7 @@ class ShardPlan:
     ids: np.ndarray
     numbers: np.ndarray
     labels: np.ndarray
-    lengths: np.ndarray | None  # of the samples' bytes, where they are known beforehand
+    lengths: np.ndarray | None  # the samples' sizes in bytes, if they are known in advance
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -80,7 +81,7 @@ def write_shards(
     workers: int,
     progress: Progress | None,
 ) -> None:
-    """One shard after the other; their samples are read and changed ahead of that, by threads."""
+    """Writes one shard after the other. Threads read and recompress the samples in advance."""
     total = sum(map(len, plans))
     done = total - sum(map(len, todo))
     if progress:
@@ -97,7 +98,7 @@ def write_shards(
 
 
 def _ahead(futures: Iterable[Future[Sample]], count: int) -> Iterator[Sample]:
-    """The results in order, with `count` more under way."""
+    """Yields the results in order, while up to `count` futures are running."""
     futures = iter(futures)
     waiting = deque(islice(futures, count))
     while waiting:
@@ -106,7 +107,7 @@ def _ahead(futures: Iterable[Future[Sample]], count: int) -> Iterator[Sample]:
 
 
 def _prepare(source: EncodedSource, sample: Sample, recompress: Recompress, skip_bad: bool) -> Sample:
-    """The sample as it is written, or why it is left out."""
+    """Returns the sample as it is written, or with the reason why it is skipped."""
     from hyperbatch.data.decode import choose_decoder, decode_full
 
     try:
@@ -125,11 +126,11 @@ def _prepare(source: EncodedSource, sample: Sample, recompress: Recompress, skip
 
 
 def _write_shard(plan: ShardPlan, prepared: Iterator[Sample], report: Callable[[int], None], done: int) -> int:
-    """The number of samples done after this shard; `report` is told of each."""
+    """Writes a shard and returns the number of samples done after it. `report` is called after each sample."""
     part = plan.path.with_suffix(".part")
     rows, names, skipped = [], [], []
     try:
-        index_path(plan.path).unlink(missing_ok=True)  # it would vouch for what is about to be replaced
+        index_path(plan.path).unlink(missing_ok=True)  # an index means that its shard is complete
         with open(part, "wb") as out:
             for position, sample in enumerate(prepared):
                 if sample.fault:
@@ -155,7 +156,7 @@ def _write_shard(plan: ShardPlan, prepared: Iterator[Sample], report: Callable[[
         np.save(buffer, np.array(rows, dtype=INDEX_DTYPE), allow_pickle=False)
         write_atomically(index_path(plan.path), buffer.getvalue())
     except OSError as error:
-        with contextlib.suppress(OSError):  # a file system that has become read-only
+        with contextlib.suppress(OSError):  # the file system may have become read-only
             part.unlink(missing_ok=True)
         raise cannot_write(plan.path, error) from error
     except InputError:
@@ -165,7 +166,8 @@ def _write_shard(plan: ShardPlan, prepared: Iterator[Sample], report: Callable[[
 
 
 def _write_member(out: Any, name: str, data: bytes) -> int:
-    """Appends a regular file with fixed times and owners, so that packing twice gives the same bytes."""
+    """Appends a regular file and returns the offset of its data. Times and owners are fixed, so that packing twice
+    gives the same bytes."""
     member = tarfile.TarInfo(name)
     member.size = len(data)
     out.write(member.tobuf(format=tarfile.USTAR_FORMAT))
@@ -176,13 +178,15 @@ def _write_member(out: Any, name: str, data: bytes) -> int:
 
 
 def _key(sample: Sample) -> str:
-    """WebDataset ends a key at the first dot, so the source's name is kept without dots or anything odd."""
+    """Returns the sample's key in the tar. WebDataset ends a key at the first dot, so dots and unusual characters in
+    the source's name are replaced."""
     stem = re.sub(r"[^A-Za-z0-9_-]", "_", PurePosixPath(sample.name).stem)[:60]
     return f"{sample.number:09d}_{stem}"
 
 
 def _extension(name: str, data: bytes) -> str:
-    """The file's own ending. A table may list files whose names have none, or one that no reader of shards knows."""
+    """Returns the file's extension. A table may list files that have none, or one that no reader of shards knows; those
+    get the extension of their format."""
     suffix = PurePosixPath(name).suffix.lower()
     if suffix not in IMAGE_SUFFIXES:
         suffix = f".{image_format(data)}"
@@ -190,7 +194,7 @@ def _extension(name: str, data: bytes) -> str:
 
 
 def is_finished(plan: ShardPlan) -> bool:
-    """Whether an earlier pack wrote this shard, of these samples."""
+    """Whether an earlier pack wrote this shard with the same samples."""
     try:
         index = read_index(plan.path)
         read_names(plan.path, len(index), None)
@@ -204,7 +208,7 @@ def is_finished(plan: ShardPlan) -> bool:
 
 
 def skipped_rows(plan: ShardPlan) -> list[tuple[int, str]]:
-    """(row in the plan, what and why) of the samples that a finished shard leaves out."""
+    """Returns (row in the plan, name and reason) of the samples that a finished shard skips."""
     try:
         rows = [(int(row), str(text)) for row, text in json.loads(plan.skipped_path.read_text())]
         return [item for item in rows if 0 <= item[0] < len(plan)]

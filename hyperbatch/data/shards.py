@@ -1,12 +1,13 @@
-"""Packed shards: tars that WebDataset reads, with an index beside each so that any sample is one read away.
+"""Packed shards: tars that WebDataset can read, each with an index, so that any sample takes a single read.
 
 DIR/manifest.json                     classes, counts, the list of shards; written last, so it marks a complete set
 DIR/train-000000.tar                  <key>.jpg <key>.cls <key>.jpg <key>.cls ...
 DIR/train-000000.index.npy            one INDEX_DTYPE row per image
-DIR/train-000000.names                what each image was called where it was packed from, separated by zero bytes
+DIR/train-000000.names                the original name of each image, separated by zero bytes
 
-The manifest has a checksum of itself and of every index and names file, and the index one of every image: a changed
-label is found as a changed pixel is. Sets of the first schema have neither checksums nor names and are read as before.
+The manifest has a checksum of itself and of every index and names file, and the index has one of every image, so
+changed labels are detected as well as changed pixels. Sets of the first schema have no such checksums in the manifest
+and no names, and are still supported.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ from hyperbatch.data.source import BadSample, EncodedSource, Location, can_be_pr
 from hyperbatch.errors import InputError
 
 MANIFEST = "manifest.json"
-PLAN = "pack.json"  # what a pack holds, or was packing when it was interrupted
+PLAN = "pack.json"  # describes what a pack holds, or will hold once it is finished
 FORMAT = "hyperbatch-shards"
 SCHEMA = 2
 SPLITS = ("train", "val")
 BLOCK_BYTES = 512  # of a tar
 INDEX_DTYPE = np.dtype(
     [
-        ("offset", "<u8"),  # of the image's bytes in the tar
+        ("offset", "<u8"),  # offset of the image's bytes in the tar
         ("length", "<u4"),
         ("label", "<i4"),
-        ("width", "<u4"),  # 0 x 0 where the header could not be read
+        ("width", "<u4"),  # 0 x 0 if the image's header could not be read
         ("height", "<u4"),
         ("crc32", "<u4"),
     ]
 )
-# What numpy.save writes before the rows. A pattern, because numpy's own reader fails on a damaged header in many ways.
+# The header that numpy.save writes. It is matched here because numpy's reader can raise anything on a damaged header.
 _INDEX_HEADER = re.compile(
     rb"\x93NUMPY\x01\x00(..)"
     + re.escape(f"{{'descr': {INDEX_DTYPE.descr!r}, 'fortran_order': False, 'shape': (").encode()
@@ -60,7 +61,7 @@ _INDEX_HEADER = re.compile(
 class Shard:
     name: str
     samples: int
-    index_crc32: int | None = None  # of the index file; None in sets of the first schema, as is the next
+    index_crc32: int | None = None  # of the index file; this field and the next are None in sets of the first schema
     names_crc32: int | None = None
 
 
@@ -68,27 +69,28 @@ class Shard:
 class Split:
     samples: int
     bytes: int
-    classes: tuple[int, ...]  # the numbers of those that were packed into this split
+    classes: tuple[int, ...]  # the numbers of the classes that were packed into this split
     shards: tuple[Shard, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What manifest.json says, checked."""
+    """The checked content of manifest.json."""
 
     classes: tuple[str, ...]
     splits: Mapping[str, Split]
     schema: int = SCHEMA
 
     def to_dict(self) -> dict[str, Any]:
-        """What the file holds: the fields and a checksum of them."""
+        """Returns the content of the file: the fields and a checksum of them."""
         splits = {name: asdict(split) for name, split in self.splits.items()}
         values = {"format": FORMAT, "schema": self.schema, "classes": list(self.classes), "splits": splits}
         return values | {"crc32": _checksum(values)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """ValueError (also KeyError, TypeError, AttributeError) says what is wrong."""
+        """Reads the content of the file. Raises ValueError (also KeyError, TypeError, AttributeError) if it is
+        invalid."""
         if values["format"] != FORMAT:
             raise ValueError(f"format is {values['format']!r}")
         schema = _count(values["schema"])
@@ -126,7 +128,7 @@ def _split(name: str, values: Mapping[str, Any], schema: int, classes: int) -> S
 
 
 def _checksum(values: Mapping[str, Any]) -> int:
-    """Of the content: neither the order of keys nor white space counts."""
+    """Returns a checksum of the content, which does not depend on the order of keys or on white space."""
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
@@ -137,7 +139,7 @@ def _count(value: Any) -> int:
 
 
 def _plain_name(name: Any) -> str:
-    """A shard must lie in its set's own folder: a manifest is not trusted."""
+    """Checks a shard's name. A manifest is not trusted, and a shard must be in the set's own folder."""
     if not isinstance(name, str) or name != os.path.basename(name) or not name.endswith(".tar") or "\0" in name:
         raise ValueError(f"it names a shard {name!r} outside its folder")
     return name
@@ -161,8 +163,8 @@ class ShardSource(EncodedSource):
                 f"{folder}: a {split} index has labels outside its {len(manifest.classes)} classes; pack the set again"
             )
         super().__init__(split, manifest.classes, labels)
-        # Opened when they are first read: thousands of ranks would otherwise open every shard at the same moment, and
-        # those whose reading processes open them never use these.
+        # Shards are opened when they are first read. Otherwise thousands of ranks would open every shard at the same
+        # moment, and a rank whose reading processes open the shards would not use its own descriptors.
         self._open: dict[int, int] = {}  # shard -> descriptor
         self._most_open, self._opening = max_open_files(), threading.Lock()
         denied = next((path for path in self._paths if not os.access(path, os.R_OK)), None) if has_shards else None
@@ -195,7 +197,7 @@ class ShardSource(EncodedSource):
         return data
 
     def _descriptor(self, shard: int) -> int | None:
-        """Of a shard that is kept open; None if enough others are."""
+        """Returns the descriptor of a shard, which stays open, or None if too many other shards are open."""
         if shard not in self._open and len(self._open) < self._most_open:
             with self._opening:
                 if shard not in self._open and len(self._open) < self._most_open:
@@ -218,7 +220,8 @@ class ShardSource(EncodedSource):
         return f"{self._paths[shard]}[{row}]{packed_from}"
 
     def sample_names(self) -> np.ndarray:
-        """What the bytes are: a packed set is the same wherever it was packed from."""
+        """The lengths and checksums of the samples, so that a set's identity does not depend on where it was packed
+        from."""
         names = np.empty(len(self), [("length", "<u4"), ("crc32", "<u4")])
         names["length"], names["crc32"] = self.index["length"], self.index["crc32"]
         return names
@@ -236,7 +239,7 @@ def _pread(descriptor: int, length: int, offset: int) -> bytearray:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The checked content of manifest.json; InputError when the folder holds no complete packed set."""
+    """Returns the checked content of manifest.json. Raises InputError if the folder holds no complete packed set."""
     path = folder / MANIFEST
     try:
         return parse_manifest(_content(path), path)
@@ -248,12 +251,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _unreadable(path: Path, error: OSError) -> InputError:
     hint = "check its permissions" if isinstance(error, PermissionError) else "pack the set again"
-    name = error.filename if isinstance(error.filename, str) else path  # it may be the number of an open file
+    name = error.filename if isinstance(error.filename, str) else path  # it may be a file descriptor
     return InputError(f"{name} cannot be read: {error.strerror or error}; {hint}")
 
 
 def holds_plan(folder: Path) -> bool:
-    """Whether a pack was begun in the folder. InputError where that cannot be told."""
+    """Whether a pack was started in the folder. Raises InputError if its pack.json cannot be read."""
     path = folder / PLAN
     if not path.is_file():
         return False
@@ -264,7 +267,7 @@ def holds_plan(folder: Path) -> bool:
 
 
 def is_plan(content: bytes) -> bool:
-    """Whether a pack.json is ours: other programs call files of theirs so, too."""
+    """Whether a pack.json was written by hyperbatch. Other programs use this name, too."""
     return FORMAT.encode() in content
 
 
@@ -294,7 +297,8 @@ def names_path(shard: Path) -> Path:
 def read_index(
     shard: Path, samples: int | None = None, checksum: int | None = None, *, has_shard: bool = True
 ) -> np.ndarray:
-    """The index of a shard, checked to lie within it if it is there. InputError says what does not fit."""
+    """Returns the index of a shard. Raises InputError if it is damaged, or points outside the shard. has_shard: whether
+    the shard itself exists, so that its size can be checked."""
     path = index_path(shard)
     try:
         data = _content(path)
@@ -311,18 +315,18 @@ def read_index(
     index = np.frombuffer(data, INDEX_DTYPE, offset=header.end())
     if samples is not None and len(index) != samples:
         raise InputError(f"{path} has {len(index)} samples, the manifest says {samples}; pack the set again")
-    # Compared without a sum, which a hostile offset could make wrap around.
+    # Compared without adding offset and length, because a malicious offset could make the sum overflow.
     offsets, room = index["offset"], size_bytes - np.minimum(index["offset"], size_bytes)
     if ((offsets > size_bytes) | (index["length"] > room)).any():
         raise InputError(f"{path} points past the end of {shard.name}; pack the set again")
-    # An image stands on a block of its own behind its header, and each further into the tar than the one before.
+    # Each image starts at a block boundary after its header, and the offsets increase.
     if (offsets % BLOCK_BYTES != 0).any() or (offsets < BLOCK_BYTES).any() or (offsets[1:] <= offsets[:-1]).any():
         raise InputError(f"{path} has rows that are not samples of {shard.name}; pack the set again")
     return index
 
 
 def _joined_index(folder: Path, shards: tuple[Shard, ...], has_shards: bool) -> np.ndarray:
-    """The rows of all shards, checked; those of a large set are held in memory once for all processes of a host."""
+    """Returns the checked rows of all shards. The processes of a host share the memory of a large set's rows."""
 
     def parts() -> Iterator[np.ndarray]:
         for shard in shards:
@@ -344,7 +348,7 @@ def _state(path: Path) -> tuple[int, int]:
 
 
 def read_names(shard: Path, samples: int, checksum: int | None) -> list[bytes]:
-    """What the shard's images were called where they were packed from. InputError where that cannot be told."""
+    """Returns the original names of the shard's images. Raises InputError if they cannot be read."""
     path = names_path(shard)
     try:
         data = _content(path)
@@ -358,7 +362,7 @@ def read_names(shard: Path, samples: int, checksum: int | None) -> list[bytes]:
 
 @functools.lru_cache(maxsize=16)
 def _known_names(path: Path, shard: Shard) -> list[bytes] | None:
-    """For messages, which are shorter where the names are not known."""
+    """Returns the original names for use in messages, or None if they are not known."""
     try:
         return None if shard.names_crc32 is None else read_names(path, shard.samples, shard.names_crc32)
     except InputError:
@@ -366,7 +370,7 @@ def _known_names(path: Path, shard: Shard) -> list[bytes] | None:
 
 
 def _content(path: Path) -> bytes:
-    """Of a regular file; OSError for anything else, where reading might wait for ever."""
+    """Reads a regular file. Raises OSError for anything else, such as a pipe, on which reading could block forever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -1,4 +1,4 @@
-"""Where samples come from: arrays in memory, or encoded images in folders, tars and shards. No torch here.
+"""Sources of samples: arrays in memory, or encoded images in folders, tars and shards. This module does not load torch.
 
 open_data(config) -> (train, val)      check_data(config) -> counts, before any worker starts
 
@@ -27,7 +27,7 @@ from hyperbatch.vocabulary import IMAGENET_MEAN, IMAGENET_STD
 _BYTES = (bytes, bytearray, memoryview)
 _PROBED_SAMPLES = 32
 _MAX_OPEN = 256
-_SYNTHETIC_BYTES = 64 << 20  # distinct pixels a synthetic split holds; larger sets repeat them
+_SYNTHETIC_BYTES = 64 << 20  # size of the distinct images in a synthetic split; larger sets repeat them
 
 
 class BadSample(Exception):
@@ -35,11 +35,12 @@ class BadSample(Exception):
 
 
 class DataError(RunFailed):
-    """The data cannot carry the run on: too many bad samples, or none readable."""
+    """The run cannot continue with this data: too many samples are bad, or none is readable."""
 
 
 class Place:
-    """Where a sample lies, in words that are only looked for when they are needed: they may stand in a file."""
+    """Describes a sample's location for messages. The text is computed only when it is needed, because that may require
+    reading a file."""
 
     def __init__(self, source: EncodedSource, index: int) -> None:
         self._source, self._index = source, index
@@ -49,7 +50,7 @@ class Place:
 
 
 class Location(NamedTuple):
-    """Where a sample's bytes lie. length -1: the whole file; crc32 -1: not checked."""
+    """Where a sample's bytes are stored. length -1 means the whole file; crc32 -1 means that it is not checked."""
 
     path: str
     offset: int = 0
@@ -59,7 +60,7 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DataCounts:
-    """The size of a data set, known before an image of it is decoded."""
+    """The size of a data set, known without decoding any image."""
 
     train_samples: int
     eval_samples: int
@@ -70,7 +71,7 @@ class DataCounts:
 
 @runtime_checkable
 class Source(Protocol):
-    """One split. Arrays keep `images`; encoded sources answer `read`."""
+    """One split of a data set. Array sources have `images`, and encoded sources have `read`."""
 
     name: str
     classes: tuple[str, ...]
@@ -81,7 +82,7 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
     def image(self, index: int) -> np.ndarray:
-        """uint8[height, width, channels]; raises BadSample when it cannot be decoded."""
+        """Returns uint8[height, width, channels]. Raises BadSample if the image cannot be decoded."""
         ...
 
 
@@ -110,7 +111,7 @@ class ArraySource:
         self.classes = classes
         self.channels = images.shape[3]
         self.mean = mean or tuple((images.mean(axis=(0, 1, 2)) / 255).tolist())
-        # A constant channel has no spread; one grey level keeps it finite.
+        # The std of a constant channel is 0. At least one grey level keeps the normalised pixels finite.
         self.std = std or tuple(np.maximum(images.std(axis=(0, 1, 2)) / 255, 1 / 255).tolist())
         check_colors(name, self.channels, self.mean, self.std)
 
@@ -118,7 +119,7 @@ class ArraySource:
         return len(self.labels)
 
     def gather(self, ids: np.ndarray) -> np.ndarray:
-        """uint8[len(ids), h, w, c], a copy."""
+        """Returns a copy of these images, uint8[len(ids), h, w, c]."""
         return self.images[ids if len(self.images) == len(self.labels) else ids % len(self.images)]
 
     def image(self, index: int) -> np.ndarray:
@@ -141,46 +142,50 @@ class EncodedSource:
         return len(self.labels)
 
     def read(self, index: int) -> bytes:
-        """Returns the bytes of a file, and raises BadSample if they cannot be read."""
+        """Returns the bytes of a file. Raises BadSample if they cannot be read."""
         raise BadSample(f"{self.describe(index)}: {type(self).__name__} reads nothing")
 
     def read_buffer(self, index: int) -> bytearray:
-        """`read` into memory of the caller's own, which decoders that refuse read-only bytes need."""
+        """`read` into writable memory, for decoders that reject read-only bytes."""
         data: Any = self.read(index)
-        if not isinstance(data, _BYTES):  # of a key that is not there a database may give None
+        if not isinstance(data, _BYTES):  # for example, a database may return None for a missing key
             raise BadSample(f"{self.describe(index)}: read returned {type(data).__name__}, not bytes")
         return bytearray(data)
 
     def will_read(self, ids: np.ndarray) -> None:
-        """The loader will read these soon, in this order: whoever has to wait for them can begin."""
+        """Announces that the loader will read these samples soon, in this order, so that a slow source can start to
+        fetch them."""
 
     def locations(self, ids: list[int]) -> list[Location] | None:
-        """Where another process can read the samples; None: it cannot."""
+        """Returns where another process can read the samples, or None if it cannot."""
         return None
 
     def describe(self, index: int) -> str:
-        """Where the sample lies, for messages and for the name it is packed under."""
+        """Returns where the sample is stored, for messages and for its name in a packed set."""
         return f"{self.name}[{index}]"
 
     def sizes_bytes(self) -> np.ndarray:
-        """int64[n]: encoded size of every sample; -1 where there is no file, as behind a dangling link."""
+        """Returns int64[n]: the encoded size of every sample, or -1 if the file is missing, such as behind a dangling
+        link."""
         return np.array([len(self.read(i)) for i in range(len(self))], dtype=np.int64)
 
     def changed_ns(self) -> np.ndarray:
-        """int64[n, k]: when every sample's file, and its name, were last changed, where that is known; else k is 0."""
+        """Returns int64[n, k]: when the content and the metadata of every sample's file were last changed. If that is
+        not known, k is 0."""
         places = self.locations(list(range(len(self))))
         if places is None:
             return np.empty((len(self), 0), dtype=np.int64)
         times: dict[str, tuple[int, int]] = {}
         for path in {place.path for place in places}:
             times[path] = (-1, -1)
-            with contextlib.suppress(OSError):  # it is missing: its size says so
+            with contextlib.suppress(OSError):  # a missing file has the size -1
                 found = os.stat(path)
                 times[path] = (found.st_mtime_ns, found.st_ctime_ns)
         return np.array([times[place.path] for place in places], dtype=np.int64)
 
     def sample_names(self) -> np.ndarray:
-        """bytes[n]: what each sample's file is called, or where it lies in a larger one, wherever the set is."""
+        """Returns bytes[n]: the name of each sample's file, or its offset in a larger file. The names do not depend on
+        where the set is stored."""
         places = self.locations(list(range(len(self))))
         if places is None:
             names = [self.describe(i) for i in range(len(self))]
@@ -195,7 +200,7 @@ class EncodedSource:
 
 
 def can_be_printed(text: str) -> bool:
-    """False: it holds half of a pair that stands for one character, which JSON can spell and nobody can write."""
+    """Whether the text can be encoded. It cannot if it holds a lone surrogate, which JSON can express."""
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
@@ -204,7 +209,7 @@ def can_be_printed(text: str) -> bool:
 
 
 def checked_labels(name: str, labels: Any, classes: int) -> np.ndarray:
-    """int64[n]; InputError unless every label is the number of a class."""
+    """Returns the labels as int64[n]. Raises InputError unless every label is the number of a class."""
     found = np.asarray(labels)
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise InputError(f"{name}: labels must be whole numbers in one row, got {found.dtype}{found.shape}")
@@ -214,7 +219,7 @@ def checked_labels(name: str, labels: Any, classes: int) -> np.ndarray:
 
 
 def check_colors(name: str, channels: int, mean: Any, std: Any) -> None:
-    """InputError unless pixels can be normalised with these."""
+    """Raises InputError unless pixels can be normalised with this mean and std."""
     for what, values in (("mean", mean), ("std", std)):
         found = np.asarray(values)
         numbers = found.shape == (channels,) and found.dtype.kind in "iuf" and bool(np.isfinite(found).all())
@@ -223,7 +228,7 @@ def check_colors(name: str, channels: int, mean: Any, std: Any) -> None:
 
 
 class PixelFiles(EncodedSource):
-    """An array's images as files of plain pixels, for whoever handles files: packing and describing."""
+    """An array's images as files of plain pixels, for code that needs files: packing and describing."""
 
     def __init__(self, arrays: ArraySource) -> None:
         super().__init__(arrays.name, arrays.classes, arrays.labels)
@@ -238,34 +243,37 @@ class PixelFiles(EncodedSource):
         return f"{self.name}/{index:06d}.ppm"
 
     def changed_ns(self) -> np.ndarray:
-        """Checksums: arrays have no times, and images of one size would all look alike."""
+        """The images' checksums, because arrays have no times, and images of one size would otherwise look
+        unchanged."""
         sums = [zlib.crc32(self._arrays.image(i).tobytes()) for i in range(len(self))]
         return np.array(sums, dtype=np.int64)[:, None]
 
 
 def max_open_files() -> int:
-    """How many files a source keeps open; of a larger set the rest are opened for each read. There are two sources, and
-    others open files, too: macOS allows 256 in all."""
+    """Returns how many files a source keeps open. Further files of a larger set are opened for each read. The limit is
+    a fraction of what the process may open (macOS allows 256), because there are two sources, and other code opens
+    files, too."""
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return _MAX_OPEN if allowed == resource.RLIM_INFINITY else min(_MAX_OPEN, allowed // 4)
 
 
 def spread_ids(source: Source, count: int) -> list[int]:
-    """Up to `count` samples, spread evenly over the set, from which something about all of them is estimated."""
+    """Returns up to `count` sample ids, spread evenly over the set, for estimates about the whole set."""
     return np.unique(np.linspace(0, len(source) - 1, count).astype(int)).tolist()
 
 
 def estimated_mean(source: Source, measure: Callable[[int], float]) -> float | None:
-    """The mean of `measure(index)` over some samples; None when none of them can be read."""
+    """Returns the mean of `measure(index)` over some samples, or None if none of them can be read."""
     values = []
     for index in spread_ids(source, _PROBED_SAMPLES):
-        with contextlib.suppress(BadSample):  # reported when the loader meets it
+        with contextlib.suppress(BadSample):  # the loader will report it
             values.append(measure(index))
     return float(np.mean(values)) if values else None
 
 
 def open_data(config: DataConfig) -> tuple[Source, Source]:
-    """(train, validation). InputError for a missing or empty folder, an empty class, or splits with other classes."""
+    """Returns (train, validation). Raises InputError for a missing or empty folder, an empty class, or splits with
+    different classes."""
     if ":" in config.dataset:
         train, val = _user_data(config)
     elif config.dataset == "digits":
@@ -292,12 +300,12 @@ def open_data(config: DataConfig) -> tuple[Source, Source]:
 
 
 def open_eval(config: DataConfig) -> Source:
-    """The validation set alone: a folder of images need not hold the training set beside it."""
+    """Opens the validation set alone. In a folder of images, the training set may be missing."""
     return open_split(config, "val")
 
 
 def open_split(config: DataConfig, split: str) -> Source:
-    """One split alone: in a folder of images the other need not be there."""
+    """Opens one split alone. In a folder of images, the other split may be missing."""
     if config.dataset == "images":
         from hyperbatch.data.layouts import open_one, recognise
 
@@ -306,7 +314,8 @@ def open_split(config: DataConfig, split: str) -> Source:
 
 
 def check_data(config: DataConfig) -> DataCounts:
-    """What open_data would give, as counts; the InputErrors of opening and loading, without decoding an image."""
+    """Returns the counts of the set that open_data would open, and raises the InputErrors of opening and loading it,
+    without decoding an image."""
     from hyperbatch.data.augment import check_options
     from hyperbatch.data.decode import choose_decoder
 
@@ -334,7 +343,7 @@ def _takes_no_folder(config: DataConfig) -> None:
 
 
 def data_place(config: DataConfig) -> Path | Address:
-    """What --data names: a folder or file, or an address of images."""
+    """Returns what --data names: a folder or file, or the address of images."""
     return _address(config) if is_address(config.data) else data_path(config)
 
 
@@ -343,12 +352,12 @@ def _address(config: DataConfig) -> Address:
 
 
 def has_data(config: DataConfig) -> bool:
-    """Whether a data set can be opened: it is given, or it is one that needs no files."""
+    """Whether a data set can be opened: --data is given, or the set needs no files."""
     return bool(config.data) or config.dataset not in ("images", "cifar10", "cifar100")
 
 
 def is_there(path: Path) -> bool:
-    """InputError where that cannot be told."""
+    """Whether the path exists. Raises InputError if that cannot be determined."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name with a NUL
@@ -359,22 +368,22 @@ def is_there(path: Path) -> bool:
 
 
 def data_path(config: DataConfig) -> Path:
-    """The --data folder or file; InputError when it is not given, missing, or an empty folder. What is at
-    an address is fetched."""
+    """Returns the --data folder or file. Data at an address are fetched. Raises InputError if --data is not given, is
+    missing, or is an empty folder."""
     if not config.data:
         raise InputError(f"dataset {config.dataset!r} needs --data: give a folder, an archive or an address")
     if is_address(config.data):
         from hyperbatch.data.remote.source import fetched
 
         return fetched(_address(config))
-    folder = Path(config.data).expanduser()  # a plan, a config file and `--data=~/x` reach us as they are written
+    folder = Path(config.data).expanduser()  # the shell does not expand ~ in plans, config files and `--data=~/x`
     if not is_there(folder):
         raise InputError(f"data folder {folder} does not exist; check --data")
     if not folder.is_dir():
         return folder
     try:
         empty = not any(folder.iterdir())
-        os.stat(f"{folder}/.")  # a folder may be listed by those who may not read its files
+        os.stat(f"{folder}/.")  # a user who may list a folder may still lack the permission to open its files
     except OSError as error:
         raise InputError(f"data folder {folder} cannot be listed: {error.strerror}; check its permissions") from error
     if empty:
@@ -383,7 +392,7 @@ def data_path(config: DataConfig) -> Path:
 
 
 def check_same_classes(train: tuple[str, ...], val: tuple[str, ...], where: Path | str) -> None:
-    """InputError naming the classes that only one split has."""
+    """Raises InputError if the classes differ. It names those that only one split has."""
     if train == val:
         return
     parts = []
@@ -408,13 +417,14 @@ def _user_data(config: DataConfig) -> tuple[Source, Source]:
     for part in made:
         _check_own(part)
         if isinstance(part, EncodedSource):
-            with contextlib.suppress(BadSample):  # reported when the loader meets it
+            with contextlib.suppress(BadSample):  # the loader will report it
                 _check_read(part, config.dataset)
     return made
 
 
 def _check_own(source: Source) -> None:
-    """InputError for what would otherwise fail, or train on wrong labels, in the middle of a run."""
+    """Raises InputError for mistakes in a user's own source that would otherwise fail in the middle of a run, or train
+    on wrong labels."""
     name, samples = source.name, len(source)
     if samples == 0 or samples != len(source.labels):
         raise InputError(f"{name} has {samples} samples and {len(source.labels)} labels; give one label per sample")
@@ -425,7 +435,7 @@ def _check_own(source: Source) -> None:
     checked_labels(name, source.labels, len(source.classes))
     check_colors(name, source.channels, source.mean, source.std)
     if not isinstance(source, ArraySource | EncodedSource):
-        with contextlib.suppress(BadSample):  # reported when the loader meets it
+        with contextlib.suppress(BadSample):  # the loader will report it
             image: Any = source.image(0)
             if not (
                 isinstance(image, np.ndarray)
@@ -447,12 +457,12 @@ def _check_read(source: EncodedSource, dataset: str) -> None:
 
 
 def _synthetic(config: DataConfig, split: str, samples: int) -> ArraySource:
-    """Random images, each with one label, so a network can learn them by heart."""
+    """Random images, each with one label, so that a network can memorise them."""
     if samples < 1 or config.classes < 1:
         raise InputError(f"synthetic {split} set of {samples} samples, {config.classes} classes: both must be positive")
     side = config.image_size
     distinct = min(samples, max(1, _SYNTHETIC_BYTES // (side * side * 3)))
-    # Constant keys: the set is data, so it does not change with the run's seed.
+    # The keys are constant: the set is data, so it must not change with the run's seed.
     images = np.random.default_rng([0x5EED, split == "val"]).integers(0, 256, (distinct, side, side, 3), dtype=np.uint8)
     return ArraySource(
         f"synthetic {split}",

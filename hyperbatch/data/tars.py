@@ -1,5 +1,5 @@
-"""What a tar holds, and whether it is whole. tarfile takes a block of zeros, or one that it cannot read, for the end of
-the archive."""
+"""Lists the files of a tar and checks that the tar is complete. The check is needed because tarfile takes a block of
+zeros, or one that it cannot read, for the end of the archive."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _PIECE_BYTES = 1 << 20
 
 
 def plain_files(file: IO[bytes]) -> Iterator[tuple[str, int, int]]:
-    """(name, offset, length) of every plain file, and after them of every further name of one (a hard link). Symbolic
-    links and devices are passed over. tarfile.TarError, ValueError or OverflowError for a tar that is not whole, or
-    has sparse files, whose bytes do not lie one after the other."""
-    names: dict[str, list[str]] = {}  # first name -> the others
+    """Yields (name, offset, length) of every regular file, and then of every hard link to one. Symbolic links and
+    devices are skipped. Raises tarfile.TarError, ValueError or OverflowError if the tar is incomplete or has sparse
+    files, whose bytes are not contiguous."""
+    names: dict[str, list[str]] = {}  # name of a file -> its hard links
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in _members(tar):
             if member.isreg() and not member.issparse():
@@ -26,7 +26,7 @@ def plain_files(file: IO[bytes]) -> Iterator[tuple[str, int, int]]:
         check_end(tar)
     if not names:
         return
-    file.seek(0)  # again, instead of keeping the place of every file for links that hardly any tar has
+    file.seek(0)  # a second pass, because few tars have hard links, and keeping the place of every file costs memory
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in _members(tar):
             if member.isreg() and not member.issparse():
@@ -38,13 +38,13 @@ def plain_files(file: IO[bytes]) -> Iterator[tuple[str, int, int]]:
 
 def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     while (member := tar.next()) is not None:
-        cast(Any, tar).members.clear()  # a large tar's would fill the memory
+        cast(Any, tar).members.clear()  # the list of a large tar would fill the memory
         yield member
 
 
 def check_end(tar: tarfile.TarFile) -> None:
-    """For a tar whose members have all been walked: tarfile.ReadError unless its end mark, and nothing but zeros,
-    follows the last of them. Whatever came after would be lost without a word."""
+    """Raises tarfile.ReadError unless the last member is followed by the end marker and then only by zeros. Data after
+    it would be lost silently. Call it after iterating over all members."""
     file = cast(IO[bytes], tar.fileobj)
     file.seek(tar.offset)
     if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):

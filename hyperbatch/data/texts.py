@@ -1,4 +1,4 @@
-"""What `hyperbatch data` says to people about a set: described, packed or verified."""
+"""Formats the results of `hyperbatch data` as text: of info, pack and verify."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def format_info(info: DataInfo) -> str:
     ]
     known = [
         i for i in range(len(titles)) if any(row[i] is not None for row in rows)
-    ]  # headers are read in packed sets
+    ]  # the sizes and unreadable headers are known for packed sets only
     table = text_table([titles[i] for i in known], [[row[i] for i in known] for row in rows])
     return "\n".join([f"{info.kind}, {info.classes:,} classes: {names}", "", *table])
 

@@ -1,12 +1,12 @@
-"""TrivialAugment (Mueller and Hutter, 2021; the "wide" space that torchvision and timm use): one operation on each
-training view, both it and its strength drawn uniformly.
+"""TrivialAugment (Mueller and Hutter, 2021; the "wide" space that torchvision and timm use): applies one operation to
+each training view. The operation and its strength are drawn uniformly.
 
     view, grey levels uint8[n, h, w, c] ──> rows by operation ──┬─ geometry    each pixel looks up its source pixel
                                                                 ├─ tables      each level looks up another level
                                                                 └─ blends      between the image and a degenerate one
 
-Plain torch operations on whole groups of rows, on whatever device the views lie. They give Pillow's pixels, which is
-what torchvision gives for images that a data set opens with Pillow. `rand_augment` draws from the same operations.
+These are plain torch operations on groups of rows, on the device of the views. They give the same pixels as Pillow, and
+therefore as torchvision for images that a data set opens with Pillow. `rand_augment` draws from the same operations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from hyperbatch.data.buffers import copy_to_device
 
-STRENGTHS = 31  # bins from nothing to the operation's range
+STRENGTHS = 31  # number of strengths, from no effect to the operation's maximum
 _LARGEST = {"shear": 0.99, "translate": 32.0, "rotate": 135.0, "enhance": 0.99}
 _POSTERIZE_BITS_LESS = 6
 
@@ -35,7 +35,7 @@ class Drawn(NamedTuple):
 
 
 def draw(uniforms: np.ndarray) -> Drawn:
-    """From float64[n, 3]: operation, strength, sign."""
+    """Draws from uniforms, float64[n, 3]: operation, strength, sign."""
     operations = (uniforms[:, 0] * len(OPERATIONS)).astype(np.int64)
     strengths = (uniforms[:, 1] * STRENGTHS).astype(np.int64)
     signs = np.where(uniforms[:, 2] < 0.5, -1.0, 1.0)
@@ -43,7 +43,7 @@ def draw(uniforms: np.ndarray) -> Drawn:
 
 
 def apply(levels: Tensor, drawn: Drawn) -> Tensor:
-    """The augmented views of uint8[n, h, w, c], 1 or 3 channels."""
+    """Returns the augmented views of uint8[n, h, w, c] with 1 or 3 channels."""
     out = levels.clone()
     for index, operation in enumerate(OPERATIONS.values()):
         rows = np.flatnonzero(drawn.operations == index)
@@ -54,11 +54,12 @@ def apply(levels: Tensor, drawn: Drawn) -> Tensor:
     return out
 
 
-# --- geometry: where each pixel comes from; black from outside
+# --- geometry: each pixel looks up its source pixel; pixels from outside the image are black
 
 
 def _moved(levels: Tensor, matrix: Tensor, offset: Tensor) -> Tensor:
-    """The pixel at the edge coordinates matrix (float64[n, 2, 2]) @ (x, y) + offset (float64[n, 2]) of each image."""
+    """Returns for each (x, y) the pixel at matrix (float64[n, 2, 2]) @ (x, y) + offset (float64[n, 2]) of its image, in
+    coordinates that are 0 at the image's edge."""
     n, height, width, channels = levels.shape
     x = torch.arange(width, dtype=torch.float64, device=levels.device) + 0.5
     y = torch.arange(height, dtype=torch.float64, device=levels.device)[:, None] + 0.5
@@ -96,7 +97,7 @@ def _translate_y(levels: Tensor, by: Tensor) -> Tensor:
 
 
 def _rotate(levels: Tensor, degrees: Tensor) -> Tensor:
-    """Around the centre, counter-clockwise."""
+    """Rotates around the centre, counter-clockwise."""
     height, width = levels.shape[1:3]
     cos, sin = torch.cos(degrees * (math.pi / 180)), torch.sin(degrees * (math.pi / 180))
     x, y = width / 2, height / 2
@@ -104,7 +105,7 @@ def _rotate(levels: Tensor, degrees: Tensor) -> Tensor:
     return _moved(levels, _matrix(cos, -sin, sin, cos), offset)
 
 
-# --- blends: degenerate + factor * (image - degenerate), cut off at 0 and 255 and rounded down
+# --- blends: degenerate + factor * (image - degenerate), clamped to [0, 255] and rounded down
 
 
 def _blend(degenerate: Tensor, levels: Tensor, strength: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ def _blend(degenerate: Tensor, levels: Tensor, strength: Tensor) -> Tensor:
 
 
 def _grey(levels: Tensor) -> Tensor:
-    """int32[n, h, w, 1], as Pillow weighs the channels."""
+    """Returns the grey levels, int32[n, h, w, 1], with Pillow's weights of the channels."""
     if levels.shape[3] == 1:
         return levels.int()
     red, green, blue = levels.int().split(1, dim=3)
@@ -135,7 +136,7 @@ def _contrast(levels: Tensor, strength: Tensor) -> Tensor:
 
 
 def _sharpness(levels: Tensor, strength: Tensor) -> Tensor:
-    """The degenerate image is smoothed, but for its outermost pixels."""
+    """The degenerate image is smoothed, except for its outermost pixels."""
     height, width = levels.shape[1:3]
     if min(height, width) < 3:
         return levels
@@ -165,10 +166,10 @@ def _auto_contrast(levels: Tensor, _: Tensor) -> Tensor:
 
 
 def _equalize(levels: Tensor, _: Tensor) -> Tensor:
-    """Each channel's levels become as evenly distributed as they can."""
+    """Equalizes the histogram of each channel."""
     n, height, width, channels = levels.shape
     flat = levels.permute(0, 3, 1, 2).reshape(n * channels, height * width)
-    # By sorting: counting by atomic additions is refused in deterministic runs.
+    # The levels are sorted, because counting them with atomic additions is not allowed in deterministic runs.
     ordered = flat.sort(dim=1).values.int().contiguous()
     values = torch.arange(256, dtype=torch.int32, device=levels.device).expand(n * channels, 256).contiguous()
     below = torch.searchsorted(ordered, values)  # pixels of lower levels
@@ -198,7 +199,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor] | None] = {
 
 
 def _argument_table() -> np.ndarray:
-    """float64[operations, strengths]"""
+    """Returns the arguments of the operations, float64[operations, strengths]."""
     steps = np.arange(STRENGTHS) / (STRENGTHS - 1)
     rows = {
         "Posterize": 8 - np.rint(steps * _POSTERIZE_BITS_LESS),

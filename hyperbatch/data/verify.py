@@ -1,6 +1,6 @@
-"""`hyperbatch data verify`: reads every sample of a packed set and holds tar, index, labels and manifest together.
+"""`hyperbatch data verify`: reads every sample of a packed set and compares tar, index, labels and manifest.
 
-Of a set at an address, each shard is fetched, checked and deleted again.
+If the set is at an address, each shard is fetched, checked and deleted again.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from hyperbatch.data.source import BadSample
 from hyperbatch.data.tars import check_end
 from hyperbatch.errors import InputError
 
-_MAX_PROBLEMS = 100  # lines that are kept; all are counted
-_FETCHED_AT_ONCE = 2  # shards of a set at an address
+_MAX_PROBLEMS = 100  # problems that are listed; all are counted
+_FETCHED_AT_ONCE = 2  # shards of a remote set that are fetched at the same time
 
 _NO_SAMPLES = np.zeros(0, [("length", np.int64)])  # the index of a shard that cannot be read
 
-Checked = tuple[list[str], np.ndarray]  # a line for each thing that is wrong with a shard, and its index
+Checked = tuple[list[str], np.ndarray]  # one line per problem of a shard, and its index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +43,14 @@ class VerifyReport:
     bytes: int
     problem_count: int
     problems: list[str]  # the first _MAX_PROBLEMS
-    notes: list[str]  # what could not be checked
+    notes: list[str]  # say what could not be checked
     to_dict = asdict
 
 
 def verify(folder: str | Path, *, decode: bool = False, progress: Progress | None = None) -> VerifyReport:
     """Reads every sample, in a folder or at an address: tar structure, index, labels, checksums, image header.
 
-    decode: decodes every image, too, which finds damage that was there before the set was packed.
+    decode: also decodes every image, which finds damage that existed before the set was packed.
     """
     manifest, check, threads = _opened(folder)
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
@@ -83,7 +83,7 @@ def verify(folder: str | Path, *, decode: bool = False, progress: Progress | Non
 
 
 def _opened(place: str | Path) -> tuple[Manifest, Callable[..., Checked], int | None]:
-    """(manifest, how a shard is checked, by how many threads)"""
+    """Returns (manifest, the function that checks a shard, the number of threads)."""
     if not is_address(place):
         return read_manifest(Path(place)), partial(_verify_shard, Path(place)), None
     packed = open_packed(Address(str(place), 0))
@@ -123,11 +123,11 @@ def _verify_shard(folder: Path, shard: Shard, *, classes: int, decode: bool) -> 
 
 
 def _compare(path: Path, content: mmap.mmap, index: np.ndarray, classes: int, decode: bool) -> list[str]:
-    """Walks the tar and holds it against the index; a line for each thing that differs."""
+    """Compares the members of the tar with the index. Returns one line per difference."""
     problems: list[str] = []
     rows = {int(offset): row for row, offset in enumerate(index["offset"])}
     images: dict[str, int] = {}  # key -> row
-    labels: dict[str, bytes] = {}  # key -> what its .cls says
+    labels: dict[str, bytes] = {}  # key -> content of its .cls
     last_key = ""
     try:
         with tarfile.open(path, "r:") as tar:

@@ -1,4 +1,5 @@
-"""resnet, alexnet, whitenet, vit, loss; nothing here knows of ranks, but a norm layer may be handed a process group."""
+"""Models and losses: resnet, alexnet, whitenet, vit. Models do not know about ranks; a norm layer may be given a
+process group."""
 
 from hyperbatch.models.build import create_from, create_model, model_names, pretrained_weights, without_values
 from hyperbatch.models.loss import Loss, binary_cross_entropy, mixed_cross_entropy, smoothed_cross_entropy

@@ -1,4 +1,4 @@
-"""AlexNet with batch norm in place of local response normalisation, and Tencent's variant with one more after pool5.
+"""AlexNet with batch norm instead of local response normalisation, and Tencent's variant with another norm after pool5.
 
 features:    conv 64 11x11/4 - pool - conv 192 5x5 - pool - conv 384 - conv 256 - conv 256 - pool5 [- bn]
 classifier:  dropout - 4096 - dropout - 4096 - classes
@@ -17,7 +17,7 @@ from hyperbatch.models.norm import BatchNorm2d
 if TYPE_CHECKING:
     from hyperbatch.models.fused_network import FusedNetwork
 
-POOL5_SIDE = 6  # pixels left of 224 (or 227)
+POOL5_SIDE = 6  # side of the output of pool5 for images of 224 (or 227) pixels
 
 
 class AlexNetBN(nn.Module):
@@ -62,7 +62,7 @@ class AlexNetBN(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
-    fused: FusedNetwork | None = None  # what training runs instead, see models.fused
+    fused: FusedNetwork | None = None  # the training path that replaces the layers, see models.fused
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and self.fused is not None and self.fused.can_run():

@@ -1,10 +1,11 @@
-"""Down-sampling that blurs first, so that a shift of the image by a pixel does not change which pixels are kept.
+"""Down-sampling that blurs first, so that the result hardly changes when the image is shifted by a pixel.
 
     strided convolution    blur, then the convolution with its stride
     max-pool               maximum with a stride of 1, then the blur with the pool's stride
 
-The blur is the fixed filter [1 2 1] x [1 2 1] / 16 in each channel, zeros outside (Zhang, arXiv 1904.11486; in this
-order as MosaicML's composer has it). Nothing is added to the state dict, so weights fit models with and without it.
+The blur is the fixed filter [1 2 1] x [1 2 1] / 16 in each channel, with zeros outside the image (Zhang, arXiv
+1904.11486; the order is that of MosaicML's composer). Nothing is added to the state dict, so weights fit models with
+and without it.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from torch.nn import functional as F
 
 
 def blur(x: Tensor, stride: int = 1) -> Tensor:
-    """[1 2 1] is [1 1] after [1 1]: two means over 2x2 pixels, of which the first sees the zeros outside.
+    """Blurs an image. [1 2 1] is [1 1] applied twice, so the blur is two means over 2x2 pixels, the first of which
+    reads the zeros outside.
 
-    `pad` adds the zeros because with `padding` torch's gradient is wrong on CUDA for channels-last tensors (pytorch
-    issue 188344).
+    The zeros are added by `pad`, because with `padding` torch's gradient is wrong on CUDA for channels-last tensors
+    (pytorch issue 188344).
     """
     return F.avg_pool2d(F.avg_pool2d(F.pad(x, (1, 1, 1, 1)), 2, stride=1), 2, stride=stride)
 
 
 class BlurConv2d(nn.Conv2d):
-    """A strided convolution of a blurred input. One of 1x1 needs no pixel between those that it keeps, so the stride is
-    that of its blur."""
+    """A strided convolution of a blurred input. A 1x1 convolution does not need the pixels that its stride skips, so
+    its blur takes over the stride."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, *, stride: int, padding: int, bias: bool) -> None:
         blur_stride = stride if (kernel, padding) == (1, 0) else 1
@@ -36,7 +38,7 @@ class BlurConv2d(nn.Conv2d):
 
 
 class BlurMaxPool2d(nn.MaxPool2d):
-    """A max-pool whose maxima are blurred before some are dropped."""
+    """A max-pool whose maxima are blurred before they are subsampled."""
 
     def forward(self, input: Tensor) -> Tensor:
         assert isinstance(self.stride, int)

@@ -1,4 +1,4 @@
-"""Models by name: built in, from timm, or the user's own."""
+"""Builds models by name: built-in ones, timm's, or the user's own."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ _VITS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-# Which of the two rates a built-in model takes
+# Which of the two rates each built-in model supports
 _DROPS = {**dict.fromkeys(_ALEXNETS, ("dropout",)), **dict.fromkeys(_VITS, ("dropout", "drop_path"))}
-# What models of others call them
+# The names of these arguments in timm's and users' models
 _DROP_NAMES = {"dropout": ("dropout", "drop_rate"), "drop_path": ("drop_path", "drop_path_rate")}
 
 
@@ -111,13 +111,13 @@ def create_model(
     elif is_foreign(name):
         model = adopt(foreign_model(name, classes, in_channels, zero_init_last_gamma, drops))
         if any(param.is_floating_point() and param.dtype != torch.float32 for param in model.parameters()):
-            model.float()  # as all models start: the precision that a run computes in is the run's choice
+            model.float()  # all models start in fp32; the run chooses the precision that it computes in
         for param in model.parameters():
-            param.data = param.data.contiguous()  # the elements of an expanded one share their memory
+            param.data = param.data.contiguous()  # the elements of an expanded tensor share memory
     else:
         raise InputError(f"unknown model {name!r}{nearest(name, model_names())}")
     for module in model.modules():
-        if isinstance(module, _BatchNorm):  # the defaults leave a foreign model its own
+        if isinstance(module, _BatchNorm):  # with the defaults, a foreign model keeps its own values
             module.momentum = module.momentum if bn_momentum == DEFAULT_BN_MOMENTUM else bn_momentum
             module.eps = module.eps if bn_eps == DEFAULT_BN_EPS else bn_eps
     if init == "dirac":
@@ -132,14 +132,15 @@ def foreign_model(
     zero_init_last_gamma: bool = False,
     drops: dict[str, float] | None = None,
 ) -> nn.Module:
-    """The model as its maker has it, with layers of torch's own. drops: rates of "dropout" and "drop_path"."""
+    """Builds timm's or the user's model unchanged, with torch's own layers. drops: rates of "dropout" and
+    "drop_path"."""
     if name.startswith(TIMM_MODEL):
         return _timm_model(name.removeprefix(TIMM_MODEL), classes, in_channels, zero_init_last_gamma, drops or {})
     return _own_model(name, classes, in_channels, zero_init_last_gamma, drops or {})
 
 
 def create_from(config: ModelConfig, *, classes: int, in_channels: int) -> nn.Module:
-    """The model of a config; weights that it takes from a file or from the data are not set yet."""
+    """Builds the model of a config. Weights that come from a file or from the data are not set yet."""
     return create_model(
         config.model,
         classes=classes,
@@ -156,12 +157,12 @@ def create_from(config: ModelConfig, *, classes: int, in_channels: int) -> nn.Mo
 
 
 def without_values(build: Callable[[], T]) -> T:
-    """What `build` returns, on torch's meta device, which allocates nothing; on the CPU if it needs numbers, as timm's
-    RegNets do."""
+    """Returns the result of `build` on torch's meta device, which allocates nothing, or on the CPU if `build` needs
+    numbers, as for timm's RegNets."""
     try:
         with torch.device("meta"):
             return build()
-    except Exception:  # of the device's, or of whatever is wrong on every device
+    except Exception:  # either the meta device fails, or `build` fails on every device
         return build()
 
 
@@ -175,7 +176,7 @@ def _timm() -> Any:
         import timm  # pyright: ignore[reportMissingImports]
     except (ImportError, RuntimeError) as error:
         reason, advice = str(error).splitlines()[0], "run pip install 'hyperbatch[timm]'"
-        if isinstance(error, RuntimeError):  # a torchvision that does not fit this torch
+        if isinstance(error, RuntimeError):  # torchvision was built for another torch
             advice = f"install the torchvision that was built for torch {torch.__version__}"
         raise InputError(f"timm cannot be imported ({reason}); {advice}") from error
     return timm
@@ -201,14 +202,15 @@ def _timm_model(
             if f"'{_DROP_NAMES[key][1]}'" in str(error):
                 raise _no_drop(key, rate, f"timm/{name}") from error
         raise InputError(f"model 'timm/{name}': {error}") from error
-    except RuntimeError as error:  # an unknown tag of weights, such as resnet18.a1
+    except RuntimeError as error:  # the tag of the weights is unknown, such as resnet18.a1
         reason = str(error).partition("\n")[0].rstrip(".")
         raise InputError(f"model 'timm/{name}' cannot be built: {reason}") from error
 
 
 def pretrained_weights(model: str, *, in_channels: int, fetch: bool = True) -> dict[str, Tensor]:
-    """timm's for one of its models, or for one of our ResNets, which have its names; with the head they were trained
-    with. fetch=False: their shapes alone (`without_values`)."""
+    """Returns timm's pretrained weights for one of its models, or for one of our ResNets, which have the same names.
+    They include the head that they were trained with. fetch=False: returns tensors without values
+    (`without_values`)."""
     name = model.removeprefix("timm/")
     if not model.startswith("timm/") and name not in ("resnet50d", *(f"resnet{depth}" for depth in IMAGENET_DEPTHS)):
         raise InputError(f"--init-from timm: timm has no weights for {model}; use --model timm/NAME or resnet50")
@@ -221,7 +223,7 @@ def pretrained_weights(model: str, *, in_channels: int, fetch: bool = True) -> d
     try:
         build = partial(timm.create_model, name, pretrained=fetch, in_chans=in_channels)
         return (build() if fetch else without_values(build)).state_dict()
-    except Exception as error:  # what a hub, a proxy or a cache raises
+    except Exception as error:  # a hub, a proxy or a cache may raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"--init-from timm: the weights of {name!r} cannot be fetched: {reason}") from error
 
@@ -261,7 +263,7 @@ def _own_model(
 
 
 def _check_modules(model: nn.Module, path: str) -> None:
-    """Raises InputError for one that holds modules whose weights cannot be handled one by one, or are not there yet."""
+    """Raises InputError if the model has modules whose weights cannot be accessed one by one, or do not exist yet."""
     for name, module in model.named_modules():
         what = f"model {path!r}: {name or 'the network'} is a {type(module).__name__}"
         if isinstance(module, torch.jit.ScriptModule):
@@ -272,18 +274,18 @@ def _check_modules(model: nn.Module, path: str) -> None:
                     f"{what}, whose size is not known before its first batch; give the number of its inputs, or run "
                     "the network once where it is built"
                 )
-            if param.is_meta and torch.get_default_device().type != "meta":  # where --dry-run builds it
+            if param.is_meta and torch.get_default_device().type != "meta":  # --dry-run builds it on the meta device
                 raise InputError(f"{what} on torch's meta device, without values; build it on the CPU")
 
 
 def _from_factory(build: Callable[..., Any], path: str, given: dict[str, Any], offered: dict[str, Any]) -> Any:
-    """The model of a factory that passes **kwargs on, as torchvision's do: nobody knows which names it takes.
+    """Calls a factory that passes **kwargs on, like torchvision's, so that its accepted names are unknown.
 
-    given: what it names itself. The class count is offered under both of its names, one after the other, with the
-    images' channels and without: Python says which argument was one too many.
+    given: the arguments that it declares itself. The number of classes is passed under each of its two names in turn,
+    with and without the number of channels. Python's TypeError says which argument was not accepted.
     """
     counts = [name for name in ("classes", "num_classes") if name in offered]
-    counts = [""] if any(name in given for name in counts) else counts  # it names one itself
+    counts = [""] if any(name in given for name in counts) else counts  # it declares one of the names itself
     for channels in ("in_channels", ""):
         for count in counts:
             more = {name: offered[name] for name in (count, channels) if name and name not in given}

@@ -1,6 +1,6 @@
-"""Depthwise convolutions that take our kernels where those are faster, forward and backward, compiled or not.
+"""Depthwise convolutions that use our kernels where these are faster, in forward and backward, compiled or not.
 
-DepthwiseConv2d -> torch.ops.hyperbatch.depthwise               for torch.compile, capture and autograd one operation
+DepthwiseConv2d -> torch.ops.hyperbatch.depthwise               one operation for torch.compile, capture and autograd
                        16 bit, on a GPU   the fastest of torch's convolution and `kernels.depthwise`, by shape
                        elsewhere          torch's convolution: the reference
 """
@@ -19,11 +19,11 @@ from hyperbatch.kernels import has_triton
 from hyperbatch.kernels.conv import by_fastest, channels_last
 from hyperbatch.models.layers import HALF_DTYPES, Conv2d, as_dtype
 
-SIDES = (3, 5, 7)  # of the square of taps that the kernels know
+SIDES = (3, 5, 7)  # filter sizes that the kernels support
 
 
 class DepthwiseConv2d(Conv2d):
-    """A convolution of each channel by itself, with a stride of 1 and an output of the input's size."""
+    """A convolution of each channel by itself, with a stride of 1 and an output of the same size as the input."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.weight.dtype not in HALF_DTYPES or not input.is_cuda or input.dim() != 4:
@@ -32,7 +32,7 @@ class DepthwiseConv2d(Conv2d):
 
 
 def is_depthwise(module: nn.Module) -> bool:
-    """Exactly torch's convolution, or ours, of a kind that the kernels know."""
+    """Whether the module is exactly torch's convolution, or ours, and has settings that the kernels support."""
     if not isinstance(module, nn.Conv2d) or type(module) not in (nn.Conv2d, Conv2d):
         return False
     side = module.kernel_size[0]
@@ -46,15 +46,15 @@ def is_depthwise(module: nn.Module) -> bool:
 
 
 def depthwise_layers(model: nn.Module) -> list[DepthwiseConv2d]:
-    """One of each kind that kernels are compiled for; none where they cannot be used."""
+    """Returns one layer of each kind for which kernels are compiled, or none if the kernels cannot be used."""
     layers = [module for module in model.modules() if isinstance(module, DepthwiseConv2d)]
     kinds = {(layer.weight.shape, layer.weight.dtype): layer for layer in layers if _has_kernels(layer.weight)}
     return list(kinds.values())
 
 
 def compile_depthwise(layers: list[DepthwiseConv2d]) -> None:
-    """Launches every variant of a kernel that these layers may take, on hardly any data: for inside of
-    `kernels.compile.compiling`, before a step meets them one after the other."""
+    """Launches every kernel variant that these layers may use, on very little data. Call it inside
+    `kernels.compile.compiling`; otherwise the first step would compile the variants one after the other."""
     from hyperbatch.kernels import depthwise
 
     for layer in layers:
@@ -92,7 +92,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     schema="(Tensor dz, Tensor weight, Tensor? added=None) -> Tensor",
 )
 def input_gradient(dz: Tensor, weight: Tensor, added: Tensor | None = None) -> Tensor:
-    """added: another gradient of the same input, as that of a shortcut (`models/depthwise_sums.py`)."""
+    """added: another gradient of the same input, such as that of a shortcut (`models/depthwise_sums.py`)."""
     dz, added = channels_last(dz), None if added is None else channels_last(added)
 
     def by_torch() -> Tensor:
@@ -116,7 +116,7 @@ def input_gradient(dz: Tensor, weight: Tensor, added: Tensor | None = None) -> T
     schema="(Tensor dz, Tensor x, Tensor weight, bool biased) -> (Tensor, Tensor)",
 )
 def weight_gradient(dz: Tensor, x: Tensor, weight: Tensor, biased: bool) -> tuple[Tensor, Tensor]:
-    """dw, and the bias's gradient in fp32: of no elements where there is none."""
+    """Returns dw and the bias's gradient in fp32, which is empty if there is no bias."""
     dz, x = channels_last(dz), channels_last(x)
 
     def by_torch() -> tuple[Tensor, Tensor]:

@@ -1,10 +1,11 @@
-"""A pass over compiled graphs: a depthwise convolution's input gradient takes the sum that follows it along.
+"""A pass over compiled graphs that merges the sum after a depthwise convolution's input gradient into its kernel.
 
     x ─┬─> depthwise ─> ... ─> + ─>          backward    dx = depthwise_input(dz, weight) + dy
        └───────────────────────┘             becomes     dx = depthwise_input(dz, weight, dy)
 
-In a residual block that begins with a depthwise convolution, as ConvNeXt's, the input's gradient is the sum of two.
-Added where one of them is made, it costs one more read instead of two reads and a write, and is rounded once.
+In a residual block that begins with a depthwise convolution, such as ConvNeXt's, the gradient of the input is the sum
+of two. If the kernel that makes one of them adds the other, the sum costs one read instead of two reads and a write,
+and it is rounded once.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any
 from torch import fx, ops
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from hyperbatch.models import depthwise  # which registers the operations
+from hyperbatch.models import depthwise  # the import registers the operations
 
 INPUT_GRADIENT = ops.hyperbatch.depthwise_input.default
 
 
 class SumsInDepthwise(CustomGraphPass):
-    """For inductor's option `post_grad_custom_post_pass`."""
+    """The pass, for inductor's option `post_grad_custom_post_pass`."""
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=INPUT_GRADIENT):
@@ -28,7 +29,7 @@ class SumsInDepthwise(CustomGraphPass):
             if total is not None and (other := _other_summand(total, node)) is not None:
                 with graph.inserting_before(total):
                     merged = graph.call_function(INPUT_GRADIENT, (*node.args[:2], other))
-                # All but what inductor noted about the arguments: there is one more.
+                # Inductor's note about the arguments is not copied, because there is one more argument now.
                 merged.meta = {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
                 total.replace_all_uses_with(merged)
                 graph.erase_node(total)
@@ -39,7 +40,8 @@ class SumsInDepthwise(CustomGraphPass):
 
 
 def _other_summand(total: fx.Node, node: fx.Node) -> fx.Node | None:
-    """What `total` adds to the node, if it is a plain sum of two tensors alike and nobody else needs the node."""
+    """Returns the other summand if `total` is a plain sum of the node and a tensor of the same shape and dtype, and
+    nothing else uses the node. Otherwise returns None."""
     if total.target is not ops.aten.add.Tensor or total.kwargs or len(node.users) != 1 or len(node.args) != 2:
         return None
     others = [arg for arg in total.args if isinstance(arg, fx.Node) and arg is not node]

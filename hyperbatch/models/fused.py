@@ -1,8 +1,9 @@
 """Switches a ResNet (ours or timm's), AlexNet-BN or whitening network to its fused training path.
 
-fuse(model)      after its arena is built; from then on model(images) in training mode runs the fused kernels
+fuse(model)      call it after the arena is built; from then on, model(images) in training mode runs the fused kernels
 
-Parameters, buffers, names and the state dict stay as they are; evaluation stays on the plain path, the reference.
+Parameters, buffers, names and the state dict do not change. Evaluation still uses the plain path, which is the
+reference.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from hyperbatch.models.resnet import BasicBlock, Bottleneck, ResNet
 from hyperbatch.models.timm_resnet import PARTS, gates, is_timm_resnet, timm_types, why_not_as_a_whole, with_fused
 from hyperbatch.models.whitenet import ConvGroup, ConvUnit, WhiteNet
 
-# What the kernels take the place of. A subclass may compute something else. Identity: where there is no max-pool.
+# The types of modules that the kernels replace. Subclasses are not accepted, because they may compute something else.
+# An Identity takes the place of a missing max-pool.
 TYPES = (nn.Conv2d, Conv2d, BatchNorm2d, nn.ReLU, nn.MaxPool2d, nn.Identity, nn.Sequential, BasicBlock, Bottleneck)
 RESNET_TYPES = (*TYPES, BlurConv2d, BlurMaxPool2d, nn.AvgPool2d)
-TIMM_TYPES = (*TYPES, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Flatten)  # and timm's own
+TIMM_TYPES = (*TYPES, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Flatten)  # timm's own types are added to these
 UNIT_TYPES = (nn.Conv2d, BatchNorm2d, nn.SiLU, nn.GELU, nn.MaxPool2d, nn.Identity, ConvUnit, ConvGroup)
 
 
@@ -52,7 +54,7 @@ def why_not_fused(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
         types = UNIT_TYPES if isinstance(model, WhiteNet) else RESNET_TYPES if isinstance(model, ResNet) else TYPES
     for part in fused_parts(model):
         for name, module in model.get_submodule(part).named_modules(prefix=part):
-            # A ResNet's frozen blocks run as they are.
+            # A ResNet's frozen blocks are allowed: they run their own layers.
             if keeps_statistics(module) and isinstance(model, AlexNetBN | WhiteNet):
                 return f"{name} is frozen"
             reason = _why_not(name, module, types)
@@ -62,7 +64,8 @@ def why_not_fused(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
 
 
 def fused_parts(model: nn.Module) -> tuple[str, ...]:
-    """Names of what the kernels take the place of: all but the head, and a first layer that is not always replaced."""
+    """Returns the names of the parts that the kernels replace: all but the head, and but a first layer that is not
+    always replaced."""
     if isinstance(model, WhiteNet):
         return model.groups
     if isinstance(model, AlexNetBN):
@@ -71,14 +74,14 @@ def fused_parts(model: nn.Module) -> tuple[str, ...]:
 
 
 def _why_not(name: str, module: nn.Module, types: tuple[type[nn.Module], ...]) -> str | None:
-    """The same for one module: the kernels run in its place, whatever its own forward is."""
-    if ".se." in name:  # of a squeeze-excite, which is looked at as a whole
+    """`why_not_fused` for one module. It is needed because the kernels replace the module's own forward."""
+    if ".se." in name:  # part of a squeeze-excite, which is checked as a whole
         return None
     if name.endswith(".se") and type(module) in types:
         return None if gates(module) else f"{name} uses an unsupported gate"
     if type(module) is nn.BatchNorm2d:
         return f"{name} has running statistics that the kernels do not support"
-    averages = name.endswith(".downsample.0")  # in the shortcut of a ResNet-D
+    averages = name.endswith(".downsample.0")  # the average pool in the shortcut of a ResNet-D
     is_nothing = averages or name.rpartition(".")[2] in ("maxpool", "pool", "drop_block", "aa")
     misplaced = (
         (type(module) is nn.Identity and not is_nothing)
@@ -114,7 +117,7 @@ def _why_not(name: str, module: nn.Module, types: tuple[type[nn.Module], ...]) -
 
 
 def _averages_by_two(pool: nn.AvgPool2d) -> bool:
-    """The mean of each 2x2 pixels, or of those that are left at an edge."""
+    """Whether the pool takes the mean of every 2x2 pixels, or of those that remain at an edge."""
     sides = [
         side if isinstance(side, tuple) else (side, side) for side in (pool.kernel_size, pool.stride, pool.padding)
     ]
@@ -122,12 +125,14 @@ def _averages_by_two(pool: nn.AvgPool2d) -> bool:
 
 
 def is_large_enough(properties: Any) -> bool:
-    """A device's properties, as torch tells them (not each version tells all): the largest tiles take 147 KB."""
+    """Whether a device has enough shared memory: the largest tiles take 147 KB. properties: those that torch returns;
+    not every version of torch reports all of them."""
     return properties.major >= 8 and getattr(properties, "shared_memory_per_block_optin", 1 << 20) >= 160 << 10
 
 
 def _takes(channels: int) -> bool:
-    """Whether 8 divides them, and blocks of at most 64 channels, a power of two, make no more than 64 of them."""
+    """Whether the kernels support this number of channels: it must be divisible by 8, and at most 64 blocks of at most
+    64 channels, a power of two, must cover it."""
     return channels % 8 == 0 and channels // min(64, channels & -channels) <= 64
 
 

@@ -1,16 +1,17 @@
 """The layers of ResNet and AlexNet-BN in fused 16-bit kernels, for training. Reference: the models' own layers.
 
-One autograd function per residual block, so that its gradients are there, and can travel, as soon as its backward is
-done; weight gradients are written where the arena keeps them.
+There is one autograd function per residual block, so that its gradients are ready to be exchanged as soon as its
+backward is done. Weight gradients are written directly into the arena.
 
     x ─┬─ conv norm relu ─ [blur] conv norm relu ─ conv norm ─ [gate] ─(+)─ relu ─ out
        └───────────── [mean of 2x2, or blur] [conv norm] ───────────────┘
 
-Kept for backward: inputs and outputs of the convolutions, and one bit per element of out. The widest tensor, the output
-of the last 1x1 convolution, is not kept: its norm follows from the moments of its input (`kernels.norm.product`).
+Saved for backward are the inputs and outputs of the convolutions, and one bit per element of out. The widest tensor,
+the output of the last 1x1 convolution, is not saved: its norm follows from the moments of its input
+(`kernels.norm.product`).
 
-The gradient of the shortcut does not pass through autograd, which would spend a pass on adding it: it is handed to the
-block before, whose backward reads both parts anyway.
+The gradient of the shortcut does not pass through autograd, which would need a pass over memory to add it. It is handed
+to the previous block, whose backward reads both parts anyway.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from hyperbatch.models.blur import BlurConv2d
 from hyperbatch.models.fused_gate import Gate, Opened
 from hyperbatch.models.norm import BatchNorm2d, gather_rows, pool_moments
 
-# A convolution's output from which on its norm is taken from the moments of the input: measured on an H200, 26 MB win
-# 2 % of a step of batch 16, 17 MB lose 3 % of one of batch 42.
+# The size of a convolution's output from which on its norm is computed from the moments of the input. Measured on an
+# H200: with 26 MB, this saves 2 % of a step of batch 16; with 17 MB, it costs 3 % of a step of batch 42.
 BY_MOMENTS_BYTES = 24 << 20
-BY_MOMENTS_CHANNELS = 256  # of that input at most: its moments are a matrix of the square of them
+BY_MOMENTS_CHANNELS = 256  # the most channels of that input, because its moments are a channels x channels matrix
 
 
 class ConvNorm:
@@ -53,7 +54,8 @@ class ConvNorm:
         return self._parameters or (self.conv.weight, self.norm.weight, self.norm.bias)
 
     def of_forward(self, parameters: Sequence[Tensor]) -> ConvNorm:
-        """For its backward: the modules may hold other parameters by then (torch.func.functional_call)."""
+        """Returns a copy for backward with the parameters of forward, because the modules may hold other parameters by
+        then (torch.func.functional_call)."""
         return ConvNorm(self.conv, self.norm, self.counters, parameters)
 
     @property
@@ -62,24 +64,24 @@ class ConvNorm:
         return self.norm.norm_group is not None
 
     def statistics(self, z: Tensor) -> Tensor:
-        """coef of the norm for the convolution's output z."""
+        """Returns the norm's coef for the convolution's output z."""
         coef = kernels.statistics(z, self.norm, self.counters, local=self.shared)
         return share_statistics(coef, kernels.matrix(z)[0], self.norm) if self.shared else coef
 
     def image_statistics(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """(coef, mean of z over the pixels of each image)."""
+        """Returns (coef, mean of z over the pixels of each image)."""
         coef, means = gated.image_statistics(z, self.norm, self.counters, local=self.shared)
         return (share_statistics(coef, kernels.matrix(z)[0], self.norm) if self.shared else coef), means
 
     def norm_relu(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """(relu(norm(z)), coef)."""
+        """Returns (relu(norm(z)), coef)."""
         if not self.shared:
             return kernels.norm_relu(z, self.norm, self.counters)
         coef = self.statistics(z)
         return kernels.normalise(z, coef), coef
 
     def norm_join(self, z: Tensor, shortcut: Tensor, shortcut_coef: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(relu(norm(z) + shortcut), its bits, coef)."""
+        """Returns (relu(norm(z) + shortcut), its bits, coef)."""
         if not self.shared:
             return kernels.norm_join(z, self.norm, self.counters, shortcut, shortcut_coef)
         coef = self.statistics(z)
@@ -91,7 +93,7 @@ class ConvNorm:
         return kernels.NormGradients(back, new_grad(scale), new_grad(shift), local=self.shared)
 
     def norm_relu_backward(self, dy: Tensor, z: Tensor, coef: Tensor) -> tuple[Tensor, kernels.NormGradients]:
-        """dz from the gradient of relu(norm(z)), and the norm's own gradients."""
+        """Returns dz, computed from the gradient of relu(norm(z)), and the norm's own gradients."""
         grads = self.new_gradients()
         if not self.shared:
             return kernels.norm_relu_backward(dy, z, coef, grads, self.counters), grads
@@ -100,15 +102,15 @@ class ConvNorm:
         return kernels.apply_gradient(dy, z, coef, grads.back, relu=True), grads
 
     def by_moments(self, x: Tensor) -> bool:
-        """Whether the norm of the convolution's output is taken from the moments of its input: a product whose output
-        is large, of channels that the kernels can take."""
+        """Whether the norm of the convolution's output is computed from the moments of its input. The convolution must
+        be a matrix product with a large output and numbers of channels that the kernels support."""
         n, c = self.conv.weight.shape[:2]
         large = x.numel() // c * n * x.element_size() >= BY_MOMENTS_BYTES
         powers = n & (n - 1) == 0 and c & (c - 1) == 0 and 16 <= c <= BY_MOMENTS_CHANNELS
         return large and powers and not self.shared and convolution.is_product(self.conv)
 
     def statistics_of_product(self, x: Tensor, z: Tensor) -> Tensor | ProductNorm:
-        """Of z = conv(x), from x where that is cheaper."""
+        """Returns the statistics of z = conv(x), computed from x if that is cheaper."""
         if not self.by_moments(x):
             return self.statistics(z)
         return product_statistics(x, self.conv.weight, self.norm, self.counters)
@@ -121,9 +123,10 @@ class ConvNorm:
 
 
 def saved_by(ctx: Any, layers: Sequence[ConvNorm]) -> tuple[list[ConvNorm], list[Any]]:
-    """The layers with the parameters that they had in forward, and the other saved tensors.
+    """Returns the layers with the parameters that they had in forward, and the other saved tensors.
 
-    Those are in channels-last memory: hooks that keep them elsewhere may bring them back in another layout.
+    These are converted to channels-last memory, because hooks that store saved tensors elsewhere may return them in
+    another layout.
     """
     saved = ctx.saved_tensors
     return (
@@ -141,13 +144,13 @@ class Shrink:
     """How a shortcut halves its input before its convolution."""
 
     forward: Callable[[Tensor], Tensor]
-    handed: type[kernels.OfMeans | kernels.OfBlurred]  # its gradient, where another kernel reads it
-    backward: Callable[[Tensor, Tensor], Tensor]  # from that of its output, and a tensor of the input's size
+    handed: type[kernels.OfMeans | kernels.OfBlurred]  # wraps the output's gradient, for another kernel to read
+    backward: Callable[[Tensor, Tensor], Tensor]  # (gradient of the output, a tensor of the input's size)
 
 
 class Handover:
-    """Brings the gradient of a block's output that came through the next block's shortcut: of all its pixels, or, if
-    the shortcut has a stride of 2, of the even ones, of means or of a blur."""
+    """Passes on the gradient of a block's output that comes through the next block's shortcut. It is the gradient of
+    all pixels or, if the shortcut has a stride of 2, of the even pixels, of means or of a blur."""
 
     gradient: kernels.Handed | None = None
 
@@ -157,7 +160,8 @@ class Handover:
 
 
 class Residual(torch.autograd.Function):
-    """out = relu(path(x) + shortcut(x)) of one block. dy is the gradient of out, less what the handover brings."""
+    """out = relu(path(x) + shortcut(x)) of one block. dy is the gradient of out, without the part that the handover
+    passes on."""
 
     @staticmethod
     def forward(
@@ -165,7 +169,7 @@ class Residual(torch.autograd.Function):
     ) -> Tensor:
         depth, layers = len(block.path), block.layers
         inputs, outputs = [x], [x] * len(layers)
-        norms: list[Any] = [None] * len(layers)  # a coef, or what a norm of a product keeps
+        norms: list[Any] = [None] * len(layers)  # a coef, or a ProductNorm
         moments = None
         for i, layer in enumerate(block.path[:-1]):
             if isinstance(layer.conv, BlurConv2d):
@@ -198,7 +202,7 @@ class Residual(torch.autograd.Function):
             norms[end] = product_statistics(moments, last.conv.weight, last.norm, block.counters)
             out, bits = kernels.join(outputs[end], norms[end].coef, shortcut, shortcut_coef, follows=True)
 
-        # The output of a product whose norm knows its moments is not needed again.
+        # The output of a product is not needed again if its norm was computed from moments.
         products = [norm if isinstance(norm, ProductNorm) else None for norm in norms]
         ctx.save_for_backward(
             *parameters,
@@ -226,7 +230,7 @@ class Residual(torch.autograd.Function):
         grads: list[Any] = [None] * len(layers)
         weights: list[Any] = [None] * len(layers)
 
-        # The sum: its gradient g goes down both branches, through the norms at their ends.
+        # The gradient g of the sum enters both branches, through the norms at their ends.
         ends = range(depth - 1, len(layers))
         for i in ends:
             grads[i] = layers[i].new_gradients()
@@ -238,7 +242,8 @@ class Residual(torch.autograd.Function):
             g, sum_g, dzs, of_gate = block.gated_backward(dy, ctx.after.take(), bits, branches, opened, of_gate)
 
         def through(i: int, x: Tensor) -> Tensor:
-            """The gradient of x, the input of the layer at an end; leaves that of its weight."""
+            """Returns the gradient of x, the input of the layer at the end of a branch, and stores the weight's
+            gradient in `weights`."""
             if i in plain:
                 dz = dzs[plain.index(i)]
                 weights[i] = layers[i].weight_gradient(dz, x)
@@ -259,7 +264,7 @@ class Residual(torch.autograd.Function):
             weights[i] = layers[i].weight_gradient(dz, inputs[i])
             d = layers[i].input_gradient(dz, inputs[i])
             if isinstance(layers[i].conv, BlurConv2d):
-                d = blur(d)  # which is its own gradient
+                d = blur(d)  # the blur is symmetric, so its gradient is the same blur
         shrink = block.shrink
         if ctx.before is not None:
             ctx.before.gradient = through_shortcut if shrink is None else shrink.handed(through_shortcut)
@@ -270,7 +275,7 @@ class Residual(torch.autograd.Function):
 
 
 class ConvNormPool(torch.autograd.Function):
-    """relu(norm(conv(x))), and a max-pool after it when there is a window."""
+    """relu(norm(conv(x))), followed by a max-pool if there is a window."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: ConvNorm, window: dict[str, int] | None, *parameters: Tensor) -> Tensor:
@@ -304,7 +309,7 @@ class ConvNormPool(torch.autograd.Function):
 
 
 class Blur(torch.autograd.Function):
-    """The blur with a stride of 2, after a pool."""
+    """The blur with a stride of 2 that follows a pool."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -342,11 +347,12 @@ class FusedBlock:
 
     @property
     def layers(self) -> list[ConvNorm]:
-        """Those of the path, then the shortcut's."""
+        """The layers of the path, then that of the shortcut."""
         return self.path if self.shortcut is None else [*self.path, self.shortcut]
 
     def split_gate(self, kept: list[Any]) -> tuple[list[Tensor], Opened | None, list[Any]]:
-        """(parameters of the gate, what else it keeps, the rest) of what a forward has saved behind its layers."""
+        """Splits the tensors that forward saved after those of its layers into (parameters of the gate, its other
+        tensors, the rest)."""
         if self.gate is None:
             return [], None, kept
         count = len(self.gate.parameters)
@@ -361,7 +367,7 @@ class FusedBlock:
         opened: Opened,
         parameters: list[Tensor],
     ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-        """(g, sums of its columns, dz of each branch, gradients of the gate); the first branch is gated."""
+        """Returns (g, its column sums, dz of each branch, gradients of the gate). The first branch is the gated one."""
         assert self.gate is not None
         first, *others = branches
         g, sums, of_images = gated.reduce_gated(dy, bits, branches, self.counters, dy2=dy2)
@@ -377,7 +383,7 @@ class FusedBlock:
     def join_backward(
         self, dy: Tensor, dy2: kernels.Handed | None, bits: Tensor, branches: list[kernels.Branch]
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """(g, sums of its columns, dz of each branch)."""
+        """Returns (g, its column sums, dz of each branch)."""
         if not self.path[-1].shared:
             return kernels.join_backward(dy, bits, branches, self.counters, dy2=dy2)
         g, sums = kernels.reduce_joined_gradient(dy, bits, branches, self.counters, dy2=dy2)
@@ -393,8 +399,8 @@ class FusedBlock:
 
 
 def means_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x from that of its means, for a block that hands nothing over: there are few, torch's own is
-    good enough."""
+    """Returns the gradient of x from that of its means, for a block without a handover. There are few of these, so
+    torch's own operation is good enough."""
     return torch.ops.aten.avg_pool2d_backward(dy, x, [2, 2], [2, 2], [0, 0], True, False, None)
 
 
@@ -408,8 +414,8 @@ BY_BLUR = Shrink(forward=functools.partial(blur, stride=2), handed=kernels.OfBlu
 
 
 def new_grad(param: Tensor) -> Tensor:
-    """Where to write a gradient of this parameter: in its arena, from where it need not be moved, or in new memory,
-    when a gradient is in the arena already."""
+    """Returns the tensor to write a gradient of this parameter to: its place in the arena, so that it need not be
+    copied, or new memory if the arena already holds a gradient."""
     place = getattr(param, "place_of_grad", None)
     view = place() if place is not None and param.grad is None else None
     return torch.empty_like(param) if view is None else view
@@ -419,7 +425,7 @@ def new_grad(param: Tensor) -> Tensor:
 
 
 def share_statistics(coef: Tensor, rows: int, norm: BatchNorm2d) -> Tensor:
-    """coef over all ranks of the norm's group, from one that holds this rank's mean and variance."""
+    """Returns coef over all ranks of the norm's group, from a coef with this rank's mean and variance."""
     assert norm.norm_group is not None
     mean, var = coef[0], coef[1]
     own = torch.cat([mean, var, mean.new_full((1,), rows)])
@@ -427,12 +433,12 @@ def share_statistics(coef: Tensor, rows: int, norm: BatchNorm2d) -> Tensor:
     norm.blend_running(mean, var, count)
     rstd = torch.rsqrt(var + norm.eps)
     scale = norm.weight.detach() * rstd
-    # One row more than a rank's own: how many samples the statistics are of.
+    # Compared with the coef of a single rank, there is one more row: the number of samples of the statistics.
     return torch.stack([mean, rstd, scale, norm.bias.detach() - mean * scale, count.expand_as(mean)])
 
 
 def share_sums(grads: kernels.NormGradients, coef: Tensor, norm: BatchNorm2d) -> None:
-    """Fills `back`; the parameters' gradients stay those of this rank's samples."""
+    """Fills `back` with values over the norm's group. The parameters' gradients remain those of this rank's samples."""
     assert norm.norm_group is not None
     sums = torch.stack([grads.bias, grads.weight])
     dist.all_reduce(sums, group=norm.norm_group.process_group)

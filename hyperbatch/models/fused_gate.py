@@ -1,8 +1,8 @@
-"""Squeeze-excite before the sum of a fused block: what is small of it, one value for each image and channel.
+"""The small part of a squeeze-excite before the sum of a fused block: it has one value per image and channel.
 
     means of x ── norm ── s ── fc1 ── relu ── h ── fc2 ── sigmoid ── gate        the rest: kernels/norm/gated.py
 
-Products run in the working precision, with biases added in fp32. Reference: timm's SEModule.
+Products run in the working precision, and biases are added in fp32. Reference: timm's SEModule.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 
 
 class Opened(NamedTuple):
-    """What backward needs of a gate."""
+    """The tensors of a gate that backward needs."""
 
-    means: Tensor  # fp32 [n, c]: of the convolution's output, before its norm
-    s: Tensor  # [n, c]: of its norm, in the working precision, as h
+    means: Tensor  # fp32 [n, c]: means of the convolution's output, before its norm
+    s: Tensor  # [n, c]: means after the norm; in the working precision, like h
     h: Tensor
     gate: Tensor  # fp32 [n, c]
 
@@ -46,11 +46,11 @@ class Gate:
         parameters: Sequence[Tensor],
         grads: Sequence[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
-        """(ds in fp32, grads). of_images: of each image sums of g and g * (x - mean). grads: memory for the parameters'
-        gradients."""
+        """Returns (ds in fp32, grads). of_images: the sums of g and of g * (x - mean) for each image. grads: memory for
+        the parameters' gradients."""
         (w1, _, w2, _), (_, s, h, gate) = parameters, opened
         mean, scale, shift = coef[0], coef[2], coef[3]
-        # norm(x) is scale * (x - mean), and what the norm makes of the mean.
+        # norm(x) = scale * (x - mean) + norm(mean).
         dgate = of_images[1] * scale + of_images[0] * (shift + scale * mean)
         wide = dgate * gate * (1 - gate)
         narrow = wide.to(h.dtype)

@@ -1,5 +1,5 @@
-"""The mean over pixels and the linear layer that end a fused network. Their gradient stays one value for each image and
-channel, for the block before to spread. Reference: fc(x.mean((2, 3))).
+"""The mean over pixels and the linear layer at the end of a fused network. The gradient remains one value per image and
+channel, which the previous block spreads over the pixels. Reference: fc(x.mean((2, 3))).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hyperbatch.models.fused_blocks import new_grad
 
 
 class MeanOfPixels(torch.autograd.Function):
-    """x.mean((2, 3)), whose gradient stays one value per image and channel for the block before to spread."""
+    """x.mean((2, 3)), whose gradient remains one value per image and channel, for the previous block to spread."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -29,8 +29,9 @@ class MeanOfPixels(torch.autograd.Function):
 
 
 class Classify(torch.autograd.Function):
-    """fc(x.mean((2, 3))) in few kernels: an fp32 bias is added as it is, and widens the logits; the gradient of x is
-    divided by the number of pixels in the product that makes it, and stays one value per image and channel."""
+    """fc(x.mean((2, 3))) in few kernels. An fp32 bias is not rounded, and makes the logits fp32. The product that
+    computes the gradient of x also divides it by the number of pixels. The gradient remains one value per image and
+    channel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -47,5 +48,5 @@ class Classify(torch.autograd.Function):
         db = torch.sum(dy, 0, out=new_grad(bias))
         dy = dy.to(weight.dtype)
         dw = torch.mm(dy.t(), mean, out=new_grad(weight))
-        dx = torch.addmm(mean, dy, weight, beta=0, alpha=1 / (h * w))  # of the mean, its shape alone
+        dx = torch.addmm(mean, dy, weight, beta=0, alpha=1 / (h * w))  # beta=0: only the shape of the mean is used
         return dx.view(n, c, 1, 1).expand(ctx.shape), dw, db

@@ -1,6 +1,6 @@
-"""The training path of a whole ResNet or AlexNet-BN in the layers of `models.fused_blocks`, and when it can run.
+"""The training path of a whole ResNet or AlexNet-BN, built from `models.fused_blocks`, and when it can run.
 
-model(images) in training mode ─ can_run? ─┬─ yes: FusedNetwork    kernels in the place of all layers but the head
+model(images) in training mode ─ can_run? ─┬─ yes: FusedNetwork    kernels replace all layers but the head
                                            └─ no: model.forward    hooks, norms that keep their statistics, ...
 """
 
@@ -25,9 +25,9 @@ from hyperbatch.models.norm import BatchNorm2d, keeps_statistics
 
 
 class FusedNetwork:
-    """The training path of a model, in the place of its own layers up to its head."""
+    """The training path of a model, which replaces the model's own layers up to its head."""
 
-    norms: list[BatchNorm2d]  # of the layers, as often as they are used
+    norms: list[BatchNorm2d]  # norms of the layers; a shared one is listed once for each use
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -38,12 +38,13 @@ class FusedNetwork:
         self.hooks = [hooks for module in modules for hooks in _hooks_of(module)]
 
     def can_run(self) -> bool:
-        """Whether the kernels compute what the modules would: nobody has changed these or listens to them, and norms
-        take the statistics of the batch into running ones."""
+        """Whether the kernels compute the same as the modules: the modules are unchanged and have no hooks, and the
+        norms update their running statistics with those of the batch."""
         return self._is_untouched() and all(norm.training and norm.momentum is not None for norm in self.norms)
 
     def can_evaluate(self, images: Tensor) -> bool:
-        """The same of `evaluate`, where there is one: norms take their running statistics, nobody needs a gradient."""
+        """`can_run` for `evaluate`, if the network has it: norms use their running statistics, and no gradient is
+        needed."""
         here = images.device == self.counters.device == next(self.model.parameters()).device
         running = not any(norm.training or norm.running_mean is None for norm in self.norms)
         return here and running and not torch.is_grad_enabled() and self._is_untouched()
@@ -59,20 +60,21 @@ class FusedNetwork:
         if self.counters.device != images.device:  # the model has moved
             self.__init__(self.model)
         _count_batch(self.norms)
-        with torch.cuda.device_of(images):  # Triton launches on the current device, wherever the tensors are
+        with torch.cuda.device_of(images):  # Triton launches on the current device, which may not be the tensors' one
             return self.logits(images)
 
     def logits(self, images: Tensor) -> Tensor:
         raise NotImplementedError
 
     def evaluate(self, images: Tensor) -> Tensor:
-        """What the model's own layers compute in evaluation mode."""
+        """Computes what the model's own layers compute in evaluation mode."""
         raise NotImplementedError
 
 
 class FusedResNet(FusedNetwork):
-    """What the forward of a ResNet, ours or timm's, computes in training mode. A stem or block with norms that keep
-    their statistics, as frozen ones do, runs as it is: the kernels take those of the batch."""
+    """Computes what the forward of a ResNet, ours or timm's, computes in training mode. A stem or block whose norms
+    keep their statistics, such as a frozen one, runs its own layers, because the kernels use the statistics of the
+    batch."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -108,7 +110,7 @@ class FusedResNet(FusedNetwork):
             if isinstance(block, FusedBlock):
                 x, handover = block(x, handover)
             else:
-                x, handover = convolution.channels_last(block(x)), None  # autograd brings all of the gradient back
+                x, handover = convolution.channels_last(block(x)), None  # autograd returns the whole gradient
         fc = self.model.fc
         if _is_plain(fc):
             return to_logits(Classify.apply(x, fc.weight, fc.bias))
@@ -116,7 +118,7 @@ class FusedResNet(FusedNetwork):
 
 
 class FusedAlexNet(FusedNetwork):
-    """What `AlexNetBN.forward` computes in training mode: each convolution with its norm, ReLU and pool."""
+    """Computes what `AlexNetBN.forward` computes in training mode: each convolution with its norm, ReLU and pool."""
 
     def __init__(self, model: AlexNetBN) -> None:
         super().__init__(model)
@@ -128,7 +130,7 @@ class FusedAlexNet(FusedNetwork):
                 assert isinstance(norm, BatchNorm2d)
                 self.layers.append((ConvNorm(module, norm, self.counters), _window(follower)))
         last = modules[-1]
-        self.last_norm = last if isinstance(last, BatchNorm2d) else None  # of 6x6 pixels: torch's own will do
+        self.last_norm = last if isinstance(last, BatchNorm2d) else None  # of 6x6 pixels: torch's own is fast enough
         self.norms = [layer.norm for layer, _ in self.layers]
 
     def logits(self, images: Tensor) -> Tensor:
@@ -139,8 +141,8 @@ class FusedAlexNet(FusedNetwork):
 
 
 def _stem(modules: list[nn.Module], counters: Tensor) -> list[ConvNorm]:
-    """Its convolutions with their norms, each before a ReLU; none, where it runs as it is. modules: up to the pool, in
-    whose place timm's ResNet-RS has a convolution, norm and ReLU more."""
+    """Returns the stem's convolutions with their norms, each followed by a ReLU, or an empty list if the stem runs its
+    own layers. modules: those up to the pool, which timm's ResNet-RS replaces by another convolution, norm and ReLU."""
     layers: list[Any] = [layer for m in modules for layer in (m if isinstance(m, nn.Sequential) else (m,))]
     if not isinstance(modules[-1], nn.Sequential):
         layers.pop()
@@ -152,7 +154,8 @@ def _stem(modules: list[nn.Module], counters: Tensor) -> list[ConvNorm]:
 
 
 def _window(module: nn.Module) -> dict[str, int] | None:
-    """Of the max-pool after a ReLU, if there is one. The stride of one that blurs is that of the blur."""
+    """Returns the window of the max-pool after a ReLU, or None if there is none. In a BlurMaxPool2d, the blur has the
+    stride, so the window has a stride of 1."""
     if not isinstance(module, nn.MaxPool2d):
         return None
     kernel, stride, padding = module.kernel_size, module.stride, module.padding
@@ -165,13 +168,14 @@ def _window(module: nn.Module) -> dict[str, int] | None:
 
 
 def _is_plain(fc: nn.Module) -> bool:
-    """A linear layer whose forward nobody has changed or listens to."""
+    """Whether the layer is a linear layer with a bias, an unchanged forward and no hooks."""
     plain = type(fc) in (nn.Linear, Linear) and fc.bias is not None and "forward" not in vars(fc)
     return plain and not any(_hooks_of(fc))
 
 
 def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Its own tables, which fill as hooks are registered."""
+    """Returns the module's own tables of hooks. They are not copies, so hooks that are registered later appear in
+    them."""
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
@@ -180,7 +184,8 @@ def _images(images: Tensor, first: ConvNorm) -> Tensor:
 
 
 def _count_batch(norms: list[BatchNorm2d]) -> None:
-    """One launch for all norms, where torch's own take one each. A norm that several layers share counts for each."""
+    """Counts the batch in all norms with one launch; torch's norms take one each. A norm that several layers share
+    counts once for each."""
     uses = Counter(norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None)
     if not uses:  # all are frozen
         return

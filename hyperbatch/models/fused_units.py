@@ -3,10 +3,10 @@
     images ─ whiten, act ─ [conv ─ pool, statistics ─ norm, act] [conv ─ statistics ─ norm, act] ... ─ maximum ─ head
                                                                └── shortcut, in groups of three or more ──┘
 
-One autograd function per unit, so that its gradients are there, and can travel, as soon as its backward is done. Kept
-for backward: a unit's input, what went into its norm, and one byte for each pooled element. A pooled unit whose input
-needs no gradient, as the first behind a frozen layer, never stores what its convolution puts out. Evaluation launches
-the same kernels, so that nothing else has to be compiled; the statistics that some of them take go to waste.
+There is one autograd function per unit, so that its gradients are ready to be exchanged as soon as its backward is
+done. Saved for backward are a unit's input, the input of its norm, and one byte per pooled element. A pooled unit whose
+input needs no gradient, such as the first unit after a frozen layer, never stores its convolution's output. Evaluation
+launches the same kernels, so that no other kernels must be compiled; statistics that they compute are discarded.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from hyperbatch.models.whitenet import ConvUnit, WhiteNet
 
 
 class FusedUnit:
-    """A convolution, perhaps a max-pool, a norm, perhaps a shortcut that is added, and an activation."""
+    """A convolution, an optional max-pool, a norm, an optional shortcut that is added, and an activation."""
 
     def __init__(self, unit: ConvUnit, counters: Tensor) -> None:
         self.layer = ConvNorm(unit.conv, unit.norm, counters)
         self.pooled = unit.pooled
         self.act = unit_kernels.ACTIVATIONS[type(unit.act)]
-        self.wasted = nn.BatchNorm2d(unit.norm.num_features, device=unit.norm.weight.device)  # for statistics
+        # Receives the statistics that evaluation does not need.
+        self.wasted = nn.BatchNorm2d(unit.norm.num_features, device=unit.norm.weight.device)
 
     def __call__(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
         return Unit.apply(x, shortcut, self, *self.layer.parameters)  # pyright: ignore[reportReturnType]
@@ -59,7 +60,7 @@ class FusedUnit:
 
 
 class Unit(torch.autograd.Function):
-    """act(norm(pool(conv(x))) + shortcut); of a unit that pools, without a shortcut."""
+    """act(norm(pool(conv(x))) + shortcut). A unit that pools has no shortcut."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shortcut: Tensor | None, unit: FusedUnit, *parameters: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ class Unit(torch.autograd.Function):
 
 
 class FusedWhiteNet(FusedNetwork):
-    """What `WhiteNet.forward` computes in training mode."""
+    """Computes what `WhiteNet.forward` computes."""
 
     def __init__(self, model: WhiteNet) -> None:
         super().__init__(model)
@@ -127,7 +128,7 @@ class FusedWhiteNet(FusedNetwork):
             return self._classify(x, FusedUnit.evaluate)
 
     def _classify(self, x: Tensor, run: Callable[..., Tensor]) -> Tensor:
-        """From the whitened images to the logits; `run` takes a unit, its input and its shortcut."""
+        """Returns the logits of the whitened images. `run` is called with a unit, its input and its shortcut."""
         for first, *between, last in self.groups:
             x = shortcut = run(first, x)
             for unit in between:

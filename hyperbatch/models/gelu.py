@@ -1,10 +1,10 @@
-"""A linear layer and the GELU behind it, whose backward gives the gradient of the layer's bias in the same pass.
+"""A linear layer followed by a GELU, whose backward computes the gradient of the layer's bias in the same pass.
 
     forward     h = x @ w.T + b     y = gelu(h)                      kernels/gelu.py
     backward    dh = dy * gelu'(h), db = its column sums             one pass; the two products are torch's own
 
-`gelu` is registered with torch, so that compiled code, autograd and CUDA graphs take it as it is. On a CPU, in other
-precisions and without Triton it runs torch's own operations.
+`gelu` is registered with torch, so that it works in compiled code, autograd and CUDA graphs. On a CPU, in other
+precisions and without Triton, it runs torch's own operations.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from torch.nn import functional as F
 from hyperbatch.kernels import has_triton, interpreted
 from hyperbatch.models.layers import Linear, with_constant_bias
 
-FEW_ROWS = 16  # of a launch that is there for its kernel to be compiled
+FEW_ROWS = 16  # number of rows in a launch that only compiles the kernel
 _FORMS = {False: "none", True: "tanh"}
 
-# Torch's caches of compiled code know operations by name: one whose gradient is to be computed otherwise needs another.
+# Torch's caches of compiled code identify operations by name. If the gradient of an operation changes, rename it.
 
 
 @torch.library.custom_op("hyperbatch::gelu", mutates_args=())
 def gelu(h: Tensor, bias: Tensor, tanh: bool) -> Tensor:
-    """gelu(h) of an h that `bias` was added to, whose gradient is found here: nobody else may ask for it.
+    """Returns gelu(h). `bias` was the last summand of h; its gradient is computed here and must not be computed
+    elsewhere.
 
-    tanh: in the form that takes it for the normal distribution.
+    tanh: use the tanh approximation of the normal distribution.
     """
     if by_kernels(h):
         from hyperbatch.kernels import gelu
@@ -40,7 +41,7 @@ def gelu(h: Tensor, bias: Tensor, tanh: bool) -> Tensor:
 
 @torch.library.custom_op("hyperbatch::gelu_backward", mutates_args=())
 def gelu_backward(dy: Tensor, h: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
-    """(gradient of h, of the bias); the second in fp32 or wider."""
+    """Returns (gradient of h, gradient of the bias); the second is in fp32 or wider."""
     if by_kernels(h):
         from hyperbatch.kernels import gelu
 
@@ -77,7 +78,7 @@ gelu.register_autograd(_gradients, setup_context=_keep)
 
 
 def by_kernels(h: Tensor) -> bool:
-    """Whether our kernels run on a tensor, here and for `models.heads`."""
+    """Whether our kernels can process this tensor, here and in `models.heads`."""
     if not (has_triton() and (h.is_cuda or interpreted())):
         return False
     from hyperbatch.kernels import gelu
@@ -86,7 +87,8 @@ def by_kernels(h: Tensor) -> bool:
 
 
 class LinearGelu(Linear):
-    """gelu(linear(x)); in the place of the linear layer, with its parameters. Whoever calls it skips the GELU."""
+    """gelu(linear(x)). It replaces a linear layer and has its parameters; the module that calls it must skip the
+    GELU."""
 
     tanh: bool
 
@@ -98,7 +100,7 @@ class LinearGelu(Linear):
 
 
 def compile_gelus(layers: Iterable[LinearGelu], dtype: torch.dtype) -> None:
-    """Launches each variant of the kernels once, on a few rows; for inside of `kernels.compile.compiling`."""
+    """Launches each variant of the kernels once, on a few rows. Call it inside `kernels.compile.compiling`."""
     from hyperbatch.kernels import gelu
 
     for device, columns, tanh in {(layer.weight.device, layer.out_features, layer.tanh) for layer in layers}:

@@ -1,10 +1,10 @@
-"""Attention whose backward puts the gradients of queries, keys and values side by side in one pass, with their sums.
+"""Attention whose backward concatenates the gradients of queries, keys and values in one pass, and sums their columns.
 
     forward     h = x @ w.T + b  [samples, tokens, 3 * width]  ->  q, k, v  [samples, heads, tokens, width of one]
     backward    dq, dk, dv       ->  dh, and the gradient of b: its column sums                     kernels/stack.py
 
-The attention itself is torch's, and so are the products. Operations are registered with torch; on a CPU, in other
-precisions and without Triton they run torch's own.
+The attention itself and the products are torch's. The operations are registered with torch. On a CPU, in other
+precisions and without Triton, they run torch's own operations.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from hyperbatch.models.vit import Attention
 
 @torch.library.custom_op("hyperbatch::stack_heads", mutates_args=())
 def stack_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """([q | k | v] of each token, its sums over samples and tokens in fp32 or wider).
+    """Returns ([q | k | v] of each token, its sums over samples and tokens in fp32 or wider).
 
-    q, k and v are [samples, heads, tokens, width]; the heads of a token lie side by side in memory, as torch's
-    attention leaves their gradients, or are copied first.
+    q, k and v are [samples, heads, tokens, width]. If the heads of a token are not contiguous in memory, as they are in
+    the gradients from torch's attention, they are copied first.
     """
     parts = [part.transpose(1, 2).flatten(2).contiguous() for part in (q, k, v)]
     if by_kernels(parts[0]):
@@ -47,8 +47,8 @@ def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Heads(torch.autograd.Function):
-    """h, of which `bias` is the last summand -> queries, keys and values of each head. The bias gets its gradient
-    here: nobody else may ask for it."""
+    """Splits h into the queries, keys and values of each head. `bias` was the last summand of h; its gradient is
+    computed here and must not be computed elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, bias: Tensor, heads: int) -> tuple[Tensor, ...]:
@@ -62,7 +62,7 @@ class _Heads(torch.autograd.Function):
 
 
 def mixed_tokens(x: Tensor, qkv: nn.Linear, heads: int, dropout: float = 0.0) -> Tensor:
-    """What attention makes of tokens, before their last product: [samples, tokens, width]."""
+    """Returns the output of attention before its last product, [samples, tokens, width]."""
     q, k, v = _Heads.apply(with_constant_bias(qkv, x), qkv.bias, heads)  # pyright: ignore[reportGeneralTypeIssues]
     return attention(q, k, v, dropout).transpose(1, 2).flatten(2)
 
@@ -79,7 +79,7 @@ class QuickAttention(Attention):
 
 @functools.cache
 def quick_timm_attention(attention: type[nn.Module]) -> type[nn.Module]:
-    """timm's attention with another forward. Masks are left to its own."""
+    """Returns timm's attention class with another forward. Calls with a mask use timm's own forward."""
 
     def mixed(self: Any, x: Tensor) -> Tensor:
         return mixed_tokens(x, self.qkv, self.num_heads, self.attn_drop.p if self.training else 0.0)
@@ -94,7 +94,7 @@ def quick_timm_attention(attention: type[nn.Module]) -> type[nn.Module]:
 
 
 def compile_heads(layers: Iterable[Any], dtype: torch.dtype) -> None:
-    """Launches each variant of the kernels once, on a few rows; for inside of `kernels.compile.compiling`."""
+    """Launches each variant of the kernels once, on a few rows. Call it inside `kernels.compile.compiling`."""
     from hyperbatch.kernels import gelu, stack
 
     for device, columns in {(layer.qkv.weight.device, layer.qkv.out_features // 3) for layer in layers}:

@@ -1,12 +1,13 @@
-"""A linear layer and the layer scale behind it, whose backward needs no output of the layer: ConvNeXt's blocks.
+"""A linear layer followed by a layer scale, as in ConvNeXt's blocks, whose backward does not need the layer's output.
 
     forward     y = g * (x @ w.T + b)                    g: a factor for each column
     backward    G = dy.T @ x                             in fp32, [columns, inputs]: small
                 dw = g * G      db = g * total      dg = sum of w * G + b * total      total: column sums of dy
 
-Autograd would keep x @ w.T + b for the gradient of g: a twelfth of what a block of ConvNeXt keeps for backward. The sum
-over rows of dy * (x @ w.T) is a sum over inputs of w * G, which the gradient of w needs anyway. G is wider than the
-gradients: without g, which begins at 1e-6, it would leave fp16's range. Reference: the block's own forward.
+Autograd would save x @ w.T + b for the gradient of g, which is a twelfth of what a ConvNeXt block saves for backward.
+The sum over rows of dy * (x @ w.T) equals the sum over inputs of w * G, and the gradient of w needs G anyway. G is
+wider than the gradients, because without the factor g, which starts at 1e-6, it would exceed fp16's range. Reference:
+the block's own forward.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hyperbatch.models.lone_norm import norm_rows
 
 @torch.library.custom_op("hyperbatch::product_of_columns", mutates_args=())
 def product_of_columns(a: Tensor, b: Tensor) -> Tensor:
-    """a.T @ b of two matrices with as many rows, in fp32 or wider."""
+    """Returns a.T @ b of two matrices with the same number of rows, in fp32 or wider."""
     wide = torch.promote_types(a.dtype, torch.float32)
     if a.is_cuda and a.dtype != wide:
         return torch.mm(a.t(), b, out_dtype=wide)
@@ -56,14 +57,16 @@ class _ScaledLinear(torch.autograd.Function):
 
 
 def scaled_linear(x: Tensor, layer: nn.Linear, scale: Tensor) -> Tensor:
-    """layer(x) * scale, in the precision that the layer's weight and the scale have in common."""
+    """Returns layer(x) * scale. The layer's weight and the scale have the same dtype, which is used for the
+    computation."""
     return _ScaledLinear.apply(x.to(layer.weight.dtype), layer.weight, layer.bias, scale)  # pyright: ignore[reportReturnType]
 
 
 @functools.cache
 def quick_convnext_block(block: type[nn.Module]) -> type[nn.Module]:
-    """timm's block of ConvNeXt with another forward. Its norm has kernels of ours, compiled or not: inductor leaves the
-    gradients of scale and shift in partial sums that torch adds up in a launch for each."""
+    """Returns timm's ConvNeXt block class with another forward. Its norm uses our kernels, even in compiled code,
+    because inductor computes the gradients of scale and shift as partial sums and adds them up in a separate launch for
+    each."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         mlp, scale = self.mlp, self.gamma

@@ -1,9 +1,9 @@
-"""Layers that take 16-bit inputs and weights beside fp32 norm parameters and biases, as the arena keeps them.
+"""Layers with 16-bit inputs and weights, and fp32 norm parameters and biases, as the arena stores them.
 
     16 bit  -> conv / linear (weight 16 bit, bias fp32) -> 16 bit -> norm (scale, shift, statistics fp32) -> 16 bit
 
-Each is its torch namesake, same parameter names and maths, when all dtypes are equal. `takes_fp32_parameters` tells the
-arena that norm parameters and biases may stay fp32 beside 16-bit weights.
+If all dtypes are equal, each layer is the same as torch's layer of that name, with the same parameter names and maths.
+`takes_fp32_parameters` tells the arena that norm parameters and biases may stay fp32 if the weights are 16-bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def as_dtype(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 class Linear(nn.Linear):
-    """Computes in the weight's dtype. A wider bias is rounded on the way in: its sum is formed before rounding."""
+    """Computes in the weight's dtype. A wider bias is rounded to it first; the sum is formed before the output is
+    rounded."""
 
     takes_fp32_parameters = True
 
@@ -37,13 +38,13 @@ class Linear(nn.Linear):
 
 
 def with_constant_bias(layer: nn.Linear, input: Tensor) -> Tensor:
-    """A linear layer's output, for a caller that finds the gradient of its bias on another way."""
+    """Returns a linear layer's output without a gradient for the bias, which the caller computes in another way."""
     dtype = layer.weight.dtype
     return F.linear(input.to(dtype), layer.weight, layer.bias.detach().to(dtype))
 
 
 class Conv2d(nn.Conv2d):
-    """Computes in the weight's dtype, as `Linear` does."""
+    """Computes in the weight's dtype, like `Linear`."""
 
     takes_fp32_parameters = True
 
@@ -73,9 +74,10 @@ class GroupNorm(nn.GroupNorm):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: in training a sample goes without this branch with probability `rate`, the others make up.
+    """Stochastic depth: in training, the branch is dropped for each sample with probability `rate`, and scaled up for
+    the other samples.
 
-    Forward takes the rate from a tensor: blocks that differ in it alone then share one compilation.
+    Forward reads the rate from a tensor, so that blocks that differ only in the rate share one compilation.
     """
 
     kept: Tensor | None
@@ -96,14 +98,14 @@ class DropPath(nn.Module):
 
 
 def to_logits(output: Tensor) -> Tensor:
-    """Logits leave a model in fp32, or in fp64 when it runs in fp64."""
+    """Converts a model's output to fp32. An fp64 output stays fp64."""
     return output if output.dtype == torch.float64 else output.float()
 
 
 @contextlib.contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """All of it, without gradients. Then each module is as it was: parts of a model may never be in training mode, and
-    parts may do more in `train()` than remember it."""
+    """Runs the block with the whole model in evaluation mode and without gradients. Afterwards the mode of every module
+    is restored: some parts of a model may never be in training mode, and some may override `train()`."""
     modes = {module: module.training for module in model.modules()}
     was_training = model.training
     model.eval()
@@ -117,10 +119,11 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 def to_channels_last(model: nn.Module) -> nn.Module:
-    """In place. As `Module.to(memory_format=...)`, which fails at parameters of five dimensions (Conv3d).
+    """Converts a model in place, like `Module.to(memory_format=...)`, which fails for parameters with five dimensions
+    (Conv3d).
 
-    Not by `contiguous`, which leaves 1x1 weights as they are: torch runs a convolution of 1x1 pixels (squeeze-excite)
-    in the layout of its weight, because that of the pixels may be either.
+    `Tensor.contiguous` would not change the strides of 1x1 weights. They matter, because torch runs a convolution of
+    1x1 pixels (squeeze-excite) in the layout of its weight: the layout of such pixels is ambiguous.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dim() == 4:
@@ -138,9 +141,9 @@ _OURS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def adopt(model: nn.Module) -> nn.Module:
-    """Turns plain torch layers of a foreign model into ours, in place; subclasses keep their own forward.
+    """Turns plain torch layers of a foreign model into ours, in place. Subclasses keep their own forward.
 
-    Ours add nothing to the state dict, so a change of class keeps parameters, hooks and names as they are.
+    Our layers add nothing to the state dict, so changing the class does not change parameters, hooks and names.
     """
     for module in model.modules():
         ours = _OURS.get(type(module))

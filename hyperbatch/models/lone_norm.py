@@ -1,10 +1,11 @@
-"""Layer norms between compiled blocks, by the kernels of `models/residual.py` without a sum.
+"""Layer norms between compiled blocks, with the kernels of `models/residual.py` but without a sum.
 
     LayerNorm      rows -> norm -> rows                             after the last block of a transformer
     LayerNorm2d    NCHW -> [pixels, channels] -> norm -> NCHW       timm's; no copy where images are channels-last
 
-Torch's own kernels give each row a block of threads, and are slow at the few channels of ConvNeXt's first stage. Inside
-of regions a norm stays as it is: inductor fuses it with what is around it. Reference: the layers' own forward.
+Torch's own kernels use a block of threads per row, which is slow for the few channels of ConvNeXt's first stage. Norms
+inside compiled regions are not replaced, because inductor fuses them with their neighbours. Reference: the layers' own
+forward.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ class _Norm(torch.autograd.Function):
 
 
 def norm_rows(x: Tensor, layer: nn.LayerNorm) -> Tensor:
-    """The layer's norm of the last dimension, in the precision of x."""
+    """Returns the layer's norm over the last dimension, in the dtype of x."""
     return _Norm.apply(x, layer.weight, layer.bias, layer.eps)  # pyright: ignore[reportReturnType]
 
 
 @functools.cache
 def quick_norm(layer: type[nn.Module], *, images: bool) -> type[nn.Module]:
-    """A class of layer norms with another forward. images: the second dimension is normalised, and not the last."""
+    """Returns a layer norm class with another forward. images: normalises the second dimension instead of the last."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         rows = x.permute(0, 2, 3, 1) if images else x
@@ -58,7 +59,7 @@ def is_lone_norm(module: nn.Module) -> bool:
 
 
 def compile_lone_norms(layers: Iterable[Any], dtype: torch.dtype) -> None:
-    """Launches each variant of the kernels once, on a few rows; for inside of `kernels.compile.compiling`."""
+    """Launches each variant of the kernels once, on a few rows. Call it inside `kernels.compile.compiling`."""
     from hyperbatch.kernels import add_norm
 
     variants = {(layer.weight.shape, layer.weight.dtype, layer.bias.dtype): layer for layer in layers}

@@ -1,4 +1,4 @@
-"""What training minimises: label-smoothed cross entropy, or binary cross entropy of every class."""
+"""The training losses: label-smoothed cross entropy, or binary cross entropy of every class."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hyperbatch.models.layers import to_logits
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """A run's loss, of logits [n, classes] and labels int64[n], or those of mixed images (`mixed_cross_entropy`)."""
+    """A run's loss for logits [n, classes] and labels int64[n], or labels of mixed images (`mixed_cross_entropy`)."""
 
     name: str = "cross_entropy"
     smoothing: float = 0.0
-    threshold: float = 0.0  # of `binary_cross_entropy`
+    threshold: float = 0.0  # argument of `binary_cross_entropy`
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         if self.name == "bce":
@@ -30,8 +30,9 @@ class Loss:
 def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
     """Mean over samples of -sum_k q_k log p_k, where q gives 1 - s to the label and s / classes to every class.
 
-    16-bit logits are widened first: exp and log of 16-bit values lose the small probabilities smoothing is about.
-    On a GPU one kernel computes the loss and the gradient of the logits; that gradient cannot be differentiated again.
+    16-bit logits are converted to fp32 first, because exp and log of 16-bit values lose the small probabilities that
+    matter for smoothing. On a GPU, one kernel computes the loss and the gradient of the logits; that gradient cannot be
+    differentiated again.
     """
     if labels.dtype == torch.int64 and labels.shape == logits.shape[:1] and _has_kernel(logits):
         from hyperbatch.kernels.loss import SmoothedCrossEntropy
@@ -41,8 +42,8 @@ def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> 
 
 
 def mixed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
-    """`smoothed_cross_entropy` of mixed images: labels fp32[n, 3] are a first label, a second one, and the first one's
-    share; q gives each its share of 1 - s."""
+    """`smoothed_cross_entropy` of mixed images. The labels fp32[n, 3] are a first label, a second label, and the first
+    one's share; q gives each label its share of 1 - s."""
     if _has_kernel(logits):
         from hyperbatch.kernels.loss import SmoothedCrossEntropy
 
@@ -56,11 +57,12 @@ def mixed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> Ten
 
 
 def binary_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float, threshold: float = 0.0) -> Tensor:
-    """Mean over samples and classes of -q log p - (1 - q) log(1 - p), p = sigmoid(logit): each class is a question of
-    its own ("ResNet strikes back").
+    """Mean over samples and classes of -q log p - (1 - q) log(1 - p), p = sigmoid(logit): each class is a binary
+    decision ("ResNet strikes back").
 
-    q is that of the cross entropies above: labels int64[n] or, of mixed images, fp32[n, 3]. threshold: a class whose
-    share in an image is above it counts as there (q = 1 before smoothing), any other as not there; 0: q is its share.
+    q is that of the cross entropies above, for labels int64[n] or, for mixed images, fp32[n, 3]. threshold: a class
+    whose share in an image is above it is a target (q = 1 before smoothing), and any other is not. With 0, q is the
+    share.
     """
     if _has_kernel(logits):
         from hyperbatch.kernels.loss import BinaryCrossEntropy

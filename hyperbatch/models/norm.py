@@ -1,9 +1,9 @@
-"""Batch norm whose statistics may span a group of ranks, and how per-rank statistics are merged for evaluation.
+"""Batch norm whose statistics may span a group of ranks, and the merging of per-rank statistics for evaluation.
 
     rank 0  x0 -> count, mean, variance --+                       +-> normalise x0
     rank 1  x1 -> count, mean, variance --+-- all-gather, pool ---+-> normalise x1
 
-Every sum is taken in fp32 (fp64 for fp64) about a mean, never as E[x^2] - E[x]^2.
+All sums are computed in fp32 (or fp64 for fp64 inputs). Variances are computed about a mean, never as E[x^2] - E[x]^2.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ class _Group:
 
 
 class BatchNorm2d(nn.BatchNorm2d):
-    """torch's BatchNorm2d, same names and maths; handed a process group, its training statistics span those ranks.
+    """torch's BatchNorm2d, with the same names and maths. Given a process group, its training statistics span those
+    ranks.
 
-    Inputs may be 16 bit with fp32 parameters. Parameter gradients stay those of this rank's samples.
+    Inputs may be 16-bit with fp32 parameters. Parameter gradients remain those of this rank's samples.
     """
 
-    # A class attribute, so that a torch layer turned into this one (see `layers.adopt`) starts without a group.
+    # A class attribute, so that a torch layer that `layers.adopt` turns into this class starts without a group.
     norm_group: _Group | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -58,11 +59,13 @@ class BatchNorm2d(nn.BatchNorm2d):
 
     @torch.no_grad()
     def blend_running(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
-        """Takes this batch's mean and biased variance into the running statistics; the batch is counted already."""
+        """Updates the running statistics with this batch's mean and biased variance. The batch must already be
+        counted."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
-        # momentum None means a plain average over all batches, as in torch; a tensor weight avoids a host read.
+        # As in torch, momentum None means a plain average over all batches. A tensor as weight avoids a
+        # synchronisation.
         weight = 1.0 / self.num_batches_tracked if self.momentum is None else self.momentum
         unbiased = var * (count / (count - 1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
@@ -70,7 +73,7 @@ class BatchNorm2d(nn.BatchNorm2d):
 
 
 class _SharedBatchNorm(torch.autograd.Function):
-    """(output, mean, biased variance, count) with statistics over all ranks of the group."""
+    """Returns (output, mean, biased variance, count) with statistics over all ranks of the group."""
 
     @staticmethod
     def forward(
@@ -90,7 +93,7 @@ class _SharedBatchNorm(torch.autograd.Function):
         output = normal
         if weight is not None and bias is not None:
             output = torch.addcmul(_lift(bias.to(wide.dtype)), normal, _lift(weight.to(wide.dtype)))
-        # x is kept and normalised again in backward: a kept fp32 result would double the memory of a 16-bit run.
+        # x is saved and normalised again in backward: saving the fp32 result would double the memory of a 16-bit run.
         ctx.save_for_backward(x, weight, mean, scale, count)
         ctx.group = group
         ctx.mark_non_differentiable(mean, var, count)
@@ -105,7 +108,7 @@ class _SharedBatchNorm(torch.autograd.Function):
         grad_weight = (grad * normal).sum((0, 2, 3))
         grad_x = None
         if ctx.needs_input_grad[0]:
-            # Each input moves the mean and variance of every rank of the group, so both sums span the group.
+            # Each input changes the mean and variance of every rank of the group, so both sums span the group.
             sums = torch.stack([grad_bias, grad_weight])
             dist.all_reduce(sums, group=ctx.group)
             mean_grad, mean_grad_normal = (sums / count).unbind()
@@ -126,14 +129,15 @@ def _lift(per_channel: Tensor) -> Tensor:
 
 
 def gather_rows(row: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[ranks, len(row)], in rank order, so that every rank pools in the same order."""
+    """Returns the rows of all ranks, [ranks, len(row)], in rank order, so that every rank pools in the same order."""
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, row, group=group)
     return torch.stack(rows)
 
 
 def pool_moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, biased variance and count of all samples from rows of (means, biased variances, count) per rank."""
+    """Returns mean, biased variance and count of all samples, from one row of (means, biased variances, count) per
+    rank."""
     channels = (rows.shape[1] - 1) // 2
     means, variances, counts = rows.split([channels, channels, 1], dim=1)
     count = counts.sum(0)
@@ -144,9 +148,10 @@ def pool_moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def set_norm_group(model: nn.Module, process_group: dist.ProcessGroup | None) -> None:
-    """Lets every batch norm of the model take its training statistics over the ranks of the group; None: this rank.
+    """Makes every batch norm of the model compute its training statistics over the ranks of the group. With None, they
+    are those of this rank.
 
-    Call it in the same way on each rank of the group: from then on a training forward is a collective.
+    Call it in the same way on each rank of the group: from then on, a training forward is a collective.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     foreign = next((norm for norm in norms if not isinstance(norm, BatchNorm2d)), None)
@@ -160,7 +165,7 @@ def set_norm_group(model: nn.Module, process_group: dist.ProcessGroup | None) ->
 
 
 def keep_statistics(norm: _BatchNorm) -> None:
-    """From now on the norm uses its running statistics and leaves them as they are, while the model is trained, too."""
+    """Makes the norm use its running statistics without updating them from now on, even while the model is trained."""
     norm.eval()
     norm.train = MethodType(_stay, norm)  # type: ignore[method-assign]
 
@@ -170,12 +175,12 @@ def keeps_statistics(norm: nn.Module) -> bool:
 
 
 def _stay(self: nn.Module, mode: bool = True) -> nn.Module:
-    """In the place of `Module.train`, which an evaluation's end calls for all of a model."""
+    """Replaces `Module.train`, which is called for the whole model after each evaluation."""
     return self
 
 
 def freeze(model: nn.Module, names: Collection[str]) -> None:
-    """These parameters are not trained. A batch norm without a parameter left to train keeps its statistics, which
+    """Freezes these parameters. A batch norm whose parameters are all frozen also keeps its statistics, because they
     belong to the weights before it."""
     for prefix, module in model.named_modules():
         own = {f"{prefix}.{name}" if prefix else name: param for name, param in module.named_parameters(recurse=False)}
@@ -187,22 +192,22 @@ def freeze(model: nn.Module, names: Collection[str]) -> None:
 
 
 def _statistics(names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Pairs of names (running mean, running variance)."""
+    """Yields pairs of names (running mean, running variance)."""
     for name in names:
         if name.endswith("running_mean"):
             yield name, name.removesuffix("running_mean") + "running_var"
 
 
 def merge_norm_statistics(per_rank: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """One set of norm buffers from those of all ranks: mean of means; mean variance + variance of means.
+    """Merges the norm buffers of all ranks into one set: mean of means; mean variance + variance of means.
 
-    The variance of means is what a rank's own variance cannot see. Other buffers (the batch count) are rank 0's.
+    The variance of means is not contained in the ranks' own variances. Other buffers (the batch count) are rank 0's.
     """
     return merge_rows({name: torch.stack([buffers[name] for buffers in per_rank]) for name in per_rank[0]})
 
 
 def merge_rows(stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`merge_norm_statistics` of tensors [ranks, ...]."""
+    """`merge_norm_statistics` for stacked tensors [ranks, ...]."""
     merged = {name: tensor[0].clone() for name, tensor in stacked.items()}
     for mean_name, var_name in _statistics(list(stacked)):
         means, variances = stacked[mean_name].double(), stacked[var_name].double()
@@ -212,7 +217,8 @@ def merge_rows(stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def norm_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Running statistics and batch counts of every batch norm, by their names in the state dict; not copies."""
+    """Returns the running statistics and batch counts of every batch norm, by their names in the state dict. They are
+    not copies."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()
@@ -222,17 +228,18 @@ def norm_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong to the model's state, by name; not copies.
+    """Returns the buffers that belong to the model's state, by name. They are not copies.
 
-    What a module registers with persistent=False it makes again from its arguments: masks, tables of positions, the
-    rate of a branch. No state dict has it, and an exported model that had it could not be loaded by others. So neither
-    averages nor checkpoints keep it; a resumed run has the one of the model that it builds.
+    A module computes buffers with persistent=False from its arguments: masks, tables of positions, the rate of a
+    branch. They are not in the state dict, and an exported model that contained them could not be loaded by other
+    programs. So neither averages nor checkpoints keep them, and a resumed run uses those of the model that it builds.
     """
     return {full_name: module.get_buffer(name) for full_name, (module, name) in buffer_places(model).items()}
 
 
 def buffer_places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Where `persistent_buffers` lie: a module's forward may put another tensor there (`self.mean = ...`)."""
+    """Returns the module and the attribute of each of the `persistent_buffers`. Look the tensor up each time, because a
+    module's forward may replace it (`self.mean = ...`)."""
     return {
         f"{prefix}.{name}" if prefix else name: (module, name)
         for prefix, module in model.named_modules()
@@ -242,14 +249,14 @@ def buffer_places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def merged_buffers(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-    """`merge_over_ranks` of the model's norm buffers; its own stay as they are."""
+    """`merge_over_ranks` of the model's norm buffers. The model's own buffers do not change."""
     return merge_over_ranks(norm_buffers(model), process_group)
 
 
 @torch.no_grad()
 def merge_over_ranks(own: Mapping[str, Tensor], process_group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-    """`merge_norm_statistics` over the ranks of a group (None: all), in two small all-reduces. Copies: this rank's
-    own buffers stay as they are. Every rank must call it, and every rank gets the same bits."""
+    """`merge_norm_statistics` over the ranks of a group (None: all ranks), in two small all-reduces. Returns copies;
+    this rank's own buffers do not change. Every rank must call it, and every rank gets the same bits."""
     merged = {name: buffer.clone() for name, buffer in own.items()}
     names = list(_statistics(list(own)))
     if not names or not dist.is_initialized() or dist.get_world_size(process_group) == 1:

@@ -1,10 +1,10 @@
-"""Convolutions of single pixels, each of whose three products is taken by the faster of cuDNN and cuBLAS for its shape.
+"""1x1 convolutions, each of whose three products is computed by the faster of cuDNN and cuBLAS for its shape.
 
-PointwiseConv2d -> torch.ops.hyperbatch.pointwise               for torch.compile, capture and autograd one operation
+PointwiseConv2d -> torch.ops.hyperbatch.pointwise               one operation for torch.compile, capture and autograd
                        16 bit, on a GPU   the faster of torch's convolution and of a matrix product of pixels, by shape
                        elsewhere          torch's convolution: the reference
 
-Inductor asks cuDNN alone, also in a squeeze-excite, whose images are one pixel.
+Inductor always uses cuDNN, even in a squeeze-excite, whose images are one pixel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hyperbatch.models.layers import HALF_DTYPES, Conv2d, as_dtype
 
 
 class PointwiseConv2d(Conv2d):
-    """A convolution of 1x1 pixels with a stride of 1."""
+    """A 1x1 convolution with a stride of 1."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.weight.dtype not in HALF_DTYPES or not input.is_cuda or input.dim() != 4:
@@ -30,7 +30,7 @@ class PointwiseConv2d(Conv2d):
 
 
 def is_pointwise(module: nn.Module) -> bool:
-    """Exactly torch's convolution, or ours, of single pixels."""
+    """Whether the module is exactly torch's convolution, or ours, with a 1x1 filter."""
     return isinstance(module, nn.Conv2d) and type(module) in (nn.Conv2d, Conv2d) and is_product(module)
 
 
@@ -77,7 +77,8 @@ def weight_gradient(dz: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Each pixel of x times the matrix. An activation may change the result in place, so it is no view of rows."""
+    """Multiplies each pixel of x by the matrix. The result is not a view, because an activation may change it in
+    place."""
     y = _images(x, matrix.shape[1])
     if bias is None:
         torch.mm(rows(x), matrix, out=rows(y))

@@ -1,13 +1,14 @@
-"""Blocks of a transformer whose residual sums and layer norms are one operation, and so are their gradients.
+"""Transformer blocks in which a residual sum and the layer norm after it are one operation, and so are their gradients.
 
     x = x + attention(norm1(x))          x, n = fork(x, norm1)
     x = x + mlp(norm2(x))                x, n = join(x, attention(n), norm2)          kernels/add_norm.py
                                          x = x + mlp(n)
 
-Inductor fuses the sum with the norm, too, but leaves the gradients of scale and shift in partial sums that torch adds
-up in a launch for each. Where attention and MLP end with a linear layer, and nothing is dropped or scaled behind it,
-its bias is a summand of x: the pass that makes or reads the gradient of x sums up the bias's as well. Operations are
-registered with torch; on a CPU, in other precisions and without Triton they run torch's own.
+Inductor fuses the sum with the norm, too, but computes the gradients of scale and shift as partial sums and adds them
+up in a separate launch for each. If attention and MLP end with a linear layer, and nothing is dropped or scaled after
+it, its bias is a summand of x. The pass that writes or reads the gradient of x then also sums up the bias's gradient.
+The operations are registered with torch. On a CPU, in other precisions and without Triton, they run torch's own
+operations.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hyperbatch.models.vit import Block
 
 @torch.library.custom_op("hyperbatch::norm", mutates_args=())
 def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(layer norm of the last dimension, mean and 1 / deviation of each row)."""
+    """Returns (layer norm over the last dimension, mean and 1 / standard deviation of each row)."""
     if by_kernels(x):
         from hyperbatch.kernels import add_norm
 
@@ -39,7 +40,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, T
 def add_norm(
     x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(s = x + branch, and of s what `norm` gives)."""
+    """Returns s = x + branch, followed by the results of `norm` for s."""
     if by_kernels(x):
         from hyperbatch.kernels import add_norm
 
@@ -48,7 +49,7 @@ def add_norm(
     return s, *_normalised(s, weight, bias, eps)
 
 
-# Torch's caches of compiled code know operations by name: one that gives something else needs another.
+# Torch's caches of compiled code identify operations by name. If the results of an operation change, rename it.
 
 
 @torch.library.custom_op(
@@ -59,7 +60,8 @@ def add_norm(
 def add_norm_backward(
     ds: Tensor | None, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of s: what passes the norm by and what comes through it, [gradient of the scale, of the shift])."""
+    """Returns (gradient of s, [gradient of the scale, gradient of the shift]). The gradient of s is ds, which bypasses
+    the norm, plus the gradient that comes through the norm."""
     if by_kernels(s):
         from hyperbatch.kernels import add_norm
 
@@ -73,7 +75,8 @@ def add_norm_backward(
 def add_norm_bias_backward(
     ds: Tensor, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(..., as `add_norm_backward`, [column sums of ds, of the gradient of s]); the last in fp32 or wider."""
+    """Returns the results of `add_norm_backward`, and [column sums of ds, column sums of the gradient of s] in fp32 or
+    wider."""
     if by_kernels(s):
         from hyperbatch.kernels import add_norm
 
@@ -89,7 +92,7 @@ def add_norm_bias_backward(
 def _gradients(
     ds: Tensor | None, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """By torch's own operations; the gradient of s is not rounded yet."""
+    """Computes the gradients with torch's own operations. The gradient of s is not rounded yet."""
     wide = mean.dtype
     rows = [tensor.to(wide).reshape(-1, s.shape[-1]) for tensor in (dn, s)]
     g, v = rows[0], (rows[1] - mean[:, None]) * rstd[:, None]
@@ -137,7 +140,7 @@ def _normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Te
 
 
 def by_kernels(x: Tensor) -> bool:
-    """Whether these operations run our kernels on a tensor."""
+    """Whether these operations use our kernels for this tensor."""
     if not (has_triton() and (x.is_cuda or interpreted())):
         return False
     from hyperbatch.kernels import add_norm
@@ -146,7 +149,7 @@ def by_kernels(x: Tensor) -> bool:
 
 
 class _Fork(torch.autograd.Function):
-    """x -> x, norm(x): two ways that meet again in backward."""
+    """x -> x, norm(x). Their two gradients are added in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -162,7 +165,7 @@ class _Fork(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """x, branch -> s = x + branch, norm(s). Biases, where given, were added before, or will be: see `join`."""
+    """x, branch -> s = x + branch, norm(s). The biases are used for their gradients only: see `join`."""
 
     @staticmethod
     def forward(
@@ -192,7 +195,7 @@ class _Join(torch.autograd.Function):
 
 
 def fork(x: Tensor, layer: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """(x for the sum to come, norm(x))."""
+    """Returns (x for the later sum, norm(x))."""
     return _Fork.apply(x, layer.weight, layer.bias, layer.eps)  # pyright: ignore[reportReturnType]
 
 
@@ -203,17 +206,17 @@ def join(
     branch_bias: Tensor | None = None,
     next_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(s = x + branch, norm(s)).
+    """Returns (s = x + branch, norm(s)).
 
-    With biases, both of them get their gradients here, and nowhere else. branch_bias: was the last summand of the
-    branch. next_bias: is the last one of the branch that s is added to, which is all that s is for.
+    If biases are given, both get their gradients here and nowhere else. branch_bias was the last summand of the branch.
+    next_bias will be the last summand of the next branch, to which s is added; s must not be used for anything else.
     """
     args = (x, branch, layer.weight, layer.bias, layer.eps, branch_bias, next_bias)
     return _Join.apply(*args)  # pyright: ignore[reportReturnType]
 
 
 def _behind_fork(block: Any, x: Tensor, n: Tensor) -> Tensor:
-    """The rest of a block whose branches end with linear layers, and with nothing behind them."""
+    """Computes the rest of a block whose branches end with linear layers that nothing follows."""
     proj, fc2 = block.attn.proj, block.mlp.fc2
     branch = with_constant_bias(proj, block.attn.mixed(n))
     x, n = join(x, branch, block.norm2, proj.bias, fc2.bias)
@@ -221,7 +224,7 @@ def _behind_fork(block: Any, x: Tensor, n: Tensor) -> Tensor:
 
 
 def _is_idle(layer: Any) -> bool:
-    """Whether it gives what it gets, in training as well."""
+    """Whether the layer returns its input unchanged, even in training."""
     if isinstance(layer, DropPath):
         return layer.kept is None
     return type(layer) is nn.Identity or (isinstance(layer, nn.Dropout) and layer.p == 0)
@@ -229,7 +232,7 @@ def _is_idle(layer: Any) -> bool:
 
 class QuickBlock(Block):
     joins_norms = True
-    sums_biases = False  # whether its branches are what `_behind_fork` knows; `quicken` says
+    sums_biases = False  # whether `_behind_fork` supports its branches; `quicken` sets it
 
     def forward(self, x: Tensor) -> Tensor:
         x, n = fork(x, self.norm1)
@@ -244,7 +247,7 @@ class QuickBlock(Block):
 
 @functools.cache
 def quick_timm_block(block: type[nn.Module]) -> type[nn.Module]:
-    """timm's block of a vision transformer with another forward. A mask of the attention is left to its own."""
+    """Returns timm's vision transformer block class with another forward. Calls with a mask use timm's own forward."""
 
     def forward(self: Any, x: Tensor, *args: Any, **named: Any) -> Tensor:
         if args or named:
@@ -267,7 +270,7 @@ def quick_timm_block(block: type[nn.Module]) -> type[nn.Module]:
 
 
 def compile_norms(blocks: Iterable[Any], dtype: torch.dtype) -> None:
-    """Launches each variant of the kernels once, on a few rows; for inside of `kernels.compile.compiling`."""
+    """Launches each variant of the kernels once, on a few rows. Call it inside `kernels.compile.compiling`."""
     from hyperbatch.kernels import add_norm
 
     blocks = list(blocks)

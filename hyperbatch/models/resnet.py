@@ -1,7 +1,7 @@
 """Residual networks: ResNet v1.5 with torchvision's names and initialisation, and small ones for 8 to 64 px.
 
 imagenet stem: conv 7x7 / 2, bn, relu, max-pool / 2      layer1 .. layer4   64 128 256 512 (x4 for bottlenecks)
-"d":           three conv 3x3 in its place, and shortcuts that average 2x2 pixels where they stride (timm's names)
+"d":           three conv 3x3 instead of the 7x7, and strided shortcuts that average 2x2 pixels (timm's names)
 small stem:    conv 3x3, bn, relu                        layer1 .. layer3   16  32  64 (x width)
 then: mean over pixels, fc
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1, *, blurpool: bool = False) -> nn.Conv2d:
-    """blurpool: a stride is taken after a blur."""
+    """blurpool: a strided convolution blurs its input first."""
     kind = BlurConv2d if blurpool and stride > 1 else nn.Conv2d
     return kind(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
 
@@ -52,7 +52,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """The stride sits in the 3x3 convolution: that is "v1.5"."""
+    """The 3x3 convolution has the stride, which is "v1.5"."""
 
     expansion = 4
 
@@ -84,7 +84,7 @@ class Bottleneck(nn.Module):
 def _shortcut(
     inputs: int, outputs: int, stride: int, bn_momentum: float, blurpool: bool, averages: bool
 ) -> nn.Sequential | None:
-    """averages: 2x2 pixels become their mean where the block strides, in the place of one of them."""
+    """averages: a strided shortcut takes the mean of 2x2 pixels instead of one of them."""
     if stride == 1 and inputs == outputs:
         return None
     if averages:
@@ -95,7 +95,7 @@ def _shortcut(
 
 
 def _deep_stem(inputs: int, width: int, outputs: int, bn_momentum: float) -> nn.Sequential:
-    """Up to the last convolution: its norm is the network's bn1."""
+    """Returns the stem up to its last convolution, whose norm is the network's bn1."""
     return nn.Sequential(
         _conv(inputs, width, 3, 2),
         BatchNorm2d(width, momentum=bn_momentum),
@@ -122,9 +122,9 @@ class ResNet(nn.Module):
         blurpool: bool = False,
         deep: bool = False,
     ) -> None:
-        """blurpool: strides are taken after a blur (models.blur), except the first one, of the image itself.
+        """blurpool: strided layers blur their input first (models.blur), except the first one, which reads the image.
 
-        deep: the "d" of the module's docstring.
+        deep: the variant "d" of the module's docstring.
         """
         super().__init__()
         channels = widths[0]
@@ -148,7 +148,8 @@ class ResNet(nn.Module):
         self._initialise(zero_init_last_gamma)
 
     def _initialise(self, zero_init_last_gamma: bool) -> None:
-        """As torchvision: He's normal initialisation by fan-out; norms start at 1 and 0; the head keeps torch's own."""
+        """Initialises like torchvision: convolutions with He's normal initialisation by fan-out, norms with 1 and 0,
+        and the head with torch's default."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -159,7 +160,7 @@ class ResNet(nn.Module):
     def stem_convs(self) -> list[nn.Conv2d]:
         return [module for module in self.conv1.modules() if isinstance(module, nn.Conv2d)]
 
-    fused: FusedNetwork | None = None  # what training runs instead, see models.fused
+    fused: FusedNetwork | None = None  # the training path that replaces the layers, see models.fused
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and self.fused is not None and self.fused.can_run():
@@ -182,17 +183,18 @@ SMALL_DEPTHS = (8, 20, 32, 44, 56)
 
 
 def imagenet_resnet(depth: int, **options) -> ResNet:
-    """ResNet-18/34/50/101/152; at 1000 classes the state dict is torchvision's, name for name."""
+    """ResNet-18/34/50/101/152. With 1000 classes, the state dict has the same names and shapes as torchvision's."""
     block, blocks_per_stage = IMAGENET_DEPTHS[depth]
     return ResNet(block, blocks_per_stage, (64, 128, 256, 512), small_stem=False, **options)
 
 
 def resnet_d(depth: int, **options) -> ResNet:
-    """ResNet-D (He et al., arXiv 1812.01187); the state dict is that of timm's resnet50d, name for name."""
+    """ResNet-D (He et al., arXiv 1812.01187). The state dict has the same names as that of timm's resnet50d."""
     return imagenet_resnet(depth, deep=True, **options)
 
 
 def small_resnet(depth: int, width: int = 1, **options) -> ResNet:
-    """He et al.'s CIFAR networks of 6n + 2 layers, `width` times as wide; 1x1 convolutions where the shape changes."""
+    """He et al.'s CIFAR networks of 6n + 2 layers, `width` times as wide. Where the shape changes, the shortcut is a
+    1x1 convolution."""
     blocks = (depth - 2) // 6
     return ResNet(BasicBlock, (blocks,) * 3, (16 * width, 32 * width, 64 * width), small_stem=True, **options)

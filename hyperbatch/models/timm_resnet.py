@@ -1,11 +1,11 @@
-"""timm's ResNets on the fused training path of ours: layers of the same kinds, some under other names.
+"""timm's ResNets on our fused training path. They have layers of the same kinds, some with other names.
 
     ResNet        conv1 bn1 act1 maxpool layer1 .. layer4 global_pool fc       conv1: one convolution, or a "deep" stem
     its blocks    conv1 bn1 act1 conv2 bn2 act2 [conv3 bn3 act3] downsample    maxpool: or a convolution, norm and ReLU
                   se: squeeze-excite, or None
 
-They are recognised by the names of their classes; `models.fused` looks at each layer. A model stays the object that it
-was, with all that timm gave it: only `forward` is another one, and in training alone.
+Models are recognised by the names of their classes, and `models.fused` checks each layer. A model remains the same
+object with all of timm's attributes. Only its `forward` changes, and only in training.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ _SIGMOIDS = {("timm.layers.activations", "Sigmoid"), ("torch.nn.modules.activati
 
 
 def is_timm_resnet(model: nn.Module) -> bool:
-    """Exactly timm's class, or what `with_fused` has made of it: a subclass may compute something else."""
+    """Whether the model's class is exactly timm's, or the result of `with_fused` for it. Other subclasses may compute
+    something else."""
     kind = type(model)
     return _name(kind) == _RESNET or getattr(kind, "made_of_timm", False)
 
 
 def timm_types(model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """Those classes of its modules whose forward is known here, beside torch's own."""
+    """Returns the classes of its modules whose forward is known here, apart from torch's own classes."""
     return tuple({type(module) for module in model.modules() if _name(type(module)) in _KNOWN})
 
 
 def why_not_as_a_whole(model: Any) -> str | None:
-    """One line saying what else its own forward would do in training; None when nothing."""
+    """Returns one line that says what else timm's forward would do in training, or None if it does nothing else."""
     if model.drop_rate:
         return "it drops features before its head"
     if model.grad_checkpointing:
@@ -52,7 +53,8 @@ def why_not_as_a_whole(model: Any) -> str | None:
 
 
 def gates(module: Any) -> bool:
-    """Whether a squeeze-excite module is x * sigmoid(fc2(relu(fc1(mean of x)))), by 1x1 convolutions with biases."""
+    """Whether a squeeze-excite module is x * sigmoid(fc2(relu(fc1(mean of x)))), with 1x1 convolutions that have
+    biases."""
     layers = module.fc1, module.fc2
     plain = all(type(fc) in (nn.Conv2d, Conv2d) and is_product(fc) and fc.bias is not None for fc in layers)
     known = type(module.bn) is nn.Identity and type(module.act) is nn.ReLU and _name(type(module.gate)) in _SIGMOIDS
@@ -61,7 +63,7 @@ def gates(module: Any) -> bool:
 
 @functools.cache
 def with_fused(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class with a training path that `fused` may take the place of, as `models.resnet.ResNet` has."""
+    """Returns a subclass whose training forward runs `fused` if it is set, as in `models.resnet.ResNet`."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if self.training and self.fused is not None and why_not_as_a_whole(self) is None and self.fused.can_run():

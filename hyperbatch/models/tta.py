@@ -1,11 +1,11 @@
 """Test-time augmentation: logits averaged over several views of an image.
 
-    mirror          0.5 as it is + 0.5 mirrored
-    mirror_shift    0.5 of `mirror` + 0.5 of `mirror` on the image moved by one pixel, down right and up left in turn
+    mirror          0.5 unchanged + 0.5 mirrored
+    mirror_shift    0.5 of `mirror` + 0.25 of `mirror` one pixel further down and right + 0.25 one further up and left
 
-The border that a shift leaves open is filled by reflection. With a share below 1 only that share of a batch, the images
-whose first answer is least certain, is looked at again. Everything stays on the device and shapes depend on nothing but
-the batch's, so that a CUDA graph can hold it.
+The border that a shift leaves open is filled by reflection. With a share below 1, only that share of a batch, the
+images with the least certain logits, gets further views. Everything stays on the device, and shapes depend only on
+those of the batch, so that a CUDA graph can capture it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.nn import functional
 
 
 class View(NamedTuple):
-    """What the network is shown, and how much of the answer it is."""
+    """A view of an image, and its weight in the average."""
 
     weight: float
     mirror: bool = False
     shift_pixels: int = 0  # to the right and down
 
 
-# By the names of vocabulary.TTA. The first view is the image as it is.
+# The keys are those of vocabulary.TTA. The first view is the unchanged image.
 VIEWS: dict[str, tuple[View, ...]] = {
     "none": (View(1.0),),
     "mirror": (View(0.5), View(0.5, mirror=True)),
@@ -42,7 +42,7 @@ Network = Callable[[Tensor], Tensor]  # images [n, c, h, w] -> logits [n, classe
 
 
 def shown(images: Tensor, view: View) -> Tensor:
-    """The images as the view shows them."""
+    """Returns the view of the images."""
     if view.shift_pixels:
         border, (height, width) = abs(view.shift_pixels), images.shape[-2:]
         start = border - view.shift_pixels
@@ -52,17 +52,18 @@ def shown(images: Tensor, view: View) -> Tensor:
 
 
 def averaged_logits(network: Network, images: Tensor, views: tuple[View, ...]) -> Tensor:
-    """The definition, one view after the other: the reference for `plain_and_averaged`."""
+    """Computes the average by its definition, one view after the other. It is the reference for
+    `plain_and_averaged`."""
     return torch.stack([view.weight * _wide(network(shown(images, view))) for view in views]).sum(0)
 
 
 def plain_and_averaged(
     network: Network, images: Tensor, views: tuple[View, ...], share: float = 1.0, real: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logits of the images as they are, and averaged over the views.
+    """Returns the logits of the unchanged images, and the logits averaged over the views.
 
-    share: of the batch, the least certain images; the others keep their first logits. real: bool[n], false on padding,
-    which is chosen last.
+    share: the share of the batch, the least certain images, that is averaged; the others keep their plain logits. real:
+    bool[n], false on padding, which is chosen last.
     """
     plain = _wide(network(images))
     first, *others = views
@@ -72,7 +73,7 @@ def plain_and_averaged(
     chosen = least_certain(plain, count, real) if count < len(images) else None
     again = images if chosen is None else images[chosen]
     total = first.weight * (plain if chosen is None else plain[chosen])
-    # As many views at once as make a full batch: a shape that the network has met.
+    # Process as many views at a time as fill a batch, because the network has already run with that shape.
     at_once = len(images) // count
     for start in range(0, len(others), at_once):
         part = others[start : start + at_once]
@@ -83,7 +84,7 @@ def plain_and_averaged(
 
 
 def least_certain(logits: Tensor, count: int, real: Tensor | None = None) -> Tensor:
-    """The `count` rows whose two highest logits lie closest together. Equal ones are taken in order."""
+    """Returns the `count` rows whose two highest logits are closest together. Ties are broken by the order of rows."""
     highest, second = logits.topk(2, dim=1).values.unbind(1)
     margin = highest - second
     if real is not None:

@@ -2,8 +2,8 @@
 
 image -> patches + fixed positions -> blocks [ x + attention(norm x), x + mlp(norm x) ] -> norm -> mean token -> head
 
-No class token, and nothing between the mean and the linear head. Parameters have timm's names and start as in the
-paper's code: Xavier's uniform in the blocks, LeCun's normal for the patches, zeros in the head.
+There is no class token, and nothing between the mean and the linear head. Parameters have timm's names and are
+initialised as in the paper's code: Xavier's uniform in the blocks, LeCun's normal for the patches, zeros in the head.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hyperbatch.models.attention import attention
 from hyperbatch.models.layers import Conv2d, DropPath, LayerNorm, Linear, to_logits
 
 NORM_EPS = 1e-6
-LONGEST_WAVE = 10_000.0  # in patches
-MAX_SIDE = 256  # patches along an edge of the largest image
+LONGEST_WAVE = 10_000.0  # ratio of the longest to the shortest wavelength
+MAX_SIDE = 256  # patches along the side of the largest image
 
 
 class Attention(nn.Module):
@@ -29,7 +29,7 @@ class Attention(nn.Module):
         self.qkv = Linear(width, 3 * width)
         self.proj = Linear(width, width)
         self.drop = nn.Dropout(dropout)
-        for matrix in (*self.qkv.weight.chunk(3), self.proj.weight):  # queries, keys and values are three
+        for matrix in (*self.qkv.weight.chunk(3), self.proj.weight):  # queries, keys and values are three matrices
             nn.init.xavier_uniform_(matrix)
         for bias in (self.qkv.bias, self.proj.bias):
             nn.init.zeros_(bias)
@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-    """Patches that do not overlap, each as a token with its place added."""
+    """Turns patches that do not overlap into tokens, and adds their position embeddings."""
 
     waves: Tensor
 
@@ -80,7 +80,8 @@ class PatchEmbed(nn.Module):
         super().__init__()
         self.proj = Conv2d(in_channels, width, patch, stride=patch)
         self.register_buffer("waves", _waves(width), persistent=False)
-        spread = math.sqrt(1 / (in_channels * patch * patch)) / 0.8796  # of a normal that is cut off at two deviations
+        # 0.8796 is the standard deviation of a unit normal that is truncated at two standard deviations.
+        spread = math.sqrt(1 / (in_channels * patch * patch)) / 0.8796
         nn.init.trunc_normal_(self.proj.weight, std=spread, a=-2 * spread, b=2 * spread)
         nn.init.zeros_(cast(Tensor, self.proj.bias))
 
@@ -89,14 +90,15 @@ class PatchEmbed(nn.Module):
         return x.flatten(2).transpose(1, 2) + self.positions(*x.shape[2:]).to(x.dtype)
 
     def positions(self, height: int, width: int) -> Tensor:
-        """[height * width, channels]: sin and cos of the column, then of the row."""
+        """Returns the position embeddings, [height * width, channels]: sin and cos of the column, then of the row."""
         columns = self.waves[:width].expand(height, -1, -1)
         rows = self.waves[:height, None].expand(-1, width, -1)
         return torch.cat([columns, rows], dim=2).flatten(0, 1)
 
 
 def _waves(width: int) -> Tensor:
-    """[MAX_SIDE, width / 2]: sin and cos of a place along one axis, from a wave of 2 pi patches to the longest."""
+    """Returns [MAX_SIDE, width / 2]: sin and cos of each place along one axis, from a wave of 2 pi patches to the
+    longest."""
     frequencies = LONGEST_WAVE ** -torch.linspace(0, 1, width // 4, dtype=torch.float64)
     angles = torch.arange(MAX_SIDE, dtype=torch.float64)[:, None] * frequencies
     return torch.cat([angles.sin(), angles.cos()], dim=1).float()
@@ -115,7 +117,7 @@ class VisionTransformer(nn.Module):
         dropout: float = 0.0,
         drop_path: float = 0.0,
     ) -> None:
-        """drop_path: of the last block; it grows evenly from 0 at the first."""
+        """drop_path: the rate of the last block. It grows linearly from 0 in the first block."""
         super().__init__()
         self.patch_embed = PatchEmbed(in_channels, width, patch)
         self.drop = nn.Dropout(dropout)

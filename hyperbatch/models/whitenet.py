@@ -5,8 +5,8 @@ group   [conv 3x3 - max-pool 2x2 - norm - act] [conv 3x3 - norm - act]          
 deep    [conv 3x3 - max-pool 2x2 - norm - act] [conv 3x3 - norm - act] [conv 3x3 - norm - + first - act]    three times
 then: maximum over the remaining 3x3 pixels, head without a bias, logits / 9
 
-Norms have a trained shift and a scale that stays 1. The whitening filters come from the training images
-(`models.initial`); as drawn here they are random.
+Norms have a trained shift and a constant scale of 1. The whitening filters are computed from the training images
+(`models.initial`); until then, they are random.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from hyperbatch.models.fused_network import FusedNetwork
 
 WHITEN_KERNEL = 2
-ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"gelu": nn.GELU, "silu": nn.SiLU}  # as vocabulary names them
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"gelu": nn.GELU, "silu": nn.SiLU}  # keys: vocabulary.ACTIVATIONS
 
 
 class ConvUnit(nn.Module):
-    """conv -> pool, or none -> norm -> plus a shortcut, where one is given -> act."""
+    """conv -> optional pool -> norm -> plus an optional shortcut -> act."""
 
     def __init__(
         self, inputs: int, outputs: int, *, pooled: bool, activation: str, bn_momentum: float, bn_eps: float
@@ -39,7 +39,7 @@ class ConvUnit(nn.Module):
         self.conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
         self.pool = nn.MaxPool2d(2) if pooled else nn.Identity()
         self.norm = BatchNorm2d(outputs, eps=bn_eps, momentum=bn_momentum)
-        self.norm.weight.requires_grad_(False)  # the scale stays 1: the next layer's weights can do its work
+        self.norm.weight.requires_grad_(False)  # the scale stays 1, because the next layer's weights can replace it
         self.act = ACTIVATIONS[activation]()
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
@@ -48,7 +48,7 @@ class ConvUnit(nn.Module):
 
 
 class ConvGroup(nn.Sequential):
-    """Two units; or more, with a shortcut from the first unit's output to the last's."""
+    """Two units without a shortcut, or more units with a shortcut from the first unit's output to the last unit."""
 
     def forward(self, x: Tensor) -> Tensor:
         first, *between, last = self
@@ -59,7 +59,7 @@ class ConvGroup(nn.Sequential):
 
 
 class WhiteNet(nn.Module):
-    fused: FusedNetwork | None = None  # what runs instead of the layers, see models.fused
+    fused: FusedNetwork | None = None  # the fused path that replaces the layers, see models.fused
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class WhiteNet(nn.Module):
         bn_eps: float,
         logit_scale: float = 1 / 9,
     ) -> None:
-        """widths: channels of each group. depth: units of a group; three or more have a shortcut."""
+        """widths: channels of each group. depth: units per group; groups of three or more have a shortcut."""
         super().__init__()
         channels = 2 * in_channels * WHITEN_KERNEL**2
         self.whiten = Conv2d(in_channels, channels, WHITEN_KERNEL)

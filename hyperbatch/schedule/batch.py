@@ -48,7 +48,7 @@ Stride = tuple[Step, ...]  # consecutive steps that are launched together
 
 
 def check_batches(phases: tuple[BatchPhase, ...], train_samples: int, epochs: float) -> None:
-    """Raises InputError if one step would take more samples than the whole run has: it would take hours for nothing."""
+    """Raises InputError if one step would use more samples than the whole run has, because it would waste hours."""
     largest = max(phase.global_batch for phase in phases)
     if largest > train_samples * max(1.0, epochs):
         raise InputError(
@@ -58,7 +58,7 @@ def check_batches(phases: tuple[BatchPhase, ...], train_samples: int, epochs: fl
 
 
 def repeats_note(phases: tuple[BatchPhase, ...], train_samples: int) -> str | None:
-    """A line for the user if a step takes more samples than the data set has."""
+    """Returns a line for the user if a step uses more samples than the data set has, otherwise None."""
     largest = max(phase.global_batch for phase in phases)
     if largest <= train_samples:
         return None
@@ -111,7 +111,7 @@ def resolve_phases(
 def steps(
     phases: tuple[Phase, ...], train_samples: int, epochs: float, *, index: int = 0, position: int = 0
 ) -> Iterator[Step]:
-    """The steps from `position` on, until `epochs` passes over the data are consumed."""
+    """Yields the steps from `position` on, until `epochs` passes over the data are consumed."""
     end = position_of(epochs, train_samples)
     while position < end:
         phase = next(p for p in reversed(phases) if p.from_position <= position)
@@ -166,14 +166,14 @@ def position_of(epoch: float, train_samples: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EpochGrid:
-    """The moments offset, offset + every, ... in epochs, after the start; `every` 0: none."""
+    """The moments offset, offset + every, ... in epochs, after the start. If `every` is 0, there are none."""
 
     every: float
     offset: float
     train_samples: int
 
     def crossed(self, step: Step) -> bool:
-        """Whether a moment lies within the step: after its start, and at or before its end."""
+        """Whether a moment is within the step: after its start, and at or before its end."""
         return bool(self.every) and self._passed(step.position + step.phase.global_batch) > self._passed(step.position)
 
     def next_epoch(self, epoch: float) -> float:
@@ -181,6 +181,7 @@ class EpochGrid:
         return self.offset + self.every * (self._passed(epoch * self.train_samples) + 1)
 
     def _passed(self, position: float) -> int:
-        """Moments up to here, from -1 (none, with an offset) or 0 (the start itself, without)."""
+        """Returns the number of the last moment up to this position. The lowest is -1 (no moment yet) with an offset,
+        and 0 (the start itself) without one."""
         done = math.floor(round((position / self.train_samples - self.offset) / self.every, 9))
         return max(done, -1 if self.offset else 0)

@@ -1,7 +1,7 @@
 """Factors of the learning rate by layer, as in `--layer-rates '*:0.1,head:1,conv1:0'`, and a summary of them.
 
-A name stands for a layer and everything in it (`layer1`, `layer1.0.conv2`, `blocks.*.norm1`), `head` for the last
-linear layer, `*` for everything. If several match a parameter, the last one counts. A factor of 0 freezes it.
+A name means a layer and everything in it (`layer1`, `layer1.0.conv2`, `blocks.*.norm1`), `head` means the last linear
+layer, and `*` means everything. If several names match a parameter, the last one counts. A factor of 0 freezes it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ HEAD = "head"
 
 
 def layer_factors(rates: Sequence[LayerRate], names: Sequence[str], head: str | None) -> dict[str, float]:
-    """Each parameter's factor of the rate. names: of all parameters; head: of the last linear layer, if there is one.
+    """Returns each parameter's factor of the learning rate.
 
+    names: the names of all parameters. head: the name of the last linear layer, if there is one.
     Raises InputError for a layer that the model does not have, or if nothing is left to train.
     """
     factors = dict.fromkeys(names, 1.0)
@@ -42,32 +43,33 @@ def layer_factors(rates: Sequence[LayerRate], names: Sequence[str], head: str | 
 
 
 def is_in(name: str, layer: str) -> bool:
-    """Whether a parameter's name is that of a layer, or of something in it; `*` stands for anything."""
+    """Whether a parameter belongs to a layer, by name. `*` in the layer's name matches anything."""
     return fnmatchcase(name, layer) or fnmatchcase(name, f"{layer}.*")
 
 
 def is_broadcast(name: str, shape: Sequence[int]) -> bool:
-    """Whether a parameter is a token, an embedding of places or a scale, which is broadcast, by its name and shape.
+    """Whether a parameter is broadcast (a token, a position embedding or a scale), judged by its name and shape.
 
-    Over the batch (a first dimension of 1), or from a vector over at least two more dimensions (C x 1 x 1). N x 1 may
-    as well be the weights of a single input. What a layer calls `weight` is multiplied, whatever its shape.
+    It is broadcast over the batch (a first dimension of 1), or from a vector over at least two more dimensions
+    (C x 1 x 1). N x 1 does not count, because it may be the weight of a layer with a single input. A parameter named
+    `weight` is a factor in a product, whatever its shape, and does not count either.
     """
     vector = len(shape) > 2 and math.prod(shape) == max(shape)
     return len(shape) > 1 and (shape[0] == 1 or vector) and name.rpartition(".")[2] != "weight"
 
 
 def _layers(names: Sequence[str]) -> list[str]:
-    """The layers to suggest to the user: the outermost ones, and the head."""
+    """Returns the layers to suggest to the user: the outermost ones, and the head."""
     return [*dict.fromkeys(name.partition(".")[0] for name in names), HEAD]
 
 
 class ParamRow(NamedTuple):
-    """One trainable parameter, as far as `GroupSummary` counts it."""
+    """The properties of a trainable parameter that `GroupSummary` counts."""
 
     name: str
     numel: int
     decayed: bool
-    factor: float  # on the rate
+    factor: float  # of the learning rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class LayerFactor:
-    """What takes one factor of the rate."""
+    """The parameters with the same factor of the learning rate."""
 
     factor: float
     count: Count
@@ -91,11 +93,12 @@ class LayerFactor:
 
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
-    """How many trainable parameters get weight decay, and how many which factor of the rate, from the lowest up."""
+    """How many trainable parameters have weight decay, and how many have each factor of the learning rate, sorted by
+    factor."""
 
     decayed: Count
     undecayed: Count
-    factors: tuple[LayerFactor, ...]  # empty: all take the whole rate
+    factors: tuple[LayerFactor, ...]  # empty if all factors are 1
 
     @classmethod
     def of(cls, rows: Iterable[ParamRow]) -> Self:

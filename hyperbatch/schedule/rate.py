@@ -1,4 +1,4 @@
-"""The learning rate as a function of epochs done. Pure functions: resuming, plotting and planning need no state.
+"""The learning rate as a function of the epochs done. Pure functions, so resuming, plotting and planning need no state.
 
       peak  ___
           /     \\            warm-up: linear, goyal, slow_start
@@ -15,9 +15,9 @@ from hyperbatch.config import ScheduleConfig
 
 
 def learning_rate(schedule: ScheduleConfig, epoch: float, *, ends_epoch: float | None = None) -> float:
-    """The rate of a step that starts after `epoch` epochs. Batch phases do not change it.
+    """Returns the learning rate of a step that starts after `epoch` epochs. Batch phases do not change it.
 
-    ends_epoch: for parameters that pass through the whole schedule by this epoch, and have a rate of 0 afterwards.
+    ends_epoch: compresses the schedule so that it ends at this epoch; afterwards, the rate is 0.
     """
     if ends_epoch is not None:
         if epoch >= ends_epoch:
@@ -27,7 +27,8 @@ def learning_rate(schedule: ScheduleConfig, epoch: float, *, ends_epoch: float |
 
 
 def peak(schedule: ScheduleConfig) -> float:
-    """The recipe's rate, scaled from the batch it was given for to this run's first batch (You et al.: linear)."""
+    """Returns the recipe's rate, scaled from the batch for which it is given to this run's first batch (You et al.:
+    linear)."""
     first = schedule.batch_phases[0].global_batch
     reference = schedule.lr_batch or first
     power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[schedule.lr_scaling]
@@ -35,12 +36,12 @@ def peak(schedule: ScheduleConfig) -> float:
 
 
 def shape(schedule: ScheduleConfig, epoch: float) -> float:
-    """The rate as a fraction of its peak."""
+    """Returns the rate as a fraction of its peak."""
     peak_lr = peak(schedule)
     if epoch < schedule.warmup_epochs:
         start = schedule.warmup_lr / peak_lr
         return _warmup(schedule, epoch / schedule.warmup_epochs, start, peak_lr)
-    return _decay(schedule, epoch, min(1.0, schedule.end_lr / peak_lr))  # a decay never climbs
+    return _decay(schedule, epoch, min(1.0, schedule.end_lr / peak_lr))  # a decay must not rise above the peak
 
 
 def _warmup(schedule: ScheduleConfig, t: float, start: float, peak_lr: float) -> float:
@@ -48,7 +49,7 @@ def _warmup(schedule: ScheduleConfig, t: float, start: float, peak_lr: float) ->
         # Goyal et al. start at the rate of a single unscaled worker group and ramp linearly to the scaled one.
         start = min(1.0, schedule.lr / peak_lr)
     if schedule.warmup == "slow_start":
-        # PFN's idea: half the usual slope over the first half, then the rest of the way.
+        # PFN's slow start: half the linear slope over the first half, then one and a half times the slope.
         return start + (1 - start) * (t / 2 if t < 0.5 else 0.25 + 1.5 * (t - 0.5))
     return start + (1 - start) * t
 
@@ -66,5 +67,5 @@ def _decay(schedule: ScheduleConfig, epoch: float, end: float) -> float:
 
 
 def weight_decay_scale(schedule: ScheduleConfig, epoch: float) -> float:
-    """The factor of a decoupled weight decay: the shape of the rate's schedule with a peak of 1."""
+    """Returns the factor of a decoupled weight decay: the rate's schedule, scaled to a peak of 1."""
     return shape(schedule, epoch)

@@ -1,6 +1,6 @@
-"""Image sizes over time (progressive resizing), and what a schedule of them costs.
+"""Image sizes over time (progressive resizing), and the cost of such a schedule.
 
-88 px ______ 112 __ 128 __ 144 __ 160 __ 176 ____      a span each; together the cost of so many epochs at 224 px
+88 px ______ 112 __ 128 __ 144 __ 160 __ 176 ____      six spans; their cost is counted in epochs at 224 px
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from hyperbatch.config import Config
 
-FULL_SIZE = 224  # pixels a side, in which published schedules count their cost
+FULL_SIZE = 224  # side in pixels; published schedules count their cost in epochs at this size
 
 
 class SizeSpan(NamedTuple):
-    """Epochs that see images of one size."""
+    """A span of epochs with images of one size."""
 
     from_epoch: float
     to_epoch: float
@@ -25,7 +25,7 @@ class SizeSpan(NamedTuple):
 
 
 def size_spans(config: Config) -> list[SizeSpan]:
-    """The whole run, span after span; those that it ends before are left out."""
+    """Returns the spans of the whole run. Spans that start at or after its end are skipped."""
     phases = [(0.0, config.data.image_size), *config.data.size_phases]
     ends = [*(start for start, _ in phases[1:]), config.schedule.epochs]
     spans = [
@@ -43,5 +43,5 @@ def size_spans(config: Config) -> list[SizeSpan]:
 
 
 def full_size_epochs(config: Config, side: int = FULL_SIZE) -> float:
-    """How many epochs of `side` pixels have as many pixels as the run."""
+    """Returns the number of epochs with images of `side` pixels that have as many pixels as the run."""
     return sum(span.epochs * span.image_size**2 for span in size_spans(config)) / side**2

@@ -1,8 +1,9 @@
-"""The first stage of a batch on the GPU: every image of it lies in device memory, whole, and a table says where.
+"""The first stage of a batch on the GPU: brings every image of the batch, whole, into device memory and fills a table
+of their addresses.
 
-JPEG decoders write without regard to streams, and the next batch is decoded while this one is cut. So images have a
-stream of their own, for its memory: nothing else is allocated on it, and a draft is held until the host has seen that
-its views are cut. What the stream's allocator has free, nobody reads.
+JPEG decoders write without regard to streams, and the next batch is decoded while the views of this one are cut. The
+images are therefore allocated on a stream of their own, on which nothing else is allocated, and a draft is kept until
+the host has seen that its views are cut. So no kernel still reads the memory that the stream's allocator reuses.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ Decode = Callable[[JpegFiles, torch.device], Decoded]
 
 @dataclass(slots=True)
 class Draft:
-    """A batch that is being made: which sample each row shows, and where the pixels of it lie on the device."""
+    """A batch that is being made: which sample each row shows, and where its pixels lie on the device."""
 
     plan: Plan
-    shown: np.ndarray  # int64[n]: the plan's ids, but for replaced samples
+    shown: np.ndarray  # int64[n]: the plan's ids, except for replaced samples
     images: np.ndarray  # int64[n, 6]: the kernel's table of addresses, sizes and strides
-    memory: list[Tensor] = field(default_factory=list)  # where the addresses point
-    to_keep: list[tuple[int, np.ndarray, Tensor]] = field(default_factory=list)  # what `DeviceCache.put` is to get
+    memory: list[Tensor] = field(default_factory=list)  # keeps the memory behind the addresses alive
+    to_keep: list[tuple[int, np.ndarray, Tensor]] = field(default_factory=list)  # the arguments of `DeviceCache.put`
     bad: BadSamples = field(default_factory=list)
-    uploaded: torch.cuda.Event | None = None  # when the pixels are there
+    uploaded: torch.cuda.Event | None = None  # recorded after the pixels have arrived
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Drafter:
-    """Makes drafts, one at a time. stream: None on a CPU."""
+    """Makes drafts, one at a time. stream is None on a CPU."""
 
     source: Source
     device: torch.device
@@ -57,14 +58,14 @@ class Drafter:
     meter: Meter
 
     def unread(self, plan: Plan) -> np.ndarray:
-        """Rows whose images do not lie in device memory yet."""
+        """Returns the rows whose images are not in device memory yet."""
         if self.device_cache is None:
             return np.arange(plan.real)
         return np.flatnonzero(self.device_cache.table[plan.ids[: plan.real], 0] == 0)
 
     def make(self, plan: Plan, promises: list[Promise]) -> Draft:
         read = [promise() for promise in promises]
-        # Padding and unreadable images: one black pixel.
+        # Padding and unreadable images point to one black pixel.
         black = np.array([self.black.data_ptr(), 1, 1, 0, 0, 1])
         draft = Draft(plan, plan.ids.copy(), np.tile(black, (len(plan), 1)))
         for rows in read:
@@ -86,11 +87,11 @@ class Drafter:
         return draft
 
     def _upload(self, draft: Draft, block: PixelBlock) -> None:
-        # A copy also where there is nothing to copy to: readers write into the block again.
+        # copy=True also copies on a CPU, because readers will overwrite the block.
         pixels = block.pixels.to(self.device, non_blocking=True, copy=True)
         draft.memory.append(pixels)
         channels, (offsets, width, height) = self.source.channels, block.places.T
-        # In the order of the kernel's table: address, size, strides.
+        # The columns of the kernel's table are address, size, strides.
         columns = pixels.data_ptr() + offsets, width, height, channels, width * channels, 1
         draft.images[block.rows] = np.column_stack(np.broadcast_arrays(*columns))
         if self.device_cache is None and self.host_cache is None:
@@ -106,10 +107,10 @@ class Drafter:
         start_s = time.perf_counter()
         try:
             decoded = self.decode(files, self.device)
-        except RuntimeError:  # one of them is broken, and nothing says which
+        except RuntimeError:  # one of the files is broken, and the decoder does not say which
             files, decoded = self._decode_each(draft, files)
         if self.stream is not None:
-            # Hardware decoders have been seen to run past the stream they were given: the host waits before it goes on.
+            # The host waits here, because hardware decoders have been seen to finish after the stream they were given.
             self.stream.synchronize()
         self.meter.add("gpu_decode", time.perf_counter() - start_s)
         draft.images[files.rows] = decoded.images
@@ -119,7 +120,8 @@ class Drafter:
                 self._keep(draft, index, decoded.pixels(i))
 
     def _keep(self, draft: Draft, index: int, pixels: Tensor) -> None:
-        """Decoded images lie together in memory that goes with the batch: the cache gets a copy."""
+        """Adds a decoded image to the cache. It is copied, because the memory of decoded images is freed with the
+        batch."""
         if self.device_cache is not None and self.device_cache.has_room(index, pixels.nbytes):
             decoded = Decoded.of([pixels.clone()])
             draft.to_keep.append((index, decoded.images[0], decoded.memory[0]))
@@ -127,7 +129,7 @@ class Drafter:
             self.host_cache.put(index, pixels.permute(1, 2, 0).contiguous().cpu().numpy())
 
     def _decode_each(self, draft: Draft, files: JpegFiles) -> tuple[JpegFiles, Decoded]:
-        """(the files that can be shown, their pixels), one at a time."""
+        """Decodes one file at a time. Returns (the files that can be shown, their pixels)."""
         shown, pixels = [], []
         for i in range(len(files)):
             found = self._decode_alone(draft, files.take([i]))
@@ -137,7 +139,7 @@ class Drafter:
         return files.take(shown), Decoded.of(pixels)
 
     def _decode_alone(self, draft: Draft, file: JpegFiles) -> Tensor | None:
-        """uint8[3, h, w] of a file the GPU's decoder may refuse, or of the sample that replaces it."""
+        """Returns uint8[3, h, w] of a file that the GPU's decoder may reject, or of the sample that replaces it."""
         with contextlib.suppress(RuntimeError):
             return self.decode(file, self.device).pixels(0)
         source, row = self.source, int(file.rows[0])

@@ -1,7 +1,8 @@
-"""The GPU's JPEG decoding units, driven by nvJPEG itself, through ctypes.
+"""Drives the GPU's JPEG decoding units through nvJPEG itself, with ctypes.
 
-The library is the one that torchvision brings and has loaded already. Names and signatures are those of nvjpeg.h; an
-image's destination, `nvjpegImage_t`, is four addresses of planes and four pitches, so a batch of them is int64[n, 8].
+The library is the one that torchvision ships and has already loaded. Names and signatures are those of nvjpeg.h. An
+image's destination, `nvjpegImage_t`, is four plane addresses and four pitches, so the destinations of a batch are
+int64[n, 8].
 """
 
 from __future__ import annotations
@@ -24,27 +25,28 @@ from torch import Tensor
 from hyperbatch.data.decode import load_torchvision
 from hyperbatch.data.gpu.jpegs import ADDRESS, BYTES, HEIGHT, KIND, WIDTH, Decoded, JpegFiles
 
-# Callers of nvJPEG at the same time, each with a part of the batch. Beside a graph of matrix products on an H200
-# three decode 15,000 images of 256 px a second where one decodes 13,500, but 9,500 of 500x375 where one decodes 12,500.
+# The number of concurrent callers of nvJPEG, each with a part of the batch. While an H200 runs a graph of matrix
+# products, three callers decode 15,000 images of 256 px per second and one decodes 13,500; of images of 500x375, three
+# decode 9,500 and one decodes 12,500.
 CALLERS = 1
 
 _HARDWARE = 3  # nvjpegBackend_t
 _RGB_PLANES = 3  # nvjpegOutputFormat_t
 _444 = 0  # nvjpegChromaSubsampling_t
-# Memory is asked for in pieces of one size (of a small batch: a power of two), so that torch's allocator has them ready
-# from the last batch.
+# Memory is allocated in pieces of one size (for a small batch: a power of two), so that torch's allocator can reuse
+# those of the last batch.
 _PIECE_BYTES = 1 << 25
 _ALIGNMENT = 256
-_KNOWN = 1 << 16  # kinds and sizes of files that are remembered
+_KNOWN = 1 << 16  # the most kinds and sizes of files that are remembered
 
 
 class Api:
-    """The functions of nvJPEG that are used here. `library` lets go of Python's lock while a function runs, `brief`
-    does not: to get it back would take longer than the function."""
+    """The functions of nvJPEG that are used here. `library` releases Python's lock while a function runs. `brief` does
+    not, because acquiring the lock again would take longer than the function."""
 
     def __init__(self, library: Any, brief: Any) -> None:
         handle = stream = state = c_void_p
-        addresses, lengths, destinations = c_void_p, c_void_p, c_void_p  # of arrays
+        addresses, lengths, destinations = c_void_p, c_void_p, c_void_p  # pointers to arrays
         self.create = _declared(library, "nvjpegCreateEx", c_int, c_void_p, c_void_p, c_uint, POINTER(handle))
         self.create_state = _declared(library, "nvjpegJpegStateCreate", handle, POINTER(state))
         self.create_header = _declared(library, "nvjpegJpegStreamCreate", handle, POINTER(c_void_p))
@@ -70,15 +72,15 @@ def _checked(status: int, what: str) -> None:
 
 @functools.cache
 def load_api() -> Api | None:
-    """None where the library cannot be had."""
+    """Returns the functions of nvJPEG, or None if the library cannot be loaded."""
     for path in _libraries():
-        with contextlib.suppress(OSError, AttributeError):  # not there, or of another age
+        with contextlib.suppress(OSError, AttributeError):  # the library is missing, or of another version
             return Api(ctypes.CDLL(path), ctypes.PyDLL(path))
     return None
 
 
 def _libraries() -> Iterator[str]:
-    """Where the library may be: the one that torchvision has loaded, then the system's."""
+    """Yields possible paths of the library: the one that torchvision has loaded, then the system's."""
     if load_torchvision() is not None:
         with contextlib.suppress(OSError):
             lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "libnvjpeg" in line]
@@ -89,7 +91,7 @@ def _libraries() -> Iterator[str]:
 
 @functools.cache
 def hardware_decoder(device: torch.device) -> HardwareDecoder | None:
-    """The device's; None where it has no decoding units, or where nvJPEG cannot be called."""
+    """Returns the device's decoder, or None if it has no decoding units or nvJPEG cannot be called."""
     api = load_api()
     if device.type != "cuda" or api is None:
         return None
@@ -100,20 +102,21 @@ def hardware_decoder(device: torch.device) -> HardwareDecoder | None:
 
 
 class _Caller:
-    """A handle of the library and what it needs to decode, for one thread at a time. They live as long as the process:
-    at its end the driver may be gone before they are."""
+    """A handle of the library with its decoding state, for one thread at a time. They are never destroyed, because the
+    driver may be unloaded before them when the process ends."""
 
     def __init__(self, api: Api, device: torch.device) -> None:
         self._api = api
         self.handle, self._state = c_void_p(), c_void_p()
         _checked(api.create(_HARDWARE, None, None, 0, byref(self.handle)), "nvjpegCreateEx")
         _checked(api.create_state(self.handle, byref(self._state)), "nvjpegJpegStateCreate")
-        # Whatever size is asked for, the library then takes its buffers from a pool. It works without, more slowly.
+        # After this call, with any size, the library takes its buffers from a pool. Without it, decoding works but is
+        # slower, so a failure is ignored.
         api.allocate(self.handle, self._state, 1, 1, 1, _444, _RGB_PLANES)
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def decode(self, addresses: np.ndarray, lengths: np.ndarray, destinations: np.ndarray) -> None:
-        """All arrays are contiguous and of 64 bits. The pixels are there on return."""
+        """Decodes the files. All arrays are contiguous and have 64-bit elements. On return, the pixels are complete."""
         stream = None if self._stream is None else self._stream.cuda_stream
         tables = addresses.ctypes.data, lengths.ctypes.data, destinations.ctypes.data
         try:
@@ -121,7 +124,8 @@ class _Caller:
             _checked(status, "nvjpegDecodeBatchedInitialize")
             _checked(self._api.decode(self.handle, self._state, *tables, stream), "nvjpegDecodeBatched")
         finally:
-            # Some images of a batch that failed may be on their way: nobody may have their memory before.
+            # The host waits even after a failure: some images may still be written, and their memory must not be
+            # reused before that.
             if self._stream is not None:
                 self._stream.synchronize()
 
@@ -140,7 +144,7 @@ class HardwareDecoder:
         self._known: dict[tuple[int, ...], bool] = {}
 
     def takes(self, files: JpegFiles) -> np.ndarray:
-        """bool[n]: which the units can decode. Each kind and size of file is asked for once."""
+        """Returns bool[n]: which files the units can decode. nvJPEG is queried once for each kind and size of file."""
         kinds = [tuple(row) for row in files.table[:, [WIDTH, HEIGHT, KIND]].tolist()]
         with self._lock:
             if len(self._known) > _KNOWN:
@@ -154,17 +158,19 @@ class HardwareDecoder:
     def _ask(self, kind: tuple[int, ...], file: np.ndarray) -> bool:
         handle, answer = self._callers[0].handle, c_int(-1)
         if self._api.parse_header(handle, int(file[ADDRESS]), int(file[BYTES]), self._header):
-            return False  # a broken header, which says nothing of other files
+            return False  # the header is broken, which says nothing about other files
         if self._api.supported(handle, self._header, byref(answer)):
             return False
         self._known[kind] = answer.value == 0
         return self._known[kind]
 
     def decode(self, files: JpegFiles) -> Decoded:
-        """The pixels of files that it takes; they are there on return. RuntimeError if any fails.
+        """Returns the pixels of files that `takes` accepts. On return, they are complete. Raises RuntimeError if any
+        file fails.
 
-        The memory comes from the current stream's allocator, and the units write into it without regard to that stream:
-        as with `nvjpeg.decode_batch`, the host must have waited for earlier uses of what the stream has freed.
+        The memory comes from the current stream's allocator, and the units write into it without regard to that stream.
+        As for `nvjpeg.decode_batch`, the host must have waited for all earlier uses of memory that the stream has
+        freed.
         """
         decoded = room_for(files.table[:, [WIDTH, HEIGHT]], self._device)
         addresses, lengths = (np.ascontiguousarray(files.table[:, column]) for column in (ADDRESS, BYTES))
@@ -179,7 +185,7 @@ class HardwareDecoder:
                 for caller, part in zip(self._callers, parts, strict=True)
                 if len(part[0])
             ]
-            errors = [call.exception() for call in calls]  # all have ended before anyone is told
+            errors = [call.exception() for call in calls]  # waits for all calls before it raises
         for error in filter(None, errors):
             raise error
         return decoded
@@ -193,7 +199,7 @@ class HardwareDecoder:
 
 
 def room_for(sizes: np.ndarray, device: torch.device) -> Decoded:
-    """Memory for the planes of images of these widths and heights, int64[n, 2], not written yet."""
+    """Returns uninitialised memory for the planes of images of these sizes. sizes: int64[n, 2], widths and heights."""
     width, height = sizes[:, 0], sizes[:, 1]
     needed = -(-3 * width * height // _ALIGNMENT) * _ALIGNMENT
     ends, starts = np.cumsum(needed), np.cumsum(needed) - needed
@@ -212,7 +218,7 @@ def room_for(sizes: np.ndarray, device: torch.device) -> Decoded:
 
 
 def destinations(images: np.ndarray) -> np.ndarray:
-    """int64[n, 8], an `nvjpegImage_t` for each row: addresses of its planes, of which there are three, and pitches."""
+    """Returns int64[n, 8], an `nvjpegImage_t` for each row: the addresses of its three planes, and their pitches."""
     table = np.zeros((len(images), 8), dtype=np.int64)
     table[:, 0:3] = images[:, :1] + images[:, 5:6] * np.arange(3)
     table[:, 4:7] = images[:, 4:5]

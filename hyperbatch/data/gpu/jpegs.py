@@ -1,4 +1,4 @@
-"""JPEGs of a batch on the host and their pixels on the device, as tables: no Python object for each file."""
+"""A batch's JPEGs on the host and their pixels on the device, as tables instead of one Python object per file."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class JpegFiles:
 
     rows: np.ndarray  # int64[n]
     table: np.ndarray  # int64[n, 5]: address, bytes, width, height, kind (the last three of `decode.JpegFrame`)
-    memory: tuple[Tensor, ...]  # the addresses lie in it
+    memory: tuple[Tensor, ...]  # the memory that the addresses point into
 
     @staticmethod
     def of(memory: Tensor, rows: Sequence[int] | np.ndarray, table: np.ndarray) -> JpegFiles:
-        """From a table that has offsets into the memory instead of addresses."""
+        """Makes them from a table with offsets into the memory instead of addresses."""
         table = np.array(table, dtype=np.int64)
         table[:, ADDRESS] += memory.data_ptr()
         return JpegFiles(np.asarray(rows, dtype=np.int64), table, (memory,))
 
     @staticmethod
     def collect(files: dict[int, tuple[bytearray, JpegFrame]], *, pin: bool) -> JpegFiles:
-        """A copy of each row's file, one after the other."""
+        """Copies the file of each row into one piece of memory."""
         memory, offsets = packed([np.frombuffer(data, np.uint8) for data, _ in files.values()], pin=pin)
         sizes = [(len(data), *frame) for data, frame in files.values()]
         return JpegFiles.of(memory, list(files), np.column_stack([offsets, sizes]))
@@ -51,7 +51,7 @@ class JpegFiles:
         return JpegFiles(self.rows[chosen], self.table[chosen], self.memory)
 
     def contents(self) -> list[Tensor]:
-        """The bytes of each."""
+        """Returns the bytes of each file."""
         return [piece_at(self.memory, *place) for place in self.table[:, [ADDRESS, BYTES]].tolist()]
 
 
@@ -59,7 +59,7 @@ class Decoded(NamedTuple):
     """Pixels on the device, uint8[3, h, w] each: rows of the view kernel's table (address, width, height, strides)."""
 
     images: np.ndarray  # int64[n, 6]
-    memory: list[Tensor]  # the addresses lie in it
+    memory: list[Tensor]  # the memory that the addresses point into
 
     @staticmethod
     def of(pixels: list[Tensor]) -> Decoded:
@@ -72,7 +72,7 @@ class Decoded(NamedTuple):
 
 
 def packed(parts: list[np.ndarray], *, pin: bool) -> tuple[Tensor, np.ndarray]:
-    """(bytes one part after the other, pinned for the GPU if asked for; where each part begins)."""
+    """Returns (all parts one after the other in one tensor, the offset of each part). pin: use pinned memory."""
     sizes = np.array([part.size for part in parts])
     memory = torch.empty(int(sizes.sum()), dtype=torch.uint8, pin_memory=pin)
     np.concatenate(parts, out=memory.numpy())
@@ -80,7 +80,7 @@ def packed(parts: list[np.ndarray], *, pin: bool) -> tuple[Tensor, np.ndarray]:
 
 
 def piece_at(memory: Sequence[Tensor], address: int, size: int) -> Tensor:
-    """uint8[size] at the address."""
+    """Returns uint8[size] at the address."""
     for piece in memory:
         offset = address - piece.data_ptr()
         if 0 <= offset < piece.numel():

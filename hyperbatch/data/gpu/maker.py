@@ -1,4 +1,4 @@
-"""The GPU's maker of batches: takes drafts, has the views of their images cut, and hands over the batches."""
+"""The batch maker on the GPU: takes drafts, cuts the views of their images, and hands over the batches."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ from hyperbatch.data.gpu.resident import ResidentSet
 from hyperbatch.data.maker import Finish, Maker
 from hyperbatch.data.source import ArraySource
 
-# Threads that only read: more of them fight for Python's lock (measured on 16 cores: 4 read twice as much as 16).
+# Threads that only read. More of them compete for Python's lock (measured on 16 cores: 4 read twice as much as 16).
 _READING_THREADS = 4
 _READING_PROCESSES = 8
-_DECODING_CORES = 0.75  # of a rank's, where processes decode a share of the JPEGs: the step needs some, too
+_DECODING_CORES = 0.75  # fraction of a rank's cores for processes that decode JPEGs; the step needs some cores, too
 
-_Cut = list[tuple[torch.cuda.Event | None, Draft]]  # the last batch's draft, and when its images have been read
+_Cut = list[tuple[torch.cuda.Event | None, Draft]]  # the last batch's draft, and the event after its images were read
 
 _idle_streams: dict[tuple[torch.device, str], list[torch.cuda.Stream]] = {}
 
 
 def _lent_stream(maker: object, device: torch.device, purpose: str) -> torch.cuda.Stream | None:
-    """A stream until the maker is gone: torch keeps memory for each stream, and each evaluation has a maker.
+    """Returns a stream, which is reused once the maker is gone. Streams are reused because torch keeps memory for each
+    stream, and each evaluation has its own maker.
 
-    Of high priority: its kernels are short, and the step after next waits for them. On a CPU there is none, and the
-    same code runs by Triton's interpreter, for tests.
+    The stream has a high priority, because its kernels are short and the step after next waits for them. On a CPU it is
+    None, and the same code runs in Triton's interpreter, for tests.
     """
     if device.type != "cuda":
         return None
@@ -55,9 +56,9 @@ def _lent_stream(maker: object, device: torch.device, purpose: str) -> torch.cud
 
 @dataclass(eq=False)
 class DeviceMaker(Maker):
-    """Makes batches ahead of the step. `decoder` is "nvjpeg" or one of the CPU's.
+    """Makes batches ahead of the step. `decoder` is "nvjpeg" or a CPU decoder.
 
-    processes: read by processes instead of threads; None: where the set is large enough.
+    processes: whether processes read instead of threads. None means that they do if the set is large enough.
     """
 
     _: KW_ONLY
@@ -73,7 +74,7 @@ class DeviceMaker(Maker):
         self._host_cache = self.cache if isinstance(self.cache, PixelCache) else None
         self._device_cache = self.cache if isinstance(self.cache, DeviceCache) else None
         self._stream = _lent_stream(self, self.device, "views")
-        self._last_ready: torch.cuda.Event | None = None  # of the batch that was made last
+        self._last_ready: torch.cuda.Event | None = None  # recorded after the last batch
         with self._on_stream():
             self._scale = copy_to_device(self.scale.astype(np.float32), self.device)
             self._black = torch.zeros(self.source.channels, dtype=torch.uint8, device=self.device)
@@ -92,7 +93,7 @@ class DeviceMaker(Maker):
         self._warm_up: Future[object] | None = None
 
     def run(self, plans: Iterator[Plan]) -> Batches:
-        """(batch, its unreadable samples as (id, line)) for each plan, in order."""
+        """Yields (batch, its unreadable samples as (id, line)) for each plan, in order."""
         readers = self._readers()
         device_thread = ThreadPoolExecutor(1, thread_name_prefix="hyperbatch-data-device")
         cut: _Cut = []
@@ -101,7 +102,7 @@ class DeviceMaker(Maker):
 
         def start(plan: Plan) -> Finish:
             if self.needs_no_host(plan):
-                queued = self._make_resident(plan)  # by this thread: it takes no longer than to wake another
+                queued = self._make_resident(plan)  # in this thread: waking another one would take as long
                 return lambda: self._hand_over(*queued)
             read = readers.submit(plan, self._drafter.unread(plan))
             made = device_thread.submit(self._make, plan, read, cut)
@@ -113,16 +114,16 @@ class DeviceMaker(Maker):
             device_thread.shutdown(wait=True, cancel_futures=True)
             self._let_go(cut)
             if self._last_ready is not None:
-                self._last_ready.synchronize()  # the set may be gone next, and with it what the last batch is made from
+                self._last_ready.synchronize()  # the caller may now free the set, which the last batch is made from
             readers.close()
 
     def needs_no_host(self, plan: Plan) -> bool:
-        """Whether the plan's samples lie in device memory and their views are cut by a few launches."""
+        """Whether the plan's samples are in device memory and a few launches cut their views."""
         return self._resident is not None and self._resident.can_make(plan)
 
     def warm_up(self, plans: Sequence[Plan]) -> None:
-        """A thread makes those plans that need no host and throws the batches away: their kernels are compiled while
-        the run is set up. The first batch waits for it."""
+        """Starts a thread that makes the plans that need no host and discards the batches, so that their kernels are
+        compiled while the run is set up. The first batch waits for it."""
         resident, plans = self._resident, [plan for plan in plans if self.needs_no_host(plan)]
         if resident is None or not plans:
             return
@@ -137,8 +138,8 @@ class DeviceMaker(Maker):
         thread.shutdown(wait=False)
 
     def rehearse(self, plans: Sequence[Plan]) -> None:
-        """Makes as many batches of each plan that needs no host as lie ready at once, and throws them away: memory and
-        kernels of their shapes are there afterwards."""
+        """Makes the batches of each plan that needs no host, as many as are prefetched at once, and discards them, so
+        that the memory and the kernels for their shapes are ready."""
         if self._resident is None:
             return
         if self._warm_up is not None:
@@ -176,7 +177,7 @@ class DeviceMaker(Maker):
         return self.mixed(plan, dataclasses.replace(resident.make(plan), mask=self.mask(plan)))
 
     def _record(self) -> torch.cuda.Event | None:
-        """Of the batch that was queued last."""
+        """Records an event after the batch that was queued last."""
         if self._stream is None:
             return None
         ready = self._last_ready = torch.cuda.Event()
@@ -190,19 +191,19 @@ class DeviceMaker(Maker):
         processes = (
             self.processes
             and self._host_cache is None
-            and self.config.decoder != "torchvision"  # asked for by name, and processes do not load torch
+            and self.config.decoder != "torchvision"  # processes do not load torch, so they cannot use it
             and can_serve(self.source)
         )
         reader = SampleReader(
             source=self.source,
             on_gpu=on_gpu,
             cpu_share=cpu_share,
-            # 16 processes of Pillow decode more than 16 threads of torchvision. Pixels of the CPU's share are the same
-            # whoever decodes them.
+            # 16 processes with Pillow decode more than 16 threads with torchvision. The pixels of the CPU's share must
+            # not depend on whether threads or processes decode them.
             decoder=choose_decoder("auto") if processes or cpu_share else self.cpu_decoder,
             pin=self._stream is not None,
             meter=self.meter,
-            # Copies of kept images run without Python's lock: every core helps.
+            # Copies of cached images run without Python's lock, so every core helps.
             threads=min(self.threads, _READING_THREADS) if only_read and self._host_cache is None else self.threads,
             host_cache=self._host_cache,
             device_cache=self._device_cache,
@@ -229,7 +230,7 @@ class DeviceMaker(Maker):
     def _make(
         self, plan: Plan, promises: list[Promise], cut: _Cut
     ) -> tuple[Batch, BadSamples, torch.cuda.Event | None]:
-        draft = self._drafter.make(plan, promises)  # while the last batch is cut
+        draft = self._drafter.make(plan, promises)  # overlaps with cutting the last batch
         start_s = time.perf_counter()
         self._let_go(cut)
         with self._on_stream():
@@ -242,8 +243,8 @@ class DeviceMaker(Maker):
         return batch, draft.bad, ready
 
     def _let_go(self, cut: _Cut) -> None:
-        """The host waits until the last batch's images have been read: then decoders may write over them, readers over
-        the memory that they were copied from, and other loaders may read those that are kept."""
+        """Waits, on the host, until the last batch's images have been read. Then decoders may overwrite them, readers
+        may overwrite the memory that they were copied from, and other loaders may read the cached ones."""
         for ready, draft in cut:
             if ready is not None:
                 ready.synchronize()
@@ -253,17 +254,17 @@ class DeviceMaker(Maker):
         cut.clear()
 
     def _render(self, draft: Draft) -> Batch:
-        from hyperbatch.kernels import augment as kernels  # here, because it loads Triton
+        from hyperbatch.kernels import augment as kernels  # imported here because it loads Triton
 
         plan, images = draft.plan, draft.images
         whole = isinstance(self.source, ArraySource)
         views = augment.batch_views(self.config, images[:, 1], images[:, 2], plan.epochs, plan.uniforms, whole=whole)
         shape = (len(images), plan.size, plan.size, self.source.channels)
-        # The kernel counts in 32 bits; a 64-bit run gets that, widened.
+        # The kernel computes in fp32. In an fp64 run, its results are converted to fp64.
         dtype, scale = torch.float32 if self.dtype == torch.float64 else self.dtype, self._scale
         gains, offsets = self.colors(plan)
         retouches = self.retouches(plan)
-        if retouches:  # grey levels, rounded down after a half is added
+        if retouches:  # the kernel returns grey levels; it rounds down, so adding 0.5 rounds to the nearest level
             dtype, scale = torch.uint8, torch.ones_like(scale)
             gains, offsets = np.ones_like(gains), np.full_like(offsets, 0.5)
         corners, cutout = None, 0
@@ -287,7 +288,7 @@ class DeviceMaker(Maker):
         return self.mixed(plan, Batch(pixels, copy_to_device(labels, self.device), self.mask(plan)))
 
     def _retouched(self, plan: Plan, levels: Tensor) -> Tensor:
-        """Normalised images from training views in grey levels, each changed by its operation."""
+        """Applies each view's operations to training views in grey levels, and normalises them."""
         gains, offsets = self.colors(plan)
         factors = (gains[:, None] * self.scale, offsets)
         scale, offset = (copy_to_device(part.astype(np.float32), self.device)[:, None, None] for part in factors)

@@ -1,8 +1,8 @@
-"""The parent's side of `reader_process.py`: the processes, and the shared, pinned memory they fill.
+"""The parent's side of `reader_process.py`: the processes, and the shared, pinned memory that they fill.
 
     slab   [ worker 0: slot 0 | slot 1 | ... ][ worker 1: slot 0 | ... ]      batch b uses slot b % slots of each worker
 
-Threads that read thousands of files a second would fight the step for Python's lock; processes leave it alone.
+Threads that read thousands of files per second would compete with the step for Python's lock; processes do not.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 
 from hyperbatch.data.source import DataError, EncodedSource, Location, Source
 
-_WORTH_PROCESSES = 2048  # samples; a smaller set is read before processes have started
+_WORTH_PROCESSES = 2048  # samples; threads read a smaller set before processes have started
 _PACKAGE_ROOT = str(Path(__file__).parents[3])
-# Not -m, which would name the child's classes after __main__.
+# -c and not -m, because with -m the child's classes would belong to __main__.
 _CHILD = "from hyperbatch.data.gpu.reader_process import main; main()"
 
 
 def can_serve(source: Source) -> bool:
-    """Whether processes can read the set: its samples lie in files of this machine."""
+    """Whether processes can read the set, because its samples are in files of this machine."""
     return isinstance(source, EncodedSource) and source.locations([0]) is not None
 
 
@@ -39,11 +39,11 @@ def worth_processes(source: Source) -> bool:
     return can_use and len(source) >= _WORTH_PROCESSES and can_serve(source)
 
 
-_idle: list[ReaderPool] = []  # for the next evaluation: starting processes takes half a second
+_idle: list[ReaderPool] = []  # kept for the next evaluation, because starting processes takes half a second
 
 
 def take_pool(workers: int, slots: int, slot_bytes: int, *, pin: bool) -> ReaderPool:
-    """An idle pool that fits, or a new one."""
+    """Returns an idle pool that fits, or a new one."""
     for pool in _idle:
         if (pool.workers, pool.slots, pool.pin) == (workers, slots, pin) and slot_bytes <= pool.slot_bytes:
             _idle.remove(pool)
@@ -52,7 +52,7 @@ def take_pool(workers: int, slots: int, slot_bytes: int, *, pin: bool) -> Reader
 
 
 def return_pool(pool: ReaderPool) -> None:
-    """Keeps the pool for others, unless answers are still to come."""
+    """Keeps the pool for later use, or closes it if replies are still outstanding."""
     if pool.unanswered:
         pool.close()
     else:
@@ -72,7 +72,7 @@ class ReaderPool:
         self.workers, self.slots, self.slot_bytes, self.pin = workers, slots, slot_bytes, pin
         self._asked = self._answered = 0  # each counted by one thread
         size = workers * slots * slot_bytes
-        # Memory without a name in any file system: /dev/shm is tiny in many containers.
+        # Anonymous memory, because /dev/shm is tiny in many containers.
         self._descriptor = os.memfd_create("hyperbatch-data")
         os.ftruncate(self._descriptor, size)
         self._map = mmap.mmap(self._descriptor, size)
@@ -80,7 +80,8 @@ class ReaderPool:
         self._pinned = pin
         if pin:
             runtime: Any = torch.cuda.cudart()
-            self._pinned = int(runtime.cudaHostRegister(self.slab.data_ptr(), size, 0)) == 0  # else: slower copies
+            # If the memory cannot be pinned, copies are slower.
+            self._pinned = int(runtime.cudaHostRegister(self.slab.data_ptr(), size, 0)) == 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._requests: list[Connection] = []
         self._replies: list[Connection] = []
@@ -107,14 +108,14 @@ class ReaderPool:
         self._requests[-1].send(f"/proc/{os.getpid()}/fd/{self._descriptor}")
 
     def request(self, worker: int, slot: int, decoder: str, wanted: list[Location], cpu_pixels: list[int]) -> None:
-        """As `reader_process.fill` takes it."""
+        """Sends a request to a worker; the arguments are those of `reader_process.fill`."""
         start = (worker * self.slots + slot) * self.slot_bytes
         with self._death_reported(worker):
             self._asked += 1
             self._requests[worker].send((start, start + self.slot_bytes, decoder, wanted, cpu_pixels))
 
     def reply(self, worker: int) -> np.ndarray:
-        """As `reader_process.fill` makes it."""
+        """Waits for a worker's next reply, which is the result of `reader_process.fill`."""
         with self._death_reported(worker):
             samples = self._replies[worker].recv()
             self._answered += 1
@@ -145,4 +146,4 @@ class ReaderPool:
             runtime: Any = torch.cuda.cudart()
             runtime.cudaHostUnregister(self.slab.data_ptr())
         os.close(self._descriptor)
-        del self.slab  # the map goes with the last tensor that looks into it
+        del self.slab  # the memory map is freed with the last tensor that uses it

@@ -1,9 +1,10 @@
-"""A process that reads files into shared memory and decodes those not left to the GPU. No torch: it starts at once.
+"""A process that reads files into shared memory and decodes those that the GPU does not. It starts quickly, because it
+does not load torch.
 
     parent: (slot, options, locations) ──pipe──>  read, check, perhaps decode  ──>  shared memory
             a row for each             <──pipe──
 
-It knows nothing of sets and ends when its pipe does, whatever became of the parent.
+The process knows nothing about data sets. It ends when its pipe is closed, even if the parent was killed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from hyperbatch.data.decode import decode_full, frame_left_to_gpu, raw_header_bytes
 from hyperbatch.data.source import BadSample, Location
 
-# Columns of the reply: what was read, where it lies in the slab, a file's bytes, the size in pixels, `JpegFrame.kind`.
+# Columns of the reply: what was read, its offset in the slab, a file's bytes, the size in pixels, `JpegFrame.kind`.
 WHAT, OFFSET, BYTES, WIDTH, HEIGHT, KIND = range(6)
 FILE, PIXELS, FAILED = 0, 1, 2  # what was read: bytes for the GPU's decoder, pixels, neither
 
@@ -32,9 +33,10 @@ def _descriptor(path: str) -> int:
 
 
 def _read(where: Location, room: memoryview) -> int:
-    """Bytes of the sample, written to the front of `room`; BadSample when they are not there or do not fit."""
+    """Writes the sample's bytes to the start of `room` and returns their number. Raises BadSample if they are missing
+    or do not fit."""
     if where.length < 0:
-        # A pipe is empty instead of waited for.
+        # O_NONBLOCK: a pipe reads as empty and does not block.
         with open(os.open(where.path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
             length = file.readinto(room) or 0
             if length == len(room):
@@ -51,8 +53,9 @@ def _read(where: Location, room: memoryview) -> int:
 def fill(
     slab: memoryview, start: int, stop: int, decoder: str, wanted: list[Location], cpu_pixels: list[int]
 ) -> np.ndarray:
-    """int64[n, 6], the reply. Puts files, then decoded pixels, one after the other into slab[start:stop]; a sample that
-    fails is left to the parent to explain. cpu_pixels: as `frame_left_to_gpu` takes it, of each sample."""
+    """Writes files, and then decoded pixels, one after the other into slab[start:stop]. Returns the reply, int64[n, 6].
+    For a sample that fails, the parent finds the reason. cpu_pixels: the argument of `frame_left_to_gpu`, per
+    sample."""
     found = np.zeros((len(wanted), 6), dtype=np.int64)
     found[:, WHAT] = FAILED
     to_decode = {}
@@ -69,7 +72,7 @@ def fill(
                 to_decode[i] = bytes(data)
                 continue
             start += length
-    # Last, so that they lie together: they are uploaded in one piece.
+    # Pixels come last, so that they are contiguous and can be uploaded in one piece.
     for i, data in to_decode.items():
         with contextlib.suppress(BadSample):
             pixels = decode_full(data, "", decoder=decoder)
@@ -88,7 +91,7 @@ def main() -> None:
         slab = memoryview(b"")
         while True:
             message = requests.recv()
-            if isinstance(message, str):  # the slab's file
+            if isinstance(message, str):  # the path of the slab
                 with open(message, "r+b") as file:
                     slab = memoryview(mmap.mmap(file.fileno(), 0))
                 continue

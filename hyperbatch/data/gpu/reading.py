@@ -1,10 +1,10 @@
-"""The rows of a batch on their way to the GPU: read by threads of this process, or by processes of their own.
+"""Reads the rows of a batch for the GPU, with threads of this process or with other processes.
 
-Threads serve any source; processes serve those whose samples lie in files (`EncodedSource.locations`). Both promise
-rows that are waited for later, by calling the promise.
+Threads can read any source. Processes can read sources whose samples are in files (`EncodedSource.locations`). Both
+return promises: calling a promise waits for its rows.
 
-Beside a busy step nvJPEG may be slower than the step, while cores are idle: so a share of the JPEGs can be decoded here
-(`SampleReader.cpu_pixels`).
+During a busy step, nvJPEG may be slower than the step while cores are idle. Therefore a share of the JPEGs can be
+decoded here (`SampleReader.cpu_pixels`).
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from hyperbatch.data.maker import load_or_replace, samples_per_task
 from hyperbatch.data.meter import Meter
 from hyperbatch.data.source import EncodedSource, Source, estimated_mean
 
-_ROOM = 2  # times the mean size; what does not fit into its slot is read again by the parent
+_ROOM = 2  # slots have room for this many times the mean size; the parent reads what does not fit
 _ALL_PIXELS = 1 << 62
-_CPU_PIXELS = 1 << 20  # of the CPU's share: its time goes with the pixels, the GPU's much less
+_CPU_PIXELS = 1 << 20  # the CPU decodes no larger images: its time grows with the pixels, the GPU's much less
 _DECODE_DOMAIN = 0x6465636F6465  # separates the choice of the CPU's samples from other draws
 
 
 @dataclass(frozen=True, slots=True)
 class PixelBlock:
-    """Images one after the other in (pinned) host memory, rows of the batch, and offset, width, height of each."""
+    """Images stored one after the other in (pinned) host memory, with their rows in the batch and their offset, width
+    and height."""
 
     pixels: Tensor
     rows: np.ndarray  # int64[n]
@@ -46,12 +47,12 @@ class PixelBlock:
 
 @dataclass(slots=True)
 class ReadRows:
-    """What was read for some rows of a batch. A row that is in neither `files` nor `blocks` is in device memory
-    already, or it is an unreadable sample of an evaluation, which is shown black."""
+    """What was read for some rows of a batch. A row that is in neither `files` nor `blocks` is already in device
+    memory, or it is an unreadable sample of an evaluation, which becomes a black image."""
 
     files: list[JpegFiles] = field(default_factory=list)  # for the GPU's decoder
     blocks: list[PixelBlock] = field(default_factory=list)  # decoded on the host
-    replaced: dict[int, int] = field(default_factory=dict)  # row -> the sample that stands in for an unreadable one
+    replaced: dict[int, int] = field(default_factory=dict)  # row -> the sample that replaces an unreadable one
     bad: BadSamples = field(default_factory=list)
 
 
@@ -60,11 +61,11 @@ Promise = Callable[[], ReadRows]
 
 @dataclass(frozen=True, kw_only=True)
 class SampleReader:
-    """Reads one sample at a time, in this process; finds what replaces an unreadable one."""
+    """Reads one sample at a time, in this process, and replaces unreadable ones."""
 
     source: Source
-    on_gpu: bool  # JPEGs are left to the GPU's decoder,
-    cpu_share: float  # but for this share of them
+    on_gpu: bool  # whether the GPU decodes JPEGs
+    cpu_share: float  # the share of the JPEGs that the CPU decodes nevertheless
     decoder: str
     pin: bool
     meter: Meter
@@ -73,10 +74,10 @@ class SampleReader:
     device_cache: DeviceCache | None
 
     def cpu_pixels(self, ids: np.ndarray) -> np.ndarray:
-        """int64[n]: the largest JPEG that is decoded by the CPU, of each sample.
+        """Returns int64[n]: for each sample, the size in pixels up to which the CPU decodes its JPEG.
 
-        Decoders differ by grey levels. So the sample alone decides, and its pixels are the same whatever the batch, the
-        number of ranks or who reads it.
+        Decoders differ by grey levels. The result depends on the sample alone, so that its pixels do not depend on the
+        batch, the number of ranks, or on whether a thread or a process reads it.
         """
         if not self.on_gpu or not self.cpu_share:
             return np.full(len(ids), 0 if self.on_gpu else _ALL_PIXELS)
@@ -84,7 +85,8 @@ class SampleReader:
         return np.where(chosen, _CPU_PIXELS, 0)
 
     def mean_bytes(self) -> float | None:
-        """What is handed on of a sample, a file or its pixels, on average; None when none can be read."""
+        """Returns the mean size of what is handed on for a sample, a file or its pixels, or None if none can be
+        read."""
         source = self.source
         assert isinstance(source, EncodedSource)
         shares = {_CPU_PIXELS: self.cpu_share, 0: 1 - self.cpu_share} if self.on_gpu else {_ALL_PIXELS: 1.0}
@@ -117,7 +119,7 @@ class SampleReader:
         return read
 
     def _load(self, index: int) -> tuple[bytearray, JpegFrame] | np.ndarray | None:
-        """A file for the GPU's decoder, pixels [h, w, c], or None for an image that lies in device memory."""
+        """Returns a file for the GPU's decoder, pixels [h, w, c], or None for an image that is in device memory."""
         if self.device_cache is not None and self.device_cache.table[index, 0]:
             return None
         if self.host_cache is not None and (pixels := self.host_cache.get(index)) is not None:
@@ -153,7 +155,7 @@ class ThreadReaders:
 
 
 class ProcessReaders:
-    """One request a worker and batch. `slots`: as many batches as may lie between a request and its last use."""
+    """Sends one request per worker and batch. slots: the number of batches that may be in use at the same time."""
 
     def __init__(self, reader: SampleReader, workers: int, *, slots: int) -> None:
         self._reader = reader
@@ -172,7 +174,7 @@ class ProcessReaders:
         source, promises = self._reader.source, []
         assert isinstance(source, EncodedSource)
         cpu_pixels = self._reader.cpu_pixels(plan.ids)
-        # Those to decode take a worker far longer than others: each gets as many of them.
+        # Files to decode take a worker far longer than others, so every worker gets the same number of them.
         to_decode = cpu_pixels[rows] > 0
         kinds = [np.array_split(rows[kind], self._workers) for kind in (to_decode, ~to_decode)]
         for worker, parts in enumerate(zip(*kinds, strict=True)):
@@ -184,7 +186,8 @@ class ProcessReaders:
         return promises
 
     def _open(self, samples_per_worker: int) -> None:
-        """Larger slots, for a first or a larger batch. Older ones stay, since batches under way lie in them."""
+        """Opens a pool with larger slots, for a first or a larger batch. Older pools stay open, because unfinished
+        batches use their memory."""
         self._samples_per_worker = samples_per_worker
         slot_bytes = max(1 << 20, int(_ROOM * samples_per_worker * (self._reader.mean_bytes() or 1 << 20)))
         self._pools.append(take_pool(self._workers, self._slots, slot_bytes, pin=self._reader.pin))

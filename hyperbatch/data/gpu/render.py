@@ -1,7 +1,8 @@
-"""A batch of views from decoded images of any size: tables for the fused kernel, and the readable reference.
+"""Cuts a batch of views from decoded images of any size: the tables for the fused kernel, and the readable reference.
 
-Weights are Pillow's antialiased bilinear ones: a triangle as wide as the step between output pixels, cut off at the
-image's edge (not the box's) and normalised. Pillow rounds to whole grey levels twice; here nothing is rounded.
+The weights are those of Pillow's antialiased bilinear filter: a triangle as wide as the step between output pixels,
+clipped at the image's edge (not the box's) and normalised. Pillow rounds to whole grey levels twice; here nothing is
+rounded.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from hyperbatch.data import augment
 
 
 def axis_weights(low: float, length: float, size: int, pixels: int) -> np.ndarray:
-    """float64[size, pixels]: how much each pixel of the image counts in each of `size` output pixels."""
+    """Returns float64[size, pixels]: the weight of each pixel of the image in each of `size` output pixels."""
     step = length / size
     spread = max(step, 1.0)
     centres = low + (np.arange(size) + 0.5) * step
@@ -21,7 +22,7 @@ def axis_weights(low: float, length: float, size: int, pixels: int) -> np.ndarra
 
 
 def render_reference(pixels: np.ndarray, view: augment.View, size: int) -> np.ndarray:
-    """float64[size, size, c], grey levels not rounded: the view of uint8[h, w, c]."""
+    """Returns the view of uint8[h, w, c] as float64[size, size, c]: grey levels that are not rounded."""
     left, top, right, bottom = view.box
     rows = axis_weights(top, bottom - top, size, pixels.shape[0])
     columns = axis_weights(left, right - left, size, pixels.shape[1])
@@ -29,7 +30,8 @@ def render_reference(pixels: np.ndarray, view: augment.View, size: int) -> np.nd
 
 
 def view_table(views: np.ndarray) -> np.ndarray:
-    """fp32 rows of the kernel from `augment.batch_views`: box as left, top, width, height, taken in full precision."""
+    """Returns the kernel's fp32 rows from `augment.batch_views`. The box becomes left, top, width, height; the
+    differences are taken in full precision."""
     table = views.copy()
     table[:, 2:4] -= views[:, 0:2]
     return table.astype(np.float32)

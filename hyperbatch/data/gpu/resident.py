@@ -1,8 +1,8 @@
-"""A set of small images that lies in device memory as one array: its batches are drawn and cut there.
+"""Makes the batches of a set of small images that lies in device memory as one array, entirely on the device.
 
     StreamPlan(positions, seed) ── draw ──> image, shift, mirror, jitter, cutout, label of each sample ── cut ──> batch
 
-A few launches and no copy from the host, however large the batch is: 50,000 samples cost the host what one costs.
+A batch takes a few launches and no copy from the host. For the host, 50,000 samples take as long as one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from hyperbatch.data.source import ArraySource
 
 
 class ResidentSet:
-    """images: the source's, on the device. scale, offset: float64[c], of the normalisation.
+    """Makes batches from images on the device.
 
-    Everything is queued on the current stream.
+    images: the source's images, on the device. scale, offset: float64[c], those of the normalisation.
+    All work is queued on the current stream.
     """
 
     def __init__(
@@ -52,17 +53,18 @@ class ResidentSet:
         self._keys: dict[int, Tensor] = {}  # by seed
 
     def can_make(self, plan: Plan) -> bool:
-        """Whether the plan's views are whole images: in training drawn from the stream, else at their own size."""
+        """Whether the plan can be made here. In training, its views must be whole images drawn from the stream; in
+        evaluation, they must be images at their own size."""
         if not plan.training:
             return self._has_size(plan)
-        # Colour noise takes logarithms and sines, which no two libraries round alike: the host draws it.
+        # Colour noise needs logarithms and sines, which libraries round differently, so the host draws it.
         whole = self._config.augment in ("none", "shift") and not self._config.color_noise
         return whole and isinstance(plan, StreamPlan)
 
     def make(self, plan: Plan) -> Batch:
         if not isinstance(plan, StreamPlan):
             return self._eval_batch(plan)
-        # The kernel counts in 32 bits; a 64-bit run gets that, widened.
+        # The kernel computes in fp32. In an fp64 run, its results are converted to fp64.
         dtype = torch.float32 if self._dtype == torch.float64 else self._dtype
         scale, offset = self._scale.float(), self._offset.float()
         jitter_column = augment.jitter_column(self._config) if augment.has_jitter(self._config) else 0
@@ -71,14 +73,14 @@ class ResidentSet:
         return Batch(out.permute(0, 3, 1, 2).to(self._dtype), labels)
 
     def levels(self, plan: StreamPlan) -> tuple[Tensor, Tensor]:
-        """(training views in grey levels uint8[n, h, w, c], labels)."""
+        """Returns (training views in grey levels uint8[n, h, w, c], labels)."""
         one = torch.ones_like(self._scale, dtype=torch.float32)
-        return self._views(plan, torch.uint8, one, 0.5 * one, 0, 0)  # rounded down: to the nearest level
+        return self._views(plan, torch.uint8, one, 0.5 * one, 0, 0)  # adding 0.5 rounds to the nearest level
 
     def _views(
         self, plan: StreamPlan, dtype: torch.dtype, scale: Tensor, offset: Tensor, jitter_column: int, cutout: int
     ) -> tuple[Tensor, Tensor]:
-        from hyperbatch.kernels import augment as kernels  # here, because it loads Triton
+        from hyperbatch.kernels import augment as kernels  # imported here because it loads Triton
 
         config = self._config
         if plan.seed not in self._keys:
@@ -110,7 +112,7 @@ class ResidentSet:
         return out, draws.labels
 
     def _tables(self, picks: Tensor) -> tuple[Tensor, Tensor]:
-        """The samples and views of `kernels.augment.views`: whole images, shifted and mirrored."""
+        """Returns the tables of samples and views for `kernels.augment.views`: whole images, shifted and mirrored."""
         images = self._first_image + picks[:, :1].long() * self._image_step
         return images, torch.cat([self._box.expand(len(picks), 4), picks[:, 1:].float()], dim=1)
 
@@ -118,7 +120,8 @@ class ResidentSet:
         return tuple(self._images.shape[1:3]) == (plan.size, plan.size)
 
     def _eval_batch(self, plan: Plan) -> Batch:
-        """Normalised by torch: the host's own arithmetic, and nothing to compile before a first evaluation."""
+        """Makes a batch of evaluation, normalised by torch. This is the same arithmetic as on the host, and no kernel
+        has to be compiled before the first evaluation."""
         ids = copy_to_device(plan.ids, self._images.device)
         pixels = self._images[ids % len(self._images)]
         labels = self._labels[ids]

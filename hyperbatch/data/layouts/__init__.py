@@ -1,10 +1,11 @@
-"""The layouts in which people have their images: one list, asked in order, of functions that know them by their names.
+"""The layouts in which people store their images: a list of functions, tried in order, that recognise a layout by
+names.
 
     path ── recognise ──> Found(kind, train, val) ── open ──> Source with classes, labels and the place of every sample
 
-A layout looks at listings only, so recognising is cheap; files are listed when a split is opened. Every source answers
-`read` and, where a sample's bytes lie plainly in a file, `locations`: decoding, packing, caches and reading processes
-need to know nothing of layouts.
+A layout is recognised from the names of a few folders and files, so this is cheap. All files are listed when a split is
+opened. Every source has `read` and, if the samples' bytes are stored unchanged in files, `locations`. Decoding,
+packing, caches and reading processes therefore need to know nothing about layouts.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from hyperbatch.data.shards import MANIFEST, ShardSource, holds_plan, read_manif
 from hyperbatch.data.source import ArraySource, EncodedSource, check_same_classes
 from hyperbatch.errors import InputError
 
-PACKED = "shards"  # the kind of a set whose splits have one list of classes
-_MAX_INNER = 32  # folders in which a set is looked for
+PACKED = "shards"  # the kind of a packed set, whose splits share one list of classes
+_MAX_INNER = 32  # the most subfolders that are searched for a set
 
 
 def open_both(found: Found) -> tuple[ArraySource | EncodedSource, ArraySource | EncodedSource]:
-    """(train, val)"""
+    """Opens both splits and returns (train, val)."""
     train, val = found.open("train"), found.open("val")
     check_same_classes(train.classes, val.classes, found.where)
     return train, val
 
 
 def open_one(found: Found, split: str) -> ArraySource | EncodedSource:
-    """ "train" or "val" alone; the other need not be there, but where it is, both must have the same classes."""
+    """Opens "train" or "val" alone. The other split may be missing; if it exists, both must have the same classes."""
     if found.kind == PACKED or found.train is None or found.val is None:
         return found.open(split)
     train, val = open_both(found)
@@ -48,10 +49,10 @@ def open_one(found: Found, split: str) -> ArraySource | EncodedSource:
 
 
 def recognise(path: Path | Address) -> Found:
-    """What the folder, file or address holds; InputError when that is nothing, or more than one thing."""
+    """Returns the data set that the folder, file or address holds. Raises InputError if there is none, or several."""
     if isinstance(path, Address):
         return _at_address(path)
-    # Neither is asked about a pipe, on which reading would wait for ever.
+    # A pipe is neither a folder nor a file, so no layout opens it, which could block forever.
     for layout in _OF_FOLDERS if path.is_dir() else _OF_FILES if path.is_file() else ():
         found = layout(path)
         if found is not None:
@@ -72,7 +73,7 @@ def recognise(path: Path | Address) -> Found:
 
 
 def _at_address(address: Address) -> Found:
-    """Packed shards are read where they lie; a set in archives is fetched first."""
+    """Recognises a set at an address. Packed shards are read remotely; a set in archives is fetched first."""
     from hyperbatch.data.remote.source import fetched, open_packed
 
     packed = open_packed(address)
@@ -88,7 +89,7 @@ def _at_address(address: Address) -> Found:
 
 
 def _packed(folder: Path) -> Found | None:
-    # An interrupted pack has no manifest yet; without this its shards would be read as a smaller set of others'.
+    # An interrupted pack has no manifest yet. Without this check, its shards would be read as a smaller WebDataset.
     if not (folder / MANIFEST).exists() and not holds_plan(folder):
         return None
     manifest = read_manifest(folder)
@@ -102,12 +103,13 @@ def _packed(folder: Path) -> Found | None:
 
 
 def _image_tree(tree: Tree) -> Found | None:
-    """Of folders and files, on disk or in an archive."""
+    """Recognises a tree of folders and files, on disk or in an archive."""
     return imagenet_tree(tree) or tiny_imagenet(tree) or image_folder(tree)
 
 
 def _folder_tree(folder: Path) -> Found | None:
-    """Left to the others where a split holds no class folders, or a table of labels: it may be full of shards."""
+    """Recognises a tree of class folders. A split without class folders, or with a table of labels, is left to the
+    other layouts: it may hold shards."""
     tree = FolderTree(folder)
     folders = tree.folders()
     split = TRAIN if TRAIN in folders else val_name(folders, folder)
@@ -119,7 +121,7 @@ def _folder_tree(folder: Path) -> Found | None:
 
 
 def _any_folder_tree(folder: Path) -> Found | None:
-    """What no other layout wanted; it says what is missing."""
+    """Recognises a tree that no other layout recognised. Opening it reports what is missing."""
     return _image_tree(FolderTree(folder))
 
 
@@ -142,7 +144,7 @@ def _tars(folder: Path) -> Found | None:
 
 
 def _cifar(path: Path) -> Found | None:
-    """CIFAR-10 or -100 as published: the archive, or what it unpacks to."""
+    """CIFAR-10 or -100 as published: the archive, or its unpacked files."""
     from hyperbatch.data.cifar import open_cifar, recognised_cifar
 
     cifar = recognised_cifar(path)
@@ -159,7 +161,7 @@ def _cifar(path: Path) -> Found | None:
 
 
 def _archive(path: Path) -> Found | None:
-    """A whole set in one tar or zip, perhaps inside a top folder."""
+    """A whole set in one tar or zip, possibly inside a top folder."""
     if not path.name.endswith(archives.SUFFIXES):
         return None
     tree = archives.open_archive(path)
@@ -185,7 +187,7 @@ def _zips(folder: Path) -> Found | None:
             named = " and ".join(path.name for path in files[split])
             raise InputError(f"{folder} has several zips of the {split} set: {named}; keep one of them")
         tree = archives.open_archive(files[split][0])
-        # SPLIT/CLASS/IMAGE and TOP/CLASS/IMAGE are as good as CLASS/IMAGE.
+        # SPLIT/CLASS/IMAGE and TOP/CLASS/IMAGE are accepted as well as CLASS/IMAGE.
         while len(names := tree.folders()) == 1 and tree.within(names[0]).folders():
             tree = tree.within(names[0])
         return tree.source(list_classes(tree, split))
@@ -200,18 +202,18 @@ def _zips(folder: Path) -> Found | None:
 
 
 def _is_class_folder(tree: FolderTree) -> bool:
-    """It holds images and nothing else."""
+    """Whether the folder holds images and nothing else."""
     files = tree.files()
     return bool(files) and all(map(is_image, files)) and not tree.folders()
 
 
 def _further_down(folder: Path) -> Found | None:
-    """The only set that the folder holds, one folder further down or in an archive."""
+    """Recognises the only set that the folder holds, in a subfolder or an archive."""
     tree, splits = FolderTree(folder), (TRAIN, *VAL_NAMES, TEST)
     names = [name for name in tree.folders() if name not in (*splits, "lost+found")]
-    # More of them are class folders, which would be listed for nothing.
+    # A larger number of folders are class folders, and listing them would be wasted time.
     names = [name for name in names if not _is_class_folder(tree.within(name))] if len(names) <= _MAX_INNER else []
-    # What was made of an image folder, such as packed shards, may lie beside it.
+    # A set that was made from an image folder, such as packed shards, may lie next to it, so folders are tried first.
     for layouts in ((_folder_tree,), _OF_SETS):
         answers = ((layout(folder / name) for layout in layouts) for name in names)
         inner = [found for each in answers if (found := next(filter(None, each), None)) is not None]

@@ -1,6 +1,6 @@
-"""Tars and zips as trees of folders and files, and the source that reads their members where they lie.
+"""Tars and zips as trees of folders and files, and the source that reads their members in place.
 
-Nothing is ever extracted, so a member's path is only a name; symbolic links, devices and odd paths are passed over.
+Nothing is extracted to disk, so a member's path is only a name. Symbolic links, devices and odd paths are skipped.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from hyperbatch.errors import InputError
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz")
 SUFFIXES = (*TAR_SUFFIXES, ".zip")
 _CHUNK_BYTES = 1 << 20
-_HEADER_MAGIC, _HEADER_BYTES = b"PK\3\4", 30  # of a zip's member, without its name
-_TRAILER_BYTES = 24  # what may follow a member
-_MOST_INFLATED = 1032  # bytes that deflate can make of one
-_UTF8 = 0x800  # among the flags of a zip's member: its name is in UTF-8
-_WINDOWS = 0  # where a zip was made
-_ZIP_COLUMNS = {"size", "crc32", "deflated"}  # of MEMBER, which a tar does not know
+_HEADER_MAGIC, _HEADER_BYTES = b"PK\3\4", 30  # header of a zip's member, without its name
+_TRAILER_BYTES = 24  # the most bytes that may follow a member's data
+_MOST_INFLATED = 1032  # the largest compression ratio of deflate
+_UTF8 = 0x800  # the flag of a zip's member that says that its name is in UTF-8
+_WINDOWS = 0  # the system that made the zip
+_ZIP_COLUMNS = {"size", "crc32", "deflated"}  # columns of MEMBER that only zips have
 
 MEMBER = np.dtype(
     [
         ("file", "<i4"),  # which of the source's files
         ("offset", "<i8"),
-        ("length", "<i8"),  # as it is stored
-        ("size", "<i8"),  # as it is read
-        ("crc32", "<i8"),  # -1: not known
+        ("length", "<i8"),  # stored (compressed) size
+        ("size", "<i8"),  # uncompressed size
+        ("crc32", "<i8"),  # -1: unknown
         ("deflated", "?"),
     ]
 )
@@ -52,14 +52,14 @@ class Content:
     """The bytes of an archive: a file, or a compressed tar that was unpacked into memory."""
 
     def __init__(self, path: Path, data: Path | bytes) -> None:
-        self.path = path  # of the archive, for messages
+        self.path = path  # path of the archive, for messages
         self._data = data
-        self.file = str(data) if isinstance(data, Path) else None  # where another process can read
+        self.file = str(data) if isinstance(data, Path) else None  # a file that other processes can read
         self.length = data.stat().st_size if isinstance(data, Path) else len(data)
         self._descriptor = -1
 
     def open(self) -> None:
-        """Keeps the file open for the reads to come. InputError where it may not be read."""
+        """Opens the file for all later reads. Raises InputError if it cannot be opened."""
         if self.file is not None and self._descriptor < 0:
             try:
                 self._descriptor = os.open(self.file, os.O_RDONLY)
@@ -67,7 +67,7 @@ class Content:
                 raise InputError(f"{self.path} cannot be read: {error.strerror}; check its permissions") from error
 
     def close(self) -> None:
-        """Later reads open the file each time."""
+        """Closes the file. Each later read opens it again."""
         if getattr(self, "_descriptor", -1) >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -84,7 +84,7 @@ class Content:
 
 
 class MemberSource(EncodedSource):
-    """Samples that lie in a few large files, each read by its offset."""
+    """Samples in a few large files; each sample is read at its offset."""
 
     def __init__(self, listed: Listed, contents: list[Content], rows: np.ndarray) -> None:
         super().__init__(listed.name, listed.classes, listed.labels)
@@ -117,19 +117,20 @@ class MemberSource(EncodedSource):
         return self._rows["size"].astype(np.int64)
 
     def changed_ns(self) -> np.ndarray:
-        """Checksums where they are known, else times of the archives: what is read may be a copy. And the offsets."""
+        """Returns checksums if they are known, otherwise the times of the archives (the file that is read may be an
+        unpacked copy), and the offsets."""
         times = np.array([content.path.stat().st_mtime_ns for content in self._contents], dtype=np.int64)
         checksums = self._rows["crc32"]
         states = np.where(checksums < 0, times[self._rows["file"]], checksums)
         return np.stack([states, self._rows["offset"]], axis=1)
 
     def sample_names(self) -> np.ndarray:
-        """As of files in a folder, so that a set may be put into an archive, or unpacked, in the middle of a run."""
+        """The same names as for files in a folder, so that a set may be archived or unpacked in the middle of a run."""
         return names_below_classes(self, self._paths, lambda path: path.rpartition(b"/")[2])
 
 
 def read_member(content: Content, row: np.ndarray) -> bytes:
-    """ValueError when the bytes are not those that were stored."""
+    """Reads and unpacks a member. Raises ValueError if its bytes are damaged."""
     _, offset, length, size, crc32, deflated = row.item()
     data = content.read(offset, length)
     if len(data) != length:
@@ -152,12 +153,12 @@ class _Folder(NamedTuple):
 
 
 def _is_shown(folder: str) -> bool:
-    """Hidden folders are passed over, and so is what macOS adds to its archives."""
+    """Whether a folder is used. Hidden folders are skipped, and so is the folder that macOS adds to its archives."""
     return not folder.startswith(".") and folder != "__MACOSX"
 
 
 class ArchiveTree:
-    """An archive's folders and files, asked as a FolderTree is."""
+    """An archive's folders and files, with the interface of FolderTree."""
 
     def __init__(
         self,
@@ -222,7 +223,7 @@ class ArchiveTree:
 
 
 def open_archive(path: Path) -> ArchiveTree:
-    """InputError when it cannot be read as what its name says it is."""
+    """Opens a tar or zip. Raises InputError if it cannot be read in the format that its name says."""
     if path.name.endswith(".zip"):
         content = Content(path, path)
         index = kept.indexed(path, "members of a zip", lambda: _zip_members(content))
@@ -235,7 +236,7 @@ def open_archive(path: Path) -> ArchiveTree:
     top = _Folder({}, {})
     for row, name in enumerate(names):
         parts = path_parts(name)
-        if ".." in parts or name.endswith("/"):  # a zip lists its folders, too
+        if ".." in parts or name.endswith("/"):  # a zip also lists its folders
             continue
         folder = top
         for part in parts[:-1]:
@@ -248,7 +249,8 @@ def open_archive(path: Path) -> ArchiveTree:
 
 
 def tar_content(path: Path) -> Content:
-    """The plain tar. A compressed one is unpacked once into the cache folder; a small one into memory, each time."""
+    """Returns the uncompressed tar. A compressed tar is unpacked once into the cache folder, or, if it is small, into
+    memory each time."""
 
     def unpacked() -> IO[bytes]:
         return cast(IO[bytes], lzma.open(path) if path.name.endswith(".xz") else gzip.open(path))
@@ -272,7 +274,8 @@ def tar_content(path: Path) -> Content:
 
 
 class Window:
-    """A part of a content as a file that tarfile reads. It reads no further, however much a damaged header asks for."""
+    """A part of a content as a file for tarfile. It never reads beyond its end, even if a damaged header has a huge
+    size."""
 
     def __init__(self, content: Content, start: int, length: int) -> None:
         self._content, self._start, self.length, self._place = content, start, length, 0
@@ -297,7 +300,7 @@ def whole(content: Content) -> Window:
 
 
 def tar_members(window: Window, where: str) -> Iterator[tuple[str, int, int]]:
-    """`plain_files`. InputError for a tar that is cut off, damaged, or goes on after its end."""
+    """Yields `plain_files`. Raises InputError if the tar is truncated, damaged, or has data after its end."""
     try:
         yield from plain_files(cast(IO[bytes], window))
     except (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError) as error:
@@ -313,7 +316,7 @@ def _arrays_of(members: Iterator[tuple[str, int, int]]) -> dict[str, np.ndarray]
 
 
 def plain_rows(spans: np.ndarray, file: int = 0) -> np.ndarray:
-    """MEMBER rows of (offset, length)."""
+    """Returns MEMBER rows for spans of (offset, length) that are not compressed."""
     rows = np.zeros(len(spans), dtype=MEMBER)
     rows["file"], rows["offset"], rows["length"], rows["size"], rows["crc32"] = (
         file,
@@ -328,7 +331,8 @@ def plain_rows(spans: np.ndarray, file: int = 0) -> np.ndarray:
 
 
 def _zip_members(content: Content) -> kept.Arrays:
-    """What the list at the zip's end says of its members, and each member's own header of where its bytes begin."""
+    """Reads a zip's members from the list at its end, and the start of each member's bytes from the member's own
+    header."""
     path = content.path
     try:
         with zipfile.ZipFile(path) as file:
@@ -359,7 +363,8 @@ def _zip_members(content: Content) -> kept.Arrays:
 
 
 def _zip_name(member: zipfile.ZipInfo, stored: bytes) -> str:
-    """As unzip reads it: Finder and zip write UTF-8 without saying so, old programs of Windows write backslashes."""
+    """Returns the member's name as unzip reads it. Finder and zip write UTF-8 without setting the flag, and old Windows
+    programs write backslashes."""
     name = member.filename
     if not member.flag_bits & _UTF8:
         with contextlib.suppress(UnicodeDecodeError):
@@ -368,8 +373,8 @@ def _zip_name(member: zipfile.ZipInfo, stored: bytes) -> str:
 
 
 def _behind_headers(content: Content, names: list[bytes], members: list[zipfile.ZipInfo]) -> list[int]:
-    """Only a member's own header says where its bytes begin. It repeats the name, in which the class is, so a damaged
-    name is found; also one that no longer is that of an image."""
+    """Returns where each member's bytes begin, which only the member's own header says. The header repeats the name,
+    which contains the class. Comparing the two detects damaged names, even one that no longer looks like an image's."""
     content.open()
     starts, places = [member.header_offset for member in members], []
     for name, offset in zip(names, starts, strict=True):
@@ -380,7 +385,8 @@ def _behind_headers(content: Content, names: list[bytes], members: list[zipfile.
             raise InputError(f"{content.path} cannot be read as a zip: the header of {told} is damaged; fetch it again")
         places.append(offset + _HEADER_BYTES + name_bytes + extra_bytes)
     ends = [place + member.compress_size for place, member in zip(places, members, strict=True)]
-    # Members that the list at the end of the zip has lost. A program may stand before the first member.
+    # Look for members that are missing from the list at the end of the zip. A self-extracting zip has a program before
+    # its first member.
     for end, start in zip([0, *sorted(ends)], [*sorted(starts), content.length], strict=True):
         if start - end >= _HEADER_BYTES and _HEADER_MAGIC in content.read(end, _TRAILER_BYTES + 4):
             raise InputError(

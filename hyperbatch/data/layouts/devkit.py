@@ -1,5 +1,5 @@
-"""The WordNet ids in the meta.mat of ImageNet's devkit, read by a process of its own: scipy's reader is not safe from
-damaged files, and of some the process that calls it dies.
+"""Reads the WordNet ids from the meta.mat of ImageNet's devkit, in a process of its own: some damaged files crash the
+process in which scipy reads them.
 
     python devkit.py < meta.mat      {"1": "n02119789", "2": "n02100735", ...}
 """
@@ -18,13 +18,14 @@ from typing import Any
 _TIMEOUT_S = 120.0
 
 
-@functools.lru_cache(maxsize=1)  # a set is counted, and then opened
+@functools.lru_cache(maxsize=1)  # called once to count the set, and again to open it
 def wordnet_ids(meta: bytes) -> dict[int, str]:
-    """By the devkit's own numbers. ImportError: there is no scipy. ValueError: the file cannot be read."""
+    """Returns the WordNet ids by the devkit's own class numbers. Raises ImportError if scipy is not installed, and
+    ValueError if the file cannot be read."""
     if importlib.util.find_spec("scipy") is None:
         raise ImportError
     command = [sys.executable, "-P", __file__]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # it finds scipy where this process would
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # the child must find the same scipy as this process
     try:
         answer = subprocess.run(command, input=meta, env=env, capture_output=True, timeout=_TIMEOUT_S, check=True)
         return {int(number): wnid for number, wnid in json.loads(answer.stdout).items()}

@@ -1,4 +1,4 @@
-"""What a layout answers when it recognises a folder or a file, and the names that splits go by."""
+"""The result of a layout that recognises a folder or a file, and the names of splits."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hyperbatch.errors import InputError
 
 TRAIN = "train"
 VAL_NAMES = ("val", "valid", "validation")
-TEST = "test"  # stands in where there is no validation set
+TEST = "test"  # used as the validation set if there is no other
 
 Open = Callable[[], ArraySource | EncodedSource]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A data set that was recognised by its names alone. What is missing is told when it is asked for."""
+    """A data set that was recognised by its names alone. A missing split is reported when it is opened."""
 
-    kind: str  # for `data info`
+    kind: str  # what `data info` shows
     where: str
     train: Open | None
     val: Open | None
-    expected: Callable[[str], str]  # of a split that is missing: "no val/ folder; expected DIR/val/CLASS/IMAGE.jpg"
+    expected: Callable[[str], str]  # message for a missing split: "no val/ folder; expected DIR/val/CLASS/IMAGE.jpg"
 
     def open(self, split: str) -> ArraySource | EncodedSource:
         opened = self.train if split == TRAIN else self.val
@@ -38,7 +38,7 @@ class Found:
 
 
 def val_name(names: Collection[str], where: object) -> str | None:
-    """Which of the names is the validation set; None: none of them."""
+    """Returns which of the names is the validation set, or None."""
     found = [name for name in VAL_NAMES if name in names]
     if len(found) > 1:
         raise InputError(f"{where} has {' and '.join(found)}; keep one of them as the validation set")
@@ -46,13 +46,15 @@ def val_name(names: Collection[str], where: object) -> str | None:
 
 
 def split_of(name: str) -> str | None:
-    """The split that a file's name speaks of: imagenet1k-validation-07.tar; None: none, or more than one."""
+    """Returns the split that a file's name contains, such as imagenet1k-validation-07.tar, or None if it contains none
+    or several."""
     words = {word for word in re.split("[^a-z]+", name.lower()) if word in (TRAIN, *VAL_NAMES, TEST)}
     return words.pop() if len(words) == 1 else None
 
 
 def files_by_split(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[Path]]:
-    """Split name -> files in order: those named after a split in DIR or DIR/data, or those in DIR/SPLIT."""
+    """Returns split name -> sorted files: those named after a split in DIR or DIR/data, otherwise those in
+    DIR/SPLIT."""
     found: dict[str, list[Path]] = {}
     for place in (folder, folder / "data"):
         for path in _files(place, suffixes):
@@ -68,13 +70,13 @@ def files_by_split(folder: Path, suffixes: tuple[str, ...]) -> dict[str, list[Pa
 
 
 def check_all_parts(files: list[Path]) -> list[Path]:
-    """InputError unless every file of those that are numbered train-00000-of-00002 is there."""
+    """Raises InputError if a part is missing from files that are numbered like train-00000-of-00002."""
     parts: dict[tuple[str, str], dict[int, str]] = {}
     for path in files:
         if named := re.match(r"(.*[^0-9])?([0-9]+)-of-([0-9]+)(?![0-9])", path.name):
             parts.setdefault((named[1] or "", named[3]), {})[int(named[2])] = named[2]
     for (before, total), numbers in parts.items():
-        # Some count from 0 and some from 1.
+        # Some sets number their files from 0, and some from 1.
         first = min(1, *numbers) if int(total) in numbers else 0
         for number in range(first, first + int(total)):
             if number not in numbers:
@@ -98,8 +100,9 @@ def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def label_text(value: Any) -> str | None:
-    """A label that stands in a file, as text: texts and whole numbers are labels. pandas turns whole numbers into
-    floats. None: it is no label, as are control characters, which a lost write leaves."""
+    """Returns a label from a file as text. Texts and whole numbers are labels, and so are whole floats, because pandas
+    converts whole numbers to floats. Returns None for anything else, such as the control characters that an incomplete
+    write leaves."""
     if isinstance(value, bytes):
         value = value.decode(errors="replace")
     if isinstance(value, float) and value.is_integer():
@@ -109,7 +112,7 @@ def label_text(value: Any) -> str | None:
 
 
 def classes_of(labels: Collection[str]) -> tuple[str, ...]:
-    """The distinct labels in order: as numbers where all of them are whole numbers, as names otherwise."""
+    """Returns the distinct labels, sorted as numbers if all of them are whole numbers, and as names otherwise."""
     distinct = set(labels)
     if all(re.fullmatch("[0-9]{1,9}", label) for label in distinct):
         return tuple(sorted(distinct, key=lambda label: (int(label), label)))
@@ -117,7 +120,7 @@ def classes_of(labels: Collection[str]) -> tuple[str, ...]:
 
 
 def labels_of(pairs: Iterable[tuple[str, str]], where: object) -> dict[str, str]:
-    """Image -> label, of a table. InputError where it gives one image two labels."""
+    """Returns image -> label from the rows of a table. Raises InputError if an image has two labels."""
     labels: dict[str, str] = {}
     for image, label in pairs:
         if labels.setdefault(image, label) != label:
@@ -126,7 +129,7 @@ def labels_of(pairs: Iterable[tuple[str, str]], where: object) -> dict[str, str]
 
 
 def numbered(labels: list[str], classes: tuple[str, ...], where: object) -> np.ndarray:
-    """int64[n]: the place of each label among the classes."""
+    """Returns int64[n]: the number of each label's class."""
     places = {name: number for number, name in enumerate(classes)}
     try:
         return np.array([places[label] for label in labels], dtype=np.int64)

@@ -2,11 +2,11 @@
 
 DIR/ILSVRC2012_img_train.tar            n01440764.tar n01443537.tar ..., each with that class's images
 DIR/ILSVRC2012_img_val.tar              ILSVRC2012_val_00000001.JPEG ...
-DIR/ILSVRC2012_devkit_t12.tar.gz        data/meta.mat and data/ILSVRC2012_validation_ground_truth.txt; unpacked will do
+DIR/ILSVRC2012_devkit_t12.tar.gz        data/meta.mat and data/ILSVRC2012_validation_ground_truth.txt; may be unpacked
 
 DIR/ILSVRC/Data/CLS-LOC/train/WNID/*.JPEG   DIR/ILSVRC/Data/CLS-LOC/val/*.JPEG   DIR/LOC_val_solution.csv
 
-Classes are in the order of their sorted WordNet ids, which is everybody's numbering but the devkit's.
+Classes are in the order of their sorted WordNet ids. This is the usual numbering; only the devkit has another one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Labels = Callable[[], dict[str, str]]  # image -> WordNet id
 
 
 def imagenet_tars(folder: Path) -> Found | None:
-    """The official tars."""
+    """Recognises the official tars."""
     train, val = folder / _TRAIN_TAR, folder / _VAL_TAR
     if not train.is_file() and not val.is_file():
         return None
@@ -61,7 +61,7 @@ def imagenet_tars(folder: Path) -> Found | None:
 
 
 def imagenet_tree(tree: Tree) -> Found | None:
-    """Training images in class folders, validation images in one folder, and a table of their labels."""
+    """Recognises training images in class folders, validation images in one folder, and a table of their labels."""
     images = _descend(tree, "ILSVRC", "Data", "CLS-LOC") or _descend(tree, "Data", "CLS-LOC")
     csv_at = tree if _CSV in tree.files() else _above(tree)
     labels = _kaggle(csv_at) if csv_at is not None else _devkit(tree)
@@ -73,7 +73,7 @@ def imagenet_tree(tree: Tree) -> Found | None:
     if TRAIN not in folders and "val" not in folders:
         return None
     if "val" in folders and images.within("val").folders():
-        return None  # somebody sorted the validation images into classes
+        return None  # the validation images were sorted into class folders
 
     def train() -> EncodedSource:
         part = images.within(TRAIN)
@@ -97,7 +97,7 @@ def imagenet_tree(tree: Tree) -> Found | None:
 
 
 def _tar_of_tars(path: Path) -> MemberSource:
-    """Reads the members of the inner tars where they lie. Walking 1.3 million headers takes minutes, so it is kept."""
+    """Reads the members of the inner tars in place. Walking 1.3 million headers takes minutes, so the index is kept."""
     content = tar_content(path)
 
     def walk() -> kept.Arrays:
@@ -127,7 +127,7 @@ def _tar_of_tars(path: Path) -> MemberSource:
 
 
 def _devkit(tree: Tree) -> Labels | None:
-    """By the devkit's own numbers, whose WordNet ids are in its meta.mat."""
+    """Returns the labels from the devkit, which has its own class numbers; their WordNet ids are in its meta.mat."""
     if f"{_DEVKIT}.tar.gz" in tree.files():
         if not isinstance(tree, FolderTree):
             return None
@@ -159,7 +159,7 @@ def _kaggle(tree: Tree) -> Labels:
     def read() -> dict[str, str]:
         rows = csv.DictReader(io.StringIO(tree.text(_CSV)))
         try:
-            # The string begins with the class; its boxes follow.
+            # The string begins with the class, and the boxes follow.
             pairs = [(f"{row['ImageId']}.JPEG", row["PredictionString"].split()[0]) for row in rows]
         except (KeyError, AttributeError, IndexError, csv.Error) as error:
             raise InputError(f"{tree}/{_CSV} is not Kaggle's table ({error!r}); fetch it again") from error
@@ -169,7 +169,7 @@ def _kaggle(tree: Tree) -> Labels:
 
 
 def _above(tree: Tree) -> FolderTree | None:
-    """The folder of Kaggle's table, if --data names one of the three folders beside it."""
+    """Returns the folder of Kaggle's table if --data names ILSVRC, ILSVRC/Data or ILSVRC/Data/CLS-LOC next to it."""
     if not isinstance(tree, FolderTree):
         return None
     root = tree.root.absolute()

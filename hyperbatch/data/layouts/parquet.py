@@ -1,6 +1,6 @@
-"""Parquet files with an image column, as Hugging Face writes them; pyarrow reads them.
+"""Parquet files with an image column, as Hugging Face writes them. pyarrow reads them.
 
-Parquet compresses images in groups of hundreds, so that none can be read alone. The images of a split are therefore
+Parquet compresses images in groups of hundreds, so an image cannot be read alone. The images of a split are therefore
 unpacked once into a file of the cache folder: their bytes one after the other, then an index, then the index's offset.
 """
 
@@ -57,7 +57,7 @@ def parquet(folder: Path) -> Found | None:
             labels = numbered(texts, classes, f"the {split} set in {folder}")
         rows = plain_rows(index["spans"])
         rows["crc32"] = index["crc32"]
-        # With their checksums, by which a run that is continued knows them.
+        # The paths contain the checksums, by which a resumed run identifies the samples.
         kinds = zip(index["crc32"].tolist(), index["formats"].tolist(), strict=True)
         paths = [f"{row:09d}-{crc32:08x}.{kind.decode()}" for row, (crc32, kind) in enumerate(kinds)]
         return MemberSource(Listed(split, classes, labels, paths), [content], rows)
@@ -94,7 +94,7 @@ def _unpacked(files: list[Path]) -> tuple[Content, kept.Arrays]:
         (start,) = struct.unpack("<Q", content.read(content.length - 8, 8))
         with np.load(io.BytesIO(content.read(start, content.length - 8 - start)), allow_pickle=False) as index:
             return content, {key: index[key] for key in ("spans", "labels", "crc32", "formats")}
-    except Exception as error:  # damaged by somebody else
+    except Exception as error:  # the file was damaged after it was written
         raise InputError(f"{path} is damaged: {error}; delete it, and the next run writes it again") from error
 
 
@@ -128,10 +128,10 @@ def _unpack(files: list[Path], out: IO[bytes]) -> None:
 
 
 def _rows(path: Path) -> Iterator[tuple[Any, Any]]:
-    """(bytes, label) of each row."""
+    """Yields (bytes, label) of each row."""
     arrow = _pyarrow()
     try:
-        # Few writers add checksums; those that are there are checked.
+        # Few writers add checksums; if there are any, they are checked.
         with arrow.ParquetFile(os.fspath(path), page_checksum_verification=True) as file:
             image, label = _column(path, file, _IMAGES, "image"), _column(path, file, _LABELS, "label")
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=[image, label]):
@@ -139,7 +139,7 @@ def _rows(path: Path) -> Iterator[tuple[Any, Any]]:
                     yield data.get("bytes") if isinstance(data, dict) else data, number
     except InputError:
         raise
-    except Exception as error:  # pyarrow's own classes, and whatever a damaged file makes it raise
+    except Exception as error:  # pyarrow's own classes, and anything that it raises on damaged files
         raise InputError(f"{path} cannot be read as parquet: {' '.join(str(error).split())}; fetch it again") from error
 
 
@@ -152,7 +152,7 @@ def _column(path: Path, file: Any, names: tuple[str, ...], what: str) -> str:
 
 
 def _class_names(path: Path) -> tuple[str, ...] | None:
-    """As the `datasets` library notes them in the file; None: it does not."""
+    """Returns the class names that the `datasets` library stores in the file, or None if there are none."""
     with _pyarrow().ParquetFile(os.fspath(path)) as file:
         label = _column(path, file, _LABELS, "label")
         metadata = file.schema_arrow.metadata or {}

@@ -1,6 +1,6 @@
-"""A csv, tsv or jsonl of image paths and labels: one with a `split` column, or one for each split.
+"""Tables of image paths and labels, as csv, tsv or jsonl: one table with a `split` column, or one for each split.
 
-Paths are relative to the table's folder. Columns are found by their names; a csv of two columns needs none.
+Paths are relative to the table's folder. Columns are found by their names; a csv with two columns needs no names.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ class _Row(NamedTuple):
 
 
 def tables(folder: Path) -> Found | None:
-    """train.csv and val.csv, or train/metadata.csv and val/metadata.csv."""
+    """Recognises train.csv and val.csv, or train/metadata.csv and val/metadata.csv."""
     files = files_by_split(folder, SUFFIXES)
     return _by_split(folder, files) if files else None
 
 
 def only_table(folder: Path) -> Found | None:
-    """A single table with a split column."""
+    """Recognises a single table with a split column."""
     names = (name for name in FolderTree(folder).files() if name.endswith(SUFFIXES))
     files = [folder / name for name in names]
     return _with_splits(files[0]) if len(files) == 1 else None
 
 
 def table_file(path: Path) -> Found | None:
-    """One of those tables itself."""
+    """Recognises the path of such a table."""
     if not path.name.endswith(SUFFIXES):
         return None
     if split_of(path.name) is None:
@@ -137,7 +137,7 @@ def _rows(path: Path) -> list[_Row]:
 
 def _csv_rows(path: Path, text: str) -> list[_Row]:
     first = text.partition("\n")[0]
-    # Excel writes semicolons where a comma stands in numbers, and empty rows after those that were cleared.
+    # Excel separates by semicolons in countries with decimal commas, and writes empty rows for rows that were cleared.
     between = "\t" if path.suffix == ".tsv" else next((sign for sign in ",;\t" if sign in first), ",")
     try:
         lines = [line for line in csv.reader(io.StringIO(text), delimiter=between) if any(map(str.strip, line))]
@@ -162,7 +162,7 @@ def _csv_rows(path: Path, text: str) -> list[_Row]:
 
 def _json_rows(path: Path, text: str) -> list[_Row]:
     rows = []
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines also cuts at signs that JSON may hold
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines also splits at characters allowed in JSON
         if not line.strip():
             continue
         try:
@@ -179,7 +179,7 @@ def _json_rows(path: Path, text: str) -> list[_Row]:
 
 
 def _columns(path: Path, header: list[str]) -> tuple[int, int, int | None]:
-    """Places of the path, the label and the split."""
+    """Returns the columns of the path, the label and the split."""
     places = []
     for what, names in (("path", _PATHS), ("label", _LABELS)):
         found = [header.index(name) for name in names if name in header]

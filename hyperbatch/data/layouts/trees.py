@@ -21,7 +21,7 @@ def image_folder(tree: Tree) -> Found | None:
 
     def opened(split: str) -> EncodedSource:
         part = tree.within(split)
-        # Compared before files are listed, so that a mismatch is found at once even in a large set.
+        # Classes are compared before files are listed, so that a mismatch is found at once even in a large set.
         if TRAIN in folders and val is not None:
             for name in (TRAIN, val):
                 _refuse_flat(tree.within(name))
@@ -56,7 +56,7 @@ def tiny_imagenet(tree: Tree) -> Found | None:
     if ("wnids.txt" not in tree.files() and not annotated) or (TRAIN not in folders and not has_val):
         return None
     if has_val and tree.within("val").folders() != ["images"]:
-        return None  # somebody sorted the validation images into classes
+        return None  # the validation images were sorted into class folders
 
     def classes() -> tuple[str, ...]:
         if "wnids.txt" not in tree.files():
@@ -88,7 +88,7 @@ def tiny_imagenet(tree: Tree) -> Found | None:
 
 
 def labelled(tree: Tree, labels: dict[str, str], classes: tuple[str, ...], where: str) -> EncodedSource:
-    """A flat folder of images, in the order of their names, with the labels of a table."""
+    """Opens a flat folder of images, in the order of their names, with labels from a table."""
     names = [name for name in tree.files() if is_image(name)]
     for name in names:
         if name not in labels:

@@ -1,6 +1,6 @@
-"""WebDataset shards that others wrote: *train*.tar and *val*.tar with KEY.jpg and KEY.cls, or a label in KEY.json.
+"""WebDataset shards of other tools: *train*.tar and *val*.tar with KEY.jpg and KEY.cls, or a label in KEY.json.
 
-Each shard is walked once; where its images lie and what they are labelled is kept beside it, or in the cache folder.
+Each shard is walked once. The places and labels of its images are then kept next to it, or in the cache folder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hyperbatch.data.layouts.found import (
 from hyperbatch.errors import InputError
 
 _PEEKED_MEMBERS = 16
-_LABEL_BYTES = 1 << 20  # more is no label
+_LABEL_BYTES = 1 << 20  # a larger member is not a label
 _JSON_LABELS = ("label", "cls", "class")
 
 
@@ -75,11 +75,11 @@ def webdataset(folder: Path) -> Found | None:
 
 
 def _is_webdataset(path: Path) -> bool:
-    """A label among the first members."""
+    """Whether there is a label among the first members."""
     try:
         with tarfile.open(path) as tar:
             return any(member.name.endswith((".cls", ".json")) for member in itertools.islice(tar, _PEEKED_MEMBERS))
-    # Whoever reads all of it says what is wrong.
+    # The layout that reads the whole tar will report what is wrong.
     except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, RecursionError, lzma.LZMAError, zlib.error):
         return False
 
@@ -91,7 +91,7 @@ def _texts(indexes: list[kept.Arrays]) -> list[str]:
 def _index(content: Content) -> kept.Arrays:
     def walk() -> kept.Arrays:
         samples = list(_samples(content))
-        content.close()  # there may be more shards than files may be open
+        content.close()  # there may be more shards than the process may open at a time
         if not samples:
             raise InputError(f"{content.path} holds no images; remove it or fetch it again")
         names, spans, labels = zip(*samples, strict=True)
@@ -101,9 +101,9 @@ def _index(content: Content) -> kept.Arrays:
 
 
 def _samples(content: Content) -> Iterator[tuple[bytes, tuple[int, int], bytes]]:
-    """(name, (offset, length), label): members that follow each other and have one key are one sample. Its image is
-    KEY.jpg, before KEY.mask.png and the like."""
-    # macOS puts a hidden member before each of its own.
+    """Yields (name, (offset, length), label). Consecutive members with the same key are one sample. Its image is the
+    one whose extension has the fewest dots: KEY.jpg rather than KEY.mask.png."""
+    # macOS puts a hidden member before each member.
     members = tar_members(whole(content), str(content.path))
     shown = (member for member in members if not os.path.basename(member[0]).startswith("."))
     for key, members in itertools.groupby(shown, lambda member: _key(member[0])):
@@ -133,7 +133,7 @@ def _samples(content: Content) -> Iterator[tuple[bytes, tuple[int, int], bytes]]
 
 
 def _key(name: str) -> str:
-    """Up to the first dot of the file's name, as WebDataset cuts it."""
+    """Returns the name up to the first dot of the file's name, which is WebDataset's key."""
     folder, slash, file = name.rpartition("/")
     return folder + slash + file.partition(".")[0]
 

@@ -1,10 +1,10 @@
-"""Data at an address: s3://, gs:// and whatever else fsspec knows, and http(s):// by Python itself.
+"""Data at an address: s3://, gs:// and everything else that fsspec supports, and http(s):// with Python's own client.
 
-    address ── Store ──> ranges of bytes ──┬──> Mirror: whole files in the cache folder, up to a size, one host's ranks
-     store.py, http.py, objects.py         │    mirror.py         take turns in fetching them
-                                           └──> RemoteShardSource: samples whose shard is not there yet, read by their
-                                                source.py          range, ahead of the step
+    address ── Store ──> ranges of bytes ──┬──> Mirror: whole files in the cache folder, up to a size; the ranks of a
+     store.py, http.py, objects.py         │    mirror.py         host share the fetching
+                                           └──> RemoteShardSource: samples whose shard is not cached yet, read by range,
+                                                source.py          ahead of the step
 
-Packed shards are read where they lie, so training starts at once and the cache may be smaller than the set. Archives
-and parquet files are fetched first and then opened as any others.
+Packed shards are read remotely, so training starts at once and the cache may be smaller than the set. Archives and
+parquet files are fetched first and then opened like local ones.
 """

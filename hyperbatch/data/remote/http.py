@@ -1,4 +1,4 @@
-"""Files behind http:// and https://, by range requests over connections that are used again."""
+"""Files behind http:// and https://, read by range requests over reused connections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TIMEOUT_S = 30.0
 _PIECE_BYTES = 1 << 18
 _MAX_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
-_KEPT = "%:/?#[]@!$&'()*+,;=~"  # signs that mean something in an address, or are quoted already
+_KEPT = "%:/?#[]@!$&'()*+,;=~"  # characters that have a meaning in an address, or are part of a quoted character
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 
 
@@ -25,7 +25,7 @@ class HttpStore:
         try:
             self._parts = urlsplit(url)
             valid = bool(self._parts.hostname) and (self._parts.port or 1) > 0
-        except ValueError:  # a port that is no number, or half a bracket
+        except ValueError:  # the port is not a number, or a bracket is not closed
             valid = False
         if not valid:
             raise InputError(f"{url} is not an address; give https://HOST/PATH")
@@ -38,14 +38,14 @@ class HttpStore:
                 connection.close()
 
     def names(self) -> list[str] | None:
-        return None  # there is no common way to ask a web server
+        return None  # web servers have no common way to list files
 
     def stat(self, name: str) -> Stat:
-        # Not HEAD, which signed addresses do not allow.
+        # A range request and not HEAD, because signed addresses do not allow HEAD.
         with self._asked(name, 0, 1) as response:
             if response.status == 206:
                 response.read()
-            # The length of an answer in part is not the file's.
+            # The Content-Length of a partial response is not the size of the file.
             told = response.getheader("Content-Range" if response.status in (206, 416) else "Content-Length")
             size = (told or "").rpartition("/")[2]
             if not size.isdigit():
@@ -73,7 +73,8 @@ class HttpStore:
 
     @contextlib.contextmanager
     def _asked(self, name: str, start: int, stop: int) -> Iterator[http.client.HTTPResponse]:
-        """The answer to a range request. Its connection is kept for the next one if all of it was read."""
+        """Sends a range request and yields the response. If all of it was read, the connection is kept for the next
+        request."""
         path = self._parts.path.rstrip("/") + (f"/{quote(name)}" if name else "") or "/"
         url = self._parts._replace(path=path, fragment="").geturl()
         headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
@@ -82,7 +83,7 @@ class HttpStore:
             host = parts.scheme, parts.netloc
             connection, kept = self._take(*host), False
             try:
-                # Quoted, as browsers do it: addresses are copied with spaces and umlauts.
+                # Quoted, as browsers do it, because copied addresses may contain spaces and umlauts.
                 target = quote(parts.path + (f"?{parts.query}" if parts.query else ""), safe=_KEPT)
                 connection.request("GET", target, headers=headers)
                 response = connection.getresponse()
@@ -98,7 +99,7 @@ class HttpStore:
                     kept = True
                 return
             except (http.client.HTTPException, OSError) as error:
-                self._forget(*host)  # others that wait there may have ended with it
+                self._forget(*host)  # the idle connections to this host may be closed, too
                 if isinstance(error, OSError):
                     raise
                 raise OSError(f"the connection was closed early ({type(error).__name__})") from error

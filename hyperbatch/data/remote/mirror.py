@@ -1,13 +1,13 @@
-"""Files of an address that are kept on this host, up to a size that all sets in the cache folder share.
+"""Caches remote files on this host, up to a size that all sets in the cache folder share.
 
-CACHE/remote/.lock                         held while room is looked for
+CACHE/remote/.lock                         locked while space is reserved or freed
 CACHE/remote/3f2a.../                      one set in one version
     .in-use                                locked by every process that reads the set; its time is that of the last use
-    manifest.json  train-000000.tar  ...   whole files: written beside and renamed
-    .train-000001.tar.536870912.part       being fetched, by whoever holds its lock; it counts with its full size
+    manifest.json  train-000000.tar  ...   complete files: written under another name and renamed
+    .train-000001.tar.536870912.part       being fetched by the process that holds its lock; counts with its full size
 
-A download that was cut short goes on where it stopped, in this process or another. When room is needed, sets that
-nobody uses are removed, the one that was not used for longest first.
+An interrupted download continues where it stopped, in this process or another. When space is needed, sets that no
+process uses are removed, the least recently used one first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hyperbatch.errors import InputError
 _IN_USE = ".in-use"
 _PART = re.compile(r"\..*\.(\d+)\.part")
 _SMALL_FILES_AT_ONCE = 16
-_LEFT_FREE_BYTES = 256 << 20  # of the disk, for others
+_LEFT_FREE_BYTES = 256 << 20  # disk space that is left for other programs
 
 
 class NoRoom(Exception):
@@ -50,11 +50,11 @@ class NoRoom(Exception):
 
 
 class DiskFull(NoRoom):
-    """It is not the limit, but the disk."""
+    """The disk is full, although the limit of the cache is not reached."""
 
 
 class Mirror:
-    """A set's folder in the cache. It is in use, and so stays, until this process ends."""
+    """A set's folder in the cache. It is in use, and is therefore not removed, until this process ends."""
 
     def __init__(self, store: Store, version: str, limit_bytes: int) -> None:
         self.store = store
@@ -71,11 +71,11 @@ class Mirror:
             ) from error
 
     def _hold(self) -> bool:
-        """Whether this process did not hold it before."""
+        """Locks the folder as in use. Returns whether this process had not locked it before."""
         path, new = self.folder / _IN_USE, self.folder not in _held
         while self.folder not in _held:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # removed by another process, just now
+            with contextlib.suppress(FileNotFoundError):  # another process has just removed the folder
                 lock = _opened(path)
                 fcntl.flock(lock, fcntl.LOCK_SH)
                 if _is_at(lock, path):
@@ -89,12 +89,13 @@ class Mirror:
         return self.folder / name
 
     def fetch_small(self, checksums: Mapping[str, int | None]) -> None:
-        """Files that are needed whatever the cache may hold, with their CRC-32. InputError when that fails."""
+        """Fetches small files, regardless of the cache's limit, and checks their CRC-32. Raises InputError if that
+        fails."""
         if all(self.path(name).exists() for name in checksums):
             return
         try:
             with open(self.folder / ".small", "ab") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # one process fetches, the others find them afterwards
+                fcntl.flock(lock, fcntl.LOCK_EX)  # one process fetches the files, and the others wait for it
                 names = [name for name in checksums if not self.path(name).exists()]
                 with ThreadPoolExecutor(min(len(names) or 1, _SMALL_FILES_AT_ONCE)) as pool:
                     list(pool.map(lambda name: self._fetch_small(name, checksums[name]), names))
@@ -117,8 +118,9 @@ class Mirror:
     def fetch(
         self, name: str, stat: Stat, *, wait: bool, local_name: str = "", stopped: threading.Event | None = None
     ) -> bool:
-        """Fetches a file, from where an earlier attempt stopped. False: another process is at it, and `wait` is not
-        set, or `stopped` is. NoRoom, RemoteError, or OSError of the disk."""
+        """Fetches a file and returns True. An earlier attempt is continued. Returns False if another process is
+        fetching it and `wait` is not set, or if `stopped` is set. Raises NoRoom, RemoteError, or OSError of the
+        disk."""
         path = self.path(local_name or name)
         part = path.with_name(f".{path.name}.{stat.size_bytes}.part")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,9 +132,9 @@ class Mirror:
                     fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
                 except BlockingIOError:
                     return False
-                if not _is_at(file.fileno(), part):  # another process has finished, or given up, meanwhile
+                if not _is_at(file.fileno(), part):  # another process has finished or given up in the meantime
                     continue
-                if path.exists():  # it had finished before the file was opened, which has made a new one
+                if path.exists():  # another process had finished before `open` created a new .part file
                     part.unlink()
                     continue
                 try:
@@ -143,14 +145,14 @@ class Mirror:
                         if stopped is not None and stopped.is_set():
                             return False
                     file.flush()
-                except OSError:  # a full disk: what is there would only keep it full
+                except OSError:  # the disk is full, and the part would only keep it full
                     part.unlink(missing_ok=True)
                     raise
                 os.replace(part, path)
         return True
 
     def _reserve(self, part: Path, size: int) -> None:
-        """Makes the file that stands for the room, or raises NoRoom."""
+        """Reserves space by creating the .part file. Raises NoRoom if there is not enough."""
         with self._room_lock():
             free = shutil.disk_usage(self.folder).free - _LEFT_FREE_BYTES
             if size > free:
@@ -162,7 +164,7 @@ class Mirror:
             part.touch()
 
     def _make_room(self, size: int) -> int:
-        """Bytes that are left for others after `size` more; sets that nobody uses are removed for it."""
+        """Removes unused sets until `size` more bytes fit. Returns how many bytes are then left below the limit."""
         sets = {folder: _size_bytes(folder) for folder in self.folder.parent.iterdir() if folder.is_dir()}
         room = self.limit_bytes - sum(sets.values()) - size
         for folder in sorted(sets, key=_last_use_s):
@@ -177,7 +179,7 @@ class Mirror:
         return room
 
     def _remove_what_is_too_much(self) -> None:
-        """After a larger limit was set for an earlier run."""
+        """Shrinks the cache to the limit, in case an earlier run had a larger one."""
         with self._room_lock():
             if self._make_room(0) >= 0:
                 return
@@ -204,8 +206,8 @@ _held: dict[Path, int] = {}  # the locks of this process: folder -> descriptor
 
 
 def fetch_all(store: Store, files: dict[str, Stat], limit_bytes: int) -> Path:
-    """The folder that holds these files; "" stands for the address itself, whose file is called `file_name`. InputError
-    when they cannot be fetched."""
+    """Fetches files and returns their folder. The name "" means the address itself, whose file is called `file_name`.
+    Raises InputError if they cannot be fetched."""
     version = repr(sorted(files.items()))
     mirror = Mirror(store, version, limit_bytes)
     total = sum(stat.size_bytes for stat in files.values())
@@ -236,7 +238,7 @@ def _opened(path: Path) -> int:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the open file still has that name: it may have been removed or renamed before it was locked."""
+    """Whether the open file is still at this path. It may have been removed or renamed before it was locked."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -245,8 +247,8 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
-    """Whether no other process uses the set; none will until the block ends. A set that this process holds is its own
-    only while it alone holds it."""
+    """Yields whether no other process uses the set. If so, it is locked until the block ends. This process itself may
+    use the set."""
     held = _held.get(folder)
     try:
         lock = _opened(folder / _IN_USE) if held is None else held
@@ -274,7 +276,7 @@ def _last_use_s(folder: Path) -> float:
 
 
 def _size_bytes(folder: Path) -> int:
-    """What the set takes, or will have taken when what is under way has arrived."""
+    """Returns the size of the set on disk. Files that are being fetched count with their full size."""
     total = 0
     for path in folder.rglob("*"):
         part = _PART.fullmatch(path.name)

@@ -1,4 +1,4 @@
-"""Files in object stores and wherever else fsspec reads: s3://, gs://, az://, hf://, ..."""
+"""Files in object stores and everything else that fsspec supports: s3://, gs://, az://, hf://, ..."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ObjectStore:
             raise InputError(f"{url}: needs fsspec; run pip install 'hyperbatch[remote]'") from error
         try:
             self._files, self._root = fsspec.url_to_fs(url.rstrip("/"))
-        except ImportError as error:  # its text says which package
+        except ImportError as error:  # the text of the error says which package is missing
             raise InputError(f"{url}: {error}; s3:// and gs:// come with pip install 'hyperbatch[remote]'") from error
-        except Exception as error:  # an unknown scheme, or options that the scheme's package refuses
+        except Exception as error:  # an unknown scheme, or options that the scheme's package rejects
             raise InputError(f"{url} cannot be opened: {' '.join(str(error).split())}") from error
 
     def stat(self, name: str) -> Stat:
@@ -58,7 +58,8 @@ class ObjectStore:
 
 
 def _asked(ask: Callable[[], T]) -> T:
-    """Every scheme's package has errors of its own. All but these are worth another try."""
+    """Calls `ask` and converts its errors, which are different for every scheme's package. Those that become Missing or
+    Refused are final. All others become OSError and are worth a retry."""
     try:
         return ask()
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:

@@ -44,14 +44,14 @@ from hyperbatch.data.source import BadSample, DataError, Location, max_open_file
 from hyperbatch.errors import InputError
 
 _PARQUET = ".parquet"
-_CONNECTIONS = 32  # of a rank, for samples that are read one by one
-_MAX_AHEAD = 4096  # samples that were asked for and not taken yet; more are let go, the oldest first
-_SHARDS_AT_ONCE = 2  # that a rank fetches into the cache
-_TRIES = 3  # for a sample whose bytes arrive damaged
+_CONNECTIONS = 32  # connections of a rank for reading single samples
+_MAX_AHEAD = 4096  # the most samples that are requested and not taken yet; beyond that, the oldest are dropped
+_SHARDS_AT_ONCE = 2  # shards that a rank fetches into the cache at the same time
+_TRIES = 3  # attempts for a sample whose bytes arrive damaged
 
 
 class RemoteShards:
-    """A packed set at an address, opened: its manifest, and its folder in the cache."""
+    """An opened packed set at an address: its manifest, and its folder in the cache."""
 
     def __init__(self, address: Address, store: Store, content: bytes) -> None:
         self.manifest: Manifest = parse_manifest(content, file_url(address.url, MANIFEST))
@@ -61,8 +61,8 @@ class RemoteShards:
         self._version = str(zlib.crc32(content))
 
     def fetch_shard(self, shard: Shard, folder: Path) -> None:
-        """Writes a shard, its index and its names into the folder, as they are at the address. Missing when one is not
-        there, and InputError when they cannot be read or written."""
+        """Downloads a shard, its index and its names into the folder. Raises Missing if one of them does not exist, and
+        InputError if they cannot be read or written."""
         tar = folder / shard.name
         for path in (index_path(tar), names_path(tar), tar):
             try:
@@ -87,7 +87,7 @@ class RemoteShards:
 
 
 def open_packed(address: Address) -> RemoteShards | None:
-    """None: the address holds no packed shards."""
+    """Opens the packed shards at an address. Returns None if there are none."""
     store = open_store(address.url)
     if _is_archive(address):
         return None
@@ -106,7 +106,8 @@ def _read(store: Store, name: str) -> bytes:
 
 
 def fetched(address: Address) -> Path:
-    """A set in archives, on this host's disk: the file at the address, or a folder with the files below it."""
+    """Fetches a set in archives to this host's disk. Returns the file at the address, or a folder with the files below
+    the address."""
     return _fetched_file(address) if _is_archive(address) else _fetched_folder(address)
 
 
@@ -115,7 +116,7 @@ def _is_archive(address: Address) -> bool:
 
 
 def _fetched_file(address: Address) -> Path:
-    """The file at the address, on this host's disk."""
+    """Fetches the file at the address to this host's disk."""
     store = open_store(address.url)
     try:
         stat = persist(lambda: store.stat(""), patient=False)
@@ -151,8 +152,8 @@ def _fetched_folder(address: Address) -> Path:
 class RemoteShardSource(ShardSource):
     """One split of a packed set at an address.
 
-    Shards are fetched into the cache by threads that start with the first read. Samples of shards that are not there
-    are read by their range: when the loader says that it will need them (`will_read`), or else when it does.
+    Threads, which start with the first read, fetch whole shards into the cache. A sample whose shard is not cached yet
+    is read by a range request: when the loader announces it (`will_read`), or at the latest when the loader reads it.
     """
 
     def __init__(self, mirror: Mirror, split: str, manifest: Manifest) -> None:
@@ -172,7 +173,7 @@ class RemoteShardSource(ShardSource):
         super().__del__()
 
     def locations(self, ids: list[int]) -> list[Location] | None:
-        return None  # threads of this process read, from wherever the samples are
+        return None  # threads of this process read the samples, from the cache or from the address
 
     def describe(self, index: int) -> str:
         return super().describe(index).replace(str(self._mirror.folder), self._mirror.store.url.rstrip("/"), 1)
@@ -195,7 +196,7 @@ class RemoteShardSource(ShardSource):
             answer = self._ahead.pop(index, None)
             is_here = self._is_here(self.shard_of(index))
         if answer is None and is_here:
-            with contextlib.suppress(BadSample):  # damaged or removed on this disk: the address may have it whole
+            with contextlib.suppress(BadSample):  # the cached sample is damaged or removed; read it from the address
                 return super().read_buffer(index)
         if answer is None:
             request = self._request(index)
@@ -211,7 +212,8 @@ class RemoteShardSource(ShardSource):
         return _Request(self._paths[self.shard_of(index)].name, offset, length, checksum)
 
     def _is_here(self, shard: int) -> bool:
-        """Whether the shard is whole in the cache. It is opened then, so that it can be read even if it is removed."""
+        """Whether the whole shard is in the cache. If so, it is opened, so that it can be read even after it is
+        removed."""
         if shard in self._open:
             return True
         if len(self._open) >= max_open_files():
@@ -221,7 +223,7 @@ class RemoteShardSource(ShardSource):
         return shard in self._open
 
     def _start(self) -> None:
-        """The threads. They hold on to nothing that holds on to them, and end with this source or with the process."""
+        """Starts the threads. They keep no reference to this source, and end with it or with the process."""
         with self._lock:
             if self._started:
                 return
@@ -234,11 +236,11 @@ class RemoteShardSource(ShardSource):
 
 
 class _Damaged(Exception):
-    """The bytes that arrive are not those that were packed."""
+    """The received bytes differ from those that were packed."""
 
 
 class _Request:
-    """A sample that is read by its range, and the place where it, or what went wrong, will be found."""
+    """A request for one sample by its range, and a future for its bytes or its error."""
 
     def __init__(self, shard: str, offset: int, length: int, checksum: int) -> None:
         self._shard, self._offset, self._length, self._checksum = shard, offset, length, checksum
@@ -255,12 +257,12 @@ class _Request:
                     return
             self.answer.set_exception(_Damaged())
         except RemoteError as error:
-            # Not a bad sample: another would be shown in its place, and the run would not be the same.
+            # This is not a BadSample: the loader would replace the sample, and the run would not be reproducible.
             where = file_url(store.url, self._shard)
             failed = DataError(f"{where} cannot be read: {error}; when it can, continue the run with --resume")
             failed.__cause__ = error
             self.answer.set_exception(failed)
-        except BaseException as error:  # whatever it is, it belongs to the one who waits
+        except BaseException as error:  # every error is passed on to the thread that waits
             self.answer.set_exception(error)
 
 
@@ -270,7 +272,8 @@ def _answer(requests: queue.SimpleQueue[_Request | None], store: Store) -> None:
 
 
 def _fill_cache(mirror: Mirror, names: list[str], stopped: threading.Event) -> None:
-    """Fetches one shard after the other, except those that another thread or rank is at, until the cache is full."""
+    """Fetches one shard after the other until the cache is full. Shards that another thread or rank is fetching are
+    skipped."""
     for name in names:
         if mirror.path(name).exists():
             continue
@@ -283,7 +286,7 @@ def _fill_cache(mirror: Mirror, names: list[str], stopped: threading.Event) -> N
         except NoRoom:
             return
         except RemoteError:
-            pass  # who needs the shard's samples will say so
+            pass  # a read of one of the shard's samples will report the error
         except OSError as error:
             _say(
                 f"no more data is cached in {mirror.folder}: {error.strerror}; samples are read from {mirror.store.url}"

@@ -1,4 +1,5 @@
-"""What is asked of an address, and how a reader gets over dropped connections: it asks again from where it stopped."""
+"""The interface of remote storage, and how readers recover from dropped connections: they continue where they
+stopped."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from hyperbatch.errors import InputError
 
-# Seconds to wait before each further try; any progress starts the row again. A wrong address is told soon, but a run
-# outlives a server that is started anew.
+# Seconds to wait before each retry; any progress starts the list again. A wrong address is reported soon, but a running
+# job survives a server that is restarted.
 OPENING_WAITS_S = (0.2, 1.0, 3.0)
 READING_WAITS_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0, 30.0, 30.0, 30.0)
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Address:
-    """Where the data are, and how much of them may be kept on this host."""
+    """Where the data are, and how many bytes of them may be cached on this host."""
 
     url: str
     cache_bytes: int
@@ -32,11 +33,11 @@ class Address:
 
 class Stat(NamedTuple):
     size_bytes: int
-    version: str  # changes when the file does
+    version: str  # changes when the file changes
 
 
 class RemoteError(Exception):
-    """The message says what went wrong, after the address."""
+    """A remote file cannot be read. The message says why; callers put the address in front of it."""
 
 
 class Missing(RemoteError):
@@ -44,25 +45,26 @@ class Missing(RemoteError):
 
 
 class Refused(RemoteError):
-    """Asking again would not help."""
+    """The request failed, and a retry would not help."""
 
 
 class Unreachable(RemoteError):
-    """It was asked again for as long as patience allows."""
+    """The request still failed after all retries."""
 
 
 class Store(Protocol):
-    """Files below an address; the name "" is the address itself. OSError: worth another try."""
+    """Files below an address. The name "" means the address itself. An OSError is worth a retry."""
 
     url: str
 
     def stat(self, name: str) -> Stat: ...
     def read(self, name: str, start: int, stop: int, version: str | None = None) -> Iterator[bytes]:
-        """Bytes [start, stop) in pieces, or fewer where the connection ends. Refused if the version is another one."""
+        """Yields bytes [start, stop) in pieces, or fewer if the connection ends. Raises Refused if the version
+        differs."""
         ...
 
     def names(self) -> list[str] | None:
-        """Every file below the address; None: that cannot be told."""
+        """Returns the names of all files below the address, or None if they cannot be listed."""
         ...
 
 
@@ -71,7 +73,7 @@ def is_address(data: object) -> bool:
 
 
 def open_store(url: str) -> Store:
-    """InputError for an address that cannot be one, or that needs a package which is not installed."""
+    """Opens an address. Raises InputError if it is invalid, or needs a package that is not installed."""
     if url.lower().startswith(("http://", "https://")):
         from hyperbatch.data.remote.http import HttpStore
 
@@ -82,7 +84,7 @@ def open_store(url: str) -> Store:
 
 
 def file_name(url: str) -> str:
-    """What the file at an address is called on disk."""
+    """Returns the name that the file at an address gets on disk."""
     return url.partition("?")[0].rstrip("/").rpartition("/")[2]
 
 
@@ -100,7 +102,7 @@ def read_range(
     patient: bool = True,
     stopped: threading.Event | None = None,
 ) -> Iterator[bytes]:
-    """Bytes [start, stop) in pieces, over dropped connections."""
+    """Yields bytes [start, stop) in pieces, and continues after dropped connections."""
     while start < stop:
 
         def piece(start: int = start) -> tuple[bytes, Iterator[bytes]]:
@@ -118,11 +120,12 @@ def read_range(
                 start += len(data)
                 yield data
         except OSError:
-            continue  # on from here
+            continue  # the next request starts here
 
 
 def persist(ask: Callable[[], T], *, patient: bool, stopped: threading.Event | None = None) -> T:
-    """What `ask` gives, tried again after each OSError; Unreachable when patience is at its end, or at `stopped`."""
+    """Returns the result of `ask`, which is tried again after each OSError. Raises Unreachable after the last retry, or
+    after an error if `stopped` is set."""
     waits_s = READING_WAITS_S if patient else OPENING_WAITS_S
     for wait_s in (*waits_s, None):
         try:
@@ -140,7 +143,7 @@ def _said(error: OSError) -> str:
 
 
 def not_readable(url: str, error: RemoteError) -> InputError:
-    """What the user is told when a set cannot be opened."""
+    """Returns the error for the user when a set cannot be opened."""
     hint = {Missing: "check the address", Refused: "check the address and your permission to read it"}.get(
         type(error), "check the address and the network"
     )
