@@ -29,7 +29,7 @@ ALIGN_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of one parameter: elements [offset, offset + numel) of its dtype's buffers."""
+    """The position of one parameter: elements [offset, offset + numel) of its dtype's buffers."""
 
     name: str
     param: nn.Parameter
@@ -40,7 +40,7 @@ class Slot:
 
     @property
     def end(self) -> int:
-        """The offset of the next slot, after this one's padding."""
+        """The offset after this slot's padding, where the next slot begins."""
         return _aligned(self.offset + self.numel, self.dtype)
 
 
@@ -49,8 +49,8 @@ class Arena:
 
     After `zero_grad()` each `param.grad` is None. When backward has computed a gradient, a hook copies it into the
     arena and sets `param.grad` to that view; further micro-steps accumulate into it. If backward does not reach a
-    parameter, its `param.grad` stays None, and optimizers skip it. Its place in the buffers still holds an earlier
-    gradient until `collect` fills it with zeros; code that reads the buffers directly must call `collect` first.
+    parameter, its `param.grad` stays None, and optimizers skip it. Its part of the buffers keeps an earlier gradient
+    until `collect` fills it with zeros; code that reads the buffers directly must call `collect` first.
     """
 
     slots: tuple[Slot, ...]  # in arena order
@@ -81,7 +81,7 @@ class Arena:
             )
         self.dtype = dtype
         self.copy_on_ready = copy_on_ready
-        self.pinned = False  # True once a captured graph holds the addresses: the buffers must not move any more
+        self.pinned = False  # True once a captured graph contains the addresses: the buffers must then not move
         self.holds_shards = False  # True if the exchange leaves this rank only its shard of the gradients
         self._on_load: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._model = weakref.ref(model)
@@ -106,7 +106,7 @@ class Arena:
         device = slots[0].param.device if slots else torch.device("cpu")
         self._allocate(device)
         self._fill({slot.name: slot.param.detach() for slot in slots})
-        self.frozen_in_full = _cast_frozen(model, dtype)  # on the host, by name
+        self.frozen_in_full = _cast_frozen(model, dtype)  # unrounded frozen parameters on the host, by name
         self._bind()
         _cast_constants(model, dtype)
         self._hook(model)
@@ -129,7 +129,7 @@ class Arena:
         return self._by_name[name]
 
     def slice_of(self, names: Sequence[str], buffers: dict[torch.dtype, Tensor]) -> Tensor:
-        """The contiguous slice of `buffers`, with padding, that holds these parameters.
+        """Returns the contiguous slice of `buffers`, with padding, that contains these parameters.
 
         They must be neighbours in the arena, in its order and of one dtype; otherwise a ValueError is raised.
         """
@@ -142,22 +142,23 @@ class Arena:
         return buffers[slots[0].dtype][slots[0].offset : slots[-1].end]
 
     def new_buffers(self) -> dict[torch.dtype, Tensor]:
-        """Zeros in the layout of the weights and the precision of their masters, for another role such as momentum."""
+        """Returns zeros in the layout of the weights and the precision of their masters, for another role such as
+        momentum."""
         return {
             dtype: torch.zeros(size, dtype=_master_dtype(dtype), device=self.device)
             for dtype, size in self._sizes.items()
         }
 
     def views(self, buffers: dict[torch.dtype, Tensor]) -> dict[str, Tensor]:
-        """Each parameter's part of a role's buffers, in the parameter's shape and memory layout."""
+        """Returns each parameter's part of a role's buffers, in the parameter's shape and memory layout."""
         return {slot.name: self._view(slot, buffers[slot.dtype]) for slot in self.slots}
 
     def named_masters(self) -> dict[str, Tensor]:
-        """Views of the fp32 masters, for the parameters whose working weight has 16 bits."""
+        """Returns views of the fp32 masters, for the parameters whose working weight has 16 bits."""
         return {slot.name: self._full_view(slot) for slot in self.slots if slot.dtype in HALF_DTYPES}
 
     def flat_weights(self) -> list[Tensor]:
-        """Every buffer that holds weights or masters: what a broadcast of the weights must send."""
+        """Returns every buffer with weights or masters. A broadcast of the weights must send them all."""
         return [*self.weights.values(), *([] if self.masters is None else [self.masters])]
 
     def has_thawed(self) -> bool:
@@ -165,7 +166,8 @@ class Arena:
         return any(param.requires_grad for param in self._frozen)
 
     def left_out(self) -> list[str]:
-        """Names of trainable parameters outside the arena: they were frozen, or not there, when it was built."""
+        """Returns the names of trainable parameters outside the arena: when it was built, they were frozen or
+        missing."""
         model, held = self._model(), {slot.param for slot in self.slots}
         return [] if model is None else [n for n, p in model.named_parameters() if p.requires_grad and p not in held]
 
@@ -185,7 +187,7 @@ class Arena:
             slot.param.grad = None
 
     def collect(self, names: Sequence[str] | None = None) -> None:
-        """Brings the gradients of these parameters, by default of all, into the buffers. To be called after backward.
+        """Brings the gradients of these parameters, by default of all, into the buffers. Must be called after backward.
 
         Gradients that autograd allocated elsewhere are copied, with one multi-tensor copy per dtype. A parameter
         without a gradient gets zeros.
@@ -213,13 +215,14 @@ class Arena:
             torch._foreach_zero_(missing)  # pyright: ignore[reportPrivateImportUsage]
 
     def grad_view(self, name: str) -> Tensor:
-        """The view into which a kernel writes this gradient directly; the caller then sets `param.grad` to it."""
+        """Returns the view into which a kernel writes this gradient directly. The caller then sets `param.grad` to
+        it."""
         return self._grad_views[name]
 
     # --- changes from outside -----------------------------------------------------------------------------------
 
     def reclaim(self) -> None:
-        """Lays the arena out again on the new device if `.to()` moved parameters out of it; otherwise does nothing."""
+        """Allocates the arena again on the new device if `.to()` moved parameters out of it; otherwise does nothing."""
         if [slot.param.data_ptr() for slot in self.slots] == self._addresses:
             return
         if self.pinned:
@@ -239,7 +242,7 @@ class Arena:
         self.notify_loaded()
 
     def call_on_load(self, callback: Callable[[], None]) -> None:
-        """Registers a bound method, held weakly, to be called after weights were loaded or moved."""
+        """Registers a bound method that is called after weights were loaded or moved. The reference to it is weak."""
         self._on_load.append(weakref.WeakMethod(callback))
 
     def notify_loaded(self) -> None:
@@ -291,8 +294,8 @@ class Arena:
         return buffer.as_strided(shape, strides, slot.offset)
 
     def _hook(self, model: nn.Module) -> None:
-        # A copy of the model has these hooks, too, which must not act on this arena. So they hold the arena
-        # weakly and compare the module that they run for.
+        # A copy of the model has these hooks, too, and they must not change this arena. They therefore refer to the
+        # arena weakly and check that they run for the original module.
         me: weakref.ref[Arena] = weakref.ref(self)
         for slot in self.slots:
             slot.param.place_of_grad = GradPlace(me, slot.name)  # type: ignore[attr-defined]
@@ -306,17 +309,18 @@ class Arena:
 
 
 class GradPlace:
-    """Gives code that computes a gradient itself the arena's view of it. A copy of this object belongs to no arena."""
+    """For code that computes a gradient itself: returns the arena's view for it. A copy of this object belongs to no
+    arena."""
 
     def __init__(self, arena_ref: weakref.ref[Arena] | None, name: str) -> None:
         self._arena_ref, self._name = arena_ref, name
         self._last: TensorWeakRef | None = None
 
     def __call__(self) -> Tensor | None:
-        """A new view of the gradient's place: autograd copies a gradient that has other references.
+        """Returns a new view of the gradient's memory, because autograd copies a gradient that has other references.
 
-        None while the last view is alive. This happens when a graph uses a parameter twice: autograd holds the first
-        gradient there until it adds the second one, which needs memory of its own.
+        Returns None while the last view is alive. This happens if a graph uses a parameter twice: autograd keeps the
+        first gradient there until it adds the second one, which needs memory of its own.
         """
         arena = None if self._arena_ref is None else self._arena_ref()
         if arena is None or (self._last is not None and self._last() is not None):
@@ -339,7 +343,7 @@ def _copy_hook(arena_ref: weakref.ref[Arena], name: str) -> Callable[[Tensor], N
 
 
 class _Hook:
-    """A hook of one module and its arena. It does nothing for a copy of the module, or once it is unpickled."""
+    """A hook of one module for its arena. It does nothing for a copy of the module, or after it was unpickled."""
 
     def __init__(self, arena_ref: weakref.ref[Arena], module: nn.Module, names: Mapping[str, str]) -> None:
         self._arena_ref, self._module, self._names = arena_ref, weakref.ref(module), names
@@ -411,7 +415,7 @@ def _master_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _working_dtype(module: nn.Module, kind: str, param: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a parameter: norm parameters and biases stay fp32 if their module accepts that.
+    """Returns the dtype of a parameter. Norm parameters and biases stay fp32 if their module accepts that.
 
     torch's batch norm accepts fp32 parameters with 16-bit activations; its convolutions, linear layers, and layer norm
     on a GPU do not. Other modules declare it with the attribute `takes_fp32_parameters = True`.
@@ -426,13 +430,13 @@ def _working_dtype(module: nn.Module, kind: str, param: Tensor, dtype: torch.dty
 
 
 def _dense_strides(param: Tensor) -> tuple[int, ...]:
-    """The parameter's own strides (channels_last is kept), or contiguous ones if it has gaps or overlaps."""
+    """Returns the parameter's own strides (channels_last is kept), or contiguous ones if it has gaps or overlaps."""
     return torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride()
 
 
 def _cast_frozen(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Casts frozen parameters, which stay outside the arena, by the same policy, and returns those that it rounds as
-    they were: checkpoints keep these. Buffers are cast for fp64 only."""
+    """Casts frozen parameters, which stay outside the arena, by the same policy. Returns the original values of those
+    that were rounded, for checkpoints. Buffers are cast for fp64 only."""
     rounded: dict[str, Tensor] = {}
     for full_name, (module, name) in owners(model).items():
         param = module.get_parameter(name)
@@ -450,17 +454,17 @@ def _cast_frozen(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _cast_constants(model: nn.Module, dtype: torch.dtype) -> None:
-    """Buffers that meet activations or parameters in an operation of one precision get the 16 bits of the parameters.
+    """Casts buffers to 16 bits if an operation combines them with 16-bit activations or parameters and needs one dtype.
 
-    Biases: queries and values of timm's EVA, BEiT and SwinV2 have one, and keys a buffer of zeros, which is put
-    together with them. Squares: the masks of Swin's windows, and the filters of timm's BlurPool2d, one for each
-    channel. A buffer that is saved may be a running mean, and one of another shape a table of positions: these stay,
-    except that the statistics of batch norm become fp32.
+    Biases: in timm's EVA, BEiT and SwinV2, queries and values have a bias, and keys have a buffer of zeros, which is
+    concatenated with these. Squares: the masks of Swin's windows, and the filters of timm's BlurPool2d, one for each
+    channel. A persistent buffer may be a running mean, and one of another shape a table of positions; these are not
+    cast, except that the statistics of batch norm become fp32.
     """
     for module in model.modules():
-        if isinstance(module, _NormBase):  # its parameters are fp32 or fp64, and torch wants the same of its statistics
+        if isinstance(module, _NormBase):  # its parameters and, for torch, its statistics must be fp32 or fp64
             for name, buffer in module.named_buffers(recurse=False):
-                if buffer.dtype in HALF_DTYPES:  # the whole model was cast before
+                if buffer.dtype in HALF_DTYPES:  # the whole model was cast to 16 bits before
                     module._buffers[name] = buffer.float()
     if dtype not in HALF_DTYPES:
         return

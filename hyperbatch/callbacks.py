@@ -1,12 +1,12 @@
-"""What a run tells its caller while it goes on: `hyperbatch.train(config, callbacks=[...])`.
+"""Events that a run reports to its caller: `hyperbatch.train(config, callbacks=[...])`.
 
     class Curve(hyperbatch.Callback):
         def on_step(self, event):
             print(event.step, event.loss)
 
-Events are plain values, told on rank 0. They follow metrics.jsonl: a step is told once its loss has arrived on the
-host, one launch after its own, so that nobody waits for the device. Where ranks are processes of their own, rank 0
-appends each event to a file, and the process that called `train` reads it: callbacks always run there.
+Events are plain values from rank 0. They follow metrics.jsonl: a step is reported once its loss has arrived on the
+host, one launch later, so that nothing waits for the device. If ranks are separate processes, rank 0 appends each event
+to a file, and the process that called `train` reads it. Callbacks always run in that process.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from hyperbatch.errors import InputError
 from hyperbatch.record import RunRecord, strict_json
 from hyperbatch.record.lines import Lines
 
-EVENTS_FILE = "events.jsonl"  # beside the config that a rank is started with
+EVENTS_FILE = "events.jsonl"  # next to the config with which a rank is started
 POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartEvent:
-    """The run is set up; its time begins now."""
+    """The run has been set up, and its time begins."""
 
     config: Config
     folder: str  # of the run
-    step: int = 0  # steps that were done before, of a run that is resumed
+    step: int = 0  # number of steps done before, in a resumed run
 
     def to_dict(self) -> dict[str, Any]:
         return {"config": self.config.to_dict(), "folder": self.folder, "step": self.step}
@@ -47,11 +47,11 @@ class StartEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepEvent:
-    """A step that gets a line in metrics.jsonl: every `log_every_steps`-th."""
+    """A step with a line in metrics.jsonl: every `log_every_steps`-th step."""
 
-    step: int  # from 1
+    step: int  # counted from 1
     epoch: float
-    time_s: float  # of the run
+    time_s: float  # the run's time
     loss: float  # mean over all ranks
     lr: float
     global_batch: int
@@ -63,7 +63,7 @@ class EvalEvent:
     step: int
     epoch: float
     time_s: float
-    scores: dict[str, Any] = field(default_factory=dict)  # top1, samples, and what else was counted
+    scores: dict[str, Any] = field(default_factory=dict)  # top1, samples, and other scores
 
     @property
     def top1(self) -> float:
@@ -72,12 +72,12 @@ class EvalEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointEvent:
-    """A checkpoint that is on the disk."""
+    """A checkpoint was written to the disk."""
 
     step: int
     epoch: float
     path: str
-    best: bool  # of the evaluated ones so far
+    best: bool  # whether it is the best of the evaluated checkpoints so far
 
 
 class Callback:
@@ -89,7 +89,7 @@ class Callback:
     def on_eval(self, event: EvalEvent) -> None: ...
     def on_checkpoint(self, event: CheckpointEvent) -> None: ...
     def on_end(self, record: RunRecord) -> None:
-        """The run is over: reached its target or not, or failed, which `record.error` says."""
+        """The run has ended: with or without reaching its target, or with a failure, which `record.error` states."""
 
 
 EVENTS: dict[str, Callable[..., Any]] = {
@@ -101,7 +101,7 @@ EVENTS: dict[str, Callable[..., Any]] = {
 
 
 class Hooks:
-    """The methods of all callbacks, by name; those that nobody has overridden are left out and so cost nothing."""
+    """The methods of all callbacks, by name. Methods that no callback overrides are not called and cost nothing."""
 
     def __init__(self, callbacks: Iterable[Any] = ()) -> None:
         self._calls: dict[str, list[Callable[[Any], None]]] = {name: [] for name in (*EVENTS, "on_end")}
@@ -122,7 +122,7 @@ class Hooks:
 
     @property
     def wanted(self) -> list[str]:
-        """Names of events that somebody listens to."""
+        """Names of the events that a callback handles."""
         return [name for name in EVENTS if self._calls[name]]
 
 
@@ -138,7 +138,7 @@ def _overrides(callback: Any, name: str) -> bool:
 
 
 class Forward(Hooks):
-    """The hooks of a rank: every event that is wanted goes into the file. Made where the file is."""
+    """The hooks of a rank: writes every event that a callback handles to the file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -161,7 +161,8 @@ class Forward(Hooks):
 
 
 def _event(line: str) -> tuple[str, dict[str, Any]] | None:
-    """None: the beginning of it was read before it was taken back, since a disk was full."""
+    """Parses a line. Returns None for a partial line, which was written to a full disk and then removed, but had
+    already been read."""
     try:
         name, values = json.loads(line)
     except ValueError:
@@ -171,7 +172,8 @@ def _event(line: str) -> tuple[str, dict[str, Any]] | None:
 
 @contextlib.contextmanager
 def forwarded(hooks: Hooks, scratch: Path) -> Iterator[None]:
-    """Tells `hooks` in this process what rank 0 writes into the scratch folder meanwhile. Without any, does nothing."""
+    """A context in which this process calls `hooks` for the events that rank 0 writes to the scratch folder. Does
+    nothing if no callback handles events."""
     if not hooks.wanted:
         yield
         return
@@ -185,7 +187,7 @@ def forwarded(hooks: Hooks, scratch: Path) -> Iterator[None]:
         with path.open() as file:
             rest = ""
             while True:
-                last = over.is_set()  # asked before reading: what was written until then is read
+                last = over.is_set()  # checked before reading, so that everything written before it was set is read
                 *lines, rest = (rest + file.read()).split("\n")
                 for name, values in filter(None, map(_event, lines)):
                     hooks.tell(name, EVENTS[name](values))
@@ -196,7 +198,7 @@ def forwarded(hooks: Hooks, scratch: Path) -> Iterator[None]:
     def guarded() -> None:
         try:
             follow()
-        except BaseException as error:  # of a callback: it is raised where `train` was called
+        except BaseException as error:  # an error of a callback, which is raised in the thread that called `train`
             failure.append(error)
 
     thread = threading.Thread(target=guarded, name="hyperbatch-callbacks", daemon=True)

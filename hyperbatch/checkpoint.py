@@ -1,11 +1,12 @@
-"""One file holds a run at a step: checkpoints/step-00000120.pt, written whole or not at all.
+"""A checkpoint is one file with the state of a run at a step: checkpoints/step-00000120.pt. It is written atomically.
 
-`Checkpoint` is what the file holds. Tensors are kept by name, so that another number of ranks can read them; only the
-batch-norm statistics, which differ between ranks, are merged then. engine/snapshot.py takes a checkpoint of a run and
-continues a run from one; engine/saver.py writes it while the run goes on.
+`Checkpoint` is the content of the file. Tensors are stored by name, so that a different number of ranks can read them;
+only the batch-norm statistics, which differ between ranks, are then merged. engine/snapshot.py takes a checkpoint of a
+run and continues a run from one; engine/saver.py writes it while the run continues.
 
-Two kinds of checksums are compared when a file is read. The file's own (durable.py) says that its bytes are those that
-were written; nothing of a file is looked at before. Those of its tensors say that each has the values that were taken.
+Two kinds of checksums are verified when a file is read. The checksum of the file (durable.py) shows that its bytes are
+those that were written; it is verified before anything else is read. The checksums of the tensors show that each tensor
+still has the values that it had when the checkpoint was taken.
 """
 
 from __future__ import annotations
@@ -34,44 +35,44 @@ from hyperbatch.vocabulary import DEVICE_PRECISIONS
 
 FORMAT = 1
 TABLES = ("model", "norm", "optimizer", "average", "average_norm")  # fields that hold tensors
-# What reading values raises that have other types than those that were written
+# The errors of reading values whose types differ from those that were written
 NOT_OURS = (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError)
 BEST = "best.pt"  # a link to the checkpoint of the best evaluation
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run is."""
+    """The progress of a run."""
 
     step: int = 0  # steps done
     position: int = 0  # samples consumed
     top1: float | None = None
-    top1_plain: float | None = None  # without test-time augmentation, where there is some
-    top5: float | None = None  # of more than five classes
+    top1_plain: float | None = None  # without test-time augmentation, if the run uses it
+    top5: float | None = None  # with more than five classes
     val_loss: float | None = None
     time_to_target_s: float | None = None
     evaluated_s: float = 0.0  # the run's time when the last evaluation ended
     evaluated_step: int = 0  # steps done at the last evaluation
-    best_step: int = 0  # of the checkpoints that followed an evaluation: the best one's
+    best_step: int = 0  # the step of the best checkpoint, among those that followed an evaluation
     best_top1: float | None = None
-    passed_over: int = 0  # samples of the stream that were left out before `position`, by rollbacks
+    passed_over: int = 0  # samples of the stream before `position` that rollbacks have skipped
     rollbacks: list[dict[str, Any]] = field(default_factory=list)  # engine/rollback.py: `Rollback.to_dict()`
-    highest_top1: float | None = None  # of all evaluations
-    stale_evals: int = 0  # evaluations since that one
+    highest_top1: float | None = None  # over all evaluations
+    stale_evals: int = 0  # evaluations since the highest one
 
     def note_eval(self, top1: float) -> None:
-        """To be called after an evaluation."""
+        """Must be called after an evaluation."""
         if self.highest_top1 is None or top1 > self.highest_top1:
             self.highest_top1, self.stale_evals = top1, 0
         else:
             self.stale_evals += 1
 
     def is_stale(self, patience_evals: int) -> bool:
-        """Whether so many evaluations, if not 0, have brought no better accuracy."""
+        """Whether the last `patience_evals` evaluations have not improved the accuracy; False if it is 0."""
         return 0 < patience_evals <= self.stale_evals
 
     def note_best(self) -> None:
-        """To be called when a checkpoint is taken; of several with the same accuracy the first stays the best."""
+        """Must be called when a checkpoint is taken. Of several with the same accuracy, the first stays the best."""
         if self.top1 is None or self.evaluated_step != self.step:
             return
         if self.best_top1 is None or self.top1 > self.best_top1:
@@ -80,14 +81,15 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fixed:
-    """What a run measured before its first step. A resumed run takes it over: other values would give other bits."""
+    """What a run measured before its first step. A resumed run uses the same values, because others would give other
+    bits. Older checkpoints may lack the last three."""
 
-    order: list[str]  # parameters, as backward finishes them
+    order: list[str]  # names of parameters, in the order in which backward finishes them
     plan: GroupPlan
     max_batch_per_rank: int  # samples of a micro-step that fit into memory
-    decoder: str | None = None  # of JPEG files; older checkpoints do not have it
-    cpu_decode_share: float = 0.0  # of JPEG files, beside a GPU's decoder; nor this
-    data: dict[str, dict[str, Any]] | None = None  # split -> which samples it holds (data/identity.py); nor this
+    decoder: str | None = None  # decoder of JPEG files
+    cpu_decode_share: float = 0.0  # the share of JPEG files that the CPU decodes next to a GPU's decoder
+    data: dict[str, dict[str, Any]] | None = None  # split -> the samples that it contains (data/identity.py)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,16 +108,17 @@ class Checkpoint:
     train_samples: int
     classes: list[str]
     channels: int
-    average: dict[str, Tensor] = field(default_factory=dict)  # of the weights over steps, where the run keeps one
+    average: dict[str, Tensor] = field(default_factory=dict)  # average of the weights over steps, if the run has one
     average_norm: dict[str, Tensor] = field(default_factory=dict)  # name -> tensor[world_size, ...]
-    mean: list[float] = field(default_factory=list)  # of pixels in [0, 1], as images were normalised; older ones have
-    std: list[float] = field(default_factory=list)  # neither
-    whole: bool = False  # evaluation shows images whole, instead of cutting out their centre
+    mean: list[float] = field(default_factory=list)  # mean of pixels in [0, 1] for normalisation; [] in older files
+    std: list[float] = field(default_factory=list)  # their standard deviation; [] in older files
+    whole: bool = False  # whether evaluation uses whole images instead of their centre
     path: str = ""
     skipped: tuple[str, ...] = ()  # why newer checkpoints could not be read
 
     def to_dict(self) -> dict[str, Any]:
-        """What the file holds: tensors, lists, texts and numbers, which torch loads without running any code."""
+        """Returns the content of the file: tensors, lists, strings and numbers, which torch loads without running
+        code."""
         stored = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("path", "skipped")}
         fixed = {f.name: getattr(self.fixed, f.name) for f in fields(self.fixed)} | {"plan": self.fixed.plan.to_dict()}
         return (
@@ -139,9 +142,9 @@ class Checkpoint:
         return cls(**_known(cls, values) | typed)
 
     def weights(self, *, averaged: bool = True) -> dict[str, Tensor]:
-        """Weights and merged batch-norm statistics: what evaluation and export use.
+        """Returns weights and merged batch-norm statistics, for evaluation and export.
 
-        averaged: of a run that evaluates its averaged weights, those; False: the ones that were trained.
+        averaged: True returns the averaged weights of a run that evaluates these; False returns the trained weights.
         """
         try:
             trained = {**self.model, **merge_rows(self.norm)}
@@ -152,21 +155,23 @@ class Checkpoint:
             raise InputError(f"checkpoint {self.path}: its statistics do not fit each other: {error}") from error
 
     def which(self, *, averaged: bool = True) -> str:
-        """What `weights` gives: "averaged" or "trained". Lookahead's average is what the weights are set to."""
+        """Returns which weights `weights` returns: "averaged" or "trained". Lookahead's average does not count, because
+        the trained weights are set to it."""
         return "averaged" if averaged and self.config.optim.averaging == "ema" else "trained"
 
 
 def save(folder: Path, saved: Checkpoint, *, keep: int, keep_best: bool = True) -> Path:
-    """Writes step-N.pt (`durable.write`), then drops all but the newest `keep` and, if asked, the best one."""
+    """Writes step-N.pt (`durable.write`), then deletes all but the newest `keep` and, with `keep_best`, the best
+    one."""
     durable.make_folder(folder)
     path = _path(folder, saved.progress.step)
     values = saved.to_dict()
     values["checksums"] = checksums(values)
     durable.write(path, lambda file: torch.save(values, file))
     best = _path(folder, saved.progress.best_step)
-    files = _files(folder)  # without this one, if somebody deletes the folder just now
+    files = _files(folder)  # does not contain this file if the folder was deleted meanwhile
     before, after = [file for file in files if file < path], [file for file in files if file > path]
-    # Later files are of an attempt that this run went back behind; they must not pass for its newest.
+    # Later files are from before this run was rolled back or resumed; they must not be taken for its newest ones.
     for old in [*before[: max(0, len(before) + 1 - keep)], *after]:
         if not (keep_best and old == best):
             old.unlink(missing_ok=True)
@@ -195,7 +200,8 @@ def _files(folder: Path) -> list[Path]:
 
 
 def load(path: Path, *, before_step: int | None = None) -> Checkpoint:
-    """One checkpoint, or the newest of a run's folder that can be read. before_step: of those that are older."""
+    """Returns one checkpoint, or the newest readable one of a run's folder. before_step: only older ones are
+    considered."""
     if path.is_dir():
         return _load_newest(path / "checkpoints" if (path / "checkpoints").is_dir() else path, before_step)
     try:
@@ -207,7 +213,7 @@ def load(path: Path, *, before_step: int | None = None) -> Checkpoint:
             f"{path} does not exist; give the folder of a run, a checkpoint or an exported model"
         ) from None
     except Exception as error:
-        # EINVAL: in a torn file torch looks for what would lie before its beginning.
+        # EINVAL: in a truncated file, torch seeks to a position before the file's beginning.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
         raise Damaged(f"{path} cannot be read: it is damaged or not a checkpoint ({type(error).__name__})") from error
@@ -223,8 +229,8 @@ def load(path: Path, *, before_step: int | None = None) -> Checkpoint:
 
 
 def _check_tables(values: Mapping[str, Any]) -> None:
-    """InputError where a table does not hold tensors by name, or what describes images and classes is something else;
-    anybody may have written the file."""
+    """Raises InputError if a table does not map names to tensors, or if the fields that describe images and classes
+    have wrong types. The file may come from anybody."""
     for table in TABLES:
         tensors = values.get(table, {})
         if not isinstance(tensors, dict) or not all(
@@ -243,10 +249,10 @@ def _check_tables(values: Mapping[str, Any]) -> None:
 
 
 def _read(path: Path) -> Any:
-    """What torch.save wrote there, whoever called it. Damaged where a checksum does not match."""
+    """Returns the content of any file that torch.save has written. Raises Damaged if a checksum does not match."""
     checked = durable.check(path)
     values = torch.load(path, map_location="cpu", weights_only=True)
-    if not _is_checkpoint(values) or "checksums" not in values:  # an older one has none
+    if not _is_checkpoint(values) or "checksums" not in values:  # older checkpoints have none
         return values
     if not checked:
         raise Damaged(f"checkpoint {path} is damaged: its checksum is missing")
@@ -258,13 +264,13 @@ def _read(path: Path) -> Any:
 
 
 def checksums(values: Mapping[str, Any]) -> dict[str, int]:
-    """CRC-32 of each tensor of a checkpoint's values, e.g. of `model/fc.weight`."""
+    """Returns the CRC-32 of each tensor of a checkpoint's values, e.g. of `model/fc.weight`."""
     tensors = {f"{table}/{name}": tensor for table in TABLES for name, tensor in values.get(table, {}).items()}
     return {name: zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy()) for name, tensor in tensors.items()}
 
 
 def _known(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those values that are fields of the dataclass: a file of another version may hold more."""
+    """Returns the values that are fields of the dataclass: a file from another version may have more."""
     return {f.name: values[f.name] for f in fields(kind) if f.name in values}
 
 
@@ -279,7 +285,7 @@ def _load_newest(folder: Path, before_step: int | None) -> Checkpoint:
             continue
         try:
             saved = load(path)
-        except InputError as error:  # torn by a full disk, say: the one before it still counts
+        except InputError as error:  # for example, truncated by a full disk: the previous one is tried
             failures.append(error)
             continue
         return replace(saved, skipped=tuple(map(str, failures)))
@@ -290,13 +296,14 @@ def _load_newest(folder: Path, before_step: int | None) -> Checkpoint:
 
 
 def set_aside(folder: Path) -> None:
-    """Renames all checkpoints of a run's folder to step-N.pt.damaged, so that nothing takes them for one again."""
+    """Renames all checkpoints of a run's folder to step-N.pt.damaged, so that they are not read again."""
     for path in _files(folder / "checkpoints"):
         path.rename(path.with_name(f"{path.name}.damaged"))
 
 
 def check_same_run(saved: Config, config: Config) -> None:
-    """InputError naming every field in which the resumed config differs and may not. A run may become longer."""
+    """Raises InputError that names every field in which the resumed config differs and must not. A run may become
+    longer."""
     if saved.recipe != config.recipe:
         raise InputError(
             f"--resume: the saved run is of recipe {saved.recipe}; "
@@ -315,19 +322,20 @@ def check_same_run(saved: Config, config: Config) -> None:
 
 def _may_become(name: str, saved: Config, config: Config) -> bool:
     if name == "precision":
-        return config.optim.precision in DEVICE_PRECISIONS  # the saved one is taken
+        return config.optim.precision in DEVICE_PRECISIONS  # the saved precision is used
     return name == "epochs" and config.schedule.epochs > saved.schedule.epochs
 
 
 class Weights(NamedTuple):
-    """What a model can start from."""
+    """Initial weights for a model."""
 
     tensors: dict[str, Tensor]
-    classes: tuple[str, ...] | None  # that they were trained for; None: nobody knows
+    classes: tuple[str, ...] | None  # the classes that they were trained for; None: not known
 
 
 def load_weights(path: Path) -> Weights:
-    """From a .safetensors file, a run or checkpoint of ours (norm statistics merged), or a torch state dict."""
+    """Loads weights from a .safetensors file, a run or checkpoint of ours (norm statistics are merged), or a torch
+    state dict."""
     if not path.exists():
         raise InputError(f"weights {path} do not exist")
     if path.suffix == ".safetensors":
@@ -362,13 +370,13 @@ def load_weights(path: Path) -> Weights:
 def _class_names(about: Mapping[str, str]) -> tuple[str, ...] | None:
     try:
         names = json.loads(about.get("classes", "null"))
-    except ValueError:  # a file of others may mean something else by it
+    except ValueError:  # in a file of other programs, "classes" may mean something else
         return None
     return tuple(names) if isinstance(names, list) else None
 
 
 def safetensors_metadata(path: Path) -> dict[str, str]:
-    """What the file says about itself."""
+    """Returns the metadata of a .safetensors file."""
     from safetensors import safe_open
 
     try:
@@ -379,7 +387,7 @@ def safetensors_metadata(path: Path) -> dict[str, str]:
 
 
 def fill_model(model: nn.Module, weights: Mapping[str, Tensor], *, where: str) -> None:
-    """Copies weights and, where given, buffers into the model. InputError names what does not fit."""
+    """Copies weights and, if given, buffers into the model. Raises InputError with the names that do not fit."""
     own = dict(model.named_parameters()) | dict(model.named_buffers())
     missing = [name for name, _ in model.named_parameters() if name not in weights]
     unknown = [name for name in weights if name not in own]
@@ -394,9 +402,10 @@ def fill_model(model: nn.Module, weights: Mapping[str, Tensor], *, where: str) -
 
 
 def start_from(model: nn.Module, weights: Weights, *, classes: Sequence[str] | None, where: str) -> str | None:
-    """As `fill_model`, but heads for other classes keep the weights that the model has: returns a line that says so.
+    """Like `fill_model`, but if the weights' heads are for other classes, the model's heads keep their own weights.
+    Returns a note if that is the case.
 
-    classes: names of the data's; None: they are not known, and only their number is compared.
+    classes: the names of the data's classes; None if they are not known, and only their number is compared.
     """
     heads = heads_of_others(model, weights, classes)
     if not heads:
@@ -415,9 +424,10 @@ def start_from(model: nn.Module, weights: Weights, *, classes: Sequence[str] | N
 
 
 def heads_of_others(model: nn.Module, weights: Weights, classes: Sequence[str] | None) -> list[str]:
-    """The layers of the model that give logits, where the weights have them for other classes, or lack the last one.
+    """Returns the layers of the model that return logits, if the weights have these layers for other classes or lack
+    the last one; otherwise [].
 
-    Some models have several, as timm's distilled DeiT.
+    Some models have several such layers, for example timm's distilled DeiT.
     """
     own = dict(model.named_parameters())
     other = {name for name, tensor in weights.tensors.items() if name in own and tensor.shape != own[name].shape}
@@ -428,7 +438,7 @@ def heads_of_others(model: nn.Module, weights: Weights, classes: Sequence[str] |
         return layers
     head = head_layer(model)
     if head is None or other:
-        return []  # they do not fit
+        return []  # the weights do not fit
     renamed = classes is not None and weights.classes is not None and tuple(classes) != weights.classes
     lacking = all(name not in weights.tensors for name in own if _layer(name) == head)
     return [head] if renamed or lacking else []

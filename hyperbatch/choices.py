@@ -1,10 +1,10 @@
-"""What was measured on this machine, kept on disk for the next run: nothing is timed twice.
+"""Keeps choices that were measured on this machine on the disk, so that later runs need not measure again.
 
     ~/.cache/hyperbatch/choices/1f0c....json     {"machine": {GPU, driver, versions}, "choices": {"convolve ...": 1}}
 
-HYPERBATCH_CACHE names another folder than ~/.cache/hyperbatch, XDG_CACHE_HOME another than ~/.cache; to measure anew,
-delete the folder. A file that is damaged, was made elsewhere or cannot be written does no harm: measuring again takes
-seconds. This module imports nothing of hyperbatch, so that any room may use it.
+HYPERBATCH_CACHE replaces the folder ~/.cache/hyperbatch, and XDG_CACHE_HOME replaces ~/.cache. To measure again, delete
+the folder. A file that is damaged, comes from another machine or cannot be written is ignored, because measuring again
+takes seconds. This module imports nothing from hyperbatch, so that any room may use it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def cache_folder() -> Path:
-    """Where what can be made again is kept for this user; not absolute where there is no home."""
+    """Returns this user's folder for data that can be created again. It is not absolute if there is no home folder."""
     if own := os.environ.get("HYPERBATCH_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "hyperbatch"
 
 
 class Choices:
-    """The choices that hold for one machine. Values are what JSON can hold; whoever reads one checks that it fits."""
+    """The choices for one machine. Values must be JSON values, and the caller must check that a value it reads is
+    valid."""
 
     def __init__(self, folder: Path, machine: dict[str, str]) -> None:
         self._machine = machine
@@ -40,11 +41,11 @@ class Choices:
         self._known = self._read()
 
     def find(self, key: str) -> Any:
-        """What was kept under this key; None: nothing was."""
+        """Returns the value of this key; None if there is none."""
         return self._known.get(key)
 
     def keep(self, key: str, value: Any) -> None:
-        """For this process and those to come. What others have kept meanwhile stays."""
+        """Keeps a value for this process and later ones. Values that other processes have written meanwhile stay."""
         with self._lock:
             self._known = {**self._read(), **self._known, key: value}
             content = json.dumps({"machine": self._machine, "choices": self._known}, indent=1, sort_keys=True)
@@ -64,7 +65,7 @@ class Choices:
 
 
 def choices_of(device: Any) -> Choices:
-    """Those for a device of torch, as this process began to know them."""
+    """Returns the choices for a torch device. They are read once per process."""
     return _opened(cache_folder() / "choices", tuple(machine_of(device).items()))
 
 
@@ -75,7 +76,7 @@ def _opened(folder: Path, machine: tuple[tuple[str, str], ...]) -> Choices:
 
 @functools.cache
 def machine_of(device: Any) -> dict[str, str]:
-    """All that a measurement depends on: the device, its driver, and the libraries with the kernels."""
+    """Returns everything that a measurement depends on: the device, its driver, and the libraries with the kernels."""
     import torch
 
     machine = {"torch": torch.__version__, "device": device.type, "cores": str(os.cpu_count())}

@@ -1,8 +1,8 @@
-"""Files that are there whole or not at all, and that show when a bit of them has changed.
+"""Writes files atomically and with a checksum that detects changed bits.
 
     name.partial  [ bytes ... | hyperbatch crc32 1a2b3c4d ]  --fsync, rename, fsync of the folder-->  name
 
-The last line is the CRC-32 of all bytes before it. Readers of zip archives, torch.load among them, pass over it.
+The last line is the CRC-32 of all bytes before it. Readers of zip archives, such as torch.load, ignore it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hyperbatch.errors import Damaged
 
 PARTIAL = ".partial"
 CHUNK_BYTES = 1 << 20
-FULL = (errno.ENOSPC, errno.EDQUOT)  # the file system, or this user's share of it
+FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full file system, and of a full quota of this user
 
 
 def write(path: Path, put: Callable[[Any], None]) -> None:
-    """Gives `put` a file to write to. The file has its name once all of its bytes are on the disk; if that fails,
-    nothing is left of it, and what had the name before still has it."""
+    """Writes a file by calling `put` with a file object. The file gets its name once all of its bytes are on the disk.
+    If that fails, no partial file remains, and a previous file of this name is unchanged."""
     with _replaced(path, path.with_suffix(PARTIAL)) as file:
         summed = _Summed(file)
         put(summed)
@@ -35,9 +35,9 @@ def write(path: Path, put: Callable[[Any], None]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file that somebody has named: whole or not at all where it is a plain file, and what was there before
-    stays if that fails. A link stays one, and a device or a pipe is written to and not replaced. Names of files that
-    are not in UTF-8 are written as the bytes that they are."""
+    """Writes text to a path that the user has given. A plain file is replaced atomically, and keeps its old content if
+    that fails. A link stays a link, and a device or a pipe is written to instead of replaced. File names in the text
+    that are not valid UTF-8 are written as their original bytes."""
     target = path.resolve() if path.is_symlink() else path
     if target.exists() and not target.is_file():
         with open(target, "w", encoding="utf-8", errors="surrogateescape") as file:
@@ -48,13 +48,13 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def _beside(path: Path) -> Path:
-    """A name that nobody else has: several processes may replace a file at once, on several hosts."""
+    """Returns a unique name next to `path`: several processes, also on several hosts, may replace a file at once."""
     return path.with_name(f"{path.name}.{uuid.uuid4().hex}{PARTIAL}")
 
 
 @contextlib.contextmanager
 def _replaced(path: Path, partial: Path) -> Iterator[BinaryIO]:
-    """The file beside it that becomes `path` once its bytes are on the disk, or goes."""
+    """A context with a temporary file that becomes `path` once its bytes are on the disk, or is removed on an error."""
     try:
         with open(partial, "wb") as file:
             yield file
@@ -68,7 +68,8 @@ def _replaced(path: Path, partial: Path) -> Iterator[BinaryIO]:
 
 
 def check(path: Path) -> bool:
-    """True: the bytes are those that were written. False: the file has no checksum. Damaged: they have changed."""
+    """Verifies a file's checksum: returns True if it matches and False if there is none, and raises Damaged
+    otherwise."""
     length = len(_last_line(0))
     with open(path, "rb") as file:
         left = file.seek(0, os.SEEK_END) - length
@@ -88,34 +89,35 @@ def check(path: Path) -> bool:
 
 
 def make_folder(folder: Path) -> None:
-    """A folder that is still there after a power cut."""
+    """Creates a folder so that it still exists after a power failure."""
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         sync_folder(folder.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Brings the names in the folder to the disk: fsync of a file says nothing about its name."""
+    """Writes the names in the folder to the disk, because fsync of a file does not include its name."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that has no such thing
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system does not support it
             raise
     finally:
         os.close(handle)
 
 
 def remove_partials(folder: Path) -> None:
-    """Removes what writes that were cut short have left. Only for whoever holds the folder: others may be writing."""
+    """Removes the files of interrupted writes. Only for the process that has locked the folder: others may be
+    writing."""
     for path in folder.glob(f"*{PARTIAL}"):
         with contextlib.suppress(OSError):
             path.unlink()
 
 
 class _Summed:
-    """Adds up what is written. An error is kept until `finish`: torch's archive writer, which is C++, may be in between
-    and would replace it by one of its own."""
+    """A file object that computes the checksum of what is written. An error is kept until `finish`, because torch's
+    archive writer, which is C++ and may be the caller, would replace it by an error of its own."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._sum = file, 0
@@ -131,7 +133,7 @@ class _Summed:
         return len(data)
 
     def flush(self) -> None:
-        """`finish` does it."""
+        """Does nothing, because `finish` flushes the file."""
 
     def finish(self) -> None:
         if self._error is None:

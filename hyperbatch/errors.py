@@ -1,4 +1,4 @@
-"""The exceptions that are told to the user in one line, and how names in the user's input are looked up."""
+"""The exceptions that are reported to the user in one line, checks of arguments, and the lookup of names."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from typing import Any
 
 class InputError(ValueError):
     """Invalid input. The message says in one line what is wrong, where, and what to do. The command prints it and exits
-    with 2."""
+    with code 2."""
 
 
 class Damaged(InputError):
-    """The bytes of a file are not those that were written: reading it again would not help."""
+    """The bytes of a file are not those that were written. Reading it again would not help."""
 
 
 class RunFailed(RuntimeError):
     """A run that cannot continue. The message says in one line why, where, and what to try. The command prints it and
-    exits with 1."""
+    exits with code 1."""
 
-    words: Mapping[str, Any] = MappingProxyType({})  # of the rank that failed first, where it is known
+    words: Mapping[str, Any] = MappingProxyType({})  # describe the first failure, if it is known (engine/ending.py)
 
 
 class Diverged(RunFailed):
-    """The loss or the weights have left the values that training can go on from; a checkpoint holds some that it can.
+    """The loss or the weights have values from which training cannot continue; it can continue from a checkpoint.
     Raised on every rank at the same point."""
 
 
 class Interrupted(RunFailed):
-    """Somebody ended it, by Ctrl-C or SIGTERM."""
+    """The run was ended by Ctrl-C or SIGTERM."""
 
 
 class Preempted(Interrupted):
-    """It was asked to make room, and can go on later with --resume. The command line exits with 75 (EX_TEMPFAIL)."""
+    """The run was preempted and can be continued with --resume. The command exits with code 75 (EX_TEMPFAIL)."""
 
 
 def notes_of(error: BaseException) -> tuple[str, ...]:
-    """What was added to it with `add_note` on its way."""
+    """Returns the notes that were added to the error with `add_note`."""
     return tuple(getattr(error, "__notes__", ()))
 
 
 def nearest(name: Any, known: list[str] | tuple[str, ...], *, listed_by: str | None = None) -> str:
-    """`; did you mean 'x'?` for a misspelt name, or the list of known ones when nothing is close.
+    """Returns `; did you mean 'x'?` for a misspelt name, or the list of known names if none is similar.
 
-    listed_by: what the user calls to list them, if they are too many for a line.
+    listed_by: the call that lists the names, if they are too many for a line.
     """
     import difflib
 
@@ -60,34 +60,35 @@ def nearest(name: Any, known: list[str] | tuple[str, ...], *, listed_by: str | N
 
 
 def shown(value: Any) -> str:
-    """An argument as an error names it: its value where that is short, else its type."""
+    """Returns an argument as an error message shows it: its value if that is short, otherwise its type."""
     text = repr(value)
     return text if len(text) <= 60 and "\n" not in text else f"a value of type {type(value).__name__}"
 
 
 def check_kind(name: str, value: Any, kind: type | tuple[type, ...], advice: str) -> None:
-    """InputError for an argument of another kind. advice: what to give, e.g. `give a GroupPlan of plan_groups`."""
+    """Raises InputError for an argument of another type. advice: what to give, e.g. `give a GroupPlan of
+    plan_groups`."""
     if not isinstance(value, kind):
         raise InputError(f"{name} is {shown(value)}; {advice}")
 
 
 def check_number(name: str, value: Any, holds: Callable[[float], bool], wanted: str) -> None:
-    """InputError unless an argument is a number for which `holds` is true. wanted: such a number in words."""
+    """Raises InputError unless an argument is a number for which `holds` is true. wanted: describes such a number."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool) or not holds(float(value)):
         raise InputError(f"{name} is {shown(value)}; give {wanted}")
 
 
 def check_whole(name: str, value: Any, *, least: int = 1) -> None:
-    """InputError unless an argument is a whole number of at least `least`."""
+    """Raises InputError unless an argument is a whole number of at least `least`."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
         raise InputError(f"{name} is {shown(value)}; give a whole number of at least {least}")
 
 
 @contextlib.contextmanager
 def own_code(what: str, rule: str, passes: Callable[[BaseException], bool] = lambda error: False) -> Iterator[None]:
-    """Around code of the user's own: what it raises is told in one line, with its place there and the rule that the
-    code has to follow. So is its wish to end the process, which would pass for the end of a run. passes: whether an
-    error is none of that code's, and is raised as it is."""
+    """A context for the user's own code. It turns an error into a one-line InputError with the location in that code
+    and the rule that the code must follow. SystemExit is treated in the same way, because it would look like the
+    regular end of a run. passes: returns whether an error does not come from that code; it is then raised unchanged."""
     try:
         yield
     except (InputError, RunFailed):
@@ -98,7 +99,7 @@ def own_code(what: str, rule: str, passes: Callable[[BaseException], bool] = lam
         import traceback
 
         frames = traceback.extract_tb(error.__traceback__)
-        # Ours, and libraries that the user's code calls
+        # Frames of hyperbatch, and of libraries that the user's code calls
         others = (f"{Path(__file__).parent}/", "/site-packages/", f"{Path(traceback.__file__).parent}/", "<frozen")
         frame = next((f for f in reversed(frames) if not any(part in f.filename for part in others)), frames[-1])
         place, message = f"in {frame.name}, {frame.filename}:{frame.lineno}", str(error).partition("\n")[0]
@@ -106,7 +107,7 @@ def own_code(what: str, rule: str, passes: Callable[[BaseException], bool] = lam
 
 
 def load_object(path: str, what: str) -> Any:
-    """The object named `package.module:name`; the current folder is searched first, as python -m does."""
+    """Imports the object named `package.module:name`. The current folder is searched first, as by python -m."""
     import importlib
     import sys
 
@@ -122,7 +123,7 @@ def load_object(path: str, what: str) -> Any:
             raise InputError(
                 f"{what} {path!r}: {error}; give package.module:callable, found from this folder or in PYTHONPATH"
             ) from error
-        except SyntaxError as error:  # says where it is
+        except SyntaxError as error:  # its message contains the location
             raise InputError(f"{what} {path!r} cannot be imported: {error}; repair it") from error
         except (ImportError, AttributeError) as error:
             raise InputError(f"{what} {path!r}: {error}; give package.module:callable") from error

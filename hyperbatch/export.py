@@ -1,11 +1,11 @@
-"""A trained model in a file of its own: its weights, and what whoever uses them has to know.
+"""Exports a trained model to a file: its weights and everything that is needed to use them.
 
     run, checkpoint ──load_trained──┐                          ┌── export ──────> model.safetensors
     model.safetensors ─load_trained─┴─> TrainedModel ──────────┼── export_onnx ─> model.onnx
                                         build() -> nn.Module   └── (run only) export_dcp ─> model.dcp/
 
-A file says how its model is built, what its classes are called, and how images are shown to it. Nothing in it is run:
-a model that is somebody's own code is imported only where the caller trusts the file.
+A file describes how its model is built, the names of its classes, and how images are preprocessed. Loading it runs no
+code from it: the code of a custom model is imported only if the caller trusts the file.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from hyperbatch.errors import InputError
 from hyperbatch.models import create_from
 from hyperbatch.vocabulary import IMAGENET_MEAN, IMAGENET_STD
 
-CHECKED_IMAGES = 3  # of the batch on which an ONNX file is compared with the model
-CHECKED_SHARE = 1e-3  # by how much of the largest logit the two may differ: sums are taken in another order
+CHECKED_IMAGES = 3  # batch size with which an ONNX file is compared with the model
+CHECKED_SHARE = 1e-3  # largest difference as a share of the largest logit: the order of additions differs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedModel:
-    """Weights, batch-norm statistics merged, and what is needed to use them."""
+    """Weights with merged batch-norm statistics, and everything that is needed to use them."""
 
     config: Config  # of the run
     classes: tuple[str, ...]
     channels: int
-    mean: tuple[float, ...]  # of pixels in [0, 1]; empty where an older version did not keep it
+    mean: tuple[float, ...]  # of pixels in [0, 1]; empty if an older version did not store it
     std: tuple[float, ...]
-    whole: bool  # images are resized to the model's size whole; else their centre is cut out
+    whole: bool  # whether whole images are resized to the model's size; otherwise their centre is cropped
     step: int
     which: str  # "averaged" or "trained"
     weights: dict[str, Tensor]
@@ -54,7 +54,7 @@ class TrainedModel:
     def of_checkpoint(cls, saved: Checkpoint, *, averaged: bool) -> Self:
         mean, std = tuple(saved.mean), tuple(saved.std)
         if not mean and saved.config.data.dataset == "images":
-            mean, std = IMAGENET_MEAN, IMAGENET_STD  # of all image files
+            mean, std = IMAGENET_MEAN, IMAGENET_STD  # used for all image files
         return cls(
             config=saved.config,
             classes=tuple(saved.classes),
@@ -70,16 +70,16 @@ class TrainedModel:
 
     @property
     def size(self) -> int:
-        """Pixels a side of what the model is shown."""
+        """Side length in pixels of the model's input."""
         return self.config.data.eval_size
 
     @property
     def resize(self) -> int | None:
-        """The shorter side from which the centre is cut; None: images are shown whole."""
+        """Length of the shorter side of an image before its centre is cropped; None: whole images are used."""
         return None if self.whole else self.config.data.eval_resize
 
     def about(self) -> dict[str, str]:
-        """What an exported file says about itself. Where things were on the run's machine is left out."""
+        """Returns the metadata of an exported file. Paths on the run's machine are omitted."""
         config = self.config.override(data=None, out=None, init_from=None, resume=False)
         return {
             "model": config.model.model,
@@ -119,7 +119,8 @@ class TrainedModel:
             ) from None
 
     def check_trust(self, trust_code: bool, *, data: bool = False) -> None:
-        """InputError where using the model, or with `data` its data set, would import code that the file names."""
+        """Raises InputError if using the model, or with `data` its data set, would import code that the file names,
+        unless `trust_code` is True."""
         named = {"model": self.config.model.model} | ({"data set": self.config.data.dataset} if data else {})
         for what, name in named.items():
             if ":" in name and not name.startswith("timm/") and not trust_code:
@@ -129,17 +130,18 @@ class TrainedModel:
                 )
 
     def build(self, *, trust_code: bool = False) -> nn.Module:
-        """The model with these weights, in evaluation mode, on the CPU."""
+        """Returns the model with these weights, in evaluation mode, on the CPU."""
         self.check_trust(trust_code)
         model = create_from(self.config.model, classes=len(self.classes), in_channels=self.channels)
         if self.config.optim.precision == "fp64":
-            model.double()  # before it is filled: the weights would be rounded
+            model.double()  # before the weights are copied, which would otherwise be rounded
         checkpoint.fill_model(model, self.weights, where=self.path)
         return model.eval()
 
 
 def load_trained(path: Path, *, averaged: bool = True) -> TrainedModel:
-    """From a run's folder (its newest checkpoint), a checkpoint, or a file that `export` wrote. Runs no code of it.
+    """Loads a run's newest checkpoint from its folder, a checkpoint, or a file that `export` wrote. Runs no code from
+    it.
 
     averaged: as for `Checkpoint.weights`.
     """
@@ -157,7 +159,7 @@ def load_trained(path: Path, *, averaged: bool = True) -> TrainedModel:
 
 
 def export(run: Path, output: Path | None = None, *, averaged: bool = True) -> Path:
-    """Writes a run's newest weights, batch-norm statistics merged, as safetensors with torchvision's names.
+    """Writes a run's newest weights, with merged batch-norm statistics, as safetensors with torchvision's names.
 
     averaged: as for `Checkpoint.weights`.
     """
@@ -174,8 +176,8 @@ def export(run: Path, output: Path | None = None, *, averaged: bool = True) -> P
 def export_onnx(run: Path, output: Path | None = None, *, averaged: bool = True, trust_code: bool = False) -> Path:
     """Writes a run's newest weights as an ONNX model: images float32[n, channels, size, size] -> logits[n, classes].
 
-    Images are normalised as the file's metadata says, which is that of `export`. Where onnxruntime is installed, the
-    file's answers are compared with the model's before it gets its name.
+    Images must be normalised as the file's metadata says, which is the same as that of `export`. If onnxruntime is
+    installed, the file's logits are compared with the model's before the file gets its name.
     """
     trained = load_trained(run, averaged=averaged)
     path = output or _beside(run) / "model.onnx"
@@ -211,7 +213,7 @@ def _onnx_program(model: nn.Module, images: Tensor) -> Any:
                 output_names=["logits"],
             )
         except (torch.onnx.OnnxExporterError, RuntimeError) as error:
-            while error.__cause__ is not None:  # of the step that failed
+            while error.__cause__ is not None:  # finds the error of the step that failed
                 error = error.__cause__
             reason = (str(error).strip().splitlines() or [""])[0]
             raise InputError(
@@ -222,7 +224,7 @@ def _onnx_program(model: nn.Module, images: Tensor) -> Any:
 
 @contextlib.contextmanager
 def _quiet(logger: str) -> Iterator[None]:
-    """Without what it says of packages that are not installed."""
+    """A context without the logger's warnings about packages that are not installed."""
     import logging
 
     log = logging.getLogger(logger)
@@ -240,7 +242,7 @@ def _check_onnx(path: Path, images: Tensor, expected: Tensor) -> None:
     except ImportError:
         return
     session = onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
-    for count in (CHECKED_IMAGES, 1):  # another batch than the one it was made with
+    for count in (CHECKED_IMAGES, 1):  # also a batch size different from that of the export
         (answer,) = session.run(None, {"images": images[:count].numpy()})
         worst = (torch.from_numpy(answer) - expected[:count]).abs().max().item()
         if not worst <= CHECKED_SHARE * expected.abs().max().item():
@@ -252,7 +254,7 @@ def export_dcp(run: Path, output: Path | None = None, *, averaged: bool = True) 
 
         model.NAME                       weights and merged batch-norm statistics, as `export` writes them
         optimizer.state.NAME.KEY         e.g. momentum_buffer, named as by get_optimizer_state_dict
-        hyperbatch.json                  beside them: config and progress, to be read by people and scripts
+        hyperbatch.json                  next to them: config and progress, for people and scripts
 
     averaged: as for `Checkpoint.weights`.
     """
@@ -282,7 +284,7 @@ def export_dcp(run: Path, output: Path | None = None, *, averaged: bool = True) 
     try:
         partial.mkdir()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is .*single process")  # it was told so
+            warnings.filterwarnings("ignore", message="torch.distributed is .*single process")  # that is intended
             tensors = {"model": saved.weights(averaged=averaged), "optimizer": {"state": state}}
             save_dcp(tensors, checkpoint_id=partial, no_dist=True)
         (partial / "hyperbatch.json").write_text(json.dumps(about, indent=2) + "\n")
@@ -298,13 +300,14 @@ EXPORTS: dict[str, Callable[..., Path]] = {"safetensors": export, "dcp": export_
 
 
 def _beside(run: Path) -> Path:
-    """Where a run's exports go by default."""
+    """Returns the default folder of a run's exports."""
     return run if run.is_dir() else run.parent
 
 
 @contextlib.contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """A name to write to; the file gets its own once all is written, with the permissions of any new file."""
+    """A context that yields a temporary path. Its file is renamed to `path` once it is complete, with the permissions
+    of a new file."""
     if path.is_dir():
         raise InputError(f"--output {path} is a folder; give the name of a file")
     partial = path.with_name(path.name + durable.PARTIAL)
@@ -312,7 +315,7 @@ def _whole(path: Path) -> Iterator[Path]:
         partial.touch()
         permissions = stat.S_IMODE(partial.stat().st_mode)
         yield partial
-        partial.chmod(permissions)  # safetensors makes a file of its own, for the owner alone
+        partial.chmod(permissions)  # safetensors creates a new file that only the owner may read
         os.replace(partial, path)
     except InputError:
         raise
@@ -320,5 +323,5 @@ def _whole(path: Path) -> Iterator[Path]:
         why = getattr(error, "strerror", None) or error
         raise InputError(f"{path} cannot be written: {why}; choose another --output") from None
     finally:
-        with contextlib.suppress(OSError):  # a folder that can only be read: it has been told
+        with contextlib.suppress(OSError):  # the folder is read-only, which was reported
             partial.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
-"""From one call to running ranks: in this process, through torchrun's elastic agent, or under somebody's launcher.
+"""Starts the ranks of a run: in this process, through torchrun's elastic agent, or under the user's launcher.
 
 train(config)
-  started by torchrun, srun or mpirun?   be the rank it says
-  one process asked for?                 be the only rank
-  else                                   check the input, then let the elastic agent start `engine.worker` N times
+  started by torchrun, srun or mpirun?   this process becomes the rank that the launcher assigned
+  a single process requested?            check the input, then this process becomes the only rank
+  otherwise                              check the input, then the elastic agent starts `engine.worker` N times
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from hyperbatch.schedule import check_batches, resolve_phases
 from hyperbatch.trackers import trackers_of
 from hyperbatch.vocabulary import TIMM, is_foreign
 
-OPENING_S = 0.5  # the first line comes by then, whatever the data takes
-PYTHONS_OWN = 1000  # objects that gc does not look through from the start: 375 in Python 3.12, none in others
+OPENING_S = 0.5  # the first line is printed after this time at the latest, even if the data takes longer
+PYTHONS_OWN = 1000  # bound for the objects that Python itself freezes at its start: 375 in 3.12, none in others
 
 
 def train(config: Config, callbacks: Iterable[Any] = ()) -> RunRecord:
@@ -55,8 +55,8 @@ def train(config: Config, callbacks: Iterable[Any] = ()) -> RunRecord:
     with ended_by_sigterm():
         try:
             return _train(config, callbacks, ranks)
-        except Terminated as error:  # outside of training, where a checkpoint answers it: engine/preempt.py
-            # A launcher sends it, too, when another rank has failed, which would fail again.
+        except Terminated as error:  # outside of training; during training, engine/preempt.py takes a checkpoint
+            # A launcher also sends SIGTERM when another rank has failed, and a restarted run would fail again.
             if ranks is not None or "TERM" not in (config.run.preempt_signals or "").split(","):
                 raise
             raise Preempted("; ".join(("preempted by SIGTERM", *notes_of(error)))) from None
@@ -77,7 +77,7 @@ def _train(config: Config, callbacks: Iterable[Any], ranks: Ranks | None) -> Run
         if config.run.resume == "yes" and out.is_dir() and not has_checkpoint(out):
             raise InputError(f"--resume: {out} holds no checkpoint; use --resume auto to start the run again")
         with _told_if_slow(opening(config, nproc)):
-            counts = check_data(config.data)  # before torch is loaded: the commonest mistake is answered at once
+            counts = check_data(config.data)  # before torch is loaded: the most common mistake is reported at once
             check_input(config, nproc, counts)
         given, config = config, config.override(out=str(config.run.out or default_out(config)), nproc=nproc)
         with claimed(Path(config.run.out or "."), resume=config.run.resume):
@@ -87,7 +87,7 @@ def _train(config: Config, callbacks: Iterable[Any], ranks: Ranks | None) -> Run
             check_resume(config)
             if problem := keep_config(given, Path(config.run.out or ".")):
                 _say(f"warning: {problem}")
-            # A process that is killed cannot start itself again.
+            # A process that is killed cannot restart itself, so restarts need a separate process.
             apart = nproc > 1 or config.run.max_restarts > 0
             with _end_told(hooks, Path(config.run.out or ".")):
                 record = _train_elastic(config, nproc, hooks) if apart else _train_here(config, Ranks(), hooks)
@@ -106,7 +106,8 @@ def _train(config: Config, callbacks: Iterable[Any], ranks: Ranks | None) -> Run
 
 
 def opening(config: Config, world_size: int, counts: DataCounts | None = None) -> str:
-    """The first line of a run: what is trained on what, where. counts: of the data, once they are known."""
+    """Returns the first line of a run: its model, data, ranks, device and folder. counts: those of the data, if
+    known."""
     data = config.data.data or config.data.dataset
     if counts is not None:
         data = f"{data} ({counts.train_samples:,} training images, {counts.classes:,} classes)"
@@ -119,7 +120,7 @@ def opening(config: Config, world_size: int, counts: DataCounts | None = None) -
 
 @contextlib.contextmanager
 def _told_if_slow(line: str) -> Iterator[None]:
-    """Says the line if what follows takes long, so that nobody looks at an empty screen."""
+    """A context that prints the line if its body takes long, so that the screen does not stay empty."""
     timer = threading.Timer(OPENING_S, _say, (f"{line}; reading the data ...",))
     timer.daemon = True
     timer.start()
@@ -135,7 +136,7 @@ def _say(line: str) -> None:
 
 @contextlib.contextmanager
 def _end_told(hooks: Hooks, out: Path) -> Iterator[None]:
-    """A run that fails has an end, too, as far as its folder says something of it."""
+    """A context that calls `on_end` for a run that fails, too, if its folder contains a record."""
     try:
         yield
     except BaseException as error:
@@ -150,20 +151,23 @@ def _train_here(config: Config, ranks: Ranks, hooks: Hooks, *, keeps_config: boo
     with contextlib.ExitStack() as held:
         if ranks.world_size == 1 and config.run.device != "cpu" and count_gpus():
             open_context()
-            workers.start()  # they load torch beside this process, which needs them a second later
+            workers.start()  # they load torch in parallel with this process, which needs them a second later
             held.callback(workers.stop)
         return _train_as(config, ranks, hooks, keeps_config)
 
 
 @contextlib.contextmanager
 def _torch_loaded() -> Iterator[None]:
-    """Its modules make 200,000 objects that stay. To look through them takes 0.2 s, meanwhile and again in a step: what
-    is there before the run is not looked through until it is over. Nothing of it where torch is loaded already."""
+    """A context that loads torch, and excludes all objects that exist before the run from garbage collection.
+
+    Importing torch creates 200,000 permanent objects, and a collection, during the import or later in a step, takes
+    0.2 s. They are excluded until the context ends. If torch is already loaded, this does nothing.
+    """
     if not gc.isenabled() or "torch" in sys.modules:
         yield
         return
-    others = gc.get_freeze_count() > PYTHONS_OWN  # the caller does not want them to be looked through, at any time
-    gc.collect()  # what the caller has let go would stay, too
+    others = gc.get_freeze_count() > PYTHONS_OWN  # the caller has frozen objects, which must stay frozen
+    gc.collect()  # otherwise garbage of the caller would be kept, too
     gc.disable()
     try:
         import hyperbatch.engine.loop  # noqa: F401
@@ -195,7 +199,8 @@ def _train_as(config: Config, ranks: Ranks, hooks: Hooks, keeps_config: bool) ->
 
 
 def finish(record: RunRecord) -> None:
-    """What is drawn once the run is over; a report that fails must not turn a good run into a failed one."""
+    """Writes the report after the run. An error in the report becomes a warning, because the run itself has
+    succeeded."""
     from hyperbatch.report import write_report
 
     folder = Path(record.folder)
@@ -209,7 +214,8 @@ def finish(record: RunRecord) -> None:
 
 @contextlib.contextmanager
 def _told_if_full() -> Iterator[None]:
-    """Around what is added to record.json: it is not worth a run, nor what has to be said of its end."""
+    """A context for additions to record.json. An OSError becomes a warning, because it must neither fail the run nor
+    hide the run's own error."""
     try:
         yield
     except OSError as error:
@@ -217,9 +223,10 @@ def _told_if_full() -> Iterator[None]:
 
 
 def check_input(config: Config, world_size: int, counts: DataCounts) -> None:
-    """Every other mistake that can be seen before a worker starts, so that it is told once and at once.
+    """Raises InputError for every other mistake that can be detected before ranks start, so that it is reported at once
+    and only once.
 
-    counts: what `check_data` found.
+    counts: the result of `check_data`.
     """
     if counts.classes < 2:
         where = config.data.data or config.data.dataset
@@ -229,12 +236,12 @@ def check_input(config: Config, world_size: int, counts: DataCounts) -> None:
     check_batches(config.schedule.batch_phases, counts.train_samples, config.schedule.epochs)
     resolve_phases(config.schedule.batch_phases, counts.train_samples, world_size, accumulate=config.run.accumulate)
     model = config.model.model
-    if not is_foreign(model):  # an unknown model and too small an image are refused
+    if not is_foreign(model):  # raises for an unknown model, or if the image is too small
         inventory.layers(model, classes=counts.classes, image_size=config.data.image_size, in_channels=counts.channels)
     if config.comm.plan is not None and config.run.resume == "no":
         path = Path(config.comm.plan)
         groups = load_groups(path)
-        if model in inventory.model_names() and not config.optim.layer_rates:  # others are compared once they are built
+        if model in inventory.model_names() and not config.optim.layer_rates:  # others are checked once they are built
             size, channels = config.data.image_size, counts.channels
             table = inventory.tensors(model, classes=counts.classes, image_size=size, in_channels=channels)
             check_names(groups, (spec.name for spec in table), path, model)
@@ -244,7 +251,7 @@ def check_input(config: Config, world_size: int, counts: DataCounts) -> None:
 
 
 def check_resume(config: Config) -> None:
-    """That the run to continue is this one."""
+    """Raises InputError if the config does not match the run that it continues."""
     out = Path(config.run.out or ".")
     if config.run.resume == "yes" or (config.run.resume == "auto" and has_checkpoint(out)):
         from hyperbatch import checkpoint
@@ -254,12 +261,12 @@ def check_resume(config: Config) -> None:
         except Damaged:
             if config.run.resume == "yes":
                 raise
-            return  # rank 0 says so, and begins again (engine/snapshot.py)
+            return  # rank 0 reports it and starts from the beginning (engine/snapshot.py)
         checkpoint.check_same_run(saved.config, config)
 
 
 def _train_elastic(config: Config, nproc: int, hooks: Hooks) -> RunRecord:
-    """Starts the ranks, and starts them again after a fault as often as the config allows."""
+    """Starts the ranks, and restarts them after a failure as often as the config allows."""
     out, faults, most = Path(config.run.out or "."), [], config.run.max_restarts
     while True:
         try:
@@ -270,10 +277,10 @@ def _train_elastic(config: Config, nproc: int, hooks: Hooks) -> RunRecord:
         except RunFailed as error:
             if len(faults) == most:
                 raise
-            faults.append(error.words.get("message", str(error)))  # without what the user could do
+            faults.append(error.words.get("message", str(error)))  # without the advice for the user
             print(f"hyperbatch: {faults[-1]}; restart {len(faults)} of {most}", file=sys.stderr, flush=True)
             config = config.override(resume="auto")
-    if not (out / "record.json").exists():  # only ranks that made room end well without one
+    if not (out / "record.json").exists():  # without an error, this happens only if the ranks were preempted
         raise Preempted(f"preempted before the run had a record; {resume_hint(out)}")
     record = RunRecord.load(out)
     _check_preempted(record)
@@ -285,7 +292,7 @@ def _train_elastic(config: Config, nproc: int, hooks: Hooks) -> RunRecord:
 
 
 def _start(config: Config, nproc: int, hooks: Hooks) -> None:
-    """Runs the ranks to their end; a failure is left in the run's folder."""
+    """Runs the ranks until they end. A failure is noted in the run's folder."""
     from hyperbatch.engine.preempt import signals_of
 
     out = Path(config.run.out or ".")
@@ -309,6 +316,6 @@ def _start(config: Config, nproc: int, hooks: Hooks) -> None:
 
 
 def _check_preempted(record: RunRecord) -> None:
-    """The record of a run that ended without a failure and yet early."""
+    """Raises Preempted if the record says that the run ended early."""
     if record.error:
         raise Preempted(f"{record.error}; {resume_hint(Path(record.folder))}")

@@ -1,4 +1,4 @@
-"""How much memory this host has, how much of it is free, and what becomes of memory that is freed; without torch."""
+"""The host's memory: how much there is, how much is free, and whether freed memory is reused. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIMIT = Path("/sys/fs/cgroup/memory.max")  # of the control group, e.g. a contai
 
 
 def host_memory_bytes() -> int:
-    """What this process may use: the machine's memory, or less where a control group says so."""
+    """Returns how much memory this process may use: the machine's, or less if a control group sets a limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(total, int(LIMIT.read_text()))
@@ -21,7 +21,7 @@ def host_memory_bytes() -> int:
 
 
 def free_host_memory_bytes() -> int:
-    """What the processes of this host may still take together, the page cache included."""
+    """Returns how much memory the processes of this host may still allocate together, including the page cache."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
@@ -31,16 +31,16 @@ def free_host_memory_bytes() -> int:
 
 
 TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4  # glibc's mallopt
-MMAPS, MMAP_BYTES, TRIM_BYTES = 65_536, 32 << 20, 64 << 20  # what glibc itself comes to, once large blocks were freed
+MMAPS, MMAP_BYTES, TRIM_BYTES = 65_536, 32 << 20, 64 << 20  # glibc's own values after large blocks were freed
 
 
 @contextlib.contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Within it, memory that was freed serves the next allocation.
+    """A context in which freed memory is reused for the next allocations.
 
-    glibc otherwise returns large blocks, and what is free at the end of its heap, to the system. A training step on a
-    CPU, whose activations are such blocks, then takes a sixth of its time to have the same memory cleared again. Other
-    C libraries, and settings of the user's own, are left alone.
+    Otherwise, glibc returns large blocks, and free memory at the end of its heap, to the system. A training step on a
+    CPU, whose activations are such blocks, then spends a sixth of its time while the system clears the same memory
+    again. Other C libraries, and settings of the user, are not changed.
     """
     libc = ctypes.CDLL(None)
     own = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
@@ -48,7 +48,7 @@ def freed_memory_kept() -> Iterator[None]:
         yield
         return
     libc.mallopt(MMAP_MAX, 0)
-    libc.mallopt(TRIM_THRESHOLD, -1)  # never
+    libc.mallopt(TRIM_THRESHOLD, -1)  # never trim
     try:
         yield
     finally:

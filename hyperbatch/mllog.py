@@ -1,4 +1,4 @@
-"""The event sequence of mllog.txt, as MLPerf's compliance checker reads it; needs no package of theirs at run time."""
+"""The event sequence of mllog.txt for MLPerf's compliance checker. No package of MLPerf is needed at run time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hyperbatch.schedule.rate import peak
 
 
 class MlperfEvents:
-    """The sequence of a training run in mllog.txt as MLPerf's compliance checker wants it.
+    """Writes the events of a training run to mllog.txt in the order that MLPerf's compliance checker requires.
 
     init_start -> run_start -> (block_start -> eval_start -> eval_stop)* -> run_stop
 
-    A resumed run's log shows both attempts, and the checker refuses it: MLPerf times uninterrupted runs.
+    The log of a resumed run contains both attempts, and the checker rejects it: MLPerf times uninterrupted runs.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class MlperfEvents:
         }
 
     def init_start(self, *, cache_cleared: bool = False) -> None:
-        """cache_cleared: whether the system's file cache was dropped before; MLPerf asks for it, we do not do it."""
+        """cache_cleared: whether the system's file cache was dropped before. MLPerf requires this; we do not do it."""
         for key, value in self._submission.items():
             self._log(key, value)
         self._log("cache_clear", cache_cleared)
@@ -49,7 +49,7 @@ class MlperfEvents:
     def run_start(
         self, *, train_samples: int, eval_samples: int, world_size: int, batch_per_rank: int, accumulation: int
     ) -> None:
-        """Everything the run was set up with, then the clock of MLPerf starts."""
+        """Writes the settings of the run, and starts MLPerf's clock."""
         config, schedule, optim = self._config, self._config.schedule, self._config.optim
         phases = resolve_phases(schedule.batch_phases, train_samples, 1)
         decay_end = min(schedule.epochs, schedule.warmup_epochs + (schedule.decay_epochs or math.inf))
@@ -81,12 +81,12 @@ class MlperfEvents:
         self._start("run_start")
 
     def block_start(self, epoch: float, until_epoch: float) -> None:
-        """A block is what is trained between two evaluations. MLPerf counts its first epoch from 1."""
+        """Starts a block, which is the training between two evaluations. MLPerf counts its first epoch from 1."""
         self._block = _number(epoch) + 1
         self._start("block_start", first_epoch_num=self._block, epoch_count=_number(until_epoch - epoch))
 
     def eval_start(self, epoch: float) -> None:
-        """`epoch`: epochs done; ends the block."""
+        """Ends the block and starts an evaluation. epoch: epochs done."""
         self._stop("block_stop", first_epoch_num=self._block)
         self._start("eval_start", epoch_num=_number(epoch))
 
@@ -105,5 +105,5 @@ class MlperfEvents:
 
 
 def _number(value: float) -> int | float:
-    """Whole epochs as MLPerf writes them; fractions where a run evaluates within an epoch."""
+    """Returns whole epochs as integers, as MLPerf writes them, or a fraction if a run evaluates within an epoch."""
     return round(value) if abs(value - round(value)) < 1e-6 else round(value, 4)

@@ -1,10 +1,10 @@
-"""What a trained model says about images: files, folders of them, or pixels in memory.
+"""Classifies images with a trained model: files, folders of them, or pixels in memory.
 
     classifier = load_model("runs/flowers")                 a run, a checkpoint, or an exported .safetensors file
     classifier.predict(["rose.jpg"])[0].top                 [("rose", 0.97), ("tulip", 0.02), ...]
 
-An image goes through what evaluation does with it: decoded exactly, resized, its centre cut out, normalised. Threads
-prepare the next batch while the model works on one.
+Images are preprocessed as in evaluation: decoded exactly, resized, cropped to their centre, normalised. Threads prepare
+the next batch while the model processes the current one.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from hyperbatch.errors import InputError, check_kind, check_whole, shown
 from hyperbatch.export import TrainedModel, load_trained
 from hyperbatch.models.layers import to_channels_last
 
-BATCH = 64  # images at once
+BATCH = 64  # images per batch
 
 Picture = str | os.PathLike[str] | np.ndarray | Image.Image  # a file, uint8[height, width(, channels)], or Pillow's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """The most probable classes of one image, the best first."""
+    """The most probable classes of one image, the most probable first."""
 
-    image: str  # the file's path, or the image's place among those that were given
+    image: str  # the file's path; for pixels, the index among the given images
     top: tuple[tuple[str, float], ...] = ()  # (class, probability)
-    error: str = ""  # why the image could not be read; there are no classes then
+    error: str = ""  # why the image could not be read; `top` is then empty
 
     def to_dict(self) -> dict[str, Any]:
         top = [{"class": name, "probability": probability} for name, probability in self.top]
@@ -52,10 +52,10 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preprocessing:
-    """How an image is shown to a model: a call gives float32[channels, size, size], normalised."""
+    """The preprocessing of images for a model. A call returns normalised float32[channels, size, size]."""
 
-    size: int  # pixels a side
-    resize: int | None  # the shorter side from which the centre is cut; None: the whole image becomes size x size
+    size: int  # side length in pixels
+    resize: int | None  # shorter side before the centre is cropped; None: the whole image is resized to size x size
     channels: int
     mean: tuple[float, ...]  # of pixels in [0, 1]
     std: tuple[float, ...]
@@ -64,7 +64,8 @@ class Preprocessing:
         return self.normalised(torch.from_numpy(self.pixels(image)[None].copy()))[0]
 
     def pixels(self, image: Picture) -> np.ndarray:
-        """uint8[size, size, channels]. Raises BadSample when a file cannot be read, InputError for other pixels."""
+        """Returns uint8[size, size, channels]. Raises BadSample if a file cannot be read, and InputError if the pixels
+        have a wrong type or shape."""
         if isinstance(image, str | os.PathLike):
             where = os.fspath(image)
             try:
@@ -80,7 +81,7 @@ class Preprocessing:
         return render_array(found, self._view(found.shape[1], found.shape[0]), self.size)
 
     def normalised(self, pixels: Tensor) -> Tensor:
-        """uint8[n, size, size, channels] -> float32[n, channels, size, size], on the device of the pixels."""
+        """Converts uint8[n, size, size, channels] to float32[n, channels, size, size], on the device of the pixels."""
         std = np.asarray(self.std)
         scale, offset = (torch.from_numpy(v).float() for v in (1 / (255 * std), -np.asarray(self.mean) / std))
         wide = pixels.float() * scale.to(pixels.device) + offset.to(pixels.device)
@@ -91,7 +92,8 @@ class Preprocessing:
         return augment.eval_view(config, width, height, whole=self.resize is None)
 
     def _in_channels(self, found: np.ndarray) -> np.ndarray:
-        """Grey is repeated for models of colour images, and colours are mixed for models of grey ones."""
+        """Converts the channels: grey is repeated for models of colour images, and colours are converted to grey for
+        models of grey images."""
         if found.ndim == 2:
             found = found[:, :, None]
         if found.dtype != np.uint8 or found.ndim != 3 or not found.size:
@@ -142,7 +144,7 @@ class Classifier:
         with ThreadPoolExecutor(thread_name_prefix="hyperbatch-images") as pool:
 
             def start() -> list[tuple[str, Future[np.ndarray]]]:
-                """The next batch, on its way: its names, and the pixels that threads make."""
+                """Starts the next batch. Returns its names, and futures of the pixels, which threads prepare."""
                 return [
                     (
                         os.fspath(image) if isinstance(image, str | os.PathLike) else str(number),
@@ -204,7 +206,7 @@ def load_model(
 
 
 def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """The files among the paths, and the images in the folders among them, at any depth, in order."""
+    """Returns the given files, and the images in the given folders at any depth, in order."""
     found = []
     for given in paths:
         path = Path(given)

@@ -1,4 +1,4 @@
-"""What `train --dry-run` prints: a run resolved for a world size before anything starts, torch included."""
+"""The output of `train --dry-run`: a run resolved for a world size, before anything starts and without torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ScheduleRow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preview:
-    """A run with everything resolved: batch, steps, rate over time, groups, grid, bytes, memory."""
+    """A run with all values resolved: batch, steps, rate over time, groups, grid, bytes, memory."""
 
     config: Config
     counts: DataCounts
@@ -49,9 +49,9 @@ class Preview:
     specs: tuple[TensorSpec, ...]
     optimizer_groups: GroupSummary
     plan: GroupPlan
-    memory: StepMemory | None  # of the largest micro-step; None where it is not known
+    memory: StepMemory | None  # of the largest micro-step; None if it is not known
     memory_bytes_available: int
-    start_note: str | None = None  # what --init-from does to the head
+    start_note: str | None = None  # the effect of --init-from on the head
 
     @property
     def note(self) -> str | None:
@@ -102,7 +102,7 @@ class Preview:
 
 
 def preview(config: Config, world_size: int) -> Preview:
-    # A run asks the GPU which 16 bits it has; every one of the last years has bf16.
+    # A run queries which 16-bit format its GPU supports. Here bf16 is assumed, which all recent GPUs support.
     on_gpu = config.run.device != "cpu" and count_gpus() > 0
     config = config.with_precision("bf16" if on_gpu or cpu_has_bf16() else "fp32", on_gpu=on_gpu)
     counts = data_counts(config)
@@ -132,7 +132,8 @@ def preview(config: Config, world_size: int) -> Preview:
 
 
 def has_known_memory(config: Config, channels: int) -> bool:
-    """False for a model of timm's or the user's own that cannot be traced here, perhaps because it needs a GPU."""
+    """Whether the memory of a step can be computed. False for a model of timm or the user that cannot be traced here,
+    for example because it needs a GPU."""
     if not is_foreign(config.model.model):
         return True
     inventory.ask_for(config.model.model)
@@ -143,7 +144,7 @@ def has_known_memory(config: Config, channels: int) -> bool:
 
 
 def start_note(config: Config, channels: int) -> str | None:
-    """The line that the run would say about its head; InputError where the weights do not fit."""
+    """Returns the note that the run would print about its head. Raises InputError if the weights do not fit."""
     from hyperbatch.engine.learner import fill_from
     from hyperbatch.models import create_from, without_values
 
@@ -153,7 +154,7 @@ def start_note(config: Config, channels: int) -> str | None:
 
 
 def data_counts(config: Config) -> DataCounts:
-    """Counts of the data at hand, or those the recipe was written for when none is given."""
+    """Returns the counts of the given data, or those that the recipe was written for if no data is given."""
     if has_data(config.data):
         return check_data(config.data)
     data = config.data
@@ -161,8 +162,8 @@ def data_counts(config: Config) -> DataCounts:
 
 
 def tensors_and_groups(config: Config, channels: int) -> tuple[tuple[TensorSpec, ...], GroupSummary]:
-    """The trainable tensors in backward order, and how the optimizer treats them. A model without a table, or with
-    layers of different rates, is built without values."""
+    """Returns the trainable tensors in backward order, and their optimizer groups. A model without a table, or with
+    different rates by layer, is built without values."""
     optim = config.optim
     if config.model.model in inventory.model_names() and not optim.layer_rates and optim.layer_decay == 1.0:
         specs = model_tensors(config, channels)
@@ -193,7 +194,7 @@ def preview_plan(config: Config, specs: tuple[TensorSpec, ...]) -> GroupPlan:
         return fitted_groups(Path(config.comm.plan), specs, config.model.model)
     options = group_options(config.comm)
     if config.comm.grouping == "optimal":
-        # Measured when the run starts; here tensors are taken to be ready one after the other at an even pace.
+        # The run measures this at its start. Here, tensors are assumed to become ready one by one at a constant pace.
         pace = 1e-3
         options["ready_s"] = [pace * (i + 1) for i in range(len(specs))]
         options["cost"] = lambda nbytes: 1e-4 + nbytes / 10e9
@@ -201,14 +202,16 @@ def preview_plan(config: Config, specs: tuple[TensorSpec, ...]) -> GroupPlan:
 
 
 def default_grid(config: Config, world_size: int) -> RankGrid:
-    """Hosts as the recipe's cluster has them, where that divides; the run itself takes the hosts it finds."""
+    """Returns the grid with the ranks per host of the recipe's cluster, if that divides the world size. The run itself
+    uses its actual hosts."""
     recipe = all_recipes().get(config.recipe)
     per_host = load_cluster(recipe.cluster).network.devices_per_node if recipe else 8
     return RankGrid.of_hosts(world_size, per_host)
 
 
 def schedule_table(config: Config, phases: tuple[Phase, ...], samples: int) -> tuple[ScheduleRow, ...]:
-    """Rate and batch at the moments that matter: start, end of warm-up, phase changes, and evenly between."""
+    """Returns rate and batch at important moments: start, end of warm-up, phase changes, last step, and evenly
+    between."""
     s = config.schedule
     moments = {0.0, s.warmup_epochs, *(s.epochs * k / 8 for k in range(8))}
     moments |= {phase.from_position / samples for phase in phases}
@@ -221,7 +224,7 @@ def schedule_table(config: Config, phases: tuple[Phase, ...], samples: int) -> t
 
 
 def device_memory_bytes(*, on_gpu: bool) -> int:
-    """Memory of one GPU here, or of the host; asked without loading torch."""
+    """Returns the memory of one GPU here, or of the host, without loading torch."""
     if on_gpu and shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False).stdout.split()
@@ -231,7 +234,7 @@ def device_memory_bytes(*, on_gpu: bool) -> int:
 
 
 def format_preview(preview: Preview) -> str:
-    """The same for a terminal."""
+    """Returns a preview as text for a terminal."""
     from rich.console import Console
 
     console = Console(width=min(120, shutil.get_terminal_size((110, 40)).columns), highlight=False)
@@ -301,7 +304,7 @@ def format_preview(preview: Preview) -> str:
 
 
 def _micro_steps(share: int, accumulation: int) -> str:
-    """ "3 of 171 to 172 samples" """
+    """Returns for example "3 of 171 to 172", or "1" without accumulation."""
     low, high = share // accumulation, -(-share // accumulation)
     return "1" if accumulation == 1 else f"{accumulation} of {low:,}" + (f" to {high:,}" if high > low else "")
 

@@ -1,11 +1,11 @@
-"""The one stopwatch: how long a call takes on the host, on the device, or until the last rank has finished it.
+"""All timing functions: how long a call takes on the host, on the device, or until the last rank has finished it.
 
     wall_s      | wait for the device | run .... run | wait for the device |    the host's clock
     device_s                          | run .... run |                          events on the current stream
     slowest_s   | barrier | run .... run | wait |  largest over the ranks       the host's clock
 
-Marks are moments within a step, for work that must not wait for the device in between. This module imports nothing of
-hyperbatch, so that any room may use it.
+Marks are moments within a step, for measurements that must not wait for the device in between. This module imports
+nothing from hyperbatch, so that any room may use it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Mark = float | torch.cuda.Event  # a moment: seconds of the host's clock, or an event on a stream
+Mark = float | torch.cuda.Event  # a moment: seconds on the host's clock, or an event on a stream
 COPY_BYTES = {"cuda": 1 << 31, "cpu": 1 << 26}  # far larger than any cache
 COPY_ROUNDS = 4
 
 
 def wait(device: torch.device) -> None:
-    """Returns once the device has finished: the host's clock says nothing about work that is still queued."""
+    """Waits until the device has finished, because the host's clock does not show work that is still queued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def wall_s(run: Callable[[], Any], *, device: torch.device, calls: int = 1) -> float:
-    """Seconds that a call takes on the host's clock, until the device has finished its work."""
+    """Returns the seconds that a call takes on the host's clock until the device has finished its work."""
     wait(device)
     start = time.perf_counter()
     for _ in range(calls):
@@ -41,7 +41,7 @@ def wall_s(run: Callable[[], Any], *, device: torch.device, calls: int = 1) -> f
 
 
 def device_s(run: Callable[[], Any], *, device: torch.device, calls: int = 1) -> float:
-    """Seconds that a call takes on the GPU, between two events; on a CPU those of the host's clock."""
+    """Returns the seconds that a call takes on the GPU, between two events; on a CPU, `wall_s`."""
     if device.type != "cuda":
         return wall_s(run, device=device, calls=calls)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -57,9 +57,10 @@ def device_s(run: Callable[[], Any], *, device: torch.device, calls: int = 1) ->
 def slowest_s(
     run: Callable[[], Any], *, device: torch.device, calls: int = 1, group: dist.ProcessGroup | None = None
 ) -> float:
-    """Seconds from a common start until the last rank has finished a call; the same answer on every rank.
+    """Returns the seconds from a common start until the last rank has finished a call. The result is the same on every
+    rank.
 
-    Every rank of the group calls it. A rank that only waits for the others passes a function that does nothing.
+    Every rank of the group must call it. A rank that only waits for the others passes a function that does nothing.
     """
     dist.barrier(group=group)
     seconds = torch.tensor(wall_s(run, device=device, calls=calls), dtype=torch.float64, device=device)
@@ -68,7 +69,7 @@ def slowest_s(
 
 
 def copy_bytes_per_s(device: torch.device) -> float:
-    """Bytes that the fastest of a few large copies reads and writes per second."""
+    """Returns the bytes per second that the fastest of a few large copies reads and writes."""
     source = torch.empty(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = [device_s(lambda: target.copy_(source), device=device, calls=5) for _ in range(COPY_ROUNDS)]
@@ -76,7 +77,7 @@ def copy_bytes_per_s(device: torch.device) -> float:
 
 
 def mark(device: torch.device) -> Mark:
-    """The present moment: on the host for CPU tensors, on the current stream for CUDA tensors."""
+    """Returns the present moment: on the host for CPU tensors, on the current stream for CUDA tensors."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=not torch.cuda.is_current_stream_capturing())
@@ -85,7 +86,7 @@ def mark(device: torch.device) -> Mark:
 
 
 def seconds_between(first: Mark, second: Mark) -> float:
-    """On a GPU both events must have been reached: call `wait` first."""
+    """Returns the seconds between two marks. On a GPU, both events must have been reached: call `wait` first."""
     if isinstance(first, float) and isinstance(second, float):
         return second - first
     assert isinstance(first, torch.cuda.Event)
@@ -95,7 +96,8 @@ def seconds_between(first: Mark, second: Mark) -> float:
 
 @contextmanager
 def gradient_marks(params: Mapping[str, Tensor], device: torch.device) -> Iterator[dict[str, Mark]]:
-    """Marks when each parameter's gradient is there, by name; every backward inside the block writes them anew."""
+    """A context that marks when each parameter's gradient is ready, by name. Every backward inside it overwrites the
+    marks."""
     marks: dict[str, Mark] = {}
 
     def hook(name: str) -> Callable[[Tensor], None]:

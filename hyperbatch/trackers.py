@@ -1,10 +1,10 @@
-"""Curves and config for wandb, MLflow or TensorBoard: callbacks that `--tracker` adds, each with a package of its own.
+"""Curves and config for wandb, MLflow or TensorBoard: callbacks that `--tracker` adds. Each needs its own package.
 
-    train/loss, train/lr, train/images_per_s, train/epoch    at most once a second: a run may take many steps in one
-    eval/top1, ...                                           all that was counted, at every evaluation
+    train/loss, train/lr, train/images_per_s, train/epoch    at most once a second, in which a run may take many steps
+    eval/top1, ...                                           all scores, at every evaluation
 
-The packages are loaded when a run begins. A service that fails costs its curves and a warning, never the run. A run
-that is resumed goes on with the same curves: its folder keeps their id, as tracker.json.
+The packages are loaded when a run begins. If a service fails, there is a warning and the run continues without curves.
+A resumed run continues the same curves: its folder contains their id in tracker.json.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from hyperbatch.errors import InputError
 from hyperbatch.record import RunRecord
 
 PROJECT = "hyperbatch"
-INTERVAL_S = 1.0  # between two points of a training curve
-MOST_PARAMS = 100  # that MLflow takes at once
+INTERVAL_S = 1.0  # least time between two points of a training curve
+MOST_PARAMS = 100  # most parameters that MLflow accepts at once
 ID_FILE = "tracker.json"
 
 
 def trackers_of(config: Config) -> list[Callback]:
-    """What the config asks for. InputError when its package is not installed."""
+    """Returns the callbacks of the config's tracker. Raises InputError if its package is not installed."""
     name = config.run.tracker
     if name is None:
         return []
     if importlib.util.find_spec(name) is None:
         raise InputError(f"--tracker {name}: {name} is not installed; pip install 'hyperbatch[{name}]'")
-    # Every run writes TensorBoard's curves into its own folder, where the package is installed.
+    # TensorBoard needs no callback: every run writes its curves to its folder if the package is installed.
     return [TRACKERS[name]()] if name in TRACKERS else []
 
 
 class Tracker(Callback):
-    """What trackers share. A subclass begins a run, takes points, and ends it."""
+    """The base class of trackers. A subclass implements `begin`, `add` and `end`."""
 
     name = ""
 
@@ -50,7 +50,7 @@ class Tracker(Callback):
         self._next_s = 0.0
 
     def begin(self, folder: Path, id: str | None, settings: dict[str, str]) -> str:
-        """Starts the service's run, or goes on with the one of that id; returns its id."""
+        """Starts a run of the service, or continues the one with this id. Returns its id."""
         raise NotImplementedError
 
     def add(self, values: Mapping[str, float], step: int) -> None:
@@ -83,7 +83,7 @@ class Tracker(Callback):
         (folder / ID_FILE).write_text(json.dumps(ids))
 
     def _tried(self, call: Callable[..., None], *arguments: Any) -> None:
-        """After the first failure nothing more is tried."""
+        """Calls a function of the service. After the first failure, further calls do nothing."""
         if self._broken:
             return
         try:
@@ -95,8 +95,8 @@ class Tracker(Callback):
 
 
 class Wandb(Tracker):
-    """Weights & Biases. WANDB_MODE=offline keeps everything in the run's folder, for `wandb sync`; WANDB_PROJECT names
-    another project."""
+    """Weights & Biases. WANDB_MODE=offline keeps everything in the run's folder, for `wandb sync`. WANDB_PROJECT sets a
+    different project."""
 
     name = "wandb"
 
@@ -118,13 +118,14 @@ class Wandb(Tracker):
 
 
 class Mlflow(Tracker):
-    """MLflow, at MLFLOW_TRACKING_URI; without one in a folder beside the runs. MLFLOW_EXPERIMENT_NAME names another
-    experiment."""
+    """MLflow, at MLFLOW_TRACKING_URI, or in a folder next to the runs if that is not set. MLFLOW_EXPERIMENT_NAME sets a
+    different experiment."""
 
     name = "mlflow"
 
     def begin(self, folder: Path, id: str | None, settings: dict[str, str]) -> str:
-        # Not the module's own functions: those keep the run by thread, and callbacks are told from several.
+        # The client is used because mlflow's own functions keep the current run per thread, and callbacks are called
+        # from several threads.
         from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
@@ -156,7 +157,7 @@ TRACKERS = {"wandb": Wandb, "mlflow": Mlflow}
 
 
 def settings_of(config: Config) -> dict[str, str]:
-    """The config as a flat table, with values as the command line writes them."""
+    """Returns the config as a flat table, with values in the form of the command line."""
     return {"recipe": config.recipe} | {spec.name: format_value(spec.of(config)) for spec in fields()}
 
 

@@ -20,10 +20,10 @@ def check_agreement(
     *,
     advice: str = "use the same on all ranks",
 ) -> None:
-    """Raises InputError on every rank of the group when one has a problem, or when descriptions differ.
+    """Raises InputError on every rank of the group if one rank has a problem, or if descriptions differ.
 
-    description: lines; the message shows the first that differs. Ranks exchange only a digest unless it differs.
-    advice: what the user should do then.
+    description: lines; the message shows the first line that differs. Ranks exchange a digest of it, and the lines only
+    if the digests differ. problem: this rank's error, if any. advice: what the user should do if descriptions differ.
     """
     if group is None or dist.get_world_size(group) == 1:
         if problem:
@@ -38,7 +38,7 @@ def check_agreement(
     odd = next((rank for rank, (_, theirs) in enumerate(seen) if theirs != seen[0][1]), None)
     if odd is None:
         return
-    lines = _gather(list(description), group)  # every rank has seen the same digests and comes here too
+    lines = _gather(list(description), group)  # every rank has seen the same digests and also gets here
     first, other = first_difference(lines[0], lines[odd])
     raise InputError(
         f"{what} differs between ranks: rank {names[0]} has {first!r}, rank {names[odd]} has {other!r}; {advice}"

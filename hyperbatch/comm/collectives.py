@@ -1,4 +1,4 @@
-"""All-reduce by four algorithms, in place: flat, hierarchical, 2D torus, hybrid. Free functions over a GridComm.
+"""In-place all-reduce with four algorithms: flat, hierarchical, 2D torus, hybrid. Free functions over a GridComm.
 
 flat           the backend's own all-reduce over all ranks
 hierarchical   reduce in each row to its first rank, all-reduce among those, broadcast in each row
@@ -92,7 +92,7 @@ def all_gather(output: Tensor, tensor: Tensor, comm: GridComm, *, algorithm: str
 
 
 def resolve_algorithm(algorithm: str, wire_bytes: int, hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES) -> str:
-    """The algorithm that `hybrid` uses at this message size; other names are returned unchanged."""
+    """Returns the algorithm that `hybrid` uses at this message size. Other names are returned unchanged."""
     if algorithm not in ALGORITHMS:
         raise InputError(f"algorithm {algorithm!r} is unknown{nearest(algorithm, ALGORITHMS)}")
     check_kind("hybrid_switch_bytes", hybrid_switch_bytes, (int, float), "give a number of bytes")
@@ -102,7 +102,7 @@ def resolve_algorithm(algorithm: str, wire_bytes: int, hybrid_switch_bytes: int 
 
 
 def message_bytes(numel: int, dtype: torch.dtype, wire_dtype: torch.dtype | None) -> int:
-    """The size of a message. InputError for a precision that gradients cannot travel in."""
+    """Returns the size of a message. Raises InputError for a dtype in which gradients cannot be sent."""
     if wire_dtype not in (None, *FLOAT_DTYPES):
         known = ", ".join(map(str, FLOAT_DTYPES))
         raise InputError(f"wire_dtype is {shown(wire_dtype)}; give one of {known}, or None for the gradients' own")
@@ -154,7 +154,7 @@ def reduce_scatter_now(
 
 
 def _to_wire(flat: Tensor, comm: GridComm, op: str, wire_dtype: torch.dtype, log: Log) -> Tensor:
-    """The tensor, scaled and in the precision of the messages: the tensor itself, or a copy."""
+    """Returns the scaled tensor in the precision of the messages: the tensor itself, or a copy."""
     if wire_dtype == flat.dtype:
         scale(flat, comm.size, op)
         return flat

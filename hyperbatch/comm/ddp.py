@@ -1,4 +1,4 @@
-"""Planned gradient groups and our all-reduce in a plain DistributedDataParallel script.
+"""Adds planned gradient groups and our all-reduce to a plain DistributedDataParallel script.
 
 plan = plan_groups(model, "cubic")
 ddp = DistributedDataParallel(model, **ddp_kwargs(plan))            # DDP's buckets follow the plan
@@ -63,15 +63,15 @@ class GridHookState:
         wire_dtype: torch.dtype | None = None,
         hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES,
     ) -> None:
-        # What is wrong should not wait for the first backward.
+        # Wrong arguments are reported here and not in the first backward.
         check_comm(comm)
         resolve_algorithm(algorithm, message_bytes(0, torch.float32, wire_dtype), hybrid_switch_bytes)
         self.comm, self.algorithm, self.wire_dtype = comm, algorithm, wire_dtype
         self.hybrid_switch_bytes = hybrid_switch_bytes
 
 
-def grid_hook(state, bucket):  # bare: DDP compares annotations by identity, and ours are strings
-    """A communication hook of DistributedDataParallel. It returns a future of the bucket's mean over all ranks."""
+def grid_hook(state, bucket):  # no annotations: DDP compares them by identity, and ours would be strings
+    """A communication hook for DistributedDataParallel. Returns a future of the bucket's mean over all ranks."""
     buffer = bucket.buffer()
     future: torch.futures.Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
     wire_bytes = message_bytes(buffer.numel(), buffer.dtype, state.wire_dtype)
@@ -98,7 +98,8 @@ def register_ddp_hook(
     wire_dtype: torch.dtype | None = None,
     hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES,
 ) -> None:
-    """Makes DDP send its buckets with our all-reduce, in this precision. Gradients remain the mean over ranks.
+    """Makes DDP send its buckets with our all-reduce, in the precision `wire_dtype`. Gradients remain the mean over
+    ranks.
 
     Every rank must call it at the same point. The ranks compare their arguments; a difference is an error on all ranks.
     """
@@ -122,5 +123,5 @@ def register_ddp_hook(
 
 
 def _check_ddp(model: Any) -> None:
-    if not hasattr(model, "register_comm_hook"):  # not by type: torch.compile wraps one in a module of its own
+    if not hasattr(model, "register_comm_hook"):  # not isinstance: torch.compile wraps it in a module of its own
         raise InputError(f"ddp_model is {shown(model)}; give a DistributedDataParallel")

@@ -1,4 +1,4 @@
-"""Checks every all-reduce for values and speed on the process group at hand: `hyperbatch doctor --collectives`."""
+"""Checks the values and the speed of every all-reduce on a process group: `hyperbatch doctor --collectives`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from hyperbatch.plan.types import RankGrid
 from hyperbatch.stopwatch import slowest_s, wall_s
 
 WARM_UP_ROUNDS = 2
-# On CPUs the largest is sent in several chunks (comm/pipeline.py); larger messages would only take longer.
+# On CPUs, messages of the largest size are sent in several chunks (comm/pipeline.py). Larger ones would only take
+# longer.
 SIZES_BYTES = {"cuda": (1 << 12, 1 << 20, 1 << 26), "cpu": (1 << 12, 1 << 20, 1 << 23)}
-LARGEST_SUM = 256  # integers up to it are exact in bf16, in whatever order they are added
+LARGEST_SUM = 256  # integers up to this are exact in bf16, in any order of addition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveCheck:
     """One all-reduce of one size. Times are those of the slowest rank.
 
-    correct: equals the backend's sum bit for bit on every rank (small integers, exact in every precision).
-    gb_per_s: bus bandwidth, 2 (n - 1) / n of the message per second, as NCCL's own tests count it.
+    correct: whether the result equals the backend's sum bit for bit on every rank (the values are small integers, exact
+    in every precision). gb_per_s: bus bandwidth, 2 (n - 1) / n of the message per second, as NCCL's own tests count it.
     """
 
     name: str
@@ -54,8 +55,8 @@ def check_collectives(
     sizes_bytes: Sequence[int] | None = None,
     rounds: int = 10,
 ) -> list[CollectiveCheck]:
-    """Checks every all-reduce. Returns one row per algorithm, precision and size, the same on every rank. Every rank of
-    the process group must call it.
+    """Checks every all-reduce. Returns one row per algorithm, precision and size; the rows are the same on every rank.
+    Every rank of the process group must call it.
 
     grid: by default as square as the world size allows, so that every algorithm uses both directions.
     """
@@ -105,9 +106,11 @@ def _check(
 
 
 def values_of(places: Tensor, rank: int, world_size: int) -> Tensor:
-    """One rank's integers at these positions. Their sum over ranks is at most LARGEST_SUM and differs by position.
+    """Returns one rank's integers at these positions. Their sum over ranks is at most LARGEST_SUM and depends on the
+    position.
 
-    In a large world only every `stride`-th rank is nonzero at a position, and other ranks at the next one.
+    In a large world, only every `stride`-th rank has a nonzero integer at a position; these are other ranks at the next
+    position.
     """
     stride = -(-world_size // 64)
     largest = LARGEST_SUM // -(-world_size // stride)

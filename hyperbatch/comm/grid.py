@@ -23,12 +23,12 @@ from hyperbatch.plan.types import RankGrid
 class GridComm:
     """This rank's row group, column group and world group. Every rank must create it at the same point.
 
-    `ranks` places ranks in another way than row by row, e.g. [[0, 2], [1, 3]] if a launcher assigns ranks round-robin
-    to two nodes. A two-dimensional DeviceMesh does the same (its first dimension gives the rows); its process groups
-    are then used, and other code must not use them while a collective is in flight. A direction with only one rank has
-    no group (None).
+    By default, ranks are placed row by row. `ranks` sets a different placement, e.g. [[0, 2], [1, 3]] if a launcher
+    assigns ranks round-robin to two nodes. A two-dimensional DeviceMesh does the same (its first dimension gives the
+    rows); its process groups are then used, and other code must not use them while a collective is in flight. A
+    direction with only one rank has no group (None).
 
-    A slice of a larger mesh, such as `mesh["dp"]` of a mesh ("dp", "tp"), is a grid of its own ranks alone. Every
+    A slice of a larger mesh, such as `mesh["dp"]` of a mesh ("dp", "tp"), is a grid of the slice's ranks only. Every
     rank must then be in one slice.
 
     Without an initialised process group only a 1x1 grid is accepted, and every collective is the identity.
@@ -36,11 +36,11 @@ class GridComm:
 
     grid: RankGrid
     ranks: list[list[int]]  # numbers in the default process group, row by row
-    members: list[int]  # the same, in ascending order
-    rank: int  # this rank's place among the members
-    world: dist.ProcessGroup | None  # the members
-    row: dist.ProcessGroup | None  # the ranks of my node
-    column: dist.ProcessGroup | None  # one rank of each node: my place in theirs
+    members: list[int]  # the same numbers in ascending order
+    rank: int  # this rank's index among the members
+    world: dist.ProcessGroup | None  # the group of all members
+    row: dist.ProcessGroup | None  # the ranks of this rank's node
+    column: dist.ProcessGroup | None  # one rank of each node: those in the same position as this rank
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class GridComm:
         timeout: timedelta | None = None,
         alone: bool = False,
     ) -> None:
-        """timeout: of the groups created here; by default that of the default process group.
+        """timeout: for the groups created here; by default that of the default process group.
 
-        alone: a single rank sends its collectives to itself through the backend instead of skipping them, so that the
-        collectives of a step can be counted and timed on one GPU.
+        alone: if True, a single rank sends its collectives to itself through the backend instead of skipping them, so
+        that the collectives of a step can be counted and timed on one GPU.
         """
         if timeout is not None:
             check_kind("timeout", timeout, timedelta, "give a datetime.timedelta")
@@ -94,14 +94,14 @@ class GridComm:
         return self.grid.size
 
     def submit(self, exchange: Exchange, device: torch.device, then: Then | None = None) -> ExchangeHandle:
-        """Runs an exchange behind all earlier ones, on the communication thread or a GPU's communication stream."""
+        """Runs an exchange after all earlier ones, on the communication thread or a GPU's communication stream."""
         if self._closed:
             raise RuntimeError("this GridComm is closed; make a new one")
         if device.type == "cuda" and self.world is not None:
             if device not in self._streams:
                 self._streams[device] = StreamRunner(device)
             return self._streams[device].submit(exchange, then)
-        # On a group that is not ours alone, a thread's collectives could interleave with those of the caller.
+        # On a group that other code also uses, a thread's collectives could interleave with those of the caller.
         if self.world not in self._made:
             return self._inline.submit(exchange, then)
         if self._thread is None:
@@ -114,34 +114,37 @@ class GridComm:
             self._thread.submit(_nothing).wait()
 
     def scratch(self, role: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer for the running exchange. On a CPU it is reused: new pages cost more than a sum over them."""
+        """Returns a buffer for the running exchange. On a CPU, buffers are reused, because new pages of memory cost
+        more time than a sum over them."""
         if device.type == "cuda":
-            return torch.empty(numel, dtype=dtype, device=device)  # the caching allocator keeps it
+            return torch.empty(numel, dtype=dtype, device=device)  # the caching allocator reuses the memory
         kept = self._scratch.get((role, dtype))
         if kept is None or kept.numel() < numel:
             kept = self._scratch[role, dtype] = torch.empty(numel, dtype=dtype)
         return kept[:numel]
 
     def close(self) -> None:
-        """Ends the communication thread and the groups created here. Every rank calls it when nothing is in flight."""
+        """Ends the communication thread and the groups created here. Every rank must call it while nothing is in
+        flight."""
         self._closed = True
         if self._thread is not None:
             self._thread.close()
             self._thread = None
         while self._made:
             group = self._made.pop()
-            if dist.is_initialized():  # else the default group took them with it
+            if dist.is_initialized():  # otherwise the default group and these were destroyed already
                 dist.destroy_process_group(group)
         self.world = self.row = self.column = None
         self._scratch.clear()
 
     def _make_groups(self, mesh: DeviceMesh | None, slices: list[list[int]], timeout: timedelta | None) -> None:
         def make(members: list[list[int]]) -> dist.ProcessGroup | None:
-            """The group that this rank is in. torch requires that all ranks create all groups, in the same order."""
+            """Creates the groups and returns the one that this rank is in. torch requires that all ranks create all
+            groups in the same order."""
             mine = None
             for ranks in members:
                 group = dist.new_group(ranks, timeout=timeout)
-                if isinstance(group, dist.ProcessGroup):  # else this rank is not a member
+                if isinstance(group, dist.ProcessGroup):  # otherwise this rank is not a member
                     mine = group
                     self._made.append(group)
             return mine
@@ -187,7 +190,8 @@ def _placement(grid: RankGrid | DeviceMesh, ranks: Sequence[Sequence[int]] | Non
 
 
 def _check_placement(grid: RankGrid, ranks: list[list[int]], everyone: list[int] | None, me: int, ready: bool) -> None:
-    """everyone: the ranks that must all be placed; None for a mesh, which may be a slice of a larger one."""
+    """Raises InputError if the placement is invalid. everyone: the ranks that must all be placed; None for a mesh,
+    which may be a slice of a larger one."""
     if not ready and grid.size > 1:
         raise InputError(f"grid {grid} needs a process group; call torch.distributed.init_process_group first")
     placed = sorted(rank for row in ranks for rank in row)
@@ -203,7 +207,8 @@ def _check_placement(grid: RankGrid, ranks: list[list[int]], everyone: list[int]
 
 
 def _slices(members: list[int], everyone: list[int]) -> list[list[int]]:
-    """The members of every slice of the mesh, the same list on every rank: all ranks must create all groups."""
+    """Returns the members of every slice of the mesh. The list is the same on every rank, because all ranks must create
+    all groups."""
     found: list[list[int]] = [[] for _ in everyone]
     dist.all_gather_object(found, members)
     slices = sorted({tuple(each) for each in found})
@@ -215,13 +220,13 @@ def _slices(members: list[int], everyone: list[int]) -> list[list[int]]:
 def cuda_uses_nccl() -> bool:
     """Whether NCCL carries the CUDA tensors of the default process group.
 
-    `dist.get_backend()` does not say: for a group with a backend per device it is the whole "cpu:gloo,cuda:nccl".
+    `dist.get_backend()` does not tell: for a group with a backend per device it returns "cpu:gloo,cuda:nccl".
     """
     return "cuda:nccl" in dist.get_backend_config().split(",")
 
 
 def _world_timeout() -> timedelta | None:
-    """The default group's timeout. new_group would use torch's half hour, and a dead rank would be noticed late."""
+    """Returns the default group's timeout. With new_group's own half hour, a dead rank would be noticed late."""
     world = dist.group.WORLD
     assert world is not None
     backend = world._get_backend(torch.device("cuda" if cuda_uses_nccl() else "cpu"))

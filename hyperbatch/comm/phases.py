@@ -13,7 +13,7 @@ from hyperbatch.stopwatch import Mark, mark
 
 class PhaseMarks(NamedTuple):
     name: str  # "cast", "all-reduce", "row reduce-scatter", ...
-    bytes: int  # of the tensor this rank hands in
+    bytes: int  # size of the tensor that this rank passes to the phase
     start: Mark
     end: Mark
 

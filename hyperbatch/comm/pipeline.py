@@ -4,8 +4,8 @@ chunk 0   [cast, rows][====== columns ======][rows, cast]
 chunk 1              [cast, rows]    [====== columns ======][rows, cast]
 chunk 2                               [cast, rows]   [====== columns ======][rows, cast]
 
-The links between nodes (columns) are the slow ones. Two chunks are always on them, while the previous chunk is gathered
-in its row, and the next one is cast, exchanged and summed. On GPUs the phases follow each other on one stream.
+The links between nodes (columns) are slow. They always carry two chunks, while the previous chunk is gathered in its
+row, and the next one is cast, exchanged and summed. On GPUs the phases follow each other on one stream.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hyperbatch.comm.shards import shard_bounds, sum_parts
 from hyperbatch.stopwatch import Mark, mark
 
 CHUNK_BYTES = 2 << 20  # on the wire; smaller chunks need more messages, larger ones overlap less
-_LIVE = 4  # chunks between scatter and landing
+_LIVE = 4  # most chunks that are between `scatter` and `land`
 
 
 def pipelines(flat: Tensor, comm: GridComm, wire_dtype: torch.dtype) -> bool:
@@ -33,7 +33,7 @@ def pipelines(flat: Tensor, comm: GridComm, wire_dtype: torch.dtype) -> bool:
 
 
 def torus_in_chunks(flat: Tensor, comm: GridComm, op: str, wire_dtype: torch.dtype, log: Log = None) -> None:
-    """All-reduces `flat` in place. Each chunk gets the same sums as by the torus in one piece."""
+    """All-reduces `flat` in place. The sums are the same as those of the torus without chunks."""
     count = flat.numel() * wire_dtype.itemsize // CHUNK_BYTES
     size = flat.numel() // count // comm.grid.columns * comm.grid.columns
     chunks: list[_Chunk] = []
@@ -61,7 +61,7 @@ class _Chunk:
             self.wire = comm.scratch(f"wire {number % _LIVE}", numel, wire_dtype, target.device)
         self.each = numel // self.parts
         self.body, self.tail = self.wire[: self.each * self.parts], self.wire[self.each * self.parts :]
-        # Two are in use at once: the one being received and the one being summed.
+        # Two buffers are in use at once: one is being received, and the other is being summed.
         self.received = comm.scratch(f"received {number % 2}", self.body.numel(), wire_dtype, target.device)
         start, stop = shard_bounds(numel, self.parts, comm.column_index)
         self.shard = self.wire[start:stop]

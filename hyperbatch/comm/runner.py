@@ -1,10 +1,10 @@
-"""Where collectives run: one thread with a FIFO for CPU tensors, one side stream for CUDA tensors.
+"""Runs collectives: in one thread with a FIFO for CPU tensors, and on one side stream for CUDA tensors.
 
     main thread     backward ....... hook: submit(g0) ...... hook: submit(g1) ...... finish: wait, wait
     comm thread                      [---- g0 ----]          [---- g1 ----]
 
-A process group matches collectives by the order in which they are issued. One FIFO makes that order the order of
-`submit`, which is the same on every rank; callbacks of futures, or several threads, would not.
+A process group matches collectives by the order in which they are issued. With one FIFO this is the order of `submit`,
+which is the same on every rank. Callbacks of futures, or several threads, would not guarantee that.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from hyperbatch.stopwatch import Mark, mark
 
 _CPU = torch.device("cpu")
 Exchange = Callable[[], None]  # issues the collectives of one message, e.g. of a gradient group
-Then = Callable[[BaseException | None], None]  # called after an exchange, where it ran, with what it raised
+Then = Callable[[BaseException | None], None]  # called after an exchange in the same thread, with its error or None
 
 
 class ExchangeHandle(ABC):
-    """An exchange in flight. `wait()` makes its result visible to the caller; `done()` asks without blocking."""
+    """An exchange in flight. `wait()` makes its result visible to the caller; `done()` returns without blocking."""
 
     start: Mark
     end: Mark
 
     @abstractmethod
     def wait(self) -> None:
-        """Raises what the exchange raised."""
+        """Waits for the exchange, and raises its error if it failed."""
 
     @abstractmethod
     def done(self) -> bool: ...
 
 
 class DoneHandle(ExchangeHandle):
-    """The handle of an exchange that ran at once, on the caller's thread."""
+    """The handle of an exchange that already ran on the caller's thread."""
 
     def __init__(self, start: Mark, error: BaseException | None) -> None:
         self.start, self.end, self._error = start, mark(_CPU), error
@@ -73,7 +73,7 @@ class StreamHandle(ExchangeHandle):
         assert isinstance(end, torch.cuda.Event)
         self.start, self.end, self._reached = start, end, end
         self._device, self._error = device, error
-        self._exchange: Exchange | None = exchange  # keeps its tensors alive until the waiting stream is behind them
+        self._exchange: Exchange | None = exchange  # keeps its tensors alive until a stream is ordered after it
 
     def wait(self) -> None:
         if self._error is not None:
@@ -85,8 +85,8 @@ class StreamHandle(ExchangeHandle):
         return self._reached.query()
 
 
-# Every runner runs its exchanges one after another, and after a failure every later one fails with the same error:
-# this rank has missed a collective that the others may have run, so its next one would be matched with a wrong one.
+# Every runner runs its exchanges one after another. After a failure every later exchange fails with the same error:
+# this rank has missed a collective that the others may have run, so its next one would be matched with the wrong one.
 
 
 class ThreadRunner:
@@ -96,7 +96,7 @@ class ThreadRunner:
         self._queue: queue.SimpleQueue[tuple[Exchange, Then | None, ThreadHandle] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
         self._thread.start()
-        # The thread holds the queue only, so an abandoned runner ends it too.
+        # The thread refers to the queue only, so it also ends when the runner is garbage-collected.
         self._end = weakref.finalize(self, self._queue.put, None)
 
     def submit(self, exchange: Exchange, then: Then | None = None) -> ThreadHandle:
@@ -112,7 +112,7 @@ class ThreadRunner:
 
 def _serve(submitted: queue.SimpleQueue[tuple[Exchange, Then | None, ThreadHandle] | None]) -> None:
     broken: BaseException | None = None
-    with torch.no_grad():  # grad mode belongs to a thread
+    with torch.no_grad():  # the grad mode is set per thread
         while (item := submitted.get()) is not None:
             exchange, then, handle = item
             handle.start = mark(_CPU)
@@ -126,7 +126,7 @@ def _serve(submitted: queue.SimpleQueue[tuple[Exchange, Then | None, ThreadHandl
             handle._finished.set()
             if then is not None:
                 then(broken)
-            del item, exchange, then, handle  # the tensors of an exchange must not live until the next one comes
+            del item, exchange, then, handle  # otherwise an exchange's tensors would live until the next exchange
 
 
 class InlineRunner:
@@ -144,7 +144,8 @@ class InlineRunner:
         return DoneHandle(start, error)
 
     def _run(self, exchange: Exchange) -> BaseException | None:
-        """Runs the exchange. Returns what it raised, or what an earlier one raised; then it does not run."""
+        """Runs the exchange and returns its error or None. If an earlier exchange failed, returns that error instead of
+        running this one."""
         if self._broken is None:
             try:
                 exchange()
@@ -156,7 +157,7 @@ class InlineRunner:
 
 
 class StreamRunner(InlineRunner):
-    """Runs exchanges on its own stream, after the work that the submitting stream has been given so far."""
+    """Runs exchanges on its own stream, after the work that is queued on the submitting stream so far."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

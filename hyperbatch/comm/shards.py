@@ -15,19 +15,19 @@ from torch import Tensor
 from hyperbatch.comm.grid import GridComm
 from hyperbatch.comm.phases import Log, phase
 
-# torch 2.13 renamed both and warns at the old names; 2.11 has only those.
+# torch 2.13 renamed both functions and warns about the old names; torch 2.11 has only the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def shard_bounds(numel: int, parts: int, index: int) -> tuple[int, int]:
-    """[start, stop) of one shard. All shards are equal, except that the last also holds the tail."""
+    """Returns [start, stop) of one shard. All shards are equal, except that the last one also contains the tail."""
     chunk = numel // parts
     return index * chunk, numel if index == parts - 1 else (index + 1) * chunk
 
 
 def own_shard(numel: int, comm: GridComm, algorithm: str) -> tuple[int, int]:
-    """[start, stop) of the part, about 1/N, that is valid on this rank after `scatter_now`.
+    """Returns [start, stop) of the part, about 1/N, that is valid on this rank after `scatter_now`.
 
     In a torus it is this rank's column shard of its row shard.
     """
@@ -36,7 +36,7 @@ def own_shard(numel: int, comm: GridComm, algorithm: str) -> tuple[int, int]:
     if algorithm != "torus":
         return shard_bounds(numel, comm.size, comm.rank)
     start, stop = shard_bounds(numel, comm.grid.columns, comm.column_index)
-    # A group numbers its ranks in ascending order, whatever the order of the rows.
+    # A group numbers its ranks in ascending order, for any order of the rows.
     place = 0 if comm.column is None else dist.get_rank(comm.column)
     first, last = shard_bounds(stop - start, comm.grid.rows, place)
     return start + first, start + last
@@ -100,7 +100,7 @@ def gather_shards(flat: Tensor, group: dist.ProcessGroup, name: str, log: Log = 
 
 
 def sum_parts(parts: Tensor, out: Tensor) -> None:
-    """The sum over rows. Two rows, the usual case, are added, which is many times faster in 16 bits on a CPU."""
+    """Sums over rows. For two rows, the usual case, an addition is many times faster in 16 bits on a CPU."""
     if len(parts) == 2:
         torch.add(parts[0], parts[1], out=out)
     else:

@@ -51,7 +51,7 @@ class PhaseTiming:
 class _Flight:
     """One gradient group in one step."""
 
-    pending: int  # gradients still to come
+    pending: int  # number of gradients that are not ready yet
     ready: Mark | None = None
     handle: ExchangeHandle | None = None
     phases: Log = None
@@ -63,13 +63,13 @@ class _Step:
 
     begin: Mark
     flights: list[_Flight]
-    arrived: list[bool]  # by parameter
-    launched: int = 0  # groups
-    usage: Tensor | None = None  # bits that travel behind the last group
+    arrived: list[bool]  # whether each parameter's gradient is ready
+    launched: int = 0  # number of groups
+    usage: Tensor | None = None  # usage bits, which are sent after the last group
 
 
 class GradSync:
-    """Sends gradient groups in index order on every rank, whatever the order in which their gradients become ready.
+    """Sends gradient groups in index order on every rank, in whatever order their gradients become ready.
 
     In each step, call `begin()` before every backward and `finish()` after the last. In between, do not touch
     `param.grad`: its group may be in flight. With one rank nothing is sent (unless `GridComm(alone=True)`).
@@ -93,9 +93,9 @@ class GradSync:
     ) -> None:
         """Compares the plan and the weights (and masters) over all ranks; a difference is an error on each of them.
 
-        sharded: gradients are only reduce-scattered, by rows and columns with `torus`, over all ranks at once with any
-        other algorithm. Each rank then holds the mean only in its `shard` of a group, and
-        `ShardedUpdate` replaces the optimizer's `step()`.
+        sharded: gradients are only reduce-scattered: with `torus` by rows and columns, with any other algorithm over
+        all ranks at once. Each rank then has the mean only in its `shard` of a group, and `ShardedUpdate` replaces the
+        optimizer's `step()`.
         """
         check_kind("arena", arena, Arena, "give the Arena of the model")
         check_comm(comm)
@@ -113,7 +113,7 @@ class GradSync:
         except (InputError, ValueError) as error:
             problem = str(error)
         self._compare_plans(problem)
-        # With a sharded update a rank's masters are current only in its own shard.
+        # With a sharded update, a rank's masters are up to date only in its own shard.
         check_same_weights(arena, comm, masters=not sharded)
 
         self._device = arena.device
@@ -126,7 +126,7 @@ class GradSync:
         self._unchecked: deque[tuple[ExchangeHandle, Tensor]] = deque()
         self._captured: list[list[bool]] = []  # usage in captured steps that ranks have not compared yet
         self._open: _Step | None = None  # the step that communicates now
-        self._last: _Step | None = None  # the one that timings are asked of
+        self._last: _Step | None = None  # the step whose timings can be read
         self._timings: tuple[GroupTiming, ...] = ()
         self._phases: tuple[PhaseTiming, ...] = ()
         self._hooks = []
@@ -138,7 +138,7 @@ class GradSync:
             arena.holds_shards = sharded
 
     def begin(self, *, last_micro_step: bool = True) -> None:
-        """To be called before each backward. Only the last micro-step of an accumulated step communicates."""
+        """Must be called before each backward. Only the last micro-step of an accumulated step communicates."""
         if self._hooks and self._arena.has_thawed():
             self._check_left_out()
         if self._open is not None and self._open.launched:
@@ -157,9 +157,9 @@ class GradSync:
         )
 
     def finish(self) -> None:
-        """To be called after the last backward and before the update. Gradients are then the mean over ranks.
+        """Must be called after the last backward and before the update. Gradients are then the mean over ranks.
 
-        Groups with parameters that this step did not use are sent here. Raises what went wrong in any exchange.
+        Groups with parameters that this step did not use are sent here. Raises the error of an exchange that failed.
         """
         step, used = self._open, self._used
         if step is None:
@@ -178,19 +178,19 @@ class GradSync:
             self._used = [False] * len(self._slots)
         self._last, self._timings, self._phases = (None if step.usage is None else step), (), ()
         if step.usage is None:
-            self._captured.append(used)  # compared by `check`, since reading from the device would break the capture
+            self._captured.append(used)  # compared by `check`: reading from the device would break the capture
             return
         handle = step.flights[-1].handle
         assert handle is not None
         self._unchecked.append((handle, step.usage))
-        step.usage = None  # pinned; if `_last` freed it in a later capture, torch would record its events there
+        step.usage = None  # pinned memory: if `_last` freed it during a later capture, torch would record events there
         while self._unchecked and self._unchecked[0][0].done():
             self._check_next()
 
     def check(self) -> None:
         """Raises InputError if only some ranks used a parameter in the steps or captures so far.
 
-        Every rank must call it at the same point, e.g. after a capture or before a checkpoint. Waits for the device.
+        Every rank must call it at the same point, e.g. after a capture or before a checkpoint. It waits for the device.
         """
         for used in self._captured:
             bits = usage_bits(used, self.comm, self._device)
@@ -198,7 +198,7 @@ class GradSync:
             self._unchecked.append((self.comm.submit(exchange, self._device), bits))
         self._captured = []
         if self._unchecked:
-            wait(self._device)  # the caller needs the result before it continues
+            wait(self._device)  # synchronises: the caller needs the result before it continues
         while self._unchecked:
             self._check_next()
 
@@ -210,35 +210,37 @@ class GradSync:
         return first + start, first + stop
 
     def algorithm(self, index: int) -> str:
-        """The all-reduce algorithm of a group, with `hybrid` resolved."""
+        """Returns the all-reduce algorithm of a group, with `hybrid` resolved."""
         return self._algorithms[index]
 
     def timings(self) -> tuple[GroupTiming, ...]:
-        """When each group of the last finished step was ready, started and ended, relative to its `begin`.
+        """Returns when each group of the last finished step was ready, started and ended, relative to the step's
+        `begin`.
 
         Empty with one rank and for a captured step.
         """
         if self._last is not None:
-            wait(self._device)  # the caller asked for times, and events must have been reached
+            wait(self._device)  # synchronises: times can be read once the device has reached the events
             self._timings = tuple(self._timing(self._last, index) for index in range(len(self._last.flights)))
             self._phases = tuple(self._phase_timings(self._last))
             self._last = None
         return self._timings
 
     def phases(self) -> tuple[PhaseTiming, ...]:
-        """The phases of the groups in `timings`, on the same clock. Chunks of a pipelined torus overlap."""
+        """Returns the phases of the groups in `timings`, on the same clock. Chunks of a pipelined torus overlap."""
         self.timings()
         return self._phases
 
     def under_way(self) -> int | None:
-        """The index of the first group in flight, or None. Any thread may call it; the answer may be out of date."""
+        """Returns the index of the first group in flight, or None. Any thread may call it and get an outdated
+        result."""
         step = self._open or self._last
         flights = [] if step is None else step.flights[: step.launched]
         waiting = (i for i, flight in enumerate(flights) if flight.handle is not None and not flight.handle.done())
         return next(waiting, None)
 
     def forget(self) -> None:
-        """Resets the state to that before the first step: nothing in flight, no timings, nothing left to check."""
+        """Resets the state to that before the first step: nothing in flight, no timings, nothing to check."""
         self._open = self._last = None
         self._used = [False] * len(self._slots)
         self._timings, self._phases = (), ()
@@ -255,7 +257,7 @@ class GradSync:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def _arrived(self, i: int, param: Tensor) -> None:
-        """Parameter i has its gradient. Called by its hook, inside backward."""
+        """Called by the hook of parameter i, inside backward, when its gradient is ready."""
         self._used[i] = True
         step = self._open
         if step is None:
@@ -279,7 +281,7 @@ class GradSync:
         flight = step.flights[index]
         if flight.ready is None:  # the group has parameters that this backward did not use
             flight.ready = mark(self._device)
-        # Unused parameters send zeros, and not a gradient of an earlier step.
+        # Unused parameters send zeros instead of the gradient of an earlier step.
         self._arena.collect(self.plan.groups[index].parameters)
         captured = _captured(self._device)
         flight.phases = None if captured else []
@@ -296,7 +298,7 @@ class GradSync:
         flight.handle = self.comm.submit(exchange, self._device)
 
     def _find_slices(self) -> None:
-        """Finds the groups' slices again if the arena was laid out again since the last step."""
+        """Finds the groups' slices again if the arena was rebuilt since the last step."""
         grads = self._arena.grads
         if self._sliced_from.keys() != grads.keys() or any(grads[d] is not self._sliced_from[d] for d in grads):
             self._sliced_from = dict(grads)
@@ -350,7 +352,8 @@ class GradSync:
                 raise InputError(f"group {group.index} does not hold neighbours of the arena in the arena's order")
 
     def _check_left_out(self) -> None:
-        """The gradients of such parameters would not be exchanged: ranks would train them apart."""
+        """Raises InputError for trainable parameters outside the arena. Their gradients would not be exchanged, and
+        they would differ between ranks."""
         if names := self._arena.left_out():
             more = "" if len(names) == 1 else f" and {len(names) - 1} more"
             raise InputError(
@@ -388,5 +391,5 @@ def _both(first: Exchange, second: Exchange) -> None:
 
 
 def _captured(device: torch.device) -> bool:
-    """Into a CUDA graph, where an event cannot tell a time."""
+    """Whether a CUDA graph is being captured. Events in a capture cannot be read as times."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

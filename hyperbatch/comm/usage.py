@@ -1,7 +1,7 @@
 """Checks that all ranks used the same parameters in a step: one bit per rank and parameter, summed over the ranks.
 
-A parameter used on only some ranks would be updated only there, and the weights would differ from then on. The bits are
-sent behind the last gradient group of every step.
+A parameter that only some ranks used would be updated only there, and the weights would differ from then on. The bits
+are sent after the last gradient group of every step.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from hyperbatch.comm.grid import GridComm
 from hyperbatch.comm.place import ranges
 from hyperbatch.errors import InputError
 
-_RANKS_PER_WORD = 62  # distinct powers of two, so that their sum tells the ranks apart and stays below the sign bit
+_RANKS_PER_WORD = 62  # one power of two per rank, so that a sum shows its ranks and stays below the sign bit
 _SHOWN_NAMES = 3
 
 
 def usage_bits(used: Sequence[bool], comm: GridComm, device: torch.device) -> Tensor:
-    """This rank's bits on the host, words x parameters; pinned for a GPU, so that the copy does not block."""
+    """Returns this rank's bits on the host, words x parameters. For a GPU they are pinned, so that the copy does not
+    block."""
     words = -(-comm.size // _RANKS_PER_WORD)
     bits = torch.zeros(words, len(used), dtype=torch.int64, pin_memory=device.type == "cuda")
     bits[comm.rank // _RANKS_PER_WORD] = torch.tensor(used) * (1 << comm.rank % _RANKS_PER_WORD)
@@ -29,7 +30,8 @@ def usage_bits(used: Sequence[bool], comm: GridComm, device: torch.device) -> Te
 
 
 def exchange_usage(bits: Tensor, comm: GridComm, device: torch.device) -> None:
-    """Sums the bits over ranks in place. Runs as an exchange: on a GPU the sum is ready when its handle is done."""
+    """Sums the bits over ranks in place. It runs as an exchange: on a GPU the sum is ready when the exchange's handle
+    is done."""
     summed = bits.to(device, non_blocking=True)
     all_reduce_now(summed, comm, "flat", "sum")
     if summed is not bits:
@@ -37,7 +39,7 @@ def exchange_usage(bits: Tensor, comm: GridComm, device: torch.device) -> None:
 
 
 def check_usage(bits: Tensor, names: Sequence[str], comm: GridComm) -> None:
-    """Raises InputError, the same on every rank, when summed bits show a parameter that only some ranks used."""
+    """Raises the same InputError on every rank if the summed bits show a parameter that only some ranks used."""
     places = range(0, comm.size, _RANKS_PER_WORD)
     everyone = torch.tensor([[(1 << min(_RANKS_PER_WORD, comm.size - first)) - 1] for first in places])
     partly = ~((bits == everyone).all(0) | (bits == 0).all(0))

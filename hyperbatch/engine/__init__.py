@@ -1,1 +1,1 @@
-"""The train loop, evaluation, clock, faults."""
+"""The training loop, evaluation, the clock, and the handling of faults."""

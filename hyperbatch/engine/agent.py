@@ -1,6 +1,6 @@
-"""How this host's ranks are started: how many there are by default, and torchrun's elastic agent that runs them.
+"""Starts this host's ranks: chooses their default number, and runs them under torchrun's elastic agent.
 
-It loads torch only when ranks are started, since a dry run asks for their number, too.
+This module loads torch only when ranks are started, because a dry run uses the default number, too.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from hyperbatch.memory import host_memory_bytes
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # what it ends the ranks for
-RANK_BYTES = 128 << 20  # of memory that a process with torch has for itself, at the very least
-PREEMPT_FILE = "preempt"  # beside the argument: ranks see there that the command was asked to make room
+AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # that make the agent end the ranks
+RANK_BYTES = 128 << 20  # the least memory that a process with torch needs for itself
+PREEMPT_FILE = "preempt"  # next to the argument; it tells the ranks that the command was preempted
 
 
 def default_nproc(device: str) -> int:
-    """One process per GPU; on a CPU two, so that the path of a large run is the path of a small one."""
+    """Returns one process per GPU. On a CPU there are two, so that a small run takes the code path of a large one."""
     gpus = 0 if device == "cpu" else count_gpus()
     return gpus or min(2, usable_cores())
 
 
 def check_nproc(nproc: int) -> None:
-    """InputError for more processes than this host's memory can hold."""
+    """Raises InputError if this host's memory cannot hold `nproc` processes."""
     needed, there = nproc * RANK_BYTES, host_memory_bytes()
     if needed > there:
         raise InputError(
@@ -50,7 +50,7 @@ def check_nproc(nproc: int) -> None:
 
 
 def count_gpus() -> int:
-    """GPUs a process started here would see."""
+    """Returns the number of GPUs that a process started here would see."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
@@ -59,7 +59,7 @@ def count_gpus() -> int:
 
 @cache
 def _gpus_of_host() -> int:
-    """Asked once: the driver takes its time."""
+    """Cached, because the driver answers slowly."""
     if shutil.which("nvidia-smi") is None:
         return 0
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False).stdout
@@ -67,7 +67,7 @@ def _gpus_of_host() -> int:
 
 
 def cpu_has_bf16() -> bool:
-    """Whether the CPU has instructions for bf16: then it is faster than fp32, and otherwise many times slower."""
+    """Whether the CPU has instructions for bf16. With them bf16 is faster than fp32, without them many times slower."""
     try:
         told = set(Path("/proc/cpuinfo").read_text().split())
     except OSError:  # not Linux
@@ -85,8 +85,8 @@ def start_ranks(
 ) -> None:
     """Runs `python -m module argument` as ranks 0 to nproc - 1 of this host, under torchrun's elastic agent.
 
-    hint: what to tell the user to do, asked for when the ranks have failed. preempt_signals: are passed on to the ranks
-    as PREEMPT_FILE, and the ranks end by themselves.
+    hint: returns advice for the user; it is called when the ranks have failed. preempt_signals: these signals do not
+    end the ranks. They are passed on to the ranks through PREEMPT_FILE, and the ranks end by themselves.
     """
     check_nproc(nproc)
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
@@ -95,8 +95,8 @@ def start_ranks(
 
     from hyperbatch.engine.stores import LOOPBACK, ONE_HOST
 
-    # The agent's own log repeats, over many lines, what is said below in one.
-    for name in ("torch.distributed.elastic", *logging.root.manager.loggerDict):  # some have levels of their own
+    # The agent's own log would repeat over many lines the error that is raised below in one line.
+    for name in ("torch.distributed.elastic", *logging.root.manager.loggerDict):  # some loggers set their own level
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     agent = LaunchConfig(
@@ -108,7 +108,7 @@ def start_ranks(
         local_addr=LOOPBACK,
         max_restarts=0,
         monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=str(argument.parent / "logs")),  # else a folder stays in /tmp
+        logs_specs=DefaultLogsSpecs(log_dir=str(argument.parent / "logs")),  # otherwise a folder would remain in /tmp
         signals_to_handle=",".join(number.name for number in AGENT_SIGNALS if number not in preempt_signals),
     )
     asked = argument.parent / PREEMPT_FILE
@@ -129,17 +129,17 @@ def start_ranks(
 
 @contextlib.contextmanager
 def _passed_on(signals: Sequence[signal.Signals], asked: Path) -> Iterator[None]:
-    """Each of the signals leaves its name in the file `asked`."""
+    """A context in which each of these signals writes its name to the file `asked`."""
     own = signals if threading.current_thread() is threading.main_thread() else ()
     names = {number: asked.with_name(f"{asked.name}.{number.name}") for number in own}
     for number, path in names.items():
-        path.write_text(number.name)  # now, while there is room on the disk
+        path.write_text(number.name)  # written now, because the disk may be full later
 
     def handle(number: int, _: object) -> None:
         if not asked.exists():
             name = signal.Signals(number).name
-            os.replace(names[signal.Signals(number)], asked)  # nobody reads half a name
-            with contextlib.suppress(OSError):  # a log on a full disk
+            os.replace(names[signal.Signals(number)], asked)  # atomic, so that no rank reads an incomplete name
+            with contextlib.suppress(OSError):  # stderr may be a log on a full disk
                 os.write(sys.stderr.fileno(), f"hyperbatch: {name}: the run will end after a checkpoint\n".encode())
 
     before = {number: signal.signal(number, handle) for number in own}
@@ -151,7 +151,8 @@ def _passed_on(signals: Sequence[signal.Signals], asked: Path) -> Iterator[None]
 
 
 def _explain(error: ChildFailedError, scratch: Path, hint: Callable[[], str]) -> InputError | RunFailed:
-    """The first failure among the ranks, in one line. Ranks leave their own words in rank-N.json."""
+    """Returns the first failure among the ranks as a one-line error. Ranks write the words that describe their failure
+    to rank-N.json."""
     said = {int(path.stem.removeprefix("rank-")): _read(path) for path in scratch.glob("rank-*.json")}
     exits = {rank: Exit(failure.pid, failure.exitcode) for rank, failure in error.failures.items()}
     words = first_cause(exits, {rank: words for rank, words in said.items() if words})
@@ -171,7 +172,7 @@ def _explain(error: ChildFailedError, scratch: Path, hint: Callable[[], str]) ->
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a rank has said; nothing where it was killed while it wrote."""
+    """Returns the words that a rank has written; {} if it was killed while it wrote them."""
     try:
         return json.loads(path.read_text())
     except ValueError:

@@ -1,4 +1,4 @@
-"""Counts the seconds of a run by account. A resumed run continues the counts of its checkpoint.
+"""Counts the seconds of a run in separate accounts. A resumed run continues the counts of its checkpoint.
 
 init | train ... eval ... train ... capture ... train ... pause ... train | stop
      ^ the run's time starts here, before training data is used, as in MLPerf and speed runs
@@ -14,13 +14,13 @@ from collections.abc import Iterator
 class Clock:
     """Books every moment to exactly one account.
 
-    `capture` is the preparation of shapes that first occur during the run; that of shapes prepared beforehand belongs
-    to `init`. `pause` is for checkpoints and reports.
+    `capture` is the preparation of shapes that first occur during the run. The preparation of shapes before the first
+    step belongs to `init`. `pause` is for checkpoints and reports.
     """
 
     def __init__(self) -> None:
         self.seconds = {"init": 0.0, "train": 0.0, "capture": 0.0, "eval": 0.0, "pause": 0.0}
-        self.account = "init"  # the one that time is booked to now
+        self.account = "init"  # the account to which time is booked now
         self._since = time.perf_counter()
 
     def switch(self, account: str) -> None:
@@ -39,13 +39,13 @@ class Clock:
 
     @property
     def run_s(self) -> float:
-        """Seconds since training began, evaluation and captures included, pauses and initialisation not."""
+        """Seconds since training began. It includes evaluation and captures, but neither pauses nor initialisation."""
         self.switch(self.account)
         return self.seconds["train"] + self.seconds["capture"] + self.seconds["eval"]
 
     @property
     def train_s(self) -> float:
-        """Seconds of training alone: what images per second are counted in."""
+        """Seconds of training alone. Images per second refer to this time."""
         self.switch(self.account)
         return self.seconds["train"]
 
@@ -54,6 +54,6 @@ class Clock:
         return {f"{name}_s": value for name, value in self.seconds.items()}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Adds the seconds of the run that this one continues, to the time of its own initialisation."""
+        """Adds the seconds of the run that this one continues."""
         for name in self.seconds:
-            self.seconds[name] += state.get(f"{name}_s", 0.0)  # an older checkpoint knows no captures
+            self.seconds[name] += state.get(f"{name}_s", 0.0)  # an older checkpoint has no "capture_s"

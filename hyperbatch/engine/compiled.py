@@ -33,18 +33,18 @@ from hyperbatch.models.resnet import ResNet
 from hyperbatch.models.whitenet import WhiteNet
 from hyperbatch.params import HALF_DTYPES
 
-MOST_VARIANTS = 64  # of one kind: shapes of batches, and settings that torch takes for constants
+MOST_VARIANTS = 64  # of one kind of region: one per batch shape and per setting that torch treats as a constant
 Count = Callable[[int, int], None]
 
 
 @dataclass(kw_only=True, slots=True)
 class Compilation:
-    """What became of `--compile`, for the record and the report."""
+    """The effect of `--compile`, for the record and the report."""
 
-    choice: str  # of the option
-    regions: int = 0  # that run compiled; 0: none
-    kinds: int = 0  # of regions that are built alike
-    compilations: int = 0  # of kinds for shapes; forward and backward are one
+    choice: str  # the option's value
+    regions: int = 0  # number of regions that run compiled
+    kinds: int = 0  # regions that are built alike are of one kind
+    compilations: int = 0  # one per kind and shape; forward and backward count as one
     cache_hits: int = 0  # graphs (forward and backward count one each) that were found on the disk
     cache_misses: int = 0  # graphs that were compiled
     seconds: float = 0.0
@@ -53,7 +53,7 @@ class Compilation:
 
 
 class CompiledRegions:
-    """A model's regions: plain until `compiling`, and again after `give_up`."""
+    """A model's regions. They run as plain code until `compiling` is entered, and again after `give_up`."""
 
     def __init__(self, regions: tuple[Region, ...], choice: str, options: dict[str, Any]) -> None:
         self.about = Compilation(choice=choice, kinds=len({region.kind for region in regions}))
@@ -62,7 +62,7 @@ class CompiledRegions:
             region.kind: _function(f"{type(region.module).__name__}_{region.kind}") for region in regions
         }
         self._options = options
-        self._called: set[int] = set()  # kinds
+        self._called: set[int] = set()  # kinds whose forward has run in this `compiling`
         self._count: Count | None = None
 
     @property
@@ -71,13 +71,13 @@ class CompiledRegions:
 
     @property
     def stage(self) -> str:
-        """What is said while they are compiled."""
+        """The console's text while the regions are compiled."""
         return "compiling the model" if len(self._regions) == 1 else "compiling the model's blocks"
 
     @contextlib.contextmanager
     def compiling(self, count: Count | None = None) -> Iterator[None]:
         """Training steps inside this context compile the regions, which stay compiled afterwards. Errors of torch are
-        not caught. count: is called for each kind of region that has completed forward."""
+        not caught. count: called when a kind of region has completed its first forward pass."""
         import torch._dynamo.config as dynamo_config
 
         start_s, before = time.monotonic(), _counters()
@@ -85,7 +85,7 @@ class CompiledRegions:
         self._called.clear()
         self._count = count
         try:
-            # Torch's own limit of 8 is for functions that are compiled again and again; a run may have as many shapes.
+            # torch's default limit of 8 guards against endless recompilation; a run may legitimately have more shapes.
             with warnings.catch_warnings(), dynamo_config.patch(recompile_limit=MOST_VARIANTS):
                 warnings.simplefilter("ignore")  # advice about how models should be written
                 yield
@@ -98,7 +98,7 @@ class CompiledRegions:
             about.cache_misses += after[2] - before[2]
 
     def give_up(self, reason: str) -> None:
-        """Every region is plain again."""
+        """Switches every region back to plain code. reason: for the record."""
         for region in self._regions:
             region.module._compiled_call_impl = None
         self.about.regions, self.about.reason = 0, reason
@@ -109,7 +109,8 @@ class CompiledRegions:
         compiled = {kind: compile_function(function, self._options) for kind, function in self._functions.items()}
         self.about.regions = len(self._regions)
         for region in self._regions:
-            # What `Module.compile` sets, and copies and pickles leave out: here for training alone.
+            # `Module.compile` sets the same attribute. Copies and pickles of the module do not contain it. Unlike
+            # there, `_Call` runs the compiled function in training only.
             region.module._compiled_call_impl = _Call(self, region, compiled[region.kind])
 
     def called(self, kind: int) -> None:
@@ -120,7 +121,7 @@ class CompiledRegions:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What runs when a region is called."""
+    """Runs in place of a region's own code when the region is called."""
 
     regions: CompiledRegions
     region: Region
@@ -128,7 +129,7 @@ class _Call:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         module = self.region.module
-        # Evaluation may put other tensors in the place of a module's own, and is worth no compilation.
+        # Evaluation may replace a module's tensors by others, and is not worth a compilation.
         if not (module.training and torch.is_grad_enabled()):
             return module._call_impl(*args, **named)
         result = self.compiled(module, *args, **named)
@@ -141,22 +142,25 @@ def _call_module(module: nn.Module, *args: Any, **named: Any) -> Any:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    """`_call_module` with its own code object, under this name. torch stores compiled variants, and limits their
-    number, per code object; kinds would otherwise share one with each other and with modules that other code compiles.
+    """Returns a copy of `_call_module` with its own code object and this name. torch stores compiled variants per code
+    object and limits their number; otherwise all kinds, and modules that other code compiles, would share one limit.
     """
     return FunctionType(_call_module.__code__.replace(co_name=name), globals(), name)
 
 
 def compile_function(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """Compiles a function as one graph (a graph break is an error, because the parts would be neither counted nor
-    measured), and for each shape separately (a function for any shape is slower, and a run has few shapes)."""
+    """Compiles a function as one graph, and separately for each shape.
+
+    A graph break is an error, because its parts would be neither counted nor measured. Code for dynamic shapes would be
+    slower, and a run has few shapes.
+    """
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
 def prepare_compiler(ranks_per_host: int) -> None:
-    """Sets torch's compiler to keep its cache in the user's cache folder and not in /tmp, and to share cores between
-    ranks, unless the user has set these. To be called early: torch reads them when it loads its compiler, which
-    optimizers may cause."""
+    """Lets torch's compiler keep its cache in the user's cache folder instead of /tmp, and share the cores between
+    ranks. Values that the user has set are kept. Must be called early: torch reads these variables when it loads its
+    compiler, and building an optimizer may load it."""
     folder = cache_folder()
     if folder.is_absolute():
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
@@ -166,7 +170,7 @@ def prepare_compiler(ranks_per_host: int) -> None:
 
 
 def _counters() -> tuple[int, int, int]:
-    """(graphs traced, found on the disk, compiled), in this process so far."""
+    """Returns the numbers of graphs that this process has traced, found on the disk, and compiled so far."""
     from torch._dynamo.utils import counters
 
     inductor = counters["inductor"]
@@ -177,7 +181,8 @@ def _counters() -> tuple[int, int, int]:
 def choose_regions(
     config: Config, model: nn.Module, dtype: torch.dtype, device: torch.device, *, fused: bool
 ) -> CompiledRegions | Compilation:
-    """The regions to compile, or the reason why there are none. On a GPU, some layers become our faster ones."""
+    """Returns the regions to compile, or the reason why there are none. On a GPU, it replaces some layers of the model
+    by faster implementations of ours."""
     choice = config.model.compile
     reason = ""
     if choice == "off":
@@ -199,7 +204,7 @@ def choose_regions(
         return Compilation(choice=choice, reason=reason)
     options: dict[str, Any] = {"triton.cudagraphs": False}
     if config.run.deterministic:
-        options["deterministic"] = True  # else kernels are chosen by timing, and another one may add in another order
+        options["deterministic"] = True  # otherwise kernels are chosen by timing, and the order of additions may vary
     if device.type == "cuda" and dtype in HALF_DTYPES:
         quicken(model)
         if any(isinstance(module, DepthwiseConv2d) for module in model.modules()):
@@ -210,8 +215,8 @@ def choose_regions(
 
 
 def reason_of(error: BaseException) -> str:
-    """One line: why it could not be compiled."""
-    inner = getattr(error, "inner_exception", None)  # of a backend
+    """Returns in one line why the model could not be compiled."""
+    inner = getattr(error, "inner_exception", None)  # set where torch wraps an error of the compiler's backend
     while inner is not None:
         error, inner = inner, getattr(inner, "inner_exception", None)
     lines = str(error).strip().splitlines() or [""]

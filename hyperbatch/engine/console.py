@@ -1,9 +1,9 @@
-"""What rank 0 prints on stderr: on a terminal one line that is updated in place, elsewhere plain lines in intervals.
+"""Rank 0's output on stderr: on a terminal one line that is updated in place, elsewhere plain lines at intervals.
 
 step 120/450  1:20 left  target 99 %: best 97.20 %  epoch 2.4  loss 1.234  12,345 images/s  rate 0.5  ━━━━━━━━━━━
 
-The most important parts come first. The time left is the time to the last step. The time at which a run will reach its
-target cannot be predicted from the evaluations so far, so the best of them is shown with the target instead.
+The most important parts come first. The time left is the time until the last step. When a run will reach its target
+cannot be predicted from the evaluations so far, so the line shows the target and the best evaluation instead.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task
 from rich.text import Text
 
-LINE_S = 10.0  # between two lines about steps, where there is no terminal
-STAGE_S = 2.0  # what takes less is not worth a line there
+LINE_S = 10.0  # interval between two lines about steps if stderr is not a terminal
+STAGE_S = 2.0  # without a terminal, a stage that takes less time is not printed
 BAR_COLUMNS = 20
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ class Console:
         self._setup: Progress | None = None  # shows the stage
         self._timer: threading.Timer | None = None
         self._stage, self._counted = "", ""
-        self._stage_said_s: float | None = None  # when a line said how far the stage is; None: none has
+        self._stage_said_s: float | None = None  # when the stage's progress was last printed; None: not yet
         self._pace = Pace(0, 0)
 
     def stage(self, text: str) -> None:
-        """What the run does before its first step. On a terminal it is shown at once, elsewhere once it takes long."""
+        """Shows what the run does before its first step: on a terminal at once, elsewhere only if it takes long."""
         self._end_stage()
         if not self._enabled:
             return
@@ -58,7 +58,7 @@ class Console:
             self._say_later(STAGE_S, self._say_stage)
 
     def count(self, done: int, known: int) -> None:
-        """How far the stage has come: "compiling kernels 12/40". Any thread may say so."""
+        """Shows the stage's progress: "compiling kernels 12/40". Any thread may call this."""
         if not self._enabled:
             return
         self._counted = f" {done}/{known}"
@@ -90,17 +90,17 @@ class Console:
     def start(
         self, total_steps: int, first_step: int = 0, *, target: float | None = None, best: float | None = None
     ) -> None:
-        """target: accuracy to reach, or None; best: accuracy of the best evaluation so far, of a run that goes on."""
+        """target: accuracy to reach, or None. best: accuracy of the best evaluation so far, if the run was resumed."""
         self._end_stage()
         self._pace = Pace(total_steps, first_step, target=target, best=best)
         begins = (f"step {first_step:,}/{total_steps:,}", "running the first step ...")
         self._task = self._bar.add_task("", total=total_steps, completed=first_step, parts=begins)
         self._bar.start()
-        if self._enabled and not self._live:  # a first step may take minutes, on a CPU or while kernels are compiled
+        if self._enabled and not self._live:  # the first step may take minutes, on a CPU or while kernels are compiled
             self._say_later(LINE_S, lambda: self.say("  ".join(begins)))
 
     def say(self, text: str) -> None:
-        """A line as it is, however long: a log is not a page."""
+        """Prints a line without wrapping it to the terminal's width."""
         self._out.print(text, soft_wrap=True, markup=False)
 
     def step(self, step: int, epoch: float, loss: float, rate: float, images_per_s: float) -> None:
@@ -129,7 +129,7 @@ class Console:
 
 
 class Pace:
-    """How fast a run is, and what is left of it."""
+    """Estimates the time left from the speed so far, and keeps the best accuracy."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Pace:
         self._start_s = self._said_s = time.monotonic() if now_s is None else now_s
 
     def left_s(self, step: int, now_s: float) -> float | None:
-        """Seconds, evaluations included, if the rest goes as fast as what was done; None: nothing was."""
+        """Returns the seconds left, evaluations included, at the speed so far; None before the first step."""
         done = step - self._first
         return None if done <= 0 else (self._total - step) * (now_s - self._start_s) / done
 
@@ -168,7 +168,7 @@ class Pace:
     def parts(
         self, step: int, epoch: float, loss: float, rate: float, images_per_s: float, now_s: float
     ) -> tuple[str, ...]:
-        """What there is to say, the most important first."""
+        """Returns the parts of the progress line, the most important first."""
         left_s = self.left_s(step, now_s)
         return (
             f"step {step:,}/{self._total:,}",
@@ -182,7 +182,7 @@ class Pace:
 
 
 class _Line(ProgressColumn):
-    """As many of a task's parts as fit into the terminal."""
+    """Shows as many of a task's parts as fit into the terminal."""
 
     max_refresh = 0.1
 
@@ -196,7 +196,7 @@ class _Line(ProgressColumn):
 
 
 def fitted(parts: tuple[str, ...], columns: int) -> str:
-    """The first parts, as many as go into so many columns; the first one always."""
+    """Joins as many of the parts as fit into `columns`. The first part is always included."""
     line = parts[0]
     for part in parts[1:]:
         if len(line) + 2 + len(part) > columns:
@@ -206,7 +206,7 @@ def fitted(parts: tuple[str, ...], columns: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """ "0:42", "1:20", "2:03:04" """
+    """Returns for example "0:42", "1:20" or "2:03:04"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

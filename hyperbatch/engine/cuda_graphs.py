@@ -3,11 +3,12 @@
     capture   run the micro-steps once on inputs with fixed addresses; their launches become a graph
     replay    batch -> copy into the graph's inputs -> launch the graph
 
-There is one graph per image size and launch; a launch names the samples, the share of the step and the position of each
-of its micro-steps. A single micro-step has two, which are replayed in turn: each replay overwrites the time marks of
-its graph, and the journal reads those of one while the other runs. The graph of a stride has no marks, and exists once:
-batches are copied to its inputs, and rates to its table, on the stream that it runs on. All graphs share one memory
-pool; tensors that outlive a replay (inputs, losses, gradients, state) are outside it.
+There is one graph per image size and launch; a launch contains the number of samples, the share of the step and the
+position of each of its micro-steps. A launch of a single micro-step has two graphs, which are replayed in turn: each
+replay overwrites the time marks of its graph, and the journal reads the marks of one graph while the other runs. A
+launch of a whole stride has one graph without marks: batches are copied to its inputs, and rates to its table, on the
+stream on which it runs. All graphs share one memory pool; tensors that outlive a replay (inputs, losses, gradients,
+state) are outside it.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -32,7 +33,7 @@ from hyperbatch.optim.rates import RateTable
 
 TURNS = 2
 ALIGN_BYTES = 256
-StrideShape = tuple[tuple[Launch, ...], int]  # its launches, image size
+StrideShape = tuple[tuple[Launch, ...], int]  # the stride's launches, image size
 Replay = Callable[[], None]
 
 
@@ -60,17 +61,20 @@ class Backend(Protocol):
 
 class Captured(NamedTuple):
     replay: Replay
-    ends: Ends  # its time marks
+    ends: Ends  # the graph's time marks
 
 
 class StaticInputs(NamedTuple):
-    written: Inputs  # what a launch's batch is copied into: one, or one for each micro-step
-    read: Inputs  # what the micro-steps read
+    written: Inputs  # the tensors that a launch's batch is copied into: one pair, or one for each micro-step
+    read: Inputs  # the tensors that the micro-steps read
 
 
 def static_inputs(learner: Learner, launch: Launch, image_size: int) -> StaticInputs:
-    """A slice for each micro-step, so that one copy fills all; or one of its own where slices would not be aligned as
-    memory of its own is, which decides which kernels can run."""
+    """Allocates the inputs of a launch: a slice of one tensor for each micro-step, so that one copy fills them all.
+
+    If the slices were not aligned like separate allocations, each micro-step gets its own tensor, because the alignment
+    decides which kernels can run.
+    """
     whole = blank_batch(learner, sum(part.samples for part in launch), image_size)
     sample_bytes = whole[0].stride(0) * whole[0].itemsize
     if len(launch) == 1 or all(part.samples * sample_bytes % ALIGN_BYTES == 0 for part in launch):
@@ -84,15 +88,15 @@ class CapturedSteps:
 
     def __init__(self, backend: Backend, learner: Learner, work: Work, rates: RateTable, losses: Tensor) -> None:
         self.backend = backend
-        self.shapes: set[StrideShape] = set()  # of strides that are captured
+        self.shapes: set[StrideShape] = set()  # shapes of the captured strides
         self.graphs: dict[tuple[Launch, int, int], Captured] = {}  # by launch, image size and turn
-        # By samples of each micro-step and image size. Launches share them: they run one after the other.
+        # By samples of each micro-step and image size. Launches run one after the other, so they share the inputs.
         self._inputs: dict[tuple[tuple[int, ...], int], StaticInputs] = {}
         self._learner, self._work, self._rates, self._losses = learner, work, rates, losses
         self._turn = 0
 
     def capture(self, shape: StrideShape) -> None:
-        """Captures the launches of a stride; NotCaptured or NoRoom says why it cannot be done."""
+        """Captures the launches of a stride. Raises NotCaptured or NoRoom with the reason if that is not possible."""
         launches, image_size = shape
         learner = self._learner
         try:
@@ -111,7 +115,7 @@ class CapturedSteps:
         self.shapes.add(shape)
 
     def replay(self, launch: Launch, batch: Batch, timer: StepTimer) -> None:
-        """One launch of a stride that is captured."""
+        """Copies a batch to the inputs of a captured launch, and replays the launch."""
         image_size = batch.images.shape[-1]
         written = self._inputs_of(launch, image_size).written
         parts = [(batch.images, batch.labels)] if len(written) == 1 else inputs_of(batch, launch)
@@ -134,7 +138,7 @@ class CapturedSteps:
         if part.first or part.last:
             timer.replayed(captured.ends)
         else:
-            timer.mark("micro_step")  # its own marks are written again before they are read
+            timer.mark("micro_step")  # the graph's marks are overwritten before they could be read
 
     def _inputs_of(self, launch: Launch, image_size: int) -> StaticInputs:
         key = tuple(part.samples for part in launch), image_size
@@ -158,7 +162,7 @@ class CapturedSteps:
 
 
 class NotCaptured(Exception):
-    """A step could not be captured. The message says in one line why, and where in the code."""
+    """A step could not be captured. The message states in one line why, and where in the code."""
 
     def __init__(self, error: BaseException) -> None:
         error = first_cause(error)
@@ -181,10 +185,10 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def forget_workspaces() -> None:
-    """cuBLAS takes new workspaces from here on, in the whole process: for a graph that is captured next, from its pool.
+    """Makes cuBLAS allocate new workspaces in the whole process; a graph that is captured next gets them from its pool.
 
-    One that was there before could be freed under the graph: torch.compile, other captures and, in newer versions of
-    torch, graphs that end clear them. Graphs of one pool share such memory and must not run at once.
+    An older workspace could be freed while the graph still uses it: torch.compile, other captures and, in newer
+    versions of torch, graphs that end clear all workspaces. Graphs of one pool share them and must not run at once.
     """
     torch._C._cuda_clearCublasWorkspaces()
 
@@ -218,7 +222,7 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def no_synchronisation(self) -> Iterator[None]:
-        # Found here, in a plain step, since a failed capture is harder to clean up.
+        # Synchronisation is detected here, in a plain step, because a failed capture is harder to clean up.
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Synchronization debug mode")
@@ -233,7 +237,7 @@ class CudaGraphs:
         self._graphs.append(graph)
         forget_workspaces()
         try:
-            # The loader's threads use the device meanwhile, on streams of their own: only this thread is watched.
+            # The loader's threads use the device meanwhile, on their own streams, so only this thread is restricted.
             with (
                 _empty_graphs_ignored(),
                 torch.cuda.graph(graph, pool=memory.pool, stream=memory.stream, capture_error_mode="thread_local"),
@@ -250,16 +254,16 @@ class CudaGraphs:
         """Resets the allocator (torch before 2.12) and the generator, which a failed capture leaves in capture mode."""
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._device.index, self._memory.pool)
-        self._memory.renew()  # for the captures that follow, also of others that share it
+        self._memory.renew()  # for later captures, also those of others that share the memory
         generator = torch.cuda.default_generators[self._device.index]
         fresh = torch.Generator(self._device).manual_seed(generator.initial_seed())
         generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
     def release(self) -> None:
-        torch.cuda.synchronize(self._device)  # a replay may still run in the memory that goes
+        torch.cuda.synchronize(self._device)  # synchronises: a replay may still use the memory that is freed
         self.close()
         forget_workspaces()
-        if not self._shared:  # else others of its graphs keep it alive, and what is captured next takes what is free
+        if not self._shared:  # a shared pool is kept alive by other graphs, and later captures reuse its free memory
             self._memory.renew()
         torch.cuda.empty_cache()
 

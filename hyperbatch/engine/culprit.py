@@ -27,8 +27,8 @@ class Exit:
 
     @property
     def signal(self) -> int:
-        """That ended it, or 0. A rank that trains handles SIGTERM, and then ends as a shell would say it
-        (engine/preempt.py)."""
+        """The signal that ended the process, or 0. A rank that trains handles SIGTERM and then exits with
+        128 + SIGTERM, as a shell reports it (engine/preempt.py)."""
         return signal.SIGTERM if self.code == 128 + signal.SIGTERM else max(0, -self.code)
 
     @property
@@ -43,7 +43,7 @@ class Exit:
 
 
 def first_cause(exits: Mapping[int, Exit], said: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """The words that the user should see. exits: of failed ranks, in the order in which they ended; not empty.
+    """Returns the words that the user should see. exits: of failed ranks, in the order in which they ended; not empty.
 
     said: the words that ranks reported before they ended (`ending.words_of`), also of ranks that are not in `exits`.
     """
@@ -51,7 +51,7 @@ def first_cause(exits: Mapping[int, Exit], said: Mapping[int, Mapping[str, Any]]
     if own:
         words = dict(own[_first(own)])
         return words | {"message": words["message"] + _unheard(exits, said, words["message"])}
-    # How a rank without words ended says more than the words of another rank about it.
+    # The exit of a rank without words says more than the words of another rank, which only noticed that it was gone.
     ended = [rank for rank in exits if rank not in said or said[rank]["after"] == "signal"]
     if not ended:
         return dict(said[_first(said)])
@@ -71,12 +71,12 @@ def first_cause(exits: Mapping[int, Exit], said: Mapping[int, Mapping[str, Any]]
 
 
 def _first(said: Mapping[int, Mapping[str, Any]]) -> int:
-    """The earliest words. Words that a rank adopted from another count with the time of the original."""
+    """Returns the rank with the earliest words. Words that a rank adopted from another keep the original's time."""
     return min(said, key=lambda rank: (said[rank]["time"], "heard" in said[rank]))
 
 
 def _unheard(exits: Mapping[int, Exit], said: Mapping[int, Mapping[str, Any]], message: str) -> str:
-    """A rank that had to be killed after another had failed hangs, or is stopped."""
+    """Returns an addition to the message if a rank had to be killed after another failed: it hung or was stopped."""
     killed = [rank for rank, exit in exits.items() if exit.signal == signal.SIGKILL and rank not in said]
     return (
         f"; rank {killed[0]} did not respond and was terminated"

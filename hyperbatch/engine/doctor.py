@@ -1,4 +1,4 @@
-"""Is this machine fit to train? What is installed and seen, and whether every all-reduce gives the right values."""
+"""Checks whether this machine can train: packages, devices, and whether every all-reduce gives the right values."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from hyperbatch.comm.doctor import CollectiveCheck
 
 OPTIONAL = ("triton", "torchvision", "timm", "simplejpeg", "tensorboard", "safetensors")
-TIMEOUT_S = 60  # of a collective: a link that takes longer is broken
+TIMEOUT_S = 60  # of a collective; a link that takes longer is considered broken
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Something that training needs. Where it is not ok, the detail says what to do."""
+    """One requirement of training. If it is not ok, the detail says what to do."""
 
     name: str
     ok: bool
@@ -50,9 +50,9 @@ class Diagnosis:
 
 
 def doctor(*, collectives: bool = False, nproc: int | None = None) -> Diagnosis:
-    """What is fit and unfit here.
+    """Runs all checks on this machine.
 
-    Under torchrun, srun or mpirun every process calls it: the ranks join, and all get the same `ok`. Elsewhere
+    Under torchrun, srun or mpirun every process must call it: the ranks join, and all get the same `ok`. Otherwise
     `collectives` starts `nproc` ranks on this host.
     """
     if nproc is not None:
@@ -128,7 +128,7 @@ def _network() -> Check:
     try:
         return Check("network", True, f"{host} resolves to {socket.gethostbyname(host)}")
     except OSError:
-        # Gloo looks the host name up; without an entry it cannot start over several hosts.
+        # Gloo resolves the host name; if that fails, it cannot connect several hosts.
         return Check("network", True, f"{host} has no address; set GLOO_SOCKET_IFNAME for runs over several hosts")
 
 
@@ -158,7 +158,8 @@ def _started_rank(answer: Path) -> None:
 
 
 def _join_and_check(ranks: Ranks, collectives: bool, failed: list[Check]) -> tuple[list[CollectiveCheck], list[Check]]:
-    """Rows of the collectives, and what else is wrong: the failed checks of other hosts, or that ranks do not meet."""
+    """Returns the rows of the collectives and further checks: whether the ranks can connect, and the failed checks of
+    other hosts."""
     import torch.distributed as dist
 
     from hyperbatch.engine.ranks import join
@@ -178,7 +179,11 @@ def _join_and_check(ranks: Ranks, collectives: bool, failed: list[Check]) -> tup
 
 
 def _check_grids(ranks: Ranks, device: Any) -> list[CollectiveCheck]:
-    """On hosts x ranks per host; on a square too where those have one direction only and a torus would be a ring."""
+    """Checks the collectives on the grid of hosts x ranks per host.
+
+    On a grid with a single direction a torus would be a ring. A square grid is then checked, too; it replaces a grid
+    of one row.
+    """
     from hyperbatch.comm.doctor import check_collectives
     from hyperbatch.engine.ranks import host_grid
     from hyperbatch.plan.types import RankGrid

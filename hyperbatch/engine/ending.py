@@ -1,4 +1,4 @@
-"""How one rank of several leaves a run that failed: it first reports the reason, and then closes what could block.
+"""Ends one rank of several after a failure: it first reports the reason, and then closes everything that could block.
 
     error -> the timer starts -> if an exchange failed: which rank failed before or is silent?
           -> words for the parent or stderr -> words for the other ranks -> record (rank 0)
@@ -6,8 +6,8 @@
 
 The words of a rank are a dict that describes its failure. NCCL's destructor waits for the graphs that captured its
 collectives, a device may be stuck in a collective whose other ranks are gone, and no signal handler runs in a thread
-that waits for it. A timer therefore ends the process if the last line takes too long; by then everything has been
-reported. A run of one rank only raises.
+that waits for the device. A timer therefore ends the process if the steps of the last line take too long; by then
+everything has been reported. A run of one rank only raises the error.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -33,12 +33,12 @@ from hyperbatch.engine.preempt import Preemption
 from hyperbatch.engine.ranks import Ranks, interrupt
 from hyperbatch.errors import InputError, Preempted, RunFailed
 
-PATIENCE_S = 10.0  # for an orderly end; torchrun's agent kills after 30
-GRACE_S = 2.0  # for a main thread that is about to raise the same failure by itself, as gloo's do
+PATIENCE_S = 10.0  # time for an orderly end; torchrun's agent kills a rank after 30
+GRACE_S = 2.0  # time for the main thread to raise the same failure by itself, as gloo's collectives do
 STEPS = 2.5  # factor of PATIENCE_S for a preempted run, which first finishes its current step
-MAX_TRACE_CHARS = 20_000  # of the end of a traceback, since it is sent through the store
+MAX_TRACE_CHARS = 20_000  # only the end of a traceback is kept, because it is sent through the store
 
-_runs = itertools.count()  # of this process; the words of each run have their own keys
+_runs = itertools.count()  # numbers the runs of this process, so that the words of each run have their own keys
 
 
 def words_of(error: BaseException, rank: int, step: int | None = None) -> dict[str, Any]:
@@ -59,14 +59,14 @@ def words_of(error: BaseException, rank: int, step: int | None = None) -> dict[s
         return words | {"message": str(error)} | dict(getattr(error, "words", {}))
     if isinstance(error, KeyboardInterrupt):
         return words | {"message": f"rank {rank} was interrupted", "after": "signal"}
-    # Our bug or the machine's fault.
+    # Any other error is a bug of ours or a fault of the machine.
     trace = "".join(traceback.format_exception(error))[-MAX_TRACE_CHARS:]
     words |= {"message": f"rank {rank}: {type(error).__name__}: {str(error).strip()}", "traceback": trace}
     return words | {"after": "exchange"} if is_exchange_error(error) else words
 
 
 def is_exchange_error(error: BaseException) -> bool:
-    """Whether a collective or the store failed, mostly because another rank is gone. gloo's errors have no type."""
+    """Whether a collective or the store failed, mostly because another rank is gone. gloo raises plain RuntimeError."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and ("gloo/" in str(error) or "NCCL" in str(error))
@@ -77,22 +77,22 @@ class Ending:
 
     def __init__(self, ranks: Ranks, report: Callable[[dict[str, Any]], None] | None = None) -> None:
         """report: sends the words to the command that started this rank; without it they are printed to stderr."""
-        self.record: Callable[[dict[str, Any]], None] = lambda words: None  # leaves them in the run's folder
-        self.step: Callable[[], int | None] = lambda: None  # that the run is at
-        self.place: Callable[[], Place] = lambda: Place(phase="start")  # of this rank; a thread asks
-        self.collective: Callable[[], str] = str  # that this rank waits in; a thread asks
-        self.preemption: Preemption | None = None  # is told of signals, too
+        self.record: Callable[[dict[str, Any]], None] = lambda words: None  # writes them to the run's folder
+        self.step: Callable[[], int | None] = lambda: None  # the run's current step
+        self.place: Callable[[], Place] = lambda: Place(phase="start")  # of this rank; called in a thread
+        self.collective: Callable[[], str] = str  # the one that this rank waits in; called in a thread
+        self.preemption: Preemption | None = None  # also receives signals
         self._ranks, self._report = ranks, report
         self._alone = ranks.world_size == 1
         self._name = f"hyperbatch-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{next(_runs)}"
         self._store: dist.Store | None = None
-        self._default_store: dist.Store | None = None  # serves the others on rank 0, until nobody refers to it
+        self._default_store: dist.Store | None = None  # on rank 0 it is the server, which ends with the last reference
         self._heart: Heartbeat | None = None
         self._grace_s = 0.0
         self._spoken = threading.Event()
         self._timer: threading.Timer | None = None
         self._said, self._lock = False, threading.Lock()
-        self._kept_back: dict[str, Any] | None = None  # words that the error itself was to bring to the user
+        self._kept_back: dict[str, Any] | None = None  # words not printed, since the error itself will show them
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -110,13 +110,13 @@ class Ending:
 
     @property
     def store(self) -> dist.Store | None:
-        """A store that all ranks share, after `told` was entered; None if there is one rank."""
+        """The store that all ranks share, available once `told` was entered; None if there is one rank."""
         return self._store
 
     def watch(self, timeout_s: float, *, raises: bool) -> None:
-        """Starts the heartbeat: NCCL's watchdog names no rank, and does not see captured collectives.
+        """Starts the heartbeat. NCCL's watchdog is not enough: it names no rank, and does not see captured collectives.
 
-        raises: collectives raise when another rank is gone, so the main thread gets a moment to raise first.
+        raises: whether collectives raise when another rank is gone; the main thread then gets a moment to raise first.
         """
         self._grace_s = GRACE_S if raises else 0.0
         if self._store is not None:
@@ -136,7 +136,7 @@ class Ending:
         """A context inside the process group: an error that leaves it has been reported to all ranks."""
         if not self._alone and self._store is None:
             self._default_store = dist.distributed_c10d._get_default_store()
-            # Its own connection: others block on theirs.
+            # A connection of its own, because calls that block occupy theirs.
             self._store = dist.PrefixStore(self._name, self._default_store.clone())  # pyright: ignore[reportAttributeAccessIssue]
         try:
             yield
@@ -154,7 +154,7 @@ class Ending:
     # --- in the main thread -------------------------------------------------------------------------------------
 
     def _fail(self, error: BaseException, store: dist.Store) -> dict[str, Any] | None:
-        """Reports the failure. Returns the words of the rank that caused it, if it is a consequence."""
+        """Reports the failure. If it is the consequence of another rank's failure, returns the words of that rank."""
         words, rank = words_of(error, self._ranks.rank, self.step()), self._ranks.rank
         self._arm(words)
         if self._heart is not None:
@@ -174,15 +174,15 @@ class Ending:
         first = True
         with contextlib.suppress(dist.DistError, RuntimeError):  # the store may have gone with another rank
             first = self._heart.fail(words) if self._heart is not None else announce(store, words)
-        # The command prints rank 0's error itself, and every rank raises a mistake in the input.
+        # The command prints rank 0's error itself. A mistake in the input is raised on every rank.
         self._say(words, aloud=first and rank != 0 and not isinstance(error, InputError))
         return None
 
     def _cause(self, error: BaseException, store: dist.Store) -> dict[str, Any] | None:
         """The words of the failure that caused a failed exchange or a signal, if there is one.
 
-        A rank that fails reports the reason before it closes its connections. If a rank ended without a reason, this
-        rank reports which one, and ends at once.
+        A rank that fails reports the reason before it closes its connections. If another rank ended without a reason,
+        this rank reports its number and ends at once.
         """
         if self._heart is None:
             return announced(store)
@@ -192,7 +192,7 @@ class Ending:
         if lost and not self._heart.heard():
             line = _who_is_lost(lost, error, self._ranks.rank)
             self._lost(self._heart.about(lost[0], line), after="exchange")
-        # An exchange that timed out: the rank that others wait for still responds, but makes no progress.
+        # The exchange timed out: the rank that the others wait for still responds, but makes no progress.
         words = self._heart.heard() or self._heart.hang()
         return words and self._in_full(words)
 
@@ -212,7 +212,7 @@ class Ending:
                     self._undo.callback(signal.signal, number, signal.signal(number, lambda *_: None))
 
     def _say(self, words: dict[str, Any], *, aloud: bool = True) -> bool:
-        """Reports the words, but only once. Returns whether this call did."""
+        """Reports the words. Only the first call does so and returns True."""
         with self._lock:
             if self._said:
                 return False
@@ -228,10 +228,10 @@ class Ending:
             self._heart.end_silent()
         return True
 
-    # --- in threads beside it -----------------------------------------------------------------------------------
+    # --- in other threads ---------------------------------------------------------------------------------------
 
     def _lost(self, words: Words, after: str = "") -> None:
-        """Ends this rank because another has failed, unless it is already ending. NCCL would hold it for long."""
+        """Ends this rank because another has failed, unless it is already ending. NCCL would block it for long."""
         words = self._in_full(words)
         if after:
             words |= {"after": after}
@@ -259,7 +259,8 @@ class Ending:
         self._end(words if first else None)
 
     def _end(self, words: dict[str, Any] | None) -> None:
-        """Ends the process, whatever the main thread waits for. words: for the record and other ranks; None: done."""
+        """Ends the process, whatever the main thread waits for. words: for the record and the other ranks; None if they
+        have been reported."""
         _timer(lambda: os._exit(1))  # even if the disk or the store does not answer
         try:
             if words is not None:
@@ -299,14 +300,14 @@ class Ending:
             yield
         finally:
             signal.set_wakeup_fd(before)
-            os.write(write, b"\0")  # closing it would not end the thread while a forked process holds a copy
+            os.write(write, b"\0")  # closing the pipe would not end the thread while a forked process has a copy
             thread.join()
             os.close(write)
             os.close(read)
 
 
 def _who_is_lost(lost: list[int], error: BaseException, rank: int) -> str:
-    """A line that names the lost ranks: NCCL says that a connection broke, but not to which rank."""
+    """Returns a line that names the lost ranks: NCCL reports that a connection broke, but not to which rank."""
     reason = str(error).strip().partition("\n")[0]
     who, have, it = f"rank {lost[0]}", "has", "it"
     if len(lost) > 1:

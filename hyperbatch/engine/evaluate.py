@@ -1,10 +1,10 @@
-"""Exact distributed evaluation: every sample counts once, whatever the world size.
+"""Exact distributed evaluation: every sample counts once, for any world size.
 
     merged batch-norm statistics (and averaged weights) -> stand-ins
     batch -> graph's inputs -> forward with the stand-ins, once per view -> sums on the device          per batch
     sums -> sum over ranks -> host                                                                      once
 
-Training's own weights and statistics are only read. A batch is counted by plain code or, on a GPU, by a CUDA graph.
+Evaluation only reads the weights and statistics of training. Plain code or, on a GPU, a CUDA graph counts each batch.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -35,9 +35,9 @@ from hyperbatch.models.tta import VIEWS, plain_and_averaged
 from hyperbatch.optim.averaging import WeightAverage
 from hyperbatch.recipes.files import run_config
 
-PIXELS = 2500 * 32 * 32  # of a batch on a GPU, at least: smaller ones leave it idle
-MAX_CLASSES = 1024  # whose answers are counted one by one: the table has the square of them
-CONFUSIONS = 20  # of the most frequent ones that are told
+PIXELS = 2500 * 32 * 32  # least size of a batch on a GPU; smaller ones leave it idle
+MAX_CLASSES = 1024  # answers are counted by class up to here; the table has the square of this number of entries
+CONFUSIONS = 20  # number of the most frequent confusions that are reported
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,17 +46,17 @@ class Score:
 
     top1: float
     samples: int
-    top1_plain: float | None = None  # without test-time augmentation; None: there was none
-    top5: float | None = None  # the right class is among the five most probable; None: there are no more than five
+    top1_plain: float | None = None  # without test-time augmentation; None if there was no augmentation
+    top5: float | None = None  # the right class is among the five most probable; None: there are at most five classes
     val_loss: float | None = None  # cross entropy, without label smoothing; None: nothing was evaluated
 
     def to_dict(self) -> dict[str, Any]:
-        """Without what there is not."""
+        """Returns the fields that are not None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 class Evaluator:
-    """Counts the right answers of a model, as often as it is asked: its graph and its tensors stay where they are."""
+    """Counts the right answers of a model. It can be used repeatedly: its graph and its tensors are kept."""
 
     def __init__(
         self,
@@ -69,29 +69,31 @@ class Evaluator:
         tta_share: float = 1.0,
         classes: int = 0,
     ) -> None:
-        """group: the ranks that evaluate together; None: this one alone. average: evaluated in the place of the
-        model's own weights. classes: how many there are, where answers are to be counted by class."""
+        """group: the ranks that evaluate together; None: this one alone. average: evaluated instead of the model's own
+        weights. classes: their number, if answers are to be counted by class; 0: they are not."""
         self._model, self._group, self._average = model, group, average
         self._tta, self._tta_share = tta, tta_share
-        # Where an evaluation is: a thread looks (engine/place.py). On a GPU the host is ahead of the device.
+        # The progress of an evaluation; a thread reads it (engine/place.py). On a GPU the host is ahead of the device.
         self.batches_done = 0
-        self.waits = False  # for other ranks, or for a device that does
-        # Right, right without views, right among five, seen, and the sum of losses: fp64 holds the counts exactly.
+        self.waits = False  # for other ranks, or for a device that waits for them
+        # Right answers, those without augmentation, those among the top five, samples, and the sum of losses. fp64
+        # represents the counts exactly.
         self._sums = torch.zeros(5, dtype=torch.float64, device=device)
-        self._answers: Tensor | None = None  # [label, answer] -> samples; a last column for answers that are no class
+        self._answers: Tensor | None = None  # [label, answer] -> samples; the last column: answers that are no class
         if 0 < classes <= MAX_CLASSES:
             self._answers = torch.zeros(classes, classes + 1, dtype=torch.int64, device=device)
-        self._outputs = 0  # of the model
+        self._outputs = 0  # number of the model's outputs
         own = dict(model.named_parameters()) | dict(model.named_buffers(remove_duplicate=False))
         self._stand_ins = {name: torch.zeros_like(own[name]) for name in self._sources()}
         self._at_all_places = at_all_places(model, self._stand_ins)
-        self._inputs: tuple[Tensor, Tensor, Tensor] | None = None  # where the graph looks for a batch
+        self._inputs: tuple[Tensor, Tensor, Tensor] | None = None  # the tensors from which the graph reads a batch
         self._replay: Replay | None = None
 
     def prepare(self, batch: Batch, backend: Backend | None) -> str | None:
-        """Counts a batch of the shape of those to come without a trace, so that kernels are chosen, and captures it.
+        """Counts a batch of the shape of later ones, so that kernels are chosen, and captures this in a CUDA graph.
 
-        Returns why it could not be captured; evaluation then runs as plain code. No rank waits for another here.
+        Later results do not contain this batch. Returns the reason if the capture fails; evaluation then runs as plain
+        code. No rank waits for another here.
         """
         inputs = (batch.images, batch.labels, _real(batch))
         with self._evaluating():
@@ -103,19 +105,19 @@ class Evaluator:
                     self._count(*inputs)
                     with backend.no_synchronisation():
                         self._count(*inputs)
-                    # Modules may keep what follows from their weights until `train` is called, as the tables of
-                    # biases in timm's LeViT. The graph must compute it, or it would read what is freed by then.
+                    # Until `train` is called, modules may cache tensors that they compute from their weights, such as
+                    # the bias tables of timm's LeViT. The graph must compute them, or it would read freed memory.
                     self._model.train()
                     self._model.eval()
                     replay = backend.capture(partial(self._count, *inputs))
-                    replay()  # the first brings the graph to the device
-            except RuntimeError as error:  # of memory, too
+                    replay()  # the first replay sends the graph to the device
+            except RuntimeError as error:  # this includes lack of memory
                 return str(NotCaptured(error))
         self._replay, self._inputs = replay, inputs
         return None
 
     def evaluate(self, batches: Iterable[Batch]) -> Score:
-        """Every rank of the group calls it."""
+        """Evaluates the batches. Every rank of the group must call it."""
         self.batches_done, self.waits = 0, True
         with self._evaluating():
             self._take_over()
@@ -146,8 +148,11 @@ class Evaluator:
         )
 
     def answers(self) -> Tensor | None:
-        """[label, answer] -> samples of the last evaluation, on the host; None: they were not counted. The last column
-        are answers of networks with more outputs than classes. Every rank of the group calls it."""
+        """Returns a table [label, answer] -> samples of the last evaluation, on the host; None if it was not counted.
+
+        The last column counts answers that are no class, of networks with more outputs than classes. Every rank of the
+        group must call it.
+        """
         if self._answers is None:
             return None
         answers = self._answers.clone()
@@ -156,7 +161,7 @@ class Evaluator:
         return answers.cpu()
 
     def _count(self, images: Tensor, labels: Tensor, real: Tensor) -> None:
-        """real: false on padding."""
+        """Adds a batch to the sums. real: False for padding."""
 
         def network(images: Tensor) -> Tensor:
             return torch.func.functional_call(self._model, self._at_all_places, (images,), tie_weights=False)
@@ -174,16 +179,18 @@ class Evaluator:
             self._answers.view(-1).index_add_(0, places, real.to(torch.int64))
 
     def _sources(self) -> dict[str, Tensor]:
-        """What the model is evaluated with in the place of its own: this rank's statistics, or all averages.
+        """Returns the tensors whose values replace the model's own in evaluation: its buffers and, if there is an
+        average, the averaged weights and statistics.
 
-        Of all buffers, not only of norms: training may replace the tensor that a graph would read (`self.mean = ...`).
+        This includes all floating-point buffers, not only those of norm layers, because training may replace a tensor
+        that a graph would read (`self.mean = ...`).
         """
         kept = persistent_buffers(self._model)
         own = {name: buffer for name, buffer in kept.items() if buffer.is_floating_point() or buffer.is_complex()}
         return own if self._average is None else own | self._average.weights() | self._average.statistics()
 
     def _take_over(self) -> None:
-        """Fills the stand-ins. Statistics are merged over ranks (rule 4 of docs/design.md)."""
+        """Copies the sources to the stand-ins. Statistics are merged over ranks (rule 4 of docs/design.md)."""
         sources = self._sources()
         if self._group is not None:
             norms = norm_buffers(self._model)
@@ -194,7 +201,7 @@ class Evaluator:
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
         fast = torch.backends.mha.get_fastpath_enabled()
-        # A layer of torch's transformer would give all its tensors to one kernel, which takes them in one dtype only.
+        # On its fast path, a layer of torch's transformer passes all its tensors to one kernel, which needs one dtype.
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             with in_evaluation(self._model):
@@ -204,10 +211,11 @@ class Evaluator:
 
 
 def at_all_places(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same for every module that holds one of the tensors (tied weights), each module under its first name.
+    """Returns the tensors by name, with an entry for every module that shares one of them (tied weights). A module that
+    the model contains several times is listed under its first name only.
 
-    `functional_call` ties by name: a module that stands in several places would be changed once for each of them, and
-    be left with what took the place of its parameters.
+    `functional_call` ties tensors by name: it would swap the tensors of such a module once for each of its names, and
+    afterwards leave the replacements in the module.
     """
     found: dict[str, Tensor] = {}
     names: dict[Tensor, str] = {}
@@ -231,7 +239,7 @@ class ClassScores:
 
     @classmethod
     def of(cls, answers: Tensor) -> Self:
-        """answers: [label, answer] -> samples, as `Evaluator.answers` has them."""
+        """answers: [label, answer] -> samples, as `Evaluator.answers` returns them."""
         wrong = answers[:, : len(answers)].clone().fill_diagonal_(0)
         most = wrong.reshape(-1).sort(descending=True, stable=True)
         pairs = zip(most.indices[:CONFUSIONS].tolist(), most.values[:CONFUSIONS].tolist(), strict=True)
@@ -247,19 +255,20 @@ def _real(batch: Batch) -> Tensor:
 
 
 def eval_limit(training_batch_per_rank: int, image_size: int, device: torch.device) -> int:
-    """Samples that evaluation takes at once: it keeps no activations, so training's batch always fits."""
+    """Returns how many samples are evaluated at once. As no activations are kept, a training batch always fits."""
     return max(training_batch_per_rank, PIXELS // image_size**2 if device.type == "cuda" else 0)
 
 
 def even_batch(samples: int, world_size: int, limit: int) -> int:
-    """The largest batch within the limit that leaves the least padding: 10,000 samples in batches of at most 3,000 are
-    four of 2,500."""
+    """Returns the batch within the limit that needs the fewest batches and then the least padding: 10,000 samples with
+    a limit of 3,000 are four batches of 2,500."""
     per_rank = max(1, -(-samples // world_size))
     return -(-per_rank // -(-per_rank // limit))
 
 
 def _data_of_run(path: Path, given: str | None) -> str | None:
-    """Where the data of a run lies that was started in another folder with a relative path; None: as it was given."""
+    """Returns the absolute path to the data of a run that was started in another folder with a relative path; None if
+    the path can be used as given."""
     if given is None or is_address(given) or Path(given).exists():
         return None
     config = run_config(path if path.is_dir() else path.parent.parent)  # RUN/checkpoints/FILE
@@ -275,10 +284,10 @@ def evaluate_checkpoint(
     averaged: bool = True,
     trust_code: bool = False,
 ) -> dict[str, Any]:
-    """Accuracy on the validation set of a checkpoint, a run's newest one, or an exported file, in one process.
+    """Evaluates a checkpoint, a run's newest checkpoint, or an exported file on the validation set, in one process.
 
-    tta: None: as the run evaluates. averaged: the averaged weights of a run that has some to be evaluated by.
-    trust_code: a model or data set of somebody's own may be imported.
+    tta: None uses the run's setting. averaged: whether to evaluate the averaged weights if the run has some.
+    trust_code: whether a model or data set that is defined in a user's own code may be imported.
     """
     trained = load_trained(path, averaged=averaged)
     trained.check_trust(trust_code, data=True)
@@ -303,7 +312,7 @@ def evaluate_checkpoint(
         batches = eval_batches(
             eval_set,
             config.data,
-            # As a run on one GPU does: which images are the least certain of a batch depends on it (tta_share).
+            # The batch of a run on one GPU: it determines which images are the least certain of a batch (tta_share).
             batch_per_rank=config.run.eval_batch_per_rank
             or even_batch(len(eval_set), 1, max(256, PIXELS // config.data.eval_size**2)),
             rank=0,

@@ -1,4 +1,4 @@
-"""The folder of a run: its default name, and whether it may be this run's."""
+"""The folder of a run: its default name, and the checks and the lock that reserve it for one run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from hyperbatch.record import RunRecord
 DEFAULT_PARENT = Path("runs")
 LOCK = ".lock"
 SWEEP_ROWS = "rows.jsonl"  # in the folder of a sweep
-HELD = "HYPERBATCH_HOLDS"  # in the environment: the folder that the command which started this rank holds for it
+HELD = "HYPERBATCH_HOLDS"  # environment variable: the folder that the command which started this rank has locked for it
 
 
 def default_out(config: Config) -> Path:
-    """runs/<recipe>-<time>, with a number behind it when two runs start in the same second."""
+    """Creates and returns runs/<recipe>-<time>; a number is appended if two runs start in the same second."""
     label = config.recipe.replace(":", "_").replace("/", "_")
     base = DEFAULT_PARENT / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = itertools.chain([base], (base.with_name(f"{base.name}-{n}") for n in itertools.count(2)))
@@ -43,7 +43,7 @@ def default_out(config: Config) -> Path:
 
 
 def claim_folder(config: Config, ranks: Ranks, held: contextlib.ExitStack) -> Path:
-    """The run's folder. Rank 0 claims it until `held` ends, unless a parent command has done so already."""
+    """Returns the run's folder. Rank 0 claims it until `held` is closed, unless a parent command has claimed it."""
     out = config.run.out
     with errors_shared(ranks):
         if ranks.rank == 0 and ranks.launcher != "none":
@@ -54,13 +54,13 @@ def claim_folder(config: Config, ranks: Ranks, held: contextlib.ExitStack) -> Pa
 
 @contextlib.contextmanager
 def claimed(out: Path, *, resume: str) -> Iterator[None]:
-    """Creates the run's folder and locks it, or raises an error if it belongs to another run. A failed run without a
+    """Creates the run's folder and locks it, or raises InputError if it belongs to another run. A failed run without a
     checkpoint is replaced.
 
-    resume: "no", "yes" or "auto", as in the config. If the input is rejected inside, no files are left behind.
+    resume: "no", "yes" or "auto", as in the config. If an InputError is raised in this context, no files are left.
 
-    No other run can use the folder meanwhile, neither a second command nor a --resume of a run that is still alive. The
-    kernel releases the lock when the process ends, however it ends.
+    While the lock is held, no other run can use the folder: neither a second command nor a --resume of a run that is
+    still alive. The kernel releases the lock when the process ends, however it ends.
     """
     if resume == "yes" and not out.is_dir():
         raise InputError(f"--resume: {out} does not exist; use --out with the folder of the run to continue")
@@ -84,29 +84,29 @@ def claimed(out: Path, *, resume: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _tidied(out: Path, *, existed: bool) -> Iterator[None]:
-    """Input that is refused leaves nothing behind in a folder that was empty, nor the folder if it was not there."""
+    """On InputError, empties a folder that was empty before, and removes one that did not exist before."""
     empty = [entry.name for entry in out.iterdir()] in ([], [LOCK])
     try:
         yield
     except InputError:
-        if empty and not has_checkpoint(out) and not (out / "record.json").exists():  # else training had begun
+        if empty and not has_checkpoint(out) and not (out / "record.json").exists():  # otherwise training had begun
             shutil.rmtree(out, ignore_errors=True)
-            if out.parent == DEFAULT_PARENT:  # `default_out` has made both
+            if out.parent == DEFAULT_PARENT:  # `default_out` has created both
                 with contextlib.suppress(OSError):
-                    DEFAULT_PARENT.rmdir()  # unless there are other runs
+                    DEFAULT_PARENT.rmdir()  # fails if it contains other runs
             elif existed:
                 out.mkdir(exist_ok=True)
         raise
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has written there, however it ended."""
+    """Whether a run has written files to this folder, however it ended."""
     return (folder / RUN_CONFIG).exists() or (folder / "record.json").exists()
 
 
 def _goes_on(out: Path, resume: str) -> bool:
-    """Whether the folder holds this run already. Then a full disk is no reason to refuse it: it can train on until
-    there is room, as a run does whose disk is full in the middle."""
+    """Whether the folder already holds this run. A full disk is then no error: the run can train until there is space
+    again, like a run whose disk becomes full while it trains."""
     return resume != "no" and (has_checkpoint(out) or (out / RUN_CONFIG).exists())
 
 
@@ -150,8 +150,8 @@ def has_checkpoint(out: Path) -> bool:
 
 
 def keep_config(config: Config, out: Path) -> str:
-    """Leaves in the run's folder what `--resume` takes from there. Returns what to tell the user where that is not
-    possible and the run goes on without it, else nothing."""
+    """Writes the config to the run's folder, for `--resume`. If that fails and the run can continue without it, returns
+    a note for the user; otherwise ""."""
     path, text = out / RUN_CONFIG, format_config(located(config))
     if _says(path, text):
         return ""
@@ -165,7 +165,7 @@ def keep_config(config: Config, out: Path) -> str:
 
 
 def _says(path: Path, text: str) -> bool:
-    """Whether the file sets what the text does: a recipe may say 2 where a file that was read says 2.0."""
+    """Whether the file sets the same values as the text. The texts may differ: a recipe may have 2 and a file 2.0."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8")) == tomllib.loads(text)
     except (OSError, ValueError):
@@ -173,7 +173,7 @@ def _says(path: Path, text: str) -> bool:
 
 
 def resume_hint(out: Path) -> str:
-    """How to go on after a run that was cut short."""
+    """Returns advice on how to continue a run that was cut short."""
     if has_checkpoint(out):
         return f"--resume --out {out} continues from the newest checkpoint"
     return "no checkpoint had been saved yet, so the run can only be started from the beginning"

@@ -1,4 +1,4 @@
-"""Detects silent faults: a flipped bit of a weight on one rank, values that are not finite, gradients that never are.
+"""Detects silent faults: a flipped bit of a weight on one rank, or values or gradients that are not finite.
 
     ranks hold the same weights and optimizer state, so their checksums are equal: one small all-gather compares them
     before an evaluation or a checkpoint    the host waits for the result, so no damaged state is kept
@@ -32,17 +32,17 @@ from hyperbatch.errors import Diverged, RunFailed
 from hyperbatch.models.norm import persistent_buffers
 from hyperbatch.schedule import Stride
 
-SPIKE_STEPS = 64  # whose median a loss is compared with
-LEAST_STEPS = 16  # before that nobody knows what is usual
+SPIKE_STEPS = 64  # a loss is compared with the median over this number of steps
+LEAST_STEPS = 16  # with fewer steps there is no reliable median
 
 
 class _Flat(NamedTuple):
-    """One role of one dtype's parameters, laid out as the arena."""
+    """All values of one role and one dtype, in the arena's layout."""
 
     role: str
     dtype: torch.dtype  # of the working weights
     values: Tensor
-    same: bool  # on every rank
+    same: bool  # whether every rank has the same values
 
 
 class Guard:
@@ -51,11 +51,11 @@ class Guard:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._every_steps = run.config.run.compare_every_steps
-        self._pending: tuple[int, Rows] | None = None  # the step that a comparison under way was made after
+        self._pending: tuple[int, Rows] | None = None  # the comparison under way: its step and its result
         self._equal_at = self._checked_at = run.progress.step  # ranks start from the same weights
 
     def after(self, stride: Stride) -> None:
-        """Starts a comparison in the background if one is due, and raises what the previous one has found."""
+        """If a comparison is due, raises what the previous one has found, and starts a new one in the background."""
         every = self._every_steps
         if every and self._run.ranks.world_size > 1 and any((step.index + 1) % every == 0 for step in stride):
             self._read()
@@ -106,11 +106,11 @@ class Guard:
         kept = persistent_buffers(self._run.learner.model)
         return {name: buffer for name, buffer in kept.items() if buffer.is_floating_point()}
 
-    # --- on every rank in the same way, after a fault was found -----------------------------------------------------
+    # --- after a fault was found; called on every rank alike --------------------------------------------------------
 
     def _drifted(self, step: int, rows: list[tuple[int, ...]]) -> RunFailed:
-        """Names the ranks outside the largest set of equal ones, where there is one, and the first parameter that
-        differs."""
+        """Returns an error that names the first parameter that differs, and the ranks outside the largest set of equal
+        ranks, if one set is the largest."""
         run, arena = self._run, self._run.learner.arena
         names, sums = [], []
         for flat in self._flats():
@@ -165,7 +165,7 @@ def _slots(arena: Arena, dtype: torch.dtype) -> list[Slot]:
 
 
 def _gentler(config: Config) -> str:
-    """What to do about values that are not finite."""
+    """Returns advice for values that are not finite."""
     ways = ["lower --lr", "lengthen --warmup-epochs"]
     if config.optim.precision == "fp16":
         ways.append("use --precision bf16")
@@ -189,14 +189,14 @@ class LossGuard:
         *,
         may_go_back: Callable[[], bool] = lambda: False,
     ) -> None:
-        """work: what a micro-step does. next_batch: returns this rank's next batch, which is then not trained on.
-        may_go_back: returns whether the run can be rolled back; the same on every rank."""
+        """work: the code of a micro-step. next_batch: returns this rank's next batch, which is then not trained on.
+        may_go_back: returns whether the run can be rolled back; the answer is the same on every rank."""
         self._run, self._work, self._next_batch, self._may_go_back = run, work, next_batch, may_go_back
         self._spikes = SpikeWatch(run.config.run.spike_factor, classes=len(run.train_set.classes))
 
     def check_loss(self, loss: float, own: Callable[[], float], step: int, epoch: float, rate: float) -> None:
-        """Raises Diverged where the mean over ranks is not finite, or has jumped and the run can go back. own: this
-        rank's."""
+        """Raises Diverged if the loss is not finite, or if it has jumped and the run can be rolled back. loss: the mean
+        over ranks; own: returns the loss of this rank."""
         if math.isfinite(loss):
             usual = self._spikes.usual(loss)
             if usual is not None and self._may_go_back():
@@ -226,7 +226,7 @@ class LossGuard:
         limit = self._run.config.run.max_skipped_steps
         if not limit or in_a_row < limit:
             return
-        layer = first_overflow(self._run.learner.arena)  # of the mean over ranks
+        layer = first_overflow(self._run.learner.arena)  # in the mean over ranks
         found = gather((socket.gethostname(), self._own_overflow()), self._run.ranks)
         rank, (host, own) = next(((rank, item) for rank, item in enumerate(found) if item[1]), (0, (found[0][0], "")))
         culprits = sum(bool(item[1]) for item in found)
@@ -244,7 +244,8 @@ class LossGuard:
         raise _failed(line, rank, host, step)
 
     def _own_overflow(self) -> str:
-        """The first layer whose own gradients on this rank are not finite, from a backward without an exchange."""
+        """Runs a backward pass without an exchange and returns the first layer whose gradients on this rank are not
+        finite."""
         batch, learner = self._next_batch(), self._run.learner
         if batch is None:
             return ""
@@ -254,15 +255,15 @@ class LossGuard:
         timer = StepTimer(learner.device)
         try:
             self._work(learner, part, batch.images[:samples], batch.labels[:samples], total, timer)
-        except torch.OutOfMemoryError:  # graphs hold the memory; the mean over ranks has to do
+        except torch.OutOfMemoryError:  # graphs occupy the memory; the caller then uses the mean over ranks
             return ""
         return first_overflow(learner.arena)
 
 
 class SpikeWatch:
-    """Detects a jump of the loss: it is `factor` times the median of the last losses, and above that of a random guess.
+    """Detects a jump of the loss: it exceeds `factor` times the median of the last losses and that of a random guess.
 
-    Either alone happens in healthy runs: late losses are small and vary, and early ones are above that of a guess.
+    Either alone occurs in healthy runs: late losses are small and vary, and early ones exceed that of a random guess.
     """
 
     def __init__(self, factor: float, *, classes: int) -> None:
@@ -271,7 +272,7 @@ class SpikeWatch:
         self._recent: deque[float] = deque(maxlen=SPIKE_STEPS)
 
     def usual(self, loss: float) -> float | None:
-        """The median from which the loss has jumped; None if it has not."""
+        """Returns the median from which the loss has jumped; None if it has not jumped."""
         if not self._factor or loss <= self._guess or len(self._recent) < LEAST_STEPS:
             return None
         usual = statistics.median(self._recent)
@@ -282,6 +283,6 @@ class SpikeWatch:
 
 
 def first_overflow(arena: Arena) -> str:
-    """The first layer, in backward order, whose gradient in the arena is not finite; "" if all are finite."""
+    """Returns the first layer, in backward order, whose gradient in the arena is not finite; "" if all are finite."""
     bad = (slot.name for slot in arena.slots if not torch.isfinite(arena.grad_view(slot.name)).all())
     return next(bad, "")

@@ -1,4 +1,4 @@
-"""What a run ran on, and what its device showed while it ran: memory, clock, utilisation."""
+"""Describes the machine of a run, and measures its device during the run: memory, clock, utilisation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch
 import hyperbatch
 from hyperbatch.engine.run import Run
 
-INTERVAL_S = 1.0  # the driver counts utilisation over about as long, and a look costs a fraction of a millisecond
+INTERVAL_S = 1.0  # the driver averages utilisation over about this time; a query costs a fraction of a millisecond
 
 
 def environment(run: Run) -> dict[str, Any]:
-    """What the result was obtained with."""
+    """Returns the hardware and software with which the result was obtained."""
     device = run.learner.device
     return {
         "hyperbatch": hyperbatch.__version__,
@@ -44,7 +44,7 @@ def device_name(device: torch.device) -> str:
 
 
 def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's model, where the system tells; else its architecture."""
+    """Returns the processor's model if the system reports it, otherwise its architecture."""
     try:
         lines = [line.partition(":") for line in info.read_text(errors="replace").splitlines()]
     except OSError:
@@ -54,7 +54,8 @@ def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
 
 
 class Gauges:
-    """`look` while the device is busy, as often as one likes; `to_dict` at the end."""
+    """Samples the device's clock and utilisation. Call `look` as often as you like while it is busy, and `to_dict` at
+    the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -62,19 +63,19 @@ class Gauges:
         self._next_s = 0.0
         self._clocks_mhz: list[int] = []
         self._utilisations: list[float] = []
-        self.look()  # the first one loads the driver's library, which takes long, and the device may be idle
+        self.look()  # the first call loads the driver's library, which takes long, and may see an idle device
         self._clocks_mhz.clear()
         self._utilisations.clear()
 
     def look(self) -> None:
-        """Asks the driver for clock and utilisation, at most once a second. It waits for nothing on the device."""
+        """Queries the driver for clock and utilisation, at most once a second. It does not wait for the device."""
         now_s = time.monotonic()
         if not self._asks or now_s < self._next_s:
             return
         self._next_s = now_s + INTERVAL_S
         try:
             clock_mhz, percent = torch.cuda.clock_rate(self._device), torch.cuda.utilization(self._device)
-        except Exception:  # no pynvml, or a driver that does not tell: each has its own error, and none is worth a run
+        except Exception:  # no pynvml, or no support by the driver: the errors differ, and none should end a run
             self._asks = False
             return
         self._clocks_mhz.append(clock_mhz)
@@ -95,5 +96,5 @@ class Gauges:
 
 
 def peak_resident_bytes() -> int:
-    """Most memory that this process has held, in kilobytes on Linux and in bytes on macOS."""
+    """Returns the largest resident memory of this process. ru_maxrss is in kilobytes on Linux and in bytes on macOS."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,6 +1,7 @@
-"""What a run writes: metric lines, trace, MLPerf log, progress bar, and the record at the end.
+"""Writes the output of a run: metric lines, trace, MLPerf log, progress bar, and the record at the end.
 
-Steps are logged one stride later: their losses are copied to the host behind them, and read once the next are queued.
+Steps are logged one stride later: the copy of their losses to the host is queued behind them, and the host reads the
+losses once it has queued the next stride.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from hyperbatch.recipes.files import RUN_CONFIG
 from hyperbatch.record import RunRecord, RunWriter, Span, commit
 from hyperbatch.schedule import EpochGrid, Step, Stride, total_steps
 
-LOOK_STEPS = 100  # without a line, after which losses are looked at nevertheless
-LAYER_LINES = 48  # of a whole run, about: the columns of the report's heat map
+LOOK_STEPS = 100  # after this number of steps without a line, losses are checked nevertheless
+LAYER_LINES = 48  # approximate number of lines per run in layers.jsonl: the columns of the report's heat map
 
 
 class Journal:
@@ -61,12 +62,13 @@ class Journal:
         quiet: bool = False,
         hooks: Hooks = NO_HOOKS,
     ) -> None:
-        """out: the run's folder; None: nothing is written. quiet: nothing is printed, either. hooks: of rank 0."""
+        """out: the run's folder; None: nothing is written. quiet: nothing is printed, either. hooks: used on rank 0
+        only."""
         self.config, self.out, self.clock = config, out, clock
         self._rank = ranks.rank
         self._hooks = hooks if ranks.rank == 0 else NO_HOOKS
-        self._written: deque[tuple[CheckpointEvent, Span]] = deque()  # that nobody has been told of
-        self._words: dict[str, Any] = {}  # of the rank whose failure ended the run
+        self._written: deque[tuple[CheckpointEvent, Span]] = deque()  # not reported to the hooks yet
+        self._words: dict[str, Any] = {}  # describe the failure that ended the run (engine/ending.py)
         chief = ranks.rank == 0
         self.console = Console(enabled=chief and not quiet)
         self.writer = None
@@ -85,11 +87,11 @@ class Journal:
         if self.mlperf is not None:
             self.mlperf.init_start()
         self.run: Run | None = None
-        self.failure: RunRecord | None = None  # of a run that has failed
-        self._booked: list[Booked] = []  # steps whose loss has not been looked at
-        self._losses: list[Tensor] = []  # theirs on this rank, still on the device
+        self.failure: RunRecord | None = None  # the record of a failed run
+        self._booked: list[Booked] = []  # steps whose loss has not been checked
+        self._losses: list[Tensor] = []  # the losses of these steps on this rank, still on the device
         self._pending: Pending | None = None
-        self._unreadable: dict[str, None] = {}  # validation images of this rank; in order, each once
+        self._unreadable: dict[str, None] = {}  # lines about this rank's unreadable validation images, without repeats
         self._stragglers: Stragglers | None = None
         self._timings: deque[StepTiming] = deque(maxlen=256)
         self._steps_per_launch = 1  # of the longest stride
@@ -111,28 +113,28 @@ class Journal:
 
     @property
     def step(self) -> int | None:
-        """That the run is at, from 1; none before training."""
+        """The run's current step, counted from 1; None before training."""
         return None if self.run is None else self.run.progress.step + 1
 
     def fail_with(self, words: dict[str, Any]) -> None:
-        """Leaves the words of the rank that failed (engine/ending.py): the first are kept."""
+        """Writes a record with the words of the rank that failed (engine/ending.py). The first words are kept."""
         self._words = self._words or words
         self.fail(words["message"])
 
     def fail(self, reason: str) -> None:
-        """Writes a record that says why the run failed. It uses neither the device nor other ranks, which may be gone,
-        so it lists only this rank's bad samples."""
+        """Writes a record with the reason of the failure. This uses neither the device nor other ranks, which may be
+        gone, so the record lists only this rank's bad samples."""
         if self.writer is not None:
             self.writer.close()
         if self.run is not None:
             self.failure = self._record(self.run, bad_samples=self._bad_samples(self.run), error=reason)
             self.failure.failure = self._words
             if self.writer is not None:
-                with contextlib.suppress(OSError):  # the user is told all the same
+                with contextlib.suppress(OSError):  # the error is reported to the user in any case
                     self.failure.save(self.writer.folder)
 
     def start(self, run: Run, evals: EpochGrid, guard: LossGuard) -> None:
-        """The run's time begins right after it. guard: looks at all losses."""
+        """Must be called right before the run's time begins. guard: checks all losses."""
         self.run, self._evals, self._guard, self._stragglers = run, evals, guard, Stragglers(run.ranks)
         self._gauges = Gauges(run.learner.device) if self.out is not None else None
         self._adapted = run.learner.optimizer.adapted_names() if self.writer is not None else set()
@@ -156,12 +158,12 @@ class Journal:
                 accumulation=run.phases[0].accumulation,
             )
             self.mlperf.block_start(run.epoch, min(epochs, evals.next_epoch(run.epoch)))
-        # A run that goes on has its pauses behind it, too.
+        # The trace of a resumed run continues after all time spent so far, which includes pauses.
         before_s = sum(seconds for account, seconds in self.clock.seconds.items() if account != "init")
         self.tracer.start(before_s)
 
     def stride(self, run: Run, stride: Stride, losses: Tensor, rates: Sequence[float], timer: StepTimer) -> None:
-        """Notes a stride that was just launched, and writes the previous one."""
+        """Takes note of a stride that was just launched, and writes the previous one."""
         self._write()
         self._tell_checkpoints()
         self._booked += map(Booked, stride, rates)
@@ -170,12 +172,12 @@ class Journal:
         if len(self._booked) < LOOK_STEPS and not any(self._has_line(step) for step in stride):
             return
         booked, losses, own = self._take(run)
-        # On a GPU reading group times waits for the device, so a few steps must do.
+        # On a GPU, reading the times of groups waits for the device, so they are sampled at a few steps only.
         sampled = run.learner.device.type == "cpu" or any(step.index % 100 == 50 for step in stride)
         groups, phases = (run.learner.sync.timings(), run.learner.sync.phases()) if sampled else ((), ())
         layers, arrived = None, None
         if self._adapted and any((step.index + 1) % self._layers_every_steps == 0 for step in stride):
-            stats = run.learner.optimizer.layer_stats()  # of no layer, where every step so far was skipped
+            stats = run.learner.optimizer.layer_stats()  # empty if every step so far was skipped
             names = [name for part in stats for name in part.names]
             layers = (names, to_host(torch.cat([part.trust for part in stats]))) if names else None
         losses = to_host(losses)
@@ -189,7 +191,7 @@ class Journal:
         self._pending = Pending(booked, losses, own, arrived, end_s, trained_s, traced_s, marks, groups, phases, layers)
 
     def flush(self) -> None:
-        """Writes what is pending, and checks the loss of every step so far, also of those without a line."""
+        """Writes what is pending, and checks the loss of every step so far, including steps without a line."""
         self._write()
         self._tell_checkpoints()
         if self._booked and self.run is not None:
@@ -200,8 +202,8 @@ class Journal:
                 self.console.say(f"note: {slow.message}")
 
     def _take(self, run: Run) -> tuple[list[Booked], Tensor, Tensor]:
-        """The steps not checked yet; the mean of each loss over ranks, followed by the current number of steps skipped
-        in a row; and the losses of this rank."""
+        """Returns the steps that are not checked yet; their losses as means over ranks, followed by the current number
+        of steps skipped in a row; and the losses of this rank."""
         booked, self._booked = self._booked, []
         own = torch.cat(self._losses)
         self._losses.clear()
@@ -221,14 +223,14 @@ class Journal:
         booked, losses, own, arrived, end_s, trained_s, traced_s, marks, groups, phases, layers = self._pending
         self._pending = None
         if arrived is not None:
-            arrived.synchronize()  # with that stride only: the one queued behind it goes on
+            arrived.synchronize()  # waits for that stride only; the next one, queued behind it, keeps the device busy
         values = self._check(booked, losses.tolist(), own)
         last = booked[-1].step
         position = last.position + last.phase.global_batch
         elapsed_s = max(trained_s - self._last_s, 1e-9)
         images_per_s = (position - self._last_position) / elapsed_s
         self._last_s, self._last_position = trained_s, position
-        # GradSync counts from its last begin(), which follows the last forward.
+        # The times of GradSync count from its last begin(), which follows the last forward.
         forward_end = max((end for name, _, end in marks.spans() if name == "forward"), default=0.0)
         timing = marks.timing(tuple(shifted(group, forward_end - marks.last_step_s()) for group in groups))
         groups = tuple(shifted(group, forward_end) for group in groups)
@@ -264,19 +266,19 @@ class Journal:
         return step.index % self.config.run.log_every_steps == 0
 
     def note(self, line: str) -> None:
-        """Says it and keeps it for the record."""
+        """Prints a note and keeps it for the record."""
         self.console.say(f"note: {line}")
         if self.run is not None:
             self.run.warnings.append(line)
 
     def warn(self, line: str) -> None:
-        """Tells it now and keeps it for the record. Any thread may call it."""
+        """Prints a warning and keeps it for the record. Any thread may call this."""
         self.console.say(f"warning: {line}")
         if self.run is not None:
             self.run.warnings.append(line)
 
     def went_back(self, run: Run, rollback: Rollback) -> None:
-        """To be called after a rollback: removes what was written about the undone steps."""
+        """Must be called after a rollback. Removes what was written about the undone steps."""
         self._booked.clear()
         self._losses.clear()
         self._pending = None
@@ -291,7 +293,7 @@ class Journal:
 
     def eval(self, run: Run, score: Score) -> None:
         step, epoch, now = run.progress.step, run.epoch, run.progress.evaluated_s
-        self._last_s = self.clock.train_s  # waiting for the last step before it belongs to that step
+        self._last_s = self.clock.train_s  # the wait for the last step before the evaluation belongs to that step
         if self.writer is not None and self.mlperf is not None:
             self.writer.eval(step=step, epoch=epoch, time_s=now, **score.to_dict())
             self.mlperf.eval_stop(epoch, score.top1)
@@ -303,8 +305,8 @@ class Journal:
         self.console.eval(step, epoch, score, self.config.run.target_top1)
 
     def checkpoint(self, saved: Checkpoint, path: Path, seconds: float) -> None:
-        """A checkpoint is on the disk, and writing it took so long. The thread that wrote it calls this; callbacks and
-        the trace are told by the run's own."""
+        """Takes note of a checkpoint that was written to the disk, and of the seconds that this took. The writing
+        thread calls it; the main thread then informs the callbacks and the trace."""
         progress = saved.progress
         best = progress.best_step == progress.step
         epoch = progress.position / saved.train_samples
@@ -320,14 +322,14 @@ class Journal:
                 self._hooks.tell("on_checkpoint", event)
 
     def unreadable(self, lines: list[str]) -> None:
-        """Books validation images that this rank could not read."""
+        """Takes note of validation images that this rank could not read."""
         self._unreadable.update(dict.fromkeys(lines))
 
     def finish(self, run: Run, *, error: str = "") -> RunRecord:
         """Writes what is pending and the record. error: why the run ended early, if it did.
 
-        If the record cannot be written, the run fails, since it would not show that it has ended. It also fails if its
-        folder was deleted or moved meanwhile: the record would stand there without what it is about.
+        If the record cannot be written, the run fails, because its folder would not show that it has ended. It also
+        fails if its folder was deleted or moved meanwhile, because the record would be the only file there.
         """
         self.flush()
         self.clock.switch("pause")
@@ -385,5 +387,5 @@ class Journal:
 
 
 def of_all_ranks(lines: list[str], ranks: Ranks) -> list[str]:
-    """The lines of every rank, each once: two ranks may have met the same sample."""
+    """Returns the lines of all ranks without repeats: two ranks may have read the same sample."""
     return list(dict.fromkeys(line for part in gather(lines, ranks) for line in part))

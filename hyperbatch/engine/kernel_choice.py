@@ -1,4 +1,4 @@
-"""Which of several kernels torch takes; every setting is as before when the block is left."""
+"""Contexts that choose between several kernels of torch. On exit, each restores the previous setting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hyperbatch.models.attention import without_cudnn as without_cudnn_attention
 
 @contextlib.contextmanager
 def cudnn_trials(enabled: bool) -> Iterator[None]:
-    """Whether cuDNN tries its kernels for each new convolution, which takes seconds, and keeps the fastest."""
+    """Sets whether cuDNN tries its kernels for each new convolution, which takes seconds, and keeps the fastest."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = enabled
     try:
@@ -27,7 +27,7 @@ def cudnn_trials(enabled: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def training_kernels(*, deterministic: bool) -> Iterator[None]:
-    """The fastest kernels whose gradients are right, or those that give the same bits each time."""
+    """Chooses the fastest kernels whose gradients are correct, or kernels that give the same bits each time."""
     before = torch.get_deterministic_debug_mode()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, at its first use
@@ -39,39 +39,40 @@ def training_kernels(*, deterministic: bool) -> Iterator[None]:
             _be_deterministic(before)
 
 
-_replaced: set[str] = set()  # devices with another gradient of average pools
+_replaced: set[str] = set()  # devices on which the gradient of average pools is replaced
 
 
 @contextlib.contextmanager
 def right_pool_gradients(device: str = "CUDA") -> Iterator[None]:
-    """Average pools with padding take the gradient that torch computes for NCHW tensors.
+    """Lets average pools with padding use the gradient that torch computes for NCHW tensors.
 
-    On CUDA its gradient of channels-last tensors is wrong, without an error, in torch 2.11 for example (pytorch issue
-    188344).
+    On CUDA, torch's gradient for channels-last tensors is wrong, without an error, for example in torch 2.11 (pytorch
+    issue 188344).
     """
-    if device in _replaced:  # by a run that this one is part of
+    if device in _replaced:  # by an enclosing run
         yield
         return
     _replaced.add(device)
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch tells once that a kernel of its own is replaced
+        warnings.simplefilter("ignore")  # torch warns once that one of its kernels is replaced
         library.impl("avg_pool2d_backward", _pool_gradient, device)
     try:
         yield
     finally:
-        del library  # torch's own gradient is in its place again
+        del library  # restores torch's own gradient
         _replaced.remove(device)
 
 
 def _pool_gradient(gradient: Tensor, x: Tensor, kernel: Any, stride: Any, padding: list[int], *rest: Any) -> Any:
     if any(padding):
-        x = x.new_empty(x.shape)  # the kernel looks at its shape and strides only
-    empty = gradient.new_empty(0)  # which torch lays out as it would its own
+        x = x.new_empty(x.shape)  # the kernel only reads its shape and strides
+    empty = gradient.new_empty(0)  # torch resizes it and chooses the layout, as for a gradient that it allocates
     return torch.ops.aten.avg_pool2d_backward.grad_input(gradient, x, kernel, stride, padding, *rest, grad_input=empty)
 
 
 def _be_deterministic(mode: int) -> None:
-    """0: no, 1: warn, 2: yes. Only where something changes: torch tells torch.compile, and loads that for seconds."""
+    """mode: 0 off, 1 warn, 2 on. torch is called only if the mode changes, because the call loads torch.compile, which
+    takes seconds."""
     if mode != torch.get_deterministic_debug_mode():
         torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)

@@ -1,4 +1,4 @@
-"""Builds what a training step works on, in the order in which the parts depend on each other.
+"""Builds the parts of a training step, in the order in which they depend on each other.
 
 model -> backward order -> arena -> groups -> exchange -> update rule
 """
@@ -46,7 +46,7 @@ from hyperbatch.vocabulary import TIMM, is_foreign
 class GraphMemory:
     """The stream and memory pool of graphs that run one after another, so that training and evaluation share memory.
 
-    It holds both because torch separates memory by stream.
+    The stream belongs to it because torch keeps the memory of different streams apart.
     """
 
     stream: torch.cuda.Stream
@@ -67,23 +67,23 @@ class Learner:
 
     device: torch.device
     dtype: torch.dtype  # of activations and working weights
-    in_channels: int  # of images
+    in_channels: int  # of the images
     loss: Loss
     mixed_labels: bool  # batches have labels of mixed images (data/mix.py)
     model: nn.Module
     arena: Arena
     sync: GradSync
     optimizer: LayerwiseOptimizer
-    update: LayerwiseOptimizer | ShardedUpdate  # what steps: the optimizer itself, or its sharded form
+    update: LayerwiseOptimizer | ShardedUpdate  # its `step` is called: the optimizer itself, or its sharded form
     scaler: LossScaler
     clip: GradientClip | None
     average: WeightAverage | None  # of the weights over steps
     max_batch_per_rank: int  # samples of a micro-step that fit into memory
     fused: bool  # forward and backward run through our kernels
-    compiled: CompiledRegions | Compilation  # the second: nothing of it is going to be compiled, and why
-    capturable: bool  # built so that steps can be captured in CUDA graphs
-    graph_memory: GraphMemory | None = None  # for all of its graphs, on a GPU
-    notes: tuple[str, ...] = ()  # what the user should know of how it was built
+    compiled: CompiledRegions | Compilation  # a Compilation if nothing will be compiled, with the reason
+    capturable: bool  # whether it was built so that steps can be captured in CUDA graphs
+    graph_memory: GraphMemory | None = None  # shared by all of its graphs, on a GPU
+    notes: tuple[str, ...] = ()  # what the user should know about how it was built
 
     @property
     def comm(self) -> GridComm:
@@ -128,17 +128,17 @@ def build_learner(
     def blank(size: int) -> torch.Tensor:
         return torch.zeros(2, size, size, in_channels, device=device).permute(0, 3, 1, 2)
 
-    sample = blank(config.data.largest_image_size)  # what fits then fits in every step
+    sample = blank(config.data.largest_image_size)  # a batch that fits at this size fits in every step
     if saved is None:
         order, sample_bytes = probe(model, sample, classes)
-        if is_foreign(config.model.model):  # which may take images of some sizes only
+        if is_foreign(config.model.model):  # such a model may accept images of some sizes only
             for size in config.data.image_sizes[:-1]:
                 probe(model, blank(size), classes)
             probe_evaluation(model, blank(config.data.eval_size), classes)
         order = share(order, ranks)
     else:
         order, sample_bytes = saved.fixed.order, 0
-    # Gradients stay where autograd put them until their group leaves: one multi-tensor copy per group.
+    # Gradients stay where autograd allocated them until their group is sent: one multi-tensor copy moves each group.
     arena = Arena(model, order, dtype=dtype, copy_on_ready=False)
     if ranks.rank > 0:
         arena.frozen_in_full.clear()  # rank 0 writes the checkpoints
@@ -167,7 +167,8 @@ def build_learner(
         hybrid_switch_bytes=config.comm.hybrid_switch_bytes,
         sharded=config.scatters_gradients,
     )
-    # On a GPU rates are device tensors in plain steps, too: both read the same fp32 numbers and give the same bits.
+    # On a GPU, rates are device tensors in plain steps, too. Plain and captured steps thus read the same fp32 numbers
+    # and give the same bits.
     on_gpu = device.type == "cuda"
     optimizer = build_optimizer(config.optim, model, arena, lr=config.schedule.lr, capturable=capturable or on_gpu)
     if config.comm.sharded_update and isinstance(optimizer, Muon):
@@ -201,13 +202,13 @@ def build_learner(
 
 
 def frozen(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Frozen parameters, which are outside the arena."""
+    """Returns the frozen parameters, which are not in the arena."""
     return [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
 
 
 @torch.no_grad()
 def _broadcast_frozen(model: nn.Module) -> None:
-    """Rank 0's buffers and frozen parameters: what the arena does not hold."""
+    """Sends rank 0's buffers and frozen parameters, which are not in the arena, to all ranks."""
     for tensor in (*model.buffers(), *(param for _, param in frozen(model))):
         sent = tensor.contiguous()
         dist.broadcast(sent, src=0)
@@ -224,7 +225,7 @@ def initial_model(
     saved: Checkpoint | None = None,
     notes: list[str] | None = None,
 ) -> nn.Module:
-    """The model on the CPU, with the weights that a run of this config starts from, and its frozen layers frozen.
+    """Returns the model on the CPU, with the initial weights of a run of this config and with its frozen layers frozen.
 
     class_names: of the data, if known. notes: receives a line if the head is initialised again.
     """
@@ -233,7 +234,7 @@ def initial_model(
     with errors_shared(ranks):
         model = create_from(config.model, classes=classes, in_channels=in_channels)
         if config.model.whiten_samples:
-            # `engine.whiten` sets it when training begins; one that does not fit is refused here.
+            # `engine.whiten` sets the layer's filters when training begins. A layer that does not fit is an error here.
             _, layer = whitening_layer(model)
             if layer.bias is not None and config.optim.whiten_bias_epochs == 0:
                 layer.bias.requires_grad_(False)
@@ -241,7 +242,7 @@ def initial_model(
             model.double()
         if saved is not None:
             checkpoint.fill_model(model, saved.model, where=saved.path)
-        elif config.model.init_from is not None and ranks.rank == 0:  # which sends them: others need not read them
+        elif config.model.init_from is not None and ranks.rank == 0:  # rank 0 sends them to the others
             note = fill_from(config, model, in_channels=in_channels, class_names=class_names)
             if note is not None and notes is not None:
                 notes.append(note)
@@ -254,8 +255,8 @@ def initial_model(
 def fill_from(
     config: Config, model: nn.Module, *, in_channels: int, class_names: Sequence[str] | None, fetch: bool = True
 ) -> str | None:
-    """Gives the model the weights of `--init-from`; a line where its head keeps its own. fetch=False: of timm's, only
-    the shapes are looked at."""
+    """Loads the weights of `--init-from` into the model. Returns a note if the head keeps its own initial weights.
+    fetch: False checks only the shapes of timm's weights."""
     source = config.model.init_from
     assert source is not None
     if source != TIMM:
@@ -268,7 +269,7 @@ def fill_from(
 
 
 def wants_graph(config: Config, device: torch.device) -> bool:
-    """Whether to capture steps: on GPUs, unless the config forbids it."""
+    """Whether to capture steps in CUDA graphs: on GPUs, unless the config forbids it."""
     if config.run.graph == "on" and device.type != "cuda":
         raise InputError(
             f"--graph on: CUDA graphs need a GPU, and this run is on the {device.type.upper()}; use --graph auto"
@@ -277,7 +278,8 @@ def wants_graph(config: Config, device: torch.device) -> bool:
 
 
 def use_fused(config: Config, model: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
-    """Switches the model to the fused kernels if they can run. If they cannot, `--fused on` is an error."""
+    """Switches the model to the fused kernels if they can run, and returns whether it did. If they cannot run,
+    `--fused on` is an error."""
     if config.model.fused == "off" or (config.model.fused == "auto" and device.type != "cuda"):
         return False
     from hyperbatch.models import fused  # imports Triton
@@ -291,7 +293,7 @@ def use_fused(config: Config, model: nn.Module, dtype: torch.dtype, device: torc
 
 
 def choose_grid(config: Config, ranks: Ranks) -> RankGrid:
-    """The config's grid, or hosts x ranks per host. Every rank calls it."""
+    """Returns the config's grid, or hosts x ranks per host. Every rank must call it."""
     if config.comm.grid is None:
         return host_grid(ranks)
     grid = RankGrid.parse(config.comm.grid)
@@ -300,7 +302,8 @@ def choose_grid(config: Config, ranks: Ranks) -> RankGrid:
 
 
 def _norm_group(size: int, ranks: Ranks) -> dist.ProcessGroup | None:
-    """The neighbours this rank shares batch-norm statistics with; every rank makes every group, as torch requires."""
+    """Returns the group of ranks with which this rank shares batch-norm statistics. Every rank creates every group, as
+    torch requires."""
     if ranks.world_size % size:
         raise InputError(
             f"--bn-group-ranks {size} does not divide the number of ranks, {ranks.world_size}; use a divisor of it"

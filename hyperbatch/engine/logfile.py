@@ -1,7 +1,7 @@
-"""The output of a run that goes to a file, as under a scheduler: a full disk costs lines of it, not the run.
+"""Keeps a run alive if its output goes to a file, as under a scheduler, and the disk is full: it loses lines only.
 
-For commands that train: what they say is in the run's folder, too. Where the output is all that a command leaves, a
-part that finds no room is an error.
+This is for commands that train, whose results are in the run's folder, too. If a command's only result is its output,
+a full disk must remain an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hyperbatch.durable import FULL
 
 
 class _Log(io.FileIO):
-    """What finds no room is left out."""
+    """A file that discards what does not fit on the disk."""
 
     def write(self, data: Any, /) -> int | None:
         try:
@@ -28,12 +28,12 @@ class _Log(io.FileIO):
 
 
 def let_log_fill() -> None:
-    """From now on, where stdout or stderr are plain files."""
+    """Makes stdout and stderr discard what does not fit on the disk, if they are plain files."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
             number = stream.fileno()
-        except (AttributeError, OSError, ValueError):  # there is none, or it is closed or somebody's own
+        except (AttributeError, OSError, ValueError):  # there is no stream, or it is closed or not a file
             continue
         if stat.S_ISREG(os.fstat(number).st_mode):
             stream.flush()

@@ -49,7 +49,7 @@ from hyperbatch.schedule import (
     weight_decay_scale,
 )
 
-STRIDES_AHEAD = 500  # that are captured before the run's time starts: all of a short run's
+STRIDES_AHEAD = 500  # number of strides that are captured before the run's time starts: all of a short run
 
 
 def run(
@@ -61,17 +61,17 @@ def run(
     hooks: Hooks = NO_HOOKS,
     keeps_config: bool = False,
 ) -> RunRecord:
-    """Trains as one of `ranks`. Every rank returns the record; rank 0 has written the run's folder. If the run was
+    """Trains as one of `ranks`. Every rank returns the record, and rank 0 writes the run's folder. If the run was
     preempted, the `error` of its record says so.
 
     report: receives the reason when one rank of several fails (engine/ending.py). parent_file: appears when the command
-    that started this rank was preempted (engine/preempt.py). hooks: called by rank 0. keeps_config: rank 0 writes the
-    config to the folder, for --resume; otherwise the command that started it has done so.
+    that started this rank was preempted (engine/preempt.py). hooks: called by rank 0. keeps_config: whether rank 0
+    writes the config to the folder, for --resume; if not, the command that started this rank has written it.
     """
     clock = Clock()
     preemption = Preemption(config.run.preempt_signals, ranks, timeout_s=config.run.timeout_s, parent_file=parent_file)
-    # These contexts are left from the last to the first: a failure is reported before anything is closed that could
-    # block.
+    # These contexts are exited from the last to the first, so that a failure is reported before anything that could
+    # block is closed.
     with (
         preemption,
         Ending(ranks, report) as ending,
@@ -103,9 +103,9 @@ def run(
             run.warnings += told
             if saved is not None:
                 snapshot.restore(run, saved)
-                saved = None  # as large as the weights and the optimizer's state
+                saved = None  # frees memory as large as the weights and the optimizer's state
             runner = StepRunner(run.learner, micro_step, config, ranks, run.warnings)
-            held.callback(runner.close)  # NCCL waits for graphs that hold its collectives
+            held.callback(runner.close)  # NCCL waits for graphs that contain its collectives
             saver = held.enter_context(Saver(run, out, warn=journal.warn, written=journal.checkpoint))
             ending.preemption, preemption.on_stop = preemption, ending.disarm
             with preemption.watched(ending.store):
@@ -115,12 +115,12 @@ def run(
 def train(
     run: Run, runner: StepRunner, journal: Journal, saver: Saver, preemption: Preemption | None = None
 ) -> RunRecord:
-    """Trains from the run's position to its end. It stops early if the run is preempted, and returns to a checkpoint if
-    the loss is not finite or has jumped."""
+    """Trains from the run's position to its end. It stops early if the run is preempted, and rolls the run back to a
+    checkpoint if the loss is not finite or has jumped."""
     config, clock = run.config, run.clock
     evals = EpochGrid(config.run.eval_every_epochs, config.run.eval_offset_epochs, len(run.train_set))
-    # The run's time starts with the first training sample; kernels are compiled before. Evaluation is captured first,
-    # and training, which needs more memory, then reuses it.
+    # The run's time starts with the first training sample; kernels are compiled before that. Evaluation is captured
+    # first, so that training, which needs more memory, reuses its memory.
     stage = journal.console.stage
     compiled = run.learner.compiled
     stage(compiled.stage if isinstance(compiled, CompiledRegions) else "compiling kernels")
@@ -169,7 +169,7 @@ def train_strides(
     batches: Iterator[Batch],
     preemption: Preemption | None,
 ) -> str:
-    """Returns the signal that preempted the run, and when; empty if the run has ended."""
+    """Trains the strides of `todo`. Returns which signal preempted the run and when; "" if the run has ended."""
     config, clock, progress = run.config, run.clock, run.progress
     end = position_of(config.schedule.epochs, len(run.train_set))
     timer, guard = run.timer, Guard(run)
@@ -207,7 +207,7 @@ def train_strides(
 
 
 def save(run: Run, journal: Journal, guard: Guard, saver: Saver) -> None:
-    """Takes a checkpoint after it has checked every loss so far, and that weights are finite and equal on all ranks."""
+    """Checks every loss so far and that weights are finite and equal on all ranks, and takes a checkpoint."""
     journal.flush()
     run.learner.sync.check()
     guard.check()
@@ -216,14 +216,14 @@ def save(run: Run, journal: Journal, guard: Guard, saver: Saver) -> None:
 
 
 def begin(run: Run) -> None:
-    """What a new run does with training data before its first step. It counts to the run's time."""
+    """Prepares a new run with training data before its first step. This counts towards the run's time."""
     whiten(run)
     if run.learner.average is not None:
         run.learner.average.reset()
 
 
 def average_weights(run: Run, step: Step) -> None:
-    """Adds the weights after a step to their average, at the steps that the config names."""
+    """Adds the weights to their average if the config says so for this step."""
     new_share = share_of_weights(run, step)
     if run.learner.average is not None and new_share is not None:
         run.learner.average.set_share(new_share)
@@ -236,7 +236,7 @@ def averages(run: Run, step: Step) -> bool:
 
 
 def share_of_weights(run: Run, step: Step) -> float | None:
-    """The share of this step's weights in their new average; None if the step does not update it."""
+    """Returns the share of this step's weights in the new average; None if the step does not update the average."""
     done = (step.position + step.phase.global_batch) / position_of(run.config.schedule.epochs, len(run.train_set))
     return new_share_at(run.config.optim, step=step.index + 1, done=min(1.0, done))
 
@@ -248,19 +248,19 @@ def train_stride(
     timer: StepTimer,
     rates: Sequence[tuple[float, ...]] | None = None,
 ) -> Tensor:
-    """Runs the optimizer steps of a stride. Returns this rank's mean loss of each, still on the device.
+    """Runs the optimizer steps of a stride. Returns this rank's mean loss of each step, still on the device.
 
-    rates: of each step, as for `RateTable.write`; None leaves the rates unchanged.
+    rates: those of each step, as for `RateTable.write`; None leaves the rates unchanged.
     """
     for place, launch in enumerate(runner.launches(stride)):
         batch = next(batches)
         timer.mark("data_wait")
         if rates is not None and place == 0:
-            # Not earlier: this copy to the device waits for the previous step, and the loader's copies, for which the
-            # host has just waited, might be queued behind it.
+            # The rates are not written earlier: their copy to the device waits for the previous step, and the loader's
+            # copies, for which the host has just waited, might be queued behind it.
             runner.rates.write(rates)
-        runner.run(stride, launch, batch, timer)  # `micro_step` after `micro_step`, as they stand or captured
-    return runner.losses[: len(stride)].clone()  # the next stride writes there
+        runner.run(stride, launch, batch, timer)  # calls `micro_step` for each part, or replays its graph
+    return runner.losses[: len(stride)].clone()  # a copy, because the next stride overwrites them
 
 
 def micro_step(
@@ -283,7 +283,7 @@ def micro_step(
     total.copy_(loss.detach()) if part.first else total.add_(loss.detach())
     timer.mark("backward")
     if not part.last:
-        learner.arena.collect()  # into the arena, where the next micro-step's graph adds to them
+        learner.arena.collect()  # copies gradients to the arena, where the next micro-step's graph adds to them
         return
     learner.sync.finish()
     timer.mark("exposed_comm")
@@ -291,12 +291,13 @@ def micro_step(
         learner.clip.measure()
     learner.update.step()
     learner.scaler.update()
-    # What else happens after every update belongs here, so that it is a part of every step of a stride.
+    # Anything else that must happen after every update belongs here, so that it is part of every step of a stride.
     timer.mark("update")
 
 
 def evaluate_run(run: Run, journal: Journal) -> bool:
-    """Evaluates and records the result. Returns whether it ends the run: the target is reached, or patience is over."""
+    """Evaluates and records the result. Returns whether the run ends: because it has reached its target, or because it
+    has not improved for `patience_evals` evaluations."""
     journal.eval_start(run)
     with run.clock.booked("eval"), journal.tracer.span("evaluation", step=run.progress.step):
         score = run.validation.evaluate()
@@ -316,8 +317,8 @@ def evaluate_run(run: Run, journal: Journal) -> bool:
 
 
 def other_rates(config: Config, step: Step) -> tuple[float, float]:
-    """The scale of the weight decay, which has a schedule of its own where it is decoupled, and the rate of parameters
-    that are trained in the first epochs alone."""
+    """Returns the scale of the weight decay, which has its own schedule if it is decoupled, and the learning rate of
+    parameters that are trained in the first epochs only."""
     decay = weight_decay_scale(config.schedule, step.epoch) if config.optim.decoupled_weight_decay else 1.0
     return decay, learning_rate(config.schedule, step.epoch, ends_epoch=config.optim.whiten_bias_epochs or None)
 
@@ -325,7 +326,8 @@ def other_rates(config: Config, step: Step) -> tuple[float, float]:
 def prepared_strides(
     run: Run, runner: StepRunner, ends: Callable[[Step], bool], stage: Callable[[str], None]
 ) -> Iterator[Stride]:
-    """The remaining strides of the run, the first of them warmed up and captured; `ends`: as for `schedule.strides`."""
+    """Warms up, captures the next STRIDES_AHEAD strides, and returns all remaining strides of the run. ends: as for
+    `schedule.strides`."""
     stage("warming up")
     runner.warm_up(shapes_ahead(run))
     block = []  # the steps before the first break
@@ -340,7 +342,7 @@ def prepared_strides(
         return strides(steps_left(run), length=runner.length, shape=runner.shape, ends=ends)
 
     near = list(itertools.islice(left(), STRIDES_AHEAD))
-    for place, stride in enumerate(near + near[:1]):  # the first again: a later one may have needed its memory
+    for place, stride in enumerate(near + near[:1]):  # the first again: later captures may have freed its graphs
         if not runner.is_ready(stride):
             stage(f"preparing launch {place + 1} of {len(near)}")
             runner.prepare(stride)
@@ -349,14 +351,14 @@ def prepared_strides(
 
 
 def steps_left(run: Run) -> Iterator[Step]:
-    """The steps from the run's position to its end."""
+    """Yields the steps from the run's position to its end."""
     samples, progress, limit = len(run.train_set), run.progress, run.config.run.max_steps
     left = steps(run.phases, samples, run.config.schedule.epochs, index=progress.step, position=progress.position)
     return itertools.islice(left, max(0, limit - progress.step)) if limit else left
 
 
 def shapes_ahead(run: Run) -> Iterator[Step]:
-    """A step of each batch phase and image size that lies ahead."""
+    """Yields one step of each batch phase and image size that lies ahead."""
     samples, epochs, here = len(run.train_set), run.config.schedule.epochs, run.progress.position
     end = position_of(epochs, samples)
     if run.config.run.max_steps:

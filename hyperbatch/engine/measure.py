@@ -1,4 +1,4 @@
-"""What a run measures once, before its first step: the backward order, the batch that fits, the gradient groups."""
+"""Measurements before the first step of a run: the backward order, the batch that fits, and the gradient groups."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from hyperbatch.plan.strategies import group_options, plan_groups
 from hyperbatch.plan.types import GroupPlan
 from hyperbatch.stopwatch import Mark, gradient_marks, mark, seconds_between, slowest_s, wait
 
-COUNTED = ("cuda",)  # devices whose allocator counts what tensors take
-# Samples of the two steps whose memory is measured: small enough to cost little, and far enough apart that what a
-# library takes for its own work hardly moves the slope between them.
+COUNTED = ("cuda",)  # devices whose allocator counts the memory of tensors
+# Samples of the two steps whose memory is measured. They are small enough to cost little, and far enough apart that the
+# workspaces of libraries hardly change the slope between them.
 PROBED_SAMPLES = (4, 32)
 LINK_ROUNDS = 5
-SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 22  # messages that tell what a message and what a byte costs
+SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 22  # messages from which the cost per message and per byte follows
 
 
 def probe(model: nn.Module, images: Tensor, classes: int | None = None) -> tuple[list[str], int]:
-    """(parameters in the order in which backward finishes them, bytes kept for backward per sample).
+    """Returns the parameters in the order in which backward finishes them, and the bytes kept for backward per sample.
 
-    Raises InputError for a model without parameters, one that does not take the images, or one that does not return a
-    logit for each of the classes that follows from trained parameters. None: it may return anything, as a part of a
-    model does.
+    Raises InputError if the model has no parameters, does not accept the images, or does not return a logit for each
+    of the classes that depends on trained parameters. classes: None if the model may return anything, for example
+    because it is a part of a model.
     """
     if next(model.parameters(), None) is None:
         raise InputError("--model: the network has no parameters to train")
@@ -77,32 +77,33 @@ def probe(model: nn.Module, images: Tensor, classes: int | None = None) -> tuple
                 )
 
     told = _told_in_a_line("train on", images, "--image-size")
-    with told, cudnn_trials(False):  # for convolutions that run once, in a shape and precision that training never uses
+    with told, cudnn_trials(False):  # no trials: training uses neither the shapes nor the precision of this pass
         order = backward_order(model, run_backward)
     return order, sum(kept.values()) // len(images)
 
 
 def probe_evaluation(model: nn.Module, images: Tensor, classes: int) -> None:
-    """Raises InputError for a model that does not evaluate such images: a run would find out after hours."""
+    """Raises InputError if the model cannot evaluate such images. Otherwise a run might fail only after hours."""
     images = images.to(next(model.parameters()).dtype)
     with _told_in_a_line("evaluate", images, "--eval-size"), cudnn_trials(False), in_evaluation(model):
         _logits(model, images, classes)
 
 
 def _told_in_a_line(does: str, images: Tensor, option: str) -> contextlib.AbstractContextManager[None]:
-    """Around a model's first steps: what it raises is a mistake of its code, or images that are not for it. Only errors
-    of the device, and of the exchange with other ranks (batch norm over several), are not."""
+    """A context for a model's first steps. It turns errors into a one-line InputError, because they are mistakes in the
+    model's code, or images that it does not accept. Errors of the device, and of the exchange with other ranks (batch
+    norm over several), pass unchanged."""
 
     def passes(error: BaseException) -> bool:
         of_device = isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError)
-        # Those of cuBLAS and cuDNN, which find no memory for themselves on a full GPU, have no type.
+        # cuBLAS and cuDNN need memory of their own. Their errors on a full GPU are plain RuntimeErrors.
         return of_device or str(error).startswith(("CUDA error", "cuDNN error")) or is_exchange_error(error)
 
     return own_code("--model: the network", f"it must {does} images of {list(images.shape)} ({option})", passes)
 
 
 def _logits(model: nn.Module, images: Tensor, classes: int) -> Tensor:
-    """Raises InputError where the model gives something else."""
+    """Returns the model's logits. Raises InputError if the model returns something else."""
     samples, version = len(images), images._version
     output = model(images)
     if images._version != version:
@@ -129,29 +130,29 @@ def _logits(model: nn.Module, images: Tensor, classes: int) -> Tensor:
 
 
 def _are_probabilities(output: Tensor) -> bool:
-    """No logits: those of two images would sum to 1 only by chance."""
+    """Whether the outputs are probabilities. The logits of two images would both sum to 1 only by chance."""
     sums = output.double().sum(1)
     near = ((sums - 1).abs() < 0.01).all() & (output >= 0).all()
-    return bool(near)  # waits for the device: once for each image size, before the first step
+    return bool(near)  # synchronises: once for each image size, before the first step
 
 
 def fitting_batch(
     config: OptimConfig, model: nn.Module, arena: Arena, images: Tensor, kept_bytes: int, cache_bytes: int, ranks: Ranks
 ) -> int:
-    """Samples of one micro-step that a rank's free memory holds; the smallest over all ranks.
+    """Returns how many samples of one micro-step fit into the free memory of every rank.
 
-    On a GPU it is measured. On a CPU, where the allocator does not count, it follows from `kept_bytes`, which `probe`
-    has counted for one sample. cache_bytes: size of the images that the loader may cache on the GPU.
+    On a GPU this is measured. On a CPU, whose allocator does not count memory, it follows from `kept_bytes`, which
+    `probe` has counted for one sample. cache_bytes: size of the images that the loader may cache on the GPU.
     """
     device, dtype = images.device, working_dtype(config.precision)
     state, free = fit.step_memory(arena.specs, 0, config.optimizer), free_bytes(device, ranks) - cache_bytes
     fits = None
     step = partial(_step_without_update, config, model, arena, images.to(dtype))
     if device.type in COUNTED:
-        # Weights, masters and gradients are in the arena already; the momentum is still to come.
+        # Weights, masters and gradients are in the arena already; the momentum is allocated later.
         fits = measured_batch(step, device, free - state.momentum)
     elif dtype in HALF_DTYPES:
-        step(len(images))  # may fail where the probe did not, which ran in fp32
+        step(len(images))  # a model may fail in this precision although the probe, in fp32, succeeded
     if fits is None:
         # The probe ran in fp32, or in fp64 for runs in fp64.
         sample_bytes = max(1, kept_bytes * dtype.itemsize // max(4, dtype.itemsize))
@@ -159,12 +160,13 @@ def fitting_batch(
     if ranks.world_size > 1:
         box = torch.tensor(fits, dtype=torch.int64, device=device)
         dist.all_reduce(box, op=dist.ReduceOp.MIN)
-        fits = int(box.item())  # synchronises: decides the shapes of every step that follows
+        fits = int(box.item())  # synchronises: it decides the shapes of all later steps
     return fits
 
 
 def _step_without_update(config: OptimConfig, model: nn.Module, arena: Arena, images: Tensor, samples: int) -> None:
-    """Allocates the memory of a micro-step of so many samples, without compiling our kernels. Restores the state."""
+    """Runs a micro-step of `samples` samples, so that it allocates its memory, without compiling our kernels. Restores
+    the model's state."""
 
     def run_backward() -> None:
         batch = images[:1].expand(samples, -1, -1, -1).contiguous(memory_format=torch.channels_last)
@@ -173,45 +175,48 @@ def _step_without_update(config: OptimConfig, model: nn.Module, arena: Arena, im
 
     told = _told_in_a_line(f"train in {config.precision} on", images, "--precision")
     with told, cudnn_trials(False), without_launches():
-        backward_order(model, run_backward)  # puts statistics, gradients and random numbers back
+        backward_order(model, run_backward)  # restores statistics, gradients and the random state
     arena.zero_grad()
 
 
 def measured_batch(step: Callable[[int], None], device: torch.device, free: int) -> int | None:
-    """The number of samples that fit, from the memory of a small and a larger step; None if even those do not fit."""
+    """Returns the number of samples that fit, computed from the memory of a small and a larger step; None if even those
+    steps do not fit."""
     try:
         peaks = [(samples, peak_bytes(partial(step, samples), device)) for samples in PROBED_SAMPLES]
     except torch.OutOfMemoryError:
         return None
     fixed, sample_bytes = fit.split_peaks(*peaks)
-    # What fit.USABLE leaves is for all that these steps did not need: the workspaces of kernels that cuDNN chooses by
-    # trial, the pool of CUDA graphs, prefetched batches, buffers of NCCL, evaluation, fragmentation.
+    # The memory that fit.USABLE excludes is for what these steps did not need: the workspaces of kernels that cuDNN
+    # chooses by trial, the pool of CUDA graphs, prefetched batches, buffers of NCCL, evaluation, fragmentation.
     return fit.fitting_batch(free, max(0.0, fixed), max(1.0, sample_bytes), headroom=1)
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
-    """The peak of memory that tensors take on a GPU while `run` runs, in addition to that allocated before."""
+    """Returns the peak memory of tensors on a GPU while `run` runs, in addition to the memory allocated before."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     run()
     peak = torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)  # whoever measures around this asks about what comes after it
+    torch.cuda.reset_peak_memory_stats(device)  # for an enclosing measurement, which is about what follows
     return peak - before
 
 
 def free_bytes(device: torch.device, ranks: Ranks) -> int:
-    """Memory this rank may still use: its share of the GPU's or of the host's. Every rank calls it."""
+    """Returns the memory that this rank may still use: its share of the GPU's or of the host's free memory. Every rank
+    must call it."""
     if device.type != "cuda":
         return free_host_memory_bytes() // ranks.local_size
-    # Several ranks may use one GPU, and a launcher may call each of them a host of its own: only the GPU tells.
+    # Several ranks may use one GPU, and a launcher may treat each of them as a separate host, so the GPUs are compared.
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     sharing = gather(gpu, ranks).count(gpu)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch holds it, and will use it
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # reserved by torch for later
     return torch.cuda.mem_get_info(device)[0] // sharing + unused
 
 
 def choose_plan(comm_config: CommConfig, arena: Arena, model: nn.Module, images: Tensor, comm: GridComm) -> GroupPlan:
-    """The config's grouping over this arena; `optimal` measures when gradients are ready and what a message costs."""
+    """Returns the config's gradient groups for this arena. The `optimal` grouping measures when gradients are ready and
+    what a message costs."""
     if comm_config.grouping != "optimal":
         return plan_groups(arena.specs, comm_config.grouping, **group_options(comm_config))
     ready_s = measure_ready(arena, model, images)
@@ -220,7 +225,8 @@ def choose_plan(comm_config: CommConfig, arena: Arena, model: nn.Module, images:
 
 
 def measure_ready(arena: Arena, model: nn.Module, images: Tensor) -> list[float]:
-    """Seconds from the start of backward until each gradient of the arena is ready. Restores the model's state."""
+    """Returns the seconds from the start of backward until each gradient of the arena is ready. Restores the model's
+    state."""
     device = images.device
     marks: dict[str, Mark] = {}
 
@@ -231,14 +237,15 @@ def measure_ready(arena: Arena, model: nn.Module, images: Tensor) -> list[float]
         marks["end"] = mark(device)
 
     with gradient_marks({slot.name: slot.param for slot in arena.slots}, device) as ready:
-        backward_order(model, run_backward)  # the order is known; it puts statistics, gradients and random numbers back
+        backward_order(model, run_backward)  # called because it restores statistics, gradients and the random state
     arena.zero_grad()
-    wait(device)  # events can be read once they were reached
+    wait(device)  # synchronises: events can be read once the device has reached them
     return [seconds_between(marks["start"], ready.get(slot.name, marks["end"])) for slot in arena.slots]
 
 
 def measure_link(comm: GridComm, algorithm: str, device: torch.device) -> tuple[float, float]:
-    """(seconds of latency per message, seconds per byte), from a small and a large all-reduce on all ranks."""
+    """Returns the seconds of latency per message and the seconds per byte, from a small and a large all-reduce on all
+    ranks."""
     if comm.world is None:
         return 0.0, 0.0
 

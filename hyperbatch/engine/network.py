@@ -2,7 +2,7 @@
 
     inside     all-reduces in every row at once                 (ranks of one host)
     between    all-reduces in the first column alone            (one rank of each host)
-               then in every column at once: slower by as much as columns share a NIC
+               then in every column at once: slower by the number of columns that share a NIC
 
 A ring of n moves 2(n-1)/n of a message through each link, in 2(n-1) hops.
 """
@@ -20,14 +20,14 @@ from hyperbatch.plan.machine import Link, Network
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.stopwatch import slowest_s
 
-SMALL_BYTES = 16 << 10  # latency is all that counts
-SMALL_CALLS = 10  # one behind the other, as groups travel: the first after a pause also waits for everybody to wake up
+SMALL_BYTES = 16 << 10  # at this size only latency matters
+SMALL_CALLS = 10  # back to back, as for gradient groups: the first call after a pause also waits for ranks to wake up
 LARGE_BYTES = {"cpu": (4 << 20, 16 << 20), "cuda": (64 << 20, 256 << 20)}  # bandwidth: the slope between the two
-ASSUMED = Link(bandwidth_bytes_per_s=10e9, latency_s=5e-6)  # where there is nobody to talk to
+ASSUMED = Link(bandwidth_bytes_per_s=10e9, latency_s=5e-6)  # if there is no other rank
 
 
 def measure_network(grid: RankGrid, device: torch.device, *, rounds: int = 5) -> Network:
-    """The network of the default process group. Every rank calls it; all get the same answer."""
+    """Measures the network of the default process group. Every rank must call it; all get the same result."""
     if grid.size == 1:
         return Network(devices_per_node=1, nics_per_node=1, intra=ASSUMED, inter=ASSUMED)
     comm = GridComm(grid)
@@ -59,7 +59,7 @@ def _link(
     low, high = LARGE_BYTES[device.type]
     small = _seconds(group, SMALL_BYTES, device, rounds, takes_part, calls=SMALL_CALLS)
     middle, large = (_seconds(group, nbytes, device, rounds, takes_part) for nbytes in (low, high))
-    # The slope between two long messages: what a link lets through in a burst at the start cancels out.
+    # The slope between two long messages cancels out what a link transfers faster in an initial burst.
     s_per_byte = max((large - middle) / (high - low), 1e-15)
     hops = 2 * (members - 1)
     return Link(
@@ -71,7 +71,8 @@ def _link(
 def _seconds(
     group: dist.ProcessGroup | None, nbytes: int, device: torch.device, rounds: int, takes_part: bool, calls: int = 1
 ) -> float:
-    """Median time of an all-reduce, from a common start to its last rank; a rank that takes no part waits."""
+    """Returns the median time of an all-reduce, from a common start until its last rank has finished. A rank that takes
+    no part waits."""
     tensor = torch.zeros(nbytes // 4, device=device)
 
     def run() -> None:
@@ -79,4 +80,4 @@ def _seconds(
             dist.all_reduce(tensor, group=group)
 
     seconds = [slowest_s(run, device=device, calls=calls) for _ in range(1 + rounds)]
-    return statistics.median(seconds[1:])  # the first one connects
+    return statistics.median(seconds[1:])  # the first call opens connections

@@ -1,4 +1,4 @@
-"""The record of a run, from what the loop has at its end."""
+"""Builds the record of a run from the state at its end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def record_of(
     folder: str,
     error: str,
 ) -> RunRecord:
-    """timings: of the latest steps. ranks: what each has told of its device. error: why the run ended early, or ""."""
+    """timings: those of the latest steps. ranks: what each rank has reported about its device. error: why the run ended
+    early, or ""."""
     progress, seconds, samples = run.progress, clock.state_dict(), len(run.train_set)
     firsts = [total_steps(run.phases[:i], samples, p.from_position / samples) for i, p in enumerate(run.phases)]
     return RunRecord(
@@ -66,7 +67,7 @@ def record_of(
             for phase, first in zip(run.phases, firsts, strict=True)
             if first < progress.step
         ],
-        # After a failure the device may be gone: what would have to be read from it is left out.
+        # After a failure the device may be gone, so values that would have to be read from it are omitted.
         trust_ratios={} if error else run.learner.optimizer.trust_ratios(),
         compiled=run.learner.compilation.to_dict(),
         clock=seconds | {"data_wait_s": run.data_wait_s},
@@ -86,7 +87,7 @@ def record_of(
 
 
 def about_ranks(told: Sequence[dict[str, Any]], stragglers: Stragglers | None) -> list[dict[str, Any]]:
-    """What each rank has told at the end, and the means of its steps."""
+    """Returns for each rank what it reported at the end, and the mean times of its steps."""
     means = stragglers.means() if stragglers else []
     return [
         {"rank": rank, **about, **seconds}
@@ -95,7 +96,7 @@ def about_ranks(told: Sequence[dict[str, Any]], stragglers: Stragglers | None) -
 
 
 def typical(timings: list[StepTiming]) -> StepTiming:
-    """The step of median length among the later half, so that a slow start does not count."""
+    """Returns the timing of median length among the later half of the steps, so that a slow start does not count."""
     late = timings[len(timings) // 2 :]
     middle = statistics.median_low([t.step_s for t in late])
     return next(t for t in late if t.step_s == middle)

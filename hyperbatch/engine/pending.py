@@ -22,21 +22,21 @@ class Booked(NamedTuple):
 
 
 class Pending(NamedTuple):
-    booked: list[Booked]  # steps that were not pending before; some of the last stride's get a line
-    losses: Tensor  # theirs over all ranks, and the number of steps just skipped in a row, on the host
-    own: Tensor  # losses of this rank
-    arrived: torch.cuda.Event | None  # when the values are there
-    end_s: float  # run time when the last was launched
-    trained_s: float  # of that, training alone
-    traced_s: float  # the trace's time then
+    booked: list[Booked]  # all steps since the previous Pending
+    losses: Tensor  # their losses over all ranks, then the number of steps just skipped in a row, on the host
+    own: Tensor  # their losses on this rank
+    arrived: torch.cuda.Event | None  # reached when the values are on the host
+    end_s: float  # the run's time when the last step was launched
+    trained_s: float  # the part of it that was training
+    traced_s: float  # the trace's time at that moment
     marks: Marks
     groups: tuple[GroupTiming, ...]
     phases: tuple[PhaseTiming, ...]
-    layers: tuple[list[str], Tensor] | None  # names and trust ratios after the last, on the host
+    layers: tuple[list[str], Tensor] | None  # names and trust ratios after the last step, on the host
 
 
 def over_ranks(run: Run, own: Tensor) -> Tensor:
-    """The mean of each loss over all ranks, followed by the current number of steps skipped in a row."""
+    """Returns the mean of each loss over all ranks, followed by the current number of steps skipped in a row."""
     losses = own
     if run.learner.comm.world is not None:
         losses = own.clone()
@@ -46,7 +46,7 @@ def over_ranks(run: Run, own: Tensor) -> Tensor:
 
 
 def to_host(values: Tensor) -> Tensor:
-    """The values on the host; from a GPU, a copy that is ready once the device has reached it."""
+    """Returns the values on the host. From a GPU this is an asynchronous copy, ready once the device has reached it."""
     if not values.is_cuda:
         return values
     on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

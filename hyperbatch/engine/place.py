@@ -1,6 +1,7 @@
 """The place of a rank in a run (step and phase), which other ranks report when it makes no progress.
 
-The heartbeat's thread reads it. A step does no work for it: the clock, the timer's marks and the exchange already know.
+The heartbeat's thread reads it. This costs a step nothing, because the clock, the timer's marks and the exchange
+already contain the information.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from hyperbatch.engine.clock import Clock
 from hyperbatch.engine.run import Run
 
 ACCOUNTS = {"init": "set-up", "capture": "capture of a step", "pause": "checkpoint"}
-# What a rank does once the timer has marked the end of that
+# Maps the phase that the timer has marked last to what the rank does after it
 AFTER = {
     "": "waiting for data",
     "data_wait": "forward pass",
@@ -22,7 +23,7 @@ AFTER = {
 
 
 def place_of(clock: Clock, run: Run | None) -> Place:
-    """run: None where it is not built yet."""
+    """Returns the place of this rank. run: None if it is not built yet."""
     if run is None:
         return Place(phase=ACCOUNTS["init"])
     account, done = clock.account, run.progress.step
@@ -45,5 +46,6 @@ def place_of(clock: Clock, run: Run | None) -> Place:
 
 
 def collective_of(clock: Clock) -> str:
-    """The collective that this rank waits in, or its last one; "" during captures, which allow no device queries."""
+    """Returns the collective that this rank waits in, or its last one; "" during set-up and captures, because a capture
+    allows no device queries."""
     return "" if clock.account in ("init", "capture") else last_collective()

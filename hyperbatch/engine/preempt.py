@@ -2,12 +2,12 @@
 
     signal on any rank, or the parent command's file
       -> store: preempted                                  a thread on every rank reads it
-      -> every rank: the last step that it has started     it starts no other for now
+      -> every rank: the last step that it has started     it starts no further step for now
       -> rank 0: the latest of these                       the run stops after it; ranks that are behind do the missing
                                                            steps first
 
-This costs a step only an uncontended lock: no exchange and no read from the device. The host starts steps, so a stride
-of captured steps counts as one.
+The cost per step is an uncontended lock; there is neither an exchange nor a read from the device. The host launches a
+stride of captured steps as a whole, so a run stops only between strides.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -27,15 +27,15 @@ import torch.distributed as dist
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.errors import RunFailed
 
-INTERVAL_S = 0.25  # between two looks at the store
-OFTEN = 512  # ranks that look so often; more of them look less often, so that the store has no more to answer
-LEAVE_S = 1.0  # for the thread to end: an interpreter that ends while it returns from the store would abort
-SHOWN_RANKS = 8  # of those that do not respond
-PARENT_S = 1.0  # after a SIGTERM, for the word of the parent command that it was for all
+INTERVAL_S = 0.25  # between two reads of the store by a rank
+OFTEN = 512  # with more ranks than this, each reads less often, so that the load of the store does not grow
+LEAVE_S = 1.0  # time for the thread to end: the interpreter would abort if it ended while the thread is in the store
+SHOWN_RANKS = 8  # most ranks that a message names
+PARENT_S = 1.0  # after a SIGTERM, time for the parent command to write that all ranks were preempted
 
 
 def signals_of(names: str | None) -> list[signal.Signals]:
-    """Of --preempt-signals."""
+    """Returns the signals of `--preempt-signals`."""
     return [] if names is None else [signal.Signals[f"SIG{name}"] for name in names.split(",")]
 
 
@@ -43,23 +43,24 @@ class Preemption:
     """A context manager around the whole run, in which the signals do not kill it; `watched` is one around training."""
 
     def __init__(self, names: str | None, ranks: Ranks, *, timeout_s: float, parent_file: Path | None = None) -> None:
-        """parent_file: the command that started this rank writes a signal's name to it when it receives one. SIGTERM
-        may then also come from that command's agent, which ends the remaining ranks after a failure."""
-        self.on_stop: Callable[[], None] = lambda: None  # called when it is known that the run stops
+        """names: the value of `--preempt-signals`. parent_file: the command that started this rank writes the name of a
+        signal that it receives to this file. A SIGTERM may then also come from that command's agent, which ends the
+        remaining ranks after a failure."""
+        self.on_stop: Callable[[], None] = lambda: None  # called when the run's last step is over
         self.reason = ""  # the signal's name
         self._signals, self._ranks, self._timeout_s = signals_of(names), ranks, timeout_s
         self._interval_s = INTERVAL_S * max(1.0, ranks.world_size / OFTEN)
         self._parent_file, self._parent = parent_file, os.getppid()
-        self._term_s: float | None = None  # when SIGTERM came
-        self._begun = 0  # the last step that was begun
-        self._frozen = False  # no step may be begun without asking
+        self._term_s: float | None = None  # when SIGTERM was received
+        self._begun = 0  # the last step that was started
+        self._frozen = False  # True: no step may start before the ranks have agreed on the last one
         self._stop_after: int | None = None
         self._problem = ""  # why the ranks have not agreed yet, as far as this one knows
         self._lock, self._decided, self._over = threading.Lock(), threading.Event(), threading.Event()
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        # Before training SIGTERM ends the run, since there is nothing to save, and a rank may be waiting for others.
+        # Before training, SIGTERM ends the run: there is nothing to save, and a rank may be waiting for others.
         self._handle([number for number in self._signals if number != signal.SIGTERM], self._undo)
         return self
 
@@ -67,13 +68,13 @@ class Preemption:
         self._undo.close()
 
     def saw(self, number: int, *_: object) -> bool:
-        """A signal handler, which may also be called from another thread. Returns whether the signal is one of ours, on
-        which a run that hangs would not act."""
+        """The signal handler; other threads may call it, too. Returns True for a SIGTERM that asks this run to stop:
+        the caller then starts a timer, because a run that hangs would not stop by itself."""
         if number not in self._signals:
             return False
         if number == signal.SIGTERM and self._parent_file is not None:
             self._term_s = self._term_s or time.monotonic()
-            if os.getppid() != self._parent:  # nobody holds the run's folder any more
+            if os.getppid() != self._parent:  # the parent has ended, and with it the lock of the run's folder
                 self._end_at_once()
             return False
         self.reason = self.reason or signal.Signals(number).name
@@ -81,13 +82,14 @@ class Preemption:
 
     @contextlib.contextmanager
     def watched(self, store: dist.Store | None) -> Iterator[None]:
-        """A context for the time in which the run trains. store: shared by all ranks; None for one rank."""
+        """A context around training, in which the run can be preempted. store: shared by all ranks; None for one."""
         if not self._signals:
             yield
             return
         shared = None if store is None else dist.PrefixStore("hyperbatch-preempt", store)
         thread = threading.Thread(target=self._watch, args=(shared,), name="hyperbatch-preempt", daemon=True)
-        # After a failure only when that has been told, and not for long: the store may never answer.
+        # After a failure, the thread is joined only once the failure is reported, and not for long, because the store
+        # may never answer.
         self._undo.callback(thread.join, LEAVE_S)
         with contextlib.ExitStack() as undo:
             self._handle([number for number in self._signals if number == signal.SIGTERM], undo)
@@ -95,13 +97,13 @@ class Preemption:
             try:
                 yield
             except BaseException:
-                self._over.set()  # it may wait for a store that does not answer, and the failure is to be told first
+                self._over.set()  # without a join: the store may not answer, and the failure must be reported first
                 raise
             self._over.set()
             thread.join(self._timeout_s)
 
     def may_begin(self, last_step: int) -> bool:
-        """Whether a stride that ends with this step may start. If not, it starts on no rank."""
+        """Whether a stride that ends with this step may start. The answer is the same on every rank."""
         with self._lock:
             if not self._frozen:
                 self._begun = last_step
@@ -126,7 +128,7 @@ class Preemption:
                     return
             except (dist.DistError, RuntimeError) as error:
                 self._problem = f": {str(error).strip().partition(chr(10))[0]}"
-                continue  # a store that has gone with its rank: the run fails by itself
+                continue  # the store ended with its rank, so the run will fail anyway
             if store is None and self.reason:
                 self._decide(self._freeze())
                 return
@@ -142,15 +144,16 @@ class Preemption:
             self._end_at_once()
 
     def _end_at_once(self) -> None:
-        """Ends this rank, which alone received SIGTERM. Rank 0 writes a record, as after Ctrl-C, unless it ignores
-        SIGINT, as a job in the background of a shell does. The others write none, and may be waiting for rank 0 in code
-        that no signal interrupts."""
+        """Ends this rank after a SIGTERM that was not for all ranks. Rank 0 writes a record, as after Ctrl-C, unless it
+        ignores SIGINT, as a background job of a shell does. The other ranks write no record, and may be waiting for
+        rank 0 in code that no signal interrupts."""
         if self._ranks.rank != 0 or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             os._exit(128 + signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
 
     def _spread(self, store: dist.Store) -> bool:
-        """Whether a rank was preempted and the store says so. A signal during this call is written at the next one."""
+        """Returns whether any rank was preempted. If it was this rank, the store is updated; a signal that arrives
+        during this call is written by the next one."""
         if self.reason:
             store.set("asked", self.reason)
             return True
@@ -160,8 +163,9 @@ class Preemption:
         return False
 
     def _agree(self, store: dist.Store) -> None:
-        """The store is a single thread, so only rank 0 asks it about every rank. The others ask for rank 0's answer:
-        it mostly comes at once, and if not, they ask less and less often."""
+        """Agrees with the other ranks on the last step. The store runs in a single thread, so only rank 0 queries it
+        about every rank. The others poll for rank 0's answer, which mostly is there at once, and less and less often if
+        it is not."""
         store.set(f"begun-{self._ranks.rank}", str(self._freeze()))
         wait_s, missing = INTERVAL_S / 10, list(range(self._ranks.world_size))
         while not (self._latest(store, missing) if self._ranks.rank == 0 else store.check(["latest"])):
@@ -173,8 +177,9 @@ class Preemption:
         self._decide(int(store.get("latest")))
 
     def _latest(self, store: dist.Store, missing: list[int]) -> bool:
-        """Whether every rank has told the last step that it has started; the latest of them is then in the store.
-        Until then, the store says who is missing. missing: the ranks that were at the last call."""
+        """Returns whether every rank has written the last step that it has started. If so, writes the latest of these
+        to the store, otherwise a text that names the missing ranks. missing: the ranks that have not written yet; this
+        call updates it."""
         keys = [f"begun-{rank}" for rank in range(self._ranks.world_size)]
         if store.check(keys):
             store.set("latest", str(max(map(int, store.multi_get(keys)))))

@@ -1,9 +1,10 @@
-"""`hyperbatch profile`: measures this device, and the links of the process group at hand, into a machine file.
+"""`hyperbatch profile`: measures this device and the links of the current process group, and writes a machine file.
 
     step at each batch   | forward: a mark after every layer | backward: a mark at every gradient | update |
     under torchrun       all-reduces inside a host and between hosts (engine/network.py)
 
-The planner takes the layers as measured: for this model on this device its ready times are not a model's but these.
+The planner uses the measured times of layers: for this model on this device, they replace its own estimate of when
+gradients are ready.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from hyperbatch.stopwatch import Mark, copy_bytes_per_s, gradient_marks, mark, s
 from hyperbatch.tables import text_table
 
 BATCHES = {"cuda": (32, 128, 256), "cpu": (2, 8)}
-CEILING_ROUNDS = 7  # the best of them counts: a ceiling is looked for
-LEAST_S = 1.0  # of measured steps on a CPU: the median of a few short ones is that of what else its cores do
+CEILING_ROUNDS = 7  # the fastest of them counts, because the device's peak is to be found
+LEAST_S = 1.0  # of measured steps on a CPU: the median of a few short steps depends on what else its cores do
 
 
 class LayerRow(NamedTuple):
@@ -50,11 +51,11 @@ class LayerRow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceProfile:
-    """What was measured. The machine file holds it all; this is for people and scripts."""
+    """The main results, for people and scripts. The machine file contains all measurements."""
 
     machine_file: str
     device: str
-    images_per_s: dict[str, float]  # by batch
+    images_per_s: dict[str, float]  # by batch size
     layers: tuple[LayerRow, ...]
     memory_gbyte_per_s: float
     matmul_tflop_per_s: float
@@ -77,11 +78,12 @@ def profile(
     image_size: int | None = None,
     rounds: int | None = None,
 ) -> DeviceProfile:
-    """Writes `output` on rank 0 and returns what was measured, for `simulate --cluster FILE` and `plan`."""
+    """Measures this device and its links. Rank 0 writes the machine file `output`, for `simulate --cluster FILE` and
+    `plan`. Returns the main results."""
     usual_size, classes = usual_data(model)
     size = image_size or usual_size
     ask_for(model)
-    layers(model, classes=classes, image_size=size)  # an unknown model is refused before anything starts
+    layers(model, classes=classes, image_size=size)  # raises for an unknown model before anything starts
     if not output.parent.is_dir() or output.is_dir():
         raise InputError(f"--output {output}: use a file in an existing folder")
     if not os.access(output if output.exists() else output.parent, os.W_OK):
@@ -159,7 +161,7 @@ def profile(
 
 
 def format_profile(measured: DeviceProfile) -> str:
-    """`profile`'s answer as text."""
+    """Returns the result of `profile` as text."""
     slowest = sorted(measured.layers, key=lambda row: -(row.forward_s + row.backward_s))[:8]
     layers = [(row.layer, f"{row.forward_s * 1e3:.3f}", f"{row.backward_s * 1e3:.3f}") for row in slowest]
     speeds = [(batch, f"{speed:,.1f}") for batch, speed in measured.images_per_s.items()]
@@ -200,7 +202,8 @@ def step_profile(
     rounds: int,
     least_s: float = 0.0,
 ) -> tuple[Measured, Profile]:
-    """A training step (forward, backward, LARS) on data that is already there: as a whole and layer by layer.
+    """Measures a training step (forward, backward, LARS) on data that is already on the device: as a whole and layer by
+    layer.
 
     rounds: the least number of steps that are measured. least_s: the least time that they take together.
     """
@@ -221,7 +224,7 @@ def step_profile(
     table = [layer for layer in layers(model, classes=classes, image_size=image_size) if layer.tensors]
     modules = dict(network.named_modules())
     for layer in table:
-        # A module that only holds others ends with the last of them, which says nothing about its own parameters.
+        # A module that contains others ends when the last of them ends, which says nothing about its own parameters.
         holds = not layer.name or any(other.name.startswith(f"{layer.name}.") for other in table)
         if layer.macs or not holds:
             modules[layer.name].register_forward_hook(note(f"forward {layer.name}"))
@@ -241,7 +244,7 @@ def step_profile(
     with gradient_marks({slot.name: slot.param for slot in arena.slots}, device) as gradients:
         for i in itertools.count():
             step()
-            wait(device)  # events can be read once they were reached
+            wait(device)  # synchronises: events can be read once the device has reached them
             if i >= 2:  # the first rounds choose kernels and fill caches
                 whole.append(seconds_between(marks["start"], marks["end"]))
                 forward.append(_between(marks["start"], marks, [[f"forward {layer.name}"] for layer in table]))
@@ -266,8 +269,8 @@ def step_profile(
 
 
 def _between(start: Mark, marks: dict[str, Mark], stops: list[list[str]]) -> list[float]:
-    """Seconds from each layer's last mark to the next one's. One that was done before its turn takes none, as does one
-    without marks."""
+    """Returns the seconds of each layer: from the last mark of the layer before it to its own last mark. A layer that
+    finished before its turn, or that has no marks, takes no time."""
     clock, seconds = 0.0, []
     for names in stops:
         moment = max((seconds_between(start, marks[name]) for name in names if name in marks), default=clock)

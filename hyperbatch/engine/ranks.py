@@ -1,4 +1,4 @@
-"""The rank of this process, and how it joins the others: alone, or started by torchrun, Slurm or Open MPI.
+"""Finds the rank of this process, alone or started by torchrun, Slurm or Open MPI, and joins it with the others.
 
 `find_ranks` only reads environment variables, so it can be called before torch is loaded; `join` does the rest.
 """
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-RESOLVE_S = 60.0  # for the name of rank 0's host
-MANY_RANKS = 64  # from here on, sockets between all pairs of ranks, opened through the store, take too long
-FILES_PER_RANK = 4  # that a process may open for each rank: rank 0 may host the store, and ranks connect to it twice
-FILES = 4096  # that it may open besides
+RESOLVE_S = 60.0  # time for the name of rank 0's host to resolve
+MANY_RANKS = 64  # from this number on, opening sockets between all pairs of ranks takes too long
+FILES_PER_RANK = 4  # files per rank that a process may open: rank 0 may host the store, to which ranks connect twice
+FILES = 4096  # other files that it may open
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """This process among all. `local_*` counts the processes of this host."""
+    """The rank of this process among all processes. `local_*` refers to the processes of this host."""
 
     rank: int = 0
     world_size: int = 1
@@ -52,7 +52,7 @@ class Ranks:
 
 
 def find_ranks(environ: Mapping[str, str] = os.environ) -> Ranks | None:
-    """The place a launcher gave this process, or None when no launcher started it (or it started just one)."""
+    """Returns the ranks as set by a launcher, or None if no launcher started this process (or Slurm only this one)."""
     for read in (_torchrun, _slurm, _open_mpi):
         ranks = read(environ)
         if ranks is not None:
@@ -112,14 +112,15 @@ def _open_mpi(env: Mapping[str, str]) -> Ranks | None:
 
 
 def _mpi_port(env: Mapping[str, str]) -> int:
-    """A port for this job, so that two jobs on a host do not connect to each other. Open MPI 5 names a job in
-    PMIX_NAMESPACE, version 4 in the other variable."""
+    """Returns a port for this job, so that two jobs on one host do not connect to each other. Open MPI 5 stores the
+    job's name in PMIX_NAMESPACE, version 4 in the other variable."""
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
     return 29_500 if job is None else _port_of(job)
 
 
 def _port_of(job: str) -> int:
-    """The same on all ranks of a job, and mostly another for another job. Below what the kernel gives to others."""
+    """Returns a port that is the same on all ranks of a job, and mostly differs between jobs. It is below the range of
+    ports that the kernel assigns by itself."""
     return 20_000 + zlib.crc32(job.encode()) % 12_000
 
 
@@ -131,7 +132,7 @@ def _int(env: Mapping[str, str], name: str, default: str | None = None) -> int:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Slurm's run-length form: "4(x2),3" means 4, 4, 3."""
+    """Parses Slurm's run-length form: "4(x2),3" means 4, 4, 3."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -142,7 +143,7 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of Slurm's folded list: "rack[1-2]node[03-07,9],login1" gives rack1node03."""
+    """Returns the first host of Slurm's compressed list: "rack[1-2]node[03-07,9],login1" gives rack1node03."""
     match = re.match(r"((?:[^,\[\]]|\[\d[\d,-]*\])+)(?:,|$)", nodes)
     if match is None:
         raise InputError(f"the Slurm node list {nodes!r} cannot be parsed; set MASTER_ADDR")
@@ -151,7 +152,7 @@ def first_host(nodes: str) -> str:
 
 @contextlib.contextmanager
 def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
-    """Picks this rank's device and opens the process group for the time of the run."""
+    """A context that chooses this rank's device and keeps the process group open."""
     import torch
 
     if device == "auto":
@@ -172,7 +173,8 @@ def join(ranks: Ranks, device: str, timeout_s: float) -> Iterator[torch.device]:
 
 @contextlib.contextmanager
 def open_group(ranks: Ranks, device: torch.device, timeout_s: float) -> Iterator[None]:
-    """Of all ranks; nothing where this one is alone, or in a process group the caller opened and will close."""
+    """A context that opens the process group of all ranks. It opens none if this rank is alone, or if the caller has
+    already opened one, which the caller then closes."""
     import torch.distributed as dist
 
     if ranks.world_size == 1 or dist.is_initialized():
@@ -181,15 +183,15 @@ def open_group(ranks: Ranks, device: torch.device, timeout_s: float) -> Iterator
         _leave_processors_to_nccl(ranks)
         yield
         return
-    from hyperbatch.engine import stores  # with torch's rendezvous, which a rank alone has no use for
+    from hyperbatch.engine import stores  # imports torch's rendezvous, which a single rank does not need
 
     os.environ.setdefault("NCCL_MAX_CTAS", "32")
-    if ranks.world_size >= MANY_RANKS:  # gloo then connects two ranks when they first have something to send
+    if ranks.world_size >= MANY_RANKS:  # gloo then connects two ranks at their first message
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     _allow_files(FILES_PER_RANK * ranks.world_size + FILES)
     _leave_processors_to_nccl(ranks)
     resolve(ranks.master_addr, min(timeout_s, RESOLVE_S))
-    with signals_kill():  # the others may not come, and no handler runs while this rank waits for them
+    with signals_kill():  # other ranks may never join, and no signal handler runs while this rank waits
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=stores.meet(ranks, timeout_s) if ranks.agent_store else stores.own_store(ranks, timeout_s),
@@ -206,7 +208,8 @@ def open_group(ranks: Ranks, device: torch.device, timeout_s: float) -> Iterator
 
 
 def resolve(host: str, timeout_s: float) -> None:
-    """InputError where the name of rank 0's host has no address. It may take a while to appear, as that of a pod."""
+    """Raises InputError if the name of rank 0's host cannot be resolved. The name may take a while to appear, for
+    example that of a pod."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -223,7 +226,8 @@ def resolve(host: str, timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def signals_kill() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end this process at once, wherever it waits: it has nothing to leave yet."""
+    """A context in which Ctrl-C and SIGTERM end this process at once, wherever it waits. There is nothing to save
+    yet."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -236,7 +240,8 @@ def signals_kill() -> Iterator[None]:
 
 
 def _allow_files(wanted: int) -> None:
-    """Raises the limit of open files as far as the administrator allows: often it is 1,024, and sockets count."""
+    """Raises the limit of open files as far as the administrator allows. It is often 1,024, and sockets count as
+    files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < enough:
@@ -244,19 +249,20 @@ def _allow_files(wanted: int) -> None:
 
 
 def _leave_processors_to_nccl(ranks: Ranks) -> None:
-    """Reserves a multiprocessor for each program of NCCL: fused norms must not wait for an all-reduce to end."""
+    """Reserves one multiprocessor for each thread block of NCCL, so that fused norms need not wait for an
+    all-reduce."""
     limit = os.environ.get("NCCL_MAX_CTAS", "")
     leave_processors(int(limit) if ranks.world_size > 1 and limit.isdigit() else None)
 
 
 def leave_group(device: torch.device) -> None:
-    """Leaves the process group after an error: other ranks may be gone, so NCCL must not wait for its collectives."""
+    """Leaves the process group after an error. Other ranks may be gone, so NCCL must not wait for its collectives."""
     import torch.distributed as dist
 
     if device.type != "cuda":
         dist.destroy_process_group()
         return
-    with contextlib.suppress(Exception):  # the error that is under way is the one to be told
+    with contextlib.suppress(Exception):  # the original error is the one to report
         dist.distributed_c10d._abort_process_group()  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -264,8 +270,8 @@ _host_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def host_group(timeout_s: float = 300.0) -> dist.ProcessGroup | None:
-    """The group for objects and tensors of the host: the default process group (None), or an additional gloo group if
-    the caller opened the default one only for GPUs. The first call, which `join` makes on all ranks, creates it."""
+    """Returns the process group for Python objects and CPU tensors: None for the default group, or an additional gloo
+    group if the caller opened the default one for GPUs only. The first call, by `join` on all ranks, creates it."""
     import torch
     import torch.distributed as dist
 
@@ -279,7 +285,8 @@ def host_group(timeout_s: float = 300.0) -> dist.ProcessGroup | None:
 
 
 def _gpu_index(ranks: Ranks, gpus: int) -> int:
-    """This rank's GPU among those it sees: all of the host's, or only its own (srun --gpus-per-task=1)."""
+    """Returns the index of this rank's GPU among those it sees: all of the host's, or only its own (srun
+    --gpus-per-task=1)."""
     if gpus == 1 and ranks.launcher == "slurm":
         return 0
     if ranks.local_rank >= gpus:
@@ -292,7 +299,8 @@ def _gpu_index(ranks: Ranks, gpus: int) -> int:
 
 @contextlib.contextmanager
 def errors_shared(ranks: Ranks) -> Iterator[None]:
-    """For work that each rank does alone: an InputError on one rank is raised on all, so that none waits forever."""
+    """A context for work that each rank does alone. An InputError on one rank is raised on all, so that none waits
+    forever."""
     problem = None
     try:
         yield
@@ -309,7 +317,8 @@ def errors_shared(ranks: Ranks) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the run as Ctrl-C does, so that the folder is left readable. Only a main thread may ask for it."""
+    """A context in which SIGTERM ends the run as Ctrl-C does, so that its folder stays readable. It has an effect in
+    the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -322,7 +331,7 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, where it ends a run as Ctrl-C does."""
+    """Raised by SIGTERM, which then ends a run as Ctrl-C does."""
 
 
 def interrupt(*_: object) -> None:
@@ -331,16 +340,15 @@ def interrupt(*_: object) -> None:
 
 
 def host_grid(ranks: Ranks) -> RankGrid:
-    """Hosts x ranks per host, or one row where hosts hold different numbers of ranks. Every rank calls it.
-
-    A rank knows the size of its own host only, and the grid must be the same on all of them.
+    """Returns the grid of hosts x ranks per host, or one row if the numbers of ranks per host differ. Every rank must
+    call it: a rank knows only its own host, and the grid must be the same on all ranks.
     """
     sizes = gather(ranks.local_size, ranks)
     return RankGrid.of_hosts(ranks.world_size, sizes[0] if len(set(sizes)) == 1 else ranks.world_size)
 
 
 def gather(value: Any, ranks: Ranks) -> list[Any]:
-    """The value of every rank, on every rank."""
+    """Returns the values of all ranks, on every rank."""
     if ranks.world_size == 1:
         return [value]
     import torch.distributed as dist
@@ -351,7 +359,7 @@ def gather(value: Any, ranks: Ranks) -> list[Any]:
 
 
 def gather_on_first(value: Any, ranks: Ranks) -> list[Any]:
-    """The value of every rank on rank 0, for what is too large to go everywhere; nothing on the others."""
+    """Returns the values of all ranks on rank 0, and [] on the others. For values that are too large for `gather`."""
     if ranks.world_size == 1:
         return [value]
     import torch.distributed as dist
@@ -362,7 +370,7 @@ def gather_on_first(value: Any, ranks: Ranks) -> list[Any]:
 
 
 def share(value: Any, ranks: Ranks) -> Any:
-    """Rank 0's value on every rank."""
+    """Returns rank 0's value on every rank."""
     if ranks.world_size == 1:
         return value
     import torch.distributed as dist

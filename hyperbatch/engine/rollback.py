@@ -1,11 +1,11 @@
-"""Returns a run whose loss has become nan or has jumped to its newest checkpoint; it continues with other samples.
+"""Rolls a run back to its newest checkpoint if its loss has become nan or has jumped; it continues with other samples.
 
-    stream     ... [ checkpoint ) a b c d e f | g h i ...       f: where it was found
+    stream     ... [ checkpoint ) a b c d e f | g h i ...       f: where the fault was found
     trained    ...              x a b c d e f
     then       ...              x g h i ...                     a to f are skipped, the steps are repeated
 
 Steps and rates go back, so the run makes as many updates as planned; only the sample stream does not go back. All ranks
-see the same losses, so they call this at the same step. Checkpoints keep the list of rollbacks, in `Progress`.
+see the same losses, so they roll back at the same step. Checkpoints keep the list of rollbacks in `Progress`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hyperbatch.errors import Diverged, InputError, RunFailed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollback:
-    """From where to where, and why."""
+    """The steps of a rollback, the number of skipped samples, and the reason."""
 
-    step: int  # that the run had done
+    step: int  # the run's last step before the rollback
     to_step: int
-    passed_over: int  # samples, those of the steps between
+    passed_over: int  # number of samples that are skipped: those of the steps in between
     reason: str
 
     @property
@@ -43,7 +43,7 @@ class Rollback:
 
 
 def may_roll_back(run: Run, saver: Saver) -> bool:
-    """The same on every rank."""
+    """Whether the run can be rolled back. The answer is the same on every rank."""
     return saver.taken and len(run.progress.rollbacks) < run.config.run.max_rollbacks
 
 
@@ -57,7 +57,7 @@ def roll_back(run: Run, saver: Saver, fault: Diverged, out: Path | None) -> Roll
             raise failed from fault
         raise fault
     run.loader.close()
-    run.learner.sync.check()  # nothing is under way between ranks from here on
+    run.learner.sync.check()  # no exchange between ranks is in progress afterwards
     saver.wait_on_all_ranks()
     saved = _checkpoint(run, fault, out)
     snapshot.put_back(run, saved)
@@ -70,11 +70,11 @@ def roll_back(run: Run, saver: Saver, fault: Diverged, out: Path | None) -> Roll
 
 
 def _checkpoint(run: Run, fault: Diverged, out: Path) -> Checkpoint:
-    """The newest checkpoint, or, if the run was already rolled back to it, the previous one if there is one: the newest
-    may contain a fault that only later steps show."""
+    """Returns the newest checkpoint. If the run was already rolled back to it, returns the previous one if there is
+    one, because the newest may contain a fault that shows only in later steps."""
     try:
         saved = snapshot.find_checkpoint(run.config, run.ranks, out)
-    except InputError as error:  # it could not be written, say
+    except InputError as error:  # for example, it could not be written
         raise fault from error
     if any(rollback["to_step"] == saved.progress.step for rollback in run.progress.rollbacks):
         with contextlib.suppress(InputError):  # raised on every rank

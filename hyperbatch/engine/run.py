@@ -29,7 +29,7 @@ from hyperbatch.vocabulary import DEVICE_PRECISIONS
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """One rank's training run: what it trains is the learner."""
+    """One rank's training run. It trains the learner."""
 
     config: Config
     ranks: Ranks
@@ -41,9 +41,9 @@ class Run:
     loader: TrainLoader
     phases: tuple[Phase, ...]
     warnings: list[str]
-    timer: StepTimer  # of the steps
+    timer: StepTimer  # measures the steps
     progress: Progress = field(default_factory=Progress)
-    waited_before_s: float = 0.0  # for batches, in the runs this one continues
+    waited_before_s: float = 0.0  # time spent waiting for batches in the runs that this one continues
 
     @property
     def epoch(self) -> float:
@@ -52,7 +52,7 @@ class Run:
 
     @property
     def data_wait_s(self) -> float:
-        """Seconds this rank has waited for batches, in the runs this one continues, too."""
+        """Seconds for which this rank has waited for batches, including the runs that this one continues."""
         return self.waited_before_s + self.loader.wait_s
 
     @property
@@ -75,9 +75,9 @@ def build_run(
     data: tuple[Source, Source] | None = None,
     stage: Callable[[str], None] = lambda text: None,
 ) -> Run:
-    """A run before its first step; `saved` is the one that it is going to continue (`snapshot.restore`).
+    """Builds a run before its first step. saved: the checkpoint that it will continue (`snapshot.restore`).
 
-    data: the training and validation set, where they are open already. stage: is told what it is about to do.
+    data: the training and validation set, if they are open already. stage: called with the name of each stage.
     """
     stage("opening the data")
     with errors_shared(ranks):
@@ -134,15 +134,16 @@ def build_run(
 
 
 def check_equal_data(train: Source, val: Source) -> None:
-    """InputError on every rank if one sees other samples, as on a host whose copy of the set is not complete: each rank
-    takes its part of one order of all samples."""
+    """Raises InputError on every rank if one sees different samples, for example because its host has an incomplete
+    copy of the data set. Each rank takes its part of one order of all samples."""
     parts = [(split, sample_list(source)) for split, source in (("train", train), ("val", val))]
     lines = [f"{part.samples:,} {split} samples ({part.form}, {part.order[:12]})" for split, part in parts]
     check_agreement(host_group() or dist.group.WORLD, "the data set", lines, advice="give every host the same files")
 
 
 def next_run(before: Run, config: Config, clock: Clock) -> Run:
-    """A further run of the learner, on the same data: all that is not named here is taken over (engine/session.py)."""
+    """Returns a further run of the learner on the same data. Fields that are not listed here are reused
+    (engine/session.py)."""
     return replace(
         before,
         config=config,
@@ -156,7 +157,7 @@ def next_run(before: Run, config: Config, clock: Clock) -> Run:
 
 
 def phases_of(config: Config, ranks: Ranks, learner: Learner, train_set: Source) -> tuple[Phase, ...]:
-    """The batch phases, cut for these ranks and their memory."""
+    """Returns the batch phases, divided into batches for these ranks and their memory."""
     return resolve_phases(
         config.schedule.batch_phases,
         len(train_set),
@@ -167,15 +168,15 @@ def phases_of(config: Config, ranks: Ranks, learner: Learner, train_set: Source)
 
 
 def at_precision(config: Config, device: torch.device, ranks: Ranks, saved: Checkpoint | None = None) -> Config:
-    """The config with a precision that depends on the device chosen: that of the run it continues, or what suits the
-    devices of all ranks. Every rank calls it."""
+    """Returns the config with a fixed precision if its precision depends on the device: that of the run that is
+    continued, or one that suits the devices of all ranks. Every rank must call it."""
     if config.optim.precision not in DEVICE_PRECISIONS:
         return config
     if saved is not None:
         return config.override(precision=saved.config.optim.precision)
     here = config.with_precision(fast_precision(device), on_gpu=device.type == "cuda")
     found = gather(here.optim.precision, ranks)
-    # Where devices differ: every GPU has fp16, every CPU fp32.
+    # If devices differ, all use the precision that all of them have: every GPU has fp16, and every CPU fp32.
     return config.override(precision=max(found, key=("bf16", "fp16", "fp32").index))
 
 
@@ -186,7 +187,7 @@ def fast_precision(device: torch.device) -> str:
 
 
 def notes(config: Config, device: torch.device, train_samples: int) -> list[str]:
-    """What the user should know about this run before it starts."""
+    """Returns notes for the user about this run before it starts."""
     repeats = repeats_note(config.schedule.batch_phases, train_samples)
     found = [weights_note(config), batch_note(config), size_note(config), repeats]
     precision = config.optim.precision

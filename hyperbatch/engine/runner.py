@@ -42,13 +42,14 @@ from hyperbatch.plan.types import StepTiming
 from hyperbatch.schedule import Step, Stride
 from hyperbatch.stopwatch import wait
 
-LAUNCH_S = 0.025  # duration of the steps in a launch: the host needs a millisecond per launch, and sometimes ten
-MAX_STEPS = 16  # in a launch, by default: capturing a step takes as long as running it from Python
+LAUNCH_S = 0.025  # longest duration of a launch's steps: the host needs a millisecond per launch, and sometimes ten
+MAX_STEPS = 16  # most steps in a launch, by default: capturing a step takes as long as running it from Python
 StepShape = tuple[tuple[int, ...], int]  # samples of each micro-step, image size
 
 
 class StepRunner:
-    """`prepare` a stride whose shape is new (`is_ready` says so), then `run` each of its launches."""
+    """Runs strides. Call `prepare` for a stride whose shape is new (`is_ready` returns False), then `run` for each of
+    its launches."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class StepRunner:
         backend: Backend | None = None,
         warm: bool | None = None,
     ) -> None:
-        """work: what a micro-step does. warnings: receives the reason if steps cannot be captured.
+        """work: the code of a micro-step. warnings: receives the reason if steps cannot be captured.
 
         warm: whether new shapes are warmed up first; None: on GPUs.
         """
@@ -70,7 +71,7 @@ class StepRunner:
         dtype, rows = torch.promote_types(learner.dtype, torch.float32), max(MAX_STEPS, config.run.steps_per_launch)
         self.losses = torch.zeros(rows, dtype=dtype, device=learner.device)  # of the stride's steps
         self.rates = RateTable(learner.optimizer, rows)
-        self.alone: StepTiming | None = None  # a step launched by itself, once `choose_length` has measured it
+        self.alone: StepTiming | None = None  # the timing of a single step, once `choose_length` has measured it
         if backend is None and learner.capturable:
             backend = CudaGraphs(learner.device, learner.graph_memory)
         self._captured = None
@@ -78,9 +79,9 @@ class StepRunner:
             self._captured = CapturedSteps(backend, learner, work, self.rates, self.losses)
         self._compiled: set[StepShape] = set()
         self._warmed: set[StepShape] = set()
-        self._draws = not self._warm  # whether a step draws random numbers: a warm-up shows it
+        self._draws = not self._warm  # whether a step draws random numbers; a warm-up detects it
         self._length, self._block_steps = 1, 1
-        self._pixel_s: float | None = None  # of a step, where the length of strides follows from it
+        self._pixel_s: float | None = None  # a step's time per pixel, if the length of strides is derived from it
 
     @property
     def captures(self) -> bool:
@@ -100,11 +101,11 @@ class StepRunner:
         other_trials: Callable[[], None] | None = None,
         count: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Compiles what steps of these shapes need: the model's regions, or the fused kernels in parallel. Evaluation
-        uses some of these, too.
+        """Compiles the code that steps of these shapes need: the model's regions, or the fused kernels in parallel.
+        Evaluation uses some of it, too.
 
         other_trials: runs other convolutions of the model, for which cuDNN chooses algorithms while kernels are
-        compiled. count: is called with the number of compiled kernels and the number known so far.
+        compiled. count: called with the number of compiled kernels and the number known so far.
         """
         steps = list(steps)
         self._compile_regions(steps, count)
@@ -117,7 +118,8 @@ class StepRunner:
             self._compile(shapes, other_trials, count)
 
     def warm_up(self, steps: Iterable[Step]) -> None:
-        """Runs steps of these shapes and restores the state: kernels are chosen and compiled, communicators opened."""
+        """Runs steps of these shapes, so that kernels are chosen and compiled and communicators are opened, and
+        restores the state."""
         steps = list(steps)
         self.compile(steps)
         for shape in map(self.shape, steps):
@@ -126,7 +128,8 @@ class StepRunner:
                 self._warmed.add(shape)
 
     def choose_length(self, block: Sequence[Step], *, measure: bool | None = None) -> None:
-        """Chooses once how many steps a stride has, the same on every rank; until then each stride has one step.
+        """Chooses once how many steps a stride has; the number is the same on every rank. Before, each stride has one
+        step.
 
         block: the first steps of the run, up to the first that is followed by an evaluation or checkpoint. measure:
         whether to choose by the measured time of a step if the config leaves it open; None: on GPUs. Random numbers are
@@ -151,7 +154,8 @@ class StepRunner:
             self._pixel_s = alone.step_s / (sum(micro_batches) * image_size**2)
 
     def length(self, first: Step) -> int:
-        """The number of steps of a stride that begins with this one. A step's time is estimated from its pixels."""
+        """Returns the number of steps of a stride that begins with this step. A step's time is estimated from the
+        number of its pixels."""
         if self._pixel_s is None:
             return self._length
         micro_batches, image_size = self.shape(first)
@@ -168,19 +172,19 @@ class StepRunner:
             self._attempt(capture)
             fits = True
         if not fits:
-            # Graphs of other shapes hold the memory that this one needs. They are captured again if they occur again.
+            # Graphs of other shapes occupy the memory that this one needs. They are captured again when they recur.
             captured.drop()
             self._attempt(capture)
         if self.captures:
-            self._learner.sync.check()  # raises if ranks use different parameters, which the graph would keep doing
+            self._learner.sync.check()  # raises if ranks use different parameters: the graph would repeat that
             self._learner.arena.pinned = True
             if len(stride) > 1:
-                # A graph's first launch also sends it to the device, which takes long when it is large.
+                # The first launch of a graph also sends it to the device, which takes long for a large graph.
                 with preserved_state(self._learner):
                     self._replay(captured, stride, StepTimer(self._learner.device))
 
     def launches(self, stride: Stride) -> tuple[Launch, ...]:
-        """The launches of a stride; call `run` with each, in order."""
+        """Returns the launches of a stride. Call `run` with each of them, in order."""
         return launches(stride[0].phase.micro_batches, len(stride))
 
     def run(self, stride: Stride, launch: Launch, batch: Batch, timer: StepTimer) -> None:
@@ -194,11 +198,12 @@ class StepRunner:
         self._captured.replay(launch, batch, timer)
 
     def follow(self, config: Config) -> None:
-        """Continues with another run's config, which may differ only in what no graph holds (engine/session.py)."""
+        """Continues with another run's config, which may differ only in fields that no graph contains
+        (engine/session.py)."""
         self._config = config
 
     def close(self) -> None:
-        """Frees the graphs. To be called before the process group is destroyed, because NCCL waits for them."""
+        """Frees the graphs. Must be called before the process group is destroyed, because NCCL waits for them."""
         if self._captured is not None:
             self._captured.close()
 
@@ -215,15 +220,15 @@ class StepRunner:
         """Replays a captured step, restores the state, and returns rank 0's time on every rank."""
         device, timer = self._learner.device, StepTimer(self._learner.device)
         with preserved_state(self._learner):
-            for _ in range(TURNS + 1):  # the first of each turn takes longer
+            for _ in range(TURNS + 1):  # the first replay of each turn takes longer
                 wait(device)
                 timer.start()
                 self._replay(captured, (step,), timer)
-                timer.mark("micro_step")  # what no mark of the graphs has told
-                wait(device)  # for the marks
+                timer.mark("micro_step")  # the time after the last mark of the graphs
+                wait(device)  # synchronises: the marks are read next
                 timing = share(timer.marks().timing(()), self._ranks)
                 if timing.step_s > 2 * LAUNCH_S:
-                    break  # long in any case
+                    break  # too long for several steps per launch, even without the overhead of a first replay
             return timing
 
     def _replay(self, captured: CapturedSteps, stride: Stride, timer: StepTimer) -> None:
@@ -232,9 +237,10 @@ class StepRunner:
             captured.replay_again(launch, image_size, timer)
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        """Warms up or captures. If a step cannot be captured, the run continues with plain steps.
+        """Runs `work`, a warm-up or a capture. If a step cannot be captured, the run continues with plain steps.
 
-        The outcome is the same on all ranks: a single rank that fell back or dropped its graphs would wait forever.
+        The outcome is the same on all ranks: if a single rank used plain steps or dropped its graphs, ranks would wait
+        for each other forever.
         """
         if self._captured is None:
             work()
@@ -245,7 +251,7 @@ class StepRunner:
                 work()
         except NotCaptured as error:
             rank = f"rank {self._ranks.rank}: " if self._ranks.world_size > 1 else ""
-            failure = isinstance(error, NoRoom), f"{rank}{error}"  # a text: the error's frames hold what was allocated
+            failure = isinstance(error, NoRoom), f"{rank}{error}"  # text only: the error's frames hold memory
         failures = [item for item in gather(failure, self._ranks) if item is not None]
         if reason := next((text for no_room, text in failures if not no_room), None):
             self._fall_back(self._captured, reason)
@@ -253,7 +259,8 @@ class StepRunner:
             raise torch.OutOfMemoryError(failures[0][1])
 
     def _compile_regions(self, steps: Iterable[Step], count: Callable[[int, int], None] | None) -> None:
-        """Compiles regions. If one rank cannot, all ranks run plain code, since compiled code rounds differently."""
+        """Compiles regions. If one rank fails to, all ranks run plain code, because compiled code rounds
+        differently."""
         learner, regions = self._learner, self._learner.compiled
         for shape in map(self.shape, steps):
             if not isinstance(regions, CompiledRegions) or regions.failed or shape in self._compiled:
@@ -273,7 +280,7 @@ class StepRunner:
                 self._warnings.append(f"the model is not compiled: {reason}")
 
     def _blank_batches(self, shape: StepShape) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each size that a step of this shape has."""
+        """Yields a blank batch of each size that occurs in a step of this shape."""
         micro_batches, image_size = shape
         for samples in dict.fromkeys(part.samples for part in _ends(micro_batches)):
             yield blank_batch(self._learner, samples, image_size)
@@ -324,7 +331,8 @@ class StepRunner:
                 )
             # Only once: other shapes run the same code, and later the loader's threads may wait for the device.
             if self._captured is not None and not self._warmed:
-                buffers = persistent_buffers(learner.model)  # no others: they are tables, or results that no step reads
+                # Other buffers are tables, or results that no step reads.
+                buffers = persistent_buffers(learner.model)
                 try:
                     with self._captured.backend.no_synchronisation():
                         step()
@@ -350,19 +358,20 @@ class StepRunner:
 
 
 def stride_length(step_s: float, block_steps: int) -> int:
-    """The number of steps that fills a launch and leaves few single steps in a block: 33 steps are 4 x 8, and 1."""
+    """Returns how many steps fill a launch and leave few single steps in a block: 33 steps are 4 x 8, and 1."""
     most = max(1, min(MAX_STEPS, int(LAUNCH_S / step_s), block_steps))
     return block_steps // -(-block_steps // most)
 
 
 def _ends(micro_batches: tuple[int, ...]) -> Sequence[MicroStep]:
-    """The first and the last micro-step. Those between them have one of these two shapes and run no other code."""
+    """Returns the first and the last micro-step. Those in between have one of these two shapes and run the same
+    code."""
     return micro_steps(micro_batches)[:: max(1, len(micro_batches) - 1)]
 
 
 def _random_state(device: torch.device) -> list[bytes]:
-    """Of the generators that a model draws from: the host's, and the GPU's. The host knows both, so nothing is waited
-    for."""
+    """Returns the states of the generators that a model draws from: the CPU's and the GPU's. The host has both, so this
+    does not wait for the device."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))

@@ -45,7 +45,8 @@ class Saver:
         written: Callable[[Checkpoint, Path, float], None] | None = None,
     ) -> None:
         """out: the run's folder. If it is None, or the run keeps no checkpoints, `save` does nothing. warn and written
-        are called by the thread; written gets each checkpoint on the disk, its path, and the seconds that it took."""
+        are called by the thread; written receives each checkpoint that was written, its path, and the seconds that this
+        took."""
         config = run.config.run
         self._run, self._warn, self._tell = run, warn, written
         self._folder = out / "checkpoints" if out is not None and config.keep_checkpoints else None
@@ -57,24 +58,24 @@ class Saver:
         self._memory: HostMemory | None = None
         self.taken = self._folder is not None and run.progress.step > 0  # whether there should be one by now
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hyperbatch-checkpoint")
-        self._write: Future[bool] | None = None  # of the last checkpoint
+        self._write: Future[bool] | None = None  # the write of the last checkpoint
         if self._folder is not None and run.ranks.rank == 0:
             durable.remove_partials(self._folder)
-            # Here and not at the first checkpoint, because pinning memory, or its first use, takes longer than a copy,
-            # and all samples of a set are hashed once.
+            # This is done here and not at the first checkpoint, because pinning memory, or its first use, takes longer
+            # than a copy, and because the samples of each set are hashed once.
             self._memory = HostMemory(tensors_of(run.learner))
             self._memory.copy()
             for source in (run.train_set, run.eval_set):
                 sample_list(source)
 
     def planned(self, step: Step) -> bool:
-        """Whether a checkpoint follows this step by the number of epochs or steps, which is known beforehand."""
+        """Whether a checkpoint is due after this step by the number of epochs or steps, which is known beforehand."""
         every = self._run.config.run.checkpoint_every_steps
         return self._epochs.crossed(step) or bool(every and (step.index + 1) % every == 0)
 
     def due(self, step: Step) -> bool:
-        """Whether a checkpoint is due after this step; the same on every rank. To be called after each stride, because
-        it also checks the minutes."""
+        """Whether a checkpoint is due after this step; the answer is the same on every rank. Must be called after each
+        stride, because it also checks the minutes."""
         return self.planned(step) or self._deadline.passed(step.index + 1)
 
     def save(self) -> None:
@@ -99,11 +100,11 @@ class Saver:
         return share(self.wait(), self._run.ranks)
 
     def went_back(self) -> None:
-        """To be called after the run was rolled back to an earlier checkpoint."""
+        """Must be called after the run was rolled back to an earlier checkpoint."""
         self._deadline.restart(self._run.progress.step)
 
     def _written(self, folder: Path, saved: Checkpoint) -> bool:
-        """In the thread."""
+        """Writes the checkpoint; runs in the thread."""
         config, start_s = self._run.config.run, time.perf_counter()
         try:
             path = checkpoint.save(folder, owned(saved), keep=config.keep_checkpoints, keep_best=config.keep_best)
@@ -123,14 +124,14 @@ class Saver:
 
 
 class Deadline:
-    """Lets all ranks take a checkpoint at the same step, so many seconds after the last one by rank 0's clock.
+    """Lets all ranks take a checkpoint at the same step, `every_s` seconds after the last one by rank 0's clock.
 
     Ranks exchange a message when, at the current pace, half of the remaining time has passed, then half of the rest,
     and so on: a few small messages for each checkpoint, and none in the steps between. If steps become slower
-    meanwhile, the checkpoint is late by no more than that.
+    meanwhile, the checkpoint is late by this delay at most.
     """
 
-    CLOSE = 0.02  # of the time: nearer than this is near enough
+    CLOSE = 0.02  # the share of `every_s` by which a checkpoint may be early
 
     def __init__(self, every_s: float, ranks: Ranks, *, step: int, now: Callable[[], float] = time.monotonic) -> None:
         """every_s: 0 means never. Time counts from the end of the first stride, since set-up is long."""
@@ -139,12 +140,13 @@ class Deadline:
         self.restart(step)
 
     def restart(self, step: int) -> None:
-        """To be called after a checkpoint; step: the number of steps so far."""
+        """Must be called after a checkpoint. step: the number of steps so far."""
         self._step, self._since = step, self._now()
-        self._meeting = step + 1  # the steps after which ranks meet
+        self._meeting = step + 1  # the number of steps after which ranks exchange the next message
 
     def passed(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step` steps. Every rank calls it after each stride; few calls send."""
+        """Whether a checkpoint is due after `step` steps. Every rank must call it after each stride; few of the calls
+        exchange a message."""
         if not self._every_s or step < self._meeting:
             return False
         if not self._began:
@@ -153,7 +155,7 @@ class Deadline:
             return False
         gone_s = self._now() - self._since
         left_s, step_s = self._every_s - gone_s, gone_s / (step - self._step)
-        # One step more may be too late.
+        # If less than a step's time is left, the checkpoint is taken now, because it would be late after another step.
         reached = left_s <= max(self.CLOSE * self._every_s, step_s)
         steps = max(1, int(left_s / 2 / max(step_s, 1e-9)))
         reached, self._meeting = share((reached, step + steps), self._ranks)

@@ -1,6 +1,7 @@
 """The temporary folder through which a command and its ranks exchange a few kB.
 
-A command that is killed cannot remove its folder. Its lock ends with the command, so the next command can remove it.
+A command that is killed cannot remove its folder. The folder's lock ends with the command, so the next command can
+remove the folder.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from hyperbatch.errors import RunFailed
 
 PREFIX = "hyperbatch-run-"
 MEMORY_FOLDER = "/dev/shm"
-ROOM_BYTES = 1 << 18  # for what ranks say when they fail
-UNLOCKED_S = 60.0  # for which a folder may be without its lock
+ROOM_BYTES = 1 << 18  # space for the messages of ranks that fail
+UNLOCKED_S = 60.0  # a folder without a lock is considered abandoned after this time
 
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A temporary folder; in memory if no disk has space for it."""
+    """A context with a temporary folder, which is in memory if no disk has space for it."""
     problem = ""
     with contextlib.ExitStack() as held:
         for parent in (None, MEMORY_FOLDER):
             try:
-                parent = parent or tempfile.gettempdir()  # which raises where all folders that it knows are full
+                parent = parent or tempfile.gettempdir()  # raises if all folders that it tries are full
                 _remove_abandoned(Path(parent))
                 folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent)))
                 (folder / "room").write_bytes(bytes(ROOM_BYTES))
                 (folder / "room").unlink()
                 fcntl.flock(held.enter_context((folder / "new_lock").open("w")), fcntl.LOCK_EX)
-                os.replace(folder / "new_lock", folder / "lock")  # nobody finds one that is not held yet
+                os.replace(folder / "new_lock", folder / "lock")  # so that no process finds it unlocked
                 break
             except OSError as error:
                 problem = problem or error.strerror or str(error)
@@ -45,7 +46,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Removes folders of this user whose command has ended."""
+    """Removes the folders of this user's commands that have ended."""
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # in use, or just removed
             status = folder.lstat()

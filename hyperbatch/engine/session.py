@@ -1,4 +1,4 @@
-"""Several runs in one process, where a run reuses what the previous one has set up.
+"""Trains several runs in one process. A run reuses what the previous one has set up.
 
     data sets, and their images on the device     kept while runs read the same data
     model, arena, optimizer, kernels, graphs      kept while runs differ only in the fields of `READ_ANEW`
@@ -34,8 +34,8 @@ from hyperbatch.errors import InputError, RunFailed, check_kind
 from hyperbatch.optim.build import build_optimizer
 from hyperbatch.record import RunRecord
 
-# Fields that the host reads for each run or step, and that no captured step holds. If any other field changes, the
-# learner is built again.
+# Fields that the host reads anew for each run or step, and that no captured step contains. If any other field changes,
+# the learner is built again.
 READ_ANEW = frozenset(
     (
         *("epochs", "batch_phases", "lr", "lr_batch", "lr_scaling", "warmup", "warmup_epochs", "warmup_lr", "decay"),
@@ -50,13 +50,13 @@ READ_ANEW = frozenset(
 
 @dataclass(kw_only=True, slots=True)
 class _Warm:
-    """What the last run has left."""
+    """The objects of the last run that the next one may reuse."""
 
     key: tuple[str, ...]
     run: Run
     runner: StepRunner
-    warnings: list[str]  # of the run that goes on, then what the runner has said of the steps
-    own: int  # so many are that run's
+    warnings: list[str]  # those of the current run, followed by those of the runner about its steps
+    own: int  # the number of warnings of the current run
 
     def close(self) -> None:
         self.runner.close()
@@ -70,9 +70,9 @@ class Session:
     """
 
     def __init__(self, *, runner: type[StepRunner] = StepRunner) -> None:
-        """runner: makes what runs the steps; tests have one for CPUs that plays captures."""
+        """runner: the class that runs the steps; tests pass one for CPUs that imitates captures."""
         self._make_runner = runner
-        self.failure: RunRecord | None = None  # what there is to say of the run that has just failed
+        self.failure: RunRecord | None = None  # the record of the last run if it failed
         self._data: tuple[tuple[str, ...], tuple[Source, Source]] | None = None
         self._warm: _Warm | None = None
 
@@ -80,7 +80,7 @@ class Session:
         """Trains a config, and raises RunFailed if the run fails. out: the folder of the run; with None, no files are
         written.
 
-        After any other error nothing is reused, because the state that it left is unknown.
+        After any other error nothing is reused by later runs, because the state is unknown.
         """
         check_kind("config", config, Config, "give a Config, as get_recipe(NAME) returns")
         check_plain(config)
@@ -111,7 +111,7 @@ class Session:
                 raise
 
     def _warmed(self, config: Config, ranks: Ranks, device: torch.device, clock: Clock) -> _Warm:
-        """The run and the runner of its steps: newly built, or reused from the previous run."""
+        """Returns the run and the runner of its steps: newly built, or reused from the previous run."""
         key = (str(device), *key_of(config))
         data = self._opened(config.data)
         if self._warm is not None and self._warm.key != key:
@@ -126,7 +126,8 @@ class Session:
         warm.runner.follow(config)
         if config.optim.weight_decay != before.optim.weight_decay:
             set_weight_decay(warm.run.learner, config)
-        # The runner goes on adding to the list that it was made with, and what it has said holds for this run, too.
+        # The runner keeps appending to the list that it was built with, and its earlier warnings apply to this run,
+        # too.
         warm.warnings[: warm.own], warm.own = warm.run.warnings, len(warm.run.warnings)
         warm.run.warnings = warm.warnings
         return warm
@@ -135,7 +136,7 @@ class Session:
         key = data_key(config)
         if self._data is None or self._data[0] != key:
             self._drop_warm()
-            self._data = None  # before others are read: they may be large
+            self._data = None  # freed before the next data is read, because both may be large
             self._data = key, open_data(config)
         return self._data[1]
 
@@ -161,7 +162,7 @@ class Session:
 
 
 def check_plain(config: Config) -> None:
-    """InputError for what only `train` does."""
+    """Raises InputError if the config asks for something that only `train` can do."""
     run = config.run
     asked = {
         f"nproc={run.nproc}": run.nproc > 1,
@@ -175,23 +176,23 @@ def check_plain(config: Config) -> None:
 
 
 def key_of(config: Config) -> tuple[str, ...]:
-    """What a learner and its captured steps were made for."""
+    """Returns the values that a learner and its captured steps depend on."""
     texts = [f"{spec.name} {format_value(spec.of(config))}" for spec in fields() if spec.name not in READ_ANEW]
     return (*texts, f"decays {config.optim.weight_decay > 0}")
 
 
 def data_key(config: DataConfig) -> tuple[str, ...]:
-    """What `open_data` reads; a data set of the user's own is given the whole section."""
+    """Returns the values that `open_data` depends on. A data set of the user's own receives the whole section."""
     if config.dataset in ("images", "cifar10", "cifar100", "digits"):
         return config.dataset, str(config.data)
     return (repr(config),)
 
 
 def start_anew(learner: Learner, config: Config, ranks: Ranks, *, classes: Sequence[str]) -> None:
-    """The weights and statistics with which a fresh run of this config begins.
+    """Gives the learner the weights and statistics with which a new run of this config begins.
 
-    The rest of the learner must be as it was built (`preserved_state`). Values are written in place, because captured
-    steps and tables of kernels hold their addresses.
+    The rest of the learner must be in the state in which it was built (`preserved_state`). Values are written in place,
+    because captured steps and tables of kernels contain their addresses.
     """
     fresh = initial_model(config, ranks, classes=len(classes), in_channels=learner.in_channels, class_names=classes)
     weights, buffers = dict(fresh.named_parameters()), dict(fresh.named_buffers())
@@ -207,7 +208,8 @@ def start_anew(learner: Learner, config: Config, ranks: Ranks, *, classes: Seque
 
 
 def set_weight_decay(learner: Learner, config: Config) -> None:
-    """As an optimizer of this config has it, group by group; `set_rate` brings it to where steps read it."""
+    """Sets the base weight decay of each group to that of an optimizer of this config. `set_rate` then writes it to
+    where steps read it."""
     fresh = build_optimizer(config.optim, learner.model, learner.arena, lr=config.schedule.lr)
     for group, new in zip(learner.optimizer.param_groups, fresh.param_groups, strict=True):
         group["base_weight_decay"] = new["base_weight_decay"]

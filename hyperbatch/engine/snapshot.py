@@ -1,6 +1,6 @@
 """Takes a checkpoint of a run, finds the newest valid one, and restores a run from it.
 
-engine/saver.py decides when, and writes them.
+engine/saver.py decides when a checkpoint is taken, and writes it.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from hyperbatch.optim.tensors import write_setting
 from hyperbatch.schedule import learning_rate, position_of
 
 STATISTICS = ("norm", "average_norm")  # tables of a checkpoint whose tensors have a row for each rank
-_ALIGN_BYTES = 16  # of the buffers in a message: the largest element
+_ALIGN_BYTES = 16  # alignment of the buffers in a message: the size of the largest element
 
 
 class HostMemory:
     """Host memory that holds the tensors of a checkpoint until they are written. The next checkpoint reuses it.
 
     Tensors of an arena are views of a few flat buffers, so whole storages are copied, each once and at full bandwidth.
-    The overhead of a copy per tensor would be larger than the time of all bytes.
+    With one copy per tensor, the overhead of the calls would exceed the time of the transfer.
     """
 
     def __init__(self, tables: Mapping[str, Mapping[str, Tensor]]) -> None:
         """tables: the tensors to copy; they must keep their addresses."""
         self.views: dict[str, dict[str, Tensor]] = {}  # the same tensors on the host
-        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}  # address of a storage -> its bytes there, on the host
+        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}  # address of a storage -> its bytes there and on the host
         for table, tensors in tables.items():
             self.views[table] = {name: self._view(tensor) for name, tensor in tensors.items()}
 
@@ -57,21 +57,22 @@ class HostMemory:
         return torch.empty(0, dtype=tensor.dtype).set_(place, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def covers(self, tensor: Tensor) -> bool:
-        """Whether `copy` copies the memory that the tensor lies in."""
+        """Whether `copy` copies the memory of this tensor."""
         return tensor.untyped_storage().data_ptr() in self._pairs
 
     def copy(self) -> dict[str, dict[str, Tensor]]:
-        """The tensors as they are now: views, valid until the next call."""
+        """Copies the tensors and returns the copies: views that are valid until the next call."""
         for source, place in self._pairs.values():
             place.copy_(source, non_blocking=True)
         for device in {source.device for source, _ in self._pairs.values() if source.is_cuda}:
-            # Waits: later steps change the tensors, and the writing thread must not use the device.
+            # Synchronises: later steps change the tensors, and the writing thread must not use the device.
             torch.cuda.current_stream(device).synchronize()
         return self.views
 
 
 def _place_for(source: Tensor) -> Tensor:
-    """Pinned for a GPU, unless the host allows no more of it: then copies take longer."""
+    """Allocates the host memory for a copy. For a GPU it is pinned, unless the host allows no more pinned memory;
+    copies then take longer."""
     try:
         return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
     except RuntimeError:
@@ -79,10 +80,11 @@ def _place_for(source: Tensor) -> Tensor:
 
 
 def snapshot(run: Run, memory: HostMemory | None) -> Checkpoint | None:
-    """A checkpoint of the run's current state. Every rank must call it, since statistics and shards are gathered; only
-    rank 0 gets the checkpoint.
+    """Returns a checkpoint of the run's current state. Every rank must call it, because statistics and shards are
+    gathered; only rank 0 gets the checkpoint.
 
-    memory: rank 0's, for `tensors_of`. The checkpoint's tensors are views of it; `owned` prepares them for a file.
+    memory: built from `tensors_of` on rank 0, None on the others. The checkpoint's tensors are views of it; `owned`
+    prepares them for a file.
     """
     learner = run.learner
     if isinstance(learner.update, ShardedUpdate):
@@ -122,14 +124,15 @@ def snapshot(run: Run, memory: HostMemory | None) -> Checkpoint | None:
 
 
 def tensors_of(learner: Learner) -> dict[str, dict[str, Tensor]]:
-    """The tensors of a checkpoint that are on the device."""
+    """Returns the tensors of a checkpoint that are on the device."""
     average = {} if learner.average is None else learner.average.weights()
     state = param_state(learner.optimizer, learner.model)
     return {"model": _weights(learner.model, learner.arena), "optimizer": state, "average": average}
 
 
 def owned(saved: Checkpoint) -> Checkpoint:
-    """The checkpoint with tensors that are contiguous and share no memory: each is then written by itself."""
+    """Returns the checkpoint with tensors that are contiguous and share no memory, so that each is written
+    separately."""
     tables = {table: getattr(saved, table) for table in checkpoint.TABLES}
     return replace(
         saved,
@@ -138,7 +141,7 @@ def owned(saved: Checkpoint) -> Checkpoint:
 
 
 def restore(run: Run, saved: Checkpoint) -> None:
-    """Continues `saved` in a run that was built with it, and so has its weights already."""
+    """Continues `saved` in a run that was built with it and therefore already has its weights."""
     _load_state(run, saved)
     run.clock.load_state_dict(saved.clock)
     run.progress = replace(saved.progress)
@@ -149,7 +152,7 @@ def restore(run: Run, saved: Checkpoint) -> None:
 
 
 def longer_run(before: ScheduleConfig, now: ScheduleConfig, epoch: float) -> str:
-    """What more epochs mean for the schedule of a run that has come to `epoch`."""
+    """Returns a note about the effect of a different number of epochs on the schedule of a run that is at `epoch`."""
     old, new = learning_rate(before, epoch), learning_rate(now, epoch)
     rate = f"stays {old:.4g}" if old == new else f"goes from {old:.4g} to {new:.4g}"
     return (
@@ -159,8 +162,8 @@ def longer_run(before: ScheduleConfig, now: ScheduleConfig, epoch: float) -> str
 
 
 def put_back(run: Run, saved: Checkpoint) -> None:
-    """Restores `saved` in a run that has trained meanwhile; its clock continues. Values are written in place, because
-    captured steps and tables of kernels hold their addresses."""
+    """Restores `saved` in a run that has trained since then; its clock continues. Values are written in place, because
+    captured steps and tables of kernels contain their addresses."""
     learner = run.learner
     with torch.no_grad():
         for name, param in frozen(learner.model):
@@ -172,7 +175,7 @@ def put_back(run: Run, saved: Checkpoint) -> None:
 
 
 def _load_state(run: Run, saved: Checkpoint) -> None:
-    """Restores everything except the weights. saved: with one rank's statistics (`_on_every_rank`)."""
+    """Restores everything except the weights. saved: contains the statistics of one rank (`_on_every_rank`)."""
     learner = run.learner
     _load_buffers(learner.model, saved.norm)
     if learner.average is not None:
@@ -182,9 +185,9 @@ def _load_state(run: Run, saved: Checkpoint) -> None:
 
 
 def find_start(config: Config, ranks: Ranks, out: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
-    """The checkpoint to continue from, or None for a new run; and what rank 0 must print about it.
+    """Returns the checkpoint to continue from, or None for a new run, and notes for the user, which only rank 0 gets.
 
-    With --resume auto, a run whose checkpoints are all damaged starts again, since no user is there to decide.
+    With --resume auto, a run whose checkpoints are all damaged starts again, because no user is present to decide.
     """
     resume, saved, told = config.run.resume, None, ()
     with errors_shared(ranks):
@@ -200,7 +203,7 @@ def find_start(config: Config, ranks: Ranks, out: Path) -> tuple[Checkpoint | No
 
 
 def find_checkpoint(config: Config, ranks: Ranks, out: Path, *, before_step: int | None = None) -> Checkpoint:
-    """The newest readable checkpoint. before_step: of those that are older."""
+    """Returns the newest readable checkpoint. before_step: only older ones are considered."""
     saved = None
     with errors_shared(ranks):
         if ranks.rank == 0:
@@ -217,15 +220,15 @@ def _newest(config: Config, out: Path, before_step: int | None = None) -> Checkp
 
 
 def _on_every_rank(saved: Checkpoint | None, ranks: Ranks) -> Checkpoint | None:
-    """The checkpoint that rank 0 has read and checked, with the statistics of one rank: this one's, or merged ones if
-    the world size has changed.
+    """Sends the checkpoint that rank 0 has read and checked to every rank, with the statistics of one rank: its own, or
+    merged ones if the world size has changed.
 
-    Rank 0 sends it. Otherwise thousands of ranks would read the same file at once, with the statistics of all of them.
+    If each of thousands of ranks read the file instead, all would read the statistics of all ranks at once.
     """
     stacked = {}
     if saved is not None:
         stacked = {name: rows_for(getattr(saved, name), ranks.world_size) for name in STATISTICS}
-        # Copies, since a view is sent with all that it is a view of.
+        # These are copies, because a view would be sent with its whole storage.
         first = {name: {key: rows[:1].clone() for key, rows in table.items()} for name, table in stacked.items()}
         saved = replace(saved, **first)
     saved = share(saved, ranks)
@@ -244,7 +247,7 @@ def is_over(config: Config, saved: Checkpoint) -> bool:
 
 
 def how_to_go_on(config: Config, saved: Checkpoint) -> str:
-    """Why a resumed run has nothing left to do, and what would change that."""
+    """Returns why a resumed run has nothing left to do, and which option would continue it."""
     progress = saved.progress
     if progress.position >= position_of(config.schedule.epochs, saved.train_samples):
         return f"it has completed its {format_epochs(config.schedule.epochs)}; use a larger --epochs to continue"
@@ -259,27 +262,27 @@ def how_to_go_on(config: Config, saved: Checkpoint) -> str:
 
 
 def _weights(model: nn.Module, arena: Arena) -> dict[str, Tensor]:
-    """Parameters by name; fp32 masters where the working weights have 16 bits."""
+    """Returns the parameters by name, as fp32 masters if the working weights have 16 bits."""
     masters = arena.named_masters()
     return {name: masters.get(name, param).detach() for name, param in model.named_parameters()}
 
 
 def _frozen_in_full(arena: Arena, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Frozen parameters of 16 bits as they were before they were rounded, unless something has been written to them
-    since, as whitening does."""
+    """Returns 16-bit frozen parameters with the values that they had before rounding. Parameters that were written
+    since then, as whitening does, are omitted."""
     full = arena.frozen_in_full
     return {name: full[name] for name in full if full[name].to(weights[name].dtype).equal(weights[name])}
 
 
 def named_state(optimizer: LayerwiseOptimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimizer's state as name -> tensor on the CPU. Names and shapes do not depend on the world size."""
+    """Returns the optimizer's state as name -> tensor on the CPU. Names and shapes do not depend on the world size."""
     state = param_state(optimizer, model) | group_state(optimizer)
     return {name: _on_cpu(tensor) for name, tensor in state.items()}
 
 
 def param_state(optimizer: LayerwiseOptimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimizer's state of parameters, without a copy: `momentum_buffer/layer1.0.conv1.weight`, and `master/...` of
-    16-bit weights."""
+    """Returns the optimizer's state of each parameter, without a copy: `momentum_buffer/layer1.0.conv1.weight`, and
+    `master/...` of 16-bit weights."""
     names = {param: name for name, param in model.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return {
@@ -290,7 +293,7 @@ def param_state(optimizer: LayerwiseOptimizer, model: nn.Module) -> dict[str, Te
 
 
 def group_state(optimizer: LayerwiseOptimizer) -> dict[str, Tensor]:
-    """The optimizer's state of groups, e.g. `group0/last_lr`, on the CPU."""
+    """Returns the optimizer's state of each parameter group, e.g. `group0/last_lr`, on the CPU."""
     return {
         f"group{index}/{key}": torch.as_tensor(group[key], dtype=torch.float64).cpu().clone()
         for index, group in enumerate(optimizer.param_groups)
@@ -299,7 +302,7 @@ def group_state(optimizer: LayerwiseOptimizer) -> dict[str, Tensor]:
 
 
 def load_named_state(optimizer: LayerwiseOptimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """The inverse of `named_state`. A KeyError names what is missing."""
+    """The inverse of `named_state`. Raises a KeyError with the name of a missing tensor."""
     names = {param: name for name, param in model.named_parameters()}
     with torch.no_grad():
         for index, group in enumerate(optimizer.param_groups):
@@ -321,12 +324,13 @@ def _on_cpu(value: Tensor) -> Tensor:
 
 
 def gather_rows(buffers: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Maps names to tensors [world_size, ...] on the CPU of rank 0; on other ranks they hold only the own row.
+    """Gathers the buffers of all ranks: maps names to CPU tensors [world_size, ...] on rank 0. On other ranks, they
+    have only that rank's row.
 
-    A rank sends the bytes of all its buffers in one message, and the tensors are views of what rank 0 receives: 436 MB
-    for ResNet-50 and 2,048 ranks, so nothing is copied or converted.
+    A rank sends the bytes of all its buffers in one message, and the tensors are views of the received message: rank 0
+    receives 436 MB for ResNet-50 and 2,048 ranks, so nothing is copied or converted.
     """
-    own = _packed({name: buffer.detach()[None] for name, buffer in buffers.items()}).cpu()  # one copy to the host, too
+    own = _packed({name: buffer.detach()[None] for name, buffer in buffers.items()}).cpu()  # a single copy to the host
     table = own
     if ranks.world_size > 1 and buffers:
         if ranks.rank == 0:
@@ -336,8 +340,8 @@ def gather_rows(buffers: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor
 
 
 def scatter_rows(stacked: Mapping[str, Tensor], like: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """The inverse of `gather_rows`: each rank gets its row of rank 0's tensors, as [1, ...]. If rank 0's have only one
-    row, every rank gets that. like: tensors of the same shapes and names with one row, on every rank."""
+    """The inverse of `gather_rows`: each rank gets its row of rank 0's tensors, as [1, ...]. If these have only one
+    row, every rank gets it. like: on every rank, tensors of the same names and shapes with one row."""
     if ranks.world_size == 1 or not like:
         return dict(like)
     own = _packed(like)
@@ -347,14 +351,15 @@ def scatter_rows(stacked: Mapping[str, Tensor], like: Mapping[str, Tensor], rank
 
 
 def rows_for(stacked: dict[str, Tensor], world_size: int) -> dict[str, Tensor]:
-    """The statistics for so many ranks: those of each, or one merged row if another number of ranks has saved them."""
+    """Returns the statistics for `world_size` ranks: those of each rank, or one merged row if they were saved by a
+    different number of ranks."""
     if all(len(tensor) == world_size for tensor in stacked.values()):
         return stacked
     return {name: tensor[None] for name, tensor in merge_rows(stacked).items()}
 
 
 def _packed(stacked: Mapping[str, Tensor]) -> Tensor:
-    """The bytes of each row of all tensors, as one row."""
+    """Concatenates the bytes of all tensors, row by row."""
     if not stacked:
         return torch.empty(1, 0, dtype=torch.uint8)
     first = next(iter(stacked.values()))
@@ -362,14 +367,15 @@ def _packed(stacked: Mapping[str, Tensor]) -> Tensor:
     parts = []
     for tensor in stacked.values():
         rows = tensor.reshape(len(tensor), tensor[0].numel())
-        # A copy, since rows of one element may have any stride.
+        # This is a copy, because rows of one element may have any stride.
         parts.append(rows.clone(memory_format=torch.contiguous_format).view(torch.uint8))
         parts.append(gap[:, : -parts[-1].shape[1] % _ALIGN_BYTES])
     return torch.cat(parts, dim=1)
 
 
 def _unpacked(table: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Views of such rows: tensors [len(table), ...]. like: what was packed, with any number of rows."""
+    """The inverse of `_packed`: returns views of the rows as tensors [len(table), ...]. like: the tensors that were
+    packed, with any number of rows."""
     found, start = {}, 0
     for name, tensor in like.items():
         size_bytes = tensor[0].nbytes

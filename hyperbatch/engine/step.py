@@ -1,6 +1,6 @@
-"""The micro-steps of a step, and which of them are launched together. engine/loop.py says what happens in each.
+"""The micro-steps of a step, and which of them are launched together. engine/loop.py contains the code of a micro-step.
 
-a step alone        [first] [middle] ... [last]                 a launch for each: they share graphs and inputs
+a step alone        [first] [middle] ... [last]                 one launch each; equal ones share a graph and its inputs
 a stride of steps   [first ... last | first ... last | ...]     one launch
 """
 
@@ -20,7 +20,7 @@ from hyperbatch.optim.rates import RateTable
 
 
 class MicroStep(NamedTuple):
-    """One part of an optimizer step: the first clears gradients, the last exchanges them and updates.
+    """One part of an optimizer step: the first clears gradients, the last exchanges them and updates the weights.
 
     A micro-step may depend on no other host value, because a graph is captured for each combination of these fields.
     """
@@ -29,25 +29,25 @@ class MicroStep(NamedTuple):
     samples_per_step: int  # of all micro-steps of this rank
     first: bool
     last: bool
-    step: int = 0  # which of the launch's steps it belongs to
+    step: int = 0  # index of the launch's step to which it belongs
 
 
-Launch = tuple[MicroStep, ...]  # micro-steps that run one after the other, as one CUDA graph where they are captured
+Launch = tuple[MicroStep, ...]  # micro-steps that run one after the other; if captured, as one CUDA graph
 Inputs = list[tuple[Tensor, Tensor]]  # images and labels of each micro-step of a launch
 
-# What a micro-step does with its images and labels; the tensor before the timer gets the step's loss so far.
+# The code of a micro-step, given its images and labels. The tensor before the timer receives the step's loss so far.
 Work = Callable[[Learner, MicroStep, Tensor, Tensor, Tensor, StepTimer], None]
 
 
 def micro_steps(micro_batches: Sequence[int]) -> list[MicroStep]:
-    """The micro-steps of one optimizer step, in order, from the samples of each."""
+    """Returns the micro-steps of one optimizer step, in order. micro_batches: the samples of each."""
     total, end = sum(micro_batches), len(micro_batches) - 1
     return [MicroStep(samples, total, first=i == 0, last=i == end) for i, samples in enumerate(micro_batches)]
 
 
 @cache
 def launches(micro_batches: tuple[int, ...], steps: int) -> tuple[Launch, ...]:
-    """What is launched for a stride of `steps` steps."""
+    """Returns the launches of a stride of `steps` steps."""
     if steps == 1:
         return tuple((part,) for part in micro_steps(micro_batches))
     return (tuple(part._replace(step=step) for step in range(steps) for part in micro_steps(micro_batches)),)
@@ -66,8 +66,8 @@ def run_launch(
 ) -> None:
     """Runs the micro-steps of a launch, plain or under capture, and writes each step's loss to its place in `losses`.
 
-    seeds: of each step's random numbers; None under capture: a graph cannot seed, and uses the generator's state at
-    its replay.
+    seeds: the random seed of each step. None under capture: a graph cannot seed, and uses the generator's state at its
+    replay.
     """
     for part, (images, labels) in zip(launch, inputs, strict=True):
         if part.first:
@@ -78,7 +78,7 @@ def run_launch(
 
 
 def inputs_of(batch: Batch, launch: Launch) -> Inputs:
-    """The batch of a launch, cut for its micro-steps without a copy."""
+    """Splits the batch of a launch into the inputs of its micro-steps, without a copy."""
     if len(launch) == 1:
         return [(batch.images, batch.labels)]
     sizes = [part.samples for part in launch]
@@ -101,7 +101,7 @@ def blank_batch(learner: Learner, samples: int, image_size: int) -> tuple[Tensor
     ).permute(0, 3, 1, 2)
     images = stored[:, :channels]
     if pads:
-        images.padded = stored  # type: ignore[attr-defined]  # what kernels.conv.padded looks for
+        images.padded = stored  # type: ignore[attr-defined]  # read by kernels.conv.padded
     if learner.mixed_labels:
         return images, torch.zeros(samples, 3, device=learner.device)
     return images, torch.zeros(samples, dtype=torch.int64, device=learner.device)

@@ -1,4 +1,4 @@
-"""Measures where a step's time went, in the columns the simulator predicts (StepTiming)."""
+"""Measures the time of each phase of a step, in the same fields that the simulator predicts (StepTiming)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Ends = tuple[tuple[str, Mark], ...]  # (phase that ended, moment)
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The marks of one launch, or of a step's several."""
+    """The marks of one launch, or of all launches of a step."""
 
     start: Mark
     ends: Ends
     steps: int = 1
-    alone: StepTiming | None = None  # a step that was measured by itself
+    alone: StepTiming | None = None  # the timing of a single step, measured before
 
     def spans(self) -> list[tuple[str, float, float]]:
-        """(phase, start_s, end_s), relative to the step's start. On a GPU the step must have finished."""
+        """Returns (phase, start_s, end_s), relative to the step's start. On a GPU the step must have finished."""
         spans, before = [], 0.0
         for name, moment in self.ends:
             now = seconds_between(self.start, moment)
@@ -33,12 +33,12 @@ class Marks:
         return spans
 
     def last_step_s(self) -> float:
-        """When the last of several steps began, where their updates were marked; else 0."""
+        """Returns when the last of several steps began, if their updates were marked; otherwise 0."""
         updates = [end for name, _, end in self.spans() if name == "update"]
         return updates[-2] if len(updates) > 1 else 0.0
 
     def timing(self, groups: tuple[GroupTiming, ...]) -> StepTiming:
-        """The timing of one step; of several steps, their mean."""
+        """Returns the timing of the step, or the mean over several steps."""
         seconds: dict[str, float] = dict.fromkeys((*PHASES, "data_wait", "micro_step", "stride"), 0.0)
         spans = self.spans()
         for name, start, end in spans:
@@ -59,19 +59,19 @@ class Marks:
 
 
 class StepTimer:
-    """`start()`, then `mark(phase)` at the end of each phase; a mark costs a clock read or one recorded event.
+    """Call `start()`, then `mark(phase)` at the end of each phase. A mark costs a clock read or one recorded event.
 
-    Marks made while a CUDA graph is captured belong to the graph: each replay writes them anew.
+    Marks that are made while a CUDA graph is captured belong to the graph: each replay writes them again.
     """
 
-    alone: StepTiming | None = None  # see Marks
+    alone: StepTiming | None = None  # see `Marks`
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self.start()
 
     def start(self, steps: int = 1) -> None:
-        """A launch of so many steps begins, or a step of several launches."""
+        """Must be called when a launch of `steps` steps begins, or a step of several launches."""
         self._steps = steps
         self._ends: list[tuple[str, Mark]] = []
         self._start = self._now()
@@ -80,7 +80,7 @@ class StepTimer:
         self._ends.append((phase, self._now()))
 
     def replayed(self, ends: Ends) -> None:
-        """A graph was launched that writes these marks."""
+        """Adds the marks of a graph that was just launched."""
         self._ends += ends
 
     @property

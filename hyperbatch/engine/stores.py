@@ -1,6 +1,6 @@
 """The key-value stores through which ranks find each other. If all ranks are on one host, they listen on loopback.
 
-    torchrun's agent, or ours    hosts one store for all attempts; ranks agree on a new part of it (`meet`)
+    torchrun's agent, or ours    hosts one store for all attempts; each attempt uses a new part of it (`meet`)
     srun, mpirun                 rank 0 hosts one (`own_store`)
 
 torch itself would listen on every interface, and anyone who can connect to a store may write to it.
@@ -29,13 +29,13 @@ from hyperbatch.engine.ranks import Ranks
 from hyperbatch.errors import RunFailed
 
 LOOPBACK = "127.0.0.1"
-ONE_HOST = "hyperbatch"  # the rendezvous of an agent that has no other
-AGENT_S = 300.0  # for a request of the agent to its own store
-JOIN_S = 60.0  # for all ranks to come, at least: on a busy host one may load torch much longer than another
+ONE_HOST = "hyperbatch"  # the name of the rendezvous of a single agent
+AGENT_S = 300.0  # timeout of a request of the agent to its own store
+JOIN_S = 60.0  # least time for all ranks to join: on a busy host, loading torch may take some ranks much longer
 
 
 def listening_at(address: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """A store that this process hosts. port: 0 means any free one."""
+    """Returns a store that this process hosts. port: 0 means any free port."""
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(socket.create_server((address, port), family=_family(address)))
         port = listener.getsockname()[1]
@@ -56,8 +56,9 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def own_store(ranks: Ranks, timeout_s: float) -> dist.Store:
-    """A store hosted by rank 0; when it returns, all ranks have connected. On several hosts it listens at rank 0's IP
-    address. If a host name is given instead, it listens everywhere, because hosts may resolve the name differently."""
+    """Returns a store hosted by rank 0 once all ranks have connected. On several hosts it listens at rank 0's IP
+    address. If a host name is given instead, it listens on every interface, because hosts may resolve the name
+    differently."""
     store, wait = _opened(ranks, timeout_s), timedelta(seconds=max(timeout_s, JOIN_S))
     if store.add("hyperbatch-joined", 1) == ranks.world_size:
         store.set("hyperbatch-all-joined", "")
@@ -71,7 +72,7 @@ def own_store(ranks: Ranks, timeout_s: float) -> dist.Store:
 def _opened(ranks: Ranks, timeout_s: float) -> dist.TCPStore:
     address = LOOPBACK if ranks.local_size == ranks.world_size else ranks.master_addr
     if ranks.rank == 0 and _is_address(address):
-        with contextlib.suppress(OSError):  # not an address of this host, as that of a service in a cluster
+        with contextlib.suppress(OSError):  # not an address of this host, for example that of a service in a cluster
             return listening_at(address, ranks.master_port, timeout_s)
     store = dist.TCPStore(
         address,
@@ -91,14 +92,14 @@ def _is_address(text: str) -> bool:
 
 
 def meet(ranks: Ranks, timeout_s: float) -> dist.Store:
-    """A part of the agent's store that no earlier attempt has used.
+    """Returns a part of the agent's store that no earlier attempt has used.
 
     The agent's store outlives the ranks that it restarts, and entries of earlier ranks would lead new ones to dead
     addresses. The number of restarts does not identify an attempt, because each host counts its own. Rank 0 therefore
     chooses a name, and sends it to each rank that asks; requests left by dead ranks are answered too, without effect.
 
-    The store is one thread, and thousands of ranks may meet in it: a rank sends four requests, and waits in the store
-    instead of asking again and again. Rank 0 reads and answers the questions of all ranks together.
+    The store has a single thread, and thousands of ranks may meet in it. A rank therefore sends only four requests, and
+    blocks in the store instead of polling. Rank 0 reads and answers the requests of all ranks together.
     """
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(

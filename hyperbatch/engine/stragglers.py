@@ -1,8 +1,8 @@
 """Finds ranks that are slower than the others, and the phase in which they lose time.
 
-A slow rank makes all others wait, and on their side this looks like exposed communication. So ranks compare the
-phases in which they do not wait for others, whenever the loop reads all losses anyway. One small all-gather sends the
-means over the steps since the last comparison.
+A slow rank makes all others wait, and on their side this looks like exposed communication. Ranks therefore compare the
+phases in which they do not wait for others, whenever the loop reads all losses anyway. One small gather sends the means
+over the steps since the last comparison to rank 0.
 
     rank 0   data . forward ... backward .... [ exposed communication ] update
     rank 1   data . forward ......................... backward .... [] update       loses its time in forward
@@ -21,12 +21,12 @@ import torch.distributed as dist
 from hyperbatch.engine.ranks import Ranks, gather_on_first, host_group
 from hyperbatch.plan.types import StepTiming
 
-# What a rank does without the others, and what it is called
+# The phases in which a rank does not wait for others, and their names in messages
 OWN = {"data_wait": "waiting for data", "forward": "forward pass", "backward": "backward pass", "update": "update"}
-SLOW_SHARE = 0.2  # of a step, by which a rank must be slower than the median rank
-SLOW_S = 0.002  # and so many seconds: less is noise
-FIRST_STEPS = 3  # of a run that do not count: caches are cold
-WINDOW_STEPS = 5  # at least, that are compared at a time
+SLOW_SHARE = 0.2  # a slow rank is slower than the median rank by more than this share of a step
+SLOW_S = 0.002  # and by more than this time: less is noise
+FIRST_STEPS = 3  # number of steps at the start that do not count, because caches are cold
+WINDOW_STEPS = 5  # the least number of steps in a comparison
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,9 +35,9 @@ class Straggler:
 
     rank: int
     host: str
-    phase: str  # of OWN, in which it loses most
+    phase: str  # the phase of OWN in which it loses most time
     lost_s: float  # per step in that phase, compared with the median rank
-    share: float  # of a step
+    share: float  # lost_s as a share of a step
 
     @property
     def message(self) -> str:
@@ -51,7 +51,8 @@ class Straggler:
 
 
 def slow_ranks(rows: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[Straggler]:
-    """rows: of each rank, the mean seconds of each phase of OWN, then those of a whole step."""
+    """Returns the ranks that are slower than the median rank. rows: for each rank, the mean seconds of each phase of
+    OWN, then those of a whole step."""
     step_s = statistics.median_low([row[-1] for row in rows])
     usual = [statistics.median_low(column) for column in zip(*rows, strict=True)]
     own_s = statistics.median_low([sum(row[:-1]) for row in rows])
@@ -65,7 +66,8 @@ def slow_ranks(rows: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[St
 
 
 class Stragglers:
-    """Every rank has one and gives it its steps; `look` is called by all at once. Only rank 0 learns what is found."""
+    """Collects the timings of steps and compares ranks. Every rank has one and must call `look` at the same steps. Only
+    rank 0 gets the results."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -77,20 +79,20 @@ class Stragglers:
         self._told: set[tuple[int, str]] = set()
 
     def add(self, timing: StepTiming) -> None:
-        """A step of this rank."""
+        """Adds a step of this rank."""
         self._steps += 1
         if self._steps > FIRST_STEPS and self._ranks.world_size > 1:
             self._window.append([getattr(timing, f"{phase}_s") for phase in (*OWN, "step")])
 
     def look(self) -> list[Straggler]:
-        """Compares the steps since the last call. Returns ranks that were slow in both, each only once; on ranks other
-        than 0 nothing."""
-        if len(self._window) < WINDOW_STEPS:  # on every rank alike
+        """Compares the steps since the last comparison. On rank 0, returns the ranks that were slow in this and in the
+        previous comparison, each only once; on other ranks []."""
+        if len(self._window) < WINDOW_STEPS:  # the same on every rank
             return []
         means = torch.tensor(self._window, dtype=torch.float64).mean(0)
         self._window.clear()
         rows = [torch.empty_like(means) for _ in range(self._ranks.world_size)] if self._ranks.rank == 0 else None
-        # Gloo's all-gather would pass every row through every rank, while all of them wait.
+        # Not an all-gather: gloo would pass every row through every rank, while all of them wait.
         dist.gather(means, rows, dst=0, group=host_group())
         if rows is None:
             return []
@@ -102,12 +104,12 @@ class Stragglers:
         return [slow[key] for key in sorted(new)]
 
     def found(self) -> list[Straggler]:
-        """The slow ranks over the whole run so far."""
+        """Returns the ranks that are slow on average over the run so far."""
         return slow_ranks(self._means(), self._hosts) if self._windows else []
 
     def means(self) -> list[dict[str, float]]:
-        """Of each rank, the mean seconds of each phase and of a whole step (`forward_s`, `step_s`); empty for one rank,
-        before the first comparison, and on ranks other than 0."""
+        """Returns for each rank the mean seconds of each phase and of a whole step (`forward_s`, `step_s`). Empty for a
+        single rank, before the first comparison, and on ranks other than 0."""
         return [dict(zip((f"{phase}_s" for phase in (*OWN, "step")), row, strict=True)) for row in self._means()]
 
     def _means(self) -> list[list[float]]:

@@ -1,7 +1,7 @@
-"""A rank's part of trace.json: what it did when, in seconds since training began, pauses included.
+"""A rank's part of trace.json: its phases over time, in seconds since training began, pauses included.
 
-Rank 0 writes as the run goes; the others keep a bounded number of spans until the end, when rank 0 adds them. Each rank
-counts from where it began to train, which they do together, to about a millisecond.
+Rank 0 writes its spans during the run. The others keep a bounded number of spans until the end, when rank 0 writes
+them. Each rank counts from its own start of training; these starts agree to about a millisecond.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from hyperbatch.record import RunWriter, Span, group_spans, spans_per_rank
 
 
 class Tracer:
-    """Every rank has one. writer: rank 0's. enabled: whether there is a trace at all, on every rank alike."""
+    """Every rank has one. writer: on rank 0 only. enabled: whether a trace is written; must be the same on every
+    rank."""
 
     def __init__(self, writer: RunWriter | None, ranks: Ranks, *, enabled: bool) -> None:
         self._writer, self._ranks, self._enabled = writer, ranks, enabled
@@ -28,7 +29,7 @@ class Tracer:
         self.start()
 
     def start(self, before_s: float = 0.0) -> None:
-        """Training begins, or goes on after so many seconds."""
+        """Must be called when training begins. before_s: the seconds of the run that it continues."""
         self._origin_s = time.perf_counter() - before_s
 
     @property
@@ -44,7 +45,7 @@ class Tracer:
 
     @contextlib.contextmanager
     def span(self, name: str, **args: Any) -> Iterator[None]:
-        """What the run does inside it, and not while it trains."""
+        """Records the context's duration, for phases other than training."""
         start_s = self.now_s
         yield
         self.add(Span(name, start_s, self.now_s - start_s, "engine", args))
@@ -52,15 +53,15 @@ class Tracer:
     def step(
         self, marks: Marks, groups: Sequence[GroupTiming], phases: Sequence[PhaseTiming], *, end_s: float, step: int
     ) -> None:
-        """A step, or a stride of them, that ended at `end_s`. groups: count from its start; phases: from its last
-        forward's end."""
+        """Adds a step or a stride that ended at `end_s`. The times of `groups` count from its start, those of `phases`
+        from the end of its last forward."""
         spans = marks.spans()
         start_s = end_s - spans[-1][2]
         forward_end = max((end for name, _, end in spans if name == "forward"), default=0.0)
         self.add(
             *(Span(name, start_s + begin, end - begin, "engine", {"step": step}) for name, begin, end in spans),
             *group_spans(groups, start_s),
-            *(  # a track each, since chunks of a pipelined torus overlap
+            *(  # each phase has its own track, because chunks of a pipelined torus overlap
                 Span(
                     f"group {phase.index}",
                     start_s + forward_end + phase.start_s,
@@ -73,7 +74,7 @@ class Tracer:
         )
 
     def finish(self) -> None:
-        """Rank 0 writes what the others have kept; every rank calls it."""
+        """Lets rank 0 write the spans that the others have kept. Every rank must call it."""
         if not self._enabled:
             return
         for rank, spans in enumerate(gather_on_first(self._kept, self._ranks)):

@@ -1,4 +1,4 @@
-"""A run's validation set: its batches, cut for evaluation, and the evaluator that counts on them."""
+"""A run's validation set: its batches, and the evaluator that counts the right answers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from hyperbatch.engine.evaluate import ClassScores, Evaluator, Score, eval_limit
 from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.ranks import Ranks
 
-KEPT_BYTES = 256 << 20  # of batches that stay in memory, ready to be shown
+KEPT_BYTES = 256 << 20  # batches up to this total size stay in memory
 
 
 class Validation:
-    """`prepare` before the run's time starts, then `evaluate` as often as needed, in later runs of the learner, too."""
+    """Call `prepare` before the run's time starts, then `evaluate` as often as needed, also in later runs of the
+    learner."""
 
     def __init__(self, config: Config, ranks: Ranks, learner: Learner, source: Source, batch_per_rank: int) -> None:
-        """batch_per_rank: samples of a training micro-step, which fit."""
+        """batch_per_rank: samples of a training micro-step, which fit into memory."""
         self._config, self._ranks, self._learner, self._source = config, ranks, learner, source
         memory = learner.graph_memory
         self.backend: Backend | None = None if memory is None else CudaGraphs(learner.device, memory)
@@ -45,7 +46,8 @@ class Validation:
         self._evaluated = False
 
     def prepare(self, *, capture: bool) -> str | None:
-        """Makes the batches that are kept, chooses kernels, captures; returns why it could not capture, if so."""
+        """Prepares the batches that stay in memory, chooses kernels, and captures the evaluation in a CUDA graph.
+        Returns the reason if the capture fails."""
         if self._prepared:
             return None
         self._prepared = True
@@ -59,10 +61,10 @@ class Validation:
         return self.evaluator.prepare(self._blank_batch(), backend)
 
     def rehearse(self) -> None:
-        """Counts a batch without a trace, so that cuDNN has chosen by the time of `prepare`. What keeps it from doing
-        so, `prepare` meets again."""
+        """Counts a blank batch, so that cuDNN has chosen its kernels before `prepare`. Errors are ignored, because
+        `prepare` encounters them again."""
         if not self._prepared:
-            with contextlib.suppress(RuntimeError):  # of memory, too
+            with contextlib.suppress(RuntimeError):  # this includes lack of memory
                 self.evaluator.prepare(self._blank_batch(), None)
 
     def _blank_batch(self) -> Batch:
@@ -73,17 +75,18 @@ class Validation:
         return Batch(images, labels)
 
     def evaluate(self) -> Score:
-        """Every rank calls it."""
+        """Evaluates the validation set. Every rank must call it."""
         self.bad_samples, self._evaluated = [], True
         return self.evaluator.evaluate(self._batches() if self._kept is None else self._kept)
 
     def by_class(self) -> ClassScores | None:
-        """The last evaluation by class; None: there was none, or there are too many classes. Every rank calls it."""
+        """Returns the last evaluation by class; None without an evaluation or with too many classes. Every rank must
+        call it."""
         answers = self.evaluator.answers() if self._evaluated else None
         return None if answers is None else ClassScores.of(answers)
 
     def close(self) -> None:
-        """Lets the graph go."""
+        """Frees the graph."""
         if self.backend is not None:
             self.backend.close()
 

@@ -1,4 +1,4 @@
-"""Warm-up steps, after which the state is restored: kernels are chosen and compiled before the run's time starts."""
+"""Warm-up steps, which choose and compile kernels before the run's time starts. The state is restored afterwards."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from hyperbatch.optim.tensors import Scalar, write_setting
 def preserved_state(learner: Learner) -> Iterator[None]:
     """Restores the learner, bit for bit, after the steps that run inside.
 
-    It restores weights, masters and their average, buffers of the model, optimizer state and rates, loss scale and
+    This includes weights, masters and their average, buffers of the model, optimizer state and rates, loss scale and
     skipped steps, random state, gradients, and the counts of the exchange. Numbers that a model keeps in Python are not
     restored.
     """
     optimizer = learner.optimizer
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    # Flat buffers with masters, so that the optimizer does not take restored weights for writes of other code.
+    # Flat buffers include the masters, so that the optimizer does not mistake restored weights for writes of other
+    # code.
     tensors = [*learner.arena.flat_weights(), *learner.model.buffers()]
     tensors += [optimizer.init_state(param)[name] for param in params for name in optimizer.state_names]
     tensors += [] if learner.average is None else learner.average.tensors()
@@ -44,7 +45,7 @@ def preserved_state(learner: Learner) -> Iterator[None]:
         finally:
             with torch.no_grad():
                 for module, name, buffer in buffers:
-                    module._buffers[name] = buffer  # forward may have put another tensor there
+                    module._buffers[name] = buffer  # forward may have replaced it
                 for tensor, value in zip(tensors, kept, strict=True):
                     tensor.copy_(value)
                 for group, values in zip(optimizer.param_groups, numbers, strict=True):
@@ -71,17 +72,17 @@ def compile_kernels(
 ) -> str | None:
     """Compiles the fused kernels of steps in parallel, while cuDNN tries its algorithms.
 
-    To be called inside `preserved_state`: our kernels are not launched, so the rest of the model computes with
+    Must be called inside `preserved_state`: our kernels are not launched, so the rest of the model computes with
     uninitialised values. This only makes later steps start faster. If it fails, the reason is returned, and kernels are
     compiled at their first launch. batches: returns a new batch of each shape at every call. other_trials: runs other
     convolutions of the model after those of the steps. count: as for `compiling`.
     """
 
     def step(images: Tensor, labels: Tensor) -> None:
-        # Not the last of its step: no exchange.
+        # This is not the last micro-step of its step, so there is no exchange.
         part = MicroStep(len(labels), 2 * len(labels), first=True, last=False)
         work(learner, part, images, labels, total, StepTimer(learner.device))
-        if learner.update is learner.optimizer:  # a sharded one exchanges weights
+        if learner.update is learner.optimizer:  # a sharded update would exchange weights
             with torch.no_grad():
                 learner.optimizer.step_fused()
         learner.sync.forget()
@@ -91,7 +92,8 @@ def compile_kernels(
             with asking():
                 for batch in batches():
                     step(*batch)
-            # Trials of the first shape take about as long as most kernels; those of other shapes wait for idle cores.
+            # cuDNN's trials of the first shape take about as long as compiling most kernels. Those of other shapes wait
+            # for idle cores.
             for batch in batches():
                 step(*batch)
                 wait_for_cores()
@@ -101,15 +103,15 @@ def compile_kernels(
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     finally:
         learner.sync.forget()
-        learner.optimizer.refresh()  # what its kernels should have left
+        learner.optimizer.refresh()  # its kernels, which were not launched, would have kept this up to date
     return None
 
 
 def compile_layers(
     learner: Learner, *, ranks_per_host: int, count: Callable[[int, int], None] | None = None
 ) -> str | None:
-    """Compiles the kernels of our faster layers in parallel, before regions would compile them one by one. Like
-    `compile_kernels`, but without running the model."""
+    """Compiles the kernels of our faster layers in parallel; the regions would compile them one by one. Like
+    `compile_kernels`, but it does not run the model."""
     try:
         if learner.device.type == "cuda" and has_quick_kernels(learner.model):
             with compiling(ranks=ranks_per_host, count=count):
@@ -132,10 +134,10 @@ def compile_regions(
     """Compiles the regions of a model by running a step, inside `preserved_state`. Returns the reason if it fails."""
     try:
         with regions.compiling(count):
-            # Not the last of its step: no exchange.
+            # This is not the last micro-step of its step, so there is no exchange.
             part = MicroStep(len(labels), 2 * len(labels), first=True, last=False)
             work(learner, part, images, labels, total, StepTimer(learner.device))
-    except Exception as error:  # of torch's, of a backend, or of the model's own code, which plain steps then show
+    except Exception as error:  # of torch, a backend, or the model's own code; plain steps then raise the latter
         return reason_of(error)
     finally:
         learner.sync.forget()

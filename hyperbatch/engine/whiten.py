@@ -1,9 +1,9 @@
-"""The first convolution's filters, set from the training images when training begins (`models.initial`).
+"""Sets the first convolution's filters from the training images when training begins (`models.initial`).
 
-before the clock:  a rehearsal on zeros, so that libraries are loaded; it touches neither data nor weights
+before the clock:  a rehearsal on zeros, so that libraries are loaded; it uses neither data nor weights
 on the clock:      images -> moments -> filters on rank 0 -> broadcast -> written where captured steps read them
 
-A run that continues another, or starts from the weights in a file, has its filters already.
+A run that continues another, or starts from the weights in a file, already has its filters.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from hyperbatch.models.initial import whitening_filters, whitening_layer
 
 
 def is_due(run: Run) -> bool:
-    """Whether the run is one that whitens and has not begun."""
+    """Whether the run uses whitening and has not begun yet."""
     model = run.config.model
     return model.whiten_samples > 0 and model.init_from is None and run.progress.step == 0
 
 
 def rehearse(run: Run) -> None:
-    """On a GPU, where libraries and kernels are loaded at their first use."""
+    """Computes the filters of blank images on a GPU, where libraries and kernels are loaded at their first use."""
     if is_due(run) and run.learner.device.type == "cuda":
         learner = run.learner
         size, count = plain_shape(run.config.data, min(run.config.model.whiten_samples, len(run.train_set)))
@@ -34,7 +34,7 @@ def rehearse(run: Run) -> None:
 
 @torch.no_grad()
 def whiten(run: Run) -> None:
-    """Every rank calls it, and gets the same filters: rank 0's."""
+    """Sets the filters. Every rank must call it, and gets the filters that rank 0 has computed."""
     if not is_due(run):
         return
     learner = run.learner
@@ -46,7 +46,7 @@ def whiten(run: Run) -> None:
         images = (batch.images for batch in run.loader.plain(run.config.model.whiten_samples))
         filters.copy_(whitening_filters(images, layer.kernel_size))
     if run.ranks.world_size > 1:
-        learner.comm.drain()  # its thread must not use the group meanwhile
+        learner.comm.drain()  # waits, because the thread of `comm` must not use the group during the broadcast
         dist.broadcast(filters, src=0)
     if weight.requires_grad:
         learner.arena.load_masters({f"{name}.weight": filters})

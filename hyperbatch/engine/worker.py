@@ -17,11 +17,11 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(config_path: Path) -> int:
-    """0 when the run ended, target reached or not, or was preempted: the parent reads the record. Failures are left
-    beside the config."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports would print where they were
+    """Runs a rank and returns its exit code: 0 if the run ended, with or without reaching its target, or was preempted,
+    because the parent reads the record. The reason of a failure is written to a file next to the config."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # otherwise Ctrl-C during imports would print a traceback
     end_with_parent()
-    gc.disable()  # torch's modules make 200,000 objects that stay; to look through them meanwhile takes 0.2 s
+    gc.disable()  # importing torch creates 200,000 permanent objects; collections during the import would take 0.2 s
     from hyperbatch.config import Config
     from hyperbatch.engine.agent import PREEMPT_FILE
     from hyperbatch.engine.logfile import let_log_fill
@@ -36,7 +36,7 @@ def main(config_path: Path) -> int:
     def report(words: dict[str, Any]) -> None:
         try:
             said.write_text(json.dumps(words))
-        except OSError:  # a full disk: the command reads nothing, and the user at least this
+        except OSError:  # on a full disk the command cannot read the reason, so this rank prints it
             print(f"{words.get('traceback', '')}hyperbatch: {words['message']}", file=sys.stderr, flush=True)
 
     parent_file = config_path.parent / PREEMPT_FILE
@@ -46,31 +46,32 @@ def main(config_path: Path) -> int:
     from hyperbatch.engine.ending import words_of
     from hyperbatch.engine.loop import run
 
-    gc.freeze()  # nor does a step wait until somebody has looked through them again
+    gc.freeze()  # later collections, which would delay a step, ignore these objects
     gc.enable()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     events = config_path.parent / EVENTS_FILE
     hooks = Forward(events) if ranks.rank == 0 and events.exists() else NO_HOOKS
     try:
-        # Rank 0 leaves a record when it is told to stop; the others may be waiting for it in code no signal reaches.
+        # Rank 0 writes a record on SIGTERM. The others may be waiting for it in code that no signal interrupts.
         with ended_by_sigterm() if ranks.rank == 0 else contextlib.nullcontext():
             run(config, ranks, report=report, parent_file=parent_file, hooks=hooks)
     except BaseException as error:
         words = words_of(error, ranks.rank)
-        if not said.exists():  # else the run has told it, before it gave up what it held
+        if not said.exists():  # otherwise the run has already reported the failure, before it released its resources
             report(words)
         code = 2 if words["kind"] == "InputError" else 1
     else:
         return 0
-    # Everything is told. An interpreter that ends in order waits for threads and for the device.
+    # Everything has been reported. A regular exit of the interpreter would wait for threads and for the device.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def leave(code: int) -> NoReturn:
-    """Ends a process that has torch and has written and closed everything. To take torch's modules and a CUDA context
-    apart piece by piece would cost half a second and more, in which a run that makes room is not yet started again."""
+    """Ends a process that has loaded torch and has written and closed everything. A regular exit, which destroys
+    torch's modules and the CUDA context one by one, takes half a second or more, and delays the restart of a preempted
+    run."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -78,8 +79,9 @@ def leave(code: int) -> NoReturn:
 
 
 def end_with_parent() -> None:
-    """A command that is killed cannot end its ranks, and they would go on in a folder that nobody holds any more."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
+    """Makes the kernel end this rank when its parent ends. A command that is killed cannot end its ranks, and they
+    would go on in a folder that is no longer locked."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # exists on Linux only
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

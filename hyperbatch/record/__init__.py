@@ -1,10 +1,11 @@
-"""What a run writes while it runs: record.json, metrics.jsonl, layers.jsonl, mllog.txt, trace.json, tensorboard/.
+"""The files of a run: record.json, metrics.jsonl, layers.jsonl, mllog.txt, trace.json, tensorboard/.
 
-`RunRecord` is the run's summary and the contract with the report; `RunWriter` appends to the folder as the run goes,
-so that a run killed at any moment leaves files that can be read. No torch here: a report can be drawn on any machine.
+`RunRecord` is the run's summary and the contract with the report. `RunWriter` appends to the folder during the run, so
+that a run that is killed at any moment leaves readable files. This room does not import torch, so that a report can be
+written on any machine.
 
-    writer.py    RunWriter, which holds one of each:
-      lines.py     files of lines, and what is read from them      trace.py    trace.json, also of predicted steps
+    writer.py    RunWriter, which has one of each:
+      lines.py     files of lines: writing and reading             trace.py    trace.json, also of predicted steps
       board.py     tensorboard/
     summary.py   RunRecord and Result: record.json                text.py     strict JSON
     checkout.py  the commit that ran

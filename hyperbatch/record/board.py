@@ -1,4 +1,4 @@
-"""tensorboard/: the curves of a run, where TensorBoard is installed."""
+"""tensorboard/: the curves of a run, if TensorBoard is installed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-INTERVAL_S = 0.05  # a point costs 50 us (the CRC is Python); no eye needs more than 20 a second
+INTERVAL_S = 0.05  # a point costs 50 us (the CRC is computed in Python); 20 points per second are enough to look at
 
 
 class Tensorboard:
-    """Scalar curves in an event file, through tensorboard's own record format; needs neither torch nor tensorflow.
+    """Writes scalar curves to an event file in tensorboard's record format. Needs neither torch nor tensorflow.
 
-    Importing tensorboard takes 0.2 s, so a thread does it while the run sets itself up; points wait until it is there.
+    Importing tensorboard takes 0.2 s, so a thread does it while the run is set up; points are kept until then.
     """
 
     def __init__(self, folder: Path, resume_from_step: int | None, warnings: list[str]) -> None:
@@ -33,7 +33,7 @@ class Tensorboard:
             from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
             from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
             from tensorboard.summary.writer.record_writer import RecordWriter
-        except Exception as error:  # a broken installation fails in many ways, and curves must not stop a run
+        except Exception as error:  # a broken installation fails in many ways, and none of them may stop a run
             self._failed = error
             return
         self._event, self._summary, self._records = Event, Summary, RecordWriter
@@ -60,7 +60,7 @@ class Tensorboard:
                 self._put(wall_time=wall_time, step=step, summary=self._summary(value=values))
             if flush:
                 self._file.flush()
-        except Exception as error:  # a full disk or a foreign tensorboard: the other files still tell the story
+        except Exception as error:  # a full disk or an unknown version of tensorboard; the other files are complete
             self._failed = error
             warning = f"tensorboard/ is missing or ends early: {error}"
             if warning not in self._warnings:
@@ -73,7 +73,7 @@ class Tensorboard:
         self._write = self._records(self._file).write
         self._put(wall_time=time.time(), file_version="brain.Event:2")
         if self._resume_from_step is not None:
-            # A session start makes tensorboard forget what an earlier attempt wrote for this step and later ones.
+            # A session start makes tensorboard discard what an earlier attempt wrote for this step and later ones.
             self._put(wall_time=time.time(), step=self._resume_from_step, session_log={"status": 1})
 
     def _put(self, **fields: Any) -> None:
@@ -84,5 +84,5 @@ class Tensorboard:
         self._loader.join()
         self._drain(flush=True)
         if self._write:
-            with contextlib.suppress(OSError):  # of what could not be flushed
+            with contextlib.suppress(OSError):  # the file could not be flushed
                 self._file.close()

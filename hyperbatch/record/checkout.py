@@ -1,4 +1,4 @@
-"""Which state of the code a run was made with."""
+"""Finds the commit of the code that runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def commit() -> str | None:
-    """Of the checkout this runs from, "-dirty" when tracked files differ from it; null outside a checkout."""
+    """Returns the commit of the checkout from which this runs, with "-dirty" if tracked files differ from it; None
+    outside a checkout."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():  # an installed package may lie inside a checkout of something else
         return None

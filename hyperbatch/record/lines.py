@@ -1,4 +1,4 @@
-"""Files that grow by a line at a time, and what is read from them: metrics.jsonl, layers.jsonl, mllog.txt."""
+"""Reads and writes files that grow line by line: metrics.jsonl, layers.jsonl, mllog.txt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hyperbatch.durable import replace_text
 
 
 def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl that are whole; a torn last line and foreign lines are left out."""
+    """Returns the complete lines of metrics.jsonl. An incomplete last line and invalid lines are skipped."""
     try:
         text = (folder / name).read_text(errors="replace")
     except FileNotFoundError:
@@ -23,7 +23,7 @@ def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, An
 
 
 def parse_metric_line(text: str | bytes) -> dict[str, Any] | None:
-    """One line of metrics.jsonl or layers.jsonl, or None when it is not whole."""
+    """Parses one line of metrics.jsonl or layers.jsonl. Returns None if it is incomplete or invalid."""
     try:
         line = json.loads(text)
     except ValueError:
@@ -32,10 +32,10 @@ def parse_metric_line(text: str | bytes) -> dict[str, Any] | None:
 
 
 def drop_lines(folder: Path, step: int) -> list[str]:
-    """Of metrics.jsonl and layers.jsonl, those at or after the step, and what is not whole. Returns what could not be
-    dropped, a line each.
+    """Removes the lines of metrics.jsonl and layers.jsonl at or after the step, and incomplete lines. Returns a message
+    for each file for which this failed.
 
-    They are the end of the file, unless somebody has edited it: cutting it off needs no room on a disk that is full.
+    Unless somebody has edited the file, these lines are at its end, and truncating it also works on a full disk.
     """
     failed = []
     for path in (folder / "metrics.jsonl", folder / "layers.jsonl"):
@@ -58,11 +58,11 @@ def _is_before(line: bytes, step: int) -> bool:
 
 
 class Lines:
-    """Lines that are appended to a file, one write each. One that cannot be written, for a full disk, say, is left out
-    whole: it is not worth a run."""
+    """Appends lines to a file, with one write each. A line that cannot be written, for example because the disk is
+    full, is skipped as a whole, and the run continues."""
 
     def __init__(self, path: Path, *, go_on: bool, warn: Callable[[str], None] = lambda line: None) -> None:
-        """go_on: keep what is there. warn: is told why, when the first line is left out."""
+        """go_on: whether to keep the file's content. warn: called with the reason when the first line is skipped."""
         self.name, self.lost, self.reason, self._warn = path.name, 0, "", warn
         self._file = open(path, "ab" if go_on else "wb", buffering=0)  # noqa: SIM115
         self._end = self._file.seek(0, os.SEEK_END)

@@ -22,16 +22,16 @@ SCHEMA = 1
 
 @dataclass(kw_only=True, slots=True)
 class Result:
-    """How the run ended. `time_to_target_s` counts evaluation, as MLPerf does; `train_s` is training alone.
+    """The result of a run. `time_to_target_s` includes evaluation, as in MLPerf; `train_s` is training alone.
 
-    The run's time is that from the first touch of training data to the end of an evaluation, pauses left out.
+    The run's time begins when training data is first used and ends with an evaluation; it does not include pauses.
     """
 
     reached: bool = False
     target_top1: float | None = None
     top1: float | None = None
-    top1_plain: float | None = None  # without test-time augmentation; None: there was none
-    top5: float | None = None  # None: there are no more than five classes
+    top1_plain: float | None = None  # without test-time augmentation; None if there was no augmentation
+    top5: float | None = None  # None: there are at most five classes
     val_loss: float | None = None  # cross entropy on the validation set, without label smoothing
     time_to_target_s: float | None = None
     run_s: float = 0.0  # the run's time at the end of the last evaluation
@@ -57,23 +57,23 @@ class RunRecord:
     schema: int = SCHEMA
 
     plan: dict[str, Any] = field(default_factory=dict)  # GroupPlan.to_dict()
-    phases: list[dict[str, Any]] = field(default_factory=list)  # resolved batch phases, with the step each began at
+    phases: list[dict[str, Any]] = field(default_factory=list)  # resolved batch phases, with the first step of each
     optimizer_groups: dict[str, Any] = field(default_factory=dict)  # GroupSummary.to_dict(): decay and rate factors
     trust_ratios: dict[str, float] = field(default_factory=dict)  # parameter -> ratio at the last logged step
-    compiled: dict[str, Any] = field(default_factory=dict)  # what became of --compile: engine.compiled.Compilation
+    compiled: dict[str, Any] = field(default_factory=dict)  # the effect of --compile: engine.compiled.Compilation
     clock: dict[str, float] = field(default_factory=dict)  # init_s, train_s, capture_s, eval_s, pause_s, data_wait_s
     skipped_steps: int = 0  # updates skipped because a gradient was inf or nan
-    classes: list[str] = field(default_factory=list)  # names, in the order of the model's answers
+    classes: list[str] = field(default_factory=list)  # names, in the order of the model's outputs
     by_class: dict[str, Any] = field(default_factory=dict)  # the last evaluation: samples, right, confusions
-    # rank 0's loader (wait_fraction, bottleneck, busy seconds), and the data's own train_samples, eval_samples, classes
+    # rank 0's loader (wait_fraction, bottleneck, busy seconds), and the data set's train_samples, eval_samples, classes
     data: dict[str, Any] = field(default_factory=dict)
     timing: dict[str, Any] = field(default_factory=dict)  # StepTiming.to_dict() of a typical step
     stragglers: list[dict[str, Any]] = field(default_factory=list)  # rank, host, phase, lost_s, share, message
-    # of each rank: rank, host, device, memory, clock and utilisation as far as known, and the means of its steps
+    # for each rank: rank, host, device, memory, clock and utilisation as far as known, and the mean times of its steps
     ranks: list[dict[str, Any]] = field(default_factory=list)
     rollbacks: list[dict[str, Any]] = field(default_factory=list)  # step, to_step, passed_over, reason, message
     folder: str = ""
-    error: str = ""  # why the run ended early, in one line; empty when it did not
+    error: str = ""  # why the run ended early, in one line; empty if it did not
     failure: dict[str, Any] = field(default_factory=dict)  # the first cause: rank, host, step, time, message, traceback
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,7 +88,8 @@ class RunRecord:
         return [row for row in rows if event in (None, row["event"])]
 
     def save(self, folder: Path) -> None:
-        """Writes record.json atomically, so that a reader never sees half of it. An OSError leaves the old file."""
+        """Writes record.json atomically, so that a reader never sees a part of it. If an OSError is raised, the old
+        file is unchanged."""
         replace_text(folder / "record.json", strict_json(self.to_dict(), indent=1) + "\n")
 
     @classmethod
@@ -111,10 +112,11 @@ class RunRecord:
 
 
 def note_failure(folder: Path, words: Mapping[str, Any], config: Config, world_size: int) -> None:
-    """Leaves what the parent command knows of a failed run: how each rank ended, and what they said.
+    """Writes a failure to record.json. The parent command calls it, which knows how every rank ended and what it
+    reported.
 
-    What rank 0 wrote as it went down may only say that it lost another rank; and it wrote nothing if it was killed, or
-    if the run had not begun. The record of a run that was over stays as it is.
+    The record that rank 0 wrote when it failed may only say that it lost another rank. There is none if rank 0 was
+    killed, or if the run had not begun. The record of a run that has ended without an error is not changed.
     """
     record = RunRecord(recipe=config.recipe, config=config.to_dict(), environment={}, world_size=world_size, grid="")
     if (folder / "record.json").exists():
@@ -130,20 +132,21 @@ def note_failure(folder: Path, words: Mapping[str, Any], config: Config, world_s
 
 
 def _known(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values this version knows: a newer one may have written more."""
+    """Returns the values that are fields in this version: a newer version may have written more."""
     names = {f.name for f in dataclasses.fields(cls)}
     return {name: value for name, value in values.items() if name in names}
 
 
 def _checked(cls: Any, values: Any) -> dict[str, Any]:
-    """`_known` values. A TypeError names the first that is not what its field says: anybody may write a file."""
+    """Like `_known`, but raises a TypeError that names the first value of a wrong type. The file may come from
+    anybody."""
     kinds = {"str": str, "int": int, "float": (int, float), "bool": bool, "dict": dict, "list": list, "Result": dict}
     if not isinstance(values, dict):
         raise TypeError(f"a {type(values).__name__} is no {cls.__name__}")
     known = _known(cls, values)
     for spec in dataclasses.fields(cls):
         name = str(spec.type).removesuffix(" | None").partition("[")[0]
-        may_be_none = name == "float" or spec.type.endswith("| None")  # a number that is not finite is none in JSON
+        may_be_none = name == "float" or spec.type.endswith("| None")  # a number that is not finite is null in JSON
         value = known.get(spec.name)
         if spec.name in known and not isinstance(value, kinds[name]) and not (value is None and may_be_none):
             raise TypeError(f"{spec.name} is a {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""Values as strict JSON, which every reader takes."""
+"""Writes values as strict JSON, which every reader accepts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def strict_json(value: Any, indent: int | None = None) -> str:
-    """Strict JSON: NaN and infinities, which other readers refuse, become null."""
+    """Returns a value as strict JSON: NaN and infinities, which other readers reject, become null."""
     try:
         return json.dumps(
             value, allow_nan=False, default=_scalar, indent=indent, separators=None if indent else (",", ":")
@@ -19,7 +19,7 @@ def strict_json(value: Any, indent: int | None = None) -> str:
 
 
 def _scalar(value: Any) -> Any:
-    """What numpy's and torch's scalars stand for, or the text of anything else."""
+    """Returns the Python value of a numpy or torch scalar, or the text of any other object."""
     return value.item() if hasattr(value, "item") else str(value)
 
 

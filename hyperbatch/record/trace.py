@@ -1,4 +1,4 @@
-"""trace.json: spans of time that open in Perfetto, measured or predicted."""
+"""trace.json: measured or predicted spans of time, to be opened in Perfetto."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hyperbatch.record.text import strict_json
 if TYPE_CHECKING:
     from hyperbatch.plan.types import GroupTiming, StepTiming
 
-MAX_SPANS = 100_000  # about 12 MB of trace.json: what Perfetto opens without a pause
+MAX_SPANS = 100_000  # about 12 MB of trace.json, which Perfetto opens without a delay
 
 
 class Span(NamedTuple):
-    """A stretch of time in trace.json; seconds since training began, pauses included."""
+    """A span of time in trace.json. Times are seconds since training began, pauses included."""
 
     name: str
     start_s: float
@@ -34,18 +34,18 @@ def spans_per_rank(world_size: int) -> int:
 
 
 class TraceFile:
-    """A trace that opens in Perfetto: spans on tracks, tracks in processes. Chrome's trace format.
+    """Writes a trace in Chrome's trace format, which Perfetto opens: spans on tracks, tracks in processes.
 
-    It grows at its end: each flush writes over the closing brackets, so the file is JSON all the time. The first
-    `limit` spans are kept; `dropped` counts the rest, and those that could not be written, for the `reason`.
+    The file grows at its end: each flush overwrites the closing brackets, so it is valid JSON at all times. The first
+    `limit` spans are kept. `dropped` counts the others and those that could not be written, and `reason` says why.
     """
 
     HEAD, TAIL = b'{"displayTimeUnit":"ms","traceEvents":[\n', b"\n]}\n"
 
     def __init__(self, path: Path, *, go_on: bool = False, limit: int = MAX_SPANS) -> None:
-        """go_on: keep what an earlier attempt wrote there. Call `process` before the first span."""
+        """go_on: whether to keep the spans of an earlier attempt. Call `process` before the first span."""
         self.limit, self.dropped, self.reason = limit, 0, ""
-        self._names: list[bytes] = []  # of processes and tracks: they wait until they can be written
+        self._names: list[bytes] = []  # names of processes and tracks, kept until they are written
         self._pending: list[bytes] = []
         self._spans = self._process = 0
         old = path.read_bytes() if go_on and path.exists() else b""
@@ -59,7 +59,7 @@ class TraceFile:
             self._end, self._before = 0, self.HEAD
 
     def process(self, name: str) -> None:
-        """The spans that follow are drawn in a process of their own, below the ones before."""
+        """Starts a new process: later spans are drawn in it, below the earlier ones."""
         self.flush()
         self._tracks: dict[str, int] = {}
         self._process += 1
@@ -92,7 +92,7 @@ class TraceFile:
             try:
                 self._put(b",\n".join([*self._names, *self._pending]))
                 self._names.clear()
-            except OSError as error:  # a full disk is not worth a run
+            except OSError as error:  # a full disk must not end a run
                 self.dropped, self.reason = self.dropped + len(self._pending), error.strerror or str(error)
             self._pending.clear()
         self._flush_at = time.monotonic() + 1
@@ -115,7 +115,7 @@ class TraceFile:
             if self._file.write(new + self.TAIL) != len(new) + len(self.TAIL):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            with contextlib.suppress(OSError):  # what was there needs no more room than it had
+            with contextlib.suppress(OSError):  # restores the old content, which needs no more space
                 self._file.seek(self._end)
                 self._file.write(self.TAIL if self._end else b"")
                 self._file.truncate()
@@ -124,7 +124,7 @@ class TraceFile:
 
 
 def group_spans(groups: Sequence[GroupTiming], start_s: float = 0.0) -> list[Span]:
-    """The exchange of a step that began at `start_s`."""
+    """Returns the spans of the gradient exchange of a step that began at `start_s`."""
     return [
         Span(
             f"group {group.index}",
@@ -138,7 +138,7 @@ def group_spans(groups: Sequence[GroupTiming], start_s: float = 0.0) -> list[Spa
 
 
 def write_trace(path: str | Path, steps: Mapping[str, StepTiming]) -> None:
-    """Writes predicted or measured steps below each other into one trace. The keys are their titles."""
+    """Writes predicted or measured steps to one trace, below each other. The keys of `steps` are their titles."""
     check_kind("steps", steps, Mapping, 'give titles and StepTimings, such as {"predicted": plan.step.timing}')
     try:
         trace = TraceFile(Path(path))

@@ -1,4 +1,4 @@
-"""Appends to a run's folder as the run goes."""
+"""Appends to a run's folder during the run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hyperbatch.record.trace import Span, TraceFile, spans_per_rank
 
 
 class RunWriter:
-    """Appends to a run's folder. Made on rank 0 only; the others have none.
+    """Appends to a run's folder. Only rank 0 has one.
 
-    metrics.jsonl, mllog.txt    one write per line: a killed run loses nothing but a line being written
-    layers.jsonl                the same, of some steps: the trust ratio of each layer
+    metrics.jsonl, mllog.txt    one write per line: a killed run loses at most the line that is being written
+    layers.jsonl                the same, for some steps: the trust ratio of each layer
     trace.json                  valid JSON after every flush, at most a second behind
-    tensorboard/                where the package is installed; flushed every two seconds; `warnings` says so when it
-                                cannot be written
+    tensorboard/                if the package is installed; flushed every two seconds; `warnings` says if it cannot be
+                                written
     """
 
     def __init__(
@@ -34,18 +34,17 @@ class RunWriter:
         world_size: int = 1,
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """resume_from_step: drop metric lines of steps at or after it, which the resumed run will write again.
-        world_size: ranks that share the room in trace.json. warn: is told at once when a file cannot be written.
-
-        It is in the numbers that `step` and `eval` are given: a run that counts its steps from 1 and goes on after N
-        of them passes N + 1.
+        """resume_from_step: drop metric lines of steps at or after it, which the resumed run will write again. It
+        counts like the steps of `step` and `eval`: a run that counts its steps from 1 and continues after N of them
+        passes N + 1. world_size: number of ranks that share the space in trace.json. warn: called at once when a file
+        cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._warn, self._told = folder, warn, False
         self.warnings: list[str] = []
         fresh = resume_from_step is None
         if fresh:
-            # What an earlier run left here would be taken for this one's.
+            # Otherwise the files of an earlier run would be taken for those of this run.
             for old in [folder / "record.json", folder / "report.html", *(folder / "tensorboard").glob("events.out.*")]:
                 old.unlink(missing_ok=True)
         else:
@@ -60,7 +59,7 @@ class RunWriter:
 
     @property
     def is_gone(self) -> bool:
-        """Whether somebody has deleted or moved the folder: what was written before is no longer in it."""
+        """Whether the folder was deleted or moved, so that the files written before are no longer in it."""
         return not (self.folder / self._metrics.name).exists()
 
     def go_back(self, step: int) -> None:
@@ -83,7 +82,7 @@ class RunWriter:
                 self.warnings.append(f"{lines.lost} lines could not be written to {lines.name}: {lines.reason}")
 
     def _tell_once(self, reason: str) -> None:
-        """A disk that is full is full for all files."""
+        """Warns once for all files, because a full disk affects all of them."""
         if not self._told:
             self._told = True
             self._warn(f"{self.folder} cannot be written: {reason}; the run continues without these lines of metrics")
@@ -119,13 +118,13 @@ class RunWriter:
             self._board.add("eval", step, {"top1": top1, **scalars}, always=True)
 
     def layers(self, *, step: int, epoch: float, time_s: float, trust_ratios: Mapping[str, float]) -> None:
-        """One line of layers.jsonl."""
+        """Writes one line of layers.jsonl."""
         ratios = {name: float(f"{ratio:.4g}") for name, ratio in trust_ratios.items()}
         line = {"event": "layers", "step": step, "epoch": epoch, "time_s": time_s, "trust_ratios": ratios}
         self._layers.add(strict_json(line))
 
     def mlperf(self, key: str, value: Any = None, *, kind: str = "POINT_IN_TIME", **metadata: Any) -> None:
-        """One line of mllog.txt (MLPerf's key, value and metadata such as epoch_num)."""
+        """Writes one line of mllog.txt (MLPerf's key, value and metadata such as epoch_num)."""
         frame = sys._getframe(1)
         while frame.f_back and frame.f_globals["__name__"] in (__name__, "hyperbatch.mllog"):
             frame = frame.f_back
@@ -141,19 +140,20 @@ class RunWriter:
         self._mllog.add(f":::MLLOG {strict_json(line)}")
 
     def span(self, name: str, start_s: float, duration_s: float, *, track: str = "engine", **args: Any) -> None:
-        """One span of rank 0 in trace.json. `warnings` says when there were too many to keep."""
+        """Writes one span of rank 0 to trace.json. `warnings` says if there were too many to keep."""
         self._trace.span(Span(name, start_s, duration_s, track, args))
 
     def spans(self, spans: Iterable[Span], rank: int = 0) -> None:
-        """Spans of a rank in trace.json. Other ranks come last: what follows is drawn below them."""
+        """Writes spans of a rank to trace.json. Ranks other than 0 must come last, because later spans are drawn in
+        their process."""
         if rank:
             self._trace.process(f"rank {rank}")
-            self._trace.limit = spans_per_rank(1)  # what the ranks before have left of all the room
+            self._trace.limit = spans_per_rank(1)  # a rank may use the space that earlier ranks have left
         for span in spans:
             self._trace.span(span)
 
     def close(self) -> None:
-        """Writes what is pending; `warnings` is complete after it. Closing twice does nothing."""
+        """Writes what is pending; afterwards `warnings` is complete. A second call does nothing."""
         if self._metrics.closed:
             return
         self._trace.close()
