@@ -3,9 +3,9 @@
     every k steps:   average <- decay * average + (1 - decay) * weights
     lookahead:       weights <- average                                     (Zhang et al., 2019; as airbench uses it)
 
-Weights are averaged in fp32 (from their masters, if there are any), and batch-norm statistics with them. The host knows
-beforehand whether a step updates the average and with which share. The share is in a device tensor, and nothing waits
-for the device, so `update` can be captured in a CUDA graph.
+Weights are averaged in fp32 (from their masters, if there are any), and so are batch-norm statistics. The host knows
+beforehand whether a step updates the average, and how large the share of the current weights is. The share is stored in
+a device tensor and nothing waits for the device, so `update` can be captured in a CUDA graph.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -24,15 +24,15 @@ from hyperbatch.params import HALF_DTYPES
 
 
 def average(old: Tensor, new: Tensor, new_share: float) -> Tensor:
-    """The readable reference for `WeightAverage`, whose lerp is also exact at shares of 0 and 1."""
+    """The readable reference for `WeightAverage`, whose lerp is likewise exact at shares of 0 and 1."""
     return (1 - new_share) * old + new_share * new
 
 
 def new_share_at(config: OptimConfig, *, step: int, done: float) -> float | None:
-    """The share of the weights in the new average after step number `step` (from 1); None if it does not change.
+    """The share of the current weights in the average after step `step` (from 1); None if the average does not change.
 
-    done: the finished part of the run, in [0, 1]. The EMA starts from the weights of its first update, as in torch;
-    lookahead starts from the initial weights of the run and ends with the average itself.
+    done: the fraction of the run that is finished, in [0, 1]. The EMA starts from the weights of its first update, as
+    in torch; lookahead starts from the initial weights of the run and ends with the average itself.
     """
     if config.averaging == "none":
         return None
@@ -48,21 +48,21 @@ def new_share_at(config: OptimConfig, *, step: int, done: float) -> float | None
 class WeightAverage:
     """The average of an arena's weights and of the model's floating-point buffers, in tensors that stay in place.
 
-    average.set_share(share)         # of `new_share_at`, where that is not None
+    average.set_share(share)         # the result of `new_share_at`, unless it is None
     average.update()                 # after the optimizer's step
     """
 
     def __init__(self, config: OptimConfig, model: nn.Module, arena: Arena, optimizer: LayerwiseOptimizer) -> None:
         self.config = config
         self._arena, self._optimizer = arena, optimizer
-        self._weights = arena.new_buffers()  # averages: fp32, or fp64 where the weights are
+        self._weights = arena.new_buffers()  # the averages, in fp32, or in fp64 if the weights are fp64
         wide = torch.float64 if arena.dtype == torch.float64 else torch.float32
         places = buffer_places(model).items()
         self._places = {name: place for name, place in places if place[0].get_buffer(place[1]).is_floating_point()}
         self._sizes = [buffer.numel() for buffer in self._buffers()]
-        self._now = torch.zeros(sum(self._sizes), dtype=wide, device=arena.device)  # the model's buffers, side by side
-        self._statistics = torch.zeros_like(self._now)  # their average
-        self.share = torch.zeros((), dtype=wide, device=arena.device)  # of the weights, at the next update
+        self._now = torch.zeros(sum(self._sizes), dtype=wide, device=arena.device)  # the model's buffers, concatenated
+        self._statistics = torch.zeros_like(self._now)  # the averages of these buffers
+        self.share = torch.zeros((), dtype=wide, device=arena.device)  # share of the current weights at the next update
         self.reset()
 
     def reset(self) -> None:
@@ -76,7 +76,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Adds the current weights to the average; lookahead then sets the weights to it."""
+        """Adds the current weights to the average; lookahead then also copies the average into the weights."""
         self._take_in()
         if self.config.averaging == "lookahead":
             self._give_out()
@@ -97,7 +97,7 @@ class WeightAverage:
                 arena.weights[dtype].copy_(value)
         if self._sizes:
             torch._foreach_copy_(self._buffers(), list(self._views(self._statistics).values()))
-        self._optimizer.refresh()  # it carries norms of the weights from step to step
+        self._optimizer.refresh()  # it has to compute its norms of the weights again
 
     def _full(self, dtype: torch.dtype) -> Tensor:
         """The flat weights of a dtype in full precision."""
@@ -115,11 +115,11 @@ class WeightAverage:
     # --- reading ------------------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, Tensor]:
-        """The average of each trainable parameter, by name: views, in full precision."""
+        """The average of each trainable parameter, by name, as views in full precision."""
         return self._arena.views(self._weights)
 
     def statistics(self) -> dict[str, Tensor]:
-        """The average of each floating-point buffer of this rank, by name: views."""
+        """The average of each floating-point buffer of this rank, by name, as views."""
         return self._views(self._statistics)
 
     def tensors(self) -> list[Tensor]:
@@ -128,7 +128,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], statistics: Mapping[str, Tensor]) -> None:
-        """The inverse of `weights` and `statistics`."""
+        """Copies in what `weights` and `statistics` return."""
         for name, view in self.weights().items():
             view.copy_(weights[name])
         for name, view in self.statistics().items():

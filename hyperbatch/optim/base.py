@@ -1,4 +1,4 @@
-"""What all update rules share: fp32 masters, arena storage, loss scaling, skipped steps, statistics of layers.
+"""The parts that all update rules share: fp32 masters, arena storage, loss scaling, skipped steps, layer statistics.
 
 param (16 or 32 bit) --grad--> [ norms | inf? ] --> update of master and state in fp32 --> param
                                     |
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from hyperbatch.optim.fused import FusedStep
     from hyperbatch.optim.shares import MatrixShares
 
-Work = list[tuple[dict[str, Any], list[Entry]]]  # each group with those of its parameters that have a gradient
+Work = list[tuple[dict[str, Any], list[Entry]]]  # each group with its parameters that have a gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +53,20 @@ class LayerStats:
 
 
 class LayerwiseOptimizer(torch.optim.Optimizer):
-    """A torch optimizer around a `Rule`. Subclasses name the rule and take its settings as arguments."""
+    """A torch optimizer around a `Rule`. Each subclass sets the rule and takes the rule's settings as arguments."""
 
     rule: Rule
-    shares: MatrixShares | None = None  # how ranks share the work of Muon, if they do
-    state_names: ClassVar[tuple[str, ...]]  # the rule's
+    shares: MatrixShares | None = None  # how the ranks share Muon's work; None if they do not
+    state_names: ClassVar[tuple[str, ...]]  # names of the rule's state tensors
     group_state_names: ClassVar[tuple[str, ...]]
-    # torch's GradScaler then sets the two attributes below and does not synchronise. They have no value here, because
-    # GradScaler multiplies its scale into an existing value, and deletes both after the step.
+    # With this flag, torch's GradScaler sets the two attributes below and does not synchronise. They have no value
+    # here,
+    # because GradScaler multiplies its scale into an existing value, and it deletes both after the step.
     _step_supports_amp_scaling = True
-    grad_scale: Tensor | None  # what the gradients were multiplied by
-    found_inf: Tensor | None  # not 0: GradScaler has already found an inf or nan
+    grad_scale: Tensor | None  # the factor by which the gradients were multiplied
+    found_inf: Tensor | None  # not 0 if GradScaler has already found an inf or nan
     _loaded: dict[str, Any] | None = None  # the state dict that is being loaded
-    _fused_step: FusedStep | None = None  # the rule's kernels with their tables, once a step has run
+    _fused_step: FusedStep | None = None  # the rule's kernels with their tables; None before the first step
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -99,12 +100,12 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._arena_names: dict[Tensor, str] = {} if arena is None else {slot.param: slot.name for slot in arena.slots}
         self._arena_state = [] if arena is None else [arena.views(arena.new_buffers()) for _ in self.state_names]
         self._arena_masters = {} if arena is None else arena.named_masters()
-        self._stats: list[LayerStats] = []  # in tensors of `_stats_tables`
-        # By the names of the layers: of the last step, and of captured ones, whose replays write there.
+        self._stats: list[LayerStats] = []  # views into `_stats_tables`
+        # By layer names: the table of the last step, and those of captured steps, whose replays write to them.
         self._stats_tables: dict[tuple[str, ...], Tensor] = {}
         self._captured_tables: set[tuple[str, ...]] = set()
         self.last_found_inf: Tensor | None = None  # 1 when the last step was skipped; a device tensor
-        self.skipped_steps: Tensor | None = None  # how many were; a device tensor
+        self.skipped_steps: Tensor | None = None  # the number of skipped steps; a device tensor
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_foreach": self.foreach, "_fused": self.fused}
@@ -113,14 +114,14 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         if self._loaded is not None:
             load(self, state["param_groups"], self._loaded)
             return
-        if "defaults" in state:  # unpickled or deep-copied: an optimizer of ordinary parameters
+        if "defaults" in state:  # this optimizer was unpickled or deep-copied, and has no arena
             self._setup(None, state["defaults"]["capturable"], state.get("_foreach"), state.get("_fused"))
         super().__setstate__(state)
 
     # --- groups -------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        # Not through torch's wrapper: it imports what torch.compile needs, which takes seconds.
+        # torch's wrapper is avoided because it imports what torch.compile needs, which takes seconds.
         plain = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", torch.optim.Optimizer.add_param_group)
         mix_names(self, param_group)
         plain(self, param_group)
@@ -132,11 +133,11 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        self._fused_step = None  # built at the next step, over all groups
+        self._fused_step = None  # it is built again at the next step, for all groups
         if self.fused and (reason := self.why_not_fused()):
             self.param_groups.pop()
             raise ValueError(f"fused=True, but {reason}")
-        # The decay before a schedule scales it: set_rate multiplies this value.
+        # The decay before a schedule scales it; `set_rate` multiplies this value.
         group.setdefault("base_weight_decay", float(group["weight_decay"]))
         if self._capturable:
             self._to_device(group)
@@ -157,13 +158,13 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         settings.check()
 
     def _to_device(self, group: dict[str, Any]) -> None:
-        """Moves rates to the device. A captured graph must read them there; else it would replay the old values."""
+        """Moves rates to the device. A captured graph must read them there, or it would replay the old values."""
         device = group["params"][0].device if group["params"] else torch.device("cpu")
         for name in ("lr", "weight_decay", *self.group_state_names):
             group[name] = torch.as_tensor(group[name], dtype=torch.float32, device=device)
 
     def group_names(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
-        """Each group with its parameters' names: its own, the arena's, or group.index."""
+        """Yields each group with the names of its parameters: the group's own, the arena's, or `group.index`."""
         for index, group in enumerate(self.param_groups):
             yield group, names_of(self, index, group)
 
@@ -198,10 +199,11 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return loss
 
     def apply_update(self, work: Work, grad_norms: Tensor, found: Tensor) -> bool:
-        """The part of a step after the norms, for callers that measure and exchange norms themselves.
+        """The part of a step after the norms, for callers that compute and exchange norms themselves.
 
-        grad_norms: of the gradients, still scaled, one per entry in the order of `work`. found: 1 on the device if the
-        step must be skipped, else 0. Returns False if the step was skipped and the host knows it.
+        grad_norms: the norms of the gradients, still scaled, one per entry in the order of `work`.
+        found: a device tensor, 1 if the step must be skipped, else 0.
+        Returns False if the step was skipped and the host knows it.
         """
         self.last_found_inf = found
         self.skipped_steps = found.clone() if self.skipped_steps is None else self.skipped_steps.add_(found)
@@ -214,7 +216,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 stats = self._update_group(group, part, grad_norms[done : done + len(part)], skip)
                 self._stats.append(self._keep(stats, skip))
                 done += len(part)
-        if len(self._stats_tables) > len(self._stats):  # other layers had gradients in the step before
+        if len(self._stats_tables) > len(self._stats):  # in earlier steps, other layers had gradients
             needed = {tuple(stats.names) for stats in self._stats} | self._captured_tables
             self._stats_tables = {names: table for names, table in self._stats_tables.items() if names in needed}
         half = [entry for _, part in work for entry in part if entry.weight is not entry.param]
@@ -233,7 +235,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             path = rule.in_place if rule.in_place and skip is None and not self.foreach else rule.foreach
         grad_norms = grad_norms if scale is None else grad_norms / scale
         weight_norms, trust = path(entries, h, grad_norms, scale, skip)
-        for name, value in h.next_group_state().items():  # as it was, where the step is skipped
+        for name, value in h.next_group_state().items():  # a skipped step keeps the old value
             old = getattr(h, name)
             write_setting(group, name, value if skip is None else torch.where(skip, on_device(old, skip.device), value))
         return LayerStats([entry.name for entry in entries], weight_norms, grad_norms, trust)
@@ -257,11 +259,11 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return True
 
     def why_not_fused(self) -> str | None:
-        """Why the rule's fused kernels cannot update these parameters, in a line; None if they can."""
+        """Returns in one line why the rule's fused kernels cannot update these parameters; None if they can."""
         return why_not_fused(self.param_groups)
 
     def report_from(self, outcome: Tensor, stats: LayerStats) -> None:
-        """Statistics are read from these tensors from now on, which kernels write.
+        """Reads statistics from these tensors from now on. Kernels write to them.
 
         outcome: whether the last step was skipped, and how many steps were skipped so far.
         """
@@ -287,10 +289,11 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return entries
 
     def init_state(self, param: Tensor) -> dict[str, Tensor]:
-        """The parameter's state, in fp32 or wider. It is created on first use, in the arena if there is one.
+        """Returns the parameter's state, in fp32 or wider. It is created on first use, in the arena if there is one.
 
-        16-bit parameters have a `master`, and so do parameters with gaps or overlaps in memory, which kernels do not
-        support. If other code has replaced a state tensor of the arena, its values are copied into the arena's.
+        16-bit parameters have a `master`. So do parameters with gaps or overlaps in memory, which kernels do not
+        support. If other code has replaced a state tensor of the arena, its values are copied back into the arena's
+        tensor.
         """
         state = self.state[param]
         name = self._arena_names.get(param)
@@ -323,7 +326,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 adopt_writes(param, master)
 
     def _measure(self, entries: list[Entry]) -> tuple[Tensor, Tensor]:
-        """Norms of the gradients, still scaled, and 1 if any contains inf or nan, else 0; both on the device."""
+        """Returns the norms of the gradients, still scaled, and 1 if any has inf or nan, else 0; both on the device."""
         norms = norms_of_layers([entry.grad for entry in entries], entries)
         found = (~torch.isfinite(norms).all()).float()
         told = self.told_inf()
@@ -333,7 +336,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
-        """The norm of all gradients together as they are, perhaps loss-scaled. Does not wait for the device."""
+        """The norm over all gradients as they are, so possibly loss-scaled. Does not wait for the device."""
         entries = [entry for group, names in self.group_names() for entry in self._entries(group, names)]
         return torch.linalg.vector_norm(self._measure(entries)[0]) if entries else torch.zeros(())
 
@@ -344,7 +347,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return getattr(self, "found_inf", None)
 
     def _keep(self, stats: LayerStats, skip: Tensor | None) -> LayerStats:
-        """Keeps statistics in fixed tensors: replays of a captured step write to them; skipped steps do not."""
+        """Keeps statistics in fixed tensors. Replays of a captured step write to them; skipped steps do not."""
         new, names = torch.stack([stats.weight_norms, stats.grad_norms, stats.trust]), tuple(stats.names)
         kept = self._stats_tables.get(names)
         if kept is None or kept.device != new.device:
@@ -360,7 +363,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             self.arena.zero_grad()
 
     def refresh(self) -> None:
-        """Adopts weights that other code wrote. Plain steps do this themselves; call it between replays of a graph."""
+        """Adopts weights that other code wrote. Ordinary steps do this themselves; call it between graph replays."""
         self._follow_arena()
         if self._fused_step is not None and self._fused_step.holds():
             self._fused_step.refresh()
@@ -370,7 +373,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._adopt_writes((local(p), local(state["master"])) for p, state in states if "master" in state)
 
     def _follow_arena(self) -> None:
-        """Called after the arena was laid out again or loaded: state and masters are taken from the arena."""
+        """Takes state and masters from the arena, after the arena was laid out again or loaded."""
         if self.arena is None:
             return
         if any(view.device != self.arena.device for views in self._arena_state for view in views.values()):
@@ -395,7 +398,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         ]
 
     def clear_stats(self) -> None:
-        """Resets statistics to those before the first step, in the same tensors, which captured steps write to."""
+        """Resets the statistics in place, because captured steps write to these tensors."""
         for stats in self._stats:
             for column in (stats.weight_norms, stats.grad_norms, stats.trust):
                 column.fill_(torch.nan)
@@ -414,7 +417,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return {name: trust for name, (_, _, trust) in self.layer_norms().items() if name in adapted}
 
     def adapted_names(self) -> set[str]:
-        """Parameters that get a trust ratio."""
+        """The names of the parameters that get a trust ratio."""
         return {name for group, names in self.group_names() if group.get("adapt", True) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -425,10 +428,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             loaded.update(final)
             return {**final, "state": {}}
 
-        handle = self.register_load_state_dict_pre_hook(take_state)  # after all other hooks: sees what they made of it
+        handle = self.register_load_state_dict_pre_hook(take_state)  # runs after other hooks and sees their result
         self._loaded = loaded
         try:
-            super().load_state_dict(state_dict)  # which calls __setstate__, then the hooks that come afterwards
+            super().load_state_dict(state_dict)  # calls __setstate__, then the post hooks
         finally:
             self._loaded = None
             handle.remove()

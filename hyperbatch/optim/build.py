@@ -60,14 +60,14 @@ def _muon(optim: OptimConfig) -> tuple[type[LARS | LAMB | Muon], dict[str, Any]]
     }
 
 
-# Each name of `--optimizer`: its class and settings, in order of increasing complexity. A new rule needs a line here.
+# The class and settings of each name of `--optimizer`, in order of increasing complexity. A new rule needs a line here.
 OPTIMIZERS = {"sgd": _sgd, "lars": _lars, "adamw": _adamw, "lamb": _lamb, "muon": _muon}
 
 
 def build_optimizer(
     optim: OptimConfig, model: nn.Module, arena: Arena, *, lr: float, capturable: bool = False
 ) -> LayerwiseOptimizer:
-    """The config's update rule over the arena's parameters."""
+    """Builds the config's optimizer for the arena's parameters."""
     kind, options = OPTIMIZERS[optim.optimizer](optim)
     adapts = options.pop("adapt", True)
     groups = rate_groups(optim, model)
@@ -79,7 +79,7 @@ def build_optimizer(
 
 
 def _with_plain_head(groups: list[dict[str, Any]], model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Muon is for hidden layers: the last linear layer takes steps of momentum SGD, as biases and norms do."""
+    """Moves the last linear layer into groups of momentum SGD, like biases and norms: Muon is for hidden layers."""
     heads = [module for module in model.modules() if isinstance(module, nn.Linear)][-1:]
     plain = {head.weight for head in heads}
     split = []
@@ -97,10 +97,10 @@ def _with_plain_head(groups: list[dict[str, Any]], model: nn.Module, optim: Opti
 def rate_groups(optim: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
     """`param_groups`, divided further by learning rate.
 
-    Each group has its factor of the rate (`lr_scale`) and whether its schedule ends before the run (`ends_early`). For
-    the factor of a kind of parameter, decay that is multiplied by the rate is divided by the factor, so a larger rate
-    for biases does not make them decay faster. A layer's factor (`rate_factors`) also scales its decay: a layer that
-    moves less also decays less.
+    Each group has its factor of the learning rate (`lr_scale`) and whether its schedule ends before the run
+    (`ends_early`). Decay that is multiplied by the rate is divided by the factor of a kind of parameter, so a larger
+    rate for biases does not make them decay faster. A layer's factor (`rate_factors`) also scales its decay: a layer
+    that moves less also decays less.
     """
     own = owners(model)
     scales = {
@@ -145,7 +145,7 @@ def decay_groups(optim: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def rate_factors(optim: OptimConfig, model: nn.Module) -> dict[str, float]:
-    """Each parameter's factor of the rate, given by its layer: `layer_rates` times `layer_decay`."""
+    """Each parameter's factor of the learning rate, which depends on its layer: `layer_rates` times `layer_decay`."""
     factors = layer_factors(optim.layer_rates, list(owners(model)), head_layer(model))
     if optim.layer_decay == 1.0:
         return factors
@@ -155,7 +155,7 @@ def rate_factors(optim: OptimConfig, model: nn.Module) -> dict[str, float]:
 
 
 def group_summary(optim: OptimConfig, model: nn.Module) -> GroupSummary:
-    """How many parameters are decayed, and the factor of the rate of each layer."""
+    """How many parameters have weight decay, and each layer's factor of the learning rate."""
     factors = rate_factors(optim, model)
     return GroupSummary.of(
         ParamRow(name, param.numel(), group["weight_decay"] > 0, factors[name])
@@ -169,7 +169,7 @@ def set_rate(
 ) -> None:
     """Sets the learning rate of the next step. Each group multiplies it by its own factor.
 
-    early_lr: the learning rate of groups whose schedule ends early. Values on the device (capturable) are filled in
+    early_lr: the learning rate of groups whose schedule ends early. Values on the device (capturable) are written in
     place, without waiting for the device.
     """
     for group, name, value in settings_at(optimizer, lr, weight_decay_scale, early_lr):
@@ -179,11 +179,11 @@ def set_rate(
 def settings_at(
     optimizer: torch.optim.Optimizer, lr: float, weight_decay_scale: float = 1.0, early_lr: float | None = None
 ) -> Iterator[tuple[dict[str, Any], str, float]]:
-    """(group, name, value) of everything that a schedule sets, always with the same names in the same order."""
+    """Yields (group, name, value) for everything that a schedule sets, always the same names in the same order."""
     for group in optimizer.param_groups:
         own = early_lr if early_lr is not None and group.get("ends_early") else lr
         yield group, "lr", own * group.get("lr_scale", 1.0)
         if weight_decay_scale != 1.0 and "weight_decay" in group and "base_weight_decay" not in group:
-            group["base_weight_decay"] = float(group["weight_decay"])  # of torch's optimizers; ours keep it anyway
+            group["base_weight_decay"] = float(group["weight_decay"])  # only ours have this key from the start
         if "base_weight_decay" in group:
             yield group, "weight_decay", group["base_weight_decay"] * weight_decay_scale

@@ -2,8 +2,9 @@
 
 gradients (as exchanged, perhaps loss-scaled) --|g| of all layers--> divisor = max(loss scale, |g| / limit) --> update
 
-No gradient is multiplied here: the update divides by the loss scale anyway, and uses this divisor instead. The divisor
-is on the device, so clipping works in captured steps too. An inf or nan in the gradient still skips the step.
+No gradient is multiplied here. The update divides by the loss scale anyway, and now divides by this divisor instead.
+The divisor is on the device, so clipping works in captured steps too. An inf or nan in the gradient still skips the
+step.
 """
 
 from __future__ import annotations

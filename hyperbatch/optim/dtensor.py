@@ -1,7 +1,7 @@
 """Parameters that are sharded over ranks: the DTensors of FSDP2's `fully_shard` and of tensor parallelism.
 
-Each rank updates its own part in place. Values of a whole layer are summed over ranks: squared norms over the mesh
-dimensions that shard it, and the check for inf or nan over all mesh dimensions.
+Each rank updates its own part in place. Squared norms of a whole layer are summed over the mesh dimensions that shard
+it, and the check for inf or nan combines all mesh dimensions.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hyperbatch.params import is_dtensor
 
 
 class Spread(NamedTuple):
-    """The process groups over which the values of a sharded layer are summed."""
+    """The process groups over which the values of a sharded layer are combined."""
 
-    shards: tuple[Any, ...]  # one per dimension of the mesh that shards the layer
-    ranks: tuple[Any, ...]  # one per dimension of the mesh
+    shards: tuple[Any, ...]  # one per mesh dimension that shards the layer
+    ranks: tuple[Any, ...]  # one per mesh dimension
 
 
 def local(tensor: Any) -> Tensor:
-    """This rank's part of a DTensor, in the same memory; other tensors unchanged."""
+    """This rank's part of a DTensor, in the same memory. Other tensors are returned unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
@@ -44,7 +44,7 @@ def spread_of(param: Any) -> Spread | None:
 
 
 def whole_norms(norms: Tensor, spreads: Iterable[Spread | None]) -> Tensor:
-    """Norms of whole layers from each rank's norms of its parts: one message for all layers with the same groups."""
+    """Computes norms of whole layers from each rank's norms of its parts, with one message per set of groups."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for i, spread in enumerate(spreads):
         if spread is not None and spread.shards:
@@ -62,7 +62,7 @@ def whole_norms(norms: Tensor, spreads: Iterable[Spread | None]) -> Tensor:
 
 
 def agreed(found: Tensor, spreads: Iterable[Spread | None]) -> Tensor:
-    """`found` as the maximum over the layers' meshes: 1 on every rank if it is 1 on any of them."""
+    """The maximum of `found` over the layers' meshes: it becomes 1 on every rank if it is 1 on any of them."""
     for group in dict.fromkeys(group for spread in spreads if spread is not None for group in spread.ranks):
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     return found

@@ -1,4 +1,4 @@
-"""A step with a rule's fused kernels: gathers gradients, detects changes by other code, launches the kernels."""
+"""One step with a rule's fused kernels: collects gradients, detects changes by other code, launches the kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FusedStep:
     """Runs an optimizer's step with fused kernels, and keeps their tables up to date."""
 
     def __init__(self, optimizer: LayerwiseOptimizer) -> None:
-        # Held weakly: the optimizer owns this object.
+        # This reference is weak because the optimizer owns this object.
         self._optimizer: LayerwiseOptimizer = weakref.proxy(optimizer)
         self._form, self._kind = FORMS[optimizer.rule.name], type(optimizer).__name__
         groups = optimizer.param_groups
@@ -35,13 +35,13 @@ class FusedStep:
         for param in self._params:
             _fit_state(param, optimizer.init_state(param))
         self._names = [name for _, part in optimizer.group_names() for name in part]
-        self._captured: list[Tensor] = []  # what graphs write to: stays alive
-        # (parameter with gaps in memory, what the kernels write instead): a copy follows each step.
+        self._captured: list[Tensor] = []  # keeps the tensors alive that captured graphs write to
+        # Pairs (parameter with gaps in memory, tensor that the kernels write instead), copied back after each step.
         self._copied_back: list[tuple[Tensor, Tensor]] = []
         layers = [self._tensors(param, index) for index, group in enumerate(groups) for param in group["params"]]
         self._fits = [(x.weight, p.dtype, x.weight.stride()) for x, p in zip(layers, self._params, strict=True)]
         self._kernels = self._form.make(self._form, layers, optimizer)
-        # (group, key, where the kernels keep the number that the group carries from step to step)
+        # Triples (group, key, tensor): where the kernels keep a number that the group carries from step to step.
         self._carried: list[tuple[Group, str, Tensor]] = []
         for group, number in zip(groups, self._kernels.carried, strict=True):
             for key in optimizer.rule.read(group).next_group_state():
@@ -62,22 +62,22 @@ class FusedStep:
         return KernelTensors(master, state, copy, group)
 
     def _live_places(self) -> list[Any]:
-        """Addresses of everything that the tables point at. Runs on the host in every step, so it must be cheap."""
+        """The addresses of everything that the tables point to. Runs on the host in every step, so it must be cheap."""
         params = _params_of(self._optimizer.param_groups)
         states = [x for state in self._optimizer.state.values() if type(state) is dict for x in state.values()]
         addresses = [*map(Tensor.data_ptr, params), *map(Tensor.data_ptr, states)]
-        # Freed memory may have been allocated again for the same parameter in another layout.
+        # Strides and dtypes too, because freed memory may be allocated again for the same parameter in another layout.
         return [*addresses, *map(Tensor.stride, params), *[param.dtype for param in params]]
 
     def holds(self) -> bool:
-        """Whether parameters, state and flags are still those that the tables were made for."""
+        """Whether parameters, state and flags are still the ones for which the tables were made."""
         groups = self._optimizer.param_groups
         same = [self._form.flags(group) for group in groups] == self._flags
         if same and all(group[key] is number for group, key, number in self._carried):
             if self._live_places() == self._places:
                 return True
             for param in self._params:
-                self._optimizer.init_state(param)  # takes values into the arena that somebody put beside it
+                self._optimizer.init_state(param)  # copies state that other code replaced back into the arena
             if self._live_places() == self._places:
                 return True
             what = "parameters or their state were moved"
@@ -116,7 +116,7 @@ class FusedStep:
         self._kernels.step(fitting, optimizer.param_groups, optimizer.scale_of_grads(), optimizer.told_inf())
         for param, source in self._copied_back:
             param.copy_(source)
-        # Autograd detects changed saved tensors by their versions, which kernels do not increase.
+        # Autograd detects changes to saved tensors by their version counters, which kernels do not increase.
         torch.autograd.graph.increment_version(touched)
 
 
@@ -125,7 +125,7 @@ def _params_of(groups: list[dict[str, Any]]) -> list[Tensor]:
 
 
 def _fit_state(param: Tensor, state: dict[str, Tensor]) -> None:
-    """The state in fp32 and in the weight's dense layout; parameters may have moved since it was created."""
+    """Brings the state into fp32 and the weight's dense layout. Parameters may have moved since it was created."""
     like = torch.empty_like(param, dtype=torch.float32)
     if "master" not in state and not _same_layout(param, like):
         state["master"] = torch.empty_like(like).copy_(param)

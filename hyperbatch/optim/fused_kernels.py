@@ -1,8 +1,8 @@
 """The host side of the fused kernels: tables of addresses on the device, which are sent again only when they change.
 
 chunks   [ weight, state, 16-bit copy | elements | layer, first element | first partial, partials | group ]    fixed
-grads    [ address or 0 ]             new after zero_grad(set_to_none=True); constant over an arena
-numbers  [ lr, decay, momentum, ... ] per group; capturable rates are read where they are
+grads    [ address or 0 ]             new after zero_grad(set_to_none=True); constant with an arena
+numbers  [ lr, decay, momentum, ... ] per group; capturable rates are read from their own tensors
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
@@ -35,22 +35,22 @@ from hyperbatch.optim.tensors import is_number, scalar
 if TYPE_CHECKING:
     from hyperbatch.optim.base import LayerwiseOptimizer
 
-CHUNK = 4096  # elements a program handles, unless the layer would need more than MAX_PARTIALS of them
+CHUNK = 4096  # elements per program; more if the layer would need more than MAX_PARTIALS programs
 BLOCK = 1024
 WARPS = 4
-CAPTURES = 16  # graphs whose gradient addresses can be held for replay
+CAPTURES = 16  # the number of graphs whose gradient addresses can be stored for replay
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 Group = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class KernelForm:
-    """How a rule is described to the kernels."""
+    """How the kernels see a rule: its flags, its settings, and the class that launches them."""
 
     flags: Callable[
         [Group], tuple[Any, ...]
     ]  # what a launch is compiled for: code, nesterov, clip, decoupled, maximize
-    settings: Callable[[Group], list[float]]  # its columns of the table of numbers, behind lr and weight decay
+    settings: Callable[[Group], list[float]]  # the rule's columns of the table of numbers, after lr and weight decay
     make: Callable[[KernelForm, list[KernelTensors], LayerwiseOptimizer], FusedKernels]
 
 
@@ -68,7 +68,7 @@ def _lamb_flags(group: Group) -> tuple[Any, ...]:
 
 
 def _lamb_settings(group: Group) -> list[float]:
-    """1 - beta and its logarithm are computed here in fp64, since fp32 would keep four digits of 1 - 0.999."""
+    """LAMB's columns. 1 - beta and log(beta) are computed in fp64, since fp32 would keep four digits of 1 - 0.999."""
     betas = group["betas"]
     logs = [math.log(beta) if beta > 0.0 else -math.inf for beta in betas]
     return [*betas, *(1.0 - beta for beta in betas), *logs, group["eps"], float(group["adapt"])]
@@ -79,28 +79,28 @@ class KernelTensors:
     """The tensors that the kernels write for one parameter, all dense and with the same layout."""
 
     weight: Tensor  # fp32: the parameter or its master
-    state: tuple[Tensor, ...]  # fp32: one or two
+    state: tuple[Tensor, ...]  # fp32; one or two tensors
     copy: Tensor | None  # the 16-bit working weight
     group: int
 
 
 class FusedKernels:
-    """Two launches a step, and one more for each further combination of flags among the groups."""
+    """Launches the kernels of a step: two, and one more for each further combination of flags among the groups."""
 
     def __init__(self, form: KernelForm, layers: list[KernelTensors], optimizer: LayerwiseOptimizer) -> None:
         self._form, groups = form, optimizer.param_groups
-        fixed_grads = optimizer.arena is not None  # gradients keep their addresses there
+        fixed_grads = optimizer.arena is not None  # an arena keeps the addresses of gradients
         device = layers[0].weight.device
-        # Programmatic dependent launch, on Hopper and newer: launch 2 starts while launch 1 ends.
+        # Programmatic dependent launch, on Hopper and newer: launch 2 may start before launch 1 has ended.
         self._overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-        # There is one 16-bit dtype at most; without any, the name of one is still needed.
+        # There is at most one 16-bit dtype. Without any, the kernels' signature still needs one.
         halves = {layer.copy.dtype for layer in layers if layer.copy is not None}
         self._has_half, self._half = bool(halves), TRITON_DTYPES[next(iter(halves), torch.float16)]
 
         # Chunks of groups with equal flags are neighbours, so that one launch covers them.
         flags = [form.flags(group) for group in groups]
         rows, self._launches, self._partials = [], [], 1
-        self._spans: dict[int, tuple[int, int]] = {}  # layer -> its first partial and how many it has
+        self._spans: dict[int, tuple[int, int]] = {}  # layer -> (its first partial, its number of partials)
         for i in sorted(range(len(layers)), key=lambda i: flags.index(flags[layers[i].group])):
             made = _chunk_rows(layers[i], i, len(rows))
             self._spans[i] = (len(rows), len(made))
@@ -119,7 +119,7 @@ class FusedKernels:
         self._weight_partials = torch.zeros_like(self._grad_partials)
         self._new_weight_partials = torch.zeros_like(self._grad_partials)
         self._clock = torch.tensor([0, 1, 0], dtype=torch.int32).to(device)
-        self.outcome = torch.zeros(2, device=device)  # last step skipped; steps skipped
+        self.outcome = torch.zeros(2, device=device)  # whether the last step was skipped; how many steps were skipped
         self.stats = torch.full((len(layers), 3), torch.nan, device=device)
         self._grads_aligned = False
         self._grads = DeviceTable((len(layers),), torch.int64, device, fixed=fixed_grads)
@@ -129,7 +129,7 @@ class FusedKernels:
         self.carried = self._numbers.tensor[:, NEXT_CARRIED.value]  # one per group
 
     def refresh(self) -> None:
-        """Measures the weights' norms again, and copies 16-bit weights that other code wrote into their masters."""
+        """Computes the weights' norms again, and copies 16-bit weights that other code wrote into their masters."""
         if self._count:
             with torch.cuda.device_of(self._chunks):  # Triton launches on the current device
                 weight_norms_kernel[(self._count,)](
@@ -149,7 +149,10 @@ class FusedKernels:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """grads: each in its weight's layout, or None. They must stay alive until the launches have run."""
+        """Launches the kernels of one step.
+
+        grads: each in its weight's layout, or None. They must stay alive until the launches have run.
+        """
         if self._count:
             with torch.cuda.device_of(self._chunks):
                 self._launch(grads, groups, grad_scale, found_inf)
@@ -198,7 +201,7 @@ class FusedKernels:
                 )
 
     def _send(self, grads: list[Tensor | None], groups: list[Group]) -> None:
-        """Sends addresses and numbers to the tables. Rates that are on the device are read from there."""
+        """Sends addresses and numbers to the tables. The kernels read rates on the device from their own tensors."""
         addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
         if self._grads.send(addresses):
             self._grads_aligned = all(address % 16 == 0 for address in addresses)
@@ -222,7 +225,7 @@ class DeviceTable:
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, columns: int = 0, fixed: bool = True
     ) -> None:
-        """columns: the host writes only the first so many; 0 means all.
+        """columns: the host writes only the first `columns` columns; 0 means all.
 
         fixed: captured graphs require that the values do not change. Otherwise each graph sends its own values on
         replay, from a buffer that is allocated beforehand and never written again.
@@ -237,7 +240,7 @@ class DeviceTable:
         self._sent_on_replay: list[Tensor] = []
 
     def send(self, values: Any) -> bool:
-        """Sends the values if they have changed. Returns whether they had."""
+        """Sends the values if they have changed. Returns whether they have."""
         capturing = self._on_gpu and torch.cuda.is_current_stream_capturing()
         if capturing and not self._fixed:
             self._send_on_replay(values)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PRODUCT_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 STAGES = 3
 REGISTERS = 128  # per thread: two programs of large tiles fit on a multiprocessor, and one works while the other waits
-ONE_LAUNCH = True  # for all products; otherwise one launch for each kind of product and iteration
+ONE_LAUNCH = True  # all products in one launch; otherwise one launch for each kind of product and iteration
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,10 @@ def _padded(n: int) -> int:
 
 
 def tile_rows(matrices: Sequence[Matrix | None], tile: int) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Rows of the kernel's table of tiles, and how many belong to each kind of product in each iteration.
+    """Returns the rows of the kernel's table of tiles, and how many belong to each kind of product in each iteration.
 
-    The tiles of all matrices are ordered by kind of product, so that a tile is rarely taken before those that it needs
-    are finished. The longest come first. None stands for a matrix of another rank.
+    The tiles of all matrices are ordered by kind of product, so that a program rarely takes a tile before the tiles
+    that it depends on are finished. The longest tiles come first. None stands for a matrix of another rank.
     """
     rows: list[tuple[int, ...]] = []
     counts: list[int] = []
@@ -73,7 +73,7 @@ def tile_rows(matrices: Sequence[Matrix | None], tile: int) -> tuple[list[tuple[
                 if iteration < len(matrix.polynomials)
                 and (product != SQUARE_CODE or matrix.polynomials[iteration][2] != 0.0)
             ]
-            # Of gram, the sum runs over the longer side; of the others, over the shorter one.
+            # In a gram product the sum runs over the longer side; in the other products, over the shorter one.
             now.sort(key=lambda x: max(x[1].padded) if product == GRAM_CODE else x[1].side, reverse=True)
             before = len(rows)
             for place, matrix in now:
@@ -89,7 +89,7 @@ def tile_rows(matrices: Sequence[Matrix | None], tile: int) -> tuple[list[tuple[
 
 
 def best_tile(matrices: Sequence[Matrix | None], dtype: torch.dtype) -> int:
-    """The tile size: large tiles do more work per byte read; small ones keep all multiprocessors busy."""
+    """Returns the tile size: large tiles do more work per byte read, and small ones keep all multiprocessors busy."""
     if dtype == torch.float32:
         return 64
     grams = [row for row in tile_rows(matrices, 128)[0] if row[:2] == (GRAM_CODE, 0)]
@@ -97,7 +97,7 @@ def best_tile(matrices: Sequence[Matrix | None], dtype: torch.dtype) -> int:
 
 
 class MuonKernels(FusedKernels):
-    """Three launches per step, for any number of matrices and groups."""
+    """Launches Muon's kernels: three launches per step, for any number of matrices and groups."""
 
     def __init__(self, form: KernelForm, layers: list[KernelTensors], optimizer: LayerwiseOptimizer) -> None:
         super().__init__(form, layers, optimizer)
@@ -106,14 +106,15 @@ class MuonKernels(FusedKernels):
         taken = [i for i, layer in enumerate(layers) if settings[layer.group].takes(layer.weight)]
         matrices = []
         for i in taken:
-            rows, columns = memory_shape(layers[i].weight) or (0, 0)  # None: `why_not_fused` has said no
+            rows, columns = memory_shape(layers[i].weight) or (0, 0)  # None: excluded by `why_not_fused`
             matrices.append(Matrix(rows, columns, tuple(settings[layers[i].group].polynomials)))
         dtype = next((product_dtype(settings[layers[i].group], layers[i].weight) for i in taken), torch.bfloat16)
         self._dtype, self._tile = PRODUCT_DTYPES[dtype], best_tile(matrices, dtype)
         iterations = max((len(matrix.polynomials) for matrix in matrices), default=0)
 
-        # The polar factor ends up in `found`, so the direction starts there or in `other`.
-        slack = self._tile * max((matrix.padded[1] for matrix in matrices), default=0)  # tiles reach beyond the last
+        # The result must be in `found`, so the number of iterations decides in which of the two buffers the direction
+        # starts.
+        slack = self._tile * max((matrix.padded[1] for matrix in matrices), default=0)  # tiles reach past the last
         squares = [_padded(matrix.side) ** 2 for matrix in matrices]
         self._shares = optimizer.shares
         deal = self._deal(matrices)
@@ -133,7 +134,7 @@ class MuonKernels(FusedKernels):
             square += squared
 
         tiles: list[tuple[int, ...]] = []
-        self._waves: list[tuple[list[int], Tensor]] = []  # sizes of the launches; what other ranks need of them
+        self._waves: list[tuple[list[int], Tensor]] = []  # sizes of the launches; the results that other ranks need
         for wave, (start, stop) in enumerate(deal.waves):
             mine = (self._shares.comm.rank if self._shares else 0, wave)
             own = [m if (s.rank, s.wave) == mine else None for m, s in zip(matrices, deal.shares, strict=True)]
@@ -235,14 +236,14 @@ class MuonKernels(FusedKernels):
         )
 
     def _deal(self, matrices: list[Matrix]) -> Deal:
-        """The place of each matrix in the buffers, and the rank that orthogonalises it."""
+        """Returns the place of each matrix in the buffers, and the rank that orthogonalises it."""
         costs = [product_cost(matrix.rows, matrix.columns, len(matrix.polynomials)) for matrix in matrices]
         sizes = [matrix.size for matrix in matrices]
         return deal_out(costs, sizes, 1, waves=1) if self._shares is None else self._shares.deal(costs, sizes)
 
 
 def _flags(group: Group) -> tuple[Any, ...]:
-    """What the tables are made for."""
+    """The settings that the tables depend on."""
     h = MUON_RULE.read(group)
     return "muon", tuple(h.polynomials), h.eps, h.adjust_lr, h.adapt, h.product_dtype
 

@@ -25,7 +25,7 @@ def half_lars_update(weight: Tensor, grad: Tensor, momentum_buffer: Tensor, h: L
 
 
 def _half(value: Scalar) -> Scalar:
-    """The rate in fp16 if it is a device tensor, which would widen its products; a number on the host would not."""
+    """The rate in fp16 if it is a device tensor, which would promote products to fp32; a host number would not."""
     return value.half() if isinstance(value, Tensor) else value
 
 
@@ -34,7 +34,7 @@ def _half_norms(tensors: list[Tensor]) -> Tensor:
 
 
 class HalfLARS(LARS):
-    """LARS by `half_lars_update`, a layer at a time."""
+    """LARS with `half_lars_update`, one layer at a time."""
 
     rule = replace(LARS_RULE, name="lars in fp16", update=half_lars_update)
 

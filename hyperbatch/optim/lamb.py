@@ -39,7 +39,7 @@ class LambSettings:
 
     @property
     def corrections(self) -> tuple[Scalar, Scalar]:
-        """The bias corrections of both averages. In fp64, since fp32 would keep four digits of 1 - 0.999."""
+        """The bias corrections of both averages, in fp64 because fp32 would keep four digits of 1 - 0.999."""
         step = (self.step.double() if isinstance(self.step, Tensor) else self.step) + 1.0
         return 1 - self.betas[0] ** step, 1 - self.betas[1] ** step
 
@@ -59,7 +59,7 @@ class LambSettings:
 
 
 def lamb_update(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, h: LambSettings) -> Update:
-    """The reference: one layer's step in full precision, as new tensors."""
+    """The reference implementation: computes one layer's step in full precision and returns new tensors."""
     (beta1, beta2), (correction1, correction2) = h.betas, h.corrections
     exp_avg = exp_avg * beta1 + grad * (1 - beta1)
     exp_avg_sq = exp_avg_sq * beta2 + grad * grad * (1 - beta2)
@@ -73,7 +73,7 @@ def lamb_update(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tenso
 def lamb_foreach(
     entries: list[Entry], h: LambSettings, grad_norms: Tensor, grad_scale: Tensor | None, skip: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """All layers per operation. A skipped step uses zero gradients, betas of 1 and a rate of 0."""
+    """Updates all layers with each operation. A skipped step uses zero gradients, betas of 1 and a rate of 0."""
     (beta1, beta2), (correction1, correction2), lr = h.betas, h.corrections, h.lr
     weights = [entry.weight for entry in entries]
     averages, squares = ([entry.state[i] for entry in entries] for i in (0, 1))
@@ -94,7 +94,7 @@ def lamb_foreach(
     if h.adapt:
         weight_norms = weight_norms_of(entries)
         trust = h.trust_ratio(weight_norms, norms_of_layers(list(directions), entries))
-    else:  # norms are not needed, and not worth a pass over the weights
+    else:  # norms are not needed, so the weights are not read
         weight_norms, trust = torch.full_like(grad_norms, torch.nan), torch.ones_like(grad_norms)
     factors = [f.to(w.dtype) for f, w in zip((trust * lr).unbind(), weights, strict=True)]
     torch._foreach_mul_(directions, factors)
@@ -115,10 +115,10 @@ LAMB_RULE = Rule(
 
 
 class LAMB(LayerwiseOptimizer):
-    """LAMB, which like `LARS` supports fp32 masters, the arena, loss scaling, skipped steps and fused kernels.
+    """LAMB. Like `LARS`, it supports fp32 masters, the arena, loss scaling, skipped steps and fused kernels.
 
     All parameters of a group share one step count. Groups with `adapt=False`, such as the norm parameters and biases of
-    `param_groups`, take steps of AdamW: their rate is not multiplied by a trust ratio.
+    `param_groups`, take AdamW steps: their rate is not multiplied by a trust ratio.
     """
 
     rule = LAMB_RULE
@@ -180,5 +180,5 @@ class AdamW(LAMB):
         )
 
     def check_group(self, group: dict[str, Any]) -> None:
-        group["adapt"] = False  # also in a state dict of LAMB
+        group["adapt"] = False  # also if a state dict of LAMB is loaded
         super().check_group(group)

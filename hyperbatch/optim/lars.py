@@ -45,11 +45,11 @@ class LarsSettings:
     decoupled_weight_decay: bool
     maximize: bool
     adapt: bool
-    last_lr: Scalar = 0.0  # of the previous step; 0 if there was none, or if it left the buffer empty
+    last_lr: Scalar = 0.0  # lr of the previous step; 0 if there was none, or if its lr of 0 emptied the buffer
 
     @property
     def buffer_scale(self) -> Scalar:
-        """The factor of the old momentum buffer."""
+        """The factor by which the old momentum buffer is multiplied."""
         if self.momentum_rule != "rescaled":
             return self.momentum
         if isinstance(self.last_lr, Tensor):
@@ -59,7 +59,7 @@ class LarsSettings:
 
     @property
     def shrink(self) -> Scalar:
-        """The fraction of a weight that decoupled decay subtracts in this step; 0 at rate 0."""
+        """The fraction of a weight that decoupled decay subtracts in this step; 0 if the rate is 0."""
         if not self.decoupled_weight_decay:
             return 0.0
         if isinstance(self.lr, Tensor):
@@ -67,7 +67,7 @@ class LarsSettings:
         return self.weight_decay if self.lr > 0 else 0.0
 
     def rates(self, trust: Any, lr: Any) -> tuple[Any, Any]:
-        """Two factors: of the gradient when it is added to the buffer, and of the buffer when it updates the weight."""
+        """Returns the gradient's factor when it is added to the buffer, and the buffer's when it updates the weight."""
         if self.momentum_rule == "lr_outside":
             return trust, lr
         if self.momentum_rule == "unscaled":
@@ -75,10 +75,10 @@ class LarsSettings:
         return lr * trust, 1.0
 
     def trust_ratio(self, weight_norm: Tensor, grad_norm: Tensor) -> Tensor:
-        """The factor of a layer's learning rate. Elementwise, so it works for one layer or a vector of layers."""
+        """The factor of a layer's learning rate. It is elementwise, so it works for one layer or a vector of layers."""
         decay = 0.0 if self.decoupled_weight_decay else self.weight_decay
         ratio = self.trust_coefficient * weight_norm / (grad_norm + decay * weight_norm + self.eps)
-        if self.trust_clip:  # LARC: the effective rate lr * trust is at most lr; at lr = 0 nothing moves anyway
+        if self.trust_clip:  # LARC: the effective rate lr * trust is at most lr; with lr = 0 no weight changes anyway
             safe = torch.where(self.lr > 0, self.lr, 1.0) if isinstance(self.lr, Tensor) else (self.lr or 1.0)
             ratio = (ratio / safe).clamp(max=1.0)
         return torch.where((weight_norm > 0) & (grad_norm > 0), ratio, 1.0)
@@ -104,7 +104,7 @@ def lars_update(
     h: LarsSettings,
     norms: Callable[[list[Tensor]], Tensor] = norms_of,
 ) -> Update:
-    """The reference: one layer's step in full precision, as new tensors."""
+    """The reference implementation: computes one layer's step in full precision and returns new tensors."""
     g = -grad if h.maximize else grad
     weight_norm, grad_norm = norms([weight, g])
     trust = h.trust_ratio(weight_norm, grad_norm) if h.adapt else torch.ones_like(weight_norm)
@@ -119,7 +119,7 @@ def lars_update(
 
 
 def _plus(x: Tensor, y: Tensor, factor: Scalar) -> Tensor:
-    """x + factor y. If the factor is a number, with the operation of torch.optim.SGD, so that the bits agree."""
+    """x + factor y. If the factor is a number, it uses the operation of torch.optim.SGD, so that the bits agree."""
     if isinstance(factor, Tensor):
         return x + y * factor
     return x.add(y, alpha=factor) if factor else x
@@ -132,7 +132,7 @@ def _times(x: Tensor, factor: Scalar) -> Tensor:
 def lars_in_place(
     entries: list[Entry], h: LarsSettings, grad_norms: Tensor, grad_scale: Tensor | None, skip: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The path for CPUs: one layer at a time while it is in the cache, without temporaries, factors on the host."""
+    """The path for CPUs: one layer at a time while it is in the cache, no temporaries, factors on the host."""
     weight_norms, trust = _layer_norms(entries, h, grad_norms)
     lr, buffer_scale, shrink = float(h.lr), float(h.buffer_scale), float(h.shrink)
     coupled = 0.0 if h.decoupled_weight_decay else float(h.weight_decay)
@@ -143,7 +143,7 @@ def lars_in_place(
         m.mul_(buffer_scale).add_(g, alpha=inside * sign)
         if coupled:
             m.add_(w, alpha=inside * coupled)
-        own = -outside * inside if h.nesterov else 0.0  # Nesterov adds this step's share once more
+        own = -outside * inside if h.nesterov else 0.0  # Nesterov adds this step's gradient a second time
         if lost := shrink - own * coupled:
             w.add_(w, alpha=-lost)
         w.add_(m, alpha=-outside * (h.momentum if h.nesterov else 1.0))
@@ -155,13 +155,13 @@ def lars_in_place(
 def lars_foreach(
     entries: list[Entry], h: LarsSettings, grad_norms: Tensor, grad_scale: Tensor | None, skip: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """All layers of a group per operation; every factor stays on the device."""
+    """Updates all layers of a group with each operation; every factor stays on the device."""
     weight_norms, trust = _layer_norms(entries, h, grad_norms)
     weights, buffers = [entry.weight for entry in entries], [entry.state[0] for entry in entries]
     d = full_grads(entries, grad_scale, skip, negated=h.maximize)
     if not h.decoupled_weight_decay:
         d = torch._foreach_add(d, scaled(weights, h.weight_decay))
-    # On a skipped step the buffer is multiplied by 1 and nothing is added to weight or buffer.
+    # On a skipped step the buffer is multiplied by 1, and nothing is added to the weight or the buffer.
     inside, outside = h.rates(trust, h.lr)
     shrink, buffer_scale = h.shrink, h.buffer_scale
     if skip is not None:
@@ -180,8 +180,8 @@ def lars_foreach(
 
 
 def _layer_norms(entries: list[Entry], h: LarsSettings, grad_norms: Tensor) -> tuple[Tensor, Tensor]:
-    """(|w|, trust) of each layer."""
-    if not h.adapt:  # |w| is not needed, and not worth a pass over the weights
+    """Returns (|w|, trust) of each layer."""
+    if not h.adapt:  # |w| is not needed, so the weights are not read
         return torch.full_like(grad_norms, torch.nan), torch.ones_like(grad_norms)
     weight_norms = weight_norms_of(entries)
     return weight_norms, h.trust_ratio(weight_norms, grad_norms)
@@ -205,8 +205,8 @@ class LARS(LayerwiseOptimizer):
 
         optimizer = LARS(param_groups(model, weight_decay=5e-5), lr=10.0, momentum=0.9)
 
-    Groups with `adapt=False`, such as the norm parameters and biases of `param_groups`, take steps of plain momentum
-    SGD: their rate is not multiplied by a trust ratio. With `model.parameters()` every parameter is adapted.
+    Groups with `adapt=False`, such as the norm parameters and biases of `param_groups`, take plain momentum SGD steps:
+    their rate is not multiplied by a trust ratio. With `model.parameters()` every parameter is adapted.
 
     Paths: `fused` (CUDA with Triton, and the default there: two launches for all layers), `foreach` (the default on
     other GPUs), in place (the default on CPUs), and the reference (`foreach=False`). A step with an inf or nan in a
@@ -234,16 +234,17 @@ class LARS(LayerwiseOptimizer):
         fused: bool | None = None,
         arena: Arena | None = None,
     ) -> None:
-        """lr: may be left out if every param group has its own. Much larger than SGD's, because a layer's rate is
+        """lr: may be omitted if every param group has its own. It is much larger than SGD's, because a layer's rate is
         `lr * trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)`.
         momentum_rule: "lr_inside" multiplies the gradient by the rate before it is added to the momentum; "lr_outside"
         multiplies the momentum by the rate, as torch's SGD does; "rescaled" and "unscaled" are in docs/lars.md.
-        trust_clip: a layer's rate is at most `lr` (LARC).
-        decoupled_weight_decay: each step subtracts `weight_decay * w`, whatever the rate.
-        maximize: follows the gradient upwards.
+        trust_clip: limits a layer's rate to `lr` (LARC).
+        decoupled_weight_decay: each step subtracts `weight_decay * w`, independently of the rate.
+        maximize: maximizes the objective instead of minimizing it.
         capturable: keeps `lr` and `weight_decay` on the device, for CUDA graphs.
-        foreach, fused: True chooses this path, and foreach=False the reference; None takes the fastest that can run.
-        arena: stores the momentum too. Gradients in it keep their addresses, so the fused path sends them only once.
+        foreach, fused: True selects this path, and foreach=False the reference; None selects the fastest path that can
+        run.
+        arena: also stores the momentum. Gradients in it keep their addresses, so the fused path sends these only once.
         """
         defaults = {
             "lr": lr,

@@ -1,4 +1,4 @@
-"""What an optimizer takes over from a state dict: its own, of another dtype or device, or torch's."""
+"""Loads an optimizer's state dict: its own, also of another dtype or device, or that of a torch optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hyperbatch.optim.tensors import write_setting
 if TYPE_CHECKING:
     from hyperbatch.optim.base import LayerwiseOptimizer
 
-# What only torch's optimizers save, and the values that change nothing in ours; None: any.
+# Keys that only torch's optimizers save, and the values that have no effect in ours; None means any value.
 TORCHS = {
     "amsgrad": (False,),
     "dampening": (0,),
@@ -29,7 +29,10 @@ WHOSE = {"momentum_rule": "lars", "adjust_lr": "muon", "adjust_lr_fn": "muon"}
 
 
 def load(optimizer: LayerwiseOptimizer, groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
-    """Takes over a state dict. groups: those that were saved, as torch has prepared them for these parameters."""
+    """Loads a state dict.
+
+    groups: the saved groups, as torch has prepared them for these parameters.
+    """
     saved_order = [index for group in saved["param_groups"] for index in group["params"]]
     order = [param for group in groups for param in group["params"]]
     states = {index: saved["state"].get(index, {}) for index in saved_order}
@@ -47,7 +50,7 @@ def load(optimizer: LayerwiseOptimizer, groups: list[dict[str, Any]], saved: dic
         optimizer.check_group(group)
     for group, before in zip(groups, optimizer.param_groups, strict=True):
         for name in ("lr", "weight_decay", *optimizer.group_state_names):
-            if isinstance(before[name], Tensor):  # a captured graph reads this very tensor
+            if isinstance(before[name], Tensor):  # a captured graph reads this tensor
                 value, group[name] = group[name], before[name]
                 write_setting(group, name, value)
     optimizer.param_groups = groups
@@ -57,7 +60,7 @@ def load(optimizer: LayerwiseOptimizer, groups: list[dict[str, Any]], saved: dic
             values = states[index]
             if not values and param not in optimizer.state:
                 continue
-            # Filled in place: the arena, kernels' tables and captured graphs point there.
+            # Written in place, because the arena, the kernels' tables and captured graphs point to these tensors.
             for key, value in optimizer.init_state(param).items():
                 if values.get(key) is not None:
                     value.copy_(values[key])
@@ -66,7 +69,7 @@ def load(optimizer: LayerwiseOptimizer, groups: list[dict[str, Any]], saved: dic
 
 
 def _check_shapes(optimizer: LayerwiseOptimizer, order: list[Tensor], saved: list[dict[str, Any]]) -> None:
-    """A copy would be broadcast where shapes allow it."""
+    """Raises InputError if a saved tensor has another shape: copy_ would broadcast it where the shapes allow that."""
     for param, state in zip(order, saved, strict=True):
         for key in (*optimizer.state_names, "master"):
             value = state.get(key)
@@ -78,7 +81,7 @@ def _check_shapes(optimizer: LayerwiseOptimizer, order: list[Tensor], saved: lis
 
 
 def _check_rule(optimizer: LayerwiseOptimizer, groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    """The state of another rule would be left out without a word, or taken for ours, as its settings would be."""
+    """Raises InputError for another rule's state, which would be ignored silently or used as ours, with its settings."""
     held = {key for state in saved for key, value in state.items() if isinstance(value, Tensor)}
     if not held:
         return
@@ -102,10 +105,10 @@ def _take_over_torchs(
     states: dict[int, dict[str, Any]],
     indices: list[int],
 ) -> None:
-    """Turns a group that torch's SGD, AdamW or Muon has saved into ours, or says why it cannot be."""
+    """Converts a group that torch's SGD, AdamW or Muon saved into ours, or raises InputError if that is impossible."""
     if "differentiable" not in group and "ns_steps" not in group:
         return
-    group["adapt"] = before["adapt"]  # theirs ignore what `param_groups` says
+    group["adapt"] = before["adapt"]  # torch's groups do not have the choice that `param_groups` made
     advice = "load the weights alone"
     buffers = {index: states[index].get("momentum_buffer") for index in indices}
     buffers = {index: buffer for index, buffer in buffers.items() if buffer is not None}
@@ -119,7 +122,7 @@ def _take_over_torchs(
     if "ns_steps" in group and optimizer.rule.name == "muon":
         group["steps"], group["coefficients"] = group.pop("ns_steps"), group.pop("ns_coefficients")
         group["adjust_lr"] = group.pop("adjust_lr_fn") or "original"
-        for index, buffer in buffers.items():  # theirs is an average
+        for index, buffer in buffers.items():  # torch's buffer is an average
             states[index] = {**states[index], "momentum_buffer": buffer / (1 - group["momentum"])}
     for name, values in TORCHS.items():
         if name not in group or name in optimizer.defaults:

@@ -2,11 +2,11 @@
 
     m = mu m + g           u = g + mu m (Nesterov), else m
     X = u / |u|            as a matrix: a convolution's kernel is out x (in kh kw)
-    X = a X + b (X X^T) X + c (X X^T)^2 X            once per polynomial (a, b, c): towards the polar factor U V^T of u
+    X = a X + b (X X^T) X + c (X X^T)^2 X            once per polynomial (a, b, c); approaches u's polar factor U V^T
     w = (1 - lr wd) w - lr adjusted X                normalize_weights: w is first scaled to |w| = sqrt(rows)
 
-Parameters of fewer than two dimensions, and all of groups with adapt=False, take a step of momentum SGD instead:
-m = mu m + g + wd w, and w -= lr u. With decoupled decay, both subtract wd w from w, whatever the (non-zero) lr.
+Parameters with fewer than two dimensions, and all in groups with adapt=False, take a momentum SGD step instead:
+m = mu m + g + wd w, and w -= lr u. With decoupled decay, both kinds subtract wd w from w, whatever the (non-zero) lr.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Polynomial = tuple[float, float, float]
 
 POLYNOMIALS: dict[str, tuple[Polynomial, ...]] = {
-    # Keller Jordan: the steepest slope at 0; singular values end up between about 0.7 and 1.2.
+    # Keller Jordan: the steepest slope at 0. Singular values end up between about 0.7 and 1.2.
     "original": ((3.4445, -4.7750, 2.0315),),
     # Amsel et al., 2025 (Polar Express): each is optimal after the previous ones, with a margin of 1 % for rounding.
     "polar_express": (
@@ -72,7 +72,7 @@ class MuonSettings:
 
     @property
     def polynomials(self) -> list[Polynomial]:
-        """One polynomial per iteration; the last is repeated if there are fewer than `steps`."""
+        """One polynomial per iteration. The last one is repeated if there are fewer than `steps`."""
         given = self.coefficients
         table = POLYNOMIALS[given] if isinstance(given, str) else given if isinstance(given[0], Sequence) else (given,)
         return [tuple(table[min(i, len(table) - 1)]) for i in range(self.steps)]
@@ -89,7 +89,7 @@ class MuonSettings:
         return 0.2 * math.sqrt(max(rows, columns)) if self.adjust_lr == "match_rms_adamw" else 1.0
 
     def shrink(self, *, matrix: bool) -> Scalar:
-        """The fraction of a weight that decay subtracts in this step; 0 at rate 0."""
+        """The fraction of a weight that decay subtracts in this step; 0 if the rate is 0."""
         if not self.decoupled_weight_decay:
             return self.lr * self.weight_decay if matrix else 0.0
         if isinstance(self.lr, Tensor):
@@ -97,7 +97,7 @@ class MuonSettings:
         return self.weight_decay if self.lr > 0 else 0.0
 
     def normalization(self, relative_norm: Tensor) -> Tensor:
-        """The factor that scales |w| to sqrt(rows), given |w| / sqrt(rows); 1 if w is 0, and at rate 0."""
+        """The factor that scales |w| to sqrt(rows), given |w| / sqrt(rows); 1 if w or the rate is 0."""
         return torch.where((relative_norm > 0) & (self.lr > 0), 1.0 / relative_norm, 1.0)
 
     def check(self) -> None:
@@ -141,14 +141,14 @@ def polar_factor(matrices: Tensor, h: MuonSettings, dtype: torch.dtype) -> Tenso
     x = x.mT if tall else x
     for a, b, c in h.polynomials:
         gram = x @ x.mT
-        # b A + c A A. Not with alpha=0: on a CPU, torch 2.13 then forgets beta in bf16.
+        # b A + c A A. alpha=0 is avoided: with it, torch 2.13 ignores beta in bf16 on a CPU.
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else b * gram
         x = torch.baddbmm(x, factor, x, beta=a)  # a X + (b A + c A A) X
     return (x.mT if tall else x).to(matrices.dtype)
 
 
 def muon_update(weight: Tensor, grad: Tensor, momentum_buffer: Tensor, h: MuonSettings) -> Update:
-    """The reference: one layer's step in full precision, as new tensors."""
+    """The reference implementation: computes one layer's step in full precision and returns new tensors."""
     matrix = h.takes(weight)
     g = -grad if h.maximize else grad
     weight_norm = norms_of([weight])[0]
@@ -167,7 +167,7 @@ def muon_update(weight: Tensor, grad: Tensor, momentum_buffer: Tensor, h: MuonSe
 
 
 def memory_shape(weight: Tensor) -> tuple[int, int] | None:
-    """Rows and columns of the matrix in its (dense) memory layout; None if the memory is not one matrix.
+    """Returns the rows and columns of the matrix in its (dense) memory layout; None if the memory is not one matrix.
 
     Columns may be in any order, and the matrix may be transposed; its polar factor then has the same layout.
     """
@@ -183,10 +183,10 @@ PolarFactors = Callable[[list[Tensor], MuonSettings], list[Tensor]]
 
 
 def polar_factors(directions: list[Tensor], h: MuonSettings) -> list[Tensor]:
-    """Polar factors of parameters of any shapes. On a GPU, matrices of the same shape, transposed or not, are a batch.
+    """Computes polar factors of parameters of any shape. On a GPU, matrices of one shape or its transpose are a batch.
 
-    On a CPU each is computed alone: the bits of a batch depend on its size, so ranks that share matrices would not get
-    the same weights as one rank that has them all.
+    On a CPU each is computed alone. There the bits of a result depend on the batch size, so ranks that share matrices
+    would get other weights than one rank that has them all.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for i, direction in enumerate(directions):
@@ -207,7 +207,7 @@ def _wide(direction: Tensor) -> Tensor:
 
 
 def product_dtype(h: MuonSettings, like: Tensor) -> torch.dtype:
-    """The dtype of products: 16 bits on a GPU, where fp32 takes many times as long."""
+    """The dtype of the products. On a GPU it is 16-bit, because fp32 takes many times as long."""
     return h.product_dtype or (torch.bfloat16 if like.is_cuda and like.dtype == torch.float32 else like.dtype)
 
 
@@ -220,7 +220,7 @@ def muon_foreach(
     *,
     factors: PolarFactors = polar_factors,
 ) -> tuple[Tensor, Tensor]:
-    """All layers of a group per operation. A skipped step uses zero gradients, a momentum of 1 and a rate of 0."""
+    """Updates all layers of a group with each operation. A skipped step has no gradient, momentum 1 and rate 0."""
     grads = full_grads(entries, grad_scale, skip, negated=h.maximize)
     lr, momentum = h.lr, h.momentum
     if skip is not None:
@@ -268,10 +268,10 @@ MUON_RULE = Rule(
 
 
 class Muon(LayerwiseOptimizer):
-    """Muon, which like `LARS` supports fp32 masters, the arena, loss scaling, skipped steps and CUDA graphs.
+    """Muon. Like `LARS`, it supports fp32 masters, the arena, loss scaling, skipped steps and CUDA graphs.
 
-    A parameter of two or more dimensions is a matrix whose rows are its first dimension. Groups with `adapt=False`, and
-    all other parameters, take steps of momentum SGD; this is usual for the first and the last layer.
+    A parameter with two or more dimensions is a matrix whose rows are its first dimension. Groups with `adapt=False`
+    and all other parameters take momentum SGD steps; this is usual for the first and the last layer.
     """
 
     rule = MUON_RULE
@@ -297,16 +297,17 @@ class Muon(LayerwiseOptimizer):
         fused: bool | None = None,
         arena: Arena | None = None,
     ) -> None:
-        """lr: may be left out if every param group has its own.
+        """lr: may be omitted if every param group has its own.
 
         steps: iterations of the polynomial that orthogonalises the momentum.
-        coefficients: "original" or "polar_express", or three numbers, or three numbers for each of the iterations.
+        coefficients: "original", "polar_express", three numbers, or three numbers per iteration.
         adjust_lr: a matrix's rate is multiplied by sqrt(max(1, rows / columns)) ("original"), by
         0.2 sqrt(max(rows, columns)) ("match_rms_adamw") or by nothing ("none").
-        normalize_weights: before each update a matrix is scaled to the norm sqrt(rows).
+        normalize_weights: scales a matrix to the norm sqrt(rows) before each update.
         decoupled_weight_decay: each step subtracts `weight_decay * w`; otherwise `lr * weight_decay * w` from matrices,
         and the rest decays as in torch's SGD.
-        product_dtype: of the matrix products; None: bf16 on a GPU, the weights' own on a CPU and in the reference.
+        product_dtype: the dtype of the matrix products. None means bf16 on a GPU, and the weights' dtype on a CPU and
+        in the reference.
         maximize, capturable, foreach, fused, arena: as in `LARS`.
         """
         defaults = {

@@ -1,4 +1,4 @@
-"""The names of an optimizer's parameters in statistics and errors: given with them, the arena's, or group.index."""
+"""The names of an optimizer's parameters in statistics and errors: the user's, the arena's, or `group.index`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ def names_of(optimizer: LayerwiseOptimizer, index: int, group: dict[str, Any]) -
 
 
 def mix_names(optimizer: LayerwiseOptimizer, added: dict[str, Any]) -> None:
-    """Lets a group with names join others without, or the reverse: torch takes only all or none.
+    """Lets a group with names join groups without names, or the reverse. torch accepts only all or none.
 
-    So `optimizer.add_param_group({"params": model.backbone.parameters()})` also works after `param_groups(model.head)`.
+    For example, `optimizer.add_param_group({"params": model.backbone.parameters()})` also works after
+    `param_groups(model.head)`.
     """
     groups, params = optimizer.param_groups, added.get("params") if isinstance(added, dict) else None
-    if not groups or params is None or isinstance(params, set):  # torch says what is wrong
+    if not groups or params is None or isinstance(params, set):  # torch reports the error
         return
     added["params"] = params = [params] if isinstance(params, Tensor) else list(params)
     are_named, is_named = "param_names" in groups[0], any(isinstance(param, tuple) for param in params)
@@ -34,8 +35,10 @@ def mix_names(optimizer: LayerwiseOptimizer, added: dict[str, Any]) -> None:
 
 
 def tell_apart(groups: list[dict[str, Any]]) -> None:
-    """Puts the group's index before those names of the last group that another has: `param_groups(model.layer1)` and
-    `param_groups(model.layer2)` give the same ones."""
+    """Prefixes the group's index to those names of the last group that another group also has.
+
+    For example, `param_groups(model.layer1)` and `param_groups(model.layer2)` give the same names.
+    """
     *others, last = groups
     taken = {name for group in others for name in group.get("param_names", ())}
     if taken and not taken.isdisjoint(last["param_names"]):
@@ -43,7 +46,7 @@ def tell_apart(groups: list[dict[str, Any]]) -> None:
 
 
 def title(optimizer: LayerwiseOptimizer, param: Tensor) -> str:
-    """A parameter as an error names it."""
+    """The parameter's name in error messages."""
     for index, group in enumerate(optimizer.param_groups):
         for i, (other, name) in enumerate(zip(group["params"], names_of(optimizer, index, group), strict=True)):
             if other is param:

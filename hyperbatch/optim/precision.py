@@ -1,9 +1,9 @@
 """Forward and backward in 16 bit; masters, norms and trust ratio in fp32 (Tencent's mixed-precision LARS).
 
-    scaler = LossScaler("fp16", optimizer, device=device)     # any precision: only fp16 scales
+    scaler = LossScaler("fp16", optimizer, device=device)     # takes any precision; only fp16 is scaled
     arena.zero_grad()
-    scaler.backward(loss)                                     # gradients are scale times too large, in 16 bit
-    ...                                                       # all-reduce them as they are: an inf reaches every rank
+    scaler.backward(loss)                                     # gradients are multiplied by the scale, in 16 bit
+    ...                                                       # all-reduce them unchanged: an inf reaches every rank
     optimizer.step()                                          # unscales inside; an inf or nan skips the whole step
     scaler.update()                                           # halves the scale after a skip, doubles it now and then
 
@@ -33,7 +33,7 @@ def working_dtype(precision: str) -> torch.dtype:
 
 
 class _StartFrom(torch.autograd.Function):
-    """loss.backward(start) without the imports with which torch checks a given gradient (sympy): a second or two."""
+    """loss.backward(start) without the imports (sympy) with which torch checks a given gradient: they take 1 to 2 s."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, start: Tensor) -> Tensor:
@@ -46,15 +46,15 @@ class _StartFrom(torch.autograd.Function):
 
 
 class LossScaler:
-    """Dynamic loss scaling. The optimizer's norms show infs, so no additional pass over the gradients is needed.
+    """Dynamic loss scaling. The optimizer's norms reveal infs, so no additional pass over the gradients is needed.
 
         scaler = LossScaler("fp16", optimizer, device=device)
         scaler.backward(loss)                # or scaler.scale(loss).backward()
-        scaler.clip_grad_norm_(1.0)          # where gradients are clipped; not torch's
+        scaler.clip_grad_norm_(1.0)          # to clip gradients; use this instead of torch's
         optimizer.step()                     # divides by the scale; an inf or nan skips the step
         scaler.update()
 
-    Only fp16 scales. In other precisions it counts skipped steps, so that a loop looks the same.
+    Only fp16 is scaled. In other precisions the scaler counts skipped steps, so that the loop looks the same.
     """
 
     def __init__(
@@ -68,8 +68,11 @@ class LossScaler:
         backoff_factor: float = 0.5,
         growth_interval_steps: int = 2000,
     ) -> None:
-        """precision: of the gradients, "fp16", "bf16", "fp32" or "fp64". The scale is multiplied by `growth_factor`
-        after `growth_interval_steps` good steps in a row, and by `backoff_factor` after each that was skipped."""
+        """precision: that of the gradients, "fp16", "bf16", "fp32" or "fp64".
+
+        The scale is multiplied by `growth_factor` after `growth_interval_steps` good steps in a row, and by
+        `backoff_factor` after each skipped step.
+        """
         self.enabled = working_dtype(precision) == torch.float16
         advice = "give one of hyperbatch, whose steps divide by the loss scale, or use torch.amp.GradScaler"
         check_kind("optimizer", optimizer, LayerwiseOptimizer, advice)
@@ -80,20 +83,20 @@ class LossScaler:
         self.optimizer = optimizer
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
         self.growth_interval_steps = growth_interval_steps
-        self.skipped = torch.zeros((), device=device)  # steps skipped for an inf or nan, in any precision
-        self.skipped_in_a_row = torch.zeros((), device=device)  # up to the last step
+        self.skipped = torch.zeros((), device=device)  # steps skipped because of an inf or nan, in any precision
+        self.skipped_in_a_row = torch.zeros((), device=device)  # the skipped steps in a row that end with the last step
         self._scale = torch.full((), initial_scale if self.enabled else 1.0, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
-        self._divisor: Tensor | None = None  # the scale, or more where gradients were clipped
+        self._divisor: Tensor | None = None  # the scale, or a larger value if gradients are clipped
         if self.enabled:
             optimizer.grad_scale = self._scale
 
     def scale(self, loss: Tensor) -> Tensor:
-        # The loss may be 16-bit, where the scale itself would overflow.
+        # The loss may be 16-bit, and multiplied by the scale it would overflow there.
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self._scale if self.enabled else loss
 
     def backward(self, loss: Tensor) -> None:
-        """Like `scale(loss).backward()`, but backward starts from a copy of the scale if possible: one kernel less."""
+        """Like `scale(loss).backward()`, but backward starts from a copy of the scale if it can: one kernel less."""
         start = self._scale
         if (loss.dtype, loss.shape, loss.device) == (start.dtype, start.shape, start.device):
             _StartFrom.apply(loss, start).backward()
@@ -102,11 +105,12 @@ class LossScaler:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clips the gradients of the next step to this norm over all parameters, and returns their norm before that.
+        """Clips the gradients of the next step to this norm over all parameters. Returns their norm before clipping.
 
-        To be called before `optimizer.step()`, with gradients as backward or the exchange left them. torch's
-        `clip_grad_norm_` would take the loss scale for a part of their norm. No gradient is rewritten: the step divides
-        by more than the scale. With `GradSync(sharded=True)` a rank has not all gradients; clip without sharding.
+        Call it before `optimizer.step()`, with gradients as backward or the exchange left them. torch's
+        `clip_grad_norm_` would include the loss scale in their norm. No gradient is rewritten: the step divides by a
+        larger number than the scale. With `GradSync(sharded=True)` a rank does not have all gradients; clip without
+        sharding.
         """
         check_number("max_norm", max_norm, lambda x: 0 < x < math.inf, "a positive number")
         norm = self.optimizer.grad_norm()
@@ -122,7 +126,7 @@ class LossScaler:
         if found is None:
             return
         self.skipped.add_(found)
-        torch.addcmul(found, found, self.skipped_in_a_row, out=self.skipped_in_a_row)  # one more, or none
+        torch.addcmul(found, found, self.skipped_in_a_row, out=self.skipped_in_a_row)  # one more, or 0
         if self.enabled:
             torch._amp_update_scale_(  # pyright: ignore[reportPrivateImportUsage]
                 self._scale,

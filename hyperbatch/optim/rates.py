@@ -17,14 +17,14 @@ from hyperbatch.optim.build import settings_at
 
 
 class RateTable:
-    """What `set_rate` sets, for each step of a stride. Until the first `write`, every row holds the groups' values."""
+    """The values that `set_rate` sets, for each step of a stride. Before the first `write` they are the groups' own."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, rows: int) -> None:
         self._optimizer = optimizer
         self._settings = [(group, name) for group, name, _ in settings_at(optimizer, 0.0)]
         here = [group[name] for group, name in self._settings]
         self._rows = [[0.0 if isinstance(value, Tensor) else value for value in here]] * rows
-        # Rates live on the device where steps can be captured (capturable), else on the host.
+        # Rates are on the device if steps can be captured (capturable), else on the host.
         device = next((value.device for value in here if isinstance(value, Tensor)), None)
         self._table = None
         if device is not None:
@@ -32,10 +32,10 @@ class RateTable:
             self._table = row.repeat(rows, 1)
 
     def write(self, rates: Sequence[tuple[float, ...]]) -> None:
-        """Writes the rates of the next steps, each the arguments of `settings_at`. Does not wait for the device."""
+        """Writes the rates of the next steps, each as arguments of `settings_at`. Does not wait for the device."""
         self._rows = [[value for *_, value in settings_at(self._optimizer, *rate)] for rate in rates]
         if self._table is not None:
-            # A new pinned block each time, since the copy from the last one may still be in progress.
+            # Each call allocates a new pinned block, since the copy from the last one may still be in progress.
             values = torch.tensor(self._rows, dtype=self._table.dtype, pin_memory=self._table.is_cuda)
             self._table[: len(values)].copy_(values, non_blocking=True)
 

@@ -1,8 +1,8 @@
-"""What an update rule consists of: data, a readable pure function, and the same function over many layers at once.
+"""The parts of an update rule: its settings, a readable pure function, and the same function over many layers at once.
 
 rule file    settings, update (the reference), foreach, Rule(...), and a thin class with the rule's arguments
 base         everything else: masters, arena, loss scale, skipped steps, statistics, state dicts, DTensors
-fused        a step by the rule's kernels: fused_kernels (LARS, LAMB), fused_muon
+fused        one step with the rule's kernels: fused_kernels (LARS, LAMB), fused_muon
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -26,11 +26,11 @@ class Entry:
     name: str
     param: Tensor
     weight: Tensor  # full precision: the parameter itself, or its fp32 master
-    grad: Tensor  # as backward computed it: possibly 16-bit, possibly loss-scaled
+    grad: Tensor  # the result of backward: possibly 16-bit, possibly loss-scaled
     state: tuple[Tensor, ...]
     weight_norm: Tensor | None = None  # |w| of the whole layer, if the tensors above are one rank's part of it
     spread: Spread | None = None  # the ranks that share the layer, if it is a DTensor
-    # Adds up squares of norms, one per entry, over the ranks that have parts of a layer, in the sharded update
+    # In the sharded update: sums squared norms, one per entry, over the ranks that have parts of the layers.
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
 
 
@@ -44,10 +44,10 @@ class Update(NamedTuple):
 
 
 class Settings(Protocol):
-    """What one step reads from a param group: a frozen dataclass whose fields are keys of the group."""
+    """The settings that one step reads from a param group: a frozen dataclass whose fields are keys of the group."""
 
     def check(self) -> None:
-        """Raises ValueError naming the setting that is wrong."""
+        """Raises a ValueError that names the invalid setting."""
         ...
 
     def next_group_state(self) -> dict[str, Scalar]:
@@ -55,22 +55,22 @@ class Settings(Protocol):
         ...
 
 
-# (entries, settings, norms of the unscaled gradients, loss scale, skip) -> (|w|, trust), an element per entry.
-# skip: None if the host knows that the step is good, else a device value: 1 if the step must change nothing.
+# (entries, settings, norms of the unscaled gradients, loss scale, skip) -> (|w|, trust), one element per entry.
+# skip: None if the host knows that the step is good; else a device tensor, which is 1 if the step must change nothing.
 Path = Callable[[list[Entry], Any, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
     name: str
-    settings: Callable[..., Settings]  # made from the fields of the same names in a group
+    settings: Callable[..., Settings]  # made from the values of `fields` in a group
     fields: tuple[str, ...]
     state_names: tuple[str, ...]  # tensors per parameter, in full precision
     group_state_names: tuple[str, ...]  # numbers per group that each step changes
     update: Callable[..., Update]  # (weight, unscaled gradient, *state, settings): the reference, in full precision
     foreach: Path  # the same with torch's multi-tensor operations; every factor stays on the device
-    in_place: Path | None = None  # for a CPU, where it is faster than `foreach`: factors are read on the host
-    shardable: bool  # elementwise except for norms, so that each rank can update a part of a layer
+    in_place: Path | None = None  # for CPUs, where it is faster than `foreach`; factors are read on the host
+    shardable: bool  # whether it is elementwise except for norms, so that each rank can update a part of a layer
 
     def read(self, group: dict[str, Any], device: torch.device | None = None) -> Any:
         """Settings at this step. Tensors on another device than `device` are read on the host."""
@@ -93,7 +93,7 @@ class Rule:
 
 
 def norms_of_layers(tensors: list[Tensor], entries: list[Entry]) -> Tensor:
-    """Like `norms_of`, but of whole layers if each tensor is one rank's part."""
+    """Like `norms_of`, but returns the norms of whole layers if each tensor is only one rank's part of a layer."""
     norms, sum_over_ranks = norms_of(tensors), entries[0].sum_over_ranks if entries else None
     if sum_over_ranks is not None:
         return sum_over_ranks(norms.square()).sqrt()
@@ -101,7 +101,7 @@ def norms_of_layers(tensors: list[Tensor], entries: list[Entry]) -> Tensor:
 
 
 def weight_norms_of(entries: list[Entry]) -> Tensor:
-    """|w| of each layer; computed only if an entry does not have it."""
+    """|w| of each layer. It is computed only if the entries do not have it."""
     known = [entry.weight_norm for entry in entries if entry.weight_norm is not None]
     return torch.stack(known) if known else norms_of_layers([entry.weight for entry in entries], entries)
 
@@ -109,7 +109,7 @@ def weight_norms_of(entries: list[Entry]) -> Tensor:
 def full_grads(
     entries: list[Entry], grad_scale: Tensor | None, skip: Tensor | None, *, negated: bool = False
 ) -> list[Tensor]:
-    """Gradients in the weights' precision, without the loss scale; zeros on a skipped step."""
+    """Gradients in the weights' precision, divided by the loss scale; zeros on a skipped step."""
     grads = [entry.grad.to(entry.weight.dtype) for entry in entries]
     if skip is not None:
         grads = [torch.where(skip, 0.0, grad) for grad in grads]  # inf times 0 would be nan

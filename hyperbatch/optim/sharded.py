@@ -29,14 +29,14 @@ from hyperbatch.optim.tensors import adopt_writes, capturing, norms_of
 
 
 class ShardedUpdate:
-    """Replaces the optimizer's `step()`; rates, loss scale, statistics and state remain those of the optimizer.
+    """Replaces the optimizer's `step()`; the optimizer keeps the rates, the loss scale, the statistics and the state.
 
         sync = GradSync(arena, plan, comm, sharded=True)
         optimizer = LARS(groups, lr, arena=arena)
         update = ShardedUpdate(optimizer, arena, sync)
         ...
         sync.finish(); update.step()
-        update.gather_state()              # on every rank, before state or masters are read: checkpoints
+        update.gather_state()              # on every rank, before state or masters are read, e.g. for a checkpoint
 
     Between `sync.finish()` and the next step, `param.grad` holds the mean over ranks only in this rank's shard.
     """
@@ -61,7 +61,7 @@ class ShardedUpdate:
             )
         self.optimizer, self._arena, self._sync, self._comm = optimizer, arena, sync, sync.comm
         self._number: dict[Tensor, int] = {slot.param: i for i, slot in enumerate(arena.slots)}
-        self._parts: list[tuple[int, int]] = [(0, 0)] * len(arena.slots)  # of each slot, in elements; mostly empty
+        self._parts: list[tuple[int, int]] = [(0, 0)] * len(arena.slots)  # [start, stop) within each slot, mostly empty
         for index, group in enumerate(sync.plan.groups):
             start, stop = sync.shard(index)
             for name in group.parameters:
@@ -102,7 +102,7 @@ class ShardedUpdate:
             self._gather([_flat(views, 0, numel) for views in states[0].values()], index)
 
     def _measure(self, entries: dict[int, Entry], weight_norms: Tensor) -> tuple[Tensor, Tensor]:
-        """Norms of whole layers from all ranks' parts, in one message of two numbers per slot and a flag for inf.
+        """Computes whole layers' norms from all ranks' parts, in one message: two numbers per slot and a flag for inf.
 
         Slots without a gradient send zeros, so the message has the same layout on every rank. Everything happens on
         the device, so that a graph can capture it.
@@ -126,7 +126,7 @@ class ShardedUpdate:
         return table
 
     def _entry(self, number: int, weight_norm: Tensor) -> Entry:
-        """This rank's part of a parameter. Most parts are empty, but every rank has an entry for every layer."""
+        """This rank's part of a parameter. Many parts are empty, but every rank has an entry for every layer."""
         slot, (start, stop) = self._arena.slots[number], self._parts[number]
         state = self.optimizer.init_state(slot.param)
         working = self._part(self._arena.weights, slot, start, stop)
@@ -146,7 +146,10 @@ class ShardedUpdate:
                 adopt_writes(weights[mine], masters[mine])
 
     def _gather(self, slices: list[Tensor], index: int | None = None) -> None:
-        """index: the group they all belong to; None: slice i belongs to group i."""
+        """Gathers the ranks' shards of each slice.
+
+        index: the group that all slices belong to; None means that slice i belongs to group i.
+        """
         handles = []
         for i, flat in enumerate(slices):
             algorithm = self._sync.algorithm(i if index is None else index)
@@ -163,5 +166,5 @@ class ShardedUpdate:
 
 
 def _flat(view: Tensor, start: int, stop: int) -> Tensor:
-    """Elements [start, stop), counted from a parameter's first in memory order; they may reach into its neighbours."""
+    """Elements [start, stop), counted from the parameter's first in memory. They may reach into its neighbours."""
     return view.as_strided((stop - start,), (1,), view.storage_offset() + start)

@@ -1,12 +1,13 @@
-"""Muon over ranks: each rank orthogonalises a share of the matrices, and all ranks get all results.
+"""Muon distributed over ranks: each rank orthogonalises a share of the matrices, and all ranks receive all results.
 
     gradients  --all-reduce-->  directions (everywhere)  -->  polar factors of my matrices  --all-gather-->  weights
 
     flat buffer   [ rank 0 | rank 1 | rank 2 | rank 3 ][ rank 0 | rank 1 | rank 2 | rank 3 ]   segments of equal length
                     wave 0: sent while wave 1 is computed      wave 1
 
-Only the products are shared, because they take most of the time. Every rank updates momentum and weights, so its state
-is complete. Scattering gradients would not help: the shards of matrices would have to be gathered before the products.
+Only the products are distributed, because they take most of the time. Every rank updates all momentum and weights, so
+its state is complete. Scattering the gradients would not help, because the shards of matrices would have to be gathered
+before the products.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Deal:
 
 
 def deal_out(costs: Sequence[float], sizes: Sequence[int], ranks: int, waves: int = WAVES) -> Deal:
-    """Assigns matrices to ranks, the costliest first, to the rank with the least work; each rank has two waves."""
+    """Assigns matrices, costliest first, to the rank with the least work. A rank's matrices form `waves` waves."""
     load = [0.0] * ranks
     hands: list[list[int]] = [[] for _ in range(ranks)]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -77,13 +78,13 @@ def deal_out(costs: Sequence[float], sizes: Sequence[int], ranks: int, waves: in
 
 
 def product_cost(rows: int, columns: int, iterations: int) -> int:
-    """Multiplications of all iterations over one matrix: X X^T, its square, and their product with X."""
+    """The number of multiplications in all iterations for one matrix: X X^T, its square, and their product with X."""
     side = min(rows, columns)
     return iterations * side**2 * (2 * max(rows, columns) + side)
 
 
 class MatrixShares:
-    """The ranks of `comm`, which all hold the same gradients and take the same steps."""
+    """Distributes matrices over the ranks of `comm`, which all have the same gradients and take the same steps."""
 
     def __init__(self, comm: GridComm) -> None:
         self.comm = comm

@@ -1,8 +1,8 @@
-"""Numbers on the host or on the device, norms in fp64, the comparison of 16-bit weights with their masters, and which
-parameters the fused kernels take."""
+"""Helpers of the optimizers: numbers on the host or the device, norms in fp64, writes of other code to 16-bit weights,
+and whether the fused kernels support some parameters."""
 
 # pyright: reportPrivateImportUsage=false
-# torch._foreach_* is the multi-tensor interface that torch.optim itself is written in.
+# torch._foreach_* is the multi-tensor interface that torch.optim itself uses.
 from __future__ import annotations
 
 import math
@@ -25,7 +25,7 @@ def is_number(value: Any) -> bool:
 
 
 def check_setting(name: str, value: Any, kind: Any) -> None:
-    """ValueError where a setting is no number, or no flag, as the annotation of its field (`kind`) asks."""
+    """Raises ValueError if a setting is not a number or a flag, as the annotation of its field (`kind`) requires."""
     if isinstance(value, Tensor):
         if not read_is_free(value.device):
             return
@@ -55,7 +55,7 @@ def check_keys(group: dict[str, Any], settings: Collection[str]) -> None:
 
 
 def scalar(value: Any, name: str, device: torch.device | None = None) -> Any:
-    """A group's setting. Tensors of one element become 0-d; tensors on another device than `device` become numbers."""
+    """A group's setting. Tensors of one element become 0-d; tensors on a device other than `device` become numbers."""
     if not isinstance(value, Tensor):
         return value
     if value.numel() != 1:
@@ -64,7 +64,7 @@ def scalar(value: Any, name: str, device: torch.device | None = None) -> Any:
 
 
 def write_setting(group: dict[str, Any], name: str, value: Scalar) -> None:
-    """Sets a group's number. A device tensor is written in place, because captured graphs read its address."""
+    """Sets a number of a group. A device tensor is written in place, because captured graphs read its address."""
     old = group[name]
     if isinstance(old, Tensor):
         old.copy_(value) if isinstance(value, Tensor) else old.fill_(value)
@@ -73,17 +73,17 @@ def write_setting(group: dict[str, Any], name: str, value: Scalar) -> None:
 
 
 def on_device(value: Scalar, device: torch.device) -> Tensor:
-    """A number as a device tensor. full() fills it on the device; tensor() would copy it and wait."""
+    """A number as a device tensor. full() fills it on the device, whereas tensor() would copy it and wait."""
     return value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=device)
 
 
 def unless(skip: Tensor, value: Scalar, otherwise: float) -> Tensor:
-    """`value`, or `otherwise` on a skipped step."""
+    """`value`, or `otherwise` if the step is skipped."""
     return torch.where(skip, otherwise, on_device(value, skip.device))
 
 
 def scaled(tensors: list[Tensor], factor: Scalar) -> list[Tensor]:
-    """Each tensor times one factor, or times its own element of a vector of them."""
+    """Each tensor times one factor, or times its own element of a vector of factors."""
     if isinstance(factor, Tensor) and factor.ndim == 1:
         wide = {dtype: factor.to(dtype).unbind() for dtype in {tensor.dtype for tensor in tensors}}
         return list(torch._foreach_mul(tensors, [wide[tensor.dtype][i] for i, tensor in enumerate(tensors)]))
@@ -95,31 +95,31 @@ def capturing(device: torch.device) -> bool:
 
 
 def read_is_free(device: torch.device) -> bool:
-    """Whether the host can read a value of this device without waiting: only on the CPU."""
+    """Whether the host can read a value on this device without waiting, which is so only on the CPU."""
     return device.type == "cpu"
 
 
 @torch.no_grad()
 def adopt_writes(param: Tensor, master: Tensor) -> None:
-    """Copies a weight into its master where it differs from the rounded master: other code has written it."""
+    """Copies a weight into its master if it differs from the rounded master: other code has then written it."""
     same = master.to(param.dtype) == param
     master.copy_(torch.where(same, master, param.to(master.dtype)))
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor has neither gaps nor overlaps in memory, in any order of dimensions."""
+    """Whether a tensor has neither gaps nor overlaps in memory, with its dimensions in any order."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:
-    """The norm of each tensor in fp64, since a long fp32 sum loses digits (4e-5 over 2 million elements on a CPU)."""
+    """The norms in fp64, since a long fp32 sum loses digits (4e-5 over 2 million elements on a CPU)."""
     if tensors[0].device.type == "cpu":
         return torch.stack([_cpu_norm(tensor) for tensor in tensors])
     return torch.stack(list(torch._foreach_norm(tensors, 2, torch.float64)))
 
 
 def _cpu_norm(tensor: Tensor) -> Tensor:
-    """An fp64 norm of the fp32 norms of short rows: as exact as converting every element, and seven times as fast."""
+    """The fp64 norm of the fp32 norms of short rows: as exact as converting every element, and seven times as fast."""
     row, n = 4096, tensor.numel()
     if tensor.dtype != torch.float32 or n < 2 * row or not is_dense(tensor):
         return torch.linalg.vector_norm(tensor, dtype=torch.float64)
@@ -127,12 +127,12 @@ def _cpu_norm(tensor: Tensor) -> Tensor:
     whole = n // row * row
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, row), dim=1)
     norm = torch.linalg.vector_norm(torch.cat([rows, flat[whole:]]), dtype=torch.float64)
-    # Squares of elements below 1e-19 lose digits in fp32, and those below 1e-23 are lost: nothing beside such a norm.
+    # Squares of elements below 1e-19 lose digits in fp32, and below 1e-23 they vanish: negligible beside such a norm.
     return norm if norm >= 1e-12 else torch.linalg.vector_norm(tensor, dtype=torch.float64)
 
 
 def why_not_fused(groups: list[dict[str, Any]]) -> str | None:
-    """Why the fused kernels cannot update these parameters, in a line; None if they can."""
+    """Returns in one line why the fused kernels cannot update these parameters; None if they can."""
     params = [param for group in groups for param in group["params"]]
     dtypes = {param.dtype for param in params}
     if any(is_dtensor(param) for param in params):
